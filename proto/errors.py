@@ -1,0 +1,69 @@
+"""Errors that cross a process boundary, and the names of the ways a request can end.
+
+Three kinds, never mixed: assertions are our bugs; the exceptions here are a peer's or a resource's fault; a `Reject` or an
+`Outcome` is an answer for a user.
+"""
+
+from enum import StrEnum
+
+
+class CrossdockError(Exception):
+    """Base of the typed errors for peers and resources."""
+
+
+class RemoteProtocolError(CrossdockError):
+    """A peer sent bytes that are not a message of this protocol, or a message that is not allowed here and now."""
+
+
+class PeerLost(CrossdockError):
+    """A peer's link closed, or it missed its heartbeats."""
+
+
+class PeerRefused(CrossdockError):
+    """A peer answered the handshake or an offer with a refusal; `str()` says which field differs."""
+
+
+class Reject(StrEnum):
+    """Why a request was not accepted. Nothing was reserved or charged."""
+
+    UNKNOWN_MODEL = "unknown_model"
+    TOO_LONG = "too_long"
+    """prompt + max_tokens is over the context length."""
+    TOO_LARGE = "too_large"
+    """The KV cache would not fit the largest worker, even alone."""
+    DUPLICATE = "duplicate"
+    QUEUE_FULL = "queue_full"
+    NO_CAPACITY = "no_capacity"
+    """No prefill or no decode worker of this model is up."""
+    TOO_MANY_ATTEMPTS = "too_many_attempts"
+    SHUTTING_DOWN = "shutting_down"
+
+
+class Interrupt(StrEnum):
+    """Why an accepted attempt stopped before its end. The gateway resumes it with attempt + 1 or fails the stream."""
+
+    PREFILL_LOST = "prefill_lost"
+    DECODE_LOST = "decode_lost"
+    TRANSFER_FAILED = "transfer_failed"
+    GATEWAY_LINK_LOST = "gateway_link_lost"
+    ENGINE_ERROR = "engine_error"
+    COORDINATOR_LOST = "coordinator_lost"
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended, as the worker sees it; stop strings are found in the gateway."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class CancelReason(StrEnum):
+    """Why a request is cancelled."""
+
+    DISCONNECTED = "disconnected"
+    STOP_STRING = "stop_string"
+    """Every choice has met a stop string: a success for the user, a cancel for the workers."""
+    GATEWAY_LOST = "gateway_lost"
+    DEADLINE = "deadline"
+    ABANDONED = "abandoned"
+    """The gateway gave the attempt up, for instance because its stream failed."""

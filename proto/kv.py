@@ -1,0 +1,107 @@
+"""The hand-over of finished KV blocks from a prefill worker (sender) to a decode worker (receiver).
+
+Over the control link between the two (the sender connects to the receiver):
+
+    PairOpen →  ← PairListen          once per pair of incarnations: meet in a process group of two
+    Offer →     ← Accept | Decline    once per attempt
+    Announce →  (segment on the data plane)     per segment, in order: lengths are agreed before a byte moves
+    Commit →    ← Ack                 digests; the receiver decodes only after it has checked them
+    Abort       from either side, at any point
+
+Shapes and dtypes never travel: both sides take them from their own layout, whose fingerprint the handshake compared.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from proto import limits
+from proto.messages import Attempt, ChoiceIndex, Count, Message, RequestId, Text, Tokens_
+from proto.sampling import TokenId
+
+PairId = Annotated[int, Meta(gt=0, le=(1 << 63) - 1)]
+SegmentIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_SEGMENTS)]
+
+
+class PairOpen(Message, frozen=True):
+    """Asks the receiver to meet in group `pair_id` with this transport's name (`gloo`, `nccl`)."""
+
+    pair_id: PairId
+    transport: Text
+
+
+class PairListen(Message, frozen=True):
+    """The receiver listens for the rendezvous here; `secret` prefixes every key of the store."""
+
+    pair_id: PairId
+    host: Text
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    secret: Text
+
+
+class PairClosed(Message, frozen=True):
+    """The group is gone on the side that says this; sessions on it have failed."""
+
+    pair_id: PairId
+    reason: Text
+
+
+class Offer(Message, frozen=True):
+    request_id: RequestId
+    attempt: Attempt
+    pair_id: PairId
+    blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_REQUEST)]
+
+
+class Accept(Message, frozen=True):
+    request_id: RequestId
+    attempt: Attempt
+
+
+class Decline(Message, frozen=True):
+    request_id: RequestId
+    attempt: Attempt
+    reason: Text
+
+
+class Announce(Message, frozen=True):
+    """Segment `segment` is about to be sent: `blocks` blocks, the first being block `first_block` of the prompt."""
+
+    request_id: RequestId
+    attempt: Attempt
+    segment: SegmentIndex
+    first_block: Annotated[int, Meta(ge=0, lt=limits.MAX_BLOCKS_PER_REQUEST)]
+    blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_REQUEST)]
+
+
+class FirstToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The token that prefill drew for one choice which goes on in decode."""
+
+    choice: ChoiceIndex
+    token: TokenId
+
+
+class Commit(Message, frozen=True):
+    """All segments are sent. A binary frame follows: the prompt's token ids (int32) if a penalty needs them, else empty."""
+
+    request_id: RequestId
+    attempt: Attempt
+    digests: Annotated[tuple[Annotated[bytes, Meta(min_length=8, max_length=8)], ...], Meta(max_length=limits.MAX_SEGMENTS)]
+    """xxh3-64 of each segment, in order."""
+    prompt_tokens: Tokens_
+    first_tokens: Annotated[tuple[FirstToken, ...], Meta(min_length=1, max_length=limits.MAX_CHOICES)]
+
+
+class Ack(Message, frozen=True):
+    """The receiver has verified and owns the KV."""
+
+    request_id: RequestId
+    attempt: Attempt
+    kv_bytes: Count
+
+
+class Abort(Message, frozen=True):
+    request_id: RequestId
+    attempt: Attempt
+    reason: Text

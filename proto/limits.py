@@ -1,0 +1,23 @@
+"""Every bound on what a peer may put on the wire. Receivers enforce them before anything is allocated."""
+
+PROTOCOL_VERSION = 1
+
+MAX_FRAME_BYTES = 8 << 20
+"""Largest single ZeroMQ frame; sockets set it as MAXMSGSIZE. A packed prompt of 1M tokens is 4 MiB."""
+MAX_FRAMES = 2
+"""A message is one MessagePack frame and at most one binary frame."""
+
+MAX_ID_CHARS = 64
+MAX_TEXT_CHARS = 512
+"""Reasons, addresses and names."""
+MAX_CONTEXT_TOKENS = 1 << 20
+MAX_CHOICES = 16
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 300
+MAX_TOP_LOGPROBS = 20
+MAX_CHUNKS_PER_STEP = 256
+MAX_BLOCKS_PER_REQUEST = MAX_CONTEXT_TOKENS
+MAX_SEGMENTS = 4096
+MAX_TOKEN_ITEMS = 4096
+MAX_TOKENS_PER_ITEM = 64
+MAX_VOCAB = 1 << 24

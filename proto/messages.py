@@ -1,0 +1,314 @@
+"""Who says what to whom: the control plane.
+
+    gateway  ⇄ coordinator      Submit, Cancel              →   ← Accepted, Rejected, Interrupted
+    coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, Finished, WorkFailed
+    worker   → gateway          Tokens
+    anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong
+
+Rules that hold for all of them:
+- Everything that touches a request carries `(request_id, attempt)`; every token carries its absolute index in the answer.
+  Receivers drop what belongs to an older attempt or epoch, and repeating a message does no harm.
+- `Submit` and `Prefill` are followed by one binary frame: the prompt's token ids, packed as little-endian int32.
+- A link is one connection: `Hello` comes first and once; what follows carries no epoch of its own, since the link has one.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from proto import limits
+from proto.errors import CancelReason, FinishReason, Interrupt, Reject
+from proto.sampling import Sampling, TokenId, TokenLogprobs
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_ID_CHARS, pattern=r"^[A-Za-z0-9_.:-]+$")]
+Epoch = Annotated[int, Meta(gt=0, le=(1 << 63) - 1)]
+"""One incarnation of one process: drawn at random when it starts, never used again."""
+Attempt = Annotated[int, Meta(ge=1, le=1_000)]
+Text = Annotated[str, Meta(max_length=limits.MAX_TEXT_CHARS)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Tokens_ = Annotated[int, Meta(ge=0, le=limits.MAX_CONTEXT_TOKENS)]
+Choices = Annotated[int, Meta(ge=1, le=limits.MAX_CHOICES)]
+ChoiceIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_CHOICES)]
+DurationMs = Annotated[float, Meta(ge=0.0, le=1e12)]
+
+
+class Role(StrEnum):
+    COORDINATOR = "coordinator"
+    GATEWAY = "gateway"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    OBSERVER = "observer"
+    """`crossdock status`: may ask, may not act."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages: one MessagePack array, its first element the type's name."""
+
+
+# --- any link ---------------------------------------------------------------------------------------------------------
+
+
+class Capacity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a worker can hold."""
+
+    kv_blocks: Count
+    block_size: Annotated[int, Meta(ge=1, le=4096)]
+    """Tokens per block."""
+    max_seqs: Annotated[int, Meta(ge=1, le=1 << 20)]
+    """Most sequences at once: in prefill, prompts being computed; in decode, the running batch."""
+    context_tokens: Tokens_
+
+
+class Hello(Message, frozen=True):
+    """First on every link, from the connecting end."""
+
+    version: int
+    role: Role
+    epoch: Epoch
+    name: Annotated[str, Meta(min_length=1, max_length=limits.MAX_ID_CHARS, pattern=r"^[A-Za-z0-9_.:-]+$")]
+    """For people: `prefill-0`."""
+    model: Text = ""
+    """Model id; empty where a role has none."""
+    fingerprint: Text = ""
+    """Of model, revision, dtype and KV layout; two workers hand over KV only when theirs are equal."""
+    address: Text = ""
+    """Where others reach this process: a gateway's token port, a decode worker's KV port."""
+    capacity: Capacity | None = None
+    host: Text = ""
+    pid: Count = 0
+
+
+class Welcome(Message, frozen=True):
+    epoch: Epoch
+    heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)]
+
+
+class Refused(Message, frozen=True):
+    """The answer to a Hello that does not fit, or to a peer that is not known (any more): start over."""
+
+    reason: Text
+
+
+class Ping(Message, frozen=True):
+    pass
+
+
+class Pong(Message, frozen=True):
+    pass
+
+
+# --- gateway → coordinator --------------------------------------------------------------------------------------------
+
+
+class Submit(Message, frozen=True):
+    """One attempt at a request; a binary frame with `prompt_tokens` token ids follows.
+
+    On a resume the ids are the prompt and the `resumed_tokens` tokens already sent, which count as output, not as prompt.
+    """
+
+    request_id: RequestId
+    attempt: Attempt
+    model: Text
+    prompt_tokens: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
+    sampling: Sampling
+    choices: Choices = 1
+    first_choice: ChoiceIndex = 0
+    """Choices are numbered from here; a resume goes choice by choice."""
+    resumed_tokens: Tokens_ = 0
+    tenant: Text = "default"
+
+
+class Cancel(Message, frozen=True):
+    request_id: RequestId
+    attempt: Attempt
+    reason: CancelReason
+
+
+class StatusRequest(Message, frozen=True):
+    """From `crossdock status`, by way of the coordinator's control port."""
+
+
+# --- coordinator → gateway --------------------------------------------------------------------------------------------
+
+
+class Accepted(Message, frozen=True):
+    """The request is queued and will end exactly once."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+class Rejected(Message, frozen=True):
+    request_id: RequestId
+    attempt: Attempt
+    reason: Reject
+    message: Text
+    retry_after_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
+
+
+class Interrupted(Message, frozen=True):
+    """This attempt is over without an end; the gateway may submit the next one."""
+
+    request_id: RequestId
+    attempt: Attempt
+    reason: Interrupt
+    message: Text = ""
+
+
+class ClusterState(Message, frozen=True):
+    """What a gateway needs to know to be ready: sent on every change."""
+
+    servable_models: Annotated[tuple[Text, ...], Meta(max_length=64)]
+    """Models with at least one prefill and one decode worker."""
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
+    name: Text
+    role: Role
+    model: Text
+    host: Text
+    pid: Count
+    kv_blocks: Count
+    kv_blocks_used: Count
+    requests: Count
+    steps_in_flight: Count
+    tokens_computed: Count
+
+
+class StatusReport(Message, frozen=True):
+    workers: tuple[WorkerStatus, ...]
+    gateways: tuple[Text, ...]
+    queued: Count
+    running: dict[Text, Count]
+    """Requests by life-cycle state."""
+    finished: dict[Text, Count]
+    """Requests ended since start, by outcome."""
+    counters: dict[Text, Count]
+
+
+# --- coordinator → prefill worker ----------------------------------------------------------------------------------------
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where another process is and which incarnation of it is meant."""
+
+    address: Text
+    epoch: Epoch
+
+
+class Prefill(Message, frozen=True):
+    """Take this prompt in; compute nothing until a `Step` says so. A binary frame with the token ids follows."""
+
+    request_id: RequestId
+    attempt: Attempt
+    prompt_tokens: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
+    sampling: Sampling
+    choices: Choices
+    first_choice: ChoiceIndex
+    resumed_tokens: Tokens_
+    gateway: Peer
+    decode: Peer
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    request_id: RequestId
+    attempt: Attempt
+    start: Tokens_
+    length: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
+
+
+class Step(Message, frozen=True):
+    """One forward pass. Steps run in the order they arrive; chunks of a released request are skipped."""
+
+    step_id: Count
+    chunks: Annotated[tuple[Chunk, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_STEP)]
+
+
+# --- coordinator → decode worker -----------------------------------------------------------------------------------------
+
+
+class Reserve(Message, frozen=True):
+    """Keep `kv_blocks` for this request; its KV will be offered by the prefill worker named here."""
+
+    request_id: RequestId
+    attempt: Attempt
+    prompt_tokens: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
+    sampling: Sampling
+    choices: Choices
+    first_choice: ChoiceIndex
+    resumed_tokens: Tokens_
+    kv_blocks: Count
+    gateway: Peer
+    prefill_epoch: Epoch
+
+
+# --- coordinator → either worker -----------------------------------------------------------------------------------------
+
+
+class Release(Message, frozen=True):
+    """Forget this attempt and everything held for it, in whatever state it is."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+# --- worker → coordinator --------------------------------------------------------------------------------------------------
+
+
+class StepDone(Message, frozen=True):
+    """`computed` names the chunks that were really forwarded; the others of the step were skipped."""
+
+    step_id: Count
+    computed: Annotated[tuple[Chunk, ...], Meta(max_length=limits.MAX_CHUNKS_PER_STEP)]
+    step_ms: DurationMs
+
+
+class HandedOver(Message, frozen=True):
+    """The decode worker has acknowledged the KV; the prefill worker holds nothing more for this request."""
+
+    request_id: RequestId
+    attempt: Attempt
+    kv_bytes: Count
+    transfer_ms: DurationMs
+
+
+class Finished(Message, frozen=True):
+    """All choices of this attempt have ended on this worker, and their tokens were sent to the gateway."""
+
+    request_id: RequestId
+    attempt: Attempt
+    output_tokens: Count
+    """Summed over choices, this attempt's only."""
+
+
+class WorkFailed(Message, frozen=True):
+    """This worker cannot go on with the attempt and has let go of everything it held for it."""
+
+    request_id: RequestId
+    attempt: Attempt
+    reason: Interrupt
+    message: Text
+
+
+# --- worker → gateway --------------------------------------------------------------------------------------------------------
+
+
+class TokenItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Consecutive tokens of one choice, `tokens[0]` being number `index` of the answer."""
+
+    request_id: RequestId
+    attempt: Attempt
+    choice: ChoiceIndex
+    index: Tokens_
+    tokens: Annotated[tuple[TokenId, ...], Meta(max_length=limits.MAX_TOKENS_PER_ITEM)]
+    finish: FinishReason | None = None
+    """Set with the last token. A stop token is the last token and is not text."""
+    logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=limits.MAX_TOKENS_PER_ITEM)] = ()
+
+
+class Tokens(Message, frozen=True):
+    """All that one step produced for one gateway."""
+
+    items: Annotated[tuple[TokenItem, ...], Meta(max_length=limits.MAX_TOKEN_ITEMS)]

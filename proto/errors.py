@@ -35,6 +35,8 @@ class Reject(StrEnum):
     QUEUE_FULL = "queue_full"
     NO_CAPACITY = "no_capacity"
     """No prefill or no decode worker of this model is up."""
+    EXPIRED = "expired"
+    """Waited in the queue longer than the server allows."""
     TOO_MANY_ATTEMPTS = "too_many_attempts"
     SHUTTING_DOWN = "shutting_down"
 

@@ -1,9 +1,9 @@
 """Who says what to whom: the control plane.
 
     gateway  ⇄ coordinator      Submit, Cancel              →   ← Accepted, Rejected, Interrupted
-    coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, Finished, WorkFailed
+    coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, Finished, Released, WorkFailed
     worker   → gateway          Tokens
-    anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong
+    anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong;  Bye
 
 Rules that hold for all of them:
 - Everything that touches a request carries `(request_id, attempt)`; every token carries its absolute index in the answer.
@@ -87,6 +87,12 @@ class Welcome(Message, frozen=True):
 
 class Refused(Message, frozen=True):
     """The answer to a Hello that does not fit, or to a peer that is not known (any more): start over."""
+
+    reason: Text
+
+
+class Bye(Message, frozen=True):
+    """An orderly end of the link, so that the other end need not wait for missed heartbeats."""
 
     reason: Text
 
@@ -281,6 +287,13 @@ class Finished(Message, frozen=True):
     attempt: Attempt
     output_tokens: Count
     """Summed over choices, this attempt's only."""
+
+
+class Released(Message, frozen=True):
+    """The answer to `Release`, once nothing is held any more; only then does the coordinator count the blocks as free."""
+
+    request_id: RequestId
+    attempt: Attempt
 
 
 class WorkFailed(Message, frozen=True):

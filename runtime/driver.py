@@ -1,0 +1,98 @@
+"""Runs a process, and drives a pure core: events in, actions out, one timer for its next deadline."""
+
+import asyncio
+import contextlib
+import signal
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Generic, Protocol, TypeVar
+
+import uvloop
+
+from runtime import clock
+
+E = TypeVar("E")
+A = TypeVar("A")
+
+E_contra = TypeVar("E_contra", contravariant=True)
+A_co = TypeVar("A_co", covariant=True)
+
+
+class Core(Protocol[E_contra, A_co]):
+    """A pure state machine: all time comes in by argument, everything it wants done goes out in the result."""
+
+    def handle(self, event: E_contra, now: float) -> Iterable[A_co]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+
+class CoreDriver(Generic[E, A]):
+    """Feeds a core on the event loop's thread and performs what it answers.
+
+    `perform` may post further events; they are handled after the actions of the current one, in order, so that a core never
+    sees an event from inside another.
+    """
+
+    def __init__(self, core: Core[E, A], *, perform: Callable[[A], None], tick: E) -> None:
+        self._core = core
+        self._perform = perform
+        self._tick = tick
+        self._pending: deque[E] = deque()
+        self._busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+
+    def post(self, event: E) -> None:
+        self._pending.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._pending:
+                for action in self._core.handle(self._pending.popleft(), clock.now()):
+                    self._perform(action)
+        finally:
+            self._busy = False
+        self._arm()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        at = self._core.next_deadline()
+        if self._timer is not None:
+            if at == self._timer_at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if at is not None:
+            self._timer_at = at
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, at - clock.now()), self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self.post(self._tick)
+
+
+def run_process(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
+    """Run `main(stop)` on uvloop; `stop` is set by SIGTERM and SIGINT. Returns main's exit code."""
+
+    async def body() -> int:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, stop.set)
+        return await main(stop)
+
+    return uvloop.run(body())
+
+
+async def cancelled(*tasks: "asyncio.Task[None]") -> None:
+    """Cancel tasks of ours and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

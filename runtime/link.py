@@ -1,0 +1,406 @@
+"""Links: handshaken, heart-beating, bounded ZeroMQ connections between two processes.
+
+    server (ROUTER, bound)                       client (DEALER, connects)
+                          ← Hello                first message, once
+    Welcome | Refused →                          version, role and whatever `accept` looks at have been checked
+    Pong →                ← Ping                 every `heartbeat_ms`; three missed and the peer is lost
+    any message           any message
+
+One socket of the client is one connection is one link: after a loss the client opens a new socket and shakes hands again,
+so a frame can never belong to an earlier incarnation of the link. The server names a peer by the routing id that libzmq
+drew for the connection, never by what the peer says of itself.
+
+Sending never waits: a peer whose pipe is full is lost, not silently skipped. Whatever is not a message of the protocol, or
+makes the owner raise `RemoteProtocolError`, is counted and ends that peer's link only.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+import zmq.asyncio
+
+from proto import limits
+from proto.codec import decode, encode
+from proto.errors import RemoteProtocolError
+from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
+from runtime import clock, log
+from runtime.driver import cancelled
+from runtime.monitor import ConnectionMonitor
+
+_log = log.get("crossdock.link")
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """`missed_max` heartbeats without a word and the peer is lost: a dead process is noticed after about
+    `heartbeat_ms * missed_max` where its host is gone, at once where its kernel says so."""
+
+    heartbeat_ms: int = 500
+    missed_max: int = 3
+    queue_messages_max: int = 10_000
+    handshake_timeout_ms: int = 5_000
+    reconnect_ms: int = 50
+    reconnect_ms_max: int = 1_000
+
+    @property
+    def silence_s(self) -> float:
+        return self.heartbeat_ms * self.missed_max / 1000
+
+
+@dataclass
+class LinkCounters:
+    """What one end of a link has seen, for metrics."""
+
+    protocol_errors: int = 0
+    refused: int = 0
+    lost: int = 0
+    messages_in: int = 0
+    messages_out: int = 0
+
+
+@dataclass(eq=False)
+class Peer:
+    """The other end of an open link."""
+
+    epoch: int
+    hello: Hello
+    _send: Callable[["Peer", list[bytes]], bool]
+    routing_id: bytes = b""
+    heard_at: float = field(default_factory=clock.now)
+
+    def send(self, message: Message, blob: bytes | None = None) -> bool:
+        """Queue a message; False if the peer is gone, or is being given up because its queue is full."""
+        return self._send(self, [encode(message)] if blob is None else [encode(message), blob])
+
+
+OnMessage = Callable[[Peer, Message, bytes], None]
+OnDown = Callable[[Peer, str], None]
+
+_context: zmq.asyncio.Context | None = None
+
+
+def _socket(kind: int, settings: LinkSettings) -> zmq.asyncio.Socket:
+    global _context
+    if _context is None or _context.closed:
+        _context = zmq.asyncio.Context()
+    socket = _context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 200)
+    socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
+    socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
+    # Frames between our own limit and libzmq's reach the codec, which refuses and counts them; what is larger libzmq cuts off.
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * limits.MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.IPV6, 1)
+    return socket
+
+
+def _try_send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> str | None:
+    """Send without waiting; the reason if it could not be."""
+    sent = socket.send_multipart(frames, flags=zmq.NOBLOCK)
+    if not sent.done():  # cannot happen with NOBLOCK unless an earlier send is waiting, and none ever does
+        sent.cancel()
+        return "send queue is busy"
+    error = sent.exception()
+    return None if error is None else f"send failed: {error}"
+
+
+class LinkServer:
+    """The bound end: many peers, each accepted or refused by `accept(hello)`, which returns a refusal or None.
+
+    `on_up`, `on_message` and `on_down` are called on the event loop, and each peer's `on_down` exactly once after its `on_up`.
+    """
+
+    def __init__(
+        self,
+        *,
+        bind: str,
+        hello: Hello,
+        accept: Callable[[Hello], str | None],
+        on_up: Callable[[Peer], None],
+        on_message: OnMessage,
+        on_down: OnDown,
+        settings: LinkSettings | None = None,
+    ) -> None:
+        self.counters = LinkCounters()
+        self.peers: dict[bytes, Peer] = {}
+        self._bind = bind
+        self._epoch = hello.epoch
+        self._accept = accept
+        self._on_up = on_up
+        self._on_message = on_message
+        self._on_down = on_down
+        self._settings = settings or LinkSettings()
+        self._socket = _socket(zmq.ROUTER, self._settings)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> str:
+        """Bind; returns the address with the real port. Raises OSError naming the address if it cannot be bound."""
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        monitor = ConnectionMonitor(self._socket, on_garbage=self._count_garbage)
+        try:
+            self._socket.bind(self._bind)
+        except zmq.ZMQError as error:
+            monitor.close()
+            self._socket.close(0)
+            raise OSError(f"cannot bind {self._bind}: {error}") from None
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._receive()), loop.create_task(self._watch()), loop.create_task(monitor.run())
+        ]  # fmt: skip
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def close(self) -> None:
+        for peer in list(self.peers.values()):
+            peer.send(Bye("shutting down"))
+        await cancelled(*self._tasks)
+        self._socket.close()
+
+    def drop(self, peer: Peer, reason: str) -> None:
+        """End one peer's link and say so to both ends."""
+        if self.peers.pop(peer.routing_id, None) is None:
+            return
+        _try_send(self._socket, [peer.routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
+        self.counters.lost += 1
+        self._on_down(peer, reason)
+
+    def _count_garbage(self) -> None:
+        self.counters.protocol_errors += 1
+
+    def _send(self, peer: Peer, frames: list[bytes]) -> bool:
+        if peer.routing_id not in self.peers:
+            return False
+        failure = _try_send(self._socket, [peer.routing_id, *frames])
+        if failure is None:
+            self.counters.messages_out += 1
+            return True
+        # The owner may be in the middle of an event: it hears of the loss in one of its own.
+        asyncio.get_running_loop().call_soon(self.drop, peer, failure)
+        return False
+
+    async def _receive(self) -> None:
+        while True:
+            routing_id, *frames = await self._socket.recv_multipart()
+            self.counters.messages_in += 1
+            peer = self.peers.get(routing_id)
+            try:
+                message, blob = decode(frames)
+                if peer is None:
+                    self._shake_hands(routing_id, message)
+                else:
+                    self._dispatch(peer, message, blob)
+            except RemoteProtocolError as error:
+                self.counters.protocol_errors += 1
+                _log.warning("protocol error", peer=peer.hello.name if peer else "unknown", error=str(error))
+                if peer is not None:
+                    self.drop(peer, f"protocol error: {error}")
+                else:
+                    self._refuse(routing_id, f"protocol error: {error}")
+
+    def _shake_hands(self, routing_id: bytes, message: Message) -> None:
+        if not isinstance(message, Hello):
+            # A client whose link we gave up: it starts over on hearing this.
+            self._refuse(routing_id, "say Hello first")
+            return
+        if message.version != limits.PROTOCOL_VERSION:
+            refusal: str | None = f"protocol version {message.version}; this end speaks {limits.PROTOCOL_VERSION}"
+        else:
+            refusal = self._accept(message)
+        if refusal is not None:
+            _log.warning("refused", peer=message.name, role=message.role.value, reason=refusal)
+            self._refuse(routing_id, refusal)
+            return
+        peer = Peer(message.epoch, message, self._send, routing_id)
+        self.peers[routing_id] = peer
+        peer.send(Welcome(self._epoch, self._settings.heartbeat_ms))
+        self._on_up(peer)
+
+    def _refuse(self, routing_id: bytes, reason: str) -> None:
+        self.counters.refused += 1
+        _try_send(self._socket, [routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
+
+    def _dispatch(self, peer: Peer, message: Message, blob: bytes) -> None:
+        peer.heard_at = clock.now()
+        if isinstance(message, Ping):
+            peer.send(Pong())
+        elif isinstance(message, Bye):
+            self.drop(peer, f"said goodbye: {message.reason}")
+        elif isinstance(message, Hello | Welcome | Refused | Pong):
+            raise RemoteProtocolError(f"unexpected {type(message).__name__}")
+        else:
+            self._on_message(peer, message, blob)
+
+    async def _watch(self) -> None:
+        pause = self._settings.heartbeat_ms / 1000
+        woke = clock.now()
+        while True:
+            await asyncio.sleep(pause)
+            now = clock.now()
+            # After a pause of our own the peers' heartbeats are still unread in the socket: do not hold it against them.
+            late, woke = now - woke - pause > pause, now
+            if late:
+                continue
+            for peer in list(self.peers.values()):
+                if now - peer.heard_at > self._settings.silence_s + pause:
+                    self.drop(peer, f"no heartbeat for {now - peer.heard_at:.1f} s")
+
+
+class LinkClient:
+    """The connecting end: one peer at a time, reconnected with backoff for as long as the client lives.
+
+    Each `on_up` is followed by exactly one `on_down` before the next `on_up`.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        hello: Hello,
+        on_up: Callable[[Peer, Welcome], None],
+        on_message: OnMessage,
+        on_down: OnDown,
+        settings: LinkSettings | None = None,
+    ) -> None:
+        self.counters = LinkCounters()
+        self.last_error = ""
+        self.address = address
+        self.hello = hello
+        self._on_up = on_up
+        self._on_message = on_message
+        self._on_down = on_down
+        self._settings = settings or LinkSettings()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._peer: Peer | None = None
+        self._gone = asyncio.Event()
+        self._why_gone = ""
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        if self._peer is not None:
+            self._peer.send(Bye("shutting down"))
+        if self._task is not None:
+            await cancelled(self._task)
+
+    async def _run(self) -> None:
+        pause_ms = self._settings.reconnect_ms
+        while True:
+            if await self._one_link():
+                pause_ms = self._settings.reconnect_ms
+            else:
+                pause_ms = min(2 * pause_ms, self._settings.reconnect_ms_max)
+            await asyncio.sleep(pause_ms / 1000 * random.uniform(0.5, 1.0))
+
+    async def _one_link(self) -> bool:
+        """One socket from connect to close; True if it had been welcomed."""
+        socket = self._socket = _socket(zmq.DEALER, self._settings)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._gone.clear()
+        monitor = ConnectionMonitor(socket, on_lost=lambda: self._give_up("connection closed"))
+        watcher = asyncio.get_running_loop().create_task(monitor.run())
+        receiver: asyncio.Task[None] | None = None
+        try:
+            socket.connect(self.address)
+            peer = await self._handshake(socket)
+            if peer is None:
+                return False
+            receiver = asyncio.get_running_loop().create_task(self._receive(socket, peer))
+            await self._beat(peer)
+            return True
+        except zmq.ZMQError as error:
+            self.last_error = f"cannot connect to {self.address}: {error}"
+            return False
+        finally:
+            await cancelled(watcher, *([receiver] if receiver else []))
+            socket.close()
+            self._socket = None
+            if self._peer is not None:
+                lost, self._peer = self._peer, None
+                self.counters.lost += 1
+                self._on_down(lost, self._why_gone or "closed")
+
+    async def _handshake(self, socket: zmq.asyncio.Socket) -> Peer | None:
+        _try_send(socket, [encode(self.hello)])
+        waiting = asyncio.ensure_future(socket.recv_multipart())
+        gone = asyncio.ensure_future(self._gone.wait())
+        timeout_s = self._settings.handshake_timeout_ms / 1000
+        try:
+            await asyncio.wait({waiting, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                why = self._why_gone if gone.done() else f"no answer within {timeout_s:g} s"
+                self.last_error = f"cannot reach {self.address}: {why}"
+                return None
+            message, _ = decode(waiting.result())
+        except RemoteProtocolError as error:
+            self.counters.protocol_errors += 1
+            self.last_error = f"{self.address} does not speak this protocol: {error}"
+            return None
+        finally:
+            gone.cancel()
+            waiting.cancel()
+        if isinstance(message, Refused):
+            self.counters.refused += 1
+            if message.reason != self.last_error:
+                _log.error("refused by peer", address=self.address, reason=message.reason)
+            self.last_error = message.reason
+            return None
+        if not isinstance(message, Welcome):
+            self.counters.protocol_errors += 1
+            self.last_error = f"{self.address} answered Hello with {type(message).__name__}"
+            return None
+        self.last_error = ""
+        self._peer = Peer(message.epoch, self.hello, self._send)
+        self._on_up(self._peer, message)
+        return self._peer
+
+    def _give_up(self, reason: str) -> None:
+        self._why_gone = reason
+        self._gone.set()
+
+    def _send(self, peer: Peer, frames: list[bytes]) -> bool:
+        if peer is not self._peer or self._socket is None or self._gone.is_set():
+            return False
+        failure = _try_send(self._socket, frames)
+        if failure is None:
+            self.counters.messages_out += 1
+            return True
+        self._give_up(failure)
+        return False
+
+    async def _receive(self, socket: zmq.asyncio.Socket, peer: Peer) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            self.counters.messages_in += 1
+            peer.heard_at = clock.now()
+            try:
+                message, blob = decode(frames)
+                if isinstance(message, Pong):
+                    continue
+                if isinstance(message, Refused | Bye):
+                    self._give_up(message.reason)
+                    return
+                if isinstance(message, Hello | Welcome | Ping):
+                    raise RemoteProtocolError(f"unexpected {type(message).__name__}")
+                self._on_message(peer, message, blob)
+            except RemoteProtocolError as error:
+                self.counters.protocol_errors += 1
+                _log.warning("protocol error", address=self.address, error=str(error))
+                self._give_up(f"protocol error: {error}")
+                return
+
+    async def _beat(self, peer: Peer) -> None:
+        """Ping until the link is lost, by its own word or by silence."""
+        pause = self._settings.heartbeat_ms / 1000
+        woke = clock.now()
+        while not self._gone.is_set():
+            peer.send(Ping())
+            try:
+                await asyncio.wait_for(self._gone.wait(), pause)
+            except TimeoutError:
+                now = clock.now()
+                late, woke = now - woke - pause > pause, now
+                if not late and now - peer.heard_at > self._settings.silence_s + pause:
+                    self._give_up(f"no heartbeat for {now - peer.heard_at:.1f} s")

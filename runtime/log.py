@@ -1,0 +1,55 @@
+"""Logs: structlog, for people on a terminal and as JSON lines elsewhere. No prompt, no key and no token ids in them."""
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+Log = structlog.stdlib.BoundLogger
+
+
+def configure(*, level: str, fmt: str, process: str) -> Log:
+    """Set the process's logging up and return its logger.
+
+    `fmt` is `console`, `json`, or `auto` (console if standard error is a terminal). Records of other libraries go the same
+    way, from warnings up.
+    """
+    as_json = fmt == "json" or (fmt == "auto" and not sys.stderr.isatty())
+
+    def name_process(_logger: Any, _method: str, event: Any) -> Any:
+        event["process"] = process
+        return event
+
+    shared: list[Any] = [
+        name_process,
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    last = [structlog.processors.format_exc_info, renderer] if as_json else [renderer]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last]
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("crossdock").setLevel(level.upper())
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    return get("crossdock")
+
+
+def get(name: str) -> Log:
+    """A logger; `name` starts with `crossdock`."""
+    logger: Log = structlog.get_logger(name)
+    return logger

@@ -1,0 +1,324 @@
+"""Every setting of every role, once: name, unit, bounds, default and what a wrong value costs.
+
+Values come from flags, then the environment (`CROSSDOCK_<OPTION>`), then one TOML file, then the defaults here;
+`runtime.options` merges them, and makes the command line, its help and its errors from the same fields. The TOML file
+has a section per role, its keys the option names with underscores:
+
+    [gateway]
+    port = 8080
+    [worker]
+    kv_gib = 4.0
+
+Making an instance directly (`WorkerSettings(role="decode", model="…")`) reads neither environment nor file.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+ENV_PREFIX = "CROSSDOCK_"
+_ADDRESS = re.compile(r"^tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.*_-]+):(?P<port>\d{1,5})$")
+_CORES = re.compile(r"^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*$")
+_EVERY_INTERFACE = ("*", "0.0.0.0", "[::]")
+
+
+def _check_address(value: str) -> str:
+    match = _ADDRESS.match(value)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError("is not an address like tcp://127.0.0.1:7070")
+    return value
+
+
+def _check_advertised(value: str) -> str:
+    return _check_address(value) if value else value
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """`"0-2,5"` → `(0, 1, 2, 5)`; empty → `()`. Raises `ValueError` on anything else."""
+    if not text:
+        return ()
+    if not _CORES.match(text):
+        raise ValueError("is not a list of cores like 0-2,5")
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise ValueError(f"has a range that runs backwards: {part}")
+        cores.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(cores))
+
+
+def _check_cores(value: str) -> str:
+    parse_cores(value)
+    return value
+
+
+def _split_commas(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Address = Annotated[str, AfterValidator(_check_address)]
+AdvertisedAddress = Annotated[str, AfterValidator(_check_advertised)]
+Cores = Annotated[str, AfterValidator(_check_cores)]
+CommaList = Annotated[list[str], NoDecode, BeforeValidator(_split_commas)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def model_id_of(model: str, model_id: str) -> str:
+    """The id clients use: `model_id` where given, else a folder's own name, else `ORG/NAME` as it stands."""
+    if model_id:
+        return model_id
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+class Options(BaseSettings):
+    """Base of all settings: checked, immutable, no unknown keys."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+    section: ClassVar[str] = ""
+    """This class's section in the TOML file; empty for commands which do not read it."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments only: `runtime.options.load` reads the others, so that it can say where a bad value came from."""
+        return (init_settings,)
+
+
+class CommonSettings(Options):
+    """What every role has."""
+
+    name: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9_.:-]*$",
+        description="Name of this process in logs and in status; empty: role and process id.",
+    )
+    heartbeat_ms: int = Field(
+        500,
+        ge=10,
+        le=60_000,
+        description="Milliseconds between heartbeats. A peer silent for three of them is taken for lost: too short"
+        " makes a busy process look dead, too long delays recovery.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="Form of log lines; auto: console on a terminal, JSON elsewhere."
+    )
+
+
+class CoordinatorSettings(CommonSettings):
+    """Accept requests, place them on workers and tell the workers what to compute."""
+
+    section = "coordinator"
+    bind: Address = Field(
+        "tcp://127.0.0.1:7070",
+        description="Control port for gateways, workers and status. It is not authenticated: keep it on loopback or a"
+        " private network.",
+    )
+    queue_requests_max: int = Field(
+        1024, ge=1, le=1_000_000, description="Most requests waiting for a place; one more is answered with 429."
+    )
+    step_tokens: int = Field(
+        256,
+        ge=1,
+        le=65_536,
+        description="Token budget of one prefill step. Larger is faster for one prompt; smaller lets others, and"
+        " cancels, in sooner. At most the prefill workers' --step-tokens-max.",
+    )
+    steps_in_flight: int = Field(
+        2,
+        ge=1,
+        le=16,
+        description="Steps sent ahead to one prefill worker. With 1 it idles for a round trip after each step; more"
+        " than 2 delays cancels for nothing.",
+    )
+    attempts_max: int = Field(
+        8, ge=1, le=1_000, description="Attempts at one request, the first included, before it fails for good."
+    )
+
+
+class _ClientSettings(CommonSettings):
+    """What the roles that connect to the coordinator share."""
+
+    coordinator: Address = Field("tcp://127.0.0.1:7070", description="Address of the coordinator.")
+    model: str = Field(
+        min_length=1,
+        description="Folder with a model in Hugging Face format (config, tokenizer, safetensors), or ORG/NAME.",
+    )
+    model_id: str = Field(
+        "", max_length=512, description="Model name that clients use; empty: the folder's name or ORG/NAME."
+    )
+    advertise: AdvertisedAddress = Field(
+        "",
+        description="Address others reach this process at; empty: the bound one. Needed where it binds all interfaces.",
+    )
+
+    @property
+    def served_model_id(self) -> str:
+        return model_id_of(self.model, self.model_id)
+
+    def _check_reachable(self, option: str, bound: str) -> None:
+        match = _ADDRESS.match(bound)
+        if match is not None and match["host"] in _EVERY_INTERFACE and not self.advertise:
+            raise ValueError(f"--advertise: needed, since {option} {bound} is not an address others can connect to")
+
+
+class GatewaySettings(_ClientSettings):
+    """Serve the OpenAI HTTP API."""
+
+    section = "gateway"
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."
+    )
+    port: Port = Field(8000, description="Port of the HTTP server; 0: any free one, named in the log.")
+    tokens_bind: Address = Field(
+        "tcp://127.0.0.1:0", description="Port on which workers deliver tokens; 0: any free one."
+    )
+    api_keys: CommaList = Field(
+        default_factory=list,
+        description="Keys of which a client must send one, separated by commas; empty: everyone is let in. Flags are"
+        " visible in ps: prefer the environment or the file.",
+    )
+    default_max_tokens: int = Field(
+        1024,
+        ge=1,
+        le=1 << 20,
+        description="Most tokens of an answer where the request does not say, cut to what the context leaves. It is"
+        " also what such a request reserves of the KV cache.",
+    )
+    body_bytes_max: int = Field(
+        8 << 20, ge=1024, le=1 << 30, description="Largest request body in bytes; over it is 413."
+    )
+    queue_wait_ms: int = Field(
+        10_000,
+        ge=0,
+        le=3_600_000,
+        description="Milliseconds a request waits for a coordinator that does not answer, before a 503.",
+    )
+    stream_idle_ms: int = Field(
+        120_000,
+        ge=100,
+        le=86_400_000,
+        description="Milliseconds without a token after which a stream counts as stuck and is failed. It spans the wait"
+        " for the first token, so it bounds queueing and prefill too.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_reachable("--tokens-bind", self.tokens_bind)
+        return self
+
+
+class WorkerSettings(_ClientSettings):
+    """Compute prompts (prefill) or stream answers (decode)."""
+
+    section = "worker"
+    role: Literal["prefill", "decode"] = Field(description="Which half of the work this process does.")
+    device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
+    dtype: Dtype = Field(
+        "auto",
+        description="Type of weights and KV cache. auto: float32 on CPU, as stored on a GPU. Workers must agree.",
+    )
+    threads: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="CPU threads of the model. More than the worker's own cores is far slower, not faster.",
+    )
+    kv_gib: float = Field(
+        2.0, gt=0.0, le=16_384.0, description="Size of the KV cache in GiB. It bounds requests at once."
+    )
+    block_size: int = Field(
+        16,
+        ge=1,
+        le=4096,
+        description="Tokens per KV block. Prefill and decode must agree; larger wastes more in last blocks.",
+    )
+    max_seqs: int = Field(
+        64, ge=1, le=65_536, description="Most sequences at once. A larger batch slows each stream in it."
+    )
+    step_tokens_max: int = Field(
+        2048,
+        ge=1,
+        le=65_536,
+        description="Largest prefill step in tokens taken on. It bounds the memory of one forward pass.",
+    )
+    kv_bind: Address = Field(
+        "tcp://127.0.0.1:0", description="Port on which a decode worker is offered KV; 0: any free one."
+    )
+    transfer_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address of this host on which KV blocks themselves are sent and received.",
+    )
+    kv_timeout_ms: int = Field(
+        10_000,
+        ge=100,
+        le=600_000,
+        description="Milliseconds a KV transfer may stand still before it is given up and the request tried again.",
+    )
+    cpu_cores: Cores = Field("", description="Cores this process is pinned to, like 1 or 0-2,5; empty: not pinned.")
+    nice: int = Field(
+        0,
+        ge=-20,
+        le=19,
+        description="Scheduling niceness; a prefill worker sharing cores with others should be at 5 or more.",
+    )
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        return parse_cores(self.cpu_cores)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.role == "decode":
+            self._check_reachable("--kv-bind", self.kv_bind)
+        return self
+
+
+class ServeSettings(Options):
+    """Bring up a whole cluster on this machine, answer one question to show it works, and serve until Ctrl-C."""
+
+    section = "serve"
+    model: str = Field("", description="Folder or ORG/NAME of the model; empty: the embedded SmolLM2-135M-Instruct.")
+    model_id: str = Field("", max_length=512, description="Model name that clients use; empty: taken from the model.")
+    prefill: int = Field(1, ge=1, le=64, description="Number of prefill workers.")
+    decode: int = Field(1, ge=1, le=64, description="Number of decode workers.")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."
+    )
+    port: Port = Field(8000, description="Port of the HTTP server; 0: any free one.")
+    api_keys: CommaList = Field(
+        default_factory=list,
+        description="Keys of which a client must send one, separated by commas; empty: no key needed.",
+    )
+    device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
+    dtype: Dtype = Field("auto", description="Type of weights and KV cache; auto: float32 on CPU, as stored on a GPU.")
+    threads: int = Field(
+        0, ge=0, le=1024, description="CPU threads of each worker; 0: as many as its share of the cores."
+    )
+    kv_gib: float = Field(1.0, gt=0.0, le=16_384.0, description="Size of each worker's KV cache in GiB.")
+    question: str = Field(
+        "What is the capital of France?",
+        min_length=1,
+        max_length=4096,
+        description="First question, asked once all is up.",
+    )
+    once: bool = Field(False, description="Stop after that answer: status 0 if it came, 1 if not.")
+    ready_timeout_s: float = Field(
+        180.0, gt=0.0, le=86_400.0, description="Seconds the cluster may take to be ready, once the model is on disk."
+    )
+    verbose: bool = Field(False, description="Show every log line of every process, not only warnings and errors.")

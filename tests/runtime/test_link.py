@@ -1,0 +1,197 @@
+"""Two ends over real sockets on loopback."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvloop
+import zmq
+import zmq.asyncio
+
+from proto.codec import encode
+from proto.errors import CancelReason, RemoteProtocolError
+from proto.messages import Cancel, Hello, Message, Ping, Role, StatusRequest, Welcome
+from runtime.link import LinkClient, LinkServer, LinkSettings, Peer
+
+FAST = LinkSettings(heartbeat_ms=50, reconnect_ms=10, reconnect_ms_max=50, handshake_timeout_ms=2_000)
+CANCEL = Cancel("r", 1, CancelReason.DISCONNECTED)
+
+
+def hello(name: str, epoch: int = 1, version: int = 1) -> Hello:
+    return Hello(version, Role.GATEWAY, epoch, name)
+
+
+class End:
+    """Records what one end of a link sees."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self.peer: Peer | None = None
+        self.refusal: str | None = None
+
+    def server(self, **kwargs: Any) -> LinkServer:
+        options: dict[str, Any] = dict(
+            bind="tcp://127.0.0.1:*", hello=hello("server", 7), accept=lambda _: self.refusal, on_up=self.up,
+            on_message=self.message, on_down=self.down, settings=FAST,
+        )  # fmt: skip
+        return LinkServer(**(options | kwargs))
+
+    def client(self, address: str, **kwargs: Any) -> LinkClient:
+        options: dict[str, Any] = dict(
+            address=address, hello=hello("client", 9), on_up=self.up, on_message=self.message, on_down=self.down, settings=FAST
+        )
+        return LinkClient(**(options | kwargs))
+
+    def up(self, peer: Peer, welcome: Welcome | None = None) -> None:
+        self.peer = peer
+        self.events.put_nowait(("up", peer.epoch))
+
+    def message(self, peer: Peer, message: Message, blob: bytes) -> None:
+        if isinstance(message, StatusRequest):
+            raise RemoteProtocolError("not here")
+        self.events.put_nowait(("message", message))
+
+    def down(self, peer: Peer, reason: str) -> None:
+        self.peer = None
+        self.events.put_nowait(("down", reason))
+
+    async def next(self) -> tuple[str, Any]:
+        return await asyncio.wait_for(self.events.get(), 10)
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    uvloop.run(asyncio.wait_for(body(), 30))
+
+
+def test_handshake_messages_and_goodbye() -> None:
+    async def body() -> None:
+        a, b = End(), End()
+        server = a.server()
+        client = b.client(await server.start())
+        await client.start()
+        assert await a.next() == ("up", 9)
+        assert await b.next() == ("up", 7)
+        assert b.peer is not None and a.peer is not None
+        assert b.peer.send(CANCEL) and a.peer.send(CANCEL)
+        assert await a.next() == ("message", CANCEL)
+        assert await b.next() == ("message", CANCEL)
+        await client.close()
+        kind, reason = await a.next()
+        assert kind == "down" and "goodbye" in reason
+        assert (await b.next())[0] == "down"
+        await server.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("cause", ["role", "version"])
+def test_refusal_reaches_both_ends(cause: str) -> None:
+    async def body() -> None:
+        a, b = End(), End()
+        a.refusal = "wrong fingerprint" if cause == "role" else None
+        server = a.server()
+        client = b.client(await server.start(), hello=hello("client", 9, version=1 if cause == "role" else 99))
+        await client.start()
+        while not client.last_error:
+            await asyncio.sleep(0.01)
+        assert ("wrong fingerprint" if cause == "role" else "version 99") in client.last_error
+        assert server.counters.refused >= 1 and a.events.empty() and b.events.empty()
+        await client.close()
+        await server.close()
+
+    run(body)
+
+
+def test_protocol_error_ends_one_peer_only_and_it_comes_back() -> None:
+    async def body() -> None:
+        a, b, c = End(), End(), End()
+        server = a.server()
+        address = await server.start()
+        good, bad = b.client(address), c.client(address, hello=hello("bad", 11))
+        await good.start()
+        assert (await b.next()) == ("up", 7)
+        await bad.start()
+        assert (await c.next()) == ("up", 7)
+        assert c.peer is not None and c.peer.send(StatusRequest())
+        kind, reason = await c.next()
+        assert kind == "down" and "not here" in reason
+        assert await c.next() == ("up", 7)
+        assert b.peer is not None and server.counters.protocol_errors == 1
+        await good.close()
+        await bad.close()
+        await server.close()
+
+    run(body)
+
+
+def test_silent_peer_is_lost_and_stale_link_is_told_to_start_over() -> None:
+    async def body() -> None:
+        a = End()
+        server = a.server()
+        address = await server.start()
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(address)
+        await socket.send(encode(hello("mute", 5)))
+        assert await a.next() == ("up", 5)
+        kind, reason = await a.next()
+        assert kind == "down" and "no heartbeat" in reason
+        await socket.send(encode(Ping()))
+        answers = [await asyncio.wait_for(socket.recv(), 5) for _ in range(3)]
+        assert b"Hello first" in answers[-1]
+        socket.close(0)
+        context.term()
+        await server.close()
+
+    run(body)
+
+
+def test_server_gone_and_back() -> None:
+    async def body() -> None:
+        a, b = End(), End()
+        server = a.server()
+        address = await server.start()
+        client = b.client(address)
+        await client.start()
+        assert await b.next() == ("up", 7)
+        await server.close()
+        assert (await b.next())[0] == "down"
+        again = End().server(bind=address, hello=hello("server", 8))
+        for _ in range(100):
+            try:
+                await again.start()
+                break
+            except OSError:
+                await asyncio.sleep(0.05)
+                again = End().server(bind=address, hello=hello("server", 8))
+        assert await b.next() == ("up", 8)
+        await client.close()
+        await again.close()
+
+    run(body)
+
+
+def test_garbage_is_counted_and_nobody_else_notices() -> None:
+    async def body() -> None:
+        a, b = End(), End()
+        server = a.server()
+        address = await server.start()
+        client = b.client(address)
+        await client.start()
+        assert await b.next() == ("up", 7)
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(address)
+        for junk in (b"", b"\x91" * 50_000, b"\xff", encode(hello("x"))[:-1]):
+            await socket.send(junk)
+        await socket.send_multipart([b"a", b"b", b"c"])
+        while server.counters.protocol_errors < 5:
+            await asyncio.sleep(0.01)
+        assert len(server.peers) == 1 and b.events.empty()
+        socket.close(0)
+        context.term()
+        await client.close()
+        await server.close()
+
+    run(body)

@@ -21,6 +21,7 @@ from proto.messages import Attempt, ChoiceIndex, Count, Message, RequestId, Text
 from proto.sampling import TokenId
 
 PairId = Annotated[int, Meta(gt=0, le=(1 << 63) - 1)]
+"""Grows with every group that one sender makes, so an older one is known as such."""
 SegmentIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_SEGMENTS)]
 
 
@@ -57,6 +58,8 @@ class Offer(Message, frozen=True):
 class Accept(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
+    segment_blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_REQUEST)]
+    """The most blocks the receiver takes in one segment: it has room for no more."""
 
 
 class Decline(Message, frozen=True):
@@ -66,10 +69,16 @@ class Decline(Message, frozen=True):
 
 
 class Announce(Message, frozen=True):
-    """Segment `segment` is about to be sent: `blocks` blocks, the first being block `first_block` of the prompt."""
+    """Segment `segment` is about to be sent: `blocks` blocks, the first being block `first_block` of the prompt.
+
+    What is announced is sent, and received, even if its session ends in between: so a pair's order survives an abort.
+    """
 
     request_id: RequestId
     attempt: Attempt
+    pair_id: PairId
+    sequence: Annotated[int, Meta(ge=0, lt=1 << 31)]
+    """Of this segment among all of the pair, and its tag on the data plane: a repeated announcement is seen, a lost one too."""
     segment: SegmentIndex
     first_block: Annotated[int, Meta(ge=0, lt=limits.MAX_BLOCKS_PER_REQUEST)]
     blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_REQUEST)]

@@ -61,6 +61,15 @@ class Capacity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     context_tokens: Tokens_
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a worker still holds for an attempt when it registers (again)."""
+
+    request_id: RequestId
+    attempt: Attempt
+    kv_blocks: Count
+    seqs: Count
+
+
 class Hello(Message, frozen=True):
     """First on every link, from the connecting end."""
 
@@ -78,6 +87,8 @@ class Hello(Message, frozen=True):
     capacity: Capacity | None = None
     host: Text = ""
     pid: Count = 0
+    held: Annotated[tuple[Held, ...], Meta(max_length=1 << 16)] = ()
+    """Streams that went on while the link was down; counted against the capacity until the worker lets go of them."""
 
 
 class Welcome(Message, frozen=True):

@@ -1,0 +1,81 @@
+"""What the core takes in and what it answers with. Times are monotonic seconds, given with each event."""
+
+from dataclasses import dataclass
+
+from coordinator.lifecycle import State
+from proto.messages import Hello, Message
+
+
+@dataclass(frozen=True)
+class PeerUp:
+    """A process whose Hello `Core.refusal` had nothing against."""
+
+    epoch: int
+    hello: Hello
+
+
+@dataclass(frozen=True)
+class PeerDown:
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Received:
+    epoch: int
+    message: Message
+    blob: bytes = b""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A deadline has come."""
+
+
+Event = PeerUp | PeerDown | Received | Tick
+
+
+@dataclass(frozen=True)
+class Send:
+    epoch: int
+    message: Message
+    blob: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Moved:
+    """For the log and for metrics: a request changed state."""
+
+    request_id: str
+    attempt: int
+    state: State
+    why: str
+
+
+@dataclass(frozen=True)
+class Misbehaved:
+    """A peer broke the protocol; the driver counts it and ends the link."""
+
+    epoch: int
+    reason: str
+
+
+Action = Send | Moved | Misbehaved
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The core's options; `CoordinatorSettings` explains them to users."""
+
+    queue_requests_max: int = 1024
+    """More are rejected with 429."""
+    queue_wait_s_max: float = 120.0
+    step_tokens: int = 256
+    """Token budget of one prefill forward pass; the grain at which everything can change its mind."""
+    steps_in_flight: int = 2
+    """Per prefill worker; two hide the round trip, more only delay cancellation."""
+    attempts_max: int = 8
+    resubmit_s_max: float = 30.0
+    """An interrupted request whose gateway does not come back within this is failed."""
+    remembered_max: int = 4096
+    """Ended attempts kept, so that what repeats them is recognised."""

@@ -1,0 +1,25 @@
+"""What holds after every event. Called by tests and the simulation, not while serving."""
+
+from coordinator.core import Core
+from coordinator.lifecycle import ON_WORKERS, TERMINAL, State
+
+
+def check(core: Core) -> None:
+    """Assert that reservations are conserved and that every request is in exactly one place."""
+    for worker in core.workers.values():
+        worker.check_invariants()
+        assert len(worker.steps) <= core.limits.steps_in_flight
+        assert all(core.requests.get(r.id) is r and r.prefill_epoch == worker.epoch for r in worker.placed.values())
+    queued = [request.id for queue in core.queues.values() for request in queue]
+    assert len(queued) == len(set(queued))
+    for queue in core.queues.values():
+        assert queue.prompt_tokens == sum(request.submit.prompt_tokens for request in queue)
+    for request in core.requests.values():
+        assert request.state not in TERMINAL
+        assert (request.id in queued) == (request.state is State.QUEUED)
+        assert (request.id in core.interrupted) == (request.state is State.INTERRUPTED)
+        if request.state in ON_WORKERS:
+            assert request.key in core.workers[request.decode_epoch].holdings
+            if request.state in (State.PLACED, State.PREFILLING):
+                assert request.key in core.workers[request.prefill_epoch].holdings
+    assert all(request_id in core.requests for request_id in (*queued, *core.interrupted))

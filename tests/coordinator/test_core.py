@@ -1,0 +1,323 @@
+"""The core's promises, one event at a time and under seeded chaos."""
+
+import pytest
+
+from coordinator.events import Limits, PeerDown, PeerUp, Received, Tick
+from coordinator.lifecycle import TERMINAL, TRANSITIONS, IllegalTransition, State, Trigger, advance
+from coordinator.request import kv_blocks_needed
+from proto.errors import CancelReason, Interrupt, Reject
+from proto.messages import (
+    Accepted,
+    Cancel,
+    Chunk,
+    ClusterState,
+    Finished,
+    HandedOver,
+    Held,
+    Interrupted,
+    Message,
+    Ping,
+    Prefill,
+    Rejected,
+    Release,
+    Released,
+    Reserve,
+    Role,
+    StatusReport,
+    StatusRequest,
+    Step,
+    StepDone,
+    WorkFailed,
+)
+from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("trigger", Trigger)
+def test_every_pair_is_in_the_table_or_illegal(state: State, trigger: Trigger) -> None:
+    if (state, trigger) in TRANSITIONS:
+        assert state not in TERMINAL
+        advance(state, trigger)
+    else:
+        with pytest.raises(IllegalTransition):
+            advance(state, trigger)
+
+
+def test_every_live_state_reaches_an_end_and_can_be_cancelled() -> None:
+    for state in set(State) - TERMINAL:
+        assert TRANSITIONS[(state, Trigger.CANCEL)] is State.CANCELLED
+        assert TRANSITIONS[(state, Trigger.FAIL)] is State.FAILED
+
+
+def test_a_life_from_submit_to_finish() -> None:
+    h = Harness.make()
+    h.receive(1, submit("a", 10, max_tokens=4))
+    assert h.take(Accepted, 1) == [Accepted("a", 1)]
+    [reserve], [prefill], [step] = h.take(Reserve, 20), h.take(Prefill, 10), h.take(Step, 10)
+    assert isinstance(reserve, Reserve) and isinstance(prefill, Prefill) and isinstance(step, Step)
+    assert reserve.kv_blocks == 4  # 10 + 4 - 1 tokens in blocks of 4
+    assert prefill.decode.epoch == 20 and prefill.gateway.epoch == 1
+    assert step.chunks == (Chunk("a", 1, 0, 10),)
+    h.receive(10, StepDone(0, step.chunks, 5.0))
+    assert h.core.requests["a"].state is State.HANDING_OVER
+    h.receive(10, HandedOver("a", 1, 1234, 1.0))
+    assert h.core.requests["a"].state is State.DECODING
+    assert h.core.workers[10].free_blocks == 1000
+    h.receive(20, Finished("a", 1, 4))
+    assert h.ended == {"a": [State.FINISHED]} and not h.core.requests
+    assert h.core.workers[20].free_blocks == 1000 and not h.take(Release)
+
+
+def test_long_prompts_are_chunked_two_steps_in_flight() -> None:
+    h = Harness.make(limits=Limits(step_tokens=10))
+    h.receive(1, submit("a", 30))
+    first, second = (m for m in h.take(Step))
+    assert isinstance(first, Step) and isinstance(second, Step)
+    assert [c.length for s in (first, second) for c in s.chunks] == [8, 8], "chunks end at block borders"
+    h.receive(10, StepDone(0, first.chunks, 1.0))
+    [third] = h.take(Step)
+    assert isinstance(third, Step) and third.chunks == (Chunk("a", 1, 16, 8),)
+
+
+def test_one_step_takes_chunks_of_several_prompts() -> None:
+    h = Harness.make(limits=Limits(step_tokens=16, steps_in_flight=1))
+    h.receive(1, submit("a", 3))
+    h.take(Step)
+    for name, tokens in (("b", 5), ("c", 20), ("d", 5)):
+        h.receive(1, submit(name, tokens))
+    h.receive(10, StepDone(0, (Chunk("a", 1, 0, 3),), 1.0))
+    [step] = h.take(Step)
+    assert isinstance(step, Step) and step.chunks == (Chunk("b", 1, 0, 5), Chunk("c", 1, 0, 8))
+
+
+def test_first_come_first_served_and_nothing_is_placed_without_room_for_its_whole_life() -> None:
+    h = Harness.make(kv_blocks=10)
+    h.receive(1, submit("big", 8, max_tokens=25))  # 32 tokens: 8 blocks in decode
+    h.receive(1, submit("second", 8, max_tokens=9))  # 16 tokens: 4 blocks
+    h.receive(1, submit("small", 1, max_tokens=1))
+    assert [r.id for r in h.core.queues["m"]] == ["second", "small"]
+    assert len(h.take(Reserve)) == 1
+    h.receive(10, StepDone(0, (Chunk("big", 1, 0, 8),), 1.0))
+    h.receive(20, Finished("big", 1, 25))
+    assert [m.request_id for m in h.take(Reserve) if isinstance(m, Reserve)] == ["second", "small"]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (submit("x", 4000, max_tokens=97), Reject.TOO_LONG),
+        (submit("x", 2000, max_tokens=2000), Reject.TOO_LARGE),
+        (submit("x", attempt=9), Reject.TOO_MANY_ATTEMPTS),
+    ],
+)
+def test_rejected_with_a_reason_and_nothing_reserved(message: Message, reason: Reject) -> None:
+    h = Harness.make(kv_blocks=500)
+    h.receive(1, message)
+    [answer] = h.take(Rejected)
+    assert isinstance(answer, Rejected) and answer.reason is reason and answer.message
+    assert not h.core.requests and h.core.workers[20].free_blocks == 500
+
+
+def test_queue_bound_unknown_model_and_no_capacity() -> None:
+    h = Harness.make(limits=Limits(queue_requests_max=2), max_seqs=1)
+    for name in "abcd":
+        h.receive(1, submit(name))
+    [answer] = h.take(Rejected)
+    assert isinstance(answer, Rejected) and (answer.request_id, answer.reason) == ("d", Reject.QUEUE_FULL)
+    assert 1.0 <= answer.retry_after_s <= 60.0
+    h.post(PeerDown(20, "gone"))
+    h.receive(1, submit("e"))
+    assert [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)] == [Reject.QUEUE_FULL]
+    empty = Harness.make(0, 0)
+    empty.receive(1, submit("f"))
+    assert [m.reason for m in empty.take(Rejected) if isinstance(m, Rejected)] == [Reject.UNKNOWN_MODEL]
+    half = Harness.make(1, 0)
+    half.receive(1, submit("f"))
+    assert [m.reason for m in half.take(Rejected) if isinstance(m, Rejected)] == [Reject.NO_CAPACITY]
+
+
+def states_of_a_life() -> list[tuple[State, Harness]]:
+    """A core with request `a` in each of its live states."""
+    found = []
+    for state in (State.QUEUED, State.PREFILLING, State.HANDING_OVER, State.DECODING, State.INTERRUPTED):
+        h = Harness.make()
+        if state is State.QUEUED:
+            h = Harness.make(max_seqs=1)
+            h.receive(1, submit("blocker"))
+        h.receive(1, submit("a", 10))
+        if state in (State.HANDING_OVER, State.DECODING):
+            h.receive(10, StepDone(0, (Chunk("a", 1, 0, 10),), 1.0))
+        if state is State.DECODING:
+            h.receive(10, HandedOver("a", 1, 1, 1.0))
+        if state is State.INTERRUPTED:
+            h.receive(20, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "planted"))
+        assert h.core.requests["a"].state is state
+        found.append((state, h))
+    return found
+
+
+@pytest.mark.parametrize(("state", "h"), states_of_a_life(), ids=lambda v: v.value if isinstance(v, State) else "")
+def test_cancel_from_any_state_gives_everything_back_once_the_workers_say_so(state: State, h: Harness) -> None:
+    h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
+    h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
+    assert h.ended["a"] == [State.CANCELLED] and "a" not in h.core.requests
+    for epoch in {s.epoch for s in h.sent if isinstance(s.message, Release)}:
+        assert ("a", 1) in h.core.workers[epoch].holdings, "blocks are held until the worker lets go"
+        h.receive(epoch, Released("a", 1))
+    assert all(("a", 1) not in w.holdings for w in h.core.workers.values())
+
+
+def test_cancel_by_another_gateway_or_of_an_older_attempt_does_nothing() -> None:
+    h = Harness.make()
+    h.post(PeerUp(2, gateway_hello(2)))
+    h.receive(1, submit("a"))
+    h.receive(2, Cancel("a", 1, CancelReason.DISCONNECTED))
+    h.receive(1, submit("a", attempt=2))
+    h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
+    assert "a" in h.core.requests
+    h.receive(2, submit("a"))
+    assert [m.reason for m in h.take(Rejected, 2) if isinstance(m, Rejected)] == [Reject.DUPLICATE]
+
+
+@pytest.mark.parametrize("lost", [10, 20])
+def test_a_lost_worker_interrupts_and_the_next_attempt_runs_elsewhere(lost: int) -> None:
+    h = Harness.make(2, 2)
+    h.receive(1, submit("a"))
+    request = h.core.requests["a"]
+    lost = request.prefill_epoch if lost == 10 else request.decode_epoch
+    other = request.decode_epoch if lost == request.prefill_epoch else request.prefill_epoch
+    h.post(PeerDown(lost, "killed"))
+    [told] = h.take(Interrupted, 1)
+    assert isinstance(told, Interrupted) and told.attempt == 1
+    assert h.take(Release, other) == [Release("a", 1)]
+    h.receive(1, submit("a", attempt=2))
+    assert h.core.requests["a"].state is State.PREFILLING
+    assert lost not in (request.prefill_epoch, request.decode_epoch)
+    # What the first attempt still says is dropped.
+    h.receive(other, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "late"))
+    h.receive(other, Finished("a", 1, 3))
+    assert h.core.requests["a"].state is State.PREFILLING
+
+
+def test_prefill_lost_after_hand_over_does_not_touch_the_stream() -> None:
+    h = dict(states_of_a_life())[State.DECODING]
+    h.post(PeerDown(10, "killed"))
+    assert h.core.requests["a"].state is State.DECODING and not h.take(Interrupted)
+
+
+def test_an_interrupted_request_whose_gateway_stays_silent_fails_in_bounded_time() -> None:
+    h = dict(states_of_a_life())[State.INTERRUPTED]
+    assert h.core.next_deadline() == 30.0
+    h.now = 30.0
+    h.post(Tick())
+    assert h.ended["a"] == [State.FAILED] and h.core.next_deadline() is None
+
+
+def test_waiting_too_long_expires() -> None:
+    h = dict(states_of_a_life())[State.QUEUED]
+    assert h.core.next_deadline() == 120.0
+    h.now = 121.0
+    h.post(Tick())
+    assert h.ended["a"] == [State.EXPIRED]
+    assert [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)] == [Reject.EXPIRED]
+
+
+def test_gateway_lost_cancels_its_requests_and_no_others() -> None:
+    h = Harness.make()
+    h.post(PeerUp(2, gateway_hello(2)))
+    h.receive(1, submit("a"))
+    h.receive(2, submit("b"))
+    h.post(PeerDown(1, "killed"))
+    assert h.ended == {"a": [State.CANCELLED]} and list(h.core.requests) == ["b"]
+
+
+def test_repeated_submit_is_accepted_once() -> None:
+    h = Harness.make()
+    h.receive(1, submit("a"))
+    h.receive(1, submit("a"))
+    assert len(h.take(Accepted)) == 2 and len(h.take(Prefill)) == 1
+
+
+def test_finish_may_overtake_the_hand_over() -> None:
+    h = dict(states_of_a_life())[State.HANDING_OVER]
+    h.receive(20, Finished("a", 1, 4))
+    assert h.ended["a"] == [State.FINISHED]
+    assert h.take(Release, 10) == [Release("a", 1)]
+    h.receive(10, HandedOver("a", 1, 1, 1.0))
+    h.receive(10, Released("a", 1))
+    assert h.core.workers[10].free_blocks == 1000
+
+
+def test_an_answer_of_one_token_ends_in_prefill() -> None:
+    h = Harness.make()
+    h.receive(1, submit("a", max_tokens=1))
+    h.receive(10, Finished("a", 1, 1))
+    assert h.ended["a"] == [State.FINISHED] and h.take(Release, 20) == [Release("a", 1)]
+
+
+def test_worker_registration() -> None:
+    h = Harness.make()
+    assert "fingerprint" in (h.core.refusal(worker_hello(Role.DECODE, 30, fingerprint="other")) or "")
+    assert h.core.refusal(worker_hello(Role.DECODE, 30)) is None
+    assert h.core.refusal(gateway_hello(3)) is None
+    h.post(PeerDown(20, "gone"))
+    assert h.take(ClusterState, 1) == [ClusterState(())]
+    h.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
+    assert h.take(ClusterState, 1) == [ClusterState(("m",))]
+
+
+def test_a_worker_that_comes_back_keeps_what_it_holds() -> None:
+    h = Harness.make(1, 0)
+    hello = worker_hello(Role.DECODE, 22, kv_blocks=10)
+    h.post(PeerUp(22, type(hello)(*(getattr(hello, f) for f in hello.__struct_fields__[:-1]), (Held("old", 1, 7, 1),))))
+    assert h.core.workers[22].free_blocks == 3
+    h.receive(1, Cancel("old", 1, CancelReason.DISCONNECTED))
+    assert h.take(Release, 22) == [Release("old", 1)]
+    h.receive(22, Finished("old", 1, 5))
+    assert h.core.workers[22].free_blocks == 10
+
+
+@pytest.mark.parametrize("epoch", [1, 10, 20])
+def test_messages_that_a_role_may_not_send_are_misbehaviour(epoch: int) -> None:
+    h = Harness.make()
+    wrong: Message = submit("a") if epoch != 1 else StepDone(0, (), 0.0)
+    h.receive(epoch, wrong)
+    h.receive(epoch, Ping())
+    assert len(h.misbehaved) == 2 and not h.core.requests
+
+
+def test_a_blob_of_the_wrong_length_is_misbehaviour() -> None:
+    h = Harness.make()
+    h.post(Received(1, submit("a", 10), b"\0" * 39))
+    assert len(h.misbehaved) == 1 and not h.core.requests
+
+
+def test_status() -> None:
+    h = Harness.make()
+    h.receive(1, submit("a"))
+    h.receive(1, StatusRequest())
+    [report] = h.take(StatusReport)
+    assert isinstance(report, StatusReport)
+    assert [(w.name, w.kv_blocks_used) for w in report.workers] == [("decode-20", 4), ("prefill-10", 3)]
+    assert report.running == {"prefilling": 1}
+
+
+def test_kv_blocks_needed() -> None:
+    assert kv_blocks_needed(submit("a", 8, max_tokens=1), 4) == 2
+    assert kv_blocks_needed(submit("a", 8, max_tokens=2), 4) == 3
+    assert kv_blocks_needed(submit("a", 6, max_tokens=2, choices=3), 4) == 1 + 3
+    assert kv_blocks_needed(submit("a", 6, max_tokens=5, choices=2), 4) == 1 + 2 * 2
+    assert kv_blocks_needed(submit("a", 10, max_tokens=5, resumed=4), 4) == 3
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_chaos_every_accepted_request_ends_exactly_once_and_nothing_leaks(seed: int) -> None:
+    world = RandomWorld(seed)
+    for _ in range(400):
+        world.step()
+    world.heal()
+    for request_id in world.accepted:
+        assert len(world.ended[request_id]) == 1, (seed, request_id, world.ended[request_id])
+    for worker in world.core.workers.values():
+        assert not worker.holdings and worker.free_blocks == 40, seed
+    assert not world.misbehaved

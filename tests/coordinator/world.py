@@ -1,0 +1,242 @@
+"""Fake workers and gateways around the real core, driven by a seeded random order of messages. No sockets, no clock."""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from coordinator import invariants
+from coordinator.core import Core
+from coordinator.events import Action, Event, Limits, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
+from coordinator.lifecycle import TERMINAL
+from proto.codec import pack_tokens
+from proto.errors import CancelReason, Interrupt
+from proto.messages import (
+    Accepted,
+    Cancel,
+    Capacity,
+    Finished,
+    HandedOver,
+    Hello,
+    Interrupted,
+    Message,
+    Prefill,
+    Rejected,
+    Release,
+    Released,
+    Reserve,
+    Role,
+    Step,
+    StepDone,
+    Submit,
+    WorkFailed,
+)
+from proto.sampling import Sampling
+
+MODEL = "m"
+
+
+def worker_hello(
+    role: Role, epoch: int, *, kv_blocks: int = 1000, block_size: int = 4, max_seqs: int = 64, context_tokens: int = 4096, fingerprint: str = "f"
+) -> Hello:  # fmt: skip
+    return Hello(
+        1, role, epoch, f"{role}-{epoch}", MODEL, fingerprint, "tcp://w:1", Capacity(kv_blocks, block_size, max_seqs, context_tokens)
+    )
+
+
+def gateway_hello(epoch: int) -> Hello:
+    return Hello(1, Role.GATEWAY, epoch, f"gateway-{epoch}", address="tcp://g:1")
+
+
+def submit(request_id: str, tokens: int = 10, *, attempt: int = 1, max_tokens: int = 4, choices: int = 1, resumed: int = 0) -> Submit:
+    return Submit(request_id, attempt, MODEL, tokens, Sampling(max_tokens=max_tokens), choices, resumed_tokens=resumed)
+
+
+@dataclass
+class Harness:
+    """The core with one event at a time; records what it said, and checks its invariants after each event."""
+
+    core: Core = field(default_factory=Core)
+    now: float = 0.0
+    sent: list[Send] = field(default_factory=list)
+    ended: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    misbehaved: list[Misbehaved] = field(default_factory=list)
+
+    @staticmethod
+    def make(prefill: int = 1, decode: int = 1, limits: Limits | None = None, **worker: int) -> "Harness":
+        """Gateway epoch 1; prefill epochs from 10; decode epochs from 20."""
+        harness = Harness(Core(limits))
+        harness.post(PeerUp(1, gateway_hello(1)))
+        for index in range(prefill):
+            harness.post(PeerUp(10 + index, worker_hello(Role.PREFILL, 10 + index, **worker)))
+        for index in range(decode):
+            harness.post(PeerUp(20 + index, worker_hello(Role.DECODE, 20 + index, **worker)))
+        harness.sent.clear()
+        return harness
+
+    def post(self, event: Event) -> list[Action]:
+        actions = self.core.handle(event, self.now)
+        for action in actions:
+            match action:
+                case Send():
+                    self.sent.append(action)
+                case Moved(request_id, _, state, _) if state in TERMINAL:
+                    self.ended[request_id].append(state)
+                case Misbehaved():
+                    self.misbehaved.append(action)
+        invariants.check(self.core)
+        return actions
+
+    def receive(self, epoch: int, message: Message) -> list[Action]:
+        blob = pack_tokens(range(message.prompt_tokens)) if isinstance(message, Submit) else b""
+        return self.post(Received(epoch, message, blob))
+
+    def take(self, kind: type[Message], epoch: int | None = None) -> list[Message]:
+        """Remove and return what was sent of one type (to one process)."""
+        hits = [s for s in self.sent if isinstance(s.message, kind) and epoch in (None, s.epoch)]
+        self.sent = [s for s in self.sent if s not in hits]
+        return [s.message for s in hits]
+
+
+class RandomWorld(Harness):
+    """Honest but unpredictable workers: every reply comes, in link order, after an arbitrary number of other events; now and
+    then a worker dies, an attempt fails, a client leaves."""
+
+    def __init__(self, seed: int, *, chaos: float = 0.05) -> None:
+        super().__init__(Core(Limits(queue_requests_max=20, step_tokens=8, attempts_max=50)))
+        self.random = random.Random(seed)
+        self.chaos = chaos
+        self.next_epoch = 100
+        self.replies: dict[int, list[Message]] = defaultdict(list)
+        self.holding: dict[int, dict[tuple[str, int], int]] = defaultdict(dict)
+        self.prompts: dict[tuple[int, str, int], tuple[Prefill, int]] = {}
+        self.accepted: set[str] = set()
+        self.live: dict[str, Submit] = {}
+        self.post(PeerUp(1, gateway_hello(1)))
+        for role in (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE):
+            self.add_worker(role)
+
+    def add_worker(self, role: Role) -> None:
+        self.next_epoch += 1
+        self.post(PeerUp(self.next_epoch, worker_hello(role, self.next_epoch, kv_blocks=40, max_seqs=6, context_tokens=100)))
+
+    def epochs(self, role: Role) -> list[int]:
+        return [e for e, hello in self.core.peers.items() if hello.role is role]
+
+    def step(self) -> None:
+        self.now += self.random.random()
+        choices: list[Callable[[], None]] = [self.submit_new, *[self.deliver_one] * 12]
+        if self.random.random() < self.chaos:
+            choices = [self.kill_worker, self.cancel_one, self.fail_one, self.repeat_submit]
+        self.random.choice(choices)()
+        self.obey()
+
+    def submit_new(self) -> None:
+        request = submit(
+            f"r{len(self.ended)}-{len(self.live)}-{self.next_epoch}-{self.random.randrange(10**9)}",
+            self.random.randint(1, 40), max_tokens=self.random.randint(1, 20), choices=self.random.choice([1, 1, 2]),
+        )  # fmt: skip
+        self.live[request.request_id] = request
+        self.receive(1, request)
+
+    def repeat_submit(self) -> None:
+        if self.live:
+            self.receive(1, self.random.choice(list(self.live.values())))
+
+    def deliver_one(self) -> None:
+        ready = [epoch for epoch, queue in self.replies.items() if queue]
+        if ready:
+            epoch = self.random.choice(ready)
+            self.receive(epoch, self.replies[epoch].pop(0))
+
+    def kill_worker(self) -> None:
+        role = self.random.choice([Role.PREFILL, Role.DECODE])
+        epoch = self.random.choice(self.epochs(role))
+        self.replies.pop(epoch, None)
+        self.holding.pop(epoch, None)
+        self.post(PeerDown(epoch, "killed"))
+        self.add_worker(role)
+
+    def cancel_one(self) -> None:
+        if self.live:
+            request = self.live.pop(self.random.choice(list(self.live)))
+            self.receive(1, Cancel(request.request_id, request.attempt, CancelReason.DISCONNECTED))
+
+    def fail_one(self) -> None:
+        held = [(epoch, key) for epoch, keys in self.holding.items() for key in keys]
+        if held:
+            epoch, key = self.random.choice(held)
+            del self.holding[epoch][key]
+            self.replies[epoch].append(WorkFailed(*key, Interrupt.TRANSFER_FAILED, "planted"))
+
+    def obey(self) -> None:
+        """Workers and the gateway react to what the core has sent."""
+        while self.sent:
+            batch, self.sent = self.sent, []
+            for send in batch:
+                self.react(send.epoch, send.message)
+
+    def react(self, epoch: int, message: Message) -> None:
+        replies = self.replies[epoch]
+        match message:
+            case Accepted():
+                self.accepted.add(message.request_id)
+            case Rejected():
+                self.live.pop(message.request_id, None)
+            case Interrupted():
+                self.resubmit(message)
+            case Reserve():
+                self.hold(epoch, message, message.kv_blocks)
+            case Prefill():
+                self.hold(epoch, message, -(-message.prompt_tokens // 4))
+                self.prompts[(epoch, message.request_id, message.attempt)] = (message, 0)
+            case Step():
+                self.compute(epoch, message)
+            case Release():
+                self.holding[epoch].pop((message.request_id, message.attempt), None)
+                replies.append(Released(message.request_id, message.attempt))
+            case _:
+                pass
+
+    def hold(self, epoch: int, message: Reserve | Prefill, blocks: int) -> None:
+        held = self.holding[epoch]
+        held[(message.request_id, message.attempt)] = blocks
+        assert sum(held.values()) <= 40, "the core gave a worker more than it has"
+
+    def compute(self, epoch: int, step: Step) -> None:
+        assert sum(c.length for c in step.chunks) <= 8
+        done = [c for c in step.chunks if (c.request_id, c.attempt) in self.holding[epoch]]
+        self.replies[epoch].append(StepDone(step.step_id, tuple(done), 1.0))
+        for chunk in done:
+            key = (chunk.request_id, chunk.attempt)
+            order, computed = self.prompts[(epoch, *key)]
+            assert chunk.start == computed, "chunks come in order and without gaps"
+            self.prompts[(epoch, *key)] = (order, computed + chunk.length)
+            if computed + chunk.length == order.prompt_tokens:
+                del self.holding[epoch][key]
+                if order.sampling.max_tokens == 1:
+                    self.replies[epoch].append(Finished(*key, 1))
+                elif key in self.holding[order.decode.epoch]:
+                    del self.holding[order.decode.epoch][key]
+                    self.replies[epoch].append(HandedOver(*key, 100, 1.0))
+                    self.replies[order.decode.epoch].append(Finished(*key, order.sampling.max_tokens))
+                else:
+                    self.replies[epoch].append(WorkFailed(*key, Interrupt.TRANSFER_FAILED, "no receiver"))
+
+    def resubmit(self, message: Interrupted) -> None:
+        request = self.live.get(message.request_id)
+        if request is not None and request.attempt == message.attempt:
+            again = submit(request.request_id, request.prompt_tokens, attempt=request.attempt + 1, max_tokens=request.sampling.max_tokens, choices=request.choices)  # fmt: skip
+            self.live[request.request_id] = again
+            self.receive(1, again)
+
+    def heal(self) -> None:
+        """No more faults: everything accepted must end."""
+        for _ in range(100_000):
+            self.obey()
+            if not self.core.requests and not any(self.replies.values()):
+                return
+            self.now += 0.01
+            self.post(Tick())
+            self.deliver_one()
+        raise AssertionError(f"stuck: {[(r.id, r.state) for r in self.core.requests.values()]}")

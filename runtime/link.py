@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 
 from proto import limits
-from proto.codec import decode, encode
+from proto.codec import decode, encode, to_frames
 from proto.errors import RemoteProtocolError
 from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
 from runtime import clock, log
@@ -71,9 +71,9 @@ class Peer:
     routing_id: bytes = b""
     heard_at: float = field(default_factory=clock.now)
 
-    def send(self, message: Message, blob: bytes | None = None) -> bool:
+    def send(self, message: Message, blob: bytes = b"") -> bool:
         """Queue a message; False if the peer is gone, or is being given up because its queue is full."""
-        return self._send(self, [encode(message)] if blob is None else [encode(message), blob])
+        return self._send(self, to_frames(message, blob))
 
 
 OnMessage = Callable[[Peer, Message, bytes], None]
@@ -256,7 +256,7 @@ class LinkClient:
         self,
         *,
         address: str,
-        hello: Hello,
+        hello: Hello | Callable[[], Hello],
         on_up: Callable[[Peer, Welcome], None],
         on_message: OnMessage,
         on_down: OnDown,
@@ -265,7 +265,7 @@ class LinkClient:
         self.counters = LinkCounters()
         self.last_error = ""
         self.address = address
-        self.hello = hello
+        self._hello = hello
         self._on_up = on_up
         self._on_message = on_message
         self._on_down = on_down
@@ -323,7 +323,8 @@ class LinkClient:
                 self._on_down(lost, self._why_gone or "closed")
 
     async def _handshake(self, socket: zmq.asyncio.Socket) -> Peer | None:
-        _try_send(socket, [encode(self.hello)])
+        hello = self._hello if isinstance(self._hello, Hello) else self._hello()
+        _try_send(socket, [encode(hello)])
         waiting = asyncio.ensure_future(socket.recv_multipart())
         gone = asyncio.ensure_future(self._gone.wait())
         timeout_s = self._settings.handshake_timeout_ms / 1000
@@ -352,7 +353,7 @@ class LinkClient:
             self.last_error = f"{self.address} answered Hello with {type(message).__name__}"
             return None
         self.last_error = ""
-        self._peer = Peer(message.epoch, self.hello, self._send)
+        self._peer = Peer(message.epoch, hello, self._send)
         self._on_up(self._peer, message)
         return self._peer
 

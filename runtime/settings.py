@@ -310,7 +310,7 @@ class ServeSettings(Options):
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads of each worker; 0: as many as its share of the cores."
     )
-    kv_gib: float = Field(1.0, gt=0.0, le=16_384.0, description="Size of each worker's KV cache in GiB.")
+    kv_gib: float = Field(2.0, gt=0.0, le=16_384.0, description="Size of each worker's KV cache in GiB.")
     question: str = Field(
         "What is the capital of France?",
         min_length=1,

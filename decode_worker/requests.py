@@ -1,0 +1,145 @@
+"""What a decode worker holds for each attempt, from the reservation to the last word about it. Pure.
+
+    RESERVED → RECEIVING → RUNNING → (over)
+
+However an attempt ends, its blocks are given back and the coordinator is told only when neither the KV receiver nor a step
+in flight can touch them any more.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from decode_worker.batch import Batch, Key, Running
+from engine.blocks import BlockAllocator, OutOfBlocks
+from engine.sequence import SequenceBlocks
+from proto.errors import Interrupt
+from proto.messages import Finished, Held, Released, Reserve, WorkFailed
+
+S = TypeVar("S")
+Farewell = Released | WorkFailed | Finished
+
+
+class Phase(StrEnum):
+    RESERVED = "reserved"
+    RECEIVING = "receiving"
+    RUNNING = "running"
+
+
+@dataclass(eq=False)
+class Attempt(Generic[S]):
+    order: Reserve
+    phase: Phase = Phase.RESERVED
+    sequences: list[Running[S]] = field(default_factory=list)
+    """Those still in the batch or in a step."""
+    output_tokens: int = 0
+    farewell: Farewell | None = None
+
+    @property
+    def key(self) -> Key:
+        return (self.order.request_id, self.order.attempt)
+
+
+class AttemptTable(Generic[S]):
+    def __init__(self, allocator: BlockAllocator, block_size: int, batch: Batch[S]) -> None:
+        self.allocator = allocator
+        self.block_size = block_size
+        self.batch = batch
+        self.attempts: dict[Key, Attempt[S]] = {}
+
+    def reserve(self, order: Reserve) -> None:
+        """Idempotent: a repeated reservation changes nothing."""
+        self.attempts.setdefault((order.request_id, order.attempt), Attempt(order))
+
+    def target_blocks(self, key: Key, peer_epoch: int, blocks: int) -> list[int] | str | None:
+        """Blocks for the KV of an offer, a refusal, or None if the reservation is not here yet."""
+        attempt = self.attempts.get(key)
+        if attempt is None:
+            return None
+        if attempt.farewell is not None or attempt.phase is not Phase.RESERVED:
+            return f"the attempt is {'over' if attempt.farewell else attempt.phase} here"
+        if attempt.order.prefill_epoch != peer_epoch:
+            return "reserved for another prefill worker"
+        expected = -(-attempt.order.prompt_tokens // self.block_size)
+        if blocks != expected:
+            return f"{blocks} blocks offered for a prompt of {expected}"
+        try:
+            target = self.allocator.allocate(blocks)
+        except OutOfBlocks as error:
+            return str(error)
+        attempt.phase = Phase.RECEIVING
+        return target
+
+    def start(self, attempt: Attempt[S], sequences: list[Running[S]]) -> None:
+        """The KV is verified and here: the choices run."""
+        assert attempt.phase is Phase.RECEIVING and attempt.farewell is None
+        attempt.phase = Phase.RUNNING
+        attempt.sequences = sequences
+        for sequence in sequences:
+            self.batch.join(sequence)
+
+    def fork(self, attempt: Attempt[S], blocks: list[int], choices: int) -> list[SequenceBlocks]:
+        """One block table for each choice, the prompt's blocks shared by reference."""
+        first = SequenceBlocks(self.allocator, self.block_size, blocks, attempt.order.prompt_tokens)
+        return [first, *(first.fork() for _ in range(choices - 1))]
+
+    def received_nothing(self, key: Key, blocks: list[int], farewell: Farewell) -> list[Farewell]:
+        """The receiver has given up, and `blocks` are untouched from now on."""
+        self.allocator.free(blocks)
+        attempt = self.attempts.get(key)
+        if attempt is None:
+            return []
+        if attempt.farewell is None:
+            attempt.farewell = farewell
+        del self.attempts[key]
+        return [attempt.farewell]
+
+    def close(self, attempt: Attempt[S], farewell: Farewell) -> list[Farewell]:
+        """The attempt is over for the first reason given; returns what can be said of it now. In the phase RECEIVING the
+        caller aborts the receiver, which leads to `received_nothing`."""
+        if attempt.farewell is None:
+            attempt.farewell = farewell
+        if attempt.phase is Phase.RECEIVING:
+            return []
+        if attempt.phase is Phase.RUNNING:
+            in_step = not self.batch.leave(attempt.key)
+            flying = self.batch.in_flight.rows if in_step and self.batch.in_flight else ()
+            still = {id(row.running) for row in flying}
+            return self.ended([sequence for sequence in attempt.sequences if id(sequence) not in still])
+        return self._forget(attempt)
+
+    def ended(self, sequences: list[Running[S]]) -> list[Farewell]:
+        """These sequences run no more. Frees their blocks; returns what is to be said of attempts now without any."""
+        said: list[Farewell] = []
+        for sequence in sequences:
+            sequence.blocks.release()
+            attempt = self.attempts.get(sequence.key)
+            if attempt is None:
+                continue
+            attempt.sequences = [other for other in attempt.sequences if other is not sequence]
+            attempt.output_tokens += sequence.index - attempt.order.resumed_tokens
+            if not attempt.sequences:
+                if attempt.farewell is None:
+                    attempt.farewell = Finished(*attempt.key, attempt.output_tokens)
+                said += self._forget(attempt)
+        return said
+
+    def of_gateway(self, epoch: int) -> list[Attempt[S]]:
+        return [attempt for attempt in self.attempts.values() if attempt.order.gateway.epoch == epoch]
+
+    def held(self) -> tuple[Held, ...]:
+        return tuple(Held(*key, a.order.kv_blocks, a.order.choices) for key, a in self.attempts.items())
+
+    def coordinator_lost(self) -> list[Attempt[S]]:
+        """Reservations that nothing was offered for yet; nobody will, since their prompts are given up too."""
+        return [attempt for attempt in self.attempts.values() if attempt.phase is Phase.RESERVED]
+
+    def _forget(self, attempt: Attempt[S]) -> list[Farewell]:
+        assert attempt.farewell is not None
+        if self.attempts.pop(attempt.key, None) is None:
+            return []
+        return [attempt.farewell]
+
+
+def failed(attempt: Attempt[S], reason: Interrupt, message: str) -> WorkFailed:
+    return WorkFailed(*attempt.key, reason, message[:500])

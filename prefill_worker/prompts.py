@@ -1,0 +1,111 @@
+"""The prompts a prefill worker holds, and when their blocks may be given back. Pure.
+
+A prompt's blocks are in use while a step computes into them (`in_step`) and while the KV sender may read them (`sending`).
+However the attempt ends, its blocks are freed and the coordinator is told only when both are over: `close` says what to
+tell it, the last of the two lets go.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.blocks import BlockAllocator, OutOfBlocks
+from proto.errors import Interrupt
+from proto.messages import Chunk, Finished, HandedOver, Held, Prefill, Released, WorkFailed
+
+Key = tuple[str, int]
+Farewell = Released | WorkFailed | HandedOver | Finished
+
+_NO_ROOM = "no free KV blocks; the coordinator's count and ours differ"
+
+
+@dataclass(eq=False)
+class Prompt:
+    order: Prefill
+    tokens: list[int]
+    blocks: list[int]
+    computed_tokens: int = 0
+    sent_blocks: int = 0
+    """Blocks passed to the KV sender."""
+    in_step: bool = False
+    sending: bool = False
+    farewell: Farewell | None = None
+    """Set once the attempt is over here; what the coordinator will be told."""
+
+    @property
+    def key(self) -> Key:
+        return (self.order.request_id, self.order.attempt)
+
+    @property
+    def done(self) -> bool:
+        return self.computed_tokens == self.order.prompt_tokens
+
+
+@dataclass
+class PromptTable:
+    allocator: BlockAllocator
+    block_size: int
+    prompts: dict[Key, Prompt] = field(default_factory=dict)
+
+    def take_in(self, order: Prefill, tokens: list[int]) -> Prompt | WorkFailed | None:
+        """A new prompt with its blocks; a failure if there is no room; None if the order is a repetition."""
+        key = (order.request_id, order.attempt)
+        if key in self.prompts:
+            return None
+        try:
+            blocks = self.allocator.allocate(-(-order.prompt_tokens // self.block_size))
+        except OutOfBlocks:
+            return WorkFailed(*key, Interrupt.ENGINE_ERROR, _NO_ROOM)
+        prompt = self.prompts[key] = Prompt(order, tokens, blocks)
+        return prompt
+
+    def runnable(self, chunks: tuple[Chunk, ...]) -> list[tuple[Prompt, Chunk]]:
+        """The chunks of a step that still make sense: of prompts not over, continuing where the last chunk ended."""
+        found = []
+        for chunk in chunks:
+            prompt = self.prompts.get((chunk.request_id, chunk.attempt))
+            if prompt is None or prompt.farewell is not None or prompt.in_step or chunk.start != prompt.computed_tokens:
+                continue
+            if chunk.start + chunk.length > prompt.order.prompt_tokens:
+                continue
+            found.append((prompt, chunk))
+        return found
+
+    def begin_step(self, work: list[tuple[Prompt, Chunk]]) -> None:
+        for prompt, _ in work:
+            prompt.in_step = True
+
+    def end_step(self, work: list[tuple[Prompt, Chunk]]) -> list[Farewell]:
+        """The chunks are computed; returns what is to be said of prompts that were only waiting for this."""
+        said = []
+        for prompt, chunk in work:
+            prompt.in_step = False
+            prompt.computed_tokens += chunk.length
+            said += self._let_go(prompt)
+        return said
+
+    def fresh_blocks(self, prompt: Prompt) -> tuple[int, list[int]]:
+        """(index of the first, pool blocks) that became final and were not yet passed on; marks them as passed on."""
+        final = len(prompt.blocks) if prompt.done else prompt.computed_tokens // self.block_size
+        first, prompt.sent_blocks = prompt.sent_blocks, max(final, prompt.sent_blocks)
+        return first, prompt.blocks[first:final]
+
+    def close(self, prompt: Prompt, farewell: Farewell) -> list[Farewell]:
+        """The attempt is over here, for the first reason given; returns what can be said of it now."""
+        if prompt.farewell is None:
+            prompt.farewell = farewell
+        return self._let_go(prompt)
+
+    def sent(self, prompt: Prompt, farewell: Farewell) -> list[Farewell]:
+        """The KV sender has let go of the prompt's blocks."""
+        prompt.sending = False
+        return self.close(prompt, farewell)
+
+    def held(self) -> tuple[Held, ...]:
+        return tuple(Held(*prompt.key, len(prompt.blocks), 1) for prompt in self.prompts.values())
+
+    def _let_go(self, prompt: Prompt) -> list[Farewell]:
+        if prompt.farewell is None or prompt.in_step or prompt.sending:
+            return []
+        if self.prompts.pop(prompt.key, None) is None:
+            return []
+        self.allocator.free(prompt.blocks)
+        return [prompt.farewell]

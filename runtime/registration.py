@@ -1,0 +1,81 @@
+"""A worker's standing link to the coordinator: registers, registers again after a loss, passes orders on."""
+
+import os
+import socket
+from collections.abc import Callable
+
+from proto import limits
+from proto.messages import Capacity, Held, Hello, Message, Role, Welcome
+from runtime.link import LinkClient, LinkSettings, OnMessage, Peer
+from runtime.log import Log
+from runtime.settings import WorkerSettings
+
+
+class Registration:
+    """`held()` is asked at each registration; `on_lost` is called when the coordinator goes."""
+
+    def __init__(
+        self,
+        *,
+        settings: WorkerSettings,
+        hello: Hello,
+        held: Callable[[], tuple[Held, ...]],
+        on_message: OnMessage,
+        on_lost: Callable[[str], None],
+        log: Log,
+    ) -> None:
+        self._held = held
+        self._hello = hello
+        self._on_lost = on_lost
+        self._log = log
+        self._peer: Peer | None = None
+        self._client = LinkClient(
+            address=settings.coordinator,
+            hello=self._hello_now,
+            on_up=self._up,
+            on_message=on_message,
+            on_down=self._down,
+            settings=LinkSettings(heartbeat_ms=settings.heartbeat_ms),
+        )
+
+    async def start(self) -> None:
+        await self._client.start()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def send(self, message: Message) -> None:
+        """Tell the coordinator, if it is there; if not, the next registration says what is still held."""
+        if self._peer is not None:
+            self._peer.send(message)
+
+    def _hello_now(self) -> Hello:
+        fields = {name: getattr(self._hello, name) for name in Hello.__struct_fields__}
+        return Hello(**(fields | {"held": self._held()}))
+
+    def _up(self, peer: Peer, welcome: Welcome) -> None:
+        self._peer = peer
+        self._log.info("registered", coordinator_epoch=welcome.epoch)
+
+    def _down(self, _: Peer, reason: str) -> None:
+        self._peer = None
+        self._log.warning("coordinator lost", reason=reason)
+        self._on_lost(reason)
+
+
+def worker_hello(
+    settings: WorkerSettings, *, epoch: int, name: str, fingerprint: str, capacity: Capacity, address: str = ""
+) -> Hello:
+    """A worker's Hello; `address` is where it can be reached, if it can."""
+    return Hello(
+        version=limits.PROTOCOL_VERSION,
+        role=Role(settings.role),
+        epoch=epoch,
+        name=name,
+        model=settings.served_model_id,
+        fingerprint=fingerprint,
+        address=address,
+        capacity=capacity,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )

@@ -1,0 +1,191 @@
+"""Continuous batching and the attempts behind it, under random joins, leaves, ends and failures."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_worker.batch import Batch, Running
+from decode_worker.requests import AttemptTable, Farewell, Phase
+from engine.blocks import BlockAllocator
+from proto.errors import FinishReason, Interrupt
+from proto.messages import Finished, Peer, Released, Reserve, WorkFailed
+from proto.sampling import Sampling
+
+BLOCK, POOL, STOP_TOKEN = 4, 60, 7
+GATEWAYS = (Peer("tcp://a", 1), Peer("tcp://b", 2))
+
+
+def reserve(name: str, tokens: int, *, max_tokens: int = 5, choices: int = 1, gateway: int = 0, resumed: int = 0) -> Reserve:
+    sampling = Sampling(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,))
+    return Reserve(name, 1, tokens, sampling, choices, 0, resumed, 1, GATEWAYS[gateway], 9)
+
+
+class World:
+    def __init__(self, pool: int = POOL) -> None:
+        self.batch: Batch[str] = Batch()
+        self.table = AttemptTable(BlockAllocator(pool), BLOCK, self.batch)
+        self.told: list[Farewell] = []
+        self.stuck: list[Running[str]] = []
+
+    def receive(self, order: Reserve) -> list[int]:
+        self.table.reserve(order)
+        blocks = self.table.target_blocks((order.request_id, 1), 9, -(-order.prompt_tokens // BLOCK))
+        assert isinstance(blocks, list)
+        return blocks
+
+    def run(self, order: Reserve) -> None:
+        self.commit(order, self.receive(order))
+
+    def commit(self, order: Reserve, blocks: list[int]) -> None:
+        attempt = self.table.attempts[(order.request_id, 1)]
+        tables = self.table.fork(attempt, blocks, order.choices)
+        start = order.resumed_tokens + 1
+        self.table.start(
+            attempt,
+            [Running(attempt.key, c, order.gateway, order.sampling, t, "state", 100 + c, start) for c, t in enumerate(tables)],
+        )
+
+    def step(self, tokens: int = 50) -> dict[tuple[str, int], tuple[int, FinishReason | None]]:
+        """One step in which every sequence draws `tokens`; returns (index, finish) by (request, choice)."""
+        if self.batch.in_flight is None and self.batch.plan(self.stuck.append) is None:
+            return {}
+        assert self.batch.in_flight is not None
+        outcome = self.batch.apply([(tokens, None)] * len(self.batch.in_flight.rows))
+        self.told += self.table.ended(outcome.ended)
+        items = [item for _, items in outcome.by_gateway.values() for item in items]
+        return {(i.request_id, i.choice): (i.index, i.finish) for i in items}
+
+
+def test_sequences_join_and_leave_between_steps_and_positions_go_on_from_the_prompt() -> None:
+    w = World()
+    w.run(reserve("a", 6, max_tokens=4))
+    plan = w.batch.plan(w.stuck.append)
+    assert plan is not None and [(r.token, r.position) for r in plan.rows] == [(100, 6)]
+    w.run(reserve("b", 3, max_tokens=2))
+    assert w.step() == {("a", 0): (1, None)}
+    assert w.step() == {("a", 0): (2, None), ("b", 0): (1, FinishReason.LENGTH)}
+    assert w.told == [Finished("b", 1, 2)]
+    assert w.step(STOP_TOKEN) == {("a", 0): (3, FinishReason.STOP)}
+    assert w.told[-1] == Finished("a", 1, 4) and w.table.allocator.free_count == POOL and not w.table.attempts
+
+
+def test_choices_share_the_prompt_and_copy_only_what_they_write() -> None:
+    w = World()
+    w.run(reserve("a", 6, choices=3))
+    assert w.table.allocator.held_count == 2
+    plan = w.batch.plan(w.stuck.append)
+    assert plan is not None and len(plan.copies) == 2, "the last of three to write owns the block alone"
+    tables = [row.table for row in plan.rows]
+    assert len({t[0] for t in tables}) == 1 and len({t[1] for t in tables}) == 3
+    w.step()
+    for _ in range(3):
+        w.step()
+    assert w.told == [Finished("a", 1, 15)] and w.table.allocator.free_count == POOL
+
+
+def test_resumed_tokens_count_towards_the_limit_but_not_as_this_attempts_output() -> None:
+    w = World()
+    w.run(reserve("a", 10, max_tokens=5, resumed=3))
+    assert w.step() == {("a", 0): (4, FinishReason.LENGTH)}
+    assert w.told == [Finished("a", 1, 2)]
+
+
+def test_release_in_every_phase() -> None:
+    for phase in Phase:
+        w = World()
+        order = reserve("a", 6)
+        if phase is Phase.RESERVED:
+            w.table.reserve(order)
+        elif phase is Phase.RECEIVING:
+            blocks = w.receive(order)
+        else:
+            w.run(order)
+        attempt = w.table.attempts[("a", 1)]
+        said = w.table.close(attempt, Released("a", 1))
+        if phase is Phase.RECEIVING:
+            assert said == []
+            said = w.table.received_nothing(("a", 1), blocks, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "aborted"))
+        assert said == [Released("a", 1)] and w.table.allocator.free_count == POOL and not w.table.attempts
+
+
+def test_release_with_a_step_in_flight_waits_for_it_and_its_token_is_not_sent() -> None:
+    w = World()
+    w.run(reserve("a", 6))
+    w.run(reserve("b", 6))
+    w.batch.plan(w.stuck.append)
+    assert w.table.close(w.table.attempts[("a", 1)], Released("a", 1)) == []
+    assert w.table.allocator.held_count > 2
+    assert w.step() == {("b", 0): (1, None)}
+    assert w.told == [Released("a", 1)]
+
+
+def test_offers_that_do_not_fit_the_reservation_are_refused() -> None:
+    w = World()
+    assert w.table.target_blocks(("a", 1), 9, 2) is None
+    w.table.reserve(reserve("a", 6))
+    assert "another prefill" in str(w.table.target_blocks(("a", 1), 8, 2))
+    assert "3 blocks offered" in str(w.table.target_blocks(("a", 1), 9, 3))
+    assert w.table.allocator.free_count == POOL
+    assert len(w.table.target_blocks(("a", 1), 9, 2) or ()) == 2
+    assert "receiving" in str(w.table.target_blocks(("a", 1), 9, 2))
+
+
+def test_a_sequence_without_a_block_fails_alone() -> None:
+    w = World(pool=4)
+    w.run(reserve("a", 8, max_tokens=50))
+    w.run(reserve("b", 6, max_tokens=50))
+    while not w.stuck:
+        w.step()
+    assert [s.key for s in w.stuck] == [("a", 1)]
+    assert ("b", 0) in w.step()
+
+
+def test_a_failed_step_ends_what_was_in_it() -> None:
+    w = World()
+    w.run(reserve("a", 6, choices=2))
+    w.batch.plan(w.stuck.append)
+    assert len(w.batch.abandon()) == 2 and not w.batch.running
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_every_attempt_is_told_of_once_and_every_block_comes_back(data: st.DataObject) -> None:
+    w = World(pool=400)
+    receiving: dict[str, tuple[Reserve, list[int]]] = {}
+    made = 0
+    for _ in range(data.draw(st.integers(1, 50))):
+        match data.draw(st.sampled_from(["offer", "commit", "lose", "plan", "step", "close"])):
+            case "offer":
+                made += 1
+                order = reserve(
+                    f"r{made}",
+                    data.draw(st.integers(1, 12)),
+                    max_tokens=data.draw(st.integers(2, 6)),
+                    choices=data.draw(st.integers(1, 3)),
+                    gateway=made % 2,
+                )
+                receiving[order.request_id] = (order, w.receive(order))
+            case "commit" if receiving:
+                order, blocks = receiving.pop(data.draw(st.sampled_from(sorted(receiving))))
+                if w.table.attempts[(order.request_id, 1)].farewell is None:
+                    w.commit(order, blocks)
+                else:
+                    w.told += w.table.received_nothing((order.request_id, 1), blocks, Released(order.request_id, 1))
+            case "lose" if receiving:
+                order, blocks = receiving.pop(data.draw(st.sampled_from(sorted(receiving))))
+                key = (order.request_id, 1)
+                w.told += w.table.received_nothing(key, blocks, WorkFailed(*key, Interrupt.TRANSFER_FAILED, "lost"))
+            case "plan" if w.batch.in_flight is None:
+                w.batch.plan(w.stuck.append)
+            case "step":
+                w.step(data.draw(st.sampled_from([50, STOP_TOKEN])))
+            case "close" if w.table.attempts:
+                attempt = w.table.attempts[data.draw(st.sampled_from(sorted(w.table.attempts)))]
+                w.told += w.table.close(attempt, Released(*attempt.key))
+        w.table.allocator.check_invariants()
+    for order, blocks in receiving.values():
+        key = (order.request_id, 1)
+        w.told += w.table.received_nothing(key, blocks, WorkFailed(*key, Interrupt.TRANSFER_FAILED, "lost"))
+    while w.batch.running or w.batch.in_flight:
+        w.step()
+    assert not w.table.attempts and w.table.allocator.free_count == 400 and not w.stuck
+    assert sorted(f.request_id for f in w.told) == sorted(f"r{n}" for n in range(1, made + 1))

@@ -264,7 +264,7 @@ class Core:
         if worker.steps.pop(done.step_id, None) is None:
             return
         tokens = sum(chunk.length for chunk in done.computed)
-        worker.tokens_computed += tokens
+        worker.tokens_forwarded = done.tokens_forwarded
         if tokens and done.step_ms > 0:
             worker.tokens_per_s += 0.2 * (tokens * 1000 / done.step_ms - worker.tokens_per_s)
         for chunk in done.computed:
@@ -287,7 +287,9 @@ class Core:
     def _finished(self, epoch: int, event: Received, now: float) -> None:
         done = event.message
         assert isinstance(done, Finished)
-        self.workers[epoch].let_go((done.request_id, done.attempt))
+        worker = self.workers[epoch]
+        worker.let_go((done.request_id, done.attempt))
+        worker.tokens_forwarded = done.tokens_forwarded
         self.counters["output_tokens"] += done.output_tokens
         request = self._current(done.request_id, done.attempt)
         if request is None or epoch not in (request.prefill_epoch, request.decode_epoch):
@@ -405,6 +407,6 @@ class Core:
                 if request.state is State.PLACED:
                     self._move(request, Trigger.DISPATCH, now)
 
-    def _send(self, epoch: int, message: Message, blob: bytes | None = None) -> None:
+    def _send(self, epoch: int, message: Message, blob: bytes = b"") -> None:
         if epoch in self.peers:
             self._out.append(Send(epoch, message, blob))

@@ -39,7 +39,7 @@ Event = PeerUp | PeerDown | Received | Tick
 class Send:
     epoch: int
     message: Message
-    blob: bytes | None = None
+    blob: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Worker:
     steps: dict[int, tuple[Chunk, ...]] = field(default_factory=dict)
     """Steps in flight, by id."""
     next_step_id: int = 0
-    tokens_computed: int = 0
+    tokens_forwarded: int = 0
     tokens_per_s: float = 0.0
     """Measured prefill rate, smoothed."""
 

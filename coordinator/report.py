@@ -34,7 +34,7 @@ def status(core: "Core") -> StatusReport:
             kv_blocks_used=worker.capacity.kv_blocks - worker.free_blocks,
             requests=len(worker.holdings),
             steps_in_flight=len(worker.steps),
-            tokens_computed=worker.tokens_computed,
+            tokens_forwarded=worker.tokens_forwarded,
         )
         for worker in core.workers.values()
     ]

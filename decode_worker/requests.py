@@ -6,6 +6,7 @@ However an attempt ends, its blocks are given back and the coordinator is told o
 in flight can touch them any more.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -41,10 +42,13 @@ class Attempt(Generic[S]):
 
 
 class AttemptTable(Generic[S]):
-    def __init__(self, allocator: BlockAllocator, block_size: int, batch: Batch[S]) -> None:
+    def __init__(
+        self, allocator: BlockAllocator, block_size: int, batch: Batch[S], tokens_forwarded: Callable[[], int] = int
+    ) -> None:
         self.allocator = allocator
         self.block_size = block_size
         self.batch = batch
+        self.tokens_forwarded = tokens_forwarded
         self.attempts: dict[Key, Attempt[S]] = {}
 
     def reserve(self, order: Reserve) -> None:
@@ -120,7 +124,7 @@ class AttemptTable(Generic[S]):
             attempt.output_tokens += sequence.index - attempt.order.resumed_tokens
             if not attempt.sequences:
                 if attempt.farewell is None:
-                    attempt.farewell = Finished(*attempt.key, attempt.output_tokens)
+                    attempt.farewell = Finished(*attempt.key, attempt.output_tokens, self.tokens_forwarded())
                 said += self._forget(attempt)
         return said
 

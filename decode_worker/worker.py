@@ -33,7 +33,7 @@ class DecodeWorker:
         self.engine = engine
         self.thread = thread
         self.batch: Batch[SamplerState] = Batch()
-        self.table = AttemptTable(BlockAllocator(engine.blocks), info.block_size, self.batch)
+        self.table = AttemptTable(BlockAllocator(engine.blocks), info.block_size, self.batch, lambda: engine.tokens_forwarded)
         self.work = asyncio.Event()
         """Set when there may be something to run."""
         self.name = name

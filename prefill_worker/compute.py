@@ -1,5 +1,6 @@
 """What a prefill step does on the engine thread: one forward pass, and the first tokens of prompts it completes."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,11 +13,13 @@ from proto.messages import Chunk, TokenItem
 
 @dataclass(frozen=True)
 class StepResult:
+    step_ms: float
     first_tokens: dict[tuple[str, int], list[TokenItem]]
     """For each prompt that is complete now: the first token of each choice."""
 
 
 def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]]) -> StepResult:
+    started = time.perf_counter()
     completing = [prompt for prompt, chunk in work if chunk.start + chunk.length == prompt.order.prompt_tokens]
     logits = engine.forward(
         [
@@ -50,7 +53,7 @@ def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]]) -> StepResult
                 (token.logprobs,) if token.logprobs else (),
             )
         )
-    return StepResult(first)
+    return StepResult((time.perf_counter() - started) * 1000, first)
 
 
 def first_state(prompt: Prompt, choice: int, vocab_size: int) -> SamplerState:

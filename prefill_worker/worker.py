@@ -1,7 +1,6 @@
 """Drives a prefill worker: orders in, steps to the engine thread, tokens to gateways, KV to decode workers."""
 
 import asyncio
-import time
 
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
@@ -136,10 +135,9 @@ class PrefillWorker:
                     self._fail(prompt, Interrupt.ENGINE_ERROR, f"a step over --step-tokens-max {self.step_tokens_max}")
                 work = []
             if not work:
-                self.registration.send(StepDone(step.step_id, (), 0.0))
+                self.registration.send(StepDone(step.step_id, (), 0.0, self.engine.tokens_forwarded))
                 continue
             self.table.begin_step(work)
-            started = time.perf_counter()
             try:
                 result = await loop.run_in_executor(self.thread, run_step, self.engine, work)
             except (RuntimeError, ValueError, IndexError) as error:
@@ -147,12 +145,12 @@ class PrefillWorker:
                 self._step_failed(step, work, str(error))
                 continue
             done = tuple(chunk for _, chunk in work)
-            self.registration.send(StepDone(step.step_id, done, (time.perf_counter() - started) * 1000))
+            self.registration.send(StepDone(step.step_id, done, result.step_ms, self.engine.tokens_forwarded))
             self._say(self.table.end_step(work))
             self._pass_on(work, result)
 
     def _step_failed(self, step: Step, work: list[tuple[Prompt, Chunk]], error: str) -> None:
-        self.registration.send(StepDone(step.step_id, (), 0.0))
+        self.registration.send(StepDone(step.step_id, (), 0.0, self.engine.tokens_forwarded))
         for prompt, _ in work:
             prompt.in_step = False
             self._fail(prompt, Interrupt.ENGINE_ERROR, f"the model failed: {error[:300]}")
@@ -180,7 +178,7 @@ class PrefillWorker:
             needs_prompt = penalised(prompt.order.sampling, prompt.order.resumed_tokens)
             self.sender.commit(*prompt.key, going_on, prompt.tokens if needs_prompt else ())
         else:
-            self._close(prompt, Finished(*prompt.key, len(items)), "ended with its first token")
+            self._close(prompt, Finished(*prompt.key, len(items), self.engine.tokens_forwarded), "ended with its first token")
 
     # --- the end of an attempt ------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Bytes in, typed messages out, and back.
 
     encode(message) -> bytes
+    to_frames(message, blob) -> frames
     decode(frames) -> (message, blob)      raises RemoteProtocolError on anything that is not exactly one message
 
 A receiver hands over the frames of one multipart message as they came; nothing is allocated from a length in them.
@@ -36,6 +37,14 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[ALL_M
 def encode(message: Message) -> bytes:
     """The MessagePack frame of a message; a blob, where the type has one, is the caller's second frame."""
     return _encoder.encode(message)
+
+
+def to_frames(message: Message, blob: bytes = b"") -> list[bytes]:
+    """The frames of one multipart message; `blob` is left out where the type has none."""
+    if isinstance(message, WITH_BLOB):
+        return [_encoder.encode(message), blob]
+    assert not blob, f"{type(message).__name__} has no binary frame"
+    return [_encoder.encode(message)]
 
 
 def decode(frames: Sequence[bytes]) -> tuple[Message, bytes]:

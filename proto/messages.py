@@ -191,7 +191,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     kv_blocks_used: Count
     requests: Count
     steps_in_flight: Count
-    tokens_computed: Count
+    tokens_forwarded: Count
+    """By its model since it started, as last heard."""
 
 
 class StatusReport(Message, frozen=True):
@@ -280,6 +281,8 @@ class StepDone(Message, frozen=True):
     step_id: Count
     computed: Annotated[tuple[Chunk, ...], Meta(max_length=limits.MAX_CHUNKS_PER_STEP)]
     step_ms: DurationMs
+    tokens_forwarded: Count
+    """By this process's model since it started."""
 
 
 class HandedOver(Message, frozen=True):
@@ -298,6 +301,8 @@ class Finished(Message, frozen=True):
     attempt: Attempt
     output_tokens: Count
     """Summed over choices, this attempt's only."""
+    tokens_forwarded: Count
+    """By this process's model since it started: a decode worker's never counts a prompt."""
 
 
 class Released(Message, frozen=True):

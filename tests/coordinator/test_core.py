@@ -58,12 +58,12 @@ def test_a_life_from_submit_to_finish() -> None:
     assert reserve.kv_blocks == 4  # 10 + 4 - 1 tokens in blocks of 4
     assert prefill.decode.epoch == 20 and prefill.gateway.epoch == 1
     assert step.chunks == (Chunk("a", 1, 0, 10),)
-    h.receive(10, StepDone(0, step.chunks, 5.0))
+    h.receive(10, StepDone(0, step.chunks, 5.0, 0))
     assert h.core.requests["a"].state is State.HANDING_OVER
     h.receive(10, HandedOver("a", 1, 1234, 1.0))
     assert h.core.requests["a"].state is State.DECODING
     assert h.core.workers[10].free_blocks == 1000
-    h.receive(20, Finished("a", 1, 4))
+    h.receive(20, Finished("a", 1, 4, 0))
     assert h.ended == {"a": [State.FINISHED]} and not h.core.requests
     assert h.core.workers[20].free_blocks == 1000 and not h.take(Release)
 
@@ -74,7 +74,7 @@ def test_long_prompts_are_chunked_two_steps_in_flight() -> None:
     first, second = (m for m in h.take(Step))
     assert isinstance(first, Step) and isinstance(second, Step)
     assert [c.length for s in (first, second) for c in s.chunks] == [8, 8], "chunks end at block borders"
-    h.receive(10, StepDone(0, first.chunks, 1.0))
+    h.receive(10, StepDone(0, first.chunks, 1.0, 0))
     [third] = h.take(Step)
     assert isinstance(third, Step) and third.chunks == (Chunk("a", 1, 16, 8),)
 
@@ -85,7 +85,7 @@ def test_one_step_takes_chunks_of_several_prompts() -> None:
     h.take(Step)
     for name, tokens in (("b", 5), ("c", 20), ("d", 5)):
         h.receive(1, submit(name, tokens))
-    h.receive(10, StepDone(0, (Chunk("a", 1, 0, 3),), 1.0))
+    h.receive(10, StepDone(0, (Chunk("a", 1, 0, 3),), 1.0, 0))
     [step] = h.take(Step)
     assert isinstance(step, Step) and step.chunks == (Chunk("b", 1, 0, 5), Chunk("c", 1, 0, 8))
 
@@ -97,8 +97,8 @@ def test_first_come_first_served_and_nothing_is_placed_without_room_for_its_whol
     h.receive(1, submit("small", 1, max_tokens=1))
     assert [r.id for r in h.core.queues["m"]] == ["second", "small"]
     assert len(h.take(Reserve)) == 1
-    h.receive(10, StepDone(0, (Chunk("big", 1, 0, 8),), 1.0))
-    h.receive(20, Finished("big", 1, 25))
+    h.receive(10, StepDone(0, (Chunk("big", 1, 0, 8),), 1.0, 0))
+    h.receive(20, Finished("big", 1, 25, 0))
     assert [m.request_id for m in h.take(Reserve) if isinstance(m, Reserve)] == ["second", "small"]
 
 
@@ -146,7 +146,7 @@ def states_of_a_life() -> list[tuple[State, Harness]]:
             h.receive(1, submit("blocker"))
         h.receive(1, submit("a", 10))
         if state in (State.HANDING_OVER, State.DECODING):
-            h.receive(10, StepDone(0, (Chunk("a", 1, 0, 10),), 1.0))
+            h.receive(10, StepDone(0, (Chunk("a", 1, 0, 10),), 1.0, 0))
         if state is State.DECODING:
             h.receive(10, HandedOver("a", 1, 1, 1.0))
         if state is State.INTERRUPTED:
@@ -195,7 +195,7 @@ def test_a_lost_worker_interrupts_and_the_next_attempt_runs_elsewhere(lost: int)
     assert lost not in (request.prefill_epoch, request.decode_epoch)
     # What the first attempt still says is dropped.
     h.receive(other, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "late"))
-    h.receive(other, Finished("a", 1, 3))
+    h.receive(other, Finished("a", 1, 3, 0))
     assert h.core.requests["a"].state is State.PREFILLING
 
 
@@ -240,7 +240,7 @@ def test_repeated_submit_is_accepted_once() -> None:
 
 def test_finish_may_overtake_the_hand_over() -> None:
     h = dict(states_of_a_life())[State.HANDING_OVER]
-    h.receive(20, Finished("a", 1, 4))
+    h.receive(20, Finished("a", 1, 4, 0))
     assert h.ended["a"] == [State.FINISHED]
     assert h.take(Release, 10) == [Release("a", 1)]
     h.receive(10, HandedOver("a", 1, 1, 1.0))
@@ -251,7 +251,7 @@ def test_finish_may_overtake_the_hand_over() -> None:
 def test_an_answer_of_one_token_ends_in_prefill() -> None:
     h = Harness.make()
     h.receive(1, submit("a", max_tokens=1))
-    h.receive(10, Finished("a", 1, 1))
+    h.receive(10, Finished("a", 1, 1, 0))
     assert h.ended["a"] == [State.FINISHED] and h.take(Release, 20) == [Release("a", 1)]
 
 
@@ -273,14 +273,14 @@ def test_a_worker_that_comes_back_keeps_what_it_holds() -> None:
     assert h.core.workers[22].free_blocks == 3
     h.receive(1, Cancel("old", 1, CancelReason.DISCONNECTED))
     assert h.take(Release, 22) == [Release("old", 1)]
-    h.receive(22, Finished("old", 1, 5))
+    h.receive(22, Finished("old", 1, 5, 0))
     assert h.core.workers[22].free_blocks == 10
 
 
 @pytest.mark.parametrize("epoch", [1, 10, 20])
 def test_messages_that_a_role_may_not_send_are_misbehaviour(epoch: int) -> None:
     h = Harness.make()
-    wrong: Message = submit("a") if epoch != 1 else StepDone(0, (), 0.0)
+    wrong: Message = submit("a") if epoch != 1 else StepDone(0, (), 0.0, 0)
     h.receive(epoch, wrong)
     h.receive(epoch, Ping())
     assert len(h.misbehaved) == 2 and not h.core.requests

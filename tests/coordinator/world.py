@@ -206,7 +206,7 @@ class RandomWorld(Harness):
     def compute(self, epoch: int, step: Step) -> None:
         assert sum(c.length for c in step.chunks) <= 8
         done = [c for c in step.chunks if (c.request_id, c.attempt) in self.holding[epoch]]
-        self.replies[epoch].append(StepDone(step.step_id, tuple(done), 1.0))
+        self.replies[epoch].append(StepDone(step.step_id, tuple(done), 1.0, 0))
         for chunk in done:
             key = (chunk.request_id, chunk.attempt)
             order, computed = self.prompts[(epoch, *key)]
@@ -215,11 +215,11 @@ class RandomWorld(Harness):
             if computed + chunk.length == order.prompt_tokens:
                 del self.holding[epoch][key]
                 if order.sampling.max_tokens == 1:
-                    self.replies[epoch].append(Finished(*key, 1))
+                    self.replies[epoch].append(Finished(*key, 1, 0))
                 elif key in self.holding[order.decode.epoch]:
                     del self.holding[order.decode.epoch][key]
                     self.replies[epoch].append(HandedOver(*key, 100, 1.0))
-                    self.replies[order.decode.epoch].append(Finished(*key, order.sampling.max_tokens))
+                    self.replies[order.decode.epoch].append(Finished(*key, order.sampling.max_tokens, 0))
                 else:
                     self.replies[epoch].append(WorkFailed(*key, Interrupt.TRANSFER_FAILED, "no receiver"))
 

@@ -63,9 +63,9 @@ def test_sequences_join_and_leave_between_steps_and_positions_go_on_from_the_pro
     w.run(reserve("b", 3, max_tokens=2))
     assert w.step() == {("a", 0): (1, None)}
     assert w.step() == {("a", 0): (2, None), ("b", 0): (1, FinishReason.LENGTH)}
-    assert w.told == [Finished("b", 1, 2)]
+    assert w.told == [Finished("b", 1, 2, 0)]
     assert w.step(STOP_TOKEN) == {("a", 0): (3, FinishReason.STOP)}
-    assert w.told[-1] == Finished("a", 1, 4) and w.table.allocator.free_count == POOL and not w.table.attempts
+    assert w.told[-1] == Finished("a", 1, 4, 0) and w.table.allocator.free_count == POOL and not w.table.attempts
 
 
 def test_choices_share_the_prompt_and_copy_only_what_they_write() -> None:
@@ -79,14 +79,14 @@ def test_choices_share_the_prompt_and_copy_only_what_they_write() -> None:
     w.step()
     for _ in range(3):
         w.step()
-    assert w.told == [Finished("a", 1, 15)] and w.table.allocator.free_count == POOL
+    assert w.told == [Finished("a", 1, 15, 0)] and w.table.allocator.free_count == POOL
 
 
 def test_resumed_tokens_count_towards_the_limit_but_not_as_this_attempts_output() -> None:
     w = World()
     w.run(reserve("a", 10, max_tokens=5, resumed=3))
     assert w.step() == {("a", 0): (4, FinishReason.LENGTH)}
-    assert w.told == [Finished("a", 1, 2)]
+    assert w.told == [Finished("a", 1, 2, 0)]
 
 
 def test_release_in_every_phase() -> None:

@@ -67,7 +67,7 @@ def test_release_during_a_step_and_a_transfer_waits_for_both() -> None:
     assert t.allocator.held_count == 3, "the step in flight still writes"
     assert t.end_step(work) == [Released("a", 1)], "the first reason is the one told"
     assert t.allocator.free_count == 20 and not t.prompts
-    assert t.close(prompt, Finished("a", 1, 1)) == [], "told once"
+    assert t.close(prompt, Finished("a", 1, 1, 0)) == [], "told once"
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,154 @@
+"""Every message survives the wire, plain msgpack can read it, and nothing but a message gets through."""
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proto import kv, limits, messages
+from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, to_frames, unpack_tokens
+from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
+from proto.messages import Capacity, Chunk, Held, Message, Peer, Role, TokenItem, WorkerStatus
+from proto.sampling import Sampling, TokenLogprobs
+
+SAMPLING = Sampling(
+    max_tokens=7, seed=(1 << 63) - 1, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
+    presence_penalty=-2.0, frequency_penalty=2.0, logit_bias=((5, -100.0), (6, 1.5)), logprobs=2, stop_token_ids=(1, 2),
+)  # fmt: skip
+ID = ("chat-1.c2", 3)
+WORK = (*ID, 9, SAMPLING, 2, 1, 4)
+GATEWAY, DECODE = Peer("tcp://127.0.0.1:5", 77), Peer("tcp://[::1]:6", 78)
+ITEM = TokenItem(*ID, 1, 4, (9, 10), FinishReason.STOP, (TokenLogprobs(-0.5, ((9, -0.5), (8, -1.0))), TokenLogprobs(-1.0)))
+
+SAMPLES: list[Message] = [
+    messages.Hello(1, Role.DECODE, 5, "decode-0", "m", "f", "tcp://h:1", Capacity(10, 16, 4, 100), "host", 12, (Held(*ID, 3, 1),)),
+    messages.Welcome(6, 500),
+    messages.Refused("no"),
+    messages.Bye("done"),
+    messages.Ping(),
+    messages.Pong(),
+    messages.Submit(*ID, "m", 3, SAMPLING, 2, 1, 1, "tenant"),
+    messages.Cancel(*ID, CancelReason.STOP_STRING),
+    messages.StatusRequest(),
+    messages.Accepted(*ID),
+    messages.Rejected(*ID, Reject.QUEUE_FULL, "full", 1.5),
+    messages.Interrupted(*ID, Interrupt.DECODE_LOST, "gone"),
+    messages.ClusterState(("a", "b")),
+    messages.StatusReport((WorkerStatus("w", Role.PREFILL, "m", "h", 1, 2, 1, 1, 0, 5),), ("g",), 1, {"queued": 1}, {}, {"x": 2}),
+    messages.Prefill(*WORK, GATEWAY, DECODE),
+    messages.Step(4, (Chunk(*ID, 0, 16),)),
+    messages.Reserve(*WORK, 12, GATEWAY, 79),
+    messages.Release(*ID),
+    messages.StepDone(4, (Chunk(*ID, 0, 16),), 12.5, 0),
+    messages.HandedOver(*ID, 1 << 30, 2.5),
+    messages.Finished(*ID, 9, 8),
+    messages.Released(*ID),
+    messages.WorkFailed(*ID, Interrupt.TRANSFER_FAILED, "broke"),
+    messages.Tokens((ITEM,)),
+    kv.PairOpen(3, "gloo"),
+    kv.PairListen(3, "127.0.0.1", 5, "secret"),
+    kv.PairClosed(3, "why"),
+    kv.Offer(*ID, 3, 9),
+    kv.Accept(*ID, 4),
+    kv.Decline(*ID, "no"),
+    kv.Commit(*ID, (b"12345678",), 2, (kv.FirstToken(0, 5),)),
+    kv.Ack(*ID, 100),
+    kv.Abort(*ID, "why"),
+]
+
+
+def samples() -> list[Message]:
+    announce = kv.Announce(**{f.name: 3 if f.name not in ("request_id",) else "r" for f in msgspec.structs.fields(kv.Announce)})
+    return [*SAMPLES, announce]
+
+
+def blob_for(message: Message) -> bytes:
+    return pack_tokens((1, 2, 3)) if isinstance(message, WITH_BLOB) else b""
+
+
+def test_there_is_a_sample_of_every_message() -> None:
+    assert {type(sample) for sample in samples()} == set(ALL_MESSAGES)
+
+
+@pytest.mark.parametrize("message", samples(), ids=lambda m: type(m).__name__)
+def test_round_trip(message: Message) -> None:
+    assert decode(to_frames(message, blob_for(message))) == (message, blob_for(message))
+
+
+def test_a_stream_of_all_messages_is_read_by_msgpacks_unpacker() -> None:
+    unpacker = msgpack.Unpacker(raw=False)
+    unpacker.feed(b"".join(encode(sample) for sample in samples()))
+    for sample, record in zip(samples(), unpacker, strict=True):
+        assert record[0] == type(sample).__name__
+        assert msgspec.convert(record, type(sample)) == sample
+
+
+@pytest.mark.parametrize("message", samples(), ids=lambda m: type(m).__name__)
+def test_truncation_extra_bytes_and_wrong_frame_counts_are_refused(message: Message) -> None:
+    frame, blob = encode(message), blob_for(message)
+    tail = [blob] if isinstance(message, WITH_BLOB) else []
+    bad = [[frame[:-1], *tail], [frame + b"\0", *tail], [frame, *tail, b""], [], [b"", *tail], [*tail, frame][1:]]
+    for frames in bad:
+        with pytest.raises(RemoteProtocolError):
+            decode(frames)
+
+
+@pytest.mark.parametrize("message", samples(), ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("wrong", [None, -1, 1 << 64, "x" * 5000, b"\xff", [], {}, 1.5, [[[[]]]]], ids=repr)
+def test_wrong_field_types_are_refused(message: Message, wrong: object) -> None:
+    """Each field in turn is replaced; what a field may hold is told apart by encoding what was decoded again."""
+    fields = msgspec.to_builtins(message)
+    for index in range(1, len(fields)):
+        mutated = msgpack.packb([*fields[:index], wrong, *fields[index + 1 :]]) if wrong != 1 << 64 else None
+        if mutated is None:
+            continue
+        frames = [mutated, b""] if isinstance(message, WITH_BLOB) else [mutated]
+        try:
+            decoded, _ = decode(frames)
+        except RemoteProtocolError:
+            continue
+        assert type(decoded) is type(message)
+        value = getattr(decoded, decoded.__struct_fields__[index - 1])
+        assert value is None or value == wrong or list(value) == wrong or value == () or float(value) == wrong
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.binary(max_size=200), max_size=3))
+def test_random_bytes_are_refused(frames: list[bytes]) -> None:
+    try:
+        message, _ = decode(frames)
+    except RemoteProtocolError:
+        return
+    assert isinstance(message, Message)
+
+
+@settings(max_examples=500, deadline=None)
+@given(data=st.data())
+def test_flipped_bytes_never_raise_anything_else(data: st.DataObject) -> None:
+    message = data.draw(st.sampled_from(samples()))
+    frame = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    frames = [bytes(frame), b""] if isinstance(message, WITH_BLOB) else [bytes(frame)]
+    try:
+        decode(frames)
+    except RemoteProtocolError:
+        pass
+
+
+def test_deep_nesting_and_oversize_are_refused() -> None:
+    for frame in (b"\x91" * 1_000_000, b"\x92\xa4Ping" + b"\x91" * 100_000 + b"\x01", b"\0" * (limits.MAX_FRAME_BYTES + 1)):
+        with pytest.raises(RemoteProtocolError):
+            decode([frame])
+
+
+@given(st.lists(st.integers(0, limits.MAX_VOCAB - 1), max_size=50))
+def test_tokens_round_trip(tokens: list[int]) -> None:
+    assert unpack_tokens(pack_tokens(tokens), len(tokens)) == tokens
+
+
+@pytest.mark.parametrize(("blob", "expected"), [(b"\0" * 5, 1), (b"\0" * 4, 2), (b"\xff" * 4, 1), (pack_tokens([limits.MAX_VOCAB]), 1)])
+def test_bad_token_blobs_are_refused(blob: bytes, expected: int) -> None:
+    with pytest.raises(RemoteProtocolError):
+        unpack_tokens(blob, expected)

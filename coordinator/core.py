@@ -8,11 +8,11 @@ counted here are never more than those the worker has.
 from collections import Counter
 from collections.abc import Callable
 
-from coordinator import report
+from coordinator import admission, report
 from coordinator.events import Action, Event, Limits, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
 from coordinator.lifecycle import ON_WORKERS, TERMINAL, State, Trigger
 from coordinator.placement import orders, place
-from coordinator.pool import Holding, Pool, Worker
+from coordinator.pool import WORKERS, Holding, Pool, Worker
 from coordinator.queue import WaitQueue
 from coordinator.request import Request
 from coordinator.steps import compose
@@ -36,8 +36,6 @@ from proto.messages import (
     Submit,
     WorkFailed,
 )
-
-WORKERS = (Role.PREFILL, Role.DECODE)
 
 
 class Core:
@@ -72,21 +70,7 @@ class Core:
 
     def refusal(self, hello: Hello) -> str | None:
         """Why a process may not join, or None. Asked before its `PeerUp`."""
-        if hello.role is Role.COORDINATOR:
-            return "there is one coordinator, and you are speaking to it"
-        if hello.role not in WORKERS:
-            return None
-        if hello.capacity is None or not hello.model or not hello.fingerprint:
-            return f"a {hello.role} worker must state its model, fingerprint and capacity"
-        if hello.role is Role.DECODE and not hello.address:
-            return "a decode worker must state the address for its KV port"
-        pool = self.pools.get(hello.model)
-        if pool is not None and (pool.prefill or pool.decode) and pool.fingerprint != hello.fingerprint:
-            return (
-                f"model {hello.model!r} is served here with fingerprint {pool.fingerprint}, yours is {hello.fingerprint}: "
-                "same weights, dtype and --block-size are needed"
-            )
-        return None
+        return admission.refusal(hello, self.pools)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         self._out = []
@@ -104,7 +88,9 @@ class Core:
         return self._out
 
     def next_deadline(self) -> float | None:
-        waiting = [next(iter(queue)).since + self.limits.queue_wait_s_max for queue in self.queues.values() if len(queue)]
+        waiting = [
+            next(iter(queue)).since + self.limits.queue_wait_s_max for queue in self.queues.values() if len(queue)
+        ]
         if self.interrupted:
             waiting.append(next(iter(self.interrupted.values())).since + self.limits.resubmit_s_max)
         return min(waiting, default=None)
@@ -199,7 +185,7 @@ class Core:
             if submit.attempt == known.attempt:
                 self._send(epoch, Accepted(*known.key))
             return
-        reason, why = self._admission(submit)
+        reason, why = self._judge(submit)
         if reason is not None:
             if known is not None:
                 self._end(known, Trigger.FAIL, reason, now)
@@ -220,30 +206,18 @@ class Core:
         self._send(epoch, Accepted(*request.key))
         self._out.append(Moved(request.id, request.attempt, request.state, "submitted"))
 
-    def _admission(self, submit: Submit) -> tuple[Reject | None, str]:
+    def _judge(self, submit: Submit) -> tuple[Reject | None, str]:
         if any((submit.request_id, submit.attempt) in worker.holdings for worker in self.workers.values()):
             return Reject.DUPLICATE, "a worker is still busy with this very attempt"
-        pool = self.pools.get(submit.model)
-        if pool is None:
-            return Reject.UNKNOWN_MODEL, f"no worker has served model {submit.model!r} yet"
-        if submit.attempt > self.limits.attempts_max:
-            return Reject.TOO_MANY_ATTEMPTS, f"given up after {self.limits.attempts_max} attempts"
-        if len(self.queues[submit.model]) >= self.limits.queue_requests_max:
-            return Reject.QUEUE_FULL, f"{self.limits.queue_requests_max} requests are waiting already"
-        if not pool.servable():
-            # A resume waits for the restart of what it lost; a new request is told at once.
-            return (None, "") if submit.attempt > 1 else (Reject.NO_CAPACITY, "no prefill or no decode worker is up")
-        total = submit.prompt_tokens + submit.sampling.max_tokens - submit.resumed_tokens
-        if total > pool.context_tokens():
-            return Reject.TOO_LONG, f"{total} tokens in all; the context holds {pool.context_tokens()}"
-        if not pool.could_ever_fit(submit):
-            return Reject.TOO_LARGE, f"the KV cache of {total} tokens x {submit.choices} fits no worker here"
-        return None, ""
+        pool, queue = self.pools.get(submit.model), self.queues.get(submit.model)
+        return admission.judge(submit, pool, len(queue) if queue is not None else 0, self.limits)
 
     def _reject(self, epoch: int, submit: Submit, reason: Reject, why: str) -> None:
         self.outcomes[State.REJECTED] += 1
         self.counters[f"rejected_{reason}"] += 1
-        retry_after_s = report.retry_after_s(self, submit.model) if reason in (Reject.QUEUE_FULL, Reject.NO_CAPACITY) else 0.0
+        retry_after_s = (
+            report.retry_after_s(self, submit.model) if reason in (Reject.QUEUE_FULL, Reject.NO_CAPACITY) else 0.0
+        )
         self._send(epoch, Rejected(submit.request_id, submit.attempt, reason, why, retry_after_s))
         self._out.append(Moved(submit.request_id, submit.attempt, State.REJECTED, reason))
 
@@ -309,7 +283,11 @@ class Core:
         worker.let_go((failed.request_id, failed.attempt))
         self.counters[f"work_failed_{failed.reason}"] += 1
         request = self._current(failed.request_id, failed.attempt)
-        if request is None or request.state not in ON_WORKERS or epoch not in (request.prefill_epoch, request.decode_epoch):
+        if (
+            request is None
+            or request.state not in ON_WORKERS
+            or epoch not in (request.prefill_epoch, request.decode_epoch)
+        ):
             return
         if epoch == request.prefill_epoch and request.state is State.DECODING:
             return
@@ -365,7 +343,10 @@ class Core:
         for queue in self.queues.values():
             while len(queue) and (head := next(iter(queue))).since + self.limits.queue_wait_s_max <= now:
                 why = f"waited {self.limits.queue_wait_s_max:g} s in the queue"
-                self._send(head.gateway_epoch, Rejected(*head.key, Reject.EXPIRED, why, report.retry_after_s(self, head.submit.model)))
+                self._send(
+                    head.gateway_epoch,
+                    Rejected(*head.key, Reject.EXPIRED, why, report.retry_after_s(self, head.submit.model)),
+                )
                 self._end(head, Trigger.EXPIRE, why, now)
         while self.interrupted:
             first = next(iter(self.interrupted.values()))

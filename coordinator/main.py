@@ -35,7 +35,12 @@ class Coordinator:
         self.server = LinkServer(
             bind=settings.bind,
             hello=Hello(
-                limits.PROTOCOL_VERSION, Role.COORDINATOR, clock.new_epoch(), name, host=socket.gethostname(), pid=os.getpid()
+                limits.PROTOCOL_VERSION,
+                Role.COORDINATOR,
+                clock.new_epoch(),
+                name,
+                host=socket.gethostname(),
+                pid=os.getpid(),
             ),
             accept=self.core.refusal,
             on_up=self._up,

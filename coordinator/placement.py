@@ -29,6 +29,15 @@ def place(pool: Pool, queue: WaitQueue, backlog_tokens_max: int) -> tuple[Reques
 def orders(request: Request, prefill: Worker, decode: Worker, gateway: Peer) -> tuple[Reserve, Prefill]:
     """The two messages that make a placement real."""
     submit = request.submit
-    what = (*request.key, submit.prompt_tokens, submit.sampling, submit.choices, submit.first_choice, submit.resumed_tokens)
+    what = (
+        *request.key,
+        submit.prompt_tokens,
+        submit.sampling,
+        submit.choices,
+        submit.first_choice,
+        submit.resumed_tokens,
+    )
     blocks = decode.holdings[request.key].kv_blocks
-    return Reserve(*what, blocks, gateway, prefill.epoch), Prefill(*what, gateway, Peer(decode.hello.address, decode.epoch))
+    return Reserve(*what, blocks, gateway, prefill.epoch), Prefill(
+        *what, gateway, Peer(decode.hello.address, decode.epoch)
+    )

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from coordinator.request import Request, kv_blocks_needed
 from proto.messages import Capacity, Chunk, Hello, Role, Submit
 
+WORKERS = (Role.PREFILL, Role.DECODE)
+
 
 @dataclass(frozen=True)
 class Holding:

@@ -3,9 +3,10 @@
 import time
 from dataclasses import dataclass
 
+from engine.sampler import SamplerState, sample
+
 from decode_worker.batch import StepPlan
 from engine.engine import Engine, SeqChunk
-from engine.sampler import SamplerState, sample
 from proto.sampling import TokenLogprobs
 
 

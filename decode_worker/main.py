@@ -1,8 +1,8 @@
 """The decode worker process."""
 
+from decode_worker.worker import DecodeWorker
 from engine.loader import load_engine
 from engine.thread import EngineThread, pick_device
-from decode_worker.worker import DecodeWorker
 from runtime.settings import WorkerSettings
 from runtime.worker_process import run_worker
 

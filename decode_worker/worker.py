@@ -2,12 +2,13 @@
 
 import asyncio
 
+from engine.sampler import SamplerState
+
 from decode_worker.batch import Batch, Running, StepPlan
 from decode_worker.compute import StepResult, run_step
 from decode_worker.requests import Attempt, AttemptTable, Farewell, Phase, failed
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
-from engine.sampler import SamplerState
 from engine.thread import EngineThread
 from kvtransfer.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
@@ -15,7 +16,7 @@ from kvtransfer.settings import KvSettings
 from proto import limits
 from proto.errors import Interrupt, RemoteProtocolError
 from proto.kv import Commit, Offer
-from proto.messages import Capacity, Hello, Message, Peer, Release, Released, Reserve, Role, Tokens, WorkFailed
+from proto.messages import Capacity, Hello, Message, Release, Released, Reserve, Role, Tokens, WorkFailed
 from runtime import clock
 from runtime.link import LinkServer, LinkSettings
 from runtime.link import Peer as LinkPeer
@@ -33,7 +34,9 @@ class DecodeWorker:
         self.engine = engine
         self.thread = thread
         self.batch: Batch[SamplerState] = Batch()
-        self.table = AttemptTable(BlockAllocator(engine.blocks), info.block_size, self.batch, lambda: engine.tokens_forwarded)
+        self.table = AttemptTable(
+            BlockAllocator(engine.blocks), info.block_size, self.batch, lambda: engine.tokens_forwarded
+        )
         self.work = asyncio.Event()
         """Set when there may be something to run."""
         self.name = name
@@ -59,7 +62,9 @@ class DecodeWorker:
             clock=clock.now,
             send=self._send_kv,
             listen_host=settings.transfer_host,
-            accept=lambda epoch, offer: self.table.target_blocks((offer.request_id, offer.attempt), epoch, offer.blocks),
+            accept=lambda epoch, offer: self.table.target_blocks(
+                (offer.request_id, offer.attempt), epoch, offer.blocks
+            ),
             on_committed=self._committed,
             on_failed=self._not_received,
             settings=KvSettings(rendezvous_timeout_ms=settings.kv_timeout_ms),
@@ -200,7 +205,14 @@ class DecodeWorker:
             state.accept(first.token)
             sequences.append(
                 Running(
-                    attempt.key, first.choice, order.gateway, order.sampling, table, state, first.token, order.resumed_tokens + 1
+                    attempt.key,
+                    first.choice,
+                    order.gateway,
+                    order.sampling,
+                    table,
+                    state,
+                    first.token,
+                    order.resumed_tokens + 1,
                 )
             )
         self.table.start(attempt, sequences)
@@ -258,7 +270,6 @@ class DecodeWorker:
         if attempt is not None and attempt.farewell is None:
             attempt.farewell = failed(attempt, Interrupt.ENGINE_ERROR, "no free KV block, though reserved")
         self._say(self.table.ended([sequence]))
-
 
 
 def _unexpected(_: LinkPeer, message: Message, __: bytes) -> None:

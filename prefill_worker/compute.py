@@ -4,9 +4,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.sampler import SamplerState, sample
+
 from engine.engine import Engine, SeqChunk
 from engine.finish import finish_reason
-from engine.sampler import SamplerState, sample
 from prefill_worker.prompts import Prompt
 from proto.messages import Chunk, TokenItem
 

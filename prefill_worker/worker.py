@@ -14,8 +14,22 @@ from prefill_worker.prompts import Farewell, Prompt, PromptTable
 from proto.codec import unpack_tokens
 from proto.errors import Interrupt, RemoteProtocolError
 from proto.kv import FirstToken
-from proto.messages import Capacity, Chunk, Finished, HandedOver, Message, Peer, Prefill, Release, Released, Step, StepDone
-from proto.messages import TokenItem, Tokens, WorkFailed
+from proto.messages import (
+    Capacity,
+    Chunk,
+    Finished,
+    HandedOver,
+    Message,
+    Peer,
+    Prefill,
+    Release,
+    Released,
+    Step,
+    StepDone,
+    TokenItem,
+    Tokens,
+    WorkFailed,
+)
 from proto.sampling import Sampling
 from runtime import clock
 from runtime.link import LinkSettings
@@ -42,7 +56,12 @@ class PrefillWorker:
         hello = worker_hello(settings, epoch=epoch, name=name, fingerprint=info.fingerprint, capacity=capacity)
         links = LinkSettings(heartbeat_ms=settings.heartbeat_ms)
         self.registration = Registration(
-            settings=settings, hello=hello, held=self.table.held, on_message=self._order, on_lost=self._coordinator_lost, log=log
+            settings=settings,
+            hello=hello,
+            held=self.table.held,
+            on_message=self._order,
+            on_lost=self._coordinator_lost,
+            log=log,
         )
         self.gateways = Outbound(hello=hello, on_message=_unexpected, on_lost=self._gateway_lost, settings=links)
         self.receivers = Outbound(hello=hello, on_message=self._kv_message, on_lost=self._receiver_lost, settings=links)
@@ -92,7 +111,13 @@ class PrefillWorker:
     def _take_in(self, order: Prefill, blob: bytes) -> None:
         tokens = unpack_tokens(blob, order.prompt_tokens)
         if max(tokens) >= self.engine.info.vocab_size:
-            self._say([WorkFailed(order.request_id, order.attempt, Interrupt.ENGINE_ERROR, "a token id outside the vocabulary")])
+            self._say(
+                [
+                    WorkFailed(
+                        order.request_id, order.attempt, Interrupt.ENGINE_ERROR, "a token id outside the vocabulary"
+                    )
+                ]
+            )
             return
         prompt = self.table.take_in(order, tokens)
         if isinstance(prompt, WorkFailed):
@@ -178,7 +203,9 @@ class PrefillWorker:
             needs_prompt = penalised(prompt.order.sampling, prompt.order.resumed_tokens)
             self.sender.commit(*prompt.key, going_on, prompt.tokens if needs_prompt else ())
         else:
-            self._close(prompt, Finished(*prompt.key, len(items), self.engine.tokens_forwarded), "ended with its first token")
+            self._close(
+                prompt, Finished(*prompt.key, len(items), self.engine.tokens_forwarded), "ended with its first token"
+            )
 
     # --- the end of an attempt ------------------------------------------------------------------------------------------
 

@@ -96,7 +96,9 @@ class Commit(Message, frozen=True):
 
     request_id: RequestId
     attempt: Attempt
-    digests: Annotated[tuple[Annotated[bytes, Meta(min_length=8, max_length=8)], ...], Meta(max_length=limits.MAX_SEGMENTS)]
+    digests: Annotated[
+        tuple[Annotated[bytes, Meta(min_length=8, max_length=8)], ...], Meta(max_length=limits.MAX_SEGMENTS)
+    ]
     """xxh3-64 of each segment, in order."""
     prompt_tokens: Tokens_
     first_tokens: Annotated[tuple[FirstToken, ...], Meta(min_length=1, max_length=limits.MAX_CHOICES)]

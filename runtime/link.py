@@ -17,93 +17,22 @@ makes the owner raise `RemoteProtocolError`, is counted and ends that peer's lin
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import zmq
 import zmq.asyncio
 
 from proto import limits
-from proto.codec import decode, encode, to_frames
+from proto.codec import decode, encode
 from proto.errors import RemoteProtocolError
 from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
 from runtime import clock, log
 from runtime.driver import cancelled
 from runtime.monitor import ConnectionMonitor
+from runtime.peer import LinkCounters, LinkSettings, OnDown, OnMessage, Peer, open_socket, try_send
+
+__all__ = ["LinkClient", "LinkCounters", "LinkServer", "LinkSettings", "OnDown", "OnMessage", "Peer"]
 
 _log = log.get("crossdock.link")
-
-
-@dataclass(frozen=True)
-class LinkSettings:
-    """`missed_max` heartbeats without a word and the peer is lost: a dead process is noticed after about
-    `heartbeat_ms * missed_max` where its host is gone, at once where its kernel says so."""
-
-    heartbeat_ms: int = 500
-    missed_max: int = 3
-    queue_messages_max: int = 10_000
-    handshake_timeout_ms: int = 5_000
-    reconnect_ms: int = 50
-    reconnect_ms_max: int = 1_000
-
-    @property
-    def silence_s(self) -> float:
-        return self.heartbeat_ms * self.missed_max / 1000
-
-
-@dataclass
-class LinkCounters:
-    """What one end of a link has seen, for metrics."""
-
-    protocol_errors: int = 0
-    refused: int = 0
-    lost: int = 0
-    messages_in: int = 0
-    messages_out: int = 0
-
-
-@dataclass(eq=False)
-class Peer:
-    """The other end of an open link."""
-
-    epoch: int
-    hello: Hello
-    _send: Callable[["Peer", list[bytes]], bool]
-    routing_id: bytes = b""
-    heard_at: float = field(default_factory=clock.now)
-
-    def send(self, message: Message, blob: bytes = b"") -> bool:
-        """Queue a message; False if the peer is gone, or is being given up because its queue is full."""
-        return self._send(self, to_frames(message, blob))
-
-
-OnMessage = Callable[[Peer, Message, bytes], None]
-OnDown = Callable[[Peer, str], None]
-
-_context: zmq.asyncio.Context | None = None
-
-
-def _socket(kind: int, settings: LinkSettings) -> zmq.asyncio.Socket:
-    global _context
-    if _context is None or _context.closed:
-        _context = zmq.asyncio.Context()
-    socket = _context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 200)
-    socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
-    socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
-    # Frames between our own limit and libzmq's reach the codec, which refuses and counts them; what is larger libzmq cuts off.
-    socket.setsockopt(zmq.MAXMSGSIZE, 2 * limits.MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.IPV6, 1)
-    return socket
-
-
-def _try_send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> str | None:
-    """Send without waiting; the reason if it could not be."""
-    sent = socket.send_multipart(frames, flags=zmq.NOBLOCK)
-    if not sent.done():  # cannot happen with NOBLOCK unless an earlier send is waiting, and none ever does
-        sent.cancel()
-        return "send queue is busy"
-    error = sent.exception()
-    return None if error is None else f"send failed: {error}"
 
 
 class LinkServer:
@@ -132,7 +61,7 @@ class LinkServer:
         self._on_message = on_message
         self._on_down = on_down
         self._settings = settings or LinkSettings()
-        self._socket = _socket(zmq.ROUTER, self._settings)
+        self._socket = open_socket(zmq.ROUTER, self._settings)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
@@ -161,7 +90,7 @@ class LinkServer:
         """End one peer's link and say so to both ends."""
         if self.peers.pop(peer.routing_id, None) is None:
             return
-        _try_send(self._socket, [peer.routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
+        try_send(self._socket, [peer.routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
         self.counters.lost += 1
         self._on_down(peer, reason)
 
@@ -171,7 +100,7 @@ class LinkServer:
     def _send(self, peer: Peer, frames: list[bytes]) -> bool:
         if peer.routing_id not in self.peers:
             return False
-        failure = _try_send(self._socket, [peer.routing_id, *frames])
+        failure = try_send(self._socket, [peer.routing_id, *frames])
         if failure is None:
             self.counters.messages_out += 1
             return True
@@ -218,7 +147,7 @@ class LinkServer:
 
     def _refuse(self, routing_id: bytes, reason: str) -> None:
         self.counters.refused += 1
-        _try_send(self._socket, [routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
+        try_send(self._socket, [routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
 
     def _dispatch(self, peer: Peer, message: Message, blob: bytes) -> None:
         peer.heard_at = clock.now()
@@ -296,7 +225,7 @@ class LinkClient:
 
     async def _one_link(self) -> bool:
         """One socket from connect to close; True if it had been welcomed."""
-        socket = self._socket = _socket(zmq.DEALER, self._settings)
+        socket = self._socket = open_socket(zmq.DEALER, self._settings)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._gone.clear()
         monitor = ConnectionMonitor(socket, on_lost=lambda: self._give_up("connection closed"))
@@ -324,7 +253,7 @@ class LinkClient:
 
     async def _handshake(self, socket: zmq.asyncio.Socket) -> Peer | None:
         hello = self._hello if isinstance(self._hello, Hello) else self._hello()
-        _try_send(socket, [encode(hello)])
+        try_send(socket, [encode(hello)])
         waiting = asyncio.ensure_future(socket.recv_multipart())
         gone = asyncio.ensure_future(self._gone.wait())
         timeout_s = self._settings.handshake_timeout_ms / 1000
@@ -364,7 +293,7 @@ class LinkClient:
     def _send(self, peer: Peer, frames: list[bytes]) -> bool:
         if peer is not self._peer or self._socket is None or self._gone.is_set():
             return False
-        failure = _try_send(self._socket, frames)
+        failure = try_send(self._socket, frames)
         if failure is None:
             self.counters.messages_out += 1
             return True

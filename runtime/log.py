@@ -28,7 +28,9 @@ def configure(*, level: str, fmt: str, process: str) -> Log:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
     ]
-    renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    renderer: Any = (
+        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
     last = [structlog.processors.format_exc_info, renderer] if as_json else [renderer]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

@@ -19,7 +19,11 @@ class ConnectionMonitor:
     """Calls `on_lost` when a connection of the socket ends and `on_garbage` when a handshake fails, until cancelled."""
 
     def __init__(
-        self, socket: zmq.asyncio.Socket, *, on_lost: Callable[[], None] = _ignore, on_garbage: Callable[[], None] = _ignore
+        self,
+        socket: zmq.asyncio.Socket,
+        *,
+        on_lost: Callable[[], None] = _ignore,
+        on_garbage: Callable[[], None] = _ignore,
     ) -> None:
         self._watched = socket
         self._on_lost = on_lost

@@ -1,10 +1,10 @@
 """From settings classes to command lines: one list of options, merged from flags, environment, file and defaults.
 
-    load(GatewaySettings, {"port": "8080"})          merge and check; raises SettingsError
-    parse(GatewaySettings, ["--port", "8080"])       the same from arguments
-    add_command(app, "gateway", GatewaySettings, run)  a typer command with help made from the fields
-    run_role(GatewaySettings, run)                   what `python -m gateway` calls
-    to_arguments(settings)                           the flags which make these settings again
+load(GatewaySettings, {"port": "8080"})          merge and check; raises SettingsError
+parse(GatewaySettings, ["--port", "8080"])       the same from arguments
+add_command(app, "gateway", GatewaySettings, run)  a typer command with help made from the fields
+run_role(GatewaySettings, run)                   what `python -m gateway` calls
+to_arguments(settings)                           the flags which make these settings again
 """
 
 import inspect
@@ -212,6 +212,11 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
+def _paragraphs(text: str) -> str:
+    """Without the line breaks of the source, so that the terminal's width decides."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
 def add_command(app: typer.Typer, name: str, cls: type[S], run: Callable[[S], int]) -> None:
     """A command whose options, help and checks are the fields of `cls`; `run` returns the exit status."""
 
@@ -225,14 +230,16 @@ def add_command(app: typer.Typer, name: str, cls: type[S], run: Callable[[S], in
         annotation = Annotated[str | None, typer.Option("--config", help=_CONFIG_HELP, metavar="PATH")]
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter("config", keyword, default=None, annotation=annotation))
+    help_text = _paragraphs(inspect.getdoc(cls) or "")
+    epilog = escape(_EPILOG.format(section=f", or in section [{cls.section}] of the file" if cls.section else ""))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    section = f", or in section [{cls.section}] of the file" if cls.section else ""
-    app.command(name, help=inspect.getdoc(cls), epilog=escape(_EPILOG.format(section=section)))(command)
+    app.command(name, help=help_text, epilog=epilog)(command)
 
 
 def new_app(help_text: str | None = None) -> typer.Typer:
-    return typer.Typer(help=help_text, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    text = _paragraphs(help_text or "")
+    return typer.Typer(help=text, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
 def invoke(app: typer.Typer, arguments: Sequence[str], prog: str) -> int:

@@ -40,7 +40,14 @@ def worker_hello(
     role: Role, epoch: int, *, kv_blocks: int = 1000, block_size: int = 4, max_seqs: int = 64, context_tokens: int = 4096, fingerprint: str = "f"
 ) -> Hello:  # fmt: skip
     return Hello(
-        1, role, epoch, f"{role}-{epoch}", MODEL, fingerprint, "tcp://w:1", Capacity(kv_blocks, block_size, max_seqs, context_tokens)
+        1,
+        role,
+        epoch,
+        f"{role}-{epoch}",
+        MODEL,
+        fingerprint,
+        "tcp://w:1",
+        Capacity(kv_blocks, block_size, max_seqs, context_tokens),
     )
 
 
@@ -48,7 +55,9 @@ def gateway_hello(epoch: int) -> Hello:
     return Hello(1, Role.GATEWAY, epoch, f"gateway-{epoch}", address="tcp://g:1")
 
 
-def submit(request_id: str, tokens: int = 10, *, attempt: int = 1, max_tokens: int = 4, choices: int = 1, resumed: int = 0) -> Submit:
+def submit(
+    request_id: str, tokens: int = 10, *, attempt: int = 1, max_tokens: int = 4, choices: int = 1, resumed: int = 0
+) -> Submit:
     return Submit(request_id, attempt, MODEL, tokens, Sampling(max_tokens=max_tokens), choices, resumed_tokens=resumed)
 
 
@@ -118,7 +127,9 @@ class RandomWorld(Harness):
 
     def add_worker(self, role: Role) -> None:
         self.next_epoch += 1
-        self.post(PeerUp(self.next_epoch, worker_hello(role, self.next_epoch, kv_blocks=40, max_seqs=6, context_tokens=100)))
+        self.post(
+            PeerUp(self.next_epoch, worker_hello(role, self.next_epoch, kv_blocks=40, max_seqs=6, context_tokens=100))
+        )
 
     def epochs(self, role: Role) -> list[int]:
         return [e for e, hello in self.core.peers.items() if hello.role is role]

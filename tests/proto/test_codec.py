@@ -19,10 +19,14 @@ SAMPLING = Sampling(
 ID = ("chat-1.c2", 3)
 WORK = (*ID, 9, SAMPLING, 2, 1, 4)
 GATEWAY, DECODE = Peer("tcp://127.0.0.1:5", 77), Peer("tcp://[::1]:6", 78)
-ITEM = TokenItem(*ID, 1, 4, (9, 10), FinishReason.STOP, (TokenLogprobs(-0.5, ((9, -0.5), (8, -1.0))), TokenLogprobs(-1.0)))
+ITEM = TokenItem(
+    *ID, 1, 4, (9, 10), FinishReason.STOP, (TokenLogprobs(-0.5, ((9, -0.5), (8, -1.0))), TokenLogprobs(-1.0))
+)
 
 SAMPLES: list[Message] = [
-    messages.Hello(1, Role.DECODE, 5, "decode-0", "m", "f", "tcp://h:1", Capacity(10, 16, 4, 100), "host", 12, (Held(*ID, 3, 1),)),
+    messages.Hello(
+        1, Role.DECODE, 5, "decode-0", "m", "f", "tcp://h:1", Capacity(10, 16, 4, 100), "host", 12, (Held(*ID, 3, 1),)
+    ),
     messages.Welcome(6, 500),
     messages.Refused("no"),
     messages.Bye("done"),
@@ -35,7 +39,9 @@ SAMPLES: list[Message] = [
     messages.Rejected(*ID, Reject.QUEUE_FULL, "full", 1.5),
     messages.Interrupted(*ID, Interrupt.DECODE_LOST, "gone"),
     messages.ClusterState(("a", "b")),
-    messages.StatusReport((WorkerStatus("w", Role.PREFILL, "m", "h", 1, 2, 1, 1, 0, 5),), ("g",), 1, {"queued": 1}, {}, {"x": 2}),
+    messages.StatusReport(
+        (WorkerStatus("w", Role.PREFILL, "m", "h", 1, 2, 1, 1, 0, 5),), ("g",), 1, {"queued": 1}, {}, {"x": 2}
+    ),
     messages.Prefill(*WORK, GATEWAY, DECODE),
     messages.Step(4, (Chunk(*ID, 0, 16),)),
     messages.Reserve(*WORK, 12, GATEWAY, 79),
@@ -59,7 +65,9 @@ SAMPLES: list[Message] = [
 
 
 def samples() -> list[Message]:
-    announce = kv.Announce(**{f.name: 3 if f.name not in ("request_id",) else "r" for f in msgspec.structs.fields(kv.Announce)})
+    announce = kv.Announce(
+        **{f.name: 3 if f.name not in ("request_id",) else "r" for f in msgspec.structs.fields(kv.Announce)}
+    )
     return [*SAMPLES, announce]
 
 
@@ -138,7 +146,11 @@ def test_flipped_bytes_never_raise_anything_else(data: st.DataObject) -> None:
 
 
 def test_deep_nesting_and_oversize_are_refused() -> None:
-    for frame in (b"\x91" * 1_000_000, b"\x92\xa4Ping" + b"\x91" * 100_000 + b"\x01", b"\0" * (limits.MAX_FRAME_BYTES + 1)):
+    for frame in (
+        b"\x91" * 1_000_000,
+        b"\x92\xa4Ping" + b"\x91" * 100_000 + b"\x01",
+        b"\0" * (limits.MAX_FRAME_BYTES + 1),
+    ):
         with pytest.raises(RemoteProtocolError):
             decode([frame])
 
@@ -148,7 +160,9 @@ def test_tokens_round_trip(tokens: list[int]) -> None:
     assert unpack_tokens(pack_tokens(tokens), len(tokens)) == tokens
 
 
-@pytest.mark.parametrize(("blob", "expected"), [(b"\0" * 5, 1), (b"\0" * 4, 2), (b"\xff" * 4, 1), (pack_tokens([limits.MAX_VOCAB]), 1)])
+@pytest.mark.parametrize(
+    ("blob", "expected"), [(b"\0" * 5, 1), (b"\0" * 4, 2), (b"\xff" * 4, 1), (pack_tokens([limits.MAX_VOCAB]), 1)]
+)
 def test_bad_token_blobs_are_refused(blob: bytes, expected: int) -> None:
     with pytest.raises(RemoteProtocolError):
         unpack_tokens(blob, expected)

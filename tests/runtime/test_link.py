@@ -39,7 +39,12 @@ class End:
 
     def client(self, address: str, **kwargs: Any) -> LinkClient:
         options: dict[str, Any] = dict(
-            address=address, hello=hello("client", 9), on_up=self.up, on_message=self.message, on_down=self.down, settings=FAST
+            address=address,
+            hello=hello("client", 9),
+            on_up=self.up,
+            on_message=self.message,
+            on_down=self.down,
+            settings=FAST,
         )
         return LinkClient(**(options | kwargs))
 

@@ -14,7 +14,9 @@ BLOCK, POOL, STOP_TOKEN = 4, 60, 7
 GATEWAYS = (Peer("tcp://a", 1), Peer("tcp://b", 2))
 
 
-def reserve(name: str, tokens: int, *, max_tokens: int = 5, choices: int = 1, gateway: int = 0, resumed: int = 0) -> Reserve:
+def reserve(
+    name: str, tokens: int, *, max_tokens: int = 5, choices: int = 1, gateway: int = 0, resumed: int = 0
+) -> Reserve:
     sampling = Sampling(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,))
     return Reserve(name, 1, tokens, sampling, choices, 0, resumed, 1, GATEWAYS[gateway], 9)
 
@@ -41,7 +43,10 @@ class World:
         start = order.resumed_tokens + 1
         self.table.start(
             attempt,
-            [Running(attempt.key, c, order.gateway, order.sampling, t, "state", 100 + c, start) for c, t in enumerate(tables)],
+            [
+                Running(attempt.key, c, order.gateway, order.sampling, t, "state", 100 + c, start)
+                for c, t in enumerate(tables)
+            ],
         )
 
     def step(self, tokens: int = 50) -> dict[tuple[str, int], tuple[int, FinishReason | None]]:

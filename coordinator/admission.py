@@ -1,0 +1,46 @@
+"""Who may join, and which requests are let in. Pure functions; a rejection reserves and costs nothing."""
+
+from collections.abc import Mapping
+
+from coordinator.events import Limits
+from coordinator.pool import WORKERS, Pool
+from proto.errors import Reject
+from proto.messages import Hello, Role, Submit
+
+
+def refusal(hello: Hello, pools: Mapping[str, Pool]) -> str | None:
+    """Why a process may not join, or None."""
+    if hello.role is Role.COORDINATOR:
+        return "there is one coordinator, and you are speaking to it"
+    if hello.role not in WORKERS:
+        return None
+    if hello.capacity is None or not hello.model or not hello.fingerprint:
+        return f"a {hello.role} worker must state its model, fingerprint and capacity"
+    if hello.role is Role.DECODE and not hello.address:
+        return "a decode worker must state the address for its KV port"
+    pool = pools.get(hello.model)
+    if pool is not None and (pool.prefill or pool.decode) and pool.fingerprint != hello.fingerprint:
+        return (
+            f"model {hello.model!r} is served here with fingerprint {pool.fingerprint}, yours is {hello.fingerprint}: "
+            "same weights, dtype and --block-size are needed"
+        )
+    return None
+
+
+def judge(submit: Submit, pool: Pool | None, queued: int, limits: Limits) -> tuple[Reject | None, str]:
+    """Whether a request may wait in the queue of its pool, where `queued` others do: (None, "") or a reason and its words."""
+    if pool is None:
+        return Reject.UNKNOWN_MODEL, f"no worker has served model {submit.model!r} yet"
+    if submit.attempt > limits.attempts_max:
+        return Reject.TOO_MANY_ATTEMPTS, f"given up after {limits.attempts_max} attempts"
+    if queued >= limits.queue_requests_max:
+        return Reject.QUEUE_FULL, f"{limits.queue_requests_max} requests are waiting already"
+    if not pool.servable():
+        # A resume waits for the restart of what it lost; a new request is told at once.
+        return (None, "") if submit.attempt > 1 else (Reject.NO_CAPACITY, "no prefill or no decode worker is up")
+    total = submit.prompt_tokens + submit.sampling.max_tokens - submit.resumed_tokens
+    if total > pool.context_tokens():
+        return Reject.TOO_LONG, f"{total} tokens in all; the context holds {pool.context_tokens()}"
+    if not pool.could_ever_fit(submit):
+        return Reject.TOO_LARGE, f"the KV cache of {total} tokens x {submit.choices} fits no worker here"
+    return None, ""

@@ -1,0 +1,20 @@
+"""One cluster for the tests that only use it; those that hurt it make their own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_models
+from tests.e2e.live import Live, live
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live(tiny, tmp_path_factory.mktemp("state"), STEP_TOKENS="64") as up:
+        yield up

@@ -1,0 +1,209 @@
+"""A real cluster for tests: `crossdock serve` as a user starts it, its processes, and ways to hurt them."""
+
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import uvloop
+
+from launcher.status import ask
+from proto.messages import StatusReport
+
+READY_S = 120.0
+ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Live:
+    """Ready once made. `base_url` is the gateway's; `coordinator` and `tokens` are ZeroMQ addresses."""
+
+    def __init__(self, model: Path, home: Path, *arguments: str, **settings: str) -> None:
+        self.model = model
+        self.model_id = model.name
+        self.port = free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.tokens = f"tcp://127.0.0.1:{free_port()}"
+        self.coordinator = ""
+        self.output: list[str] = []
+        environment = {
+            **os.environ,
+            "XDG_STATE_HOME": str(home),
+            "CROSSDOCK_TOKENS_BIND": self.tokens,
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "200",
+            **{f"CROSSDOCK_{name}": value for name, value in settings.items()},
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "launcher.cli",
+            "serve",
+            "--model",
+            str(model),
+            "--port",
+            str(self.port),
+            *arguments,
+        ]
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        self._serving = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._serving.wait(READY_S) or self.process.poll() is not None:
+            self.stop()
+            raise AssertionError("the cluster did not come up:\n" + "".join(self.output))
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            if found := re.search(r"--coordinator (tcp://\S+)", line):
+                self.coordinator = found[1]
+            if line.startswith("Serving until Ctrl-C"):
+                self._serving.set()
+        self._serving.set()
+
+    # --- processes ------------------------------------------------------------------------------------------------------
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """Live children by module."""
+        found: dict[str, list[psutil.Process]] = {role: [] for role in ROLES}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                arguments = child.cmdline()
+            except psutil.Error:
+                continue
+            for role in ROLES:
+                if role in arguments:
+                    found[role].append(child)
+        return found
+
+    def one(self, role: str) -> psutil.Process:
+        return self.processes()[role][0]
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        """As Ctrl-C does; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            code = self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        self._reader.join(10)
+        return code
+
+    # --- asking ---------------------------------------------------------------------------------------------------------
+
+    def status(self) -> StatusReport:
+        return uvloop.run(ask(self.coordinator, 5_000))
+
+    def wait_for(self, what: str, condition: Any, timeout_s: float = 30.0) -> None:
+        """Until `condition()` is true; it is polled, since the processes it looks at are not ours to be told by."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not in {timeout_s} s: {what}\n" + "".join(self.output[-30:]))
+            time.sleep(0.05)
+
+    def wait_ready(self) -> None:
+        self.wait_for("ready", self._is_ready, READY_S)
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.base_url}/ready", timeout=5.0, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def wait_idle(self) -> StatusReport:
+        """Nothing queued, nothing running, no block held."""
+
+        def idle() -> bool:
+            report = self.status()
+            return (
+                not report.queued
+                and not report.running
+                and not any(w.kv_blocks_used or w.requests for w in report.workers)
+            )
+
+        self.wait_for("everything released", idle)
+        return self.status()
+
+    def complete(self, prompt: Any, max_tokens: int, **options: Any) -> dict[str, Any]:
+        body = {"model": self.model_id, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **options}
+        answer = httpx.post(f"{self.base_url}/v1/completions", json=body, timeout=120.0, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def token_ids(self, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
+        """The tokens of one greedy answer."""
+        choices = self.complete(prompt, max_tokens, return_token_ids=True, **options)["choices"]
+        ids: list[int] = choices[0]["token_ids"]
+        return ids
+
+
+def at_once(work: Any, items: Any, threads: int = 16) -> list[Any]:
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, items))
+
+
+@contextmanager
+def live(model: Path, home: Path, *arguments: str, **settings: str) -> Iterator[Live]:
+    cluster = Live(model, home, *arguments, **settings)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+# --- breaking things ------------------------------------------------------------------------------------------------------
+
+
+def sockets_between(one: psutil.Process, other: psutil.Process, but_ports: set[int]) -> list[int]:
+    """Descriptors in `one` of TCP connections with `other`, those of the given ports left out."""
+    theirs = {(c.laddr, c.raddr) for c in other.net_connections("tcp") if c.raddr}
+    return [
+        c.fd
+        for c in one.net_connections("tcp")
+        if c.raddr and (c.raddr, c.laddr) in theirs and not {c.laddr.port, c.raddr.port} & but_ports
+    ]
+
+
+def cut(process: psutil.Process, descriptor: int) -> None:
+    """Shut a socket of another process down, as a broken cable would (needs the right to trace it)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        duplicate = libc.syscall(438, pidfd, descriptor, 0)  # pidfd_getfd
+        if duplicate < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        with socket.socket(fileno=duplicate) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,103 @@
+"""Four processes, one job: what a user sees, and what must be true behind it."""
+
+import json
+import signal
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.e2e.live import Live, at_once, live
+
+
+def test_the_roles_are_processes_of_their_own(cluster: Live) -> None:
+    pids = [p.pid for members in cluster.processes().values() for p in members]
+    assert len(pids) == 4 == len(set(pids))
+
+
+def test_decode_never_computes_a_prompt_and_prefill_never_decodes(cluster: Live) -> None:
+    before = {w.role.value: w.tokens_forwarded for w in cluster.wait_idle().workers}
+    for length, new in ((150, 10), (3, 20)):
+        cluster.token_ids(list(range(6, 6 + length)), new, ignore_eos=True)
+    after = {w.role.value: w.tokens_forwarded for w in cluster.wait_idle().workers}
+    assert after["prefill"] - before["prefill"] == 150 + 3
+    assert after["decode"] - before["decode"] == (10 - 1) + (20 - 1), "the first token is prefill's"
+    assert cluster.status().counters["kv_bytes_moved"] > 0
+
+
+def test_200_streams_at_once_each_with_its_own_answer(cluster: Live) -> None:
+    def stream(number: int) -> list[int]:
+        prompt = [6 + number % 200, 7 + number // 200, *range(6, 6 + number % 37)]
+        body = {
+            "model": cluster.model_id, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        ids: list[int] = []
+        with httpx.stream(
+            "POST", f"{cluster.base_url}/v1/completions", json=body, timeout=120.0, trust_env=False
+        ) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+        assert lines[-1] == "[DONE]"
+        for line in lines[:-1]:
+            ids += json.loads(line)["choices"][0].get("token_ids") or []
+        return ids
+
+    together = at_once(stream, range(200), threads=200)
+    assert all(len(ids) == 12 for ids in together)
+    sample = range(0, 200, 23)
+    assert [together[n] for n in sample] == [stream(n) for n in sample]
+    cluster.wait_idle()
+
+
+def test_a_client_that_leaves_gives_everything_back(cluster: Live) -> None:
+    cluster.wait_idle()
+    body = {"model": cluster.model_id, "prompt": [9] * 40, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    for _ in range(5):
+        with httpx.stream(
+            "POST", f"{cluster.base_url}/v1/completions", json=body, timeout=60.0, trust_env=False
+        ) as answer:
+            next(answer.iter_lines())
+    report = cluster.wait_idle()
+    assert report.finished["cancelled"] >= 5
+
+
+def test_seeded_sampling_repeats_and_differs_by_seed_and_choice(cluster: Live) -> None:
+    def draw(seed: int, n: int = 1) -> list[list[int]]:
+        answer = cluster.complete(
+            [50, 60, 70], 12, temperature=1.0, seed=seed, n=n, ignore_eos=True, return_token_ids=True
+        )
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+    first = draw(1, 3)
+    assert first == draw(1, 3) and first[0] == draw(1)[0]
+    assert len({tuple(ids) for ids in [*first, *draw(2)]}) == 4
+    cluster.wait_idle()
+
+
+def test_ctrl_c_leaves_nothing_behind(tiny: Path, tmp_path: Path) -> None:
+    shm_before = set(Path("/dev/shm").iterdir())
+    with live(tiny, tmp_path) as up:
+        children = [p for members in up.processes().values() for p in members]
+        up.token_ids([8, 9], 4, ignore_eos=True)
+        assert up.stop(signal.SIGINT) == 0
+    assert not [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert set(Path("/dev/shm").iterdir()) <= shm_before
+
+
+def test_killing_the_launcher_takes_everything_with_it(tiny: Path, tmp_path: Path) -> None:
+    up = Live(tiny, tmp_path)
+    children = [p for members in up.processes().values() for p in members]
+    up.process.kill()
+    up.process.wait(10)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_two_prefill_two_decode(tiny: Path, tmp_path: Path) -> None:
+    with live(tiny, tmp_path, "--prefill", "2", "--decode", "2") as up:
+        prompts = [[6 + n, *range(10, 60)] for n in range(24)]
+        together = at_once(lambda prompt: up.token_ids(prompt, 8, ignore_eos=True), prompts)
+        assert together == [up.token_ids(prompt, 8, ignore_eos=True) for prompt in prompts]
+        report = up.wait_idle()
+        assert len(report.workers) == 4 and all(w.tokens_forwarded > 0 for w in report.workers), report

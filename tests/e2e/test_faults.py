@@ -1,0 +1,125 @@
+"""Real processes, killed with real signals: streams go on with exactly the tokens they would have had."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.live import Live, cut, live, sockets_between
+
+PROMPT = list(range(20, 90))
+TOKENS = 300
+
+
+@pytest.fixture(scope="module")
+def up(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live(
+        tiny, tmp_path_factory.mktemp("state"), "--prefill", "2", "--decode", "2", STEP_TOKENS="32", HEARTBEAT_MS="100"
+    ) as one:
+        yield one
+
+
+class Background(threading.Thread):
+    """A request that runs while the test breaks something."""
+
+    def __init__(self, up: Live, **options: Any) -> None:
+        super().__init__()
+        self.up = up
+        self.options = options
+        self.ids: list[int] = []
+        self.error = ""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.ids = self.up.token_ids(PROMPT, TOKENS, ignore_eos=True, **self.options)
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def result(self) -> list[int]:
+        self.join(120)
+        assert not self.is_alive() and not self.error, self.error
+        return self.ids
+
+
+def busy(up: Live, state: str) -> bool:
+    return up.status().running.get(state, 0) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "repetition_penalty": 1.1}],
+    ids=["greedy", "sampled"],
+)
+@pytest.mark.parametrize("role", ["decode_worker", "prefill_worker"])
+def test_a_killed_worker_changes_no_token(up: Live, role: str, options: dict[str, Any]) -> None:
+    expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True, **options)
+    streams = [Background(up, **options) for _ in range(4)]
+    up.wait_for("streams decode", lambda: busy(up, "decoding"))
+    victim = up.one(role)
+    victim.send_signal(signal.SIGKILL)
+    assert [stream.result() for stream in streams] == [expected] * 4
+    up.wait_for("the worker is back", lambda: len(up.status().workers) == 4)
+    up.wait_idle()
+
+
+def test_a_stopped_decode_worker_is_fenced_and_its_late_frames_change_nothing(up: Live) -> None:
+    expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True)
+    streams = [Background(up) for _ in range(4)]
+    up.wait_for("streams decode", lambda: busy(up, "decoding"))
+    victim = up.one("decode_worker")
+    victim.send_signal(signal.SIGSTOP)
+    try:
+        up.wait_for("it is taken for lost", lambda: len(up.status().workers) == 3)
+    finally:
+        victim.send_signal(signal.SIGCONT)
+    assert [stream.result() for stream in streams] == [expected] * 4
+    up.wait_for("it has registered again", lambda: len(up.status().workers) == 4)
+    up.wait_idle()
+
+
+def test_a_killed_coordinator_does_not_break_running_streams(up: Live) -> None:
+    expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True)
+    streams = [Background(up) for _ in range(4)]
+    up.wait_for("streams decode", lambda: busy(up, "decoding"))
+    up.one("coordinator").send_signal(signal.SIGKILL)
+    assert [stream.result() for stream in streams] == [expected] * 4
+    up.wait_ready()
+    up.wait_for("all are back", lambda: len(up.status().workers) == 4)
+    assert up.token_ids(PROMPT, TOKENS, ignore_eos=True) == expected
+    up.wait_idle()
+
+
+def test_a_cut_transfer_group_is_retried_on_a_new_one(up: Live) -> None:
+    expected = up.token_ids(PROMPT, 20, ignore_eos=True)
+    known = {int(up.coordinator.rsplit(":", 1)[1]), int(up.tokens.rsplit(":", 1)[1]), up.port}
+    moved_before = up.wait_idle().counters["kv_bytes_moved"]
+    cuts = 0
+    for prefill in up.processes()["prefill_worker"]:
+        for decode in up.processes()["decode_worker"]:
+            for descriptor in sockets_between(prefill, decode, known):
+                try:
+                    cut(prefill, descriptor)
+                except PermissionError:
+                    pytest.skip("not permitted to touch another process's sockets")
+                except OSError:
+                    continue
+                cuts += 1
+    assert cuts > 0, "there was no connection to cut"
+    for _ in range(4):
+        assert up.token_ids(PROMPT, 20, ignore_eos=True) == expected
+    assert up.wait_idle().counters["kv_bytes_moved"] > moved_before
+
+
+def test_without_any_decode_worker_requests_are_told_at_once_and_later_served(up: Live) -> None:
+    for victim in up.processes()["decode_worker"]:
+        os.kill(victim.pid, signal.SIGKILL)
+    time.sleep(0)
+    up.wait_ready()
+    up.wait_for("all are back", lambda: len(up.status().workers) == 4)
+    assert len(up.token_ids(PROMPT, 5, ignore_eos=True)) == 5

@@ -1,7 +1,7 @@
 """What holds after every event. Called by tests and the simulation, not while serving."""
 
 from coordinator.core import Core
-from coordinator.lifecycle import ON_WORKERS, TERMINAL, State
+from coordinator.lifecycle import TERMINAL, State
 
 
 def check(core: Core) -> None:
@@ -18,8 +18,8 @@ def check(core: Core) -> None:
         assert request.state not in TERMINAL
         assert (request.id in queued) == (request.state is State.QUEUED)
         assert (request.id in core.interrupted) == (request.state is State.INTERRUPTED)
-        if request.state in ON_WORKERS:
+        if request.state in (State.PLACED, State.PREFILLING):
+            assert request.key in core.workers[request.prefill_epoch].holdings
+        if request.state is State.DECODING:
             assert request.key in core.workers[request.decode_epoch].holdings
-            if request.state in (State.PLACED, State.PREFILLING):
-                assert request.key in core.workers[request.prefill_epoch].holdings
     assert all(request_id in core.requests for request_id in (*queued, *core.interrupted))

@@ -16,7 +16,7 @@ from kvtransfer.settings import KvSettings
 from proto import limits
 from proto.errors import Interrupt, RemoteProtocolError
 from proto.kv import Commit, Offer
-from proto.messages import Capacity, Hello, Message, Release, Released, Reserve, Role, Tokens, WorkFailed
+from proto.messages import Capacity, Hello, Message, Release, Released, Reserve, Role, Tokens
 from runtime import clock
 from runtime.link import LinkServer, LinkSettings
 from runtime.link import Peer as LinkPeer
@@ -220,7 +220,10 @@ class DecodeWorker:
 
     def _not_received(self, request_id: str, attempt: int, blocks: list[int], reason: str) -> None:
         self.undecided.pop((request_id, attempt), None)
-        farewell = WorkFailed(request_id, attempt, Interrupt.TRANSFER_FAILED, reason[:500])
+        self.log.debug("KV not received", request_id=request_id, attempt=attempt, reason=reason)
+        # Whether the attempt failed is the prefill worker's to say, whose session ends with ours: it may have ended well,
+        # with its first token.
+        farewell = Released(request_id, attempt)
         self._say(self.table.received_nothing((request_id, attempt), blocks, farewell))
 
     # --- steps ----------------------------------------------------------------------------------------------------------

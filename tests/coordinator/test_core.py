@@ -255,6 +255,15 @@ def test_an_answer_of_one_token_ends_in_prefill() -> None:
     assert h.ended["a"] == [State.FINISHED] and h.take(Release, 20) == [Release("a", 1)]
 
 
+def test_a_decode_worker_that_lets_go_early_leaves_the_verdict_to_the_prefill_worker() -> None:
+    h = Harness.make()
+    h.receive(1, submit("a", max_tokens=1))
+    h.receive(20, Released("a", 1))
+    assert h.core.requests["a"].state is State.PREFILLING and not h.take(Interrupted)
+    h.receive(10, Finished("a", 1, 1, 0))
+    assert h.ended["a"] == [State.FINISHED] and not h.take(Release)
+
+
 def test_worker_registration() -> None:
     h = Harness.make()
     assert "fingerprint" in (h.core.refusal(worker_hello(Role.DECODE, 30, fingerprint="other")) or "")

@@ -1,0 +1,257 @@
+"""What the sender's and the receiver's drivers share: live and ended sessions, their timers, the pairs, and the way
+out."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from kvtransfer.layout import KvLayout
+from kvtransfer.pair import Connect, Listen, Pair, PairEvents, SegmentJob
+from kvtransfer.pool import PoolRows
+from kvtransfer.session import (
+    Action,
+    Ended,
+    LocalAbort,
+    PairLost,
+    SegmentDone,
+    SegmentDropped,
+    Send,
+    Session,
+    Tick,
+    Violation,
+)
+from kvtransfer.settings import KvSettings
+from proto.kv import PairClosed
+from proto.messages import Message
+
+Key = tuple[str, int]
+"""(request_id, attempt)"""
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """The current or a dying way to one peer. `pair` is None until its thread has been started."""
+
+    peer_epoch: int
+    pair_id: int
+    pair: Pair | None = None
+    sessions: "dict[Key, Live[Any, Any]]" = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
+    """Until when the pair must have been started."""
+    dropped: bool = False
+
+
+S = TypeVar("S", bound=Session)
+R = TypeVar("R", bound=Route)
+
+
+@dataclass(slots=True, eq=False)
+class Live(Generic[S, R]):
+    """A session and what belongs to it on the loop."""
+
+    key: Key
+    session: S
+    route: R
+    timer: asyncio.TimerHandle | None = None
+    timer_at: float = 0.0
+
+
+class Driver(ABC, Generic[S, R]):
+    """Turns actions into I/O and I/O results into events. All methods run on the event loop that it was made on.
+
+    `clock` is in seconds; `send(peer_epoch, message, blob)` must not raise: where the link is gone, `peer_lost`
+    follows.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        pool: torch.Tensor,
+        epoch: int,
+        clock: Callable[[], float],
+        send: Callable[[int, Message, bytes], None],
+        settings: KvSettings,
+    ) -> None:
+        self.layout = layout
+        self.counters: Counter[str] = Counter()
+        """bytes, segments, sessions, sessions_failed, pairs, pairs_lost, stale_frames, violations: totals since
+        start."""
+        self._rows = PoolRows(pool, layout)
+        self._epoch = epoch
+        self._clock = clock
+        self._send = send
+        self._settings = settings
+        self._segment_blocks = layout.segment_blocks(settings.segment_bytes)
+        self._loop = asyncio.get_running_loop()
+        self._live: dict[Key, Live[S, R]] = {}
+        self._ended: OrderedDict[Key, Live[S, R]] = OrderedDict()
+        self._routes: dict[int, R] = {}
+        """The current one of each peer, by its epoch."""
+        self._pairs: set[Pair] = set()
+        self._all_down = asyncio.Event()
+        self._all_down.set()
+        self._closed = False
+
+    def peer_lost(self, peer_epoch: int, reason: str) -> None:
+        """The link to this incarnation is gone: its pair goes, and its sessions fail."""
+        route = self._routes.get(peer_epoch)
+        if route is not None:
+            self._drop(route, f"peer lost: {reason}", tell_peer=False)
+
+    def abort(self, request_id: str, attempt: int, reason: str) -> None:
+        """Give a session up. Its result still comes, when the transfer thread no longer touches its blocks."""
+        self._feed_known((request_id, attempt), LocalAbort(reason))
+
+    async def close(self) -> None:
+        """Abort everything, end every thread, and wait for them: at most a rendezvous and a segment long."""
+        self._closed = True
+        for live in list(self._live.values()):
+            self._feed(live, LocalAbort("shutting down"))
+        for route in list(self._routes.values()):
+            self._drop(route, "shutting down", tell_peer=True)
+        limit_ms = self._settings.rendezvous_timeout_ms + self._settings.segment_timeout_ms
+        async with asyncio.timeout(limit_ms / 1e3 + 1.0):
+            await self._all_down.wait()
+
+    # --- for the two drivers ---
+
+    @abstractmethod
+    def _carry_out(self, live: Live[S, R], action: Action) -> None:
+        """An action about segments."""
+
+    @abstractmethod
+    def _report(self, live: Live[S, R], ended: Ended) -> None:
+        """Hand the result to the caller."""
+
+    def _begin(self, key: Key, session: S, route: R) -> Live[S, R]:
+        assert not self._closed and key not in self._live and key not in self._ended
+        live = Live(key, session, route)
+        self._live[key] = live
+        route.sessions[key] = live
+        self.counters["sessions"] += 1
+        return live
+
+    def _find(self, peer_epoch: int, key: Key) -> Live[S, R] | None:
+        """The session a frame is for, ended ones included; None, and counted, if it is another peer's or unknown."""
+        live = self._live.get(key) or self._ended.get(key)
+        if live is None or live.route.peer_epoch != peer_epoch:
+            self.counters["stale_frames"] += 1
+            return None
+        return live
+
+    def _feed_known(self, key: Key, event: object) -> None:
+        live = self._live.get(key)
+        if live is not None:
+            self._feed(live, event)
+
+    def _feed(self, live: Live[S, R], event: object) -> None:
+        self._perform(live, live.session.handle(event, self._clock()))
+
+    def _perform(self, live: Live[S, R], actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(live.route.peer_epoch, action.message, action.blob)
+            elif isinstance(action, Violation):
+                self.counters["violations"] += 1
+            elif isinstance(action, Ended):
+                self._end(live, action)
+            else:
+                self._carry_out(live, action)
+        if live.key in self._live:
+            self._arm(live)
+
+    def _end(self, live: Live[S, R], ended: Ended) -> None:
+        if live.timer is not None:
+            live.timer.cancel()
+            live.timer = None
+        del self._live[live.key]
+        del live.route.sessions[live.key]
+        self._ended[live.key] = live
+        if len(self._ended) > self._settings.remembered_max:
+            self._ended.popitem(last=False)
+        self._report(live, ended)
+
+    def _arm(self, live: Live[S, R]) -> None:
+        """Have the session ticked at its deadline. A timer that fires early is armed again, so moving it later is
+        free."""
+        deadline = live.session.next_deadline()
+        if deadline is None or (live.timer is not None and live.timer_at <= deadline):
+            return
+        if live.timer is not None:
+            live.timer.cancel()
+        live.timer_at = deadline
+        live.timer = self._loop.call_later(max(0.0, deadline - self._clock()), self._ticked, live)
+
+    def _ticked(self, live: Live[S, R]) -> None:
+        live.timer = None
+        self._feed(live, Tick())
+
+    # --- pairs ---
+
+    def _has_room(self, new_pair: bool) -> bool:
+        """For one more session, and the pair it may need; dying pairs count, since each is a thread."""
+        pairs = max(len(self._routes), len(self._pairs))
+        return len(self._live) < self._settings.sessions_max and not (new_pair and pairs >= self._settings.pairs_max)
+
+    def _start_pair(self, route: R, meeting: Listen | Connect) -> None:
+        self._stop_timer(route)
+        events = PairEvents(
+            lambda: self._pair_ready(route),
+            lambda job, segment_digest: self._segment_answered(route, job, segment_digest),
+            lambda reason: self._pair_down(route, reason),
+        )
+        name = f"kv-{self._epoch & 0xFFFF:04x}-{route.pair_id}"
+        route.pair = Pair(meeting, self._rows, self._segment_blocks, events, self._settings, name)
+        self._pairs.add(route.pair)
+        self._all_down.clear()
+        self.counters["pairs"] += 1
+
+    @abstractmethod
+    def _pair_ready(self, route: R) -> None:
+        """The two have met."""
+
+    @abstractmethod
+    def _segment_freed(self, route: R) -> None:
+        """A segment of this pair was answered: there is room for another."""
+
+    def _segment_answered(self, route: R, job: SegmentJob, segment_digest: bytes | None) -> None:
+        if segment_digest is not None:
+            self.counters["segments"] += 1
+            self.counters["bytes"] += job.blocks * self.layout.block_bytes
+        if isinstance(job.owner, Live):
+            done = SegmentDropped(job.segment) if not segment_digest else SegmentDone(job.segment, segment_digest)
+            self._feed(job.owner, done)
+        self._segment_freed(route)
+
+    def _pair_down(self, route: R, reason: str) -> None:
+        assert route.pair is not None
+        self._drop(route, f"pair {route.pair_id}: {reason}", tell_peer=True)
+        self._pairs.discard(route.pair)
+        if not self._pairs:
+            self._all_down.set()
+
+    def _drop(self, route: R, reason: str, tell_peer: bool) -> None:
+        """Give a pair up and fail its sessions. Those with segments in flight end when the thread has answered."""
+        if route.dropped:
+            return
+        route.dropped = True
+        self.counters["pairs_lost"] += 1
+        if self._routes.get(route.peer_epoch) is route:
+            del self._routes[route.peer_epoch]
+        self._stop_timer(route)
+        if route.pair is not None:
+            route.pair.close()
+        if tell_peer:
+            self._send(route.peer_epoch, PairClosed(route.pair_id, reason[:512]), b"")
+        for live in list(route.sessions.values()):
+            self._feed(live, PairLost(reason))
+
+    def _stop_timer(self, route: R) -> None:
+        if route.timer is not None:
+            route.timer.cancel()
+            route.timer = None

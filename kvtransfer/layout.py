@@ -1,0 +1,53 @@
+"""The shape of a KV block: block-major, all layers of a block contiguous, so that a run of blocks is one message.
+
+    pool: [blocks, layers, 2 (K then V), block_size, kv_heads, head_dim]
+
+Both ends of a transfer take shapes and dtypes from their own layout, never from the wire; the handshake compares
+fingerprints.
+"""
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Bytes per element of every dtype a pool may have, by torch's name for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What one KV block holds. `block_size` is in tokens. Raises `ValueError` on a dtype or a size that cannot be."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"KV dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        for name in ("layers", "kv_heads", "head_dim", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"KV layout: {name} is {getattr(self, name)}, and must be at least 1")
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """Of one block: (layers, 2, block_size, kv_heads, head_dim)."""
+        return (self.layers, 2, self.block_size, self.kv_heads, self.head_dim)
+
+    def shape(self, blocks: int) -> tuple[int, int, int, int, int, int]:
+        """Of `blocks` blocks, in elements."""
+        return (blocks, *self.block_shape)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        elements = self.layers * 2 * self.block_size * self.kv_heads * self.head_dim
+        return elements * DTYPE_BYTES[self.dtype]
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens; the last may be partly filled."""
+        return -(-tokens // self.block_size)
+
+    def segment_blocks(self, segment_bytes: int) -> int:
+        """Blocks in a segment of at most `segment_bytes`; at least one, since a block is never split."""
+        return max(1, segment_bytes // self.block_bytes)

@@ -1,0 +1,78 @@
+"""A pool of KV blocks seen as rows of bytes: packing blocks into one buffer, spreading a buffer over blocks, digests.
+
+Called from transfer threads. What they may touch, and when, is the sessions' concern.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from kvtransfer.layout import KvLayout
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+
+
+def is_run(block_ids: Sequence[int]) -> bool:
+    """Whether the blocks follow each other in the pool, in this order."""
+    return all(later - earlier == 1 for earlier, later in itertools.pairwise(block_ids))
+
+
+class PoolRows:
+    """`pool` as [blocks, words] of the same memory; raises `ValueError` unless it has exactly the layout's shape and
+    dtype."""
+
+    def __init__(self, pool: torch.Tensor, layout: KvLayout) -> None:
+        shape, dtype = tuple(pool.shape[1:]), TORCH_DTYPES[layout.dtype]
+        if shape != layout.block_shape or pool.dtype != dtype or not pool.is_contiguous():
+            raise ValueError(
+                f"the pool is {pool.dtype} blocks of {shape}; "
+                f"the layout says {dtype} blocks of {layout.block_shape}, contiguous"
+            )
+        self.layout = layout
+        # Rows of 8-byte words where they fit: index_copy_ moves words, and bytes one by one are several times slower.
+        self._word = torch.int64 if layout.block_bytes % 8 == 0 else torch.uint8
+        self._rows = pool.view(pool.shape[0], -1).view(self._word)
+
+    def buffer(self, blocks: int) -> torch.Tensor:
+        """Host memory for `blocks` packed blocks, as rows of words."""
+        return torch.empty((blocks, self._rows.shape[1]), dtype=self._word)
+
+    def packed(self, block_ids: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
+        """The blocks one after the other in host memory: the pool itself where they lie so, else a copy in `buffer`."""
+        count = len(block_ids)
+        if is_run(block_ids):
+            rows = self._rows[block_ids[0] : block_ids[0] + count]
+            return rows if rows.device.type == "cpu" else buffer[:count].copy_(rows)
+        index = torch.tensor(block_ids, device=self._rows.device)
+        if self._rows.device.type == "cpu":
+            return torch.index_select(self._rows, 0, index, out=buffer[:count])
+        return buffer[:count].copy_(self._rows.index_select(0, index))
+
+    def spread(self, block_ids: Sequence[int], packed: torch.Tensor) -> None:
+        """Copy packed blocks to their places; done when this returns."""
+        if is_run(block_ids):
+            self._rows[block_ids[0] : block_ids[0] + len(block_ids)].copy_(packed)
+        else:
+            index = torch.tensor(block_ids, device=self._rows.device)
+            self._rows.index_copy_(0, index, packed.to(self._rows.device))
+        if self._rows.is_cuda:
+            torch.cuda.current_stream(self._rows.device).synchronize()
+
+    def check(self, block_ids: Sequence[int]) -> None:
+        """Ids come from our own allocator: one out of range is our bug, and must not become a stray copy."""
+        assert all(0 <= block < self._rows.shape[0] for block in block_ids), f"a block outside the pool in {block_ids}"
+
+
+def digest(packed: torch.Tensor) -> bytes:
+    """xxh3-64 of the bytes, without a copy. 8 bytes."""
+    view: Any = packed.view(torch.uint8).numpy()
+    return xxhash.xxh3_64_digest(view)

@@ -1,0 +1,235 @@
+"""The decode worker's end: takes offers, receives KV into blocks of its pool, and gives it out when it is verified."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvtransfer.driver import Driver, Live, Route
+from kvtransfer.layout import KvLayout
+from kvtransfer.pair import MAX_QUEUED_SEGMENTS, Listen, SegmentJob
+from kvtransfer.receiver_session import DECLINED, FAILED, ReceiverSession
+from kvtransfer.session import (
+    Accepted,
+    Action,
+    AnnounceOrder,
+    CancelSegments,
+    CommitArrived,
+    Ended,
+    KvCommitted,
+    KvDeclined,
+    KvReceiveFailed,
+    Receive,
+    Refusal,
+)
+from kvtransfer.settings import KvSettings
+from proto.errors import RemoteProtocolError
+from proto.kv import Abort, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
+from proto.messages import Message
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming(Route):
+    """A way from one sender."""
+
+    order: AnnounceOrder = field(default_factory=AnnounceOrder)
+    listening: PairListen | None = None
+
+
+_Live = Live[ReceiverSession, _Incoming]
+
+
+class KvReceiver(Driver[ReceiverSession, _Incoming]):
+    """One per decode worker. All methods run on the event loop; callbacks come from inside them or from the loop.
+
+    `accept(peer_epoch, offer)` answers an offer with target blocks, as many as offered; a reason to refuse; or None,
+    and then `decide` follows. Every accepted offer ends in exactly one `on_committed(peer_epoch, commit, block_ids,
+    prompt_token_ids)` or `on_failed(request_id, attempt, block_ids, reason)`. After the latter nothing writes to the
+    blocks any more. An undecided offer that fails ends in `on_failed` with no blocks; a refused one in nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: KvLayout,
+        pool: torch.Tensor,
+        epoch: int,
+        clock: Callable[[], float],
+        send: Callable[[int, Message, bytes], None],
+        listen_host: str,
+        accept: Callable[[int, Offer], list[int] | str | None],
+        on_committed: Callable[[int, Commit, list[int], list[int]], None],
+        on_failed: Callable[[str, int, list[int], str], None],
+        settings: KvSettings,
+    ) -> None:
+        """`pool` is [blocks, *layout.block_shape]; `ValueError` if not, or if `listen_host` is not one address of
+        this host."""
+        if listen_host in ("", "*", "0.0.0.0", "::"):
+            raise ValueError(
+                f"KV must be received on one address, not on {listen_host!r}: the rendezvous knows no passwords"
+            )
+        super().__init__(layout, pool, epoch, clock, send, settings)
+        self._listen_host = listen_host
+        self._accept = accept
+        self._on_committed = on_committed
+        self._on_failed = on_failed
+
+    # --- from the worker ---
+
+    def decide(self, request_id: str, attempt: int, answer: Sequence[int] | str) -> None:
+        """The answer to an offer left undecided. If the offer has failed since (`on_failed` said so) this is
+        ignored."""
+        self._feed_known((request_id, attempt), self._decision(answer))
+
+    # --- from the sender ---
+
+    def handle(self, peer_epoch: int, message: Message, blob: bytes) -> None:
+        """A frame from this sender. Raises `RemoteProtocolError` on one that senders do not send."""
+        if isinstance(message, PairOpen):
+            self._open(peer_epoch, message)
+        elif isinstance(message, PairClosed):
+            route = self._routes.get(peer_epoch)
+            if route is not None and route.pair_id == message.pair_id:
+                self._drop(route, f"closed by the sender: {message.reason}", tell_peer=False)
+        elif isinstance(message, Offer):
+            self._offered(peer_epoch, message)
+        elif isinstance(message, Announce):
+            self._announced(peer_epoch, message)
+        elif isinstance(message, Commit):
+            live = self._find(peer_epoch, (message.request_id, message.attempt))
+            if live is not None:
+                self._feed(live, CommitArrived(message, blob))
+            else:
+                self._send(
+                    peer_epoch, Abort(message.request_id, message.attempt, "this transfer is not known here"), b""
+                )
+        elif isinstance(message, Abort):
+            live = self._find(peer_epoch, (message.request_id, message.attempt))
+            if live is not None:
+                self._feed(live, message)
+        else:
+            raise RemoteProtocolError(f"{type(message).__name__} from a KV sender")
+
+    # --- pairs ---
+
+    def _open(self, peer_epoch: int, message: PairOpen) -> None:
+        current = self._routes.get(peer_epoch)
+        if current is not None and message.pair_id <= current.pair_id:
+            if message.pair_id == current.pair_id and current.listening is not None:
+                self._send(peer_epoch, current.listening, b"")
+            return
+        if current is not None:
+            self._drop(current, "the sender opened another pair", tell_peer=False)
+        refusal = ""
+        if message.transport != self._settings.transport:
+            refusal = f"transport {message.transport!r} is not {self._settings.transport!r}, which is used here"
+        elif self._closed:
+            refusal = "shutting down"
+        elif not self._has_room(new_pair=True):
+            refusal = "too many pairs"
+        if refusal:
+            self._send(peer_epoch, PairClosed(message.pair_id, refusal[:512]), b"")
+            return
+        route = _Incoming(peer_epoch, message.pair_id)
+        self._routes[peer_epoch] = route
+        self._start_pair(route, Listen(self._listen_host, lambda port, secret: self._listens(route, port, secret)))
+
+    def _listens(self, route: _Incoming, port: int, secret: str) -> None:
+        if not route.dropped:
+            route.listening = PairListen(route.pair_id, self._listen_host, port, secret)
+            self._send(route.peer_epoch, route.listening, b"")
+
+    def _pair_ready(self, route: _Incoming) -> None:
+        route.listening = None
+
+    def _segment_freed(self, route: _Incoming) -> None:
+        return
+
+    # --- offers and segments ---
+
+    def _offered(self, peer_epoch: int, offer: Offer) -> None:
+        key = (offer.request_id, offer.attempt)
+        known = self._live.get(key) or self._ended.get(key)
+        if known is not None and known.route.peer_epoch == peer_epoch:
+            self._feed(known, offer)
+            return
+        if known is not None and known.session.state in (DECLINED, FAILED):
+            del self._ended[key]  # another sender tries the same attempt again; what the first one still says is stale
+            known = None
+        route = self._routes.get(peer_epoch)
+        refusal = ""
+        if known is not None:
+            refusal = "this attempt is another sender's"
+        elif route is None or route.pair_id != offer.pair_id:
+            refusal = f"there is no pair {offer.pair_id}"
+        elif not self._has_room(new_pair=False):
+            refusal = "too many transfers at once"
+        if refusal or route is None:
+            self._send(peer_epoch, Decline(*key, refusal), b"")
+            return
+        session = ReceiverSession(
+            offer, block_bytes=self.layout.block_bytes, settings=self._settings, now=self._clock()
+        )
+        live = self._begin(key, session, route)
+        answer = self._accept(peer_epoch, offer)
+        if answer is None:
+            self._arm(live)
+        else:
+            self._feed(live, self._decision(answer))
+
+    def _decision(self, answer: Sequence[int] | str) -> Accepted | Refusal:
+        if isinstance(answer, str):
+            return Refusal(answer)
+        self._rows.check(answer)
+        return Accepted(tuple(answer))
+
+    def _announced(self, peer_epoch: int, announce: Announce) -> None:
+        """What is announced is received, wanted or not: the data plane knows no other way to skip it."""
+        route = self._routes.get(peer_epoch)
+        if route is None or route.pair_id != announce.pair_id or route.order.is_repeated(announce.sequence):
+            self.counters["stale_frames"] += 1
+            return
+        assert route.pair is not None
+        fault = ""
+        if announce.blocks > self._segment_blocks:
+            fault = f"a segment of {announce.blocks} blocks where {self._segment_blocks} fit"
+        elif route.pair.queued >= MAX_QUEUED_SEGMENTS:
+            fault = f"more than {MAX_QUEUED_SEGMENTS} segments announced at once"
+        elif not route.order.take(announce.sequence):
+            fault = f"segment {announce.sequence} of the pair was announced out of order"
+        if fault:
+            self.counters["violations"] += 1
+            self._drop(route, f"the sender broke the protocol: {fault}", tell_peer=True)
+            return
+        job = SegmentJob(None, announce.segment, announce.sequence, announce.blocks, None)
+        live = self._find(peer_epoch, (announce.request_id, announce.attempt))
+        if live is not None and live.route is route:
+            self._wanted(live, announce, job)
+        route.pair.submit(job)
+
+    def _wanted(self, live: _Live, announce: Announce, job: SegmentJob) -> None:
+        """Let the session say where the segment goes; a session that is over, or ends with this, says nothing."""
+        for action in live.session.handle(announce, self._clock()):
+            if isinstance(action, Receive):
+                job.owner, job.block_ids = live, action.block_ids
+            else:
+                self._perform(live, [action])
+        if live.key in self._live:
+            self._arm(live)
+
+    def _carry_out(self, live: _Live, action: Action) -> None:
+        assert isinstance(action, CancelSegments)
+        assert live.route.pair is not None
+        for job in live.route.pair.jobs_of(live):
+            job.block_ids = None
+
+    def _report(self, live: _Live, ended: Ended) -> None:
+        result = ended.result
+        if isinstance(result, KvCommitted):
+            self._on_committed(live.route.peer_epoch, result.commit, list(result.block_ids), list(result.prompt))
+        elif isinstance(result, KvReceiveFailed):
+            self.counters["sessions_failed"] += 1
+            self._on_failed(result.request_id, result.attempt, list(result.block_ids), result.reason)
+        else:
+            assert isinstance(result, KvDeclined)
+            self.counters["sessions_declined"] += 1

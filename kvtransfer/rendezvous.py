@@ -1,0 +1,110 @@
+"""How two processes come to share a process group of two, without a default group and without an open port for longer.
+
+The receiver binds a socket to its fabric address only and serves a TCPStore from it: a store given a host and port
+would listen on every interface. The store knows no passwords, so every key has an unguessable prefix, told over the
+control link; and it is dropped as soon as the group stands. Everything here blocks, up to `timeout_s`, and belongs to
+a pair's own thread; it raises `RuntimeError` (torch's errors are such) or `OSError`.
+"""
+
+import secrets
+import socket
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+
+_c10d: Any = distributed
+"""torch's own stubs do not export the names used here."""
+
+RECEIVER_RANK = 0
+SENDER_RANK = 1
+
+_ARRIVED = "sender"
+_HERE = "here"
+_ABANDONED = "abandoned"
+
+
+class Work(Protocol):
+    """An operation under way."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Raises `RuntimeError` when it failed or timed out; the whole group is then unusable."""
+
+
+class Group(Protocol):
+    """What is used of a process group."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+
+
+class Listener:
+    """The receiver's end: listens from the start, on `host`, until `meet` returns or the listener is dropped."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self.secret = secrets.token_hex(16)
+        self._host = host
+        self._timeout_s = timeout_s
+        timeout = timedelta(seconds=timeout_s)
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.bind((host, 0))
+            listening.listen(8)
+            self.port: int = listening.getsockname()[1]
+            descriptor = listening.detach()
+        store = _c10d.TCPStore(
+            host, self.port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+        )
+        self._store: Any = _c10d.PrefixStore(self.secret, store)
+        # A second connection, since a store that waits in one thread cannot be used from another.
+        waker = _c10d.TCPStore(host, self.port, is_master=False, timeout=timeout)
+        self._waker: Any = _c10d.PrefixStore(self.secret, waker)
+
+    def meet(self, backend: str) -> Group:
+        """Wait for the sender, then make the group. Called once."""
+        store, self._store = self._store, None
+        assert store is not None, "a listener meets once"
+        try:
+            if store.get(_ARRIVED) != _HERE.encode():
+                raise RuntimeError("the rendezvous was abandoned")
+            return _group(backend, store, RECEIVER_RANK, self._host, self._timeout_s)
+        finally:
+            self._waker = None
+
+    def abandon(self) -> None:
+        """Wake `meet` if it still waits for the sender. From any thread."""
+        waker = self._waker
+        if waker is not None:
+            waker.set(_ARRIVED, _ABANDONED)
+
+
+def connect(backend: str, host: str, port: int, secret: str, timeout_s: float) -> Group:
+    """The sender's end: join the receiver that listens at `host`:`port`."""
+    server = _c10d.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    store = _c10d.PrefixStore(secret, server)
+    store.set(_ARRIVED, _HERE)
+    return _group(backend, store, SENDER_RANK, _address_towards(host, port), timeout_s)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Our own address on the route to a peer. Connecting a datagram socket sends nothing."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        name: str = probe.getsockname()[0]
+        return name
+
+
+def _group(backend: str, store: Any, rank: int, host: str, timeout_s: float) -> Group:
+    """A group of two over `backend`, its sockets on `host`. Blocks until the other rank is there too."""
+    if backend != "gloo":
+        raise RuntimeError(f"there is no transport {backend!r}")
+    gloo = _c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [gloo.create_device(hostname=host)]
+    options._threads = 1
+    group: Group = gloo(store, rank, 2, options)
+    return group

@@ -1,0 +1,185 @@
+"""The prefill worker's end: offers finished KV to decode workers and sends it while the next chunk computes."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvtransfer.driver import Driver, Live, Route
+from kvtransfer.layout import KvLayout
+from kvtransfer.pair import Connect, SegmentJob
+from kvtransfer.sender_session import SenderSession
+from kvtransfer.session import (
+    Action,
+    BlocksReady,
+    CancelSegments,
+    CommitReady,
+    Ended,
+    KvFailed,
+    KvSent,
+    SegmentDropped,
+    SendSegment,
+)
+from kvtransfer.settings import KvSettings
+from proto.codec import pack_tokens
+from proto.errors import RemoteProtocolError
+from proto.kv import Abort, Accept, Ack, Announce, Decline, FirstToken, PairClosed, PairListen, PairOpen
+from proto.messages import Message
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing(Route):
+    """A way to one receiver. Segments of all its sessions leave in the order they became ready."""
+
+    waiting: "deque[tuple[_Live, SendSegment]]" = field(default_factory=deque)
+    ready: bool = False
+    announced: int = 0
+
+
+_Live = Live[SenderSession, _Outgoing]
+
+
+class KvSender(Driver[SenderSession, _Outgoing]):
+    """One per prefill worker. All methods run on the event loop; every `open` is answered by exactly one
+    `on_result`."""
+
+    def __init__(
+        self,
+        *,
+        layout: KvLayout,
+        pool: torch.Tensor,
+        epoch: int,
+        clock: Callable[[], float],
+        send: Callable[[int, Message, bytes], None],
+        on_result: Callable[[KvSent | KvFailed], None],
+        settings: KvSettings,
+    ) -> None:
+        """`pool` is [blocks, *layout.block_shape]; `ValueError` if not. `on_result` says that the blocks may be
+        reused."""
+        super().__init__(layout, pool, epoch, clock, send, settings)
+        self._on_result = on_result
+        self._last_pair_id = 0
+
+    # --- from the worker ---
+
+    def open(self, request_id: str, attempt: int, peer_epoch: int, blocks: int) -> None:
+        """Offer `blocks` blocks of KV, none of which need be ready; meets the receiver if there is no pair with it yet.
+
+        Called when the request is placed, so that meeting and deciding overlap the prefill. Where there is no room
+        for another transfer, `on_result` says so, soon. A pair (request_id, attempt) is never opened twice.
+        """
+        route = self._routes.get(peer_epoch)
+        if self._closed or not self._has_room(new_pair=route is None):
+            reason = "shutting down" if self._closed else "too many transfers at once"
+            # Soon, not now, so that a caller who opens again on a failure does not call itself without end.
+            self._loop.call_soon(self._on_result, KvFailed(request_id, attempt, reason))
+            return
+        if route is None:
+            route = self._open_route(peer_epoch)
+        session = SenderSession(
+            request_id,
+            attempt,
+            pair_id=route.pair_id,
+            blocks=blocks,
+            block_bytes=self.layout.block_bytes,
+            settings=self._settings,
+        )
+        live = self._begin((request_id, attempt), session, route)
+        self._perform(live, session.start(self._clock()))
+
+    def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None:
+        """Blocks `first_block`… of the prompt are final and lie in these blocks of the pool; consecutive from call to
+        call.
+
+        Ignored after the session's result, as are `commit` and `abort`: they may cross it.
+        """
+        if block_ids:
+            self._rows.check(block_ids)
+            self._feed_known((request_id, attempt), BlocksReady(first_block, tuple(block_ids)))
+
+    def commit(
+        self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
+    ) -> None:
+        """All blocks are ready. `prompt_tokens` are the prompt's ids where decode needs them, else empty."""
+        event = CommitReady(tuple(first_tokens), len(prompt_tokens), pack_tokens(prompt_tokens))
+        self._feed_known((request_id, attempt), event)
+
+    # --- from the receiver ---
+
+    def handle(self, peer_epoch: int, message: Message, blob: bytes) -> None:
+        """A frame from this receiver. Raises `RemoteProtocolError` on one that receivers do not send."""
+        if isinstance(message, PairListen):
+            self._connect(peer_epoch, message)
+        elif isinstance(message, PairClosed):
+            route = self._routes.get(peer_epoch)
+            if route is not None and route.pair_id == message.pair_id:
+                self._drop(route, f"closed by the receiver: {message.reason}", tell_peer=False)
+        elif isinstance(message, Accept | Decline | Ack | Abort):
+            live = self._find(peer_epoch, (message.request_id, message.attempt))
+            if live is not None:
+                self._feed(live, message)
+        else:
+            raise RemoteProtocolError(f"{type(message).__name__} from a KV receiver")
+
+    # --- pairs ---
+
+    def _open_route(self, peer_epoch: int) -> _Outgoing:
+        self._last_pair_id += 1
+        route = _Outgoing(peer_epoch, self._last_pair_id)
+        self._routes[peer_epoch] = route
+        timeout_s = self._settings.rendezvous_timeout_ms / 1e3
+        route.timer = self._loop.call_later(timeout_s, self._drop, route, "no answer to PairOpen", True)
+        self._send(peer_epoch, PairOpen(route.pair_id, self._settings.transport), b"")
+        return route
+
+    def _connect(self, peer_epoch: int, message: PairListen) -> None:
+        route = self._routes.get(peer_epoch)
+        if route is None or route.pair_id != message.pair_id or route.pair is not None:
+            self.counters["stale_frames"] += 1
+            return
+        self._start_pair(route, Connect(message.host, message.port, message.secret))
+
+    def _pair_ready(self, route: _Outgoing) -> None:
+        route.ready = True
+        self._pump(route)
+
+    def _segment_freed(self, route: _Outgoing) -> None:
+        self._pump(route)
+
+    def _pump(self, route: _Outgoing) -> None:
+        """Announce and send what waits, while the pair's window has room."""
+        if route.dropped or not route.ready:
+            return
+        assert route.pair is not None
+        while route.waiting and route.pair.queued < self._settings.window_segments:
+            live, part = route.waiting.popleft()
+            sequence, blocks = route.announced, len(part.block_ids)
+            route.announced += 1
+            announce = Announce(*live.key, route.pair_id, sequence, part.segment, part.first_block, blocks)
+            self._send(route.peer_epoch, announce, b"")
+            route.pair.submit(SegmentJob(live, part.segment, sequence, blocks, part.block_ids))
+
+    # --- actions ---
+
+    def _carry_out(self, live: _Live, action: Action) -> None:
+        if isinstance(action, SendSegment):
+            live.route.waiting.append((live, action))
+            self._pump(live.route)
+        else:
+            assert isinstance(action, CancelSegments)
+            self._cancel_waiting(live)
+
+    def _cancel_waiting(self, live: _Live) -> None:
+        """Answer what is not announced yet. What is announced must be sent, or the receiver would wait for it."""
+        cancelled = [part for owner, part in live.route.waiting if owner is live]
+        live.route.waiting = deque(item for item in live.route.waiting if item[0] is not live)
+        for part in cancelled:
+            self._feed(live, SegmentDropped(part.segment))
+
+    def _report(self, live: _Live, ended: Ended) -> None:
+        result = ended.result
+        assert isinstance(result, KvSent | KvFailed)
+        if isinstance(result, KvFailed):
+            self.counters["sessions_failed"] += 1
+        self._on_result(result)

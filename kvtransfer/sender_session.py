@@ -1,0 +1,206 @@
+"""The sending end of one hand-over. The rules are in `session`."""
+
+from typing import Final
+
+from kvtransfer.session import (
+    BUG,
+    IGNORE,
+    REFUSE,
+    Action,
+    BlocksReady,
+    CancelSegments,
+    CommitReady,
+    Ended,
+    KvFailed,
+    KvSent,
+    LocalAbort,
+    PairLost,
+    SegmentDone,
+    SegmentDropped,
+    Send,
+    SendSegment,
+    Session,
+    Table,
+    Tick,
+)
+from kvtransfer.settings import KvSettings
+from proto.kv import Abort, Accept, Ack, Commit, Decline, Offer
+from proto.limits import MAX_SEGMENTS
+
+OFFERED: Final = "offered"
+STREAMING: Final = "streaming"
+COMMITTING: Final = "committing"
+DRAINING: Final = "draining"
+SENT: Final = "sent"
+FAILED: Final = "failed"
+
+_OVER = {
+    **dict.fromkeys((Accept, Decline, Ack, Abort, BlocksReady, CommitReady, LocalAbort, PairLost, Tick), IGNORE),
+    **dict.fromkeys((SegmentDone, SegmentDropped), BUG),
+}
+_ENDING = {Abort: "peer_abort", LocalAbort: "local_abort", PairLost: "pair_lost", Tick: "tick"}
+
+SENDER_TABLE: Table = {
+    OFFERED: {
+        Accept: "accept",
+        Decline: "decline",
+        Ack: REFUSE,
+        BlocksReady: "blocks_ready",
+        CommitReady: "commit_ready",
+        SegmentDone: BUG,
+        SegmentDropped: BUG,
+        **_ENDING,
+    },
+    STREAMING: {
+        Accept: IGNORE,
+        Decline: REFUSE,
+        Ack: REFUSE,
+        BlocksReady: "blocks_ready",
+        CommitReady: "commit_ready",
+        SegmentDone: "sent",
+        SegmentDropped: BUG,
+        **_ENDING,
+    },
+    COMMITTING: {
+        Accept: IGNORE,
+        Decline: REFUSE,
+        Ack: "ack",
+        BlocksReady: BUG,
+        CommitReady: BUG,
+        SegmentDone: BUG,
+        SegmentDropped: BUG,
+        **_ENDING,
+    },
+    DRAINING: {**_OVER, SegmentDone: "drained", SegmentDropped: "drained"},
+    SENT: _OVER,
+    FAILED: _OVER,
+}
+
+
+class SenderSession(Session):
+    """Made when a request is placed; its offer goes out with `start`. Blocks are handed in as prefill finishes them."""
+
+    table = SENDER_TABLE
+
+    def __init__(
+        self, request_id: str, attempt: int, *, pair_id: int, blocks: int, block_bytes: int, settings: KvSettings
+    ) -> None:
+        super().__init__(request_id, attempt)
+        self.state = OFFERED
+        self.pair_id = pair_id
+        self.blocks = blocks
+        self._block_bytes = block_bytes
+        self._settings = settings
+        self._segment_blocks = max(1, settings.segment_bytes // block_bytes)
+        self._block_ids: list[int] = []
+        self._cut = 0
+        """Blocks already cut into segments."""
+        self._digests: list[bytes | None] = []
+        self._commit: CommitReady | None = None
+        self._commit_at = 0.0
+        self._reason = ""
+
+    def start(self, now: float) -> list[Action]:
+        self._deadline = now + self._settings.accept_timeout_ms / 1e3
+        return [Send(Offer(self.request_id, self.attempt, self.pair_id, self.blocks))]
+
+    # --- from the peer ---
+
+    def _accept(self, event: Accept, now: float) -> list[Action]:
+        self.state = STREAMING
+        self._segment_blocks = min(self._segment_blocks, event.segment_blocks)
+        return self._advance(now)
+
+    def _decline(self, event: Decline, now: float) -> list[Action]:
+        return self._fail(f"declined: {event.reason}", tell_peer=False)
+
+    def _ack(self, event: Ack, now: float) -> list[Action]:
+        kv_bytes = self.blocks * self._block_bytes
+        if event.kv_bytes != kv_bytes:
+            return self._violation(f"an Ack for {event.kv_bytes} bytes where {kv_bytes} were sent")
+        self.state = SENT
+        self._deadline = None
+        return [Ended(KvSent(self.request_id, self.attempt, kv_bytes, (now - self._commit_at) * 1e3))]
+
+    def _peer_abort(self, event: Abort, now: float) -> list[Action]:
+        return self._fail(f"aborted by the receiver: {event.reason}", tell_peer=False)
+
+    # --- from prefill ---
+
+    def _blocks_ready(self, event: BlocksReady, now: float) -> list[Action]:
+        assert event.first_block == len(self._block_ids), f"block {event.first_block} after {len(self._block_ids)}"
+        assert len(self._block_ids) + len(event.block_ids) <= self.blocks, "more blocks than were offered"
+        self._block_ids += event.block_ids
+        return self._advance(now) if self.state == STREAMING else []
+
+    def _commit_ready(self, event: CommitReady, now: float) -> list[Action]:
+        assert len(self._block_ids) == self.blocks, f"commit with {len(self._block_ids)} of {self.blocks} blocks"
+        assert self._commit is None, "committed twice"
+        self._commit = event
+        self._commit_at = now
+        return self._advance(now) if self.state == STREAMING else []
+
+    def _local_abort(self, event: LocalAbort, now: float) -> list[Action]:
+        return self._fail(event.reason, tell_peer=True)
+
+    # --- from the pair ---
+
+    def _sent(self, event: SegmentDone, now: float) -> list[Action]:
+        self.in_flight.remove(event.segment)
+        self._digests[event.segment] = event.digest
+        return self._advance(now)
+
+    def _drained(self, event: SegmentDone | SegmentDropped, now: float) -> list[Action]:
+        self.in_flight.remove(event.segment)
+        return [] if self.in_flight else self._failed()
+
+    def _pair_lost(self, event: PairLost, now: float) -> list[Action]:
+        return self._fail(event.reason, tell_peer=False)
+
+    # --- time ---
+
+    def _tick(self, event: Tick, now: float) -> list[Action]:
+        if not self._expired(now):
+            return []
+        waited_for = {OFFERED: "an answer to the offer", STREAMING: "progress", COMMITTING: "the acknowledgement"}
+        return self._fail(f"timed out waiting for {waited_for[self.state]}", tell_peer=True)
+
+    # --- inside ---
+
+    def _advance(self, now: float) -> list[Action]:
+        """Cut what is ready into segments; commit when the last one is sent."""
+        self._deadline = now + self._settings.idle_timeout_ms / 1e3
+        actions: list[Action] = []
+        while self._cut < len(self._block_ids):
+            segment = len(self._digests)
+            if segment == MAX_SEGMENTS:
+                return actions + self._fail(f"more than {MAX_SEGMENTS} segments", tell_peer=True)
+            block_ids = tuple(self._block_ids[self._cut : self._cut + self._segment_blocks])
+            actions.append(SendSegment(segment, self._cut, block_ids))
+            self._cut += len(block_ids)
+            self._digests.append(None)
+            self.in_flight.add(segment)
+        if self._commit is not None and not self.in_flight:
+            actions.append(self._commit_message(self._commit))
+            self.state = COMMITTING
+            self._deadline = now + self._settings.ack_timeout_ms / 1e3
+        return actions
+
+    def _commit_message(self, commit: CommitReady) -> Send:
+        digests = tuple(digest for digest in self._digests if digest is not None)
+        assert len(digests) == len(self._digests) and self._cut == self.blocks
+        message = Commit(self.request_id, self.attempt, digests, commit.prompt_tokens, commit.first_tokens)
+        return Send(message, commit.prompt)
+
+    def _fail(self, reason: str, tell_peer: bool) -> list[Action]:
+        self._reason = reason
+        self._deadline = None
+        actions: list[Action] = [Send(Abort(self.request_id, self.attempt, reason[:512]))] if tell_peer else []
+        if self.in_flight:
+            self.state = DRAINING
+            return [*actions, CancelSegments()]
+        return actions + self._failed()
+
+    def _failed(self) -> list[Action]:
+        self.state = FAILED
+        return [Ended(KvFailed(self.request_id, self.attempt, self._reason))]

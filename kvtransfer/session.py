@@ -1,0 +1,265 @@
+"""One hand-over of KV blocks, as two pure machines: `SenderSession` here, `ReceiverSession` there, per (request,
+attempt).
+
+    sender:    OFFERED ──Accept──▶ STREAMING ──all sent, commit asked──▶ COMMITTING ──Ack──▶ SENT
+    receiver:  UNDECIDED ──accept──▶ RECEIVING ──Commit──▶ CHECKING ──all received, digests equal──▶ COMMITTED
+                   └──────refuse──▶ DECLINED
+    either:    any state before the last ──abort, loss, timeout, violation──▶ DRAINING ──nothing in flight──▶ FAILED
+
+Rules:
+1. A session ends exactly once, with one `Ended`. SENT, COMMITTED, DECLINED and FAILED are final and answer late frames.
+2. The receiver gives its blocks out only from CHECKING, when every segment it was promised has arrived and every
+   digest equals the sender's. The sender's SENT therefore implies the receiver's COMMITTED. The reverse does not
+   hold: an Ack can be lost, and then the sender reports a failure; the coordinator's word settles it.
+3. `SendSegment` and `Receive` are each answered by exactly one `SegmentDone` or `SegmentDropped`, and until then the
+   transfer thread may touch the blocks. A session that fails with segments in flight waits in DRAINING, which has no
+   deadline on purpose: only the answers prove the blocks untouched, and the thread's own timeouts bound them.
+4. Frames that are late or repeated are ignored. A frame that no correct peer sends in this state is a violation: it
+   is counted and fails the session, nothing else. An event of ours that cannot happen is an assertion.
+5. Each machine opens with its table: state × event → the method that handles it, or IGNORE, REFUSE (a violation) or
+   BUG.
+
+The segments of all sessions of one pair share its order. `AnnounceOrder` keeps it on the receiver.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from proto.kv import Commit, FirstToken
+from proto.messages import Message
+
+IGNORE: Final = "ignore"
+REFUSE: Final = "refuse"
+BUG: Final = "bug"
+
+Table = Mapping[str, Mapping[type, str]]
+
+
+# --- events, besides the frames of proto/kv.py ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReady:
+    """These blocks of the local pool hold the prompt's blocks from `first_block` on, and change no more."""
+
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReady:
+    """The whole prompt is computed and its first tokens are drawn. `prompt` is packed token ids, or empty."""
+
+    first_tokens: tuple[FirstToken, ...]
+    prompt_tokens: int
+    prompt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentDone:
+    """A segment was sent, or received and copied to its blocks; `digest` is xxh3-64 of its bytes on this side."""
+
+    segment: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentDropped:
+    """A segment was not transferred, and never will be."""
+
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The local side takes the offer into these blocks of its pool."""
+
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The local side does not take the offer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitArrived:
+    """A `Commit` with the binary frame that follows it."""
+
+    commit: Commit
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAbort:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairLost:
+    """The pair that carries this session is gone, or the peer is."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; perhaps a deadline with it."""
+
+
+# --- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    message: Message
+    blob: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class SendSegment:
+    """Announce and send these blocks of the local pool, after all that came before on the pair."""
+
+    segment: int
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Receive the segment just announced and copy it to these blocks of the local pool."""
+
+    segment: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSegments:
+    """Nothing in flight is wanted any more. Answer each segment as soon as its blocks are not touched again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """The peer broke the protocol; for the counter."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvSent:
+    """The receiver has verified and owns the KV; the sender's blocks are free to be reused.
+
+    `transfer_ms` runs from `commit` to the acknowledgement: the part that was not hidden under prefill.
+    """
+
+    request_id: str
+    attempt: int
+    kv_bytes: int
+    transfer_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvFailed:
+    """The hand-over did not happen (or was not acknowledged), and nothing reads the sender's blocks any more."""
+
+    request_id: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvCommitted:
+    """The KV in `block_ids` is whole and verified. `prompt` is the prompt's token ids, or empty."""
+
+    commit: Commit
+    block_ids: tuple[int, ...]
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvReceiveFailed:
+    """The offer came to nothing, and nothing writes to `block_ids` any more; empty if it had never been accepted."""
+
+    request_id: str
+    attempt: int
+    block_ids: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvDeclined:
+    """The local side refused the offer."""
+
+    request_id: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The one result of this session. Always the last action of its list."""
+
+    result: KvSent | KvFailed | KvCommitted | KvReceiveFailed | KvDeclined
+
+
+Action = Send | SendSegment | Receive | CancelSegments | Violation | Ended
+
+
+# --- what both machines share ---------------------------------------------------------------------------------------
+
+
+class Session:
+    """Dispatch by table, the deadline, and the set of segments in flight."""
+
+    table: Table
+    state: str
+
+    def __init__(self, request_id: str, attempt: int) -> None:
+        self.request_id = request_id
+        self.attempt = attempt
+        self.in_flight: set[int] = set()
+        self._deadline: float | None = None
+
+    def handle(self, event: object, now: float) -> list[Action]:
+        """One event in, actions out, to be carried out in order. `now` is in seconds and never goes back."""
+        rule = self.table[self.state].get(type(event), BUG)
+        assert rule != BUG, f"{type(event).__name__} cannot happen to a session that is {self.state}"
+        if rule == IGNORE:
+            return []
+        if rule == REFUSE:
+            return self._violation(f"{type(event).__name__} to a session that is {self.state}")
+        handler: Callable[[object, float], list[Action]] = getattr(self, f"_{rule}")
+        return handler(event, now)
+
+    def next_deadline(self) -> float | None:
+        """When a `Tick` is due, in seconds of the `now` given to `handle`; None if nothing is waited for."""
+        return self._deadline
+
+    def _violation(self, reason: str) -> list[Action]:
+        return [Violation(reason), *self._fail(f"the peer broke the protocol: {reason}", tell_peer=True)]
+
+    def _fail(self, reason: str, tell_peer: bool) -> list[Action]:
+        raise NotImplementedError
+
+    def _expired(self, now: float) -> bool:
+        return self._deadline is not None and now >= self._deadline
+
+
+class AnnounceOrder:
+    """Places an announcement in the order of its pair: the next one, a repeated one, or one after a gap."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def is_repeated(self, sequence: int) -> bool:
+        return sequence < self._next
+
+    def take(self, sequence: int) -> bool:
+        """True for the next one, which is then counted; False where announcements before it are missing."""
+        if sequence != self._next:
+            return False
+        self._next += 1
+        return True

@@ -1,0 +1,43 @@
+"""Limits of a transfer. Each says what happens when it is reached."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KvSettings:
+    """Raises `ValueError` on values that cannot work together."""
+
+    transport: str = "gloo"
+    """Backend of the process groups; both ends must name the same one."""
+    segment_bytes: int = 8 << 20
+    """Largest segment, on the sender: what it packs into one message; on the receiver: what it makes room for per pair.
+    The smaller of the two holds. A block is never split, so a larger block makes a larger segment."""
+    window_segments: int = 4
+    """Segments announced and not yet sent, per pair. One would leave the receiver idle while the next is packed."""
+    rendezvous_timeout_ms: int = 10_000
+    """A pair that is not up by then is given up, and its sessions fail."""
+    segment_timeout_ms: int = 3_000
+    """One segment must cross in this time, or its pair is given up. It bounds how long a killed peer goes unnoticed
+    on the data plane, and so how long blocks stay untouchable after a failure."""
+    decide_timeout_ms: int = 10_000
+    """An offer that nobody has decided on is declined."""
+    accept_timeout_ms: int = 15_000
+    """An offer without an answer has failed. Longer than the receiver's `decide_timeout_ms`, whose reason is better."""
+    idle_timeout_ms: int = 300_000
+    """An accepted session in which nothing moves for this long has failed. Prefill compute counts as standing still,
+    so this is a last resort: the coordinator's word comes first."""
+    ack_timeout_ms: int = 15_000
+    """A commit without an answer has failed (for the sender: the receiver may have the KV)."""
+    sessions_max: int = 4_096
+    """Live sessions per driver; more offers are declined."""
+    pairs_max: int = 256
+    """Pairs per driver, dying ones included; each is a thread. A pair over the limit is refused."""
+    remembered_max: int = 4_096
+    """Ended sessions kept to answer late frames; what is older is answered as unknown."""
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if name != "transport" and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
+        if self.window_segments > 64:
+            raise ValueError(f"window_segments is {self.window_segments}; a receiver queues at most 64")

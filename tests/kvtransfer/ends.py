@@ -1,0 +1,125 @@
+"""Two drivers wired together in one process, and what the tests ask of them."""
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvtransfer.layout import KvLayout
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.sender import KvSender
+from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.settings import KvSettings
+from proto.kv import Commit, FirstToken, Offer
+from proto.messages import Message
+
+LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+SMALL = KvSettings(segment_bytes=3 * LAYOUT.block_bytes, rendezvous_timeout_ms=20_000, segment_timeout_ms=2_000)
+FIRST = (FirstToken(0, 7),)
+WAIT_S = 30.0
+"""A test that waits this long has hung."""
+
+Hook = Callable[[Message], bool]
+"""Sees a frame before it is delivered; False drops it."""
+
+
+def filled_pool(layout: KvLayout, blocks: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (blocks, layout.block_bytes), dtype=torch.uint8, generator=generator)
+    return raw.view(getattr(torch, layout.dtype)).view(layout.shape(blocks))
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@dataclass
+class Ends:
+    """Sender 1 and receiver 2 on one loop, frames passed on in order through the loop."""
+
+    layout: KvLayout = LAYOUT
+    settings: KvSettings = SMALL
+    receiver_settings: KvSettings | None = None
+    blocks: int = 64
+    accept: Callable[[int, Offer], list[int] | str | None] = lambda epoch, offer: list(range(offer.blocks))
+    to_receiver: Hook = lambda message: True
+    to_sender: Hook = lambda message: True
+    results: list[KvSent | KvFailed] = field(default_factory=list)
+    committed: list[tuple[Commit, list[int], list[int]]] = field(default_factory=list)
+    failed: list[tuple[str, int, list[int], str]] = field(default_factory=list)
+    frames: list[Message] = field(default_factory=list)
+    """All that the sender has sent."""
+    strangers: list[Message] = field(default_factory=list)
+    """What the receiver said to other peers."""
+
+    def __post_init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.changed = asyncio.Event()
+        self.source = filled_pool(self.layout, self.blocks, seed=1)
+        self.target = filled_pool(self.layout, self.blocks, seed=2)
+        self.sender = KvSender(
+            layout=self.layout,
+            pool=self.source,
+            epoch=1,
+            clock=time.monotonic,
+            send=self._send_to_receiver,
+            on_result=lambda result: self._note(self.results, result),
+            settings=self.settings,
+        )
+        self.receiver = KvReceiver(
+            layout=self.layout,
+            pool=self.target,
+            epoch=2,
+            clock=time.monotonic,
+            send=self._send_to_sender,
+            listen_host="127.0.0.1",
+            accept=lambda epoch, offer: self.accept(epoch, offer),
+            on_committed=lambda epoch, commit, ids, prompt: self._note(self.committed, (commit, ids, prompt)),
+            on_failed=lambda *failure: self._note(self.failed, failure),
+            settings=self.receiver_settings or self.settings,
+        )
+
+    def _note(self, where: list[Any], what: object) -> None:
+        where.append(what)
+        self.changed.set()
+
+    def _send_to_receiver(self, epoch: int, message: Message, blob: bytes) -> None:
+        assert epoch == 2
+        self._note(self.frames, message)
+        if self.to_receiver(message):
+            self.loop.call_soon(self.receiver.handle, 1, message, blob)
+
+    def _send_to_sender(self, epoch: int, message: Message, blob: bytes) -> None:
+        if epoch != 1:
+            self.strangers.append(message)
+        elif self.to_sender(message):
+            self.loop.call_soon(self.sender.handle, 2, message, blob)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def ended(self, sessions: int) -> None:
+        await self.until(lambda: len(self.results) >= sessions and len(self.committed) + len(self.failed) >= sessions)
+
+    def transfer(self, request_id: str, block_ids: list[int], chunks: int = 1, prompt: tuple[int, ...] = ()) -> None:
+        """Open, hand over all blocks in `chunks` parts, commit."""
+        self.sender.open(request_id, 1, 2, len(block_ids))
+        cuts = [len(block_ids) * part // chunks for part in range(chunks + 1)]
+        for start, end in itertools.pairwise(cuts):
+            self.sender.blocks_ready(request_id, 1, start, block_ids[start:end])
+        self.sender.commit(request_id, 1, FIRST, prompt)
+
+    async def close(self) -> None:
+        await asyncio.gather(self.sender.close(), self.receiver.close())
+
+
+def shuffled(blocks: int, count: int, seed: int) -> list[int]:
+    return random.Random(seed).sample(range(blocks), count)

@@ -1,0 +1,122 @@
+"""The other process of the two-process tests: `python -m tests.kvtransfer.far_end sender|receiver PORT ATTEMPT`.
+
+It speaks to the near end over one TCP connection, and leaves when its standard input is closed.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from kvtransfer.layout import KvLayout
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.sender import KvSender
+from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.settings import KvSettings
+from proto.codec import WITH_BLOB, decode, encode
+from proto.messages import Message
+from tests.kvtransfer.ends import FIRST, filled_pool, shuffled
+
+LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
+"""64 KiB per block."""
+BLOCKS = 512
+SETTINGS = KvSettings(segment_bytes=1 << 20, segment_timeout_ms=1_500, rendezvous_timeout_ms=30_000)
+NEAR_EPOCH = 1
+FAR_EPOCH = 2
+SOURCE_SEED = 11
+
+TRANSFERS = {"one block": 1, "one segment": 16, "a few": 40, "many": 130}
+"""Blocks of each request that the far sender hands over; when all are, it streams `endless` and never commits it."""
+ENDLESS_BLOCKS = 300
+
+
+def request_ids() -> dict[str, list[int]]:
+    """The sender's blocks of each request."""
+    return {
+        name.replace(" ", "-"): shuffled(BLOCKS, count, seed=count)
+        if count != 40
+        else [*range(100, 130), *shuffled(100, 10, 3)]
+        for name, count in TRANSFERS.items()
+    }
+
+
+class Wire:
+    """Frames of proto over a TCP stream, each with its length before it, to a handler on the loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def send(self, epoch: int, message: Message, blob: bytes) -> None:
+        frames = [encode(message), blob] if isinstance(message, WITH_BLOB) else [encode(message)]
+        self._writer.write(bytes([len(frames)]) + b"".join(len(f).to_bytes(4, "little") + f for f in frames))
+
+    async def pump(self, handle: Callable[[Message, bytes], None]) -> None:
+        """Until the other end closes or is killed."""
+        try:
+            while True:
+                (count,) = await self._reader.readexactly(1)
+                frames = []
+                for _ in range(count):
+                    length = int.from_bytes(await self._reader.readexactly(4), "little")
+                    frames.append(await self._reader.readexactly(length))
+                handle(*decode(frames))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def main(role: str, port: int, attempt: int) -> None:
+    wire = Wire(*await asyncio.open_connection("127.0.0.1", port))
+    end: KvSender | KvReceiver
+    unfinished = list(TRANSFERS)
+
+    def on_result(result: KvSent | KvFailed) -> None:
+        if isinstance(result, KvSent):
+            unfinished.pop()
+        if isinstance(result, KvSent) and not unfinished and isinstance(end, KvSender):
+            end.open("endless", attempt, NEAR_EPOCH, ENDLESS_BLOCKS)
+            end.blocks_ready("endless", attempt, 0, shuffled(BLOCKS, ENDLESS_BLOCKS, 9))
+
+    if role == "sender":
+        end = KvSender(
+            layout=LAYOUT,
+            pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED),
+            epoch=FAR_EPOCH,
+            clock=time.monotonic,
+            send=wire.send,
+            on_result=on_result,
+            settings=SETTINGS,
+        )
+        for request_id, ids in request_ids().items():
+            end.open(request_id, attempt, NEAR_EPOCH, len(ids))
+            for start in range(0, len(ids), 50):
+                end.blocks_ready(request_id, attempt, start, ids[start : start + 50])
+            end.commit(request_id, attempt, FIRST, [])
+    else:
+        end = KvReceiver(
+            layout=LAYOUT,
+            pool=filled_pool(LAYOUT, BLOCKS, 12),
+            epoch=FAR_EPOCH,
+            clock=time.monotonic,
+            send=wire.send,
+            listen_host="127.0.0.1",
+            accept=lambda epoch, offer: list(range(offer.blocks)),
+            on_committed=lambda *commit: None,
+            on_failed=lambda *failure: None,
+            settings=SETTINGS,
+        )
+    pump = asyncio.create_task(wire.pump(lambda message, blob: end.handle(NEAR_EPOCH, message, blob)))
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await end.close()
+    wire.close()
+    await pump
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,424 @@
+"""Both drivers in one process over real gloo pairs: bytes, order, refusals, aborts, losses, what frees the blocks."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvtransfer.layout import KvLayout
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.session import KvFailed, KvSent
+from proto.errors import RemoteProtocolError
+from proto.kv import Abort, Accept, Ack, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
+from proto.messages import Ping
+from tests.kvtransfer.ends import LAYOUT, SMALL, Ends, same_bytes, shuffled
+
+
+def with_ends(test: Callable[[Ends], Awaitable[None]], **options: object) -> None:
+    """Run a test on a loop of its own, and see that both ends shut down."""
+
+    async def main() -> None:
+        ends = Ends(**options)  # type: ignore[arg-type]
+        try:
+            await test(ends)
+        finally:
+            await ends.close()
+
+    asyncio.run(main())
+
+
+LAYOUTS = {
+    "float32": LAYOUT,
+    "bfloat16": KvLayout(layers=3, kv_heads=1, head_dim=4, block_size=8, dtype="bfloat16"),
+    "odd bytes": KvLayout(layers=1, kv_heads=3, head_dim=1, block_size=1, dtype="bfloat16"),
+    "float8": KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_arrive_whatever_the_order(name):
+    """Random and contiguous blocks, one segment and many, one chunk and many, several sessions at once on one pair."""
+    layout = LAYOUTS[name]
+
+    async def test(ends: Ends) -> None:
+        rng = random.Random(f"{name} 5")
+        taken = shuffled(ends.blocks, ends.blocks, seed=6)
+        sources, targets = {}, {}
+        for number in range(6):
+            count = rng.choice([1, 2, 3, 7, 9, 16]) if number else 20
+            start = rng.randrange(ends.blocks - count)
+            run = list(range(start, start + count))
+            sources[f"r{number}"] = run if rng.random() < 0.4 else shuffled(ends.blocks, count, seed=number)
+            targets[f"r{number}"] = [taken.pop() for _ in range(min(count, len(taken)))]
+        sources = {name: ids for name, ids in sources.items() if len(targets[name]) == len(ids)}
+        before = ends.target.clone()
+        ends.accept = lambda epoch, offer: targets[offer.request_id]
+        for request_id, ids in sources.items():
+            ends.transfer(request_id, ids, chunks=rng.randint(1, 4))
+        await ends.ended(len(sources))
+        assert all(isinstance(result, KvSent) for result in ends.results), ends.results
+        for request_id, ids in sources.items():
+            assert same_bytes(ends.target[targets[request_id]], ends.source[ids]), request_id
+        untouched = sorted(set(range(ends.blocks)) - {b for name in sources for b in targets[name]})
+        assert same_bytes(ends.target[untouched], before[untouched])
+        sent = sum(len(ids) for ids in sources.values()) * layout.block_bytes
+        assert ends.sender.counters["bytes"] == ends.receiver.counters["bytes"] == sent
+        assert ends.sender.counters["pairs"] == ends.receiver.counters["pairs"] == 1
+
+    with_ends(test, layout=layout, settings=replace(SMALL, segment_bytes=3 * layout.block_bytes))
+
+
+def test_segments_fit_the_smaller_end():
+    announced: list[Announce] = []
+
+    def watch(message: object) -> bool:
+        if isinstance(message, Announce):
+            announced.append(message)
+        return True
+
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", shuffled(64, 20, 1))
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvSent)
+        assert [a.blocks for a in announced] == [2] * 10
+
+    smaller = replace(SMALL, segment_bytes=2 * LAYOUT.block_bytes)
+    with_ends(test, to_receiver=watch, receiver_settings=smaller)
+
+
+def test_the_commit_brings_first_tokens_and_prompt():
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", [3, 1], prompt=(5, 6, 7, 8, 9))
+        await ends.ended(1)
+        commit, block_ids, prompt = ends.committed[0]
+        assert (commit.first_tokens[0].token, block_ids, prompt) == (7, [0, 1], [5, 6, 7, 8, 9])
+
+    with_ends(test)
+
+
+def test_an_offer_may_be_decided_later_or_refused():
+    async def test(ends: Ends) -> None:
+        undecided: list[Offer] = []
+        ends.accept = lambda epoch, offer: undecided.append(offer) if offer.request_id == "late" else "no room"
+        ends.transfer("late", [1, 2, 3])
+        ends.transfer("refused", [4])
+        await ends.until(lambda: len(ends.results) == 1)
+        assert ends.results == [KvFailed("refused", 1, "declined: no room")]
+        assert ends.committed == ends.failed == [] and len(undecided) == 1
+        ends.receiver.decide("late", 1, [9, 8, 7])
+        await ends.ended(1)
+        assert same_bytes(ends.target[[9, 8, 7]], ends.source[[1, 2, 3]])
+        ends.receiver.decide("late", 1, [9, 8, 7])  # repeated: ignored
+        ends.receiver.decide("never", 1, "no")
+
+    with_ends(test)
+
+
+def test_an_undecided_offer_ends_at_its_deadline():
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", [1])
+        await ends.ended(1)
+        assert ends.failed == [("r", 1, [], "nobody decided on the offer in time")]
+        assert ends.results == [KvFailed("r", 1, "declined: nobody decided on the offer in time")]
+
+    with_ends(test, settings=replace(SMALL, decide_timeout_ms=50), accept=lambda epoch, offer: None)
+
+
+@pytest.mark.parametrize("by", ["sender", "receiver"])
+def test_an_abort_amid_the_segments_leaves_the_pair_in_order(by):
+    async def test(ends: Ends) -> None:
+        ends.accept = lambda epoch, offer: list(range(50)) if offer.request_id == "r" else list(range(50, 60))
+        before = ends.target.clone()
+        ends.sender.open("r", 1, 2, 50)
+        ends.sender.blocks_ready("r", 1, 0, shuffled(64, 40, 1))
+        aborting = ends.sender if by == "sender" else ends.receiver
+
+        def abort_at_second(message: object) -> bool:
+            if isinstance(message, Announce) and message.sequence == 2:
+                ends.loop.call_soon(aborting.abort, "r", 1, "cancelled")
+            return True
+
+        ends.to_receiver = abort_at_second
+        ends.transfer("next", shuffled(64, 10, 2), chunks=3)
+        await ends.ended(2)
+        assert [type(result) for result in ends.results] == [KvFailed, KvSent]
+        assert ends.failed[0][:3] == ("r", 1, list(range(50))) and "cancelled" in ends.failed[0][3]
+        assert same_bytes(ends.target[50:60], ends.source[shuffled(64, 10, 2)])
+        assert same_bytes(ends.target[20:50], before[20:50]), "segments went on being written after the abort"
+        assert ends.sender.counters["pairs"] == 1 and ends.sender.counters["pairs_lost"] == 0
+
+    with_ends(test)
+
+
+def test_blocks_are_reported_free_only_when_the_thread_is_done():
+    """A failed session with a segment in flight ends when that segment has been answered, not before."""
+
+    async def test(ends: Ends) -> None:
+        held = asyncio.Event()
+
+        def hold(message: object) -> bool:
+            if isinstance(message, Announce):  # lost: the sender's thread waits for a receive that is never posted
+                held.set()
+                return False
+            return True
+
+        ends.to_receiver = hold
+        ends.transfer("r", [1, 2, 3])
+        async with asyncio.timeout(20):
+            await held.wait()
+        ends.sender.abort("r", 1, "cancelled")
+        await asyncio.sleep(0.1)
+        assert ends.results == [], "reported while the transfer thread may read the blocks"
+        await ends.ended(1)
+        assert ends.results == [KvFailed("r", 1, "cancelled")]
+        assert ends.sender.counters["pairs_lost"] == 1  # the segment could not be sent within its timeout
+
+    with_ends(test, settings=replace(SMALL, segment_timeout_ms=500))
+
+
+def test_a_cancelled_segment_is_received_and_thrown_away():
+    """It is announced, so it will come; the receiver has given the session up and must not write to its blocks."""
+
+    async def test(ends: Ends) -> None:
+        listening: list[PairListen] = []
+
+        def hold_back(message: object) -> bool:
+            if isinstance(message, PairListen):
+                listening.append(message)
+                ends.changed.set()
+            return not isinstance(message, PairListen | Abort)
+
+        ends.to_sender = hold_back
+        before = ends.target.clone()
+        ends.transfer("r", [1, 2, 3])
+        await ends.until(lambda: len(listening) == 1)
+        ends.receiver.handle(1, Announce("r", 1, 1, 0, 0, 0, 3), b"")
+        ends.receiver.abort("r", 1, "cancelled")
+        assert ends.failed == []
+        ends.sender.handle(2, listening[0], b"")
+        await ends.until(lambda: len(ends.failed) == 1)
+        assert ends.failed == [("r", 1, [0, 1, 2], "cancelled")]
+        assert ends.receiver.counters["segments"] == 1 and same_bytes(ends.target, before)
+
+    with_ends(test)
+
+
+def test_an_offer_without_an_answer_ends_at_its_deadline():
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", [1])
+        await ends.until(lambda: len(ends.results) == 1)
+        assert ends.results == [KvFailed("r", 1, "timed out waiting for an answer to the offer")]
+
+    with_ends(test, settings=replace(SMALL, accept_timeout_ms=50), to_receiver=lambda m: not isinstance(m, Offer))
+
+
+def test_corrupted_kv_is_never_committed():
+    async def test(ends: Ends) -> None:
+        def corrupt(message: object) -> bool:
+            if isinstance(message, Commit):
+                wrong = Commit(message.request_id, 1, (b"\0" * 8, *message.digests[1:]), 0, message.first_tokens)
+                ends.loop.call_soon(ends.receiver.handle, 1, wrong, b"")
+                return False
+            return True
+
+        ends.to_receiver = corrupt
+        ends.transfer("r", shuffled(64, 10, 1))
+        await ends.ended(1)
+        assert ends.committed == [] and "digest of segment 0" in ends.failed[0][3]
+        assert isinstance(ends.results[0], KvFailed) and "digest" in ends.results[0].reason
+
+    with_ends(test)
+
+
+def test_a_lost_peer_fails_its_sessions_and_a_new_pair_serves_the_next():
+    async def test(ends: Ends) -> None:
+        ends.sender.open("r1", 1, 2, 10)
+        ends.sender.blocks_ready("r1", 1, 0, [1, 2, 3, 4])
+        await ends.until(lambda: any(isinstance(frame, Announce) for frame in ends.frames))
+        ends.sender.peer_lost(2, "no heartbeat")
+        ends.receiver.peer_lost(1, "no heartbeat")
+        await ends.ended(1)
+        assert ends.results == [KvFailed("r1", 1, "peer lost: no heartbeat")]
+        ends.transfer("r2", [5, 6, 7])
+        await ends.ended(2)
+        assert isinstance(ends.results[1], KvSent) and ends.sender.counters["pairs"] == 2
+
+    with_ends(test)
+
+
+def test_a_new_pair_replaces_the_old_one_at_the_receiver():
+    """The sender lost its pair and the word of it was lost too: the receiver learns from the next PairOpen."""
+
+    async def test(ends: Ends) -> None:
+        ends.transfer("r1", [1, 2])
+        await ends.ended(1)
+        ends.sender.open("r2", 1, 2, 5)
+        ends.to_receiver = lambda message: not isinstance(message, PairClosed)
+        ends.sender.peer_lost(2, "link down")
+        ends.transfer("r3", [3, 4, 5])
+        await ends.ended(3)
+        assert {result.request_id: type(result) for result in ends.results} == {
+            "r1": KvSent,
+            "r2": KvFailed,
+            "r3": KvSent,
+        }
+        assert [failure[0] for failure in ends.failed] == ["r2"]
+
+    with_ends(test)
+
+
+def test_no_answer_to_pair_open_is_a_failure():
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", [1])
+        await ends.until(lambda: len(ends.results) == 1)
+        assert "no answer to PairOpen" in ends.results[0].reason  # type: ignore[union-attr]
+        await ends.until(lambda: len(ends.failed) == 1)
+
+    quick = replace(SMALL, rendezvous_timeout_ms=200)
+    with_ends(test, settings=quick, receiver_settings=SMALL, to_sender=lambda m: not isinstance(m, PairListen))
+
+
+def test_a_listener_that_nobody_meets_is_given_up():
+    async def test(ends: Ends) -> None:
+        ends.receiver.handle(1, PairOpen(9, "gloo"), b"")
+        ends.receiver.handle(1, Offer("r", 1, 9, 1), b"")
+        await ends.until(lambda: len(ends.failed) == 1)
+        assert ends.failed[0][:3] == ("r", 1, [0]) and ends.receiver.counters["pairs_lost"] == 1
+
+    with_ends(test, settings=replace(SMALL, rendezvous_timeout_ms=200), to_sender=lambda message: False)
+
+
+def test_another_transport_is_refused_with_its_name():
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", [1])
+        await ends.until(lambda: len(ends.results) == 1)
+        assert "transport 'nccl' is not 'gloo'" in ends.results[0].reason  # type: ignore[union-attr]
+
+    with_ends(test, settings=replace(SMALL, transport="nccl"), receiver_settings=SMALL)
+
+
+def test_limits_are_answered_not_exceeded():
+    async def test(ends: Ends) -> None:
+        for number in range(4):
+            ends.transfer(f"r{number}", [number])
+        await ends.until(lambda: len(ends.results) == 4)
+        assert [type(result) for result in ends.results[:2]] == [KvFailed, KvFailed]
+        assert {result.reason for result in ends.results[:2]} == {"too many transfers at once"}  # type: ignore[union-attr]
+        assert all(isinstance(result, KvSent) for result in ends.results[2:])
+        ends.receiver.handle(5, PairOpen(1, "gloo"), b"")
+        assert ends.strangers == [PairClosed(1, "too many pairs")]
+
+    with_ends(test, settings=replace(SMALL, sessions_max=2, pairs_max=1))
+
+
+def test_frames_out_of_place():
+    """Late, repeated, foreign and unknown frames: counted, answered where an answer helps, and nothing else changes."""
+
+    async def test(ends: Ends) -> None:
+        seen: list[object] = []
+        ends.to_sender = lambda message: seen.append(message) is None
+        ends.transfer("r", [1, 2, 3, 4])
+        await ends.ended(1)
+        kept = list(ends.frames)
+        for message in kept:
+            if not isinstance(message, Commit):
+                ends.receiver.handle(1, message, b"")
+                ends.receiver.handle(77, message, b"")  # another peer's epoch
+        await asyncio.sleep(0)
+        assert len(ends.committed) == 1 and ends.failed == []
+        seen.clear()
+        commit = next(message for message in kept if isinstance(message, Commit))
+        ends.receiver.handle(1, commit, b"")
+        assert [type(message) for message in seen] == [Ack]
+        ends.receiver.handle(1, Commit("unknown", 1, (), 0, commit.first_tokens), b"")
+        assert isinstance(seen[-1], Abort)
+        for message in (Accept("r", 1, 1), Ack("r", 1, 5), Abort("r", 1, "late"), Accept("unknown", 1, 1)):
+            ends.sender.handle(2, message, b"")
+        assert len(ends.results) == 1
+        for end, epoch in ((ends.sender, 2), (ends.receiver, 1)):
+            with pytest.raises(RemoteProtocolError):
+                end.handle(epoch, Ping(), b"")
+
+    with_ends(test)
+
+
+def test_the_same_attempt_may_come_from_another_sender_once_the_first_has_failed():
+    async def test(ends: Ends) -> None:
+        first, second = Offer("r", 1, 1, 1), Offer("r", 1, 1, 2)
+        for epoch in (7, 8):
+            ends.receiver.handle(epoch, PairOpen(1, "gloo"), b"")
+        ends.receiver.handle(7, first, b"")
+        ends.receiver.handle(8, second, b"")
+        assert ends.strangers[-1] == Decline("r", 1, "this attempt is another sender's")
+        ends.receiver.peer_lost(7, "killed")
+        ends.receiver.handle(8, second, b"")
+        assert isinstance(ends.strangers[-1], Accept)
+        ends.receiver.handle(7, Abort("r", 1, "late"), b"")
+        assert [failure[2] for failure in ends.failed] == [[0]]
+
+    with_ends(test)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Announce("r", 1, 1, 5, 0, 0, 1),  # announcements before it are missing
+        Announce("r", 1, 1, 0, 0, 0, 1_000),  # more than the receiver has room for
+    ],
+)
+def test_a_broken_order_costs_the_pair_only(frame):
+    async def test(ends: Ends) -> None:
+        ends.sender.open("r", 1, 2, 4)
+        ends.loop.call_soon(ends.receiver.handle, 1, frame, b"")
+        await ends.ended(1)
+        assert "broke the protocol" in ends.failed[0][3] and ends.receiver.counters["violations"] == 1
+        ends.transfer("next", [1, 2, 3])
+        await ends.ended(2)
+        assert isinstance(ends.results[1], KvSent)
+
+    with_ends(test)
+
+
+def test_close_ends_everything_once():
+    async def test(ends: Ends) -> None:
+        ends.sender.open("r", 1, 2, 4)
+        ends.sender.blocks_ready("r", 1, 0, [1, 2])
+        await ends.close()
+        assert ends.results == [KvFailed("r", 1, "shutting down")]
+        ends.sender.open("late", 1, 2, 1)
+        assert len(ends.results) == 1, "a result from inside open"
+        await ends.until(lambda: len(ends.results) == 2)
+        assert ends.results[1] == KvFailed("late", 1, "shutting down")
+
+    with_ends(test)
+
+
+def test_bad_pools_and_hosts_are_refused():
+    async def main() -> None:
+        def make(pool: torch.Tensor, host: str = "127.0.0.1") -> KvReceiver:
+            return KvReceiver(
+                layout=LAYOUT,
+                pool=pool,
+                epoch=1,
+                clock=lambda: 0.0,
+                send=lambda *frame: None,
+                listen_host=host,
+                accept=lambda *offer: None,
+                on_committed=lambda *commit: None,
+                on_failed=lambda *failure: None,
+                settings=SMALL,
+            )
+
+        good = torch.zeros(LAYOUT.shape(3))
+        make(good)
+        for bad in (good.half(), good[:, :1], torch.zeros(LAYOUT.shape(6))[::2], good.transpose(2, 3)):
+            with pytest.raises(ValueError, match="the layout says"):
+                make(bad)
+        for host in ("0.0.0.0", "", "::"):
+            with pytest.raises(ValueError, match="one address"):
+                make(good, host)
+
+    asyncio.run(main())

@@ -1,0 +1,289 @@
+"""The two machines: complete tables, every illegal event defined, no wrong KV and no stuck session on a bad link."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer import receiver_session, sender_session
+from kvtransfer.receiver_session import RECEIVER_TABLE, ReceiverSession
+from kvtransfer.sender_session import SENDER_TABLE, SenderSession
+from kvtransfer.session import (
+    BUG,
+    IGNORE,
+    REFUSE,
+    Accepted,
+    BlocksReady,
+    CommitArrived,
+    CommitReady,
+    Ended,
+    KvCommitted,
+    KvFailed,
+    KvReceiveFailed,
+    KvSent,
+    LocalAbort,
+    PairLost,
+    Receive,
+    Refusal,
+    SegmentDone,
+    SegmentDropped,
+    Send,
+    Session,
+    Tick,
+    Violation,
+)
+from proto.codec import pack_tokens
+from proto.kv import Abort, Accept, Ack, Announce, Commit, Decline, FirstToken, Offer
+from tests.kvtransfer.world import BLOCK_BYTES, SETTINGS, Faults, World
+
+FIRST = (FirstToken(0, 5),)
+D1, D2 = b"11111111", b"22222222"
+OFFER = Offer("r", 1, 1, 4)
+COMMIT = Commit("r", 1, (D1, D2), 0, FIRST)
+
+SENDER_EVENTS: dict[type, object] = {
+    Accept: Accept("r", 1, 3),
+    Decline: Decline("r", 1, "full"),
+    Ack: Ack("r", 1, 4 * BLOCK_BYTES),
+    Abort: Abort("r", 1, "gone"),
+    BlocksReady: BlocksReady(0, (9, 8, 7, 6)),
+    CommitReady: CommitReady(FIRST, 0, b""),
+    SegmentDone: SegmentDone(0, D1),
+    SegmentDropped: SegmentDropped(0),
+    LocalAbort: LocalAbort("cancelled"),
+    PairLost: PairLost("broken"),
+    Tick: Tick(),
+}
+RECEIVER_EVENTS: dict[type, object] = {
+    Offer: OFFER,
+    Announce: Announce("r", 1, 1, 0, 0, 0, 3),
+    CommitArrived: CommitArrived(COMMIT, b""),
+    Abort: Abort("r", 1, "gone"),
+    Accepted: Accepted((1, 2, 3, 4)),
+    Refusal: Refusal("full"),
+    SegmentDone: SegmentDone(0, D1),
+    SegmentDropped: SegmentDropped(0),
+    LocalAbort: LocalAbort("cancelled"),
+    PairLost: PairLost("broken"),
+    Tick: Tick(),
+}
+SENDER_WAYS: dict[str, list[object]] = {
+    "offered": [],
+    "streaming": [BlocksReady(0, (9, 8, 7, 6)), Accept("r", 1, 3)],
+    "committing": [
+        BlocksReady(0, (9, 8, 7, 6)),
+        CommitReady(FIRST, 0, b""),
+        Accept("r", 1, 3),
+        SegmentDone(0, D1),
+        SegmentDone(1, D2),
+    ],
+}
+SENDER_WAYS["draining"] = [*SENDER_WAYS["streaming"], LocalAbort("cancelled")]
+SENDER_WAYS["sent"] = [*SENDER_WAYS["committing"], Ack("r", 1, 4 * BLOCK_BYTES)]
+SENDER_WAYS["failed"] = [Decline("r", 1, "full")]
+RECEIVER_WAYS: dict[str, list[object]] = {
+    "undecided": [],
+    "receiving": [Accepted((1, 2, 3, 4)), Announce("r", 1, 1, 0, 0, 0, 3), Announce("r", 1, 1, 1, 1, 3, 1)],
+    "declined": [Refusal("full")],
+    "failed": [LocalAbort("cancelled")],
+}
+RECEIVER_WAYS["checking"] = [*RECEIVER_WAYS["receiving"], CommitArrived(COMMIT, b"")]
+RECEIVER_WAYS["draining"] = [*RECEIVER_WAYS["receiving"], LocalAbort("cancelled")]
+RECEIVER_WAYS["committed"] = [*RECEIVER_WAYS["checking"], SegmentDone(0, D1), SegmentDone(1, D2)]
+
+
+def sender(events: list[object], blocks: int = 4) -> SenderSession:
+    session = SenderSession("r", 1, pair_id=1, blocks=blocks, block_bytes=BLOCK_BYTES, settings=SETTINGS)
+    session.start(0.0)
+    for event in events:
+        session.handle(event, 0.0)
+    return session
+
+
+def receiver(events: list[object]) -> ReceiverSession:
+    session = ReceiverSession(OFFER, block_bytes=BLOCK_BYTES, settings=SETTINGS, now=0.0)
+    for event in events:
+        session.handle(event, 0.0)
+    return session
+
+
+def at(end: str, state: str) -> Session:
+    session = sender(SENDER_WAYS[state]) if end == "sender" else receiver(RECEIVER_WAYS[state])
+    assert session.state == state
+    return session
+
+
+PAIRS = [("sender", state, event) for state in SENDER_TABLE for event in SENDER_EVENTS.values()] + [
+    ("receiver", state, event) for state in RECEIVER_TABLE for event in RECEIVER_EVENTS.values()
+]
+
+
+@pytest.mark.parametrize(("module", "table", "events"), [
+    (sender_session, SENDER_TABLE, SENDER_EVENTS),
+    (receiver_session, RECEIVER_TABLE, RECEIVER_EVENTS),
+])  # fmt: skip
+def test_tables_are_complete(module, table, events):
+    states = {value for name, value in vars(module).items() if name.isupper() and isinstance(value, str)}
+    assert set(table) == states - {BUG, IGNORE, REFUSE}
+    for state, row in table.items():
+        assert set(row) == set(events), state
+
+
+@pytest.mark.parametrize(("end", "state", "event"), PAIRS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
+def test_every_state_and_event(end, state, event):
+    """What the table calls stale changes nothing, a violation ends the session, and our own bugs are assertions."""
+    session = at(end, state)
+    deadline = session.next_deadline()
+    rule = session.table[state][type(event)]
+    if rule == BUG:
+        with pytest.raises(AssertionError):
+            session.handle(event, 1.0)
+    elif rule == IGNORE:
+        assert session.handle(event, 1.0) == []
+        assert (session.state, session.next_deadline()) == (state, deadline)
+    elif rule == REFUSE:
+        actions = session.handle(event, 1.0)
+        assert isinstance(actions[0], Violation)
+        assert isinstance(actions[1], Send) and isinstance(actions[1].message, Abort)
+        assert session.state in ("failed", "draining")
+    else:
+        assert callable(getattr(session, f"_{rule}"))
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+@pytest.mark.parametrize("event", [LocalAbort("cancelled"), PairLost("broken"), Abort("r", 1, "gone"), Tick()])
+def test_every_state_can_be_ended_and_then_says_so_once(end, event):
+    for state in SENDER_TABLE if end == "sender" else RECEIVER_TABLE:
+        session = at(end, state)
+        was_over = session.table[state][LocalAbort] == IGNORE and state != "draining"
+        actions = session.handle(event, 1e6)
+        for segment in sorted(session.in_flight):
+            assert not any(isinstance(action, Ended) for action in actions), "a result before the blocks are free"
+            actions += session.handle(SegmentDropped(segment), 1e6)
+        ends = [action for action in actions if isinstance(action, Ended)]
+        assert len(ends) == (0 if was_over else 1), state
+        assert session.next_deadline() is None
+        assert session.handle(event, 2e6) == []
+
+
+def test_a_tick_before_the_deadline_does_nothing():
+    for end, table in (("sender", SENDER_TABLE), ("receiver", RECEIVER_TABLE)):
+        for state in table:
+            assert at(end, state).handle(Tick(), 1.0) == []
+
+
+def test_segments_are_runs_within_both_ends_limits():
+    session = sender([BlocksReady(0, (5, 6)), Accept("r", 1, 2)], blocks=7)
+    actions = session.handle(BlocksReady(2, (7, 1, 2, 3, 4)), 0.0)
+    assert [(part.segment, part.first_block, part.block_ids) for part in actions] == [
+        (1, 2, (7, 1)),
+        (2, 4, (2, 3)),
+        (3, 6, (4,)),
+    ]
+
+
+def test_result_of_a_good_transfer():
+    session = sender(SENDER_WAYS["committing"])
+    assert session.handle(Ack("r", 1, 4 * BLOCK_BYTES), 0.25) == [Ended(KvSent("r", 1, 4 * BLOCK_BYTES, 250.0))]
+    actions = receiver([*RECEIVER_WAYS["checking"], SegmentDone(0, D1)]).handle(SegmentDone(1, D2), 0.0)
+    assert actions == [Send(Ack("r", 1, 4 * BLOCK_BYTES)), Ended(KvCommitted(COMMIT, (1, 2, 3, 4), ()))]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("commit_first", [True, False])
+def test_a_wrong_digest_never_commits(order, commit_first):
+    events: list[object] = [SegmentDone(segment, D1) for segment in order]  # segment 1 was sent with D2
+    session = receiver(RECEIVER_WAYS["receiving"])
+    actions = []
+    for event in [CommitArrived(COMMIT, b""), *events] if commit_first else [*events, CommitArrived(COMMIT, b"")]:
+        actions += session.handle(event, 0.0)
+    assert session.state == "failed"
+    assert isinstance(actions[0], Send) and isinstance(actions[0].message, Abort)
+    assert isinstance(actions[-1], Ended) and isinstance(actions[-1].result, KvReceiveFailed)
+    assert "digest of segment 1" in actions[-1].result.reason
+
+
+@pytest.mark.parametrize("frame", [
+    Announce("r", 1, 1, 2, 2, 3, 1),  # a segment left out
+    Announce("r", 1, 1, 2, 1, 0, 1),  # a block again
+    Announce("r", 1, 1, 2, 1, 3, 2),  # a block too many
+    CommitArrived(COMMIT, b""),  # before the last block
+    CommitArrived(Commit("r", 1, (D1,), 3, FIRST), b"\0" * 8),  # a prompt cut short
+])  # fmt: skip
+def test_violations_within_a_good_state(frame):
+    session = receiver([Accepted((1, 2, 3, 4)), Announce("r", 1, 1, 0, 0, 0, 3), SegmentDone(0, D1)])
+    if isinstance(frame, CommitArrived) and frame.blob:
+        session.handle(Announce("r", 1, 1, 1, 1, 3, 1), 0.0)
+        session.handle(SegmentDone(1, D2), 0.0)
+        frame = CommitArrived(Commit("r", 1, (D1, D2), 3, FIRST), frame.blob)
+    actions = session.handle(frame, 0.0)
+    assert isinstance(actions[0], Violation)
+    assert isinstance(actions[-1], Ended) and isinstance(actions[-1].result, KvReceiveFailed)
+    assert actions[-1].result.block_ids == (1, 2, 3, 4)
+
+
+def test_an_ack_for_another_size_is_a_failure():
+    actions = sender(SENDER_WAYS["committing"]).handle(Ack("r", 1, 3 * BLOCK_BYTES), 0.0)
+    assert isinstance(actions[0], Violation)
+    assert isinstance(actions[-1], Ended) and isinstance(actions[-1].result, KvFailed)
+
+
+def test_a_repeated_commit_is_acknowledged_again():
+    actions = at("receiver", "committed").handle(CommitArrived(COMMIT, b""), 0.0)
+    assert actions == [Send(Ack("r", 1, 4 * BLOCK_BYTES))]
+
+
+def test_the_prompt_comes_out_as_it_went_in():
+    session = receiver(RECEIVER_WAYS["receiving"])
+    session.handle(SegmentDone(0, D1), 0.0)
+    session.handle(SegmentDone(1, D2), 0.0)
+    commit = Commit("r", 1, (D1, D2), 3, FIRST)
+    ended = session.handle(CommitArrived(commit, pack_tokens([7, 8, 9])), 0.0)[-1]
+    assert ended == Ended(KvCommitted(commit, (1, 2, 3, 4), (7, 8, 9)))
+
+
+def test_targets_come_in_the_prompts_order():
+    session = receiver([Accepted((40, 10, 30, 20))])
+    assert session.handle(Announce("r", 1, 1, 0, 0, 0, 3), 0.0) == [Receive(0, (40, 10, 30))]
+    assert session.handle(Announce("r", 1, 1, 1, 1, 3, 1), 0.0) == [Receive(1, (20,))]
+
+
+def chances(top: float) -> st.SearchStrategy[float]:
+    return st.sampled_from([0.0, 0.0, top / 10, top])
+
+
+@settings(max_examples=1_500, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    steps=st.integers(0, 300),
+    faults=st.builds(
+        Faults,
+        drop=chances(0.2),
+        repeat=chances(0.4),
+        reorder=chances(0.5),
+        corrupt=chances(0.2),
+        abort=chances(0.05),
+        lose_pair=chances(0.05),
+        refuse=chances(0.5),
+        skip_time=chances(0.05),
+    ),
+)
+def test_no_fault_brings_wrong_kv_or_a_stuck_session(seed, steps, faults):
+    world = World(seed, faults)
+    world.run(steps)
+    world.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_faults_it_arrives(seed):
+    world = World(seed, Faults())
+    world.run(500)
+    world.check()
+    assert isinstance(world.sender_results[0], KvSent)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_repeated_frames_do_no_harm(seed):
+    world = World(seed, Faults(repeat=0.4))
+    world.run(2_000)
+    world.check()
+    assert isinstance(world.sender_results[0], KvSent)

@@ -1,0 +1,227 @@
+"""KV between two real processes, byte for byte; and the survivor's side of a SIGKILL amid the stream."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.sender import KvSender
+from kvtransfer.session import KvFailed, KvSent
+from proto.kv import Accept, Announce, Commit, Offer
+from proto.messages import Message
+from tests.kvtransfer import far_end
+from tests.kvtransfer.ends import FIRST, filled_pool, same_bytes, shuffled
+from tests.kvtransfer.far_end import BLOCKS, ENDLESS_BLOCKS, FAR_EPOCH, LAYOUT, SETTINGS, SOURCE_SEED, Wire
+
+WAIT_S = 60.0
+ROOT = Path(__file__).parents[2]
+
+
+@asynccontextmanager
+async def far_process(role: str, attempt: int = 1) -> AsyncIterator[tuple[asyncio.subprocess.Process, Wire]]:
+    connected: asyncio.Future[Wire] = asyncio.get_running_loop().create_future()
+
+    def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set_result(Wire(reader, writer))
+
+    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        far_end.__name__,
+        role,
+        str(port),
+        str(attempt),
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(WAIT_S):
+            wire = await connected
+        yield process, wire
+        wire.close()
+    finally:
+        server.close()
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+class NearReceiver:
+    """The receiver under test, with all that it reported."""
+
+    def __init__(self) -> None:
+        self.pool = filled_pool(LAYOUT, BLOCKS, seed=12)
+        self.free = shuffled(BLOCKS, BLOCKS, seed=13)
+        self.committed: dict[str, list[int]] = {}
+        self.failed: dict[str, tuple[list[int], str]] = {}
+        self.wire: Wire | None = None
+        self.changed = asyncio.Event()
+        self.receiver = KvReceiver(
+            layout=LAYOUT,
+            pool=self.pool,
+            epoch=far_end.NEAR_EPOCH,
+            clock=time.monotonic,
+            send=lambda epoch, message, blob: self.wire.send(epoch, message, blob) if self.wire else None,
+            listen_host="127.0.0.1",
+            accept=self._accept,
+            on_committed=self._on_committed,
+            on_failed=self._on_failed,
+            settings=SETTINGS,
+        )
+
+    def _accept(self, epoch: int, offer: Offer) -> list[int]:
+        taken, self.free = self.free[: offer.blocks], self.free[offer.blocks :]
+        return taken
+
+    def _on_committed(self, epoch: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
+        self.committed[commit.request_id] = block_ids
+        self.changed.set()
+
+    def _on_failed(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
+        self.failed[request_id] = (block_ids, reason)
+        self.free += block_ids
+        self.changed.set()
+
+    async def until_known(self, request_ids: set[str]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not request_ids <= self.committed.keys() | self.failed.keys():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+async def until_killed(near: NearReceiver, epoch: int, attempt: int, word_of_it: bool) -> None:
+    """Serve a far sender until all its transfers are in, kill it amid `endless`, and see that failure reported.
+
+    Without `word_of_it` the data plane has to notice by itself.
+    """
+    source = filled_pool(LAYOUT, BLOCKS, SOURCE_SEED)
+    amid = asyncio.Event()
+
+    def handle(message: Message, blob: bytes) -> None:
+        near.receiver.handle(epoch, message, blob)
+        if isinstance(message, Announce) and message.request_id == "endless" and message.segment == 2:
+            amid.set()
+
+    async with far_process("sender", attempt) as (process, wire):
+        near.wire = wire
+        pump = asyncio.create_task(wire.pump(handle))
+        async with asyncio.timeout(WAIT_S):
+            await amid.wait()
+        process.kill()
+        await pump
+        expected = far_end.request_ids()
+        await near.until_known(set(expected))
+        if word_of_it:
+            near.receiver.peer_lost(epoch, "killed")
+        await near.until_known({"endless"})
+    assert near.committed.keys() == expected.keys()
+    for request_id, ids in expected.items():
+        assert same_bytes(near.pool[near.committed[request_id]], source[ids]), request_id
+    block_ids, _ = near.failed["endless"]
+    assert len(block_ids) == ENDLESS_BLOCKS
+
+
+def test_a_killed_sender_costs_its_open_sessions_and_a_new_one_is_served():
+    async def main() -> None:
+        near = NearReceiver()
+        await until_killed(near, epoch=21, attempt=1, word_of_it=True)
+        near.free = shuffled(BLOCKS, BLOCKS, seed=14)
+        near.committed, near.failed = {}, {}
+        await until_killed(near, epoch=22, attempt=2, word_of_it=False)
+        assert near.receiver.counters["pairs"] == near.receiver.counters["pairs_lost"] == 2
+        await near.receiver.close()
+
+    asyncio.run(main())
+
+
+def test_a_killed_receiver_is_reported_and_the_next_one_is_served():
+    async def main() -> None:
+        wires: dict[int, Wire] = {}
+        results: dict[str, KvSent | KvFailed] = {}
+        changed = asyncio.Event()
+
+        def on_result(result: KvSent | KvFailed) -> None:
+            results[result.request_id] = result
+            changed.set()
+
+        async def until_known(request_id: str) -> None:
+            async with asyncio.timeout(WAIT_S):
+                while request_id not in results:
+                    changed.clear()
+                    await changed.wait()
+
+        sender = KvSender(
+            layout=LAYOUT,
+            pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED),
+            epoch=far_end.NEAR_EPOCH,
+            clock=time.monotonic,
+            send=lambda epoch, message, blob: wires[epoch].send(epoch, message, blob),
+            on_result=on_result,
+            settings=SETTINGS,
+        )
+        for epoch in (FAR_EPOCH, FAR_EPOCH + 1):
+            accepted = asyncio.Event()
+
+            def handle(message: Message, blob: bytes, epoch: int = epoch, accepted: asyncio.Event = accepted) -> None:
+                sender.handle(epoch, message, blob)
+                if isinstance(message, Accept) and message.request_id.startswith("cut"):
+                    accepted.set()
+
+            async with far_process("receiver") as (process, wires[epoch]):
+                pump = asyncio.create_task(wires[epoch].pump(handle))
+                whole, cut = f"whole-{epoch}", f"cut-{epoch}"
+                for request_id, given in ((whole, 100), (cut, 300)):
+                    sender.open(request_id, 1, epoch, given)
+                    sender.blocks_ready(request_id, 1, 0, shuffled(BLOCKS, given, seed=epoch))
+                sender.commit(whole, 1, FIRST, [1, 2, 3])
+                await until_known(whole)
+                async with asyncio.timeout(WAIT_S):
+                    await accepted.wait()
+                process.kill()
+                sender.commit(cut, 1, FIRST, [])
+                await pump
+                if epoch != FAR_EPOCH:  # the first time, the data plane has to notice by itself
+                    sender.peer_lost(epoch, "killed")
+                await until_known(cut)
+            assert isinstance(results[whole], KvSent), results
+            assert isinstance(results[cut], KvFailed), results
+        await sender.close()
+
+    asyncio.run(main())
+
+
+def test_a_far_end_that_is_asked_to_leave_leaves_cleanly():
+    """Threads, groups and stores end with the process: status 0, no crash at exit."""
+
+    async def main() -> None:
+        near = NearReceiver()
+        async with far_process("sender") as (process, wire):
+            near.wire = wire
+            amid = asyncio.Event()
+
+            def handle(message: Message, blob: bytes) -> None:
+                near.receiver.handle(31, message, blob)
+                if isinstance(message, Announce) and message.request_id == "endless":
+                    amid.set()
+
+            pump = asyncio.create_task(wire.pump(handle))
+            async with asyncio.timeout(WAIT_S):
+                await amid.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+            async with asyncio.timeout(WAIT_S):
+                assert await process.wait() == 0
+            await pump
+            await near.until_known({"endless"})
+        await near.receiver.close()
+
+    asyncio.run(main())

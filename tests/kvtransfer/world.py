@@ -1,0 +1,245 @@
+"""A seeded world for one hand-over: both machines, a faulty control link, a data plane in announced order, time."""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvtransfer.receiver_session import ReceiverSession
+from kvtransfer.sender_session import SenderSession
+from kvtransfer.session import (
+    Accepted,
+    Action,
+    AnnounceOrder,
+    BlocksReady,
+    CancelSegments,
+    CommitArrived,
+    CommitReady,
+    Ended,
+    KvCommitted,
+    KvFailed,
+    KvReceiveFailed,
+    KvSent,
+    LocalAbort,
+    PairLost,
+    Receive,
+    Refusal,
+    SegmentDone,
+    SegmentDropped,
+    Send,
+    SendSegment,
+    Session,
+    Tick,
+)
+from kvtransfer.settings import KvSettings
+from proto.kv import Announce, Commit, FirstToken, Offer
+from proto.messages import Message
+
+BLOCK_BYTES = 1_000
+SETTINGS = KvSettings(segment_bytes=3 * BLOCK_BYTES)
+JUNK = -1
+
+
+@dataclass
+class Faults:
+    """Chances, per frame or per step."""
+
+    drop: float = 0.0
+    repeat: float = 0.0
+    reorder: float = 0.0
+    corrupt: float = 0.0
+    abort: float = 0.0
+    lose_pair: float = 0.0
+    refuse: float = 0.0
+    skip_time: float = 0.0
+
+
+@dataclass
+class World:
+    seed: int
+    faults: Faults
+    now: float = 0.0
+    to_receiver: list[tuple[Message, bytes]] = field(default_factory=list)
+    to_sender: list[tuple[Message, bytes]] = field(default_factory=list)
+    sending: list[tuple[int, SendSegment]] = field(default_factory=list)
+    receiving: list[tuple[Announce, tuple[int, ...] | None]] = field(default_factory=list)
+    sender_results: list[KvSent | KvFailed] = field(default_factory=list)
+    receiver_results: list[object] = field(default_factory=list)
+    written: dict[int, int] = field(default_factory=dict)
+    """Target block → the source block it holds."""
+    pair_is_up: bool = True
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.blocks = self.random.randint(1, 12)
+        self.source = self.random.sample(range(100), self.blocks)
+        self.target = self.random.sample(range(100), self.blocks)
+        self.given = 0
+        self.announced = 0
+        self.order = AnnounceOrder()
+        self.sender = SenderSession("r", 1, pair_id=1, blocks=self.blocks, block_bytes=BLOCK_BYTES, settings=SETTINGS)
+        self.receiver: ReceiverSession | None = None
+        self.perform(self.sender, self.sender.start(self.now))
+
+    # --- one step ---
+
+    def run(self, steps: int) -> None:
+        """Random steps, then time runs out for whoever still waits."""
+        moves: list[Callable[[], None]] = [
+            self.deliver,
+            self.deliver,
+            self.move_data,
+            self.move_data,
+            self.local,
+            self.fault,
+        ]
+        for _ in range(steps):
+            self.now += 0.001
+            self.random.choice(moves)()
+        for _ in range(20):
+            self.expire()
+        if self.sender.in_flight or (self.receiver is not None and self.receiver.in_flight):
+            self.lose_pair()  # the threads' own timeouts
+
+    def deliver(self) -> None:
+        queue = self.random.choice([self.to_receiver, self.to_sender])
+        if not queue:
+            return
+        at = self.random.randrange(len(queue)) if self.chance(self.faults.reorder) else 0
+        message, blob = queue[at] if self.chance(self.faults.repeat) else queue.pop(at)
+        if self.chance(self.faults.drop):
+            return
+        if queue is self.to_sender:
+            self.feed(self.sender, message)
+        else:
+            self.at_receiver(message, blob)
+
+    def at_receiver(self, message: Message, blob: bytes) -> None:
+        if isinstance(message, Offer) and self.receiver is None:
+            self.receiver = ReceiverSession(message, block_bytes=BLOCK_BYTES, settings=SETTINGS, now=self.now)
+            if not self.pair_is_up:
+                self.feed(self.receiver, PairLost("there is no pair"))
+        elif isinstance(message, Announce):
+            self.announce(message)
+        elif self.receiver is not None:
+            self.feed(self.receiver, CommitArrived(message, blob) if isinstance(message, Commit) else message)
+
+    def announce(self, message: Announce) -> None:
+        if not self.pair_is_up or self.order.is_repeated(message.sequence):
+            return
+        if not self.order.take(message.sequence):
+            self.lose_pair()
+            return
+        self.receiving.append((message, None))
+        if self.receiver is not None:
+            self.feed(self.receiver, message)
+
+    def move_data(self) -> None:
+        """The next segment crosses once both ends are at it."""
+        if not (self.pair_is_up and self.sending and self.receiving):
+            return
+        (sequence, part), (announce, block_ids) = self.sending.pop(0), self.receiving.pop(0)
+        assert sequence == announce.sequence
+        content = list(part.block_ids)
+        if self.chance(self.faults.corrupt):
+            content[0] = JUNK
+        if block_ids is not None:
+            assert self.receiver is not None
+            self.written.update(zip(block_ids, content, strict=True))
+            self.feed(self.receiver, SegmentDone(announce.segment, digest(content)))
+        elif self.receiver is not None and announce.segment in self.receiver.in_flight:
+            self.feed(self.receiver, SegmentDropped(announce.segment))
+        self.feed(self.sender, SegmentDone(part.segment, digest(part.block_ids)))
+
+    def local(self) -> None:
+        """Prefill goes on; decode decides."""
+        if self.receiver is not None and self.receiver.state == "undecided":
+            refuses = self.chance(self.faults.refuse)
+            self.feed(self.receiver, Refusal("no") if refuses else Accepted(tuple(self.target)))
+        elif self.sender.state == "committing" or self.given > self.blocks:
+            return
+        elif self.given < self.blocks:
+            count = self.random.randint(1, self.blocks - self.given)
+            ids = tuple(self.source[self.given : self.given + count])
+            self.feed(self.sender, BlocksReady(self.given, ids))
+            self.given += count
+        else:
+            self.given += 1
+            self.feed(self.sender, CommitReady((FirstToken(0, 1),), 0, b""))
+
+    def fault(self) -> None:
+        if self.chance(self.faults.abort):
+            self.feed(self.sender, LocalAbort("cancelled"))
+        if self.chance(self.faults.abort) and self.receiver is not None:
+            self.feed(self.receiver, LocalAbort("cancelled"))
+        if self.chance(self.faults.lose_pair):
+            self.lose_pair()
+        if self.chance(self.faults.skip_time):
+            self.expire()
+
+    def expire(self) -> None:
+        deadlines = [s.next_deadline() for s in (self.sender, self.receiver) if s is not None]
+        self.now = max([self.now, *(deadline for deadline in deadlines if deadline is not None)])
+        for session in (self.sender, self.receiver):
+            if session is not None:
+                self.feed(session, Tick())
+
+    def lose_pair(self) -> None:
+        self.pair_is_up = False
+        for session in (self.sender, self.receiver):
+            if session is not None:
+                self.feed(session, PairLost("broken"))
+                for segment in sorted(session.in_flight):
+                    self.feed(session, SegmentDropped(segment))
+        self.sending.clear()
+        self.receiving.clear()
+
+    # --- actions ---
+
+    def feed(self, session: Session, event: object) -> None:
+        self.perform(session, session.handle(event, self.now))
+
+    def perform(self, session: Session, actions: list[Action]) -> None:
+        for at, action in enumerate(actions):
+            if isinstance(action, Send):
+                queue = self.to_receiver if session is self.sender else self.to_sender
+                queue.append((action.message, action.blob))
+            elif isinstance(action, SendSegment):
+                self.send_segment(action)
+            elif isinstance(action, Receive):
+                announce, _ = self.receiving.pop()
+                self.receiving.append((announce, action.block_ids))
+            elif isinstance(action, CancelSegments) and session is self.receiver:
+                self.receiving = [(announce, None) for announce, _ in self.receiving]
+            elif isinstance(action, Ended):
+                assert at == len(actions) - 1, "the result is not the last action"
+                assert not session.in_flight, "a result while a thread may touch the blocks"
+                results = self.sender_results if session is self.sender else self.receiver_results
+                results.append(action.result)
+                if isinstance(action.result, KvReceiveFailed):
+                    assert action.result.block_ids in ((), tuple(self.target))
+
+    def send_segment(self, action: SendSegment) -> None:
+        if self.pair_is_up:
+            self.sending.append((self.announced, action))
+            message = Announce("r", 1, 1, self.announced, action.segment, action.first_block, len(action.block_ids))
+            self.to_receiver.append((message, b""))
+            self.announced += 1
+
+    # --- what must hold ---
+
+    def check(self) -> None:
+        assert len(self.sender_results) == 1, self.sender_results
+        assert len(self.receiver_results) == (self.receiver is not None), self.receiver_results
+        committed = [result for result in self.receiver_results if isinstance(result, KvCommitted)]
+        if isinstance(self.sender_results[0], KvSent):
+            assert committed, "the sender was told that the KV arrived, and it did not"
+        for result in committed:
+            assert result.block_ids == tuple(self.target)
+            assert [self.written.get(block) for block in self.target] == self.source
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+
+def digest(content: Iterable[int]) -> bytes:
+    return (hash(tuple(content)) & (1 << 64) - 1).to_bytes(8, "little")

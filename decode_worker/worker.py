@@ -2,13 +2,12 @@
 
 import asyncio
 
-from engine.sampler import SamplerState
-
 from decode_worker.batch import Batch, Running, StepPlan
 from decode_worker.compute import StepResult, run_step
 from decode_worker.requests import Attempt, AttemptTable, Farewell, Phase, failed
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
+from engine.sampler import SamplerState
 from engine.thread import EngineThread
 from kvtransfer.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
@@ -18,6 +17,7 @@ from proto.errors import Interrupt, RemoteProtocolError
 from proto.kv import Commit, Offer
 from proto.messages import Capacity, Hello, Message, Release, Released, Reserve, Role, Tokens
 from runtime import clock
+from runtime.driver import watched
 from runtime.link import LinkServer, LinkSettings
 from runtime.link import Peer as LinkPeer
 from runtime.log import Log
@@ -94,7 +94,7 @@ class DecodeWorker:
         )
         await self.registration.start()
         loop = asyncio.get_running_loop()
-        stepping, stopping = loop.create_task(self._run_steps()), loop.create_task(stop.wait())
+        stepping, stopping = watched(self._run_steps()), loop.create_task(stop.wait())
         try:
             await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -32,6 +32,7 @@ from proto.messages import (
 )
 from proto.sampling import Sampling
 from runtime import clock
+from runtime.driver import watched
 from runtime.link import LinkSettings
 from runtime.link import Peer as LinkPeer
 from runtime.log import Log
@@ -78,7 +79,7 @@ class PrefillWorker:
 
     async def run(self, stop: asyncio.Event) -> None:
         await self.registration.start()
-        stepping = asyncio.get_running_loop().create_task(self._run_steps())
+        stepping = watched(self._run_steps())
         stopping = asyncio.get_running_loop().create_task(stop.wait())
         try:
             await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)

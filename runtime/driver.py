@@ -1,15 +1,19 @@
 """Runs a process, and drives a pure core: events in, actions out, one timer for its next deadline."""
 
 import asyncio
-import contextlib
+import logging
+import os
 import signal
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import uvloop
 
-from runtime import clock
+from runtime import clock, log
+
+BUG_EXIT: Final = 70
+"""Exit status after an exception that nobody caught."""
 
 E = TypeVar("E")
 A = TypeVar("A")
@@ -82,6 +86,7 @@ def run_process(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     async def body() -> int:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_die)
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, stop.set)
         return await main(stop)
@@ -89,10 +94,38 @@ def run_process(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
     return uvloop.run(body())
 
 
+def watched(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """A task whose unexpected end is not overlooked: an exception in it is a bug of ours, and ends the process."""
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(_look_at)
+    return task
+
+
+def _look_at(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        context = {"message": f"task {task.get_name()} failed", "exception": error, "task": task}
+        task.get_loop().call_exception_handler(context)
+
+
+def _die(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What nobody caught: say it and end at once. A process that goes on with a dead task would only seem to work; one that is
+    gone is noticed and started again."""
+    error, message = context.get("exception"), str(context.get("message"))
+    if error is None or "never retrieved" in message:
+        log.get("crossdock.driver").error("loose end", what=message, exc_info=error)
+        return
+    log.get("crossdock.driver").critical("bug", what=message, exc_info=error)
+    logging.shutdown()
+    os._exit(BUG_EXIT)
+
+
 async def cancelled(*tasks: "asyncio.Task[None]") -> None:
     """Cancel tasks of ours and wait until they have ended."""
     for task in tasks:
         task.cancel()
+    if tasks:
+        # Not `await task` under a suppress: that would swallow a cancellation of the caller as well.
+        await asyncio.wait(tasks)
     for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        if not task.cancelled():
+            task.result()

@@ -26,7 +26,7 @@ from proto.codec import decode, encode
 from proto.errors import RemoteProtocolError
 from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
 from runtime import clock, log
-from runtime.driver import cancelled
+from runtime.driver import cancelled, watched
 from runtime.monitor import ConnectionMonitor
 from runtime.peer import LinkCounters, LinkSettings, OnDown, OnMessage, Peer, open_socket, try_send
 
@@ -74,10 +74,7 @@ class LinkServer:
             monitor.close()
             self._socket.close(0)
             raise OSError(f"cannot bind {self._bind}: {error}") from None
-        loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(self._receive()), loop.create_task(self._watch()), loop.create_task(monitor.run())
-        ]  # fmt: skip
+        self._tasks = [watched(self._receive()), watched(self._watch()), watched(monitor.run())]
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def close(self) -> None:
@@ -206,7 +203,7 @@ class LinkClient:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = watched(self._run())
 
     async def close(self) -> None:
         if self._peer is not None:
@@ -229,14 +226,14 @@ class LinkClient:
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._gone.clear()
         monitor = ConnectionMonitor(socket, on_lost=lambda: self._give_up("connection closed"))
-        watcher = asyncio.get_running_loop().create_task(monitor.run())
+        watcher = watched(monitor.run())
         receiver: asyncio.Task[None] | None = None
         try:
             socket.connect(self.address)
             peer = await self._handshake(socket)
             if peer is None:
                 return False
-            receiver = asyncio.get_running_loop().create_task(self._receive(socket, peer))
+            receiver = watched(self._receive(socket, peer))
             await self._beat(peer)
             return True
         except zmq.ZMQError as error:

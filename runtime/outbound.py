@@ -5,11 +5,13 @@ out to be another incarnation, cannot be reached in time, or goes away is report
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from proto.messages import Hello, Message, Welcome
 from proto.messages import Peer as Destination
+from runtime.driver import watched
 from runtime.link import LinkClient, LinkSettings, OnMessage, Peer
 
 
@@ -111,7 +113,7 @@ class Outbound:
         self._spawn(outlet.client.close())
         return True
 
-    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = watched(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

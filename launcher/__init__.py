@@ -1,0 +1,1 @@
+"""The `crossdock` command: a cluster on one machine, its supervision, status and benchmarks."""

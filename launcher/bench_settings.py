@@ -1,0 +1,45 @@
+"""Options of `crossdock bench`."""
+
+from pydantic import Field
+
+from runtime.settings import Device, Options
+
+
+class IsolationSettings(Options):
+    """Do running streams slow down when long prompts arrive?
+
+    Measures every gap between two tokens of one stream, at the client: first with steady streams alone, then while long
+    prompts arrive back to back. Starts a cluster of its own, unless --url names one that is up.
+    """
+
+    url: str = Field("", description="Server that is up, like http://127.0.0.1:8000; empty: start a cluster.")
+    api_key: str = Field("", description="Key for that server, if it wants one.")
+    model: str = Field("", description="Folder or ORG/NAME for the cluster started here; empty: the embedded default.")
+    prefill: int = Field(1, ge=1, le=64, description="Prefill workers of the cluster started here.")
+    decode: int = Field(1, ge=1, le=64, description="Decode workers of the cluster started here.")
+    device: Device = Field("auto", description="Where the cluster started here computes.")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of each of its workers; 0: as the cores allow.")
+    streams: int = Field(4, ge=1, le=256, description="Steady streams.")
+    seconds: float = Field(30.0, ge=1.0, le=3600.0, description="Seconds of each of the two measurements.")
+    warmup_s: float = Field(3.0, ge=0.0, le=600.0, description="Seconds before each, not counted.")
+    stream_tokens: int = Field(
+        384, ge=8, le=100_000, description="Tokens of each steady stream, after which it starts again."
+    )
+    prompt_words_min: int = Field(
+        1000, ge=1, le=100_000, description="Words of the shortest long prompt, about one token each."
+    )
+    prompt_words_max: int = Field(1500, ge=1, le=100_000, description="Words of the longest long prompt.")
+    prompts_at_once: int = Field(1, ge=1, le=64, description="Long prompts in the server at any time.")
+    throughput: bool = Field(
+        True, description="Also measure 1, 8 and 16 streams together, and prefill alone; takes about as long again."
+    )
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of the words of the prompts.")
+    json_out: str = Field("", description="File for all figures, gaps included, as JSON.")
+
+
+class EngineBenchSettings(Options):
+    """The engine alone against plain transformers: single-stream decode, and prefill of 1,000 tokens."""
+
+    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads.")
+    json_out: str = Field("", description="File for the figures as JSON.")

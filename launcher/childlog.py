@@ -1,0 +1,77 @@
+"""What child processes write: kept whole in files, the last lines in memory, warnings and errors shown as they come."""
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+FILE_BYTES_MAX = 16 << 20
+LINE_BYTES_MAX = 64 << 10
+TAIL_LINES = 40
+_LOUD = ("warning", "error", "critical")
+_OWN_KEYS = ("event", "level", "timestamp", "process", "exception")
+
+
+class ChildLog:
+    """One role's output. `show(line)` gets what a person should see now."""
+
+    def __init__(self, name: str, path: Path, *, verbose: bool, show: Callable[[str, str], None]) -> None:
+        self.name = name
+        self.path = path
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.last_event = ""
+        self._verbose = verbose
+        self._show = show
+        self._carry = b""
+        self._file: IO[bytes] = path.open("ab")
+
+    def feed(self, data: bytes) -> None:
+        """Bytes as they came from the pipe, cut anywhere."""
+        *lines, self._carry = (self._carry + data).split(b"\n")
+        if len(self._carry) > LINE_BYTES_MAX:
+            lines.append(self._carry)
+            self._carry = b""
+        for line in lines:
+            self._line(line)
+
+    def close(self) -> None:
+        if self._carry:
+            self._line(self._carry)
+            self._carry = b""
+        self._file.close()
+
+    def _line(self, raw: bytes) -> None:
+        self._keep(raw)
+        level, text = readable(raw.decode("utf-8", "replace").rstrip())
+        if not text:
+            return
+        self.tail.append(text)
+        if level in ("info", *_LOUD):
+            self.last_event = text.splitlines()[0]
+        if self._verbose or level in _LOUD:
+            self._show(level, text)
+
+    def _keep(self, raw: bytes) -> None:
+        if self._file.tell() + len(raw) > FILE_BYTES_MAX:
+            self._file.close()
+            os.replace(self.path, self.path.with_suffix(".log.1"))
+            self._file = self.path.open("ab")
+        self._file.write(raw + b"\n")
+        self._file.flush()
+
+
+def readable(line: str) -> tuple[str, str]:
+    """A log line → (level, text for people); the level is "" where the line is no record, as a library's print."""
+    try:
+        record: Any = json.loads(line)
+    except ValueError:
+        return "", line
+    if not isinstance(record, dict) or "event" not in record:
+        return "", line
+    rest = " ".join(f"{key}={value}" for key, value in record.items() if key not in _OWN_KEYS)
+    text = f"{record['event']} {rest}".strip()
+    if record.get("exception"):
+        text += f"\n{record['exception']}"
+    return str(record.get("level", "")), text

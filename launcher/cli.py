@@ -1,0 +1,112 @@
+"""The `crossdock` command. Options come from the settings classes; this file only says which command runs what."""
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from launcher.bench_settings import EngineBenchSettings, IsolationSettings
+from launcher.status import StatusSettings
+from runtime.options import add_command, invoke, new_app
+from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
+
+HELP = """Serve language models with prefill and decode in separate processes.
+
+To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine. On several machines, start each
+process on its own: one coordinator, gateways, and any number of workers of each role.
+"""
+BENCH_HELP = "Measure this machine: isolation of running streams from long prompts, or the engine alone."
+
+
+# The modules behind the commands are imported when they run: --help and a wrong option answer at once.
+
+
+def _serve(settings: ServeSettings) -> int:
+    from launcher.serve import run
+
+    return run(settings)
+
+
+def _coordinator(settings: CoordinatorSettings) -> int:
+    from coordinator.main import run
+
+    return run(settings)
+
+
+def _gateway(settings: GatewaySettings) -> int:
+    from gateway.main import run
+
+    return run(settings)
+
+
+def _worker(settings: WorkerSettings) -> int:
+    if settings.role == "prefill":
+        from prefill_worker.main import run as run_prefill
+
+        return run_prefill(settings)
+    from decode_worker.main import run as run_decode
+
+    return run_decode(settings)
+
+
+def _status(settings: StatusSettings) -> int:
+    from launcher.status import run
+
+    return run(settings)
+
+
+def _bench_isolation(settings: IsolationSettings) -> int:
+    from launcher.bench_isolation import run
+
+    return run(settings)
+
+
+def _bench_engine(settings: EngineBenchSettings) -> int:
+    from launcher.bench_report import run_engine
+
+    return run_engine(settings)
+
+
+def build_app() -> typer.Typer:
+    app = new_app(HELP)
+
+    @app.callback()
+    def root(
+        version: Annotated[
+            bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        ] = False,
+    ) -> None:
+        pass
+
+    add_command(app, "serve", ServeSettings, _serve)
+    add_command(app, "coordinator", CoordinatorSettings, _coordinator)
+    add_command(app, "gateway", GatewaySettings, _gateway)
+    add_command(app, "worker", WorkerSettings, _worker)
+    add_command(app, "status", StatusSettings, _status)
+    bench = new_app(BENCH_HELP)
+    add_command(bench, "isolation", IsolationSettings, _bench_isolation)
+    add_command(bench, "engine", EngineBenchSettings, _bench_engine)
+    app.add_typer(bench, name="bench")
+    return app
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if arguments in ([], ["bench"]):
+        arguments.append("--help")
+    sys.exit(invoke(build_app(), arguments, "crossdock"))
+
+
+def _print_version(asked: bool) -> None:
+    if not asked:
+        return
+    try:
+        typer.echo(f"crossdock {version('crossdock')}")
+    except PackageNotFoundError:
+        typer.echo("crossdock, run from its source folder")
+    raise typer.Exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""A whole cluster on this machine: which processes, with which options, on which cores."""
+
+import os
+import socket
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from launcher.models import ReadyModel
+from launcher.plan import CpuPlan, Seat, cores_text, plan_cpu
+from launcher.process import child_environment, python_command
+from launcher.supervisor import ProcessSpec
+from runtime.options import SettingsError, to_arguments
+from runtime.settings import ENV_PREFIX, CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
+
+_EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    base_url: str
+    """For a client on this machine."""
+    coordinator: str
+    plan: CpuPlan
+    processes: tuple[ProcessSpec, ...]
+
+
+def sees_gpu(device: str) -> bool:
+    """Whether workers will compute on a GPU. torch is imported only where a driver and a build for it are there."""
+    if device != "auto":
+        return device == "cuda"
+    try:
+        cpu_build = version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
+    if cpu_build or not Path("/dev/nvidiactl").exists():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago. The coordinator's address must be known to all before any of them starts."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def http_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0. Raises `SettingsError` where it cannot be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        if port == 0:
+            return free_port(host)
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen(1)
+    except socket.gaierror:
+        raise SettingsError(f"--host: {host} is not an address of this machine") from None
+    except PermissionError:
+        raise SettingsError(f"--port: {port} is for programs with more rights; take one over 1023") from None
+    except OSError as error:
+        if error.errno == 98:
+            raise SettingsError(f"--port: {port} on {host} is taken by another program; choose another, or 0") from None
+        raise SettingsError(f"--host: cannot listen on {host}: {error.strerror}") from None
+    return port
+
+
+def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
+    """Raises `SettingsError`. Every role's own options may still come from the environment and the file."""
+    plan = plan_cpu(
+        tuple(os.sched_getaffinity(0)),
+        prefill=settings.prefill,
+        decode=settings.decode,
+        on_gpu=sees_gpu(settings.device),
+        threads=settings.threads,
+    )
+    port = http_port(settings.host, settings.port)
+    coordinator = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    shared = {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id, "log_format": "json"}
+    front = GatewaySettings.model_validate(shared | {"name": "gateway-0", "host": settings.host, "port": port})
+    # Keys go by the environment: flags can be seen in ps.
+    keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys)} if settings.api_keys else {}
+    control = child_environment(1)
+    core = CoordinatorSettings(name="coordinator", bind=coordinator, log_format="json")
+    processes = [
+        _spec("coordinator", core, control, plan.control),
+        _spec("gateway", front, control | keys, plan.control),
+    ]
+    for role, seats in (("prefill", plan.prefill), ("decode", plan.decode)):
+        processes += [_worker(role, index, seat, settings, shared) for index, seat in enumerate(seats)]
+    client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
+    shown_host = f"[{client_host}]" if ":" in client_host else client_host
+    return Cluster(f"http://{shown_host}:{port}", coordinator, plan, tuple(processes))
+
+
+def _worker(role: str, index: int, seat: Seat, settings: ServeSettings, shared: dict[str, str]) -> ProcessSpec:
+    options = {
+        "role": role,
+        "name": f"{role}-{index}",
+        "threads": seat.threads,
+        "nice": seat.nice,
+        "cpu_cores": cores_text(seat.cores),
+    }
+    # What the user left open here, the [worker] section or the environment may still say.
+    asked = {key: getattr(settings, key) for key in ("device", "dtype", "kv_gib") if key in settings.model_fields_set}
+    worker = WorkerSettings.model_validate(options | asked | shared)
+    return _spec(f"{role}_worker", worker, child_environment(seat.threads), seat.cores, name=worker.name)
+
+
+def _spec(
+    module: str,
+    settings: CoordinatorSettings | GatewaySettings | WorkerSettings,
+    environment: dict[str, str],
+    cores: tuple[int, ...],
+    name: str = "",
+) -> ProcessSpec:
+    arguments = python_command(module, *to_arguments(settings))
+    return ProcessSpec(name or settings.name, arguments, environment, cores)

@@ -1,0 +1,145 @@
+"""A cluster on this machine from start to stop: what `serve` and the benchmarks run on."""
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import platformdirs
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from launcher import cluster as clusters
+from launcher.cluster import Cluster
+from launcher.models import ReadyModel
+from launcher.supervisor import Child, RoleFailed, Supervisor
+from runtime.settings import ServeSettings
+
+INTERRUPTED: Final = 130
+"""Exit status after Ctrl-C, where something was left undone."""
+RUNS_KEPT = 5
+PROBE_EVERY_S = 0.2
+_RUN_NAME = re.compile(r"^\d{8}-\d{6}-\d+$")
+_COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
+
+
+@dataclass(frozen=True)
+class Running:
+    cluster: Cluster
+    supervisor: Supervisor
+    client: httpx.AsyncClient
+    """Speaks to the gateway, with a key if one is needed."""
+    log_dir: Path
+
+
+@contextlib.asynccontextmanager
+async def running(settings: ServeSettings, model: ReadyModel, console: Console) -> AsyncIterator[Running]:
+    """A cluster that is ready; stopped on the way out, whatever happens.
+
+    Raises `SettingsError` before anything is started, and `RoleFailed` where it does not get ready in time.
+    """
+    cluster = clusters.build(settings, model)
+    if cluster.plan.note:
+        console.print(f"[yellow]note[/yellow] {escape(cluster.plan.note)}")
+    log_dir = _new_log_dir()
+    supervisor = Supervisor(log_dir=log_dir, say=_sayer(console), verbose=settings.verbose)
+    headers = {"Authorization": f"Bearer {settings.api_keys[0]}"} if settings.api_keys else {}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=cluster.base_url, headers=headers, timeout=60.0, trust_env=False, limits=limits
+    ) as client:
+        try:
+            for spec in cluster.processes:
+                supervisor.start(spec)
+            await _wait_ready(client, supervisor, settings.ready_timeout_s, console)
+            supervisor.started_up = True
+            yield Running(cluster, supervisor, client, log_dir)
+        finally:
+            await supervisor.close()
+
+
+async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) -> int | None:
+    """The result of `work`; None if SIGINT or SIGTERM came first, at whatever point: then `work` is cancelled, cleans
+    up and has ended when this returns."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    task = loop.create_task(work)
+    stopped = loop.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        console.print("\nStopping …")
+        task.cancel()
+    await asyncio.wait({task})
+    stopped.cancel()
+    return None if task.cancelled() else task.result()
+
+
+def _sayer(console: Console) -> Callable[[str, str, str], None]:
+    def say(level: str, name: str, text: str) -> None:
+        colour = _COLOURS.get(level, "dim")
+        console.print(f"[{colour}]{escape(name)}[/{colour}] {escape(text)}", highlight=False, soft_wrap=True)
+
+    return say
+
+
+def _new_log_dir() -> Path:
+    """A folder for this run's logs; older runs but the last few are removed."""
+    runs = Path(platformdirs.user_state_dir("crossdock")) / "runs"
+    own = runs / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
+    own.mkdir(parents=True)
+    old = sorted(path for path in runs.iterdir() if _RUN_NAME.match(path.name) and path != own)
+    for path in old[: max(0, len(old) - RUNS_KEPT)]:
+        if not Path(f"/proc/{path.name.rsplit('-', 1)[1]}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+    return own
+
+
+async def _wait_ready(client: httpx.AsyncClient, supervisor: Supervisor, timeout_s: float, console: Console) -> None:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    failed = asyncio.ensure_future(supervisor.wait_failed())
+    with Progress(*columns, console=console, transient=True) as progress:
+        tasks = {name: progress.add_task(f"{name}: starting", total=None) for name in supervisor.children}
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await _is_ready(client):
+                    for name, child in supervisor.children.items():
+                        progress.update(tasks[name], description=escape(f"{name}: {_state(child)}"))
+                    # The cluster is asked over HTTP as any client would, a few times a second, and a failure ends it.
+                    await asyncio.wait({failed}, timeout=PROBE_EVERY_S)
+                    if failed.done():
+                        failed.result()
+        except TimeoutError:
+            raise RoleFailed(_not_ready(supervisor, timeout_s)) from None
+        finally:
+            failed.cancel()
+            await asyncio.wait({failed})
+
+
+async def _is_ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/ready", timeout=2.0)).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _state(child: Child) -> str:
+    if child.pid == 0:
+        return "not running"
+    return child.log.last_event[:100] or "starting"
+
+
+def _not_ready(supervisor: Supervisor, timeout_s: float) -> str:
+    """Names what is missing, with each role's last word."""
+    lines = [f"    {name}: {_state(child)} ({child.log.path})" for name, child in supervisor.children.items()]
+    return "\n".join([f"the cluster was not ready within {timeout_s:.0f} s (--ready-timeout-s). Last words:", *lines])

@@ -1,0 +1,78 @@
+"""Which process runs on which CPU cores. Pure: cores in, a plan out.
+
+On CPU the phases are kept apart by cores: decode workers get cores of their own, so that nothing else runs between
+two tokens; prefill workers and the control processes share the rest. There prefill is niced, so that the coordinator
+and the gateway, which need little but need it at once, run ahead of it.
+"""
+
+from dataclasses import dataclass
+
+PREFILL_NICE = 10
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one worker runs; `cores` empty: not pinned."""
+
+    cores: tuple[int, ...]
+    threads: int
+    nice: int
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    control: tuple[int, ...]
+    """Cores of coordinator, gateway and launcher; empty: not pinned."""
+    prefill: tuple[Seat, ...]
+    decode: tuple[Seat, ...]
+    note: str = ""
+    """What the user should know about it, if anything."""
+
+
+def cores_text(cores: tuple[int, ...]) -> str:
+    """`(0, 1, 2, 5)` → `"0-2,5"`."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and parts[-1][1] == core - 1:
+            parts[-1][1] = core
+        else:
+            parts.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def plan_cpu(cores: tuple[int, ...], *, prefill: int, decode: int, on_gpu: bool, threads: int = 0) -> CpuPlan:
+    """`cores`: those this process may use. `threads` per worker; 0: as many as its cores, and never more than those."""
+    assert cores and prefill >= 1 and decode >= 1 and threads >= 0
+    if on_gpu:
+        return CpuPlan((), (Seat((), threads or 1, 0),) * prefill, (Seat((), threads or 1, 0),) * decode)
+    if len(cores) == 1:
+        note = "only one CPU core: prefill and decode share it, so long prompts will slow running streams"
+        return CpuPlan((), (Seat((), 1, PREFILL_NICE),) * prefill, (Seat((), 1, 0),) * decode, note)
+    cores = tuple(sorted(cores))
+    # Half of the cores, but one for each decode worker where there are enough, and never the last one of the others.
+    wanted = max(decode, len(cores) // 2)
+    decode_cores = cores[len(cores) - min(wanted, len(cores) - 1) :]
+    decode_sets = _share(decode_cores, decode)
+    used = {core for chosen in decode_sets for core in chosen}
+    shared = tuple(core for core in cores if core not in used)
+    prefill_sets = _share(shared, prefill)
+    smallest = min(len(chosen) for chosen in (*decode_sets, *prefill_sets))
+    notes = []
+    if threads > smallest:
+        notes.append(f"--threads {threads} is over the {smallest} core(s) a worker has here, and cut to that")
+    if decode > len(decode_cores):
+        notes.append(f"{decode} decode workers share {len(decode_cores)} core(s) and will slow each other")
+    return CpuPlan(
+        control=shared,
+        prefill=tuple(Seat(chosen, min(threads or len(chosen), len(chosen)), PREFILL_NICE) for chosen in prefill_sets),
+        decode=tuple(Seat(chosen, min(threads or len(chosen), len(chosen)), 0) for chosen in decode_sets),
+        note="; ".join(notes),
+    )
+
+
+def _share(cores: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:
+    """Equal runs of cores, the remainder left over; where there are too few, one core each, taken in turn."""
+    each = len(cores) // workers
+    if each == 0:
+        return [(cores[index % len(cores)],) for index in range(workers)]
+    return [cores[index * each : (index + 1) * each] for index in range(workers)]

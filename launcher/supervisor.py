@@ -1,0 +1,194 @@
+"""Runs child processes: started in groups of their own, restarted when they die, and gone when this process is.
+
+A child is asked to stop with SIGTERM, given `STOP_GRACE_S`, then killed. Should this process itself be killed, the
+kernel kills the children (`PR_SET_PDEATHSIG`), so there are no orphans.
+"""
+
+import asyncio
+import ctypes
+import os
+import random
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.childlog import ChildLog
+from launcher.restart import RestartPolicy
+from proto.errors import CrossdockError
+from runtime import clock
+
+STOP_GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class RoleFailed(CrossdockError):
+    """A role could not be kept running; `str()` ends with its last lines of output."""
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    name: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    cores: tuple[int, ...] = ()
+    """Cores to start on, inherited by its threads; empty: as this process."""
+
+
+@dataclass
+class Child:
+    """One role and its current incarnation, if any."""
+
+    spec: ProcessSpec
+    log: ChildLog
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    pid: int = 0
+    """0 while it is not running."""
+    restarts: int = 0
+
+
+class Supervisor:
+    """Keeps children running until `close`. `say(level, name, text)` is told of every death and restart."""
+
+    def __init__(self, *, log_dir: Path, say: Callable[[str, str, str], None], verbose: bool = False) -> None:
+        self.children: dict[str, Child] = {}
+        self.started_up = False
+        """Set by the owner once all has been ready: from then on a failing child gets more patience."""
+        self._log_dir = log_dir
+        self._say = say
+        self._verbose = verbose
+        self._closing = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self, spec: ProcessSpec) -> None:
+        def show(level: str, text: str) -> None:
+            # While all are stopped each sees the others go, and says so: that is for the log files alone.
+            if self._verbose or not self._closing:
+                self._say(level, spec.name, text)
+
+        log = ChildLog(spec.name, self._log_dir / f"{spec.name}.log", verbose=self._verbose, show=show)
+        child = self.children[spec.name] = Child(spec, log)
+        task = asyncio.get_running_loop().create_task(self._keep_running(child))
+        task.add_done_callback(self._on_task_done)
+        self._tasks.append(task)
+
+    async def wait_failed(self) -> None:
+        """Returns never; raises `RoleFailed` once a child has been given up."""
+        await asyncio.shield(self._failed)
+
+    async def close(self) -> None:
+        """Stop all children; bounded."""
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._failed.done():
+            self._failed.exception()
+        else:
+            self._failed.cancel()
+        for child in self.children.values():
+            child.log.close()
+
+    async def _keep_running(self, child: Child) -> None:
+        try:
+            while True:
+                started_at = clock.now()
+                exit_code = await self._run_once(child)
+                delay_s = child.policy.on_exit(
+                    lived_s=clock.now() - started_at,
+                    exit_code=exit_code,
+                    started_up=self.started_up,
+                    uniform=random.random(),
+                )
+                how = _how_it_ended(exit_code)
+                if delay_s is None:
+                    raise RoleFailed(_with_tail(f"{child.spec.name} {how} and is given up", child.log))
+                self._say("warning", child.spec.name, f"{how}; starting it again in {delay_s:.1f} s")
+                await asyncio.sleep(delay_s)
+                child.restarts += 1
+        except OSError as error:
+            raise RoleFailed(f"cannot start {child.spec.name}: {error}") from error
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """A role given up, or a bug of ours, ends `wait_failed`."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _run_once(self, child: Child) -> int:
+        """One incarnation, from start to its last byte of output. On cancellation it is stopped first."""
+        parent = os.getpid()
+        process = await asyncio.create_subprocess_exec(
+            *child.spec.arguments,
+            env=dict(child.spec.environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            preexec_fn=lambda: _before_exec(parent, child.spec.cores),
+        )
+        child.pid = process.pid
+        assert process.stdout is not None
+        try:
+            while data := await process.stdout.read(1 << 16):
+                child.log.feed(data)
+            return await process.wait()
+        finally:
+            await asyncio.shield(_stop(process, child.log))
+            child.pid = 0
+
+
+def _before_exec(parent: int, cores: tuple[int, ...]) -> None:
+    """In the child, before it becomes another program: be killed when the parent dies, and take up the cores. A process
+    group of its own keeps Ctrl-C from it: the parent stops its children in its own order."""
+    os.setpgid(0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+async def _stop(process: asyncio.subprocess.Process, log: ChildLog) -> None:
+    """SIGTERM, a bounded wait, SIGKILL to the whole group; returns when the process is reaped."""
+    if process.returncode is not None:
+        return
+    _signal(process, signal.SIGTERM)
+    try:
+        await asyncio.wait_for(_drain(process, log), STOP_GRACE_S)
+    except TimeoutError:
+        _signal(process, signal.SIGKILL)
+        await process.wait()
+
+
+async def _drain(process: asyncio.subprocess.Process, log: ChildLog) -> None:
+    assert process.stdout is not None
+    while data := await process.stdout.read(1 << 16):
+        log.feed(data)
+    await process.wait()
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    try:
+        if number is signal.SIGKILL:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+    except ProcessLookupError:
+        pass  # it went by itself
+
+
+def _how_it_ended(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with status {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_code}"
+
+
+def _with_tail(message: str, log: ChildLog) -> str:
+    if not log.tail:
+        return f"{message}; it wrote nothing"
+    lines = "\n".join(f"    {line}" for line in list(log.tail)[-12:])
+    return f"{message}. Its last lines (all of them in {log.path}):\n{lines}"

@@ -1,0 +1,56 @@
+# Sourced by the scripts here. `prepare EXTRA` makes .venv in the repository's root and installs crossdock into it with the
+# exact versions of constraints.txt; when nothing has changed since, it does nothing. It leaves the shell in the root.
+
+say() { printf '%s\n' "$*" >&2; }
+
+find_python() {
+    for candidate in "${CROSSDOCK_PYTHON:-}" python3 python3.14 python3.13 python3.12 python3.11; do
+        [ -n "$candidate" ] || continue
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            printf '%s\n' "$candidate"
+            return 0
+        fi
+    done
+    say "crossdock needs Python 3.11 or later with its venv module; python3 here is $(python3 --version 2>&1 || true)."
+    say "Install one (on Debian and Ubuntu: apt install python3-venv), or name one in CROSSDOCK_PYTHON."
+    return 1
+}
+
+wanted_stamp() { printf '%s %s\n' "$PWD" "$(cat pyproject.toml constraints.txt | cksum)"; }
+
+is_ready() { # EXTRA; an environment with the tests' tools serves as well
+    [ -x .venv/bin/python ] || return 1
+    for name in "$1" test; do
+        [ -f ".venv/ready-$name" ] && [ "$(cat ".venv/ready-$name")" = "$(wanted_stamp)" ] && return 0
+    done
+    return 1
+}
+
+install() { # EXTRA
+    if ! .venv/bin/python -c 'import pip' 2>/dev/null || [ "$(cat .venv/made-in 2>/dev/null)" != "$PWD" ]; then
+        python=$(find_python)
+        say "Making .venv with $("$python" --version 2>&1)"
+        "$python" -m venv --clear .venv
+        printf '%s\n' "$PWD" > .venv/made-in
+    fi
+    rm -f .venv/ready-*
+    say "Installing crossdock and what it needs into .venv (once; a minute or more)"
+    target=.
+    [ "$1" = serve ] || target=".[$1]"
+    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e "$target" >&2
+    wanted_stamp > ".venv/ready-$1"
+}
+
+prepare() { # EXTRA: serve or test
+    cd "$(dirname "$0")/.."
+    is_ready "$1" && return 0
+    if command -v flock >/dev/null 2>&1; then
+        # Two scripts started at once must not install into each other's work.
+        exec 9> .venv.lock
+        flock 9
+        is_ready "$1" || install "$1"
+        exec 9>&-
+    else
+        install "$1"
+    fi
+}

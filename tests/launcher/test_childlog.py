@@ -1,0 +1,59 @@
+"""Children's output: whole in the file, warnings shown, cut anywhere and bounded."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher import childlog
+from launcher.childlog import ChildLog, readable
+
+RECORDS = [
+    {"event": "loading", "level": "info", "process": "decode-0", "timestamp": "t"},
+    {"event": "slow", "level": "warning", "request_id": "r-1", "step_ms": 7},
+    {"event": "broken", "level": "error", "exception": "Traceback\nValueError: ä"},
+]
+TEXT = "".join(json.dumps(record) + "\n" for record in RECORDS).encode() + b"a line of a library\n"
+
+
+def _log(path: Path, verbose: bool = False) -> tuple[ChildLog, list[str]]:
+    shown: list[str] = []
+    return ChildLog("decode-0", path, verbose=verbose, show=lambda level, text: shown.append(f"{level}: {text}")), shown
+
+
+@given(st.lists(st.integers(0, len(TEXT)), max_size=20))
+def test_cuts_between_reads_change_nothing(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
+    log, shown = _log(tmp_path_factory.mktemp("log") / "decode-0.log")
+    edges = [0, *sorted(cuts), len(TEXT)]
+    for start, end in itertools.pairwise(edges):
+        log.feed(TEXT[start:end])
+    log.close()
+    assert shown == ["warning: slow request_id=r-1 step_ms=7", "error: broken\nTraceback\nValueError: ä"]
+    assert log.path.read_bytes() == TEXT
+    assert log.tail[-1] == "a line of a library"
+    assert log.last_event == "broken"
+
+
+def test_verbose_shows_all_of_it(tmp_path: Path) -> None:
+    log, shown = _log(tmp_path / "decode-0.log", verbose=True)
+    log.feed(TEXT)
+    log.close()
+    assert len(shown) == 4
+
+
+def test_endless_lines_and_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(childlog, "FILE_BYTES_MAX", 300_000)
+    log, _ = _log(tmp_path / "decode-0.log")
+    for _ in range(100):
+        log.feed(b"x" * 20_000)
+    log.close()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * 300_000
+    assert len(log.tail) <= childlog.TAIL_LINES
+
+
+@pytest.mark.parametrize("line", ["", "[1]", "{", '{"level": "error"}', "null", "12"])
+def test_lines_that_are_no_records_are_shown_as_they_are(line: str) -> None:
+    assert readable(line) == ("", line)

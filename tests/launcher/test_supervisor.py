@@ -1,0 +1,173 @@
+"""Real child processes: restarted, given up with their last words, stopped in bounded time, and never left behind."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from launcher import supervisor as supervisors
+from launcher.process import child_environment
+from launcher.supervisor import ProcessSpec, RoleFailed, Supervisor
+
+Say = Callable[[str, str, str], None]
+
+
+def _spec(code: str, name: str = "role", cores: tuple[int, ...] = ()) -> ProcessSpec:
+    return ProcessSpec(name, (sys.executable, "-c", code), child_environment(1), cores)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+class _Heard:
+    """What the supervisor said, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._news = asyncio.Event()
+
+    def __call__(self, level: str, name: str, text: str) -> None:
+        self.lines.append(f"{level} {name} {text}")
+        self._news.set()
+
+    async def wait_for(self, part: str) -> str:
+        async with asyncio.timeout(30):
+            while not (found := [line for line in self.lines if part in line]):
+                self._news.clear()
+                await self._news.wait()
+        return found[0]
+
+
+LOUD = 'print(\'{"event": "here", "level": "warning", "pid": %d}\' % __import__("os").getpid(), flush=True)'
+WAIT = "__import__('signal').pause()"
+
+
+def test_a_killed_role_is_started_again_and_said_so(tmp_path: Path) -> None:
+    async def scene() -> None:
+        heard = _Heard()
+        supervisor = Supervisor(log_dir=tmp_path, say=heard)
+        supervisor.started_up = True
+        supervisor.start(_spec(f"{LOUD}; {WAIT}"))
+        try:
+            await heard.wait_for("here")
+            first = supervisor.children["role"].pid
+            heard.lines.clear()
+            os.kill(first, signal.SIGKILL)
+            assert "starting it again" in await heard.wait_for("was killed by SIGKILL")
+            await heard.wait_for("here")
+            assert supervisor.children["role"].pid not in (0, first)
+            assert supervisor.children["role"].restarts == 1
+        finally:
+            last = supervisor.children["role"].pid
+            await supervisor.close()
+        assert _gone(last)
+
+    uvloop.run(scene())
+
+
+def test_a_role_that_keeps_failing_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+    async def scene() -> None:
+        supervisor = Supervisor(log_dir=tmp_path, say=lambda level, name, text: None)
+        supervisor.start(_spec("raise SystemExit('no such model')"))
+        try:
+            with pytest.raises(RoleFailed, match=r"role ended with status 1 and is given up(.|\n)*no such model"):
+                await asyncio.wait_for(supervisor.wait_failed(), 30)
+        finally:
+            await supervisor.close()
+
+    uvloop.run(scene())
+    assert (tmp_path / "role.log").read_text().count("no such model") == 2
+
+
+def test_a_program_that_is_not_there_is_a_failure_not_a_hang(tmp_path: Path) -> None:
+    async def scene() -> None:
+        supervisor = Supervisor(log_dir=tmp_path, say=lambda level, name, text: None)
+        supervisor.start(ProcessSpec("role", ("/does/not/exist",), {}))
+        try:
+            with pytest.raises(RoleFailed, match="cannot start role"):
+                await asyncio.wait_for(supervisor.wait_failed(), 30)
+        finally:
+            await supervisor.close()
+
+    uvloop.run(scene())
+
+
+def test_a_role_deaf_to_sigterm_is_killed_after_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisors, "STOP_GRACE_S", 0.2)
+
+    async def scene() -> int:
+        heard = _Heard()
+        supervisor = Supervisor(log_dir=tmp_path, say=heard)
+        supervisor.start(_spec(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {LOUD}\nwhile 1: {WAIT}"))
+        await heard.wait_for("here")
+        pid = supervisor.children["role"].pid
+        await supervisor.close()
+        return pid
+
+    assert _gone(uvloop.run(scene()))
+
+
+def test_children_start_on_their_cores_with_their_threads(tmp_path: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    code = (
+        "import json, os; print(json.dumps({'event': 'placed', 'level': 'error',"
+        " 'cores': sorted(os.sched_getaffinity(0)), 'omp': os.environ['OMP_NUM_THREADS']}), flush=True); " + WAIT
+    )
+
+    async def scene() -> str:
+        heard = _Heard()
+        supervisor = Supervisor(log_dir=tmp_path, say=heard)
+        supervisor.start(_spec(code, cores=(core,)))
+        try:
+            return await heard.wait_for("placed")
+        finally:
+            await supervisor.close()
+
+    assert uvloop.run(scene()) == f"error role placed cores=[{core}] omp=1"
+
+
+ORPHAN_SCENE = """
+import pathlib, sys, uvloop
+from launcher.process import child_environment
+from launcher.supervisor import ProcessSpec, Supervisor
+
+async def scene():
+    supervisor = Supervisor(log_dir=pathlib.Path(sys.argv[1]), say=lambda level, name, text: print(text, flush=True))
+    code = 'import os, signal; print(\\'{"event": "%d", "level": "error"}\\' % os.getpid(), flush=True); signal.pause()'
+    supervisor.start(ProcessSpec("role", (sys.executable, "-c", code), child_environment(1)))
+    await supervisor.wait_failed()
+
+uvloop.run(scene())
+"""
+
+
+def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHAN_SCENE, str(tmp_path)], stdout=subprocess.PIPE, env=child_environment(1), text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        child = int(launcher.stdout.readline())
+        watch = os.pidfd_open(child)
+        launcher.kill()
+        try:
+            _wait_until_dead(watch)
+        finally:
+            os.close(watch)
+
+
+def _wait_until_dead(pidfd: int) -> None:
+    """A pidfd becomes readable when its process has ended, whoever its parent is by then."""
+    readable, _, _ = select.select([pidfd], [], [], 30.0)
+    assert readable, "the child outlived its launcher"

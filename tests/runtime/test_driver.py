@@ -1,0 +1,78 @@
+"""The process driver: a bug ends the process, a signal ends it in order."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from runtime.driver import BUG_EXIT, CoreDriver
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(body: str) -> "subprocess.Popen[str]":
+    script = "import asyncio\nfrom runtime.driver import run_process, watched\n" + textwrap.dedent(body)
+    return subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize("how", ["watched(boom())", "asyncio.get_running_loop().call_soon(lambda: 1 / 0)"])
+def test_a_bug_in_a_task_or_a_callback_ends_the_process(how: str) -> None:
+    process = start(f"""
+        async def boom():
+            1 / 0
+        async def main(stop):
+            {how}
+            await asyncio.wait_for(stop.wait(), 20)
+            return 0
+        raise SystemExit(run_process(main))
+    """)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == BUG_EXIT and "ZeroDivisionError" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_stop_in_order(number: signal.Signals) -> None:
+    process = start("""
+        async def main(stop):
+            print("up", flush=True)
+            await asyncio.wait_for(stop.wait(), 20)
+            print("down", flush=True)
+            return 3
+        raise SystemExit(run_process(main))
+    """)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (3, "down\n")
+
+
+class Echo:
+    """A core that answers event n with n - 1, down to 0."""
+
+    def handle(self, event: int, now: float) -> list[int]:
+        return [event - 1] if event > 0 else []
+
+    def next_deadline(self) -> float | None:
+        return None
+
+
+def test_events_posted_while_performing_wait_for_their_turn() -> None:
+    seen: list[int] = []
+
+    def perform(action: int) -> None:
+        seen.append(action)
+        driver.post(action)
+
+    async def body() -> None:
+        driver.post(3)
+
+    import asyncio
+
+    driver: CoreDriver[int, int] = CoreDriver(Echo(), perform=perform, tick=0)
+    asyncio.run(body())
+    assert seen == [2, 1, 0]

@@ -1,0 +1,211 @@
+"""The rules of the house, checked on the source: who may import whom, what pure modules may not touch, what is banned
+everywhere, and how large files and functions may grow. ARCHITECTURE.md has the table in words.
+
+Each check is a function of (path, source), tried on a planted violation as well, so that it is known to see something.
+"""
+
+import ast
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LINES_MAX = 400
+FUNCTION_LINES_MAX = 60
+
+EVERYTHING = frozenset(
+    "proto runtime kvtransfer engine coordinator gateway prefill_worker decode_worker launcher".split()
+)
+MAY_IMPORT = {
+    "proto": frozenset[str](),
+    "kvtransfer": frozenset({"proto"}),
+    "engine": frozenset({"proto"}),
+    "runtime": frozenset({"proto"}),
+    "coordinator": frozenset({"proto", "runtime"}),
+    "gateway": frozenset({"proto", "runtime"}),
+    "prefill_worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
+    "decode_worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
+    "launcher": EVERYTHING,
+}
+
+PURE = (
+    "proto/*.py",
+    "coordinator/core*.py",
+    "coordinator/events.py",
+    "coordinator/invariants.py",
+    "coordinator/lifecycle.py",
+    "coordinator/placement.py",
+    "coordinator/pool.py",
+    "coordinator/queue.py",
+    "coordinator/report.py",
+    "coordinator/request.py",
+    "coordinator/steps.py",
+    "kvtransfer/layout.py",
+    "kvtransfer/*session.py",
+    "engine/blocks.py",
+    "engine/finish.py",
+    "engine/sequence.py",
+    "gateway/stream_state.py",
+    "gateway/stream_types.py",
+    "gateway/streams.py",
+    "decode_worker/batch.py",
+    "prefill_worker/prompts.py",
+    "launcher/plan.py",
+    "launcher/restart.py",
+)
+"""Files that decide. Each pattern must match a file."""
+IMPURE_MODULES = frozenset(
+    "asyncio zmq torch time random secrets threading multiprocessing socket subprocess structlog logging uvloop httpx".split()
+)
+BANNED_MODULES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"})
+BANNED_CALLS = re.compile(r"^(torch\.(load|save)|.*\.(send_pyobj|recv_pyobj|\w+_object_list)|time\.sleep|eval|exec)$")
+
+Check = Callable[[str, str], list[str]]
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, "." * node.level + (node.module or "")
+
+
+def check_import_table(path: str, source: str) -> list[str]:
+    package = PurePosixPath(path).parts[0]
+    allowed = MAY_IMPORT[package] | {package}
+    found = []
+    for line, name in _imports(ast.parse(source)):
+        top = name.split(".")[0]
+        if name.startswith("."):
+            found.append(f"{path}:{line}: relative import; write the package's name")
+        elif top in EVERYTHING and top not in allowed:
+            found.append(f"{path}:{line}: {package} may not import {top}")
+        elif top == "tests":
+            found.append(f"{path}:{line}: {package} may not import tests")
+    return found
+
+
+def check_pure(path: str, source: str) -> list[str]:
+    if not any(PurePosixPath(path).match(pattern) for pattern in PURE):
+        return []
+    found = [
+        f"{path}:{line}: a pure module may not import {name}"
+        for line, name in _imports(ast.parse(source))
+        if name.split(".")[0] in IMPURE_MODULES
+    ]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.AsyncFunctionDef | ast.Await):
+            found.append(f"{path}:{node.lineno}: a pure module may not await")
+    return found
+
+
+def check_bans(path: str, source: str) -> list[str]:
+    tree = ast.parse(source)
+    found = [
+        f"{path}:{line}: {name} is banned"
+        for line, name in _imports(tree)
+        if name.split(".")[0] in BANNED_MODULES
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            found.append(f"{path}:{node.lineno}: bare except")
+        if isinstance(node, ast.Call) and BANNED_CALLS.match(name := ast.unparse(node.func)):
+            found.append(f"{path}:{node.lineno}: {name} is banned")
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "torch"):
+            wrong = {alias.name for alias in node.names} & {"sleep", "load", "save"}
+            found += [f"{path}:{node.lineno}: {node.module}.{name} is banned" for name in sorted(wrong)]
+    return found
+
+
+def check_sizes(path: str, source: str) -> list[str]:
+    lines = source.count("\n")
+    found = [f"{path}: {lines} lines; at most {LINES_MAX}"] if lines > LINES_MAX else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES_MAX:
+                found.append(f"{path}:{node.lineno}: {node.name} has {length} lines; at most {FUNCTION_LINES_MAX}")
+    return found
+
+
+CHECKS: tuple[Check, ...] = (check_import_table, check_pure, check_bans, check_sizes)
+
+
+def _sources() -> list[tuple[str, str]]:
+    return [
+        (path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        for package in sorted(EVERYTHING)
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_source_keeps_the_rules(check: Check) -> None:
+    problems = [problem for path, source in _sources() for problem in check(path, source)]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+PLANTED = [
+    (check_import_table, "proto/x.py", "import runtime.link", "proto may not import runtime"),
+    (check_import_table, "engine/x.py", "def f():\n    from kvtransfer.layout import X", "engine may not import kvtransfer"),
+    (check_import_table, "coordinator/x.py", "from gateway import api", "coordinator may not import gateway"),
+    (check_import_table, "gateway/x.py", "import engine.blocks as b", "gateway may not import engine"),
+    (check_import_table, "prefill_worker/x.py", "import decode_worker", "prefill_worker may not import decode_worker"),
+    (check_import_table, "runtime/x.py", "import launcher", "runtime may not import launcher"),
+    (check_import_table, "gateway/x.py", "from . import api", "relative import"),
+    (check_pure, "coordinator/core.py", "import asyncio", "may not import asyncio"),
+    (check_pure, "proto/codec.py", "from time import monotonic", "may not import time"),
+    (check_pure, "kvtransfer/sender_session.py", "def f():\n    import torch.nn", "may not import torch"),
+    (check_pure, "decode_worker/batch.py", "async def f(): ...", "may not await"),
+    (check_bans, "engine/x.py", "import pickle", "pickle is banned"),
+    (check_bans, "engine/x.py", "import torch\ntorch.load('x')", "torch.load is banned"),
+    (check_bans, "engine/x.py", "from torch import load", "torch.load is banned"),
+    (check_bans, "runtime/x.py", "def f(s): s.send_pyobj(1)", "send_pyobj is banned"),
+    (check_bans, "kvtransfer/x.py", "dist.broadcast_object_list([])", "broadcast_object_list is banned"),
+    (check_bans, "gateway/x.py", "import time\ntime.sleep(1)", "time.sleep is banned"),
+    (check_bans, "gateway/x.py", "try: pass\nexcept: pass", "bare except"),
+    (check_sizes, "gateway/x.py", "\n" * (LINES_MAX + 1), "401 lines"),
+    (check_sizes, "gateway/x.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES_MAX, "f has 61 lines"),
+]
+
+
+@pytest.mark.parametrize(("check", "path", "source", "expected"), PLANTED)
+def test_a_planted_violation_is_seen(check: Check, path: str, source: str, expected: str) -> None:
+    assert [problem for problem in check(path, source) if expected in problem]
+
+
+@pytest.mark.parametrize("pattern", PURE)
+def test_every_pure_pattern_names_a_file(pattern: str) -> None:
+    assert list(ROOT.glob(pattern)), f"{pattern} matches nothing: the file was renamed, and is no longer checked"
+
+
+def test_checks_are_quiet_on_innocent_source() -> None:
+    source = "import os\nfrom proto.messages import Submit\n\ndef f() -> None:\n    os.getpid()\n"
+    assert [problem for check in CHECKS for problem in check("gateway/streams.py", source)] == []
+
+
+def test_every_folder_of_code_is_in_the_table_and_the_package() -> None:
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        config = tomllib.load(file)
+    assert folders == EVERYTHING == set(config["tool"]["setuptools"]["packages"]) == set(config["tool"]["mypy"]["packages"])
+    assert config["tool"]["mypy"]["strict"] is True
+    assert config["tool"]["ruff"]["line-length"] == 120
+
+
+def test_constraints_pin_every_requirement_exactly() -> None:
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    )
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    names = {name.lower().replace("_", "-") for name in pins}
+    for requirement in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
+        assert re.split(r"[<>=!~ \[]", requirement)[0].lower() in names, requirement

@@ -1,0 +1,16 @@
+"""`python -m gateway`: this role alone, for unit files and launchers."""
+
+import sys
+
+from runtime.options import run_role
+from runtime.settings import GatewaySettings
+
+
+def _run(settings: GatewaySettings) -> int:
+    from gateway.main import run  # here, so that --help and a wrong option answer at once
+
+    return run(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(run_role("gateway", GatewaySettings, _run))

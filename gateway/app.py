@@ -1,0 +1,84 @@
+"""The HTTP application: routes, keys, and one shape for every error."""
+
+import hmac
+from collections.abc import Sequence
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway import routes_generate, routes_info
+from gateway.context import Gateway
+from gateway.errors import ApiError
+
+_GUARDED = "/v1"
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    app = FastAPI(title="crossdock", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.gateway = gateway
+    app.include_router(routes_info.router)
+    app.include_router(routes_generate.router)
+    app.add_middleware(KeyGuard, keys=gateway.api_keys)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)
+    return app
+
+
+class KeyGuard:
+    """Lets requests below /v1 pass only with one of the keys, where there are any."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[bytes]) -> None:
+        self._app = app
+        self._keys = tuple(keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys and scope["path"].startswith(_GUARDED):
+            error = self._refusal(Headers(scope=scope).get("authorization", ""))
+            if error is not None:
+                await _response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, authorization: str) -> ApiError | None:
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            message = "An API key is needed: send it as 'Authorization: Bearer KEY'."
+            return ApiError(401, message, code="missing_api_key")
+        sent = key.strip().encode("latin-1", "replace")
+        # All keys are compared, and each in constant time, so that the answer's delay tells nothing.
+        matches = [hmac.compare_digest(sent, known) for known in self._keys]
+        return None if any(matches) else ApiError(401, "The API key is not valid.", code="invalid_api_key")
+
+
+def _response(error: ApiError) -> Response:
+    headers = error.headers()
+    if error.status == 408:
+        headers["Connection"] = "close"
+    # Elsewhere the rest of an unread body is left to the server, which throws it away: closing would reset the connection
+    # under a client that is still sending, and this answer would be lost.
+    return Response(error.encoded(), error.status, media_type="application/json", headers=headers)
+
+
+async def _api_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    message = {
+        404: f"There is nothing at {request.url.path[:200]}.",
+        405: f"{request.method[:20]} is not allowed at {request.url.path[:200]}.",
+    }.get(error.status_code, str(error.detail)[:300])
+    response = _response(ApiError(error.status_code, message, code=code))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _internal_error(_request: Request, _error: Exception) -> Response:
+    return _response(ApiError(500, "The gateway failed.", code="internal_error"))

@@ -1,0 +1,133 @@
+"""Tokens to text as they come, and stop strings. Pure.
+
+A token may end in the middle of a character, so text is given out only up to where later tokens cannot change it: the
+idea of the prefix window is that of Hugging Face TGI (`prefix_offset`, `read_offset`). `tokenizers`' own `DecodeStream`
+has no way to give out what it holds at the end, and raises where a decoder takes text back.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Decode = Callable[[Sequence[int]], str]
+
+_WINDOW_TOKENS_MAX = 24
+"""Decoding the window anew with each token stays cheap, and no character or word piece spans this many tokens."""
+_CONTEXT_TOKENS = 6
+"""Kept in front of new tokens, for decoders that treat the first token of a text in their own way."""
+_BROKEN = "�"
+_HELD_MAX = 3
+"""Tokens that can be waiting for the rest of their character, and replacement characters that they show as at the most.
+A byte-fallback decoder shows a whole run of bytes as broken until its last character is complete."""
+
+
+class Detokenizer:
+    """One text, token by token: all that `push` and `finish` return, joined, is the decoding of the whole."""
+
+    def __init__(self, decode: Decode, special_ids: frozenset[int]) -> None:
+        self._decode = decode
+        self._special_ids = special_ids
+        self._window: list[int] = []
+        self._given = 0
+        """Characters of the window's text already given out."""
+        self._broken_tokens = 0
+        """Since the text last ended in a whole character."""
+
+    def push(self, token: int) -> str:
+        """The text that has become certain with this token."""
+        if token in self._special_ids:
+            return ""
+        self._window.append(token)
+        text = self._decode(self._window)
+        certain = len(text.rstrip(_BROKEN))
+        self._broken_tokens = self._broken_tokens + 1 if certain < len(text) else 0
+        if self._broken_tokens > _HELD_MAX:
+            certain = max(certain, len(text) - _HELD_MAX)
+        new = text[self._given : certain]
+        self._given = max(self._given, certain)
+        if len(self._window) >= _WINDOW_TOKENS_MAX and not 1 <= self._broken_tokens <= _HELD_MAX:
+            self._shrink(text)
+        return new
+
+    def finish(self) -> str:
+        """What is left, broken characters included."""
+        return self._decode(self._window)[self._given :]
+
+    def _shrink(self, text: str) -> None:
+        """Forget the window's oldest tokens where that does not change how the rest reads: not inside a character."""
+        whole = self._given == len(text)
+        for cut in range(len(self._window) - _CONTEXT_TOKENS, len(self._window)):
+            right = self._decode(self._window[cut:])
+            if whole:
+                # Some decoders strip the first space, so the context may read shorter than it did; it is only measured.
+                fits, given = bool(right) and text.endswith(right), len(right)
+            else:
+                # A broken character, perhaps to be completed, is at the end: left and right must read as before.
+                left = self._decode(self._window[:cut])
+                fits, given = left + right == text and len(left) <= self._given, self._given - len(left)
+            if fits:
+                self._window, self._given = self._window[cut:], given
+                return
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that comes in pieces, and holds back what may be the start of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The text that is certain to come before any stop string; sets `stopped` where one is complete."""
+        assert not self.stopped
+        if not self._stops:
+            return text
+        text = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            # The one complete first, so that the answer does not depend on how the text was cut into pieces.
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)[1]]
+        held = max(self._overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that starts `stop`."""
+        for length in range(min(len(stop) - 1, len(text)), 0, -1):
+            if text.endswith(stop[:length]):
+                return length
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    text: str
+    stopped: bool
+
+
+class Assembler:
+    """One choice's text: detokenized, and cut at the first stop string."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops)
+
+    def push(self, token: int) -> TextPiece:
+        new = self._detokenizer.push(token)
+        if not new:
+            return TextPiece("", False)
+        text = self._matcher.push(new)
+        return TextPiece(text, self._matcher.stopped)
+
+    def finish(self) -> TextPiece:
+        text = self._matcher.push(self._detokenizer.finish())
+        if self._matcher.stopped:
+            return TextPiece(text, True)
+        return TextPiece(text + self._matcher.finish(), False)

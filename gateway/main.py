@@ -1,0 +1,169 @@
+"""The gateway process: links, stream keeper and HTTP server on one event loop."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import uvicorn
+
+from gateway.app import create_app
+from gateway.backend import Backend
+from gateway.body import Intake
+from gateway.context import Gateway
+from gateway.metrics import GatewayMetrics
+from gateway.prepare import Rules
+from gateway.stream_types import StreamLimits
+from gateway.tokenizer import ModelFilesError, load
+from proto import limits
+from proto.messages import Hello, Role, Welcome
+from runtime import clock, log
+from runtime.driver import cancelled, run_process
+from runtime.link import LinkClient, LinkServer, LinkSettings, Peer
+from runtime.settings import GatewaySettings
+
+_CLOSE_TIMEOUT_S = 5
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: the process has them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class GatewayProcess:
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        name = settings.name or f"gateway-{os.getpid()}"
+        self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
+        self.metrics = GatewayMetrics()
+        stream_limits = StreamLimits(link_wait_s=settings.queue_wait_ms / 1000, idle_s=settings.stream_idle_ms / 1000)
+        model = settings.served_model_id
+        self.backend = Backend(model=model, limits=stream_limits, metrics=self.metrics)
+        self.hello = Hello(
+            limits.PROTOCOL_VERSION,
+            Role.GATEWAY,
+            clock.new_epoch(),
+            name,
+            model=model,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        self.link_settings = LinkSettings(heartbeat_ms=settings.heartbeat_ms)
+        self.tokens = LinkServer(
+            bind=settings.tokens_bind,
+            hello=self.hello,
+            accept=self.backend.refusal,
+            on_up=lambda peer: self.log.info("worker connected", peer=peer.hello.name),
+            on_message=self.backend.worker_message,
+            on_down=lambda peer, reason: self.log.info("worker disconnected", peer=peer.hello.name, reason=reason),
+            settings=self.link_settings,
+        )
+
+    async def run(self, stop: asyncio.Event) -> int:
+        settings = self.settings
+        try:
+            listener = _listen(settings.host, settings.port)
+        except OSError as error:
+            self.log.error(
+                "cannot start", error=f"--host, --port: cannot listen on {settings.host}:{settings.port}: {error}"
+            )
+            return 1
+        with listener:
+            loading = asyncio.get_running_loop().run_in_executor(None, load, settings.model)
+            try:
+                address = await self.tokens.start()
+                tokenizer = await loading
+            except (OSError, ModelFilesError) as error:
+                self.log.error("cannot start", error=str(error))
+                await self.tokens.close()
+                return 1
+            coordinator = self._coordinator(settings.advertise or address)
+            await coordinator.start()
+            gateway = Gateway(
+                tokenizer=tokenizer,
+                backend=self.backend,
+                metrics=self.metrics,
+                intake=Intake(body_bytes_max=settings.body_bytes_max),
+                rules=Rules(settings.served_model_id, settings.default_max_tokens),
+                api_keys=tuple(key.encode() for key in settings.api_keys),
+            )
+            ends = (self.tokens, coordinator)
+            self.metrics.protocol_errors.set_function(lambda: sum(end.counters.protocol_errors for end in ends))
+            try:
+                await self._serve(gateway, listener, stop)
+            finally:
+                await coordinator.close()
+                await self.tokens.close()
+                self.backend.close()
+                gateway.threads.shutdown(wait=False, cancel_futures=True)
+        return 0
+
+    def _coordinator(self, address: str) -> LinkClient:
+        def up(peer: Peer, welcome: Welcome) -> None:
+            self.log.info("coordinator connected", address=self.settings.coordinator)
+            self.backend.coordinator_up(peer, welcome.epoch)
+
+        return LinkClient(
+            address=self.settings.coordinator,
+            hello=msgspec.structs.replace(self.hello, address=address),
+            on_up=up,
+            on_message=self.backend.coordinator_message,
+            on_down=self.backend.coordinator_down,
+            settings=self.link_settings,
+        )
+
+    async def _serve(self, gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> None:
+        """Serve HTTP until told to stop; then end every stream with an error event and wait for the last bytes."""
+        config = uvicorn.Config(
+            create_app(gateway),
+            http="httptools",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        )
+        server = _Server(config)
+        serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+        stopping = asyncio.get_running_loop().create_task(_wait(stop))
+        host, port = listener.getsockname()[:2]
+        self.log.info(
+            "serving", url=f"http://{f'[{host}]' if ':' in host else host}:{port}", model=gateway.rules.model_id
+        )
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        self.log.info("stopping", streams=len(self.backend.keeper.streams))
+        self.backend.drain()
+        server.should_exit = True
+        await serving
+        await cancelled(stopping)
+
+
+async def _wait(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; bound early, so that a taken port is told at once. Raises OSError."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+        0
+    ]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code."""
+    return run_process(lambda stop: GatewayProcess(settings).run(stop))

@@ -1,0 +1,47 @@
+"""Prometheus metrics of one gateway, in a registry of their own."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+_ITL_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
+
+
+class GatewayMetrics:
+    """Names start with `crossdock_gateway_`; times are in seconds."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        prefix, registry = "crossdock_gateway_", self.registry
+        self.requests = Counter(
+            prefix + "requests",
+            "Generation requests by endpoint and outcome.",
+            ["endpoint", "outcome"],
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            prefix + "time_to_first_token_seconds",
+            "From submission to a prompt's first token.",
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        self.itl = Histogram(
+            prefix + "inter_token_latency_seconds",
+            "Between two deliveries of one choice.",
+            buckets=_ITL_S,
+            registry=registry,
+        )
+        self.active_streams = Gauge(prefix + "active_streams", "Prompts being answered.", registry=registry)
+        self.prompt_tokens = Counter(prefix + "prompt_tokens", "Prompt tokens submitted.", registry=registry)
+        self.output_tokens = Counter(prefix + "output_tokens", "Tokens delivered.", registry=registry)
+        self.noticed = Counter(
+            prefix + "stream_events", "Resumes, and tokens that were dropped, by kind.", ["kind"], registry=registry
+        )
+        self.coordinator_up = Gauge(
+            prefix + "coordinator_up", "1 while the coordinator's link is up.", registry=registry
+        )
+        self.protocol_errors = Gauge(
+            prefix + "protocol_errors", "Frames at the links that were no valid messages.", registry=registry
+        )
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

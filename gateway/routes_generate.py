@@ -1,0 +1,136 @@
+"""POST /v1/completions and /v1/chat/completions."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.answers import Answer, ChatAnswer, CompletionAnswer
+from gateway.api_types import ChatRequest, CompletionRequest, GenerationRequest, validate
+from gateway.backend import ClientLeft, Subscription
+from gateway.body import parse_json
+from gateway.context import Gateway, gateway_of
+from gateway.errors import ApiError
+from gateway.prepare import Prepared, Rules, prepare_chat, prepare_completion
+from gateway.responses import EventStream, Exchange
+from gateway.stream_types import StreamSpec
+from gateway.tokenizer import ModelTokenizer
+from runtime import clock
+from runtime.driver import cancelled
+
+router = APIRouter()
+R = TypeVar("R", bound=GenerationRequest)
+Prepare = Callable[[R, ModelTokenizer, Rules], Prepared]
+CLIENT_LEFT = 499
+"""For the access log only: nobody reads this response."""
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    return await _generate(request, "completions", CompletionRequest, prepare_completion, CompletionAnswer, "cmpl")
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    return await _generate(request, "chat", ChatRequest, prepare_chat, ChatAnswer, "chatcmpl")
+
+
+async def _generate(
+    request: Request, endpoint: str, cls: type[R], prepare: Prepare[R], answer_cls: type, prefix: str
+) -> Response:
+    gateway = gateway_of(request)
+    answer_id = f"{prefix}-{secrets.token_hex(12)}"
+    count = gateway.metrics.requests.labels
+    try:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(gateway.intake.place())
+            async with gateway.intake.body(request) as body:
+                wish = validate(cls, parse_json(body))
+                loop = asyncio.get_running_loop()
+                prepared = await loop.run_in_executor(
+                    gateway.threads, partial(prepare, wish, gateway.tokenizer, gateway.rules)
+                )
+                del wish, body
+            answer: Answer = answer_cls(
+                prepared,
+                gateway.tokenizer,
+                answer_id=answer_id,
+                created=int(clock.unix_time()),
+                model=gateway.rules.model_id,
+            )
+            exchange = _submit(gateway, prepared, answer, answer_id)
+            await stack.enter_async_context(_watched(request.receive, exchange.subscription))
+            headers = {"X-Request-Id": answer_id}
+            if not prepared.stream:
+                content = await exchange.whole()
+                count(endpoint, "ok").inc()
+                return Response(content, media_type="application/json", headers=headers)
+            begun = await exchange.beginning()
+            stream = EventStream(exchange, begun, include_usage=prepared.include_usage, headers=headers)
+            # From here on the response owns the exchange, its watcher and its place.
+            return _Owning(stream, stack.pop_all(), lambda: count(endpoint, stream.outcome).inc())
+    except ApiError as error:
+        count(endpoint, error.code).inc()
+        raise
+    except ClientLeft:
+        count(endpoint, "disconnected").inc()
+        return Response(status_code=CLIENT_LEFT)
+
+
+def _submit(gateway: Gateway, prepared: Prepared, answer: Answer, answer_id: str) -> Exchange:
+    several = len(prepared.prompts) > 1
+    specs = [
+        StreamSpec(
+            stream_id=f"{answer_id}.p{number}" if several else answer_id,
+            model=gateway.rules.model_id,
+            prompt=prompt,
+            sampling=prepared.sampling,
+            choices=prepared.choices,
+            make_text=gateway.tokenizer.text_sink(prepared.stops),
+        )
+        for number, prompt in enumerate(prepared.prompts)
+    ]
+    return Exchange(gateway.backend.open(specs), [spec.stream_id for spec in specs], answer, prepared.choices)
+
+
+@asynccontextmanager
+async def _watched(receive: Receive, subscription: Subscription) -> AsyncIterator[None]:
+    """Ends the subscription's streams as soon as the client disconnects, and in any case on leaving."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        subscription.leave()
+
+    watcher = asyncio.get_running_loop().create_task(watch())
+    try:
+        yield
+    finally:
+        subscription.close()
+        with contextlib.suppress(OSError):
+            await cancelled(watcher)
+
+
+class _Owning(Response):
+    """A response which gives back what its request held once it has been sent, or could not be."""
+
+    def __init__(self, stream: EventStream, held: AsyncExitStack, ended: Callable[[], None]) -> None:
+        super().__init__()
+        self.stream = stream
+        self.held = held
+        self.ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with self.held:
+                with contextlib.suppress(ClientLeft):
+                    await self.stream(scope, receive, send)
+        finally:
+            self.ended()

@@ -1,0 +1,99 @@
+"""What the keeper remembers of a live answer. Pure data."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from zlib import crc32
+
+from gateway.stream_types import StreamSpec, TextSink
+from proto.codec import pack_tokens
+from proto.messages import Submit
+
+
+class Phase(Enum):
+    PENDING = "pending"
+    """To be sent, once its time has come and the link is up."""
+    SENT = "sent"
+    RUNNING = "running"
+    """Accepted, or tokens have come."""
+
+
+@dataclass(eq=False)
+class Choice:
+    index: int
+    sink: TextSink
+    tokens: list[int] = field(default_factory=list)
+    done: bool = False
+
+
+@dataclass(eq=False)
+class Submission:
+    """What the coordinator knows by one request id: all choices of a stream, or one that is resumed by itself."""
+
+    stream: "Stream"
+    request_id: str
+    choices: list[Choice]
+    attempt: int = 1
+    phase: Phase = Phase.PENDING
+    sent: bool = False
+    resuming: bool = False
+    """The next send is a new attempt. Until then late tokens of the old one are still good."""
+    not_before: float = 0.0
+    wait_until: float | None = None
+    """A first attempt that met a closed link waits until then."""
+    interrupted_at: float = 0.0
+    got_tokens: bool = False
+    """In this attempt."""
+    stall_at: float | None = None
+    ended_early: bool = False
+    """Some choice ended here while its worker, or the coordinator, believes that it goes on."""
+
+    @property
+    def first_attempt(self) -> bool:
+        return self.attempt == 1 and not self.resuming
+
+    @property
+    def has_begun(self) -> bool:
+        return any(choice.tokens for choice in self.choices)
+
+    def waits_in_vain(self, now: float) -> bool:
+        return self.first_attempt and self.wait_until is not None and now >= self.wait_until
+
+    def to_submit(self) -> tuple[Submit, bytes]:
+        """The message for the current attempt: prompt and tokens already sent, which only one choice can have."""
+        spec = self.stream.spec
+        sent = self.choices[0].tokens if len(self.choices) == 1 else []
+        assert len(self.choices) == 1 or not self.has_begun
+        submit = Submit(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            model=spec.model,
+            prompt_tokens=len(spec.prompt) + len(sent),
+            sampling=spec.sampling,
+            choices=len(self.choices),
+            first_choice=self.choices[0].index,
+            resumed_tokens=len(sent),
+            tenant=spec.tenant,
+        )
+        return submit, pack_tokens((*spec.prompt, *sent))
+
+    def jitter(self) -> float:
+        """0.5 to 1.5, the same for the same attempt: spread without randomness, which a pure core has none of."""
+        return 0.5 + (crc32(f"{self.request_id}/{self.attempt}".encode()) % 1000) / 1000
+
+
+@dataclass(eq=False)
+class Stream:
+    """One prompt's answer, over all its choices and attempts."""
+
+    spec: StreamSpec
+    progress_at: float
+    """When it was opened or last got a token."""
+    choices: list[Choice] = field(default_factory=list)
+    submissions: list[Submission] = field(default_factory=list)
+    admitted: bool = False
+    scheduled_at: float | None = None
+    """Of its entry in the keeper's heap."""
+
+    @property
+    def id(self) -> str:
+        return self.spec.stream_id

@@ -1,0 +1,179 @@
+"""What goes into the stream keeper, what comes out, and its options. Times are monotonic seconds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit, Tokens
+from proto.sampling import Sampling, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class StreamLimits:
+    """Bounds of the keeper. `GatewaySettings` explains to users those that can be set."""
+
+    streams_max: int = 4096
+    """Live answers at once; one more is answered with 503."""
+    waiting_max: int = 1024
+    """Requests that wait for the coordinator's link."""
+    link_wait_s: float = 10.0
+    idle_s: float = 120.0
+    attempts_max: int = 5
+    """Attempts at one choice, the first included. Below the coordinator's own bound, so that users meet ours."""
+    resume_delay_s: float = 0.05
+    """Before the first resume; doubles with each, with jitter, lest a lost worker's streams all come back at once."""
+    resume_delay_s_max: float = 1.0
+    resume_wait_s: float = 30.0
+    """How long a resume that meets a full queue is tried again."""
+    stall_s: float = 5.0
+    """Silence after which a stream that outlived its coordinator is taken for lost."""
+    owed_cancels_max: int = 4096
+
+
+class Piece(Protocol):
+    """What one token added to a text."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def stopped(self) -> bool: ...
+
+
+class TextSink(Protocol):
+    """Turns one choice's tokens into text; `gateway.detokenize.Assembler` is the real one."""
+
+    def push(self, token: int) -> Piece: ...
+    def finish(self) -> Piece: ...
+
+
+@dataclass(frozen=True, eq=False)
+class StreamSpec:
+    """One prompt to answer."""
+
+    stream_id: str
+    model: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    choices: int
+    make_text: Callable[[], TextSink]
+    tenant: str = "default"
+
+
+# --- events; Accepted, Rejected and Interrupted come as the coordinator sent them, Tokens as the worker did -----------
+
+
+@dataclass(frozen=True)
+class Open:
+    spec: StreamSpec
+
+
+@dataclass(frozen=True)
+class ClientGone:
+    stream_id: str
+
+
+@dataclass(frozen=True)
+class LinkUp:
+    epoch: int
+    """The coordinator's; another than before means that it has started anew and knows none of our requests."""
+
+
+@dataclass(frozen=True)
+class LinkDown:
+    pass
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A deadline has come."""
+
+
+@dataclass(frozen=True)
+class Drain:
+    """This gateway stops: every stream ends now, with an error."""
+
+
+Event = Open | ClientGone | LinkUp | LinkDown | Tick | Drain | Accepted | Rejected | Interrupted | Tokens
+
+# --- actions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SendSubmit:
+    submit: Submit
+    blob: bytes
+
+
+@dataclass(frozen=True)
+class SendCancel:
+    cancel: Cancel
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The stream will be served: the coordinator has said so, or tokens have."""
+
+    stream_id: str
+
+
+class Finish(StrEnum):
+    """Why a choice ended, in the API's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """New tokens of one choice. Their text may come later, while it may be the start of a stop string."""
+
+    stream_id: str
+    choice: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish: Finish | None = None
+
+
+class FailKind(StrEnum):
+    REJECTED = "rejected"
+    UNREACHABLE = "coordinator_unreachable"
+    OVERLOADED = "gateway_overloaded"
+    INTERRUPTED = "interrupted"
+    IDLE = "stream_idle_timeout"
+    SHUTTING_DOWN = "shutting_down"
+
+
+@dataclass(frozen=True)
+class Failure:
+    kind: FailKind
+    message: str
+    reject: Rejected | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last action of a stream. `failure` is None where every choice has its finish reason."""
+
+    stream_id: str
+    failure: Failure | None = None
+
+
+class Why(StrEnum):
+    """What the keeper noticed, for metrics."""
+
+    RESUMED = "resumed"
+    DUPLICATE_TOKENS = "duplicate_tokens"
+    STALE_TOKENS = "stale_tokens"
+    BROKEN_STREAM = "broken_stream"
+
+
+@dataclass(frozen=True)
+class Noticed:
+    why: Why
+    stream_id: str = ""
+    detail: str = ""
+
+
+Action = SendSubmit | SendCancel | Admitted | Deliver | Ended | Noticed

@@ -1,0 +1,391 @@
+"""The keeper of streams: from a prompt to its last token, through whatever happens to the processes in between. Pure.
+
+Rules:
+- A token is delivered once, in order, whichever worker or attempt it came from. What was already delivered is dropped;
+  what would leave a gap breaks the attempt, which is cancelled and resumed from what we have.
+- An attempt that ends without an end is resumed with the prompt and the tokens already delivered, after a short delay
+  and a bounded number of times. Several choices that have begun are resumed one by one, since their texts differ.
+- Without a link to the coordinator, streams that run go on, and new ones wait a bounded time in bounded number.
+- Every stream ends exactly once: `Ended`, unless the client itself went away.
+"""
+
+from heapq import heapify, heappop, heappush
+
+from gateway.stream_state import Choice, Phase, Stream, Submission
+from gateway.stream_types import (
+    Action,
+    Admitted,
+    ClientGone,
+    Deliver,
+    Drain,
+    Ended,
+    Event,
+    FailKind,
+    Failure,
+    Finish,
+    LinkDown,
+    LinkUp,
+    Noticed,
+    Open,
+    SendCancel,
+    SendSubmit,
+    StreamLimits,
+    StreamSpec,
+    Tick,
+    Why,
+)
+from proto.errors import CancelReason, Reject
+from proto.messages import Accepted, Cancel, Interrupted, Rejected, TokenItem, Tokens
+
+_PASSING = (Reject.QUEUE_FULL, Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL)
+"""Rejections that time may cure. The gateway has checked the model's name: unknown means that no worker came up yet."""
+_RETRY_S = (0.25, 2.0)
+"""Bounds of the pause before such a rejection is tried again."""
+
+
+class StreamKeeper:
+    def __init__(self, limits: StreamLimits | None = None) -> None:
+        self.limits = limits or StreamLimits()
+        self.streams: dict[str, Stream] = {}
+        self.submissions: dict[str, Submission] = {}
+        self.link_up = False
+        self._coordinator_epoch = 0
+        self._draining = False
+        self._owed_cancels: dict[tuple[str, int], CancelReason] = {}
+        self._heap: list[tuple[float, str]] = []
+        self._out: list[Action] = []
+
+    # --- the interface ----------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        self._out = []
+        match event:
+            case Tokens(items):
+                for item in items:
+                    self._item(item, now)
+            case Open(spec):
+                self._open(spec, now)
+            case Accepted():
+                self._accepted(event)
+            case Rejected():
+                self._rejected(event, now)
+            case Interrupted(request_id, attempt):
+                submission = self._current(request_id, attempt)
+                if submission is not None:
+                    self._resume(submission, f"{event.reason}: {event.message}", now)
+            case ClientGone(stream_id):
+                stream = self.streams.get(stream_id)
+                if stream is not None:
+                    self._forget(stream, CancelReason.DISCONNECTED)
+            case LinkUp(epoch):
+                self._link_is_up(epoch, now)
+            case LinkDown():
+                self._link_is_down(now)
+            case Drain():
+                self._draining = True
+                for stream in list(self.streams.values()):
+                    self._fail(stream, Failure(FailKind.SHUTTING_DOWN, "this gateway is shutting down"))
+            case Tick():
+                self._tick(now)
+        return self._out
+
+    def next_deadline(self) -> float | None:
+        while self._heap:
+            at, stream_id = self._heap[0]
+            stream = self.streams.get(stream_id)
+            if stream is not None and stream.scheduled_at == at:
+                return at
+            heappop(self._heap)
+        return None
+
+    # --- opening ----------------------------------------------------------------------------------------------------
+
+    def _open(self, spec: StreamSpec, now: float) -> None:
+        assert spec.stream_id not in self.streams and spec.prompt and spec.choices >= 1
+        refusal = None
+        if self._draining:
+            refusal = Failure(FailKind.SHUTTING_DOWN, "this gateway is shutting down")
+        elif len(self.streams) >= self.limits.streams_max:
+            refusal = Failure(FailKind.OVERLOADED, f"{self.limits.streams_max} requests are being served already")
+        elif not self.link_up and self._count_waiting() >= self.limits.waiting_max:
+            refusal = Failure(FailKind.UNREACHABLE, "the coordinator is away and too many requests wait for it")
+        if refusal is not None:
+            self._out.append(Ended(spec.stream_id, refusal))
+            return
+        stream = Stream(spec, now, [Choice(index, spec.make_text()) for index in range(spec.choices)])
+        self.streams[stream.id] = stream
+        self._add(Submission(stream, stream.id, list(stream.choices), not_before=now), now)
+
+    def _count_waiting(self) -> int:
+        return sum(s.phase is Phase.PENDING and s.first_attempt for s in self.submissions.values())
+
+    def _add(self, submission: Submission, now: float) -> None:
+        submission.stream.submissions.append(submission)
+        self.submissions[submission.request_id] = submission
+        if submission.first_attempt and not self.link_up:
+            submission.wait_until = now + self.limits.link_wait_s
+        self._send_if_due(submission, now)
+        self._schedule(submission.stream)
+
+    def _send_if_due(self, submission: Submission, now: float) -> None:
+        if submission.phase is not Phase.PENDING or not self.link_up or now < submission.not_before:
+            return
+        if submission.resuming and len(submission.choices) > 1 and submission.has_begun:
+            self._split(submission, now)
+            return
+        if submission.resuming:
+            submission.attempt += 1
+            submission.resuming = False
+            self._out.append(Noticed(Why.RESUMED, submission.request_id))
+        submission.phase = Phase.SENT
+        submission.sent = True
+        submission.got_tokens = False
+        submission.stall_at = None
+        self._out.append(SendSubmit(*submission.to_submit()))
+
+    # --- answers of the coordinator ---------------------------------------------------------------------------------
+
+    def _current(self, request_id: str, attempt: int) -> Submission | None:
+        """The submission that an answer is about, unless the answer is late."""
+        submission = self.submissions.get(request_id)
+        if submission is None or submission.attempt != attempt or submission.phase is Phase.PENDING:
+            return None
+        return submission
+
+    def _accepted(self, event: Accepted) -> None:
+        submission = self._current(event.request_id, event.attempt)
+        if submission is not None:
+            self._runs(submission)
+
+    def _runs(self, submission: Submission) -> None:
+        if not submission.resuming:
+            submission.phase = Phase.RUNNING
+        if not submission.stream.admitted:
+            submission.stream.admitted = True
+            self._out.append(Admitted(submission.stream.id))
+
+    def _rejected(self, event: Rejected, now: float) -> None:
+        submission = self._current(event.request_id, event.attempt)
+        if submission is None:
+            return
+        resume_until = submission.interrupted_at + self.limits.resume_wait_s
+        until = submission.wait_until if submission.attempt == 1 else resume_until
+        if event.reason in _PASSING and until is not None and now < until:
+            pause = min(max(event.retry_after_s, _RETRY_S[0]), _RETRY_S[1]) * submission.jitter()
+            submission.phase = Phase.PENDING
+            submission.not_before = now + pause
+            self._schedule(submission.stream)
+            return
+        self._drop(submission)
+        self._fail(submission.stream, Failure(FailKind.REJECTED, event.message, event))
+
+    def _resume(self, submission: Submission, why: str, now: float) -> None:
+        """Submit what is not finished again, a little later, with the tokens that were delivered."""
+        limits, stream = self.limits, submission.stream
+        if submission.attempt >= limits.attempts_max:
+            message = f"interrupted {submission.attempt} times, at last by {why}"
+            self._fail(stream, Failure(FailKind.INTERRUPTED, message))
+            return
+        delay = min(limits.resume_delay_s * 2 ** (submission.attempt - 1), limits.resume_delay_s_max)
+        submission.phase = Phase.PENDING
+        submission.resuming = True
+        submission.interrupted_at = now
+        submission.not_before = now + delay * submission.jitter()
+        submission.stall_at = None
+        self._schedule(stream)
+
+    def _split(self, submission: Submission, now: float) -> None:
+        """Resume each choice that is not finished by itself; the coordinator need not wait for the whole any more."""
+        self._cancel(submission, CancelReason.ABANDONED)
+        self._drop(submission)
+        for choice in submission.choices:
+            if not choice.done:
+                part = Submission(submission.stream, f"{submission.stream.id}.c{choice.index}", [choice])
+                part.attempt, part.sent, part.resuming = submission.attempt, True, True
+                part.not_before, part.interrupted_at = now, submission.interrupted_at
+                self._add(part, now)
+
+    # --- tokens -------------------------------------------------------------------------------------------------------
+
+    def _item(self, item: TokenItem, now: float) -> None:
+        submission = self.submissions.get(item.request_id)
+        first = submission.choices[0].index if submission is not None else 0
+        if (
+            submission is None
+            or submission.attempt != item.attempt
+            or not submission.sent
+            or not 0 <= item.choice - first < len(submission.choices)
+        ):
+            self._out.append(Noticed(Why.STALE_TOKENS, item.request_id))
+            return
+        choice = submission.choices[item.choice - first]
+        have, end = len(choice.tokens), item.index + len(item.tokens)
+        if choice.done or end < have or (end == have and item.finish is None):
+            self._out.append(Noticed(Why.DUPLICATE_TOKENS, item.request_id))
+            return
+        wants_logprobs = submission.stream.spec.sampling.logprobs >= 0
+        if item.index > have or (wants_logprobs and len(item.logprobs) != len(item.tokens)):
+            self._broken(submission, f"token {have} of choice {choice.index} expected, {item.index} came", now)
+            return
+        submission.stream.progress_at = now
+        submission.got_tokens = True
+        submission.stall_at = None
+        self._runs(submission)
+        self._take(submission, choice, item, have - item.index)
+
+    def _broken(self, submission: Submission, why: str, now: float) -> None:
+        if submission.phase is Phase.PENDING:
+            return  # it is being resumed already
+        self._out.append(Noticed(Why.BROKEN_STREAM, submission.request_id, why))
+        self._cancel(submission, CancelReason.ABANDONED)
+        self._resume(submission, f"a broken stream: {why}", now)
+
+    def _take(self, submission: Submission, choice: Choice, item: TokenItem, skip: int) -> None:
+        """Turn an item's tokens from number `skip` on into text, and end the choice where they say so."""
+        stream = submission.stream
+        fresh, logprobs = item.tokens[skip:], item.logprobs[skip:]
+        room = stream.spec.sampling.max_tokens - len(choice.tokens)
+        finish = None if item.finish is None else Finish(item.finish.value)
+        if len(fresh) > room or (finish is None and len(fresh) == room):
+            fresh, finish = fresh[:room], Finish.LENGTH
+        texts: list[str] = []
+        used, stopped = len(fresh), False
+        for count, token in enumerate(fresh[:-1] if finish is Finish.STOP else fresh, 1):  # a stop token is not text
+            piece = choice.sink.push(token)
+            texts.append(piece.text)
+            if piece.stopped:
+                used, stopped = count, True
+                break
+        if finish is not None and not stopped:
+            piece = choice.sink.finish()
+            texts.append(piece.text)
+            stopped = piece.stopped
+        if stopped:
+            finish = Finish.STOP
+        choice.tokens.extend(fresh[:used])
+        self._out.append(Deliver(stream.id, choice.index, "".join(texts), fresh[:used], logprobs[:used], finish))
+        if finish is not None:
+            choice.done = True
+            submission.ended_early |= item.finish is None or submission.phase is Phase.PENDING
+            self._settle(submission)
+
+    def _settle(self, submission: Submission) -> None:
+        """Close what has nothing left to do."""
+        if not all(choice.done for choice in submission.choices):
+            return
+        if submission.ended_early:
+            self._cancel(submission, CancelReason.STOP_STRING)
+        self._drop(submission)
+        stream = submission.stream
+        if all(choice.done for choice in stream.choices):
+            del self.streams[stream.id]
+            self._out.append(Ended(stream.id))
+
+    # --- the link -----------------------------------------------------------------------------------------------------
+
+    def _link_is_up(self, epoch: int, now: float) -> None:
+        same = epoch == self._coordinator_epoch
+        self.link_up, self._coordinator_epoch = True, epoch
+        for (request_id, attempt), reason in self._owed_cancels.items():
+            self._out.append(SendCancel(Cancel(request_id, attempt, reason)))
+        self._owed_cancels.clear()
+        for submission in list(self.submissions.values()):
+            if self.submissions.get(submission.request_id) is not submission:
+                continue  # its stream failed with an earlier one's
+            if submission.phase is Phase.PENDING:
+                self._send_if_due(submission, now)
+            elif same or not submission.got_tokens:
+                # The same coordinator cancelled all we had when it lost us; a new one never heard of what was queued.
+                self._cancel(submission, CancelReason.ABANDONED)
+                self._resume(submission, "the loss of the coordinator's link", now)
+            else:
+                submission.stall_at = now + self.limits.stall_s
+            self._schedule(submission.stream)
+
+    def _link_is_down(self, now: float) -> None:
+        self.link_up = False
+        for submission in self.submissions.values():
+            if submission.phase is Phase.SENT:
+                # Whether it arrived is not known; sending it again does no harm.
+                submission.phase = Phase.PENDING
+                submission.not_before = now
+                submission.wait_until = None
+            if submission.phase is Phase.PENDING and submission.wait_until is None:
+                submission.wait_until = now + self.limits.link_wait_s
+            self._schedule(submission.stream)
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _deadline(self, stream: Stream) -> float:
+        at = stream.progress_at + self.limits.idle_s
+        for submission in stream.submissions:
+            if submission.phase is Phase.PENDING:
+                if self.link_up:
+                    at = min(at, submission.not_before)
+                elif submission.first_attempt and submission.wait_until is not None:
+                    at = min(at, submission.wait_until)
+            elif submission.stall_at is not None and self.link_up:
+                at = min(at, submission.stall_at)
+        return at
+
+    def _schedule(self, stream: Stream) -> None:
+        """Have `_tick` look at the stream at its deadline, or earlier: deadlines that move back are found out then."""
+        if stream.id not in self.streams:
+            return
+        at = self._deadline(stream)
+        if stream.scheduled_at is None or at < stream.scheduled_at:
+            stream.scheduled_at = at
+            if len(self._heap) > 4 * len(self.streams) + 64:
+                self._heap = [(s.scheduled_at, s.id) for s in self.streams.values() if s.scheduled_at is not None]
+                heapify(self._heap)
+            else:
+                heappush(self._heap, (at, stream.id))
+
+    def _tick(self, now: float) -> None:
+        while (at := self.next_deadline()) is not None and at <= now:
+            stream = self.streams[heappop(self._heap)[1]]
+            stream.scheduled_at = None
+            self._look(stream, now)
+            self._schedule(stream)
+
+    def _look(self, stream: Stream, now: float) -> None:
+        if now >= stream.progress_at + self.limits.idle_s:
+            self._fail(stream, Failure(FailKind.IDLE, f"no token for {self.limits.idle_s:g} s"))
+            return
+        for submission in list(stream.submissions):
+            pending = submission.phase is Phase.PENDING
+            if pending and self.link_up:
+                self._send_if_due(submission, now)
+            elif pending and submission.waits_in_vain(now):
+                self._fail(stream, Failure(FailKind.UNREACHABLE, "the coordinator cannot be reached"))
+                return
+            elif not pending and self.link_up and submission.stall_at is not None and now >= submission.stall_at:
+                self._broken(submission, "silent since the coordinator restarted", now)
+                if stream.id not in self.streams:
+                    return
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def _cancel(self, submission: Submission, reason: CancelReason) -> None:
+        if not submission.sent:
+            return
+        if self.link_up:
+            self._out.append(SendCancel(Cancel(submission.request_id, submission.attempt, reason)))
+            return
+        if len(self._owed_cancels) >= self.limits.owed_cancels_max:
+            self._owed_cancels.pop(next(iter(self._owed_cancels)))
+        self._owed_cancels[submission.request_id, submission.attempt] = reason
+
+    def _drop(self, submission: Submission) -> None:
+        del self.submissions[submission.request_id]
+        submission.stream.submissions.remove(submission)
+
+    def _forget(self, stream: Stream, reason: CancelReason) -> None:
+        for submission in list(stream.submissions):
+            self._cancel(submission, reason)
+            self._drop(submission)
+        del self.streams[stream.id]
+
+    def _fail(self, stream: Stream, failure: Failure) -> None:
+        self._forget(stream, CancelReason.ABANDONED)
+        self._out.append(Ended(stream.id, failure))

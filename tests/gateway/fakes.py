@@ -1,0 +1,164 @@
+"""A coordinator and workers in the test's own process, on the other side of the gateway's real backend."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import httpx
+import uvicorn
+
+from gateway.app import create_app
+from gateway.backend import Backend
+from gateway.body import Intake
+from gateway.context import Gateway
+from gateway.main import _listen, _Server
+from gateway.metrics import GatewayMetrics
+from gateway.prepare import Rules
+from gateway.stream_types import StreamLimits
+from gateway.tokenizer import ModelFacts, ModelTokenizer
+from proto.codec import unpack_tokens
+from proto.errors import FinishReason, Interrupt, Reject
+from proto.messages import (
+    Accepted,
+    Cancel,
+    ClusterState,
+    Interrupted,
+    Message,
+    Rejected,
+    Submit,
+    TokenItem,
+    Tokens,
+)
+from proto.sampling import TokenLogprobs
+from tests import tiny_models
+
+MODEL = "tiny/llama"
+CONTEXT_TOKENS = 512
+BODY_BYTES_MAX = 64 << 10
+ANSWER = "The capital is Paris. 日本語 🌍🚀 done\nEND of it."
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> ModelTokenizer:
+    facts = ModelFacts(CONTEXT_TOKENS, tiny_models.VOCAB, frozenset({tiny_models.EOS}))
+    return ModelTokenizer(tiny_models.tokenizer(), facts)
+
+
+@dataclass
+class FakeCluster:
+    """Answers every submission with the tokens that `answer(submit, choice)` gives, end-of-sequence included."""
+
+    backend: Backend
+    answer: Callable[[Submit, int], list[int]]
+    epoch: int = 1
+    batch: int = 2
+    """Tokens of one message."""
+    gap_s: float = 0.0
+    reject: Callable[[Submit], Rejected | None] = lambda submit: None
+    interrupt_at: dict[int, int] = field(default_factory=dict)
+    """Attempt → answer index at which it is interrupted."""
+    hold: bool = False
+    """Accept, and answer nothing."""
+    submits: list[tuple[Submit, list[int]]] = field(default_factory=list)
+    cancels: list[Cancel] = field(default_factory=list)
+    cancelled: set[tuple[str, int]] = field(default_factory=set)
+
+    def connect(self) -> None:
+        self.backend.coordinator_up(self, self.epoch)
+        self.backend.coordinator_message(self, ClusterState((self.backend.model,)), b"")
+
+    def send(self, message: Message, blob: bytes = b"") -> bool:
+        asyncio.get_running_loop().call_soon(self._receive, message, blob)
+        return True
+
+    def _receive(self, message: Message, blob: bytes) -> None:
+        if isinstance(message, Cancel):
+            self.cancels.append(message)
+            self.cancelled.add((message.request_id, message.attempt))
+            return
+        assert isinstance(message, Submit)
+        self.submits.append((message, unpack_tokens(blob, message.prompt_tokens)))
+        rejection = self.reject(message)
+        if rejection is not None:
+            self.backend.coordinator_message(self, rejection, b"")
+            return
+        self.backend.coordinator_message(self, Accepted(message.request_id, message.attempt), b"")
+        if not self.hold:
+            self._go_on(message, message.resumed_tokens)
+
+    def _go_on(self, submit: Submit, index: int) -> None:
+        """Send one step's tokens of all choices that have not ended, and plan the next."""
+        key = (submit.request_id, submit.attempt)
+        if key in self.cancelled:
+            return
+        if self.interrupt_at.get(submit.attempt, 1 << 30) <= index:
+            lost = Interrupted(*key, Interrupt.DECODE_LOST, "worker gone")
+            self.backend.coordinator_message(self, lost, b"")
+            return
+        items = []
+        for choice in range(submit.first_choice, submit.first_choice + submit.choices):
+            tokens = self.answer(submit, choice)[: submit.sampling.max_tokens]
+            part = tuple(tokens[index : index + self.batch])
+            if not part:
+                continue
+            finish = None
+            if index + len(part) == len(tokens):
+                stopped = part[-1] in submit.sampling.stop_token_ids
+                finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+            items.append(TokenItem(*key, choice, index, part, finish, self._logprobs(submit, part)))
+        if items:
+            self.backend.worker_message(self, Tokens(tuple(items)), b"")
+            asyncio.get_running_loop().call_later(self.gap_s, self._go_on, submit, index + self.batch)
+
+    def _logprobs(self, submit: Submit, tokens: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+        count = submit.sampling.logprobs
+        if count < 0:
+            return ()
+        return tuple(TokenLogprobs(-0.5, tuple((token + k, -0.5 - k) for k in range(count))) for token in tokens)
+
+
+def rejecting(reason: Reject, retry_after_s: float = 0.0) -> Callable[[Submit], Rejected]:
+    return lambda submit: Rejected(submit.request_id, submit.attempt, reason, "so it is", retry_after_s)
+
+
+@dataclass
+class Site:
+    gateway: Gateway
+    cluster: FakeCluster
+    app: Any
+
+    def client(self) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+
+def make_site(*, limits: StreamLimits | None = None, api_keys: tuple[bytes, ...] = (), connected: bool = True) -> Site:
+    """An application on a fake cluster; to be made on a running event loop."""
+    metrics = GatewayMetrics()
+    backend = Backend(model=MODEL, limits=limits or StreamLimits(resume_delay_s=0.001), metrics=metrics)
+    tok = tokenizer()
+    ids = [*tok.encode(ANSWER, add_special_tokens=False), tiny_models.EOS]
+    cluster = FakeCluster(backend, lambda _submit, _choice: ids)
+    if connected:
+        cluster.connect()
+    gateway = Gateway(tok, backend, metrics, Intake(body_bytes_max=BODY_BYTES_MAX), Rules(MODEL, 1024), api_keys)
+    return Site(gateway, cluster, create_app(gateway))
+
+
+@asynccontextmanager
+async def served(site: Site):
+    """The site on a real port; yields the base URL."""
+    listener = _listen("127.0.0.1", 0)
+    config = uvicorn.Config(site.app, http="httptools", lifespan="off", log_config=None, timeout_graceful_shutdown=2)
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        site.gateway.backend.drain()
+        server.should_exit = True
+        await task
+        site.gateway.threads.shutdown()

@@ -1,0 +1,106 @@
+"""A keeper on a bench: short words for events and actions, and a text that shows each token as a word."""
+
+from dataclasses import dataclass
+
+from gateway.stream_types import (
+    Action,
+    Deliver,
+    Ended,
+    Event,
+    FailKind,
+    LinkUp,
+    Open,
+    SendCancel,
+    SendSubmit,
+    StreamLimits,
+    StreamSpec,
+    Tick,
+)
+from gateway.streams import StreamKeeper
+from proto.codec import unpack_tokens
+from proto.errors import CancelReason, FinishReason, Interrupt
+from proto.messages import Interrupted, TokenItem, Tokens
+from proto.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Word:
+    text: str
+    stopped: bool
+
+
+class Words:
+    """Token 6 becomes `"6 "`; a stop string is one such word."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+
+    def push(self, token: int) -> Word:
+        word = f"{token} "
+        return Word("", True) if word in self._stops else Word(word, False)
+
+    def finish(self) -> Word:
+        return Word("", False)
+
+
+LIMITS = StreamLimits(link_wait_s=10, idle_s=120, resume_delay_s=0.1, stall_s=5, waiting_max=2, streams_max=4)
+
+
+class Bench:
+    """A keeper, its clock, and short words for events."""
+
+    def __init__(self, *, link: bool = True) -> None:
+        self.keeper = StreamKeeper(LIMITS)
+        self.now = 100.0
+        if link:
+            self.do(LinkUp(7))
+
+    def do(self, event: Event) -> list[Action]:
+        return self.keeper.handle(event, self.now)
+
+    def open(self, name: str = "r", choices: int = 1, max_tokens: int = 9, stops: tuple[str, ...] = ()) -> list[Action]:
+        sampling = Sampling(max_tokens=max_tokens)
+        return self.do(Open(StreamSpec(name, "m", (1, 2, 3), sampling, choices, lambda: Words(stops))))
+
+    def tokens(
+        self,
+        index: int,
+        *tokens: int,
+        finish: FinishReason | None = None,
+        name: str = "r",
+        attempt: int = 1,
+        choice: int = 0,
+    ) -> list[Action]:
+        return self.do(Tokens((TokenItem(name, attempt, choice, index, tokens, finish),)))
+
+    def wait(self) -> list[Action]:
+        """On to the next deadline."""
+        at = self.keeper.next_deadline()
+        assert at is not None
+        self.now = max(self.now, at)
+        return self.do(Tick())
+
+    def interrupt(self, name: str = "r", attempt: int = 1) -> list[Action]:
+        return self.do(Interrupted(name, attempt, Interrupt.DECODE_LOST))
+
+
+def submits(actions: list[Action]) -> list[tuple[str, int, list[int], int, int, int]]:
+    found = [action for action in actions if isinstance(action, SendSubmit)]
+    return [
+        (s.request_id, s.attempt, unpack_tokens(a.blob, s.prompt_tokens), s.resumed_tokens, s.choices, s.first_choice)
+        for a in found
+        for s in [a.submit]
+    ]
+
+
+def texts(actions: list[Action]) -> list[str]:
+    return [action.text for action in actions if isinstance(action, Deliver)]
+
+
+def cancels(actions: list[Action]) -> list[tuple[str, int, CancelReason]]:
+    found = [action.cancel for action in actions if isinstance(action, SendCancel)]
+    return [(c.request_id, c.attempt, c.reason) for c in found]
+
+
+def failures(actions: list[Action]) -> list[FailKind]:
+    return [action.failure.kind for action in actions if isinstance(action, Ended) and action.failure]

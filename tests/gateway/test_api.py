@@ -1,0 +1,235 @@
+"""What the endpoints answer, over a fake cluster: shapes and options."""
+
+from typing import Any
+
+import pytest
+
+from proto.errors import CancelReason
+from proto.messages import Submit
+from tests.gateway.fakes import ANSWER, CONTEXT_TOKENS, MODEL, Site
+from tests.gateway.http_words import ANSWER_TOKENS, chat, completion, events, flat, on_site
+from tests.tiny_models import BOS, EOS, SPECIAL
+
+
+def test_completion() -> None:
+    async def test(site: Site) -> None:
+        answer = await completion(site)
+        assert answer["id"].startswith("cmpl-")
+        assert answer["object"] == "text_completion"
+        assert answer["model"] == MODEL
+        assert answer["choices"] == [{"index": 0, "text": ANSWER, "logprobs": None, "finish_reason": "stop"}]
+        assert answer["usage"] == {
+            "prompt_tokens": 2,
+            "completion_tokens": ANSWER_TOKENS,
+            "total_tokens": 2 + ANSWER_TOKENS,
+        }
+
+    on_site(test)
+
+
+def test_chat_goes_through_the_template() -> None:
+    async def test(site: Site) -> None:
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        messages = [{"role": "developer", "content": "S"}, {"role": "user", "content": parts}]
+        answer = await chat(site, messages=messages)
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": ANSWER, "refusal": None}
+        assert choice["finish_reason"] == "stop"
+        ((submit, ids),) = site.cluster.submits
+        names = {name: index for index, name in enumerate(SPECIAL)}
+        expected = [BOS, names["<|system|>"], "S", names["<|user|>"], "a\nb", names["<|assistant|>"]]
+        encode = site.gateway.tokenizer.encode
+        assert ids == flat(
+            encode(part, add_special_tokens=False) if isinstance(part, str) else [part] for part in expected
+        )
+        assert submit.sampling.max_tokens == CONTEXT_TOKENS - len(ids)
+        assert submit.sampling.stop_token_ids == (EOS,)
+        assert submit.sampling.temperature == 1.0
+
+    on_site(test)
+
+
+def test_defaults_and_parameters_reach_the_workers() -> None:
+    async def test(site: Site) -> None:
+        await completion(site, max_tokens=None)
+        await completion(
+            site, seed=-5, temperature=0, top_k=-1, top_p=0.5, min_p=0.1, repetition_penalty=1.5, presence_penalty=-1,
+            frequency_penalty=1, logit_bias={"7": -3, "5": 100}, stop_token_ids=[9, 9], ignore_eos=True, max_tokens=3,
+            user="me", metadata={"a": 1}, store=False, response_format={"type": "text"}, tools=[], stop=None,
+        )  # fmt: skip
+        first, second = (submit.sampling for submit, _ in site.cluster.submits)
+        assert first.max_tokens == 16
+        assert first.logprobs == -1
+        assert second.seed == (1 << 63) - 5
+        assert (second.temperature, second.top_k, second.top_p, second.min_p) == (0, 0, 0.5, 0.1)
+        assert (second.repetition_penalty, second.presence_penalty, second.frequency_penalty) == (1.5, -1, 1)
+        assert second.logit_bias == ((5, 100), (7, -3))
+        assert second.stop_token_ids == (9,)
+
+    on_site(test)
+
+
+def test_seeds_differ_where_none_is_given() -> None:
+    async def test(site: Site) -> None:
+        for _ in range(3):
+            await completion(site, max_tokens=1)
+        assert len({submit.sampling.seed for submit, _ in site.cluster.submits}) == 3
+
+    on_site(test)
+
+
+def test_max_tokens_cuts_with_length() -> None:
+    async def test(site: Site) -> None:
+        (choice,) = (await completion(site, max_tokens=3))["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (ANSWER[:3], "length")
+        assert (await chat(site, max_completion_tokens=3))["usage"]["completion_tokens"] == 3
+
+    on_site(test)
+
+
+@pytest.mark.parametrize("stop", ["END", ["zzz", "END", "done\nEND"], "🌍"])
+def test_stop_strings(stop: Any) -> None:
+    async def test(site: Site) -> None:
+        cut = min(ANSWER.index(s) for s in ([stop] if isinstance(stop, str) else stop) if s in ANSWER)
+        (choice,) = (await completion(site, stop=stop))["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (ANSWER[:cut], "stop")
+        chunks, done = await events(site, "/v1/chat/completions", stop=stop)
+        assert done
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == ANSWER[:cut]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        assert [cancel.reason for cancel in site.cluster.cancels] == [CancelReason.STOP_STRING] * 2
+
+    on_site(test)
+
+
+def test_streams_hold_no_broken_characters() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.batch = 1
+        chunks, done = await events(site, "/v1/completions")
+        assert done
+        texts = [chunk["choices"][0]["text"] for chunk in chunks]
+        assert "".join(texts) == ANSWER
+        assert not any("�" in text for text in texts)
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+
+    on_site(test)
+
+
+def test_chat_stream_begins_with_the_role() -> None:
+    async def test(site: Site) -> None:
+        chunks, done = await events(site, "/v1/chat/completions", stream_options={"include_usage": True})
+        assert done
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"]["completion_tokens"] == ANSWER_TOKENS
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == ANSWER
+
+    on_site(test)
+
+
+def test_several_choices_and_prompts() -> None:
+    async def test(site: Site) -> None:
+        encode = site.gateway.tokenizer.encode
+
+        def answer(submit: Submit, choice: int) -> list[int]:
+            return [*encode(f"{submit.prompt_tokens}/{choice} {'x' * choice}", add_special_tokens=False), EOS]
+
+        site.cluster.answer = answer
+        expected = ["1/0 ", "1/1 x", "2/0 ", "2/1 x", "3/0 ", "3/1 x"]
+        whole = await completion(site, prompt=["a", "bb", "ccc"], n=2)
+        assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+        assert [choice["text"] for choice in whole["choices"]] == expected
+        assert whole["usage"]["prompt_tokens"] == 6
+        assert whole["usage"]["completion_tokens"] == sum(len(text) + 1 for text in expected)
+        by_ids = await completion(site, prompt=[[7], [8, 9], [8, 9, 10]], n=2)
+        assert [choice["text"] for choice in by_ids["choices"]] == expected
+        chunks, done = await events(site, "/v1/completions", prompt=["a", "bb", "ccc"], n=2)
+        assert done
+        texts = [""] * 6
+        for chunk in chunks:
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert texts == expected
+
+    on_site(test)
+
+
+def test_echo() -> None:
+    async def test(site: Site) -> None:
+        (choice,) = (await completion(site, prompt="Hé 🌍: ", echo=True))["choices"]
+        assert choice["text"] == "Hé 🌍: " + ANSWER
+        ids = site.gateway.tokenizer.encode("abc", add_special_tokens=False)
+        (choice,) = (await completion(site, prompt=ids, echo=True))["choices"]
+        assert choice["text"] == "abc" + ANSWER
+        chunks, _ = await events(site, "/v1/completions", prompt="Q", echo=True)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Q" + ANSWER
+
+    on_site(test)
+
+
+def test_completion_logprobs() -> None:
+    async def test(site: Site) -> None:
+        (choice,) = (await completion(site, logprobs=2, max_tokens=3))["choices"]
+        assert choice["logprobs"] == {
+            "tokens": ["T", "h", "e"],
+            "token_logprobs": [-0.5] * 3,
+            "top_logprobs": [{"T": -0.5, "U": -1.5}, {"h": -0.5, "i": -1.5}, {"e": -0.5, "f": -1.5}],
+            "text_offset": [0, 1, 2],
+        }
+        chunks, _ = await events(site, "/v1/completions", logprobs=0, max_tokens=3)
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert flat(part["tokens"] for part in parts) == ["T", "h", "e"]
+        assert flat(part["text_offset"] for part in parts) == [0, 1, 2]
+
+    on_site(test)
+
+
+def test_chat_logprobs_have_the_bytes_of_parts_of_characters() -> None:
+    async def test(site: Site) -> None:
+        (choice,) = (await chat(site, logprobs=True, top_logprobs=1))["choices"]
+        content = choice["logprobs"]["content"]
+        assert len(content) == ANSWER_TOKENS
+        assert bytes(flat(entry["bytes"] for entry in content[:-1])).decode() == ANSWER
+        assert content[0] == {
+            "token": "T",
+            "logprob": -0.5,
+            "bytes": [84],
+            "top_logprobs": [{"token": "T", "logprob": -0.5, "bytes": [84]}],
+        }
+        chunks, _ = await events(site, "/v1/chat/completions", logprobs=True, stop="END")
+        streamed = [e for c in chunks if c["choices"][0]["logprobs"] for e in c["choices"][0]["logprobs"]["content"]]
+        assert bytes(flat(entry["bytes"] for entry in streamed)).decode() == ANSWER[: ANSWER.index("END") + 3]
+
+    on_site(test)
+
+
+def test_token_ids() -> None:
+    async def test(site: Site) -> None:
+        prompt = site.gateway.tokenizer.encode("Hi", add_special_tokens=False)
+        ids = [*site.gateway.tokenizer.encode(ANSWER, add_special_tokens=False), EOS]
+        (choice,) = (await completion(site, return_token_ids=True))["choices"]
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, ids)
+        chunks, _ = await events(site, "/v1/completions", return_token_ids=True)
+        assert chunks[0]["choices"][0]["prompt_token_ids"] == prompt
+        assert flat(chunk["choices"][0]["token_ids"] for chunk in chunks) == ids
+        whole = await chat(site, return_token_ids=True)
+        assert whole["choices"][0]["token_ids"] == ids
+        assert whole["prompt_token_ids"] == site.cluster.submits[-1][1]
+        chunks, _ = await events(site, "/v1/chat/completions", return_token_ids=True)
+        assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+        assert flat(chunk["choices"][0].get("token_ids", []) for chunk in chunks) == ids
+
+    on_site(test)
+
+
+def test_a_stop_token_that_is_text_is_not_shown() -> None:
+    async def test(site: Site) -> None:
+        (dot,) = site.gateway.tokenizer.encode(".", add_special_tokens=False)
+        ids = site.gateway.tokenizer.encode("Paris.", add_special_tokens=False)
+        site.cluster.answer = lambda _submit, _choice: ids
+        (choice,) = (await completion(site, stop_token_ids=[dot]))["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("Paris", "stop")
+
+    on_site(test)

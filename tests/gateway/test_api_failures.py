@@ -1,0 +1,181 @@
+"""What the endpoints answer, over a fake cluster, when something is refused or fails; keys, readiness, metrics."""
+
+import asyncio
+
+import pytest
+
+from gateway.stream_types import StreamLimits
+from proto.errors import Reject
+from tests.gateway.fakes import ANSWER, CONTEXT_TOKENS, MODEL, Site, rejecting
+from tests.gateway.http_words import ANSWER_TOKENS, completion, events, on_site, post
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "code"),
+    [
+        (Reject.QUEUE_FULL, 429, "queue_full"),
+        (Reject.NO_CAPACITY, 503, "no_capacity"),
+        (Reject.UNKNOWN_MODEL, 503, "no_capacity"),
+        (Reject.SHUTTING_DOWN, 503, "shutting_down"),
+        (Reject.EXPIRED, 503, "queue_timeout"),
+        (Reject.TOO_LONG, 400, "context_length_exceeded"),
+        (Reject.TOO_LARGE, 400, "context_length_exceeded"),
+        (Reject.TOO_MANY_ATTEMPTS, 500, "too_many_attempts"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_rejections_have_their_status(reason: Reject, status: int, code: str, stream: bool) -> None:
+    async def test(site: Site) -> None:
+        site.cluster.reject = rejecting(reason, 6.2)
+        answer = await post(site, "/v1/completions", prompt="Hi", stream=stream)
+        assert answer.status_code == status
+        assert answer.json()["error"]["code"] == code
+        assert answer.headers.get("retry-after") == ("7" if status in (429, 503) else None)
+
+    on_site(test)
+
+
+def test_one_rejected_prompt_of_a_list_rejects_the_request() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.gap_s = 0.05
+        full = rejecting(Reject.QUEUE_FULL)
+        site.cluster.reject = lambda submit: full(submit) if submit.prompt_tokens == 2 else None
+        answer = await post(site, "/v1/completions", prompt=["a", "bb"], stream=True)
+        assert answer.status_code == 429
+        await asyncio.sleep(0.01)
+        assert [cancel.request_id.rpartition(".")[2] for cancel in site.cluster.cancels] == ["p0"]
+
+    on_site(test)
+
+
+def test_an_interruption_is_not_seen() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.interrupt_at = {1: 10, 2: 20, 3: 20, 4: 30}
+        chunks, done = await events(site, "/v1/completions", return_token_ids=True)
+        assert done
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER
+        assert [submit.resumed_tokens for submit, _ in site.cluster.submits] == [0, 10, 20, 20, 30]
+        metrics = site.gateway.metrics.render().decode()
+        assert 'crossdock_gateway_stream_events_total{kind="resumed"} 4.0' in metrics
+
+    on_site(test)
+
+
+def test_a_stream_that_fails_ends_with_an_error() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.interrupt_at = dict.fromkeys(range(1, 9), 4)
+        chunks, done = await events(site, "/v1/chat/completions")
+        assert not done
+        assert chunks[-1]["error"]["code"] == "interrupted"
+        assert chunks[-1]["error"]["type"] == "server_error"
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
+        answer = await post(site, "/v1/completions", prompt="Hi", max_tokens=9)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "interrupted"
+
+    on_site(test)
+
+
+def test_a_silent_cluster_fails_the_request() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.hold = True
+        answer = await post(site, "/v1/completions", prompt="Hi", stream=True)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "stream_idle_timeout"
+
+    on_site(test, limits=StreamLimits(idle_s=0.05))
+
+
+def test_without_coordinator_requests_wait_and_then_fail() -> None:
+    async def test(site: Site) -> None:
+        answer = await post(site, "/v1/completions", prompt="Hi")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "coordinator_unreachable"
+        assert int(answer.headers["retry-after"]) >= 1
+        asyncio.get_running_loop().call_later(0.02, site.cluster.connect)
+        assert (await completion(site))["choices"][0]["text"] == ANSWER
+
+    on_site(test, connected=False, limits=StreamLimits(link_wait_s=0.2))
+
+
+def test_health_ready_models_metrics() -> None:
+    async def test(site: Site) -> None:
+        async with site.client() as client:
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/ready")).status_code == 503
+            site.cluster.connect()
+            assert (await client.get("/ready")).status_code == 200
+            site.gateway.backend.coordinator_down(site.cluster, "gone")
+            assert (await client.get("/ready")).json()["error"]["code"] == "not_ready"
+            site.cluster.connect()
+            (entry,) = (await client.get("/v1/models")).json()["data"]
+            assert entry["id"] == MODEL
+            assert (await client.get(f"/v1/models/{MODEL}")).json() == entry
+        await completion(site)
+        async with site.client() as client:
+            text = (await client.get("/metrics")).text
+        assert 'crossdock_gateway_requests_total{endpoint="completions",outcome="ok"} 1.0' in text
+        assert f"crossdock_gateway_output_tokens_total {ANSWER_TOKENS}.0" in text
+        assert "crossdock_gateway_time_to_first_token_seconds_count 1.0" in text
+        assert "crossdock_gateway_active_streams 0.0" in text
+
+    on_site(test, connected=False)
+
+
+@pytest.mark.parametrize(
+    ("header", "code"),
+    [
+        (None, "missing_api_key"),
+        ("Bearer", "missing_api_key"),
+        ("Basic secret-1", "missing_api_key"),
+        ("Bearer wrong", "invalid_api_key"),
+        ("Bearer secret-", "invalid_api_key"),
+        ("Bearer s\xe9cret", "invalid_api_key"),
+    ],
+)
+def test_keys(header: str | None, code: str) -> None:
+    async def test(site: Site) -> None:
+        headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+        async with site.client() as client:
+            for path in ("/v1/models", "/v1/nothing"):
+                answer = await client.get(path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == code
+                assert answer.json()["error"]["type"] == "authentication_error"
+            assert (await client.get("/health", headers=headers)).status_code == 200
+            for key in ("secret-1", "secret-2"):
+                assert (await client.get("/v1/models", headers={"Authorization": f"bearer {key}"})).status_code == 200
+
+    on_site(test, api_keys=(b"secret-1", b"secret-2"))
+
+
+def test_a_bug_is_a_500_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(site: Site) -> None:
+        monkeypatch.setattr(site.gateway.backend, "open", lambda _specs: 1 / 0)
+        answer = await post(site, "/v1/completions", prompt="Hi")
+        assert answer.status_code == 500
+        assert answer.json()["error"] == {
+            "message": "The gateway failed.",
+            "type": "server_error",
+            "param": None,
+            "code": "internal_error",
+        }
+
+    on_site(test)
+
+
+def test_text_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(site: Site) -> None:
+        tokenizer = site.gateway.tokenizer
+        assert tokenizer.bytes_per_token_max == len("<|assistant|>")
+        monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
+        text = "a" * (CONTEXT_TOKENS * len("<|assistant|>") + 1)
+        for path, fields in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ):
+            answer = await post(site, path, **fields)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+    on_site(test)

@@ -1,0 +1,131 @@
+"""Text in pieces is the text as a whole, and stop strings are found wherever the pieces end."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from gateway.detokenize import Assembler, Detokenizer, StopMatcher
+from tests.gateway.fakes import tokenizer
+from tests.tiny_models import SPECIAL
+
+BYTE_LEVEL = tokenizer()
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Metaspace pieces with byte fallback, and the decoder that strips the first space: Llama 2's kind."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdehlorw.", "▁h", "▁w", "lo"]
+    merges = [("▁", "h"), ("▁", "w"), ("l", "o")]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw.decoder = decoders.Sequence(steps)
+    return raw
+
+
+SENTENCEPIECE = sentencepiece_like()
+texts = st.text(alphabet=st.sampled_from("ab hé日本語🌍👩‍🚀.\n") | st.characters(codec="utf-8"), max_size=60)
+byte_level_ids = st.lists(st.integers(0, len(SPECIAL) + 255), max_size=150)
+
+
+def in_pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
+    return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
+
+
+@settings(deadline=None)
+@given(byte_level_ids)
+@example([len(SPECIAL) + 200] * 120)
+@example([2] * 40)
+def test_any_bytes_in_pieces_are_the_whole(ids: list[int]) -> None:
+    pieces = in_pieces(Detokenizer(BYTE_LEVEL.decode, BYTE_LEVEL.special_ids), ids)
+    assert "".join(pieces) == BYTE_LEVEL.decode(ids)
+
+
+@settings(deadline=None)
+@given(texts, st.integers(0, 100), st.booleans())
+def test_text_comes_as_soon_as_its_characters_are_complete(text: str, at: int, special: bool) -> None:
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
+    if special:
+        ids.insert(min(at, len(ids)), 2)
+    detokenizer = Detokenizer(BYTE_LEVEL.decode, BYTE_LEVEL.special_ids)
+    pieces = in_pieces(detokenizer, ids)
+    assert "".join(pieces) == text
+    if "�" not in text:
+        assert not any("�" in piece for piece in pieces)
+        assert pieces[-1] == ""
+
+
+@settings(deadline=None)
+@given(texts.filter(lambda text: "�" not in text))  # which looks like a broken character, and may come out as one
+@example("日本語🌍🚀" * 12)
+@example("hello world " * 12)
+def test_sentencepiece_with_byte_fallback(text: str) -> None:
+    ids = SENTENCEPIECE.encode(text).ids
+    pieces = in_pieces(Detokenizer(lambda window: SENTENCEPIECE.decode(list(window)), frozenset()), ids)
+    assert "".join(pieces) == SENTENCEPIECE.decode(ids)
+
+
+def test_the_window_stays_small_whatever_comes() -> None:
+    longest = 0
+
+    def decode(ids: object) -> str:
+        nonlocal longest
+        assert isinstance(ids, list)
+        longest = max(longest, len(ids))
+        return BYTE_LEVEL.decode(ids)
+
+    detokenizer = Detokenizer(decode, BYTE_LEVEL.special_ids)
+    ids = [len(SPECIAL) + 150] * 500 + BYTE_LEVEL.encode("plain text, 日本語 " * 40, add_special_tokens=False)
+    assert "".join(in_pieces(detokenizer, ids)) == BYTE_LEVEL.decode(ids)
+    assert longest <= 32
+
+
+def naive_cut(text: str, stops: list[str]) -> tuple[str, bool]:
+    """Grow the text by characters until it ends in a stop string."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(len(stop) for stop in ending)], True
+    return text, False
+
+
+@given(
+    st.lists(st.text(alphabet="ab🌍", max_size=4), max_size=12),
+    st.lists(st.text(alphabet="ab🌍", min_size=1, max_size=4), max_size=4),
+)
+@example(["a", "a", "b"], ["aab"])
+@example(["aab", "b"], ["abb", "b"])
+def test_stop_matcher_against_the_naive_one(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    given_out = ""
+    for piece in pieces:
+        given_out += matcher.push(piece)
+        if matcher.stopped:
+            break
+    expected, stopped = naive_cut("".join(pieces), stops)
+    if not matcher.stopped:
+        given_out += matcher.finish()
+    assert (given_out, matcher.stopped) == (expected, stopped)
+
+
+def test_what_cannot_start_a_stop_string_is_not_held_back() -> None:
+    matcher = StopMatcher(["END"])
+    assert matcher.push("text E") == "text "
+    assert matcher.push("x") == "Ex"
+    assert matcher.push("EN") == ""
+    assert matcher.finish() == "EN"
+
+
+@pytest.mark.parametrize(("stop", "text"), [("END", "a b "), ("🌍", "a b END"), ("a", ""), ("none", "a b END🌍 c")])
+def test_assembler_cuts_before_the_stop_string(stop: str, text: str) -> None:
+    assembler = Assembler(Detokenizer(BYTE_LEVEL.decode, BYTE_LEVEL.special_ids), [stop])
+    got = ""
+    for token in BYTE_LEVEL.encode("a b END🌍 c", add_special_tokens=False):
+        piece = assembler.push(token)
+        got += piece.text
+        if piece.stopped:
+            break
+    else:
+        got += assembler.finish().text
+    assert got == text

@@ -1,0 +1,281 @@
+"""The gateway on a real port: the openai client, disconnects, large bodies, shutdown, the whole process."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gateway.tokenizer import ModelFilesError, load
+from proto import limits
+from proto.codec import pack_tokens
+from proto.errors import CancelReason, FinishReason, Reject
+from proto.messages import Accepted, ClusterState, Hello, Message, Role, Submit, TokenItem, Tokens, Welcome
+from runtime import clock
+from runtime.link import LinkClient, LinkServer, Peer
+from tests import tiny_models
+from tests.gateway.fakes import ANSWER, BODY_BYTES_MAX, MODEL, Site, make_site, rejecting, served
+
+MESSAGES: Any = [{"role": "user", "content": "Hi"}]
+
+
+def on_port(test: Callable[[Site, str], Awaitable[None]], **options: Any) -> None:
+    async def body() -> None:
+        site = make_site(**options)
+        async with served(site) as url:
+            await test(site, url)
+
+    asyncio.run(body())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    pytest.fail("waited in vain")
+
+
+def test_openai_client() -> None:
+    async def test(_site: Site, url: str) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
+            assert [model.id async for model in client.models.list()] == [MODEL]
+            whole = await client.chat.completions.create(
+                model=MODEL, messages=MESSAGES, n=2, logprobs=True, top_logprobs=2
+            )
+            assert [choice.message.content for choice in whole.choices] == [ANSWER, ANSWER]
+            assert whole.choices[0].logprobs is not None
+            texts, usage = {0: "", 1: ""}, None
+            stream = await client.chat.completions.create(
+                model=MODEL, messages=MESSAGES, n=2, stream=True, stream_options={"include_usage": True}
+            )
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.delta.content or ""
+                usage = chunk.usage
+            assert texts == {0: ANSWER, 1: ANSWER}
+            assert usage is not None
+            assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+            done = await client.completions.create(model=MODEL, prompt=["a", "b"], echo=True, stop=" is", max_tokens=99)
+            assert [choice.text for choice in done.choices] == ["aThe capital", "bThe capital"]
+            text = ""
+            extra = {"return_token_ids": True, "top_k": 5}
+            async for part in await client.completions.create(
+                model=MODEL, prompt="a", stream=True, max_tokens=99, extra_body=extra
+            ):
+                text += part.choices[0].text
+            assert text == ANSWER
+
+    on_port(test)
+
+
+def test_openai_client_sees_typed_errors() -> None:
+    async def test(site: Site, url: str) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
+            with pytest.raises(openai.NotFoundError):
+                await client.completions.create(model="none", prompt="a")
+            with pytest.raises(openai.BadRequestError) as bad:
+                await client.completions.create(model=MODEL, prompt="a", temperature=3)
+            assert bad.value.param == "temperature"
+            site.cluster.reject = rejecting(Reject.QUEUE_FULL)
+            with pytest.raises(openai.RateLimitError):
+                await client.completions.create(model=MODEL, prompt="a", stream=True)
+            site.cluster.reject = lambda _submit: None
+            site.cluster.interrupt_at = dict.fromkeys(range(1, 9), 4)
+            with pytest.raises(openai.APIError, match="interrupted"):
+                async for _ in await client.completions.create(model=MODEL, prompt="a", stream=True):
+                    pass
+
+    on_port(test)
+
+
+def test_two_hundred_streams_at_once() -> None:
+    async def test(site: Site, url: str) -> None:
+        site.cluster.gap_s = 0.001
+        async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=200), timeout=60) as client:
+
+            async def one(number: int) -> str:
+                body = {"model": MODEL, "prompt": f"p{number}", "stream": True, "max_tokens": 60}
+                answer = await client.post("/v1/completions", json=body)
+                lines = answer.text.split("\n\n")
+                assert lines[-2] == "data: [DONE]"
+                return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-2])
+
+            assert set(await asyncio.gather(*(one(number) for number in range(200)))) == {ANSWER}
+
+    on_port(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_disconnect_cancels(stream: bool, hold: bool) -> None:
+    async def test(site: Site, url: str) -> None:
+        site.cluster.gap_s, site.cluster.hold = 0.2, hold
+        async with httpx.AsyncClient(base_url=url) as client:
+            body = {"model": MODEL, "prompt": ["a", "b"], "stream": stream}
+            request = asyncio.create_task(client.post("/v1/completions", json=body))
+            await until(lambda: len(site.cluster.submits) == 2)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+        await until(lambda: len(site.cluster.cancels) == 2)
+        assert {cancel.reason for cancel in site.cluster.cancels} == {CancelReason.DISCONNECTED}
+        await until(lambda: site.gateway.intake._requests == 0)
+        assert not site.gateway.backend.keeper.streams
+        assert b'outcome="disconnected"} 1.0' in site.gateway.metrics.render()
+
+    on_port(test)
+
+
+def test_bodies_over_the_limit_are_refused_with_and_without_a_length() -> None:
+    async def test(site: Site, url: str) -> None:
+        async def chunks() -> Any:
+            for _ in range(200):
+                yield b" " * 1024
+
+        headers = {"Content-Type": "application/json"}
+        async with httpx.AsyncClient(base_url=url) as client:
+            for content in (b" " * (BODY_BYTES_MAX + 1), chunks()):
+                answer = await client.post("/v1/completions", content=content, headers=headers)
+                assert answer.status_code == 413
+                assert answer.json()["error"]["code"] == "request_too_large"
+        assert site.gateway.intake._bytes == 0
+
+    on_port(test)
+
+
+def test_shutdown_ends_open_streams_with_an_error() -> None:
+    async def body() -> None:
+        site = make_site()
+        site.cluster.gap_s = 0.05
+        async with httpx.AsyncClient() as client:
+            async with served(site) as url:
+                request = {"model": MODEL, "prompt": "a", "stream": True, "max_tokens": 60}
+                reading = asyncio.create_task(client.post(f"{url}/v1/completions", json=request))
+                await until(lambda: bool(site.cluster.submits))
+                await asyncio.sleep(0.1)
+            text = (await reading).text
+        assert text.count("data: ") > 1
+        assert json.loads(text.split("\n\n")[-2][6:])["error"]["code"] == "shutting_down"
+        assert "[DONE]" not in text
+
+    asyncio.run(body())
+
+
+# --- the process --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make("llama", tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_loading_a_model(model_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load(str(model_folder))
+    assert tokenizer.facts.context_tokens == 512
+    assert tokenizer.facts.vocab_size == tiny_models.VOCAB
+    assert tokenizer.facts.eos_ids == {tiny_models.EOS}
+    assert tokenizer.has_chat_template
+    with pytest.raises(ModelFilesError, match="no such folder"):
+        load(str(tmp_path / "none"))
+    with pytest.raises(ModelFilesError, match=r"config\.json"):
+        load(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelFilesError, match="tokenizer"):
+        load(str(tmp_path))
+
+
+def test_import_does_not_load_torch() -> None:
+    code = "import sys, gateway.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+class Answering:
+    """A coordinator on a real link, which then speaks to the gateway's token port as a worker does."""
+
+    def __init__(self) -> None:
+        self.submitted: asyncio.Future[tuple[Submit, bytes]] = asyncio.get_running_loop().create_future()
+        self.gateway: Peer | None = None
+        self.workers: list[Peer] = []
+        hello = Hello(limits.PROTOCOL_VERSION, Role.COORDINATOR, clock.new_epoch(), "c")
+        self.server = LinkServer(
+            bind="tcp://127.0.0.1:0",
+            hello=hello,
+            accept=lambda _hello: None,
+            on_up=self._up,
+            on_message=self._message,
+            on_down=lambda _peer, _reason: None,
+        )
+
+    def _up(self, peer: Peer) -> None:
+        self.gateway = peer
+        peer.send(ClusterState(("tiny",)))
+
+    def _message(self, _peer: Peer, message: Message, blob: bytes) -> None:
+        if isinstance(message, Submit):
+            self.submitted.set_result((message, blob))
+
+    def worker(self) -> LinkClient:
+        assert self.gateway is not None
+        hello = Hello(limits.PROTOCOL_VERSION, Role.DECODE, clock.new_epoch(), "d", "tiny", "f")
+        return LinkClient(
+            address=self.gateway.hello.address,
+            hello=hello,
+            on_up=self._worker_up,
+            on_message=lambda _peer, _message, _blob: None,
+            on_down=lambda _peer, _reason: None,
+        )
+
+    def _worker_up(self, peer: Peer, _welcome: Welcome) -> None:
+        self.workers.append(peer)
+
+
+def test_the_process_from_start_to_sigterm(model_folder: Path) -> None:
+    async def body() -> None:
+        other = Answering()
+        address = await other.server.start()
+        arguments = ["--coordinator", address, "--model", str(model_folder), "--port", "0", "--log-format", "json"]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "gateway", *arguments, stderr=subprocess.PIPE, env=environment
+        )
+        try:
+            assert process.stderr is not None
+            url = ""
+            async with asyncio.timeout(60):
+                while not url:
+                    line = await process.stderr.readline()
+                    assert line, "the gateway ended"
+                    url = json.loads(line).get("url", "")
+                await until(lambda: other.gateway is not None)
+            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+                assert (await client.get("/ready")).status_code == 200
+                assert other.gateway is not None
+                request = {"model": "tiny", "prompt": "abc", "stream": True}
+                reading = asyncio.create_task(client.post("/v1/completions", json=request))
+                submit, blob = await asyncio.wait_for(other.submitted, 20)
+                assert blob == pack_tokens(load(str(model_folder)).encode("abc", add_special_tokens=True))
+                worker = other.worker()
+                await worker.start()
+                await until(lambda: bool(other.workers))
+                other.gateway.send(Accepted(submit.request_id, 1))
+                token = TokenItem(submit.request_id, 1, 0, 0, (6 + 40,), FinishReason.LENGTH)
+                other.workers[0].send(Tokens((token,)))
+                assert (await reading).text.endswith("data: [DONE]\n\n")
+                process.send_signal(signal.SIGTERM)
+                assert await asyncio.wait_for(process.wait(), 20) == 0
+                await worker.close()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            await other.server.close()
+
+    asyncio.run(body())

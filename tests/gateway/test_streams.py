@@ -1,0 +1,194 @@
+"""The keeper of streams, event by event: tokens, resumes, rejections, ends."""
+
+import pytest
+
+from gateway.stream_types import (
+    Admitted,
+    Deliver,
+    Ended,
+    FailKind,
+    Finish,
+    Open,
+    StreamSpec,
+)
+from proto.errors import CancelReason, FinishReason, Interrupt, Reject
+from proto.messages import Accepted, Interrupted, Rejected
+from proto.sampling import Sampling
+from tests.gateway.keeper_world import LIMITS, Bench, Words, cancels, failures, submits, texts
+
+
+def test_from_submit_to_end() -> None:
+    bench = Bench()
+    assert submits(bench.open()) == [("r", 1, [1, 2, 3], 0, 1, 0)]
+    assert bench.do(Accepted("r", 1)) == [Admitted("r")]
+    assert texts(bench.tokens(0, 5, 6)) == ["5 6 "]
+    last = bench.tokens(2, 7, 0, finish=FinishReason.STOP)
+    assert last == [Deliver("r", 0, "7 ", (7, 0), (), Finish.STOP), Ended("r")]
+    assert bench.keeper.next_deadline() is None
+    assert not bench.keeper.streams
+    assert not bench.keeper.submissions
+
+
+def test_tokens_overtake_the_acceptance() -> None:
+    bench = Bench()
+    bench.open()
+    assert bench.tokens(0, 5)[0] == Admitted("r")
+    assert bench.do(Accepted("r", 1)) == []
+
+
+def test_duplicates_are_dropped_and_overlaps_cut() -> None:
+    bench = Bench()
+    bench.open()
+    assert texts(bench.tokens(0, 5, 6)) == ["5 6 "]
+    assert texts(bench.tokens(0, 5, 6)) == []
+    assert texts(bench.tokens(1, 6, 7)) == ["7 "]
+
+
+def test_a_gap_breaks_the_attempt_and_resumes_from_what_came() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5, 6)
+    assert cancels(bench.tokens(3, 8)) == [("r", 1, CancelReason.ABANDONED)]
+    assert texts(bench.tokens(4, 9)) == []
+    assert submits(bench.wait()) == [("r", 2, [1, 2, 3, 5, 6], 2, 1, 0)]
+    assert texts(bench.tokens(2, 7, attempt=1)) == []
+    assert texts(bench.tokens(2, 7, attempt=2)) == ["7 "]
+
+
+def test_missing_logprobs_break_the_attempt() -> None:
+    bench = Bench()
+    sampling = Sampling(max_tokens=5, logprobs=2)
+    bench.do(Open(StreamSpec("r", "m", (1,), sampling, 1, lambda: Words(()))))
+    assert cancels(bench.tokens(0, 5)) == [("r", 1, CancelReason.ABANDONED)]
+
+
+def test_tokens_that_were_under_way_count_until_the_resume_is_sent() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5)
+    assert submits(bench.interrupt()) == []
+    assert texts(bench.tokens(1, 6)) == ["6 "]
+    assert submits(bench.wait()) == [("r", 2, [1, 2, 3, 5, 6], 2, 1, 0)]
+
+
+def test_the_end_that_was_under_way_saves_the_resume() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5)
+    bench.interrupt()
+    last = bench.tokens(1, 0, finish=FinishReason.STOP)
+    assert last[-1] == Ended("r")
+    assert cancels(last) == [("r", 1, CancelReason.STOP_STRING)]  # or the coordinator would wait for the resume
+
+
+def test_resumes_are_bounded_and_spaced() -> None:
+    bench = Bench()
+    bench.open()
+    pauses = []
+    for attempt in range(1, LIMITS.attempts_max):
+        before = bench.now
+        assert failures(bench.interrupt(attempt=attempt)) == []
+        assert submits(bench.wait()) == [("r", attempt + 1, [1, 2, 3], 0, 1, 0)]
+        pauses.append(bench.now - before)
+    assert all(0.05 * 2**k <= pause <= 0.15 * 2**k + 1e-6 for k, pause in enumerate(pauses)), pauses
+    assert failures(bench.interrupt(attempt=LIMITS.attempts_max)) == [FailKind.INTERRUPTED]
+
+
+def test_choices_that_have_begun_resume_one_by_one() -> None:
+    bench = Bench()
+    bench.open(choices=3)
+    bench.tokens(0, 5, 6, choice=0)
+    bench.tokens(0, 0, choice=1, finish=FinishReason.STOP)
+    assert bench.interrupt() == []
+    resumed = bench.wait()
+    assert cancels(resumed) == [("r", 1, CancelReason.ABANDONED)]
+    assert submits(resumed) == [("r.c0", 2, [1, 2, 3, 5, 6], 2, 1, 0), ("r.c2", 2, [1, 2, 3], 0, 1, 2)]
+    assert texts(bench.tokens(2, 7, name="r.c0", attempt=2, choice=2)) == []
+    bench.tokens(2, 0, name="r.c0", attempt=2, choice=0, finish=FinishReason.STOP)
+    last = bench.tokens(0, 0, name="r.c2", attempt=2, choice=2, finish=FinishReason.STOP)
+    assert last[-1] == Ended("r")
+
+
+def test_choices_without_a_token_resume_together() -> None:
+    bench = Bench()
+    bench.open(choices=3)
+    bench.interrupt()
+    assert submits(bench.wait()) == [("r", 2, [1, 2, 3], 0, 3, 0)]
+
+
+def test_stop_string_ends_the_choice_and_cancels_the_rest() -> None:
+    bench = Bench()
+    bench.open(stops=("6 ",))
+    last = bench.tokens(0, 5, 6, 7)
+    assert last[1:] == [
+        Deliver("r", 0, "5 ", (5, 6), (), Finish.STOP),
+        last[2],
+        Ended("r"),
+    ]
+    assert cancels(last) == [("r", 1, CancelReason.STOP_STRING)]
+    assert texts(bench.tokens(3, 8)) == []
+
+
+def test_other_choices_go_on_after_a_stop_string() -> None:
+    bench = Bench()
+    bench.open(choices=2, stops=("6 ",))
+    assert cancels(bench.tokens(0, 6, choice=0)) == []
+    assert texts(bench.tokens(1, 9, choice=0)) == []
+    assert texts(bench.tokens(0, 5, choice=1)) == ["5 "]
+    last = bench.tokens(1, 0, choice=1, finish=FinishReason.STOP)
+    assert cancels(last) == [("r", 1, CancelReason.STOP_STRING)]
+    assert last[-1] == Ended("r")
+
+
+def test_no_cancel_where_the_workers_have_ended_by_themselves() -> None:
+    bench = Bench()
+    bench.open(stops=("6 ",))
+    assert cancels(bench.tokens(0, 5, 6, finish=FinishReason.LENGTH)) == []
+
+
+def test_more_tokens_than_asked_for_are_cut() -> None:
+    bench = Bench()
+    bench.open(max_tokens=2)
+    last = bench.tokens(0, 5, 6, 7)
+    assert last[1] == Deliver("r", 0, "5 6 ", (5, 6), (), Finish.LENGTH)
+    assert cancels(last)
+
+
+@pytest.mark.parametrize("reason", [Reject.QUEUE_FULL, Reject.NO_CAPACITY, Reject.TOO_LONG, Reject.SHUTTING_DOWN])
+def test_a_new_request_is_rejected_at_once(reason: Reject) -> None:
+    bench = Bench()
+    bench.open()
+    rejection = Rejected("r", 1, reason, "because", 3.0)
+    (ended,) = bench.do(rejection)
+    assert isinstance(ended, Ended)
+    assert ended.failure
+    assert ended.failure.reject == rejection
+
+
+def test_a_resume_that_meets_a_full_queue_is_tried_again_for_a_while() -> None:
+    bench = Bench()
+    bench.open()
+    bench.interrupt()
+    bench.wait()
+    started, tries = bench.now, 0
+    while not failures(bench.do(Rejected("r", 2, Reject.QUEUE_FULL, "full", 9.0))):
+        assert submits(bench.wait()) == [("r", 2, [1, 2, 3], 0, 1, 0)]
+        tries += 1
+    assert tries > 5
+    assert LIMITS.resume_wait_s - 1 <= bench.now - started <= LIMITS.resume_wait_s + 4
+
+
+def test_late_answers_are_ignored() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5)
+    bench.interrupt()
+    bench.wait()
+    for late in (
+        Accepted("r", 1),
+        Rejected("r", 1, Reject.QUEUE_FULL, ""),
+        Interrupted("r", 1, Interrupt.PREFILL_LOST),
+        Accepted("other", 1),
+        Interrupted("r", 3, Interrupt.PREFILL_LOST),
+    ):
+        assert bench.do(late) == []

@@ -1,0 +1,151 @@
+"""The keeper of streams without a link to the coordinator, with a new one, with leaving clients, and over time."""
+
+from gateway.stream_types import (
+    ClientGone,
+    Drain,
+    FailKind,
+    LinkDown,
+    LinkUp,
+    Tick,
+)
+from proto.errors import CancelReason, FinishReason, Reject
+from proto.messages import Accepted, Rejected
+from tests.gateway.keeper_world import LIMITS, Bench, cancels, failures, submits, texts
+
+
+def test_without_link_new_requests_wait_for_a_while() -> None:
+    bench = Bench(link=False)
+    assert bench.open() == []
+    bench.now += 9
+    assert submits(bench.do(LinkUp(7))) == [("r", 1, [1, 2, 3], 0, 1, 0)]
+    bench = Bench(link=False)
+    bench.open()
+    assert failures(bench.wait()) == [FailKind.UNREACHABLE]
+    assert bench.now == 110
+
+
+def test_only_so_many_wait() -> None:
+    bench = Bench(link=False)
+    assert bench.open("a") == bench.open("b") == []
+    assert failures(bench.open("c")) == [FailKind.UNREACHABLE]
+
+
+def test_only_so_many_streams_are_served() -> None:
+    bench = Bench()
+    assert [failures(bench.open(name)) for name in "abcde"] == [[], [], [], [], [FailKind.OVERLOADED]]
+
+
+def test_who_waited_for_the_link_also_waits_for_the_workers() -> None:
+    """After a restart of the coordinator the workers may come back a moment after the gateway."""
+    bench = Bench(link=False)
+    bench.open()
+    bench.now += 1
+    bench.do(LinkUp(7))
+    assert bench.do(Rejected("r", 1, Reject.UNKNOWN_MODEL, "no worker")) == []
+    assert submits(bench.wait()) == [("r", 1, [1, 2, 3], 0, 1, 0)]
+    bench.now = 111
+    assert failures(bench.do(Rejected("r", 1, Reject.NO_CAPACITY, "no worker"))) == [FailKind.REJECTED]
+
+
+def test_an_unanswered_submission_is_sent_again() -> None:
+    bench = Bench()
+    bench.open()
+    assert bench.do(LinkDown()) == []
+    assert submits(bench.do(LinkUp(7))) == [("r", 1, [1, 2, 3], 0, 1, 0)]
+
+
+def test_streams_go_on_without_link_and_over_a_new_coordinator() -> None:
+    bench = Bench()
+    bench.open("runs")
+    bench.tokens(0, 5, name="runs")
+    bench.open("queued")
+    bench.do(Accepted("queued", 1))
+    bench.do(LinkDown())
+    assert texts(bench.tokens(1, 6, name="runs")) == ["6 "]
+    up = bench.do(LinkUp(8))
+    assert cancels(up) == [("queued", 1, CancelReason.ABANDONED)]
+    assert submits(bench.wait()) == [("queued", 2, [1, 2, 3], 0, 1, 0)]
+    assert texts(bench.tokens(2, 7, name="runs")) == ["7 "]
+    bench.now += LIMITS.stall_s + 1
+    assert cancels(bench.do(Tick())) == []
+
+
+def test_a_stream_that_stays_silent_under_a_new_coordinator_is_resumed() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5)
+    bench.do(LinkDown())
+    bench.do(LinkUp(8))
+    assert cancels(bench.wait()) == [("r", 1, CancelReason.ABANDONED)]
+    assert bench.now == 100 + LIMITS.stall_s
+    assert submits(bench.wait()) == [("r", 2, [1, 2, 3, 5], 1, 1, 0)]
+
+
+def test_the_same_coordinator_has_cancelled_what_it_lost() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5)
+    bench.do(LinkDown())
+    bench.do(LinkUp(7))
+    assert submits(bench.wait()) == [("r", 2, [1, 2, 3, 5], 1, 1, 0)]
+    assert bench.now < 101
+
+
+def test_cancels_are_owed_while_the_link_is_down() -> None:
+    bench = Bench()
+    bench.open()
+    bench.do(Accepted("r", 1))
+    bench.do(LinkDown())
+    assert bench.do(ClientGone("r")) == []
+    assert cancels(bench.do(LinkUp(8))) == [("r", 1, CancelReason.DISCONNECTED)]
+    bench.do(LinkDown())
+    assert cancels(bench.do(LinkUp(8))) == []
+
+
+def test_client_gone_cancels_and_is_not_told() -> None:
+    bench = Bench()
+    bench.open(choices=2)
+    bench.tokens(0, 5)
+    gone = bench.do(ClientGone("r"))
+    assert cancels(gone) == [("r", 1, CancelReason.DISCONNECTED)]
+    assert len(gone) == 1
+    assert bench.do(ClientGone("r")) == []
+    assert texts(bench.tokens(1, 6)) == []
+
+
+def test_nothing_is_cancelled_that_was_never_sent() -> None:
+    bench = Bench(link=False)
+    bench.open()
+    bench.do(ClientGone("r"))
+    assert bench.do(LinkUp(7)) == []
+
+
+def test_idle_streams_fail_before_and_between_tokens() -> None:
+    bench = Bench()
+    bench.open()
+    bench.now += 100
+    bench.tokens(0, 5)
+    bench.now += 100
+    assert bench.do(Tick()) == []
+    failed = bench.wait()
+    assert failures(failed) == [FailKind.IDLE]
+    assert cancels(failed) == [("r", 1, CancelReason.ABANDONED)]
+    assert bench.now == 320
+
+
+def test_drain_ends_everything() -> None:
+    bench = Bench()
+    bench.open("a")
+    bench.tokens(0, 5, name="a")
+    bench.open("b")
+    assert failures(bench.do(Drain())) == [FailKind.SHUTTING_DOWN] * 2
+    assert failures(bench.open("c")) == [FailKind.SHUTTING_DOWN]
+
+
+def test_timers_of_streams_that_ended_are_forgotten() -> None:
+    bench = Bench()
+    for number in range(1000):
+        bench.open(f"r{number}")
+        bench.tokens(0, 0, name=f"r{number}", finish=FinishReason.STOP)
+    assert len(bench.keeper._heap) < 200
+    assert bench.keeper.next_deadline() is None

@@ -12,7 +12,7 @@ from proto.errors import RemoteProtocolError
 from proto.messages import Hello, Message, Role
 from runtime import clock, log
 from runtime.driver import CoreDriver, run_process
-from runtime.link import LinkServer, LinkSettings, Peer
+from runtime.link import GOODBYE, LinkServer, LinkSettings, Peer
 from runtime.settings import CoordinatorSettings
 
 
@@ -67,13 +67,16 @@ class Coordinator:
         if earlier is not None:
             self.server.drop(earlier, "connected again")
         self.peers[peer.epoch] = peer
-        self.log.info("joined", peer=peer.hello.name, role=peer.hello.role.value, model=peer.hello.model)
+        emit = self.log.debug if peer.hello.role is Role.OBSERVER else self.log.info
+        emit("joined", peer=peer.hello.name, role=peer.hello.role.value, model=peer.hello.model)
         self.driver.post(PeerUp(peer.epoch, peer.hello))
 
     def _down(self, peer: Peer, reason: str) -> None:
         if self.peers.get(peer.epoch) is peer:
             del self.peers[peer.epoch]
-            self.log.warning("left", peer=peer.hello.name, role=peer.hello.role.value, reason=reason)
+            quiet = peer.hello.role is Role.OBSERVER
+            emit = self.log.debug if quiet else self.log.info if reason.startswith(GOODBYE) else self.log.warning
+            emit("left", peer=peer.hello.name, role=peer.hello.role.value, reason=reason)
             self.driver.post(PeerDown(peer.epoch, reason))
 
     def _message(self, peer: Peer, message: Message, blob: bytes) -> None:

@@ -19,9 +19,11 @@ class EngineThread(ThreadPoolExecutor):
 
     @staticmethod
     def _prepare(threads: int, cores: tuple[int, ...], nice: int) -> None:
-        usable = set(cores) & os.sched_getaffinity(0)
-        if usable:
-            os.sched_setaffinity(threading.get_native_id(), usable)
+        if cores:
+            try:
+                os.sched_setaffinity(threading.get_native_id(), cores)
+            except OSError:
+                pass  # not ours to use: stay where the process is
         if nice:
             try:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

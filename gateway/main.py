@@ -93,7 +93,7 @@ class GatewayProcess:
                 api_keys=tuple(key.encode() for key in settings.api_keys),
             )
             ends = (self.tokens, coordinator)
-            self.metrics.protocol_errors.set_function(lambda: sum(end.counters.protocol_errors for end in ends))
+            self.metrics.count_protocol_errors = lambda: sum(end.counters.protocol_errors for end in ends)
             try:
                 await self._serve(gateway, listener, stop)
             finally:

@@ -30,7 +30,10 @@ from runtime.driver import cancelled, watched
 from runtime.monitor import ConnectionMonitor
 from runtime.peer import LinkCounters, LinkSettings, OnDown, OnMessage, Peer, open_socket, try_send
 
-__all__ = ["LinkClient", "LinkCounters", "LinkServer", "LinkSettings", "OnDown", "OnMessage", "Peer"]
+__all__ = ["GOODBYE", "LinkClient", "LinkCounters", "LinkServer", "LinkSettings", "OnDown", "OnMessage", "Peer"]
+
+GOODBYE = "said goodbye"
+"""How the reason for the end of a link begins where the other end left in order."""
 
 _log = log.get("crossdock.link")
 
@@ -151,7 +154,7 @@ class LinkServer:
         if isinstance(message, Ping):
             peer.send(Pong())
         elif isinstance(message, Bye):
-            self.drop(peer, f"said goodbye: {message.reason}")
+            self.drop(peer, f"{GOODBYE}: {message.reason}")
         elif isinstance(message, Hello | Welcome | Refused | Pong):
             raise RemoteProtocolError(f"unexpected {type(message).__name__}")
         else:

@@ -52,10 +52,14 @@ def throw(address: str, seed: int) -> Iterator[None]:
                 sender = context.socket(zmq.DEALER)
                 sender.setsockopt(zmq.LINGER, 2_000)
                 sender.setsockopt(zmq.SNDTIMEO, 10_000)
-                sender.setsockopt(zmq.SNDHWM, 100)
+                sender.setsockopt(zmq.RCVTIMEO, 10_000)
                 sender.connect(address)
             sender.send_multipart(rubbish(generator))
             if number % 50 == 49:
+                for _ in range(
+                    50
+                ):  # each is refused; leaving before that would reset the connection with frames unread
+                    assert b"Refused" in sender.recv()
                 sender.close()
                 yield
         oversized = context.socket(zmq.DEALER)

@@ -1,0 +1,74 @@
+"""One forward pass over packed chunks of many sequences, over a paged KV pool."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.attention import CURRENT
+from engine.plan import ForwardPlan, PoolViews, SeqChunk
+
+__all__ = ["Engine", "ModelInfo", "SeqChunk"]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What others must know of a loaded model."""
+
+    model_path: str
+    model_type: str
+    context_tokens: int
+    vocab_size: int
+    """Columns of the logits; at least the tokenizer's vocabulary."""
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    """Of weights and KV: `float32`, `bfloat16`, `float16`."""
+    block_size: int
+    """Tokens per KV block."""
+    block_bytes: int
+    """Bytes of one KV block, all layers."""
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+    """Equal between two workers exactly when one may decode on the other's KV."""
+
+
+class Engine:
+    """A model and its KV pool. Made by `engine.loader.load_engine`; belongs to one thread."""
+
+    def __init__(self, model: Any, info: ModelInfo, pool: torch.Tensor) -> None:
+        self.info = info
+        self.pool = pool
+        """[blocks, layers, 2, block_size, kv_heads, head_dim], block-major, zeroed at start."""
+        self.blocks = pool.shape[0]
+        self.tokens_forwarded = 0
+        """Token positions ever forwarded."""
+        self._model = model
+        self._views = PoolViews(pool)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
+        """Writes the chunks' K and V to their blocks; logits of the last token of each chunk that wants them, in order.
+
+        Returns [chunks wanting logits, vocab_size] float32, on the model's device. A sequence appears at most once.
+        """
+        assert chunks, "a forward has at least one chunk"
+        plan = ForwardPlan(self._views, chunks, self.pool.device)
+        reset = CURRENT.set(plan)
+        try:
+            keep = plan.wanted if len(plan.wanted) else torch.zeros(1, dtype=torch.int64, device=self.pool.device)
+            output = self._model(
+                input_ids=plan.input_ids, position_ids=plan.position_ids, use_cache=False, logits_to_keep=keep
+            )
+        finally:
+            CURRENT.reset(reset)
+        self.tokens_forwarded += plan.tokens
+        logits: torch.Tensor = output.logits[0, : len(plan.wanted)]
+        return logits.float()
+
+    @torch.inference_mode()
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block's KV, for copy on write."""
+        self.pool[target].copy_(self.pool[source])

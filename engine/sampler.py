@@ -1,0 +1,182 @@
+"""Draws tokens from logits. Per row, in vLLM's order: penalties and bias → log-probabilities are taken → temperature → min_p →
+top_k → top_p → draw.
+
+The random number of a draw is a function of (seed, choice, token index) alone: Philox4x64 (Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3") with the first two as key and the index as counter. So it depends neither on the batch nor on
+what was drawn before, and a resumed stream draws what it would have drawn. The inverse of the cumulative distribution is
+taken in order of token ids, not of probability: rounding that swaps two near-equal tokens then does not change the draw.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from proto.errors import CrossdockError
+from proto.sampling import Sampling, TokenLogprobs
+
+_HEAD = 1024
+"""With top_p alone, this many likeliest tokens are looked at first; the whole vocabulary only if they are too few."""
+_LOWEST_LOGPROB = -9999.0
+"""Stands for log 0, which JSON cannot say; vLLM reports the same."""
+
+
+class BadLogits(CrossdockError):
+    """A row of logits has no finite maximum: NaN or infinity came out of the model."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A drawn token; its log-probabilities when they were asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class SamplerState:
+    """What one choice's next draw depends on besides the logits: its parameters and the tokens so far."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        choice: int,
+        vocab_size: int,
+        prompt_tokens: Sequence[int],
+        output_tokens: Sequence[int] = (),
+        start_index: int | None = None,
+    ) -> None:
+        """`prompt_tokens` is read only when `repetition_penalty` is not 1; `output_tokens` are those of a resumed stream.
+
+        Where no penalty needs those, `start_index` can stand for their number.
+        """
+        self.sampling = sampling
+        self.choice = choice
+        self.index = len(output_tokens) if start_index is None else start_index
+        """Output tokens so far, which is also the index of the next one."""
+        self._seen: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        if sampling.repetition_penalty != 1.0:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self._seen[list(prompt_tokens) + list(output_tokens)] = True
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            self._counts = torch.bincount(torch.tensor(list(output_tokens), dtype=torch.int64), minlength=vocab_size).float()
+        bias = [(token, value) for token, value in sampling.logit_bias if token < vocab_size]
+        self._bias_ids = torch.tensor([token for token, _ in bias], dtype=torch.int64)
+        self._bias = torch.tensor([value for _, value in bias])
+        self.adjusts = bool(bias) or self._seen is not None or self._counts is not None
+        """Whether penalties or a bias change the logits."""
+
+    def accept(self, token: int) -> None:
+        """Counts `token` as the next output token."""
+        self.index += 1
+        if self._seen is not None:
+            self._seen[token] = True
+        if self._counts is not None:
+            self._counts[token] += 1
+
+    def adjusted(self, row: torch.Tensor) -> torch.Tensor:
+        """Logits [vocab] after penalties and bias; a new tensor when anything changes."""
+        if not self.adjusts:
+            return row
+        sampling = self.sampling
+        if self._seen is not None:
+            penalty = sampling.repetition_penalty
+            row = torch.where(self._seen, torch.where(row > 0, row / penalty, row * penalty), row)
+        if self._counts is not None:
+            row = row - sampling.frequency_penalty * self._counts - sampling.presence_penalty * (self._counts > 0)
+        if len(self._bias):
+            row = row.index_add(0, self._bias_ids, self._bias)
+        return row
+
+    def uniform(self) -> float:
+        """The random number of the next draw, in [0, 1)."""
+        generator = np.random.Philox(key=[self.sampling.seed, self.choice], counter=[0, self.index, 0, 0])
+        return float(int(generator.random_raw()) >> 11) * 2.0**-53
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
+    """One token for each row of `logits` [rows, vocab]; does not call `accept`. Raises BadLogits."""
+    assert logits.shape[0] == len(states), (logits.shape, len(states))
+    if not states:
+        return []
+    highest, likeliest = logits.max(dim=-1)
+    if not bool(torch.isfinite(highest).all()):
+        raise BadLogits("the model's logits are not finite")
+    greedy = likeliest.tolist()
+    results = []
+    for row, state in enumerate(states):
+        sampling = state.sampling
+        if sampling.temperature == 0.0 and not state.adjusts and sampling.logprobs < 0:
+            results.append(Sampled(greedy[row], None))
+            continue
+        adjusted = state.adjusted(logits[row].cpu())
+        token = int(adjusted.argmax()) if sampling.temperature == 0.0 else _draw(adjusted, state)
+        results.append(Sampled(token, _logprobs(adjusted, token, sampling.logprobs)))
+    return results
+
+
+def _draw(row: torch.Tensor, state: SamplerState) -> int:
+    """A token by the inverse of the cumulative distribution, in float64, over the tokens that truncation leaves."""
+    ids, weights = _truncate(row, state.sampling)
+    cumulative = torch.cumsum(weights, 0)
+    # u < 1, so the target is below the total; the minimum guards against the last rounding.
+    at = int(torch.searchsorted(cumulative, state.uniform() * cumulative[-1], right=True))
+    at = min(at, len(cumulative) - 1)
+    while at > 0 and weights[at] == 0.0:
+        at -= 1
+    return at if ids is None else int(ids[at])
+
+
+def _truncate(row: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(token ids ascending, or None for all; their weights, float64, not normalised) after temperature, min_p, top_k, top_p."""
+    # Subtracting the maximum first keeps tiny temperatures from overflowing.
+    scaled = (row.double() - row.max().double()) / sampling.temperature
+    floor = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+    vocab = len(scaled)
+    if sampling.top_k and sampling.top_k < vocab:
+        values, ids = torch.topk(scaled, sampling.top_k)
+    elif sampling.top_p < 1.0:
+        values, ids = _nucleus_candidates(scaled, floor, sampling.top_p)
+    else:
+        weights = torch.exp(scaled)
+        return None, torch.where(scaled >= floor, weights, 0.0) if sampling.min_p > 0.0 else weights
+    kept = values >= floor
+    values, ids = values[kept], ids[kept]
+    weights = torch.exp(values)
+    if sampling.top_p < 1.0:
+        before = torch.cumsum(weights, 0) - weights
+        total = weights.sum() if 0 < sampling.top_k < vocab else _total(scaled, floor)
+        within = before < sampling.top_p * total
+        within[0] = True
+        weights, ids = weights[within], ids[within]
+    order = torch.argsort(ids)
+    return ids[order], weights[order]
+
+
+def _nucleus_candidates(scaled: torch.Tensor, floor: float, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens, best first, enough of them to hold `top_p` of the probability above the floor."""
+    if len(scaled) > _HEAD:
+        values, ids = torch.topk(scaled, _HEAD)
+        if values[-1] < floor or torch.exp(values).sum() >= top_p * _total(scaled, floor):
+            return values, ids
+    ordered = torch.sort(scaled, descending=True, stable=True)
+    return ordered.values, ordered.indices
+
+
+def _total(scaled: torch.Tensor, floor: float) -> torch.Tensor:
+    weights = torch.exp(scaled)
+    return weights.sum() if floor == -math.inf else weights[scaled >= floor].sum()
+
+
+def _logprobs(row: torch.Tensor, token: int, top: int) -> TokenLogprobs | None:
+    """Of the drawn token, and of the `top` likeliest, best first; None when `top` is negative."""
+    if top < 0:
+        return None
+    normaliser = torch.logsumexp(row, 0)
+    own = max(float(row[token] - normaliser), _LOWEST_LOGPROB)
+    values, ids = torch.topk(row, min(top, len(row)))
+    pairs = zip(ids.tolist(), (values - normaliser).tolist(), strict=True)
+    return TokenLogprobs(own, tuple((token_id, max(value, _LOWEST_LOGPROB)) for token_id, value in pairs))

@@ -1,0 +1,115 @@
+"""What cannot be served is refused at load, with a sentence that says why."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
+
+from engine.loader import ModelUnsupported, load_engine
+from engine.plan import ForwardPlan
+from tests import tiny_models
+from tests.engine import support
+
+TYPES: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba": ({"state_size": 8, "head_dim": None}, "position_ids"),
+    "bloom": ({"n_head": 4, "n_layer": 2}, "position_ids|attention"),
+    "gpt_oss": ({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}, "s_aux"),
+    "recurrent_gemma": ({"lru_width": 64, "attention_window_size": 16}, "attention|position_ids"),
+    "deepseek_v3": (
+        {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+         "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+         "head_dim": 8, "num_key_value_heads": 4},
+        "shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", list(TYPES))
+def test_unsupported_architectures(model_type: str, tmp_path: Path) -> None:
+    settings, why = TYPES[model_type]
+    tiny_models.make_of_type(model_type, tmp_path, **settings)
+    with pytest.raises(ModelUnsupported, match=why):
+        support.load(tmp_path)
+
+
+def test_encoder_decoder(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelUnsupported, match="encoder-decoder"):
+        support.load(tmp_path)
+
+
+def test_remote_code_is_never_run(tmp_path: Path) -> None:
+    tiny_models.make("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "homemade", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
+    with pytest.raises(ModelUnsupported, match="configuration"):
+        support.load(tmp_path)
+
+
+def test_missing_and_broken_folders(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnsupported, match="no such folder"):
+        support.load(tmp_path / "nowhere")
+    with pytest.raises(ModelUnsupported, match=r"config\.json"):
+        support.load(tmp_path)
+    config = AutoConfig.for_model("llama", hidden_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=32)
+    config.save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelUnsupported, match="safetensors"):
+        support.load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ModelUnsupported, match="cannot be loaded"):
+        support.load(tmp_path)
+
+
+def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
+    tiny_models.make("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelUnsupported, match="missing"):
+        support.load(tmp_path)
+
+
+def test_bad_settings(tmp_path: Path) -> None:
+    path = str(tiny_models.make("llama", tmp_path))
+    with pytest.raises(ModelUnsupported, match="blocks"):
+        load_engine(path, kv_bytes=1000, step_tokens_max=16)
+    with pytest.raises(ModelUnsupported, match="dtype"):
+        load_engine(path, dtype="int3", kv_bytes=1 << 20, step_tokens_max=16)
+
+
+def test_a_wrong_paged_forward_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window is lost: only the check with windows shorter than its prompt can see it, since the real one is longer."""
+    path = tiny_models.make("mistral", tmp_path, sliding_window=200)
+    real = ForwardPlan.work
+    monkeypatch.setattr(ForwardPlan, "work", lambda plan, window: real(plan, None))
+    with pytest.raises(ModelUnsupported, match="sliding window"):
+        support.load(path)
+
+
+def test_info_and_fingerprint(tmp_path: Path) -> None:
+    path = tiny_models.make("llama", tmp_path / "a")
+    info = support.load(path).info
+    assert (info.layers, info.kv_heads, info.head_dim, info.block_size) == (3, 2, 16, 16)
+    assert info.block_bytes == 3 * 2 * 16 * 2 * 16 * 4
+    assert info.dtype == "float32" and info.eos_token_ids == (tiny_models.EOS,) and info.context_tokens == 512
+    assert info.fingerprint == support.load(tiny_models.make("llama", tmp_path / "copy")).info.fingerprint
+    rope = {"rope_type": "default", "rope_theta": 1e5}
+    others = {
+        support.load(path, block_size=8).info.fingerprint,
+        support.load(tiny_models.make("llama", tmp_path / "b", seed=1)).info.fingerprint,
+        support.load(tiny_models.make("llama", tmp_path / "c", rope_parameters=rope)).info.fingerprint,
+    }
+    assert len(others | {info.fingerprint}) == 4
+
+
+def test_context_is_capped_where_rope_depends_on_the_batch(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    path = tiny_models.make("llama", tmp_path, max_position_embeddings=256, rope_parameters=rope)
+    assert support.load(path).info.context_tokens == 256

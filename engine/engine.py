@@ -1,5 +1,6 @@
 """One forward pass over packed chunks of many sequences, over a paged KV pool."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,8 @@ class Engine:
         """Token positions ever forwarded."""
         self._model = model
         self._views = PoolViews(pool)
+        # Where the model supports it, its output layer runs for the wanted rows only.
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
@@ -58,14 +61,12 @@ class Engine:
         plan = ForwardPlan(self._views, chunks, self.pool.device)
         reset = CURRENT.set(plan)
         try:
-            keep = plan.wanted if len(plan.wanted) else torch.zeros(1, dtype=torch.int64, device=self.pool.device)
-            output = self._model(
-                input_ids=plan.input_ids, position_ids=plan.position_ids, use_cache=False, logits_to_keep=keep
-            )
+            rows = {"logits_to_keep": plan.wanted} if self._keeps_rows else {}
+            output = self._model(input_ids=plan.input_ids, position_ids=plan.position_ids, use_cache=False, **rows)
         finally:
             CURRENT.reset(reset)
         self.tokens_forwarded += plan.tokens
-        logits: torch.Tensor = output.logits[0, : len(plan.wanted)]
+        logits: torch.Tensor = output.logits[0] if self._keeps_rows else output.logits[0, plan.wanted]
         return logits.float()
 
     @torch.inference_mode()

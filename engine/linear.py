@@ -14,7 +14,8 @@ from torch import nn
 
 MAX_PACKED_BYTES = 4 << 30
 """Models with more bytes than this in their linear layers are not packed: the copy would double their memory."""
-_MIN_ROWS, _MAX_ROWS = 4, 128
+MIN_ROWS, MAX_ROWS = 4, 128
+"""The packed form serves products of this many rows."""
 _ROWS_HINT = 16
 """What the blocked layout is chosen for; measured best or equal for 4 to 64 rows among hints of 4, 16 and 256."""
 
@@ -29,7 +30,7 @@ class PackedLinear(nn.Module):
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if _MIN_ROWS <= x.numel() // self.in_features <= _MAX_ROWS:
+        if MIN_ROWS <= x.numel() // self.in_features <= MAX_ROWS:
             return self.packed(x)
         return F.linear(x, self.weight, self.bias)
 

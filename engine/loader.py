@@ -38,7 +38,7 @@ def load_engine(
     """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`.
 
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `block_size` is in tokens.
-    `step_tokens_max` is the most tokens one forward will have. Raises ModelUnsupported.
+    `step_tokens_max` is the most tokens one forward will have; it says which forms of the weights pay. Raises ModelUnsupported.
     """
     progress = on_progress or (lambda _: None)
     if dtype != "auto" and dtype not in _DTYPES:
@@ -75,7 +75,7 @@ def load_engine(
     check = selfcheck.SelfCheck(loaded, info, text_config, windows)
     check.compute_reference()
     loaded.set_attn_implementation(attention.NAME)
-    if device == "cpu" and weights_dtype == torch.float32:
+    if device == "cpu" and weights_dtype == torch.float32 and step_tokens_max >= linear.MIN_ROWS:
         progress("packing the weights for small batches")
         linear.pack_linears(loaded)
     pool = torch.zeros(blocks, layers, 2, block_size, kv_heads, head_dim, dtype=weights_dtype, device=loaded.device)

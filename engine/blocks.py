@@ -58,7 +58,9 @@ class BlockAllocator:
     def quarantine(self, blocks: Iterable[int]) -> None:
         """Takes held blocks with a single reference out of use until `unquarantine`."""
         for block in blocks:
-            assert self._refs.get(block) == 1, f"block {block} is quarantined with {self._refs.get(block, 0)} references"
+            assert self._refs.get(block) == 1, (
+                f"block {block} is quarantined with {self._refs.get(block, 0)} references"
+            )
             del self._refs[block]
             self._quarantined.add(block)
 
@@ -78,7 +80,9 @@ class BlockAllocator:
         free, held = set(self._free), set(self._refs)
         assert len(free) == len(self._free), "a block is free twice"
         assert all(count >= 1 for count in self._refs.values()), "a held block has no reference"
-        assert not free & held and not free & self._quarantined and not held & self._quarantined, "a block is in two states"
+        assert not free & held and not free & self._quarantined and not held & self._quarantined, (
+            "a block is in two states"
+        )
         assert free | held | self._quarantined == set(range(self.total)), "blocks were lost or made up"
 
     def _drop(self, block: int) -> bool:

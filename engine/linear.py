@@ -53,20 +53,20 @@ def pack_linears(model: nn.Module) -> int:
         if type(child) is nn.Linear and child.weight.dtype == torch.float32 and not child._forward_hooks
     ]
     total_bytes = sum(child.weight.numel() * 4 for _, _, child in found)
-    if not found or total_bytes > MAX_PACKED_BYTES or not _works():
+    if not found or total_bytes > MAX_PACKED_BYTES or not packing_works():
         return 0
     for parent, name, child in found:
         setattr(parent, name, PackedLinear(child))
     return total_bytes
 
 
-def _works() -> bool:
+def packing_works() -> bool:
     """Whether the oneDNN operators exist here and agree with F.linear. They are not public, so nothing else is assumed."""
     operators: Any = torch.ops.mkldnn
     if not hasattr(operators, "_reorder_linear_weight") or not hasattr(operators, "_linear_pointwise"):
         return False
     generator = torch.Generator().manual_seed(0)
-    linear = nn.Linear(48, 80)
+    linear = nn.Linear(48, 80).requires_grad_(False)
     linear.weight.copy_(torch.randn(80, 48, generator=generator))
     x = torch.randn(1, 7, 48, generator=generator)
     try:

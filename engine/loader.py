@@ -139,7 +139,9 @@ def _load_weights(
         raise ModelUnsupported(f"{model}: its weights cannot be loaded: {_first_line(error)}") from error
     absent = sorted({str(name) for name in [*report["missing_keys"], *report["mismatched_keys"]]})
     if absent:
-        raise ModelUnsupported(f"{model}: {len(absent)} weights are missing or of another shape, the first is {absent[0]}")
+        raise ModelUnsupported(
+            f"{model}: {len(absent)} weights are missing or of another shape, the first is {absent[0]}"
+        )
     if loaded.dtype not in _DTYPES.values():
         raise ModelUnsupported(f"{model}: weights of {loaded.dtype} are not supported")
     loaded.requires_grad_(False)

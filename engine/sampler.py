@@ -7,18 +7,17 @@ what was drawn before, and a resumed stream draws what it would have drawn. The 
 taken in order of token ids, not of probability: rounding that swaps two near-equal tokens then does not change the draw.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from proto.errors import CrossdockError
 from proto.sampling import Sampling, TokenLogprobs
 
-_HEAD = 1024
-"""With top_p alone, this many likeliest tokens are looked at first; the whole vocabulary only if they are too few."""
+FloatArray = npt.NDArray[np.float64]
 _LOWEST_LOGPROB = -9999.0
 """Stands for log 0, which JSON cannot say; vLLM reports the same."""
 
@@ -61,7 +60,9 @@ class SamplerState:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool)
             self._seen[list(prompt_tokens) + list(output_tokens)] = True
         if sampling.presence_penalty or sampling.frequency_penalty:
-            self._counts = torch.bincount(torch.tensor(list(output_tokens), dtype=torch.int64), minlength=vocab_size).float()
+            self._counts = torch.bincount(
+                torch.tensor(list(output_tokens), dtype=torch.int64), minlength=vocab_size
+            ).float()
         bias = [(token, value) for token, value in sampling.logit_bias if token < vocab_size]
         self._bias_ids = torch.tensor([token for token, _ in bias], dtype=torch.int64)
         self._bias = torch.tensor([value for _, value in bias])
@@ -120,55 +121,32 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
 
 def _draw(row: torch.Tensor, state: SamplerState) -> int:
     """A token by the inverse of the cumulative distribution, in float64, over the tokens that truncation leaves."""
-    ids, weights = _truncate(row, state.sampling)
-    cumulative = torch.cumsum(weights, 0)
-    # u < 1, so the target is below the total; the minimum guards against the last rounding.
-    at = int(torch.searchsorted(cumulative, state.uniform() * cumulative[-1], right=True))
-    at = min(at, len(cumulative) - 1)
-    while at > 0 and weights[at] == 0.0:
-        at -= 1
-    return at if ids is None else int(ids[at])
+    cumulative = np.cumsum(_truncated(row, state.sampling))
+    # The first token whose sum is above the target; it has weight, since the sum grows there.
+    at = int(np.searchsorted(cumulative, state.uniform() * cumulative[-1], side="right"))
+    if at == len(cumulative):  # u * total rounded up to the total: the last token with weight
+        at = int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+    return at
 
 
-def _truncate(row: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(token ids ascending, or None for all; their weights, float64, not normalised) after temperature, min_p, top_k, top_p."""
+def _truncated(row: torch.Tensor, sampling: Sampling) -> FloatArray:
+    """Weights [vocab] (not normalised, the largest is 1) after temperature, min_p, top_k and top_p; 0 where a token is out.
+
+    Each truncation is a threshold, so tokens of equal weight stay or go together.
+    """
+    logits = row.double().numpy()
     # Subtracting the maximum first keeps tiny temperatures from overflowing.
-    scaled = (row.double() - row.max().double()) / sampling.temperature
-    floor = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
-    vocab = len(scaled)
-    if sampling.top_k and sampling.top_k < vocab:
-        values, ids = torch.topk(scaled, sampling.top_k)
-    elif sampling.top_p < 1.0:
-        values, ids = _nucleus_candidates(scaled, floor, sampling.top_p)
-    else:
-        weights = torch.exp(scaled)
-        return None, torch.where(scaled >= floor, weights, 0.0) if sampling.min_p > 0.0 else weights
-    kept = values >= floor
-    values, ids = values[kept], ids[kept]
-    weights = torch.exp(values)
+    weights: FloatArray = np.exp((logits - logits.max()) / sampling.temperature)
+    if sampling.min_p > 0.0:
+        weights[weights < sampling.min_p] = 0.0
+    if 0 < sampling.top_k < len(weights):
+        weights[weights < np.partition(weights, -sampling.top_k)[-sampling.top_k]] = 0.0
     if sampling.top_p < 1.0:
-        before = torch.cumsum(weights, 0) - weights
-        total = weights.sum() if 0 < sampling.top_k < vocab else _total(scaled, floor)
-        within = before < sampling.top_p * total
-        within[0] = True
-        weights, ids = weights[within], ids[within]
-    order = torch.argsort(ids)
-    return ids[order], weights[order]
-
-
-def _nucleus_candidates(scaled: torch.Tensor, floor: float, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens, best first, enough of them to hold `top_p` of the probability above the floor."""
-    if len(scaled) > _HEAD:
-        values, ids = torch.topk(scaled, _HEAD)
-        if values[-1] < floor or torch.exp(values).sum() >= top_p * _total(scaled, floor):
-            return values, ids
-    ordered = torch.sort(scaled, descending=True, stable=True)
-    return ordered.values, ordered.indices
-
-
-def _total(scaled: torch.Tensor, floor: float) -> torch.Tensor:
-    weights = torch.exp(scaled)
-    return weights.sum() if floor == -math.inf else weights[scaled >= floor].sum()
+        ordered = np.sort(weights[weights > 0.0])[::-1]
+        cumulative = np.cumsum(ordered)
+        last = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1], side="left"))
+        weights[weights < ordered[last]] = 0.0
+    return weights
 
 
 def _logprobs(row: torch.Tensor, token: int, top: int) -> TokenLogprobs | None:

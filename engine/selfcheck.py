@@ -27,7 +27,9 @@ class SelfCheck:
         size = info.block_size
         long = max(2, min(2 * size + 3, info.context_tokens - 1))
         short = max(1, min(5, long - 1))
-        self._prompts = [_random_tokens(info.vocab_size, text_config, count, seed) for seed, count in ((1, long), (2, short))]
+        self._prompts = [
+            _random_tokens(info.vocab_size, text_config, count, seed) for seed, count in ((1, long), (2, short))
+        ]
         self._windows: list[int | None] = [None]
         if windows:
             self._windows.append(min(min(windows), size // 2 + 2))
@@ -72,7 +74,10 @@ class SelfCheck:
         passes = [
             [SeqChunk(long[:cut], 0, tables[0], False)],
             [SeqChunk(long[cut:-1], cut, tables[0], True), SeqChunk(short[:-1], 0, tables[1], True)],
-            [SeqChunk(long[-1:], len(long) - 1, tables[0], True), SeqChunk(short[-1:], len(short) - 1, tables[1], True)],
+            [
+                SeqChunk(long[-1:], len(long) - 1, tables[0], True),
+                SeqChunk(short[-1:], len(short) - 1, tables[1], True),
+            ],
         ]
         outputs = [engine.forward([chunk for chunk in chunks if chunk.tokens]) for chunks in passes]
         return [torch.stack((outputs[1][row], outputs[2][row])) for row in range(2)]
@@ -85,7 +90,9 @@ def _sliding_window(model: Any, text_config: Any, window: int | None) -> Iterato
         yield
         return
     owners = [text_config, *model.modules()]
-    saved = [(owner, owner.sliding_window) for owner in owners if isinstance(getattr(owner, "sliding_window", None), int)]
+    saved = [
+        (owner, owner.sliding_window) for owner in owners if isinstance(getattr(owner, "sliding_window", None), int)
+    ]
     for owner, _ in saved:
         owner.sliding_window = window
     try:
@@ -97,7 +104,9 @@ def _sliding_window(model: Any, text_config: Any, window: int | None) -> Iterato
 
 def _random_tokens(vocab_size: int, text_config: Any, count: int, seed: int) -> list[int]:
     """Reproducible token ids, without those the configuration gives a special meaning."""
-    special = {value for name, value in text_config.to_dict().items() if name.endswith("_token_id") and isinstance(value, int)}
+    special = {
+        value for name, value in text_config.to_dict().items() if name.endswith("_token_id") and isinstance(value, int)
+    }
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(vocab_size, (4 * count + 64,), generator=generator).tolist()
     plain = [token for token in drawn if token not in special]

@@ -15,7 +15,9 @@ class EngineThread(ThreadPoolExecutor):
     """
 
     def __init__(self, *, threads: int, cores: tuple[int, ...] = (), nice: int = 0) -> None:
-        super().__init__(max_workers=1, thread_name_prefix="engine", initializer=self._prepare, initargs=(threads, cores, nice))
+        super().__init__(
+            max_workers=1, thread_name_prefix="engine", initializer=self._prepare, initargs=(threads, cores, nice)
+        )
 
     @staticmethod
     def _prepare(threads: int, cores: tuple[int, ...], nice: int) -> None:

@@ -42,7 +42,10 @@ def run(model_path: str, threads: int = 1) -> dict[str, float]:
         *((f"decode, {streams} streams", _decode_case(engine, streams)) for streams in _STREAMS),
         (f"prefill of {_PREFILL_TOKENS}", lambda: _prefill(engine, _PREFILL_TOKENS, _PREFILL_TOKENS)),
         (f"prefill of {_PREFILL_TOKENS}, transformers", lambda: _plain_prefill(plain, _PREFILL_TOKENS)),
-        (f"prefill of {_LONG_TOKENS} in chunks of {_LONG_CHUNKS}", lambda: _prefill(engine, _LONG_TOKENS, _LONG_CHUNKS)),
+        (
+            f"prefill of {_LONG_TOKENS} in chunks of {_LONG_CHUNKS}",
+            lambda: _prefill(engine, _LONG_TOKENS, _LONG_CHUNKS),
+        ),
     ]
     rounds: dict[str, list[float]] = {name: [] for name, _ in cases}
     for number in range(_ROUNDS + 1):

@@ -40,7 +40,9 @@ def run(settings: ServeSettings) -> int:
 async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, started_at: float) -> int:
     console.print(f"Starting {model.model_id}: {settings.prefill} prefill and {settings.decode} decode worker(s)")
     async with running(settings, model, console) as up:
-        console.print(f"Ready after {clock.now() - started_at:.1f} s. Logs: {up.log_dir}\n", highlight=False, soft_wrap=True)
+        console.print(
+            f"Ready after {clock.now() - started_at:.1f} s. Logs: {up.log_dir}\n", highlight=False, soft_wrap=True
+        )
         try:
             await asyncio.wait_for(_ask(up, model, settings.question, console), ANSWER_TIMEOUT_S)
         except (AnswerFailed, httpx.HTTPError, TimeoutError) as error:

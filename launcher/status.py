@@ -24,9 +24,7 @@ class StatusSettings(Options):
     """Show workers, queues and running requests of a cluster."""
 
     coordinator: Address = Field("tcp://127.0.0.1:7070", description="Address of the coordinator.")
-    as_json: bool = Field(
-        False, description="Print JSON, for programs.", json_schema_extra={"option": "--json"}
-    )
+    as_json: bool = Field(False, description="Print JSON, for programs.", json_schema_extra={"option": "--json"})
     timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
 
 

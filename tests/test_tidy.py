@@ -107,9 +107,7 @@ def check_pure(path: str, source: str) -> list[str]:
 def check_bans(path: str, source: str) -> list[str]:
     tree = ast.parse(source)
     found = [
-        f"{path}:{line}: {name} is banned"
-        for line, name in _imports(tree)
-        if name.split(".")[0] in BANNED_MODULES
+        f"{path}:{line}: {name} is banned" for line, name in _imports(tree) if name.split(".")[0] in BANNED_MODULES
     ]
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is None:
@@ -152,7 +150,12 @@ def test_the_source_keeps_the_rules(check: Check) -> None:
 
 PLANTED = [
     (check_import_table, "proto/x.py", "import runtime.link", "proto may not import runtime"),
-    (check_import_table, "engine/x.py", "def f():\n    from kvtransfer.layout import X", "engine may not import kvtransfer"),
+    (
+        check_import_table,
+        "engine/x.py",
+        "def f():\n    from kvtransfer.layout import X",
+        "engine may not import kvtransfer",
+    ),
     (check_import_table, "coordinator/x.py", "from gateway import api", "coordinator may not import gateway"),
     (check_import_table, "gateway/x.py", "import engine.blocks as b", "gateway may not import engine"),
     (check_import_table, "prefill_worker/x.py", "import decode_worker", "prefill_worker may not import decode_worker"),
@@ -193,7 +196,12 @@ def test_every_folder_of_code_is_in_the_table_and_the_package() -> None:
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
     with (ROOT / "pyproject.toml").open("rb") as file:
         config = tomllib.load(file)
-    assert folders == EVERYTHING == set(config["tool"]["setuptools"]["packages"]) == set(config["tool"]["mypy"]["packages"])
+    assert (
+        folders
+        == EVERYTHING
+        == set(config["tool"]["setuptools"]["packages"])
+        == set(config["tool"]["mypy"]["packages"])
+    )
     assert config["tool"]["mypy"]["strict"] is True
     assert config["tool"]["ruff"]["line-length"] == 120
 

@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from coordinator import invariants
 from coordinator.core import Core
 from coordinator.events import Action, Event, Limits, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
@@ -37,8 +39,15 @@ MODEL = "m"
 
 
 def worker_hello(
-    role: Role, epoch: int, *, kv_blocks: int = 1000, block_size: int = 4, max_seqs: int = 64, context_tokens: int = 4096, fingerprint: str = "f"
-) -> Hello:  # fmt: skip
+    role: Role,
+    epoch: int,
+    *,
+    kv_blocks: int = 1000,
+    block_size: int = 4,
+    max_seqs: int = 64,
+    context_tokens: int = 4096,
+    fingerprint: str = "f",
+) -> Hello:
     return Hello(
         1,
         role,
@@ -237,7 +246,7 @@ class RandomWorld(Harness):
     def resubmit(self, message: Interrupted) -> None:
         request = self.live.get(message.request_id)
         if request is not None and request.attempt == message.attempt:
-            again = submit(request.request_id, request.prompt_tokens, attempt=request.attempt + 1, max_tokens=request.sampling.max_tokens, choices=request.choices)  # fmt: skip
+            again = msgspec.structs.replace(request, attempt=request.attempt + 1)
             self.live[request.request_id] = again
             self.receive(1, again)
 

@@ -15,12 +15,27 @@ from tests.e2e.live import Live, at_once, live
 from tests.e2e.test_exactness import generate
 
 PROMPTS = [
-    "The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time", "The three primary colours are",
-    "In 1969, the first", "My favourite recipe for bread:", "The quick brown fox", "Photosynthesis is the process", "To be, or not",
-    "A haiku about the sea:\n", "import numpy as np\n", "The speed of light is", "Dear Sir or Madam,", "Q: What is 2 + 2?\nA:",
-    "The history of Rome begins", "SELECT name FROM users WHERE", "Die Hauptstadt von Deutschland ist", "Once the rain stopped,",
+    "The capital of France is",
+    "Water boils at",
+    "def fibonacci(n):",
+    "Once upon a time",
+    "The three primary colours are",
+    "In 1969, the first",
+    "My favourite recipe for bread:",
+    "The quick brown fox",
+    "Photosynthesis is the process",
+    "To be, or not",
+    "A haiku about the sea:\n",
+    "import numpy as np\n",
+    "The speed of light is",
+    "Dear Sir or Madam,",
+    "Q: What is 2 + 2?\nA:",
+    "The history of Rome begins",
+    "SELECT name FROM users WHERE",
+    "Die Hauptstadt von Deutschland ist",
+    "Once the rain stopped,",
     "List of planets: Mercury, Venus,",
-]  # fmt: skip
+]
 NEW_TOKENS = 64
 
 

@@ -45,7 +45,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: -1 in self.twin)
     @rule(data=st.data())
     def unquarantine(self, data: st.DataObject) -> None:
-        blocks = data.draw(st.lists(st.sampled_from([b for b, refs in enumerate(self.twin) if refs == -1]), unique=True))
+        blocks = data.draw(
+            st.lists(st.sampled_from([b for b, refs in enumerate(self.twin) if refs == -1]), unique=True)
+        )
         self.allocator.unquarantine(blocks)
         for block in blocks:
             self.twin[block] = 0
@@ -86,7 +88,9 @@ def test_fresh_blocks_come_in_one_run() -> None:
 @given(
     block_size=st.integers(1, 4),
     prompt=st.integers(0, 9),
-    history=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["append", "append", "fork", "release"])), max_size=40),
+    history=st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(["append", "append", "fork", "release"])), max_size=40
+    ),
 )
 def test_sequences_keep_their_own_tokens(block_size: int, prompt: int, history: list[tuple[int, str]]) -> None:
     """Each sequence writes its tokens to a pretend pool; whoever forks or leaves, it always reads back exactly its own."""

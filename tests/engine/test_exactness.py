@@ -26,13 +26,17 @@ def test_tiny_models_alone_chunked_and_together(kind: str, tmp_path: Path) -> No
     path = tiny_models.make(kind, tmp_path)
     prompts = prompts_of(LENGTHS, seed=7)
     expected = support.plain_greedy(path, prompts, NEW_TOKENS)
-    assert len({token for answer in expected for token in answer}) > 10, "the model says too little to tell caches apart"
+    assert len({token for answer in expected for token in answer}) > 10, (
+        "the model says too little to tell caches apart"
+    )
     engine = support.load(path)
     for index in (0, -1):
         alone = support.engine_greedy(engine, [prompts[index]], NEW_TOKENS, chunk=512)
         assert alone == [expected[index]], f"{len(prompts[index])} tokens alone"
     assert support.engine_greedy(engine, prompts, NEW_TOKENS, chunk=13) == expected, "together, in chunks of 13"
-    assert support.engine_greedy(engine, prompts, NEW_TOKENS, chunk=32, join_every=3) == expected, "joining at every third step"
+    assert support.engine_greedy(engine, prompts, NEW_TOKENS, chunk=32, join_every=3) == expected, (
+        "joining at every third step"
+    )
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 64])
@@ -48,7 +52,9 @@ def test_counts_tokens_and_returns_only_the_logits_wanted(tmp_path: Path) -> Non
     assert engine.tokens_forwarded == 0, "the self-check does not count"
     assert not engine.pool.any(), "the self-check leaves nothing behind"
     none = engine.forward([SeqChunk([7, 8, 9], 0, [3], False)])
-    both = engine.forward([SeqChunk([10], 3, [3], True), SeqChunk([7, 8, 9], 0, [4], False), SeqChunk([11, 12], 0, [5], True)])
+    both = engine.forward(
+        [SeqChunk([10], 3, [3], True), SeqChunk([7, 8, 9], 0, [4], False), SeqChunk([11, 12], 0, [5], True)]
+    )
     assert none.shape == (0, tiny_models.VOCAB)
     assert both.shape == (2, tiny_models.VOCAB) and both.dtype == torch.float32
     assert engine.tokens_forwarded == 3 + 6

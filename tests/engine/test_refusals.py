@@ -45,7 +45,10 @@ def test_encoder_decoder(tmp_path: Path) -> None:
 def test_remote_code_is_never_run(tmp_path: Path) -> None:
     tiny_models.make("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"model_type": "homemade", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    config |= {
+        "model_type": "homemade",
+        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
     with pytest.raises(ModelUnsupported, match="configuration"):

@@ -15,11 +15,15 @@ from proto.sampling import Sampling
 VOCAB = 12
 
 
-def state_of(output: tuple[int, ...] = (), prompt: tuple[int, ...] = (), choice: int = 0, **options: Any) -> SamplerState:
+def state_of(
+    output: tuple[int, ...] = (), prompt: tuple[int, ...] = (), choice: int = 0, **options: Any
+) -> SamplerState:
     return SamplerState(Sampling(max_tokens=100, **options), choice, VOCAB, prompt, output)
 
 
-def twin_adjusted(logits: list[float], prompt: tuple[int, ...], output: tuple[int, ...], sampling: Sampling) -> list[float]:
+def twin_adjusted(
+    logits: list[float], prompt: tuple[int, ...], output: tuple[int, ...], sampling: Sampling
+) -> list[float]:
     result = list(logits)
     for token in range(len(result)):
         if token in prompt or token in output:
@@ -97,7 +101,9 @@ def test_every_option_against_the_twin(options: dict[str, Any], seed: int, choic
     assert drawn.logprobs.logprob == pytest.approx(adjusted[expected] - normaliser, abs=1e-4)
     best = sorted(range(VOCAB), key=lambda token: -adjusted[token])[: state.sampling.logprobs]
     assert [token for token, _ in drawn.logprobs.top] == best
-    assert [value for _, value in drawn.logprobs.top] == pytest.approx([adjusted[t] - normaliser for t in best], abs=1e-4)
+    assert [value for _, value in drawn.logprobs.top] == pytest.approx(
+        [adjusted[t] - normaliser for t in best], abs=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,9 @@ def test_draws_depend_on_seed_choice_and_index_alone() -> None:
         whole.accept(drawn.token)
         tokens.append(drawn.token)
     for cut in (0, 1, 17, 59):
-        resumed = state_of(tuple(tokens[:cut]), seed=9, choice=2, presence_penalty=0.5, repetition_penalty=1.3, prompt=(3, 4))
+        resumed = state_of(
+            tuple(tokens[:cut]), seed=9, choice=2, presence_penalty=0.5, repetition_penalty=1.3, prompt=(3, 4)
+        )
         others = [state_of(seed=1), state_of(seed=9, temperature=0.0), state_of(seed=9, choice=3, top_k=2)]
         for step, row in enumerate(logits[cut:], start=cut):
             assert resumed.index == step
@@ -171,7 +179,7 @@ def test_extremes() -> None:
     assert 0 <= far.token < VOCAB, "a bias on a token the model lacks is nobody's"
 
 
-def test_top_p_over_a_large_flat_vocabulary_agrees_with_the_full_sort() -> None:
+def test_truncation_of_a_large_vocabulary_agrees_with_the_twin() -> None:
     generator = torch.Generator().manual_seed(8)
     for scale, top_p, min_p in ((0.01, 0.5, 0.0), (3.0, 0.9, 0.0), (3.0, 0.9, 0.02), (0.01, 0.99, 0.9)):
         logits = torch.randn(3000, generator=generator) * scale

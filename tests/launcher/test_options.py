@@ -22,11 +22,11 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_flags_before_environment_before_file_before_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_before_environment_before_file_before_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "crossdock.toml"
-    file.write_text('[gateway]\nmodel = "file"\nport = 1\nhost = "file"\nbody_bytes_max = 4096\n[worker]\nthreads = 3\n')
+    file.write_text(
+        '[gateway]\nmodel = "file"\nport = 1\nhost = "file"\nbody_bytes_max = 4096\n[worker]\nthreads = 3\n'
+    )
     monkeypatch.setenv("CROSSDOCK_PORT", "2")
     monkeypatch.setenv("CROSSDOCK_HOST", "environment")
     settings = load(GatewaySettings, {"host": "flag"}, str(file))

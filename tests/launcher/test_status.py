@@ -52,7 +52,16 @@ def test_nobody_there_is_said_with_the_address() -> None:
 def test_the_table_and_the_json_hold_every_figure() -> None:
     out = io.StringIO()
     show(REPORT, Console(file=out, width=160))
-    for text in ("decode-0", "tiny", "12,345", "gateway-0", "Queued: 4", "2 decoding", "9 finished", "1 protocol_errors"):
+    for text in (
+        "decode-0",
+        "tiny",
+        "12,345",
+        "gateway-0",
+        "Queued: 4",
+        "2 decoding",
+        "9 finished",
+        "1 protocol_errors",
+    ):
         assert text in out.getvalue()
     parsed = json.loads(msgspec.json.encode(as_dict(REPORT)))
     assert parsed["workers"][0]["kv_blocks_used"] == 3

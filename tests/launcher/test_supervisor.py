@@ -110,7 +110,9 @@ def test_a_role_deaf_to_sigterm_is_killed_after_the_grace(tmp_path: Path, monkey
     async def scene() -> int:
         heard = _Heard()
         supervisor = Supervisor(log_dir=tmp_path, say=heard)
-        supervisor.start(_spec(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {LOUD}\nwhile 1: {WAIT}"))
+        supervisor.start(
+            _spec(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {LOUD}\nwhile 1: {WAIT}")
+        )
         await heard.wait_for("here")
         pid = supervisor.children["role"].pid
         await supervisor.close()

@@ -31,21 +31,26 @@ class End:
         self.refusal: str | None = None
 
     def server(self, **kwargs: Any) -> LinkServer:
-        options: dict[str, Any] = dict(
-            bind="tcp://127.0.0.1:*", hello=hello("server", 7), accept=lambda _: self.refusal, on_up=self.up,
-            on_message=self.message, on_down=self.down, settings=FAST,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "bind": "tcp://127.0.0.1:*",
+            "hello": hello("server", 7),
+            "accept": lambda _: self.refusal,
+            "on_up": self.up,
+            "on_message": self.message,
+            "on_down": self.down,
+            "settings": FAST,
+        }
         return LinkServer(**(options | kwargs))
 
     def client(self, address: str, **kwargs: Any) -> LinkClient:
-        options: dict[str, Any] = dict(
-            address=address,
-            hello=hello("client", 9),
-            on_up=self.up,
-            on_message=self.message,
-            on_down=self.down,
-            settings=FAST,
-        )
+        options: dict[str, Any] = {
+            "address": address,
+            "hello": hello("client", 9),
+            "on_up": self.up,
+            "on_message": self.message,
+            "on_down": self.down,
+            "settings": FAST,
+        }
         return LinkClient(**(options | kwargs))
 
     def up(self, peer: Peer, welcome: Welcome | None = None) -> None:
@@ -63,6 +68,15 @@ class End:
 
     async def next(self) -> tuple[str, Any]:
         return await asyncio.wait_for(self.events.get(), 10)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Counters make no event to wait for."""
+    for _ in range(1_000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not in 10 s")
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
@@ -98,8 +112,7 @@ def test_refusal_reaches_both_ends(cause: str) -> None:
         server = a.server()
         client = b.client(await server.start(), hello=hello("client", 9, version=1 if cause == "role" else 99))
         await client.start()
-        while not client.last_error:
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(client.last_error))
         assert ("wrong fingerprint" if cause == "role" else "version 99") in client.last_error
         assert server.counters.refused >= 1 and a.events.empty() and b.events.empty()
         await client.close()
@@ -191,8 +204,7 @@ def test_garbage_is_counted_and_nobody_else_notices() -> None:
         for junk in (b"", b"\x91" * 50_000, b"\xff", encode(hello("x"))[:-1]):
             await socket.send(junk)
         await socket.send_multipart([b"a", b"b", b"c"])
-        while server.counters.protocol_errors < 5:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.counters.protocol_errors >= 5)
         assert len(server.peers) == 1 and b.events.empty()
         socket.close(0)
         context.term()

@@ -14,7 +14,7 @@ import torch
 from engine.engine import Engine, ModelInfo, SeqChunk
 
 _TOLERANCE = {"float32": 2e-3, "float16": 5e-2, "bfloat16": 1e-1}
-"""Largest ‖paged - plain‖ / ‖plain‖ of one position's logits. Rounding alone stays ten times below."""
+"""Largest ‖paged - plain‖ / ‖plain‖ of one position's logits."""
 
 
 class SelfCheck:
@@ -26,7 +26,7 @@ class SelfCheck:
         self._config = text_config
         size = info.block_size
         long = max(2, min(2 * size + 3, info.context_tokens - 1))
-        short = max(1, min(5, long - 1))
+        short = max(1, min(5, 2 * size, long - 1))
         self._prompts = [
             _random_tokens(info.vocab_size, text_config, count, seed) for seed, count in ((1, long), (2, short))
         ]
@@ -68,8 +68,10 @@ class SelfCheck:
         """Logits [2, vocab] of the last two positions of both prompts: first in two passes, the last token as a decode step."""
         long, short = self._prompts
         size = self._info.block_size
-        tables = [list(range(-(-len(long) // size), 0, -1)), [0] * 0]
-        tables[1] = list(range(len(tables[0]) + 1, len(tables[0]) + 1 - (-len(short) // size)))
+        long_blocks, short_blocks = -(-len(long) // size), -(-len(short) // size)
+        assert long_blocks + short_blocks < engine.blocks
+        # In descending order, so that a table read in the wrong order shows.
+        tables = [list(range(long_blocks, 0, -1)), list(range(long_blocks + short_blocks, long_blocks, -1))]
         cut = max(1, (len(long) - 1) // 2)
         passes = [
             [SeqChunk(long[:cut], 0, tables[0], False)],

@@ -87,6 +87,12 @@ def test_bad_settings(tmp_path: Path) -> None:
         load_engine(path, dtype="int3", kv_bytes=1 << 20, step_tokens_max=16)
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 3, 16])
+def test_the_smallest_pool_is_enough_for_the_check(block_size: int, tmp_path: Path) -> None:
+    path = tiny_models.make("llama", tmp_path)
+    assert support.load(path, block_size, kv_bytes=8 * 3 * 2 * block_size * 2 * 16 * 4).blocks == 8
+
+
 def test_a_wrong_paged_forward_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window is lost: only the check with windows shorter than its prompt can see it, since the real one is longer."""
     path = tiny_models.make("mistral", tmp_path, sliding_window=200)

@@ -91,13 +91,17 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
         _spec("gateway", front, control | keys, plan.control),
     ]
     for role, seats in (("prefill", plan.prefill), ("decode", plan.decode)):
-        processes += [_worker(role, index, seat, settings, shared) for index, seat in enumerate(seats)]
+        processes += [_worker(role, index, seat, settings, shared, plan.control) for index, seat in enumerate(seats)]
     client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
     shown_host = f"[{client_host}]" if ":" in client_host else client_host
     return Cluster(f"http://{shown_host}:{port}", coordinator, plan, tuple(processes))
 
 
-def _worker(role: str, index: int, seat: Seat, settings: ServeSettings, shared: dict[str, str]) -> ProcessSpec:
+def _worker(
+    role: str, index: int, seat: Seat, settings: ServeSettings, shared: dict[str, str], control: tuple[int, ...]
+) -> ProcessSpec:
+    """Only the thread that computes sits on the seat's cores; the event loop and the KV transfers of a decode worker would
+    hold up its steps there, so they run where the control processes do."""
     options = {
         "role": role,
         "name": f"{role}-{index}",
@@ -108,7 +112,7 @@ def _worker(role: str, index: int, seat: Seat, settings: ServeSettings, shared: 
     # What the user left open here, the [worker] section or the environment may still say.
     asked = {key: getattr(settings, key) for key in ("device", "dtype", "kv_gib") if key in settings.model_fields_set}
     worker = WorkerSettings.model_validate(options | asked | shared)
-    return _spec(f"{role}_worker", worker, child_environment(seat.threads), seat.cores, name=worker.name)
+    return _spec(f"{role}_worker", worker, child_environment(seat.threads), control, name=worker.name)
 
 
 def _spec(

@@ -16,6 +16,10 @@ S = TypeVar("S")
 """The sampler's state of one sequence; opaque here."""
 
 
+Draw = tuple[int, TokenLogprobs | None] | None
+"""A drawn token and its log-probabilities; None where the model's logits were not finite."""
+
+
 @dataclass(eq=False)
 class Running(Generic[S]):
     """One choice of one attempt."""
@@ -53,6 +57,8 @@ class StepPlan(Generic[S]):
 class StepOutcome(Generic[S]):
     by_gateway: dict[int, tuple[Peer, list[TokenItem]]] = field(default_factory=dict)
     ended: list[Running[S]] = field(default_factory=list)
+    broken: list[Running[S]] = field(default_factory=list)
+    """Those of them for which nothing could be drawn."""
 
 
 class Batch(Generic[S]):
@@ -102,13 +108,18 @@ class Batch(Generic[S]):
         self.in_flight = StepPlan(tuple(rows), tuple(copies))
         return self.in_flight
 
-    def apply(self, drawn: list[tuple[int, TokenLogprobs | None]]) -> StepOutcome[S]:
-        """The step is computed: one (token, logprobs) for each row. Names tokens to send and sequences that ended."""
+    def apply(self, drawn: list[Draw]) -> StepOutcome[S]:
+        """The step is computed: one draw for each row. Names tokens to send and sequences that ended."""
         assert self.in_flight is not None and len(drawn) == len(self.in_flight.rows)
         rows, self.in_flight = self.in_flight.rows, None
         outcome: StepOutcome[S] = StepOutcome()
-        for row, (token, logprobs) in zip(rows, drawn, strict=True):
+        for row, draw in zip(rows, drawn, strict=True):
             sequence = row.running
+            if draw is None:
+                outcome.ended.append(sequence)
+                outcome.broken.append(sequence)
+                continue
+            token, logprobs = draw
             if sequence.key in self._left:
                 outcome.ended.append(sequence)
                 continue

@@ -3,16 +3,14 @@
 import time
 from dataclasses import dataclass
 
-from engine.sampler import SamplerState, sample
-
-from decode_worker.batch import StepPlan
+from decode_worker.batch import Draw, StepPlan
 from engine.engine import Engine, SeqChunk
-from proto.sampling import TokenLogprobs
+from engine.sampler import SamplerState, sample
 
 
 @dataclass(frozen=True)
 class StepResult:
-    drawn: list[tuple[int, TokenLogprobs | None]]
+    drawn: list[Draw]
     step_ms: float
 
 
@@ -24,5 +22,7 @@ def run_step(engine: Engine, plan: StepPlan[SamplerState]) -> StepResult:
     states = [row.running.state for row in plan.rows]
     sampled = sample(logits, states)
     for state, token in zip(states, sampled, strict=True):
-        state.accept(token.token)
-    return StepResult([(token.token, token.logprobs) for token in sampled], (time.perf_counter() - started) * 1000)
+        if token is not None:
+            state.accept(token.token)
+    drawn = [(token.token, token.logprobs) if token is not None else None for token in sampled]
+    return StepResult(drawn, (time.perf_counter() - started) * 1000)

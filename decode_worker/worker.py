@@ -249,6 +249,8 @@ class DecodeWorker:
             self._step_failed(str(error))
             return None
         outcome = self.batch.apply(result.drawn)
+        for broken in outcome.broken:
+            self._mark_failed(broken, "the model's logits are not finite")
         # Freed before the next plan, said after: blocks that ended are there for those that go on.
         farewells = self.table.ended(outcome.ended)
         plan: StepPlan[SamplerState] | None = self.batch.plan(self._stuck)
@@ -263,16 +265,22 @@ class DecodeWorker:
     def _step_failed(self, error: str) -> None:
         ended = self.batch.abandon()
         for sequence in ended:
-            attempt = self.table.attempts.get(sequence.key)
-            if attempt is not None and attempt.farewell is None:
-                attempt.farewell = failed(attempt, Interrupt.ENGINE_ERROR, f"the model failed: {error[:300]}")
+            self._mark_failed(sequence, f"the model failed: {error[:300]}")
         self._say(self.table.ended(ended))
 
     def _stuck(self, sequence: Running[SamplerState]) -> None:
         attempt = self.table.attempts.get(sequence.key)
         if attempt is not None and attempt.farewell is None:
+            # Other choices of the attempt may be in the step that is being planned: they run on, and the attempt fails with
+            # the last of them.
             attempt.farewell = failed(attempt, Interrupt.ENGINE_ERROR, "no free KV block, though reserved")
         self._say(self.table.ended([sequence]))
+
+    def _mark_failed(self, sequence: Running[SamplerState], why: str) -> None:
+        """The attempt fails with this sequence; its other choices, if any, are taken out too."""
+        attempt = self.table.attempts.get(sequence.key)
+        if attempt is not None:
+            self._say(self.table.close(attempt, failed(attempt, Interrupt.ENGINE_ERROR, why)))
 
 
 def _unexpected(_: LinkPeer, message: Message, __: bytes) -> None:

@@ -14,16 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from proto.errors import CrossdockError
 from proto.sampling import Sampling, TokenLogprobs
 
 FloatArray = npt.NDArray[np.float64]
 _LOWEST_LOGPROB = -9999.0
 """Stands for log 0, which JSON cannot say; vLLM reports the same."""
-
-
-class BadLogits(CrossdockError):
-    """A row of logits has no finite maximum: NaN or infinity came out of the model."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +93,23 @@ class SamplerState:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled]:
-    """One token for each row of `logits` [rows, vocab]; does not call `accept`. Raises BadLogits."""
+def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled | None]:
+    """One token for each row of `logits` [rows, vocab]; does not call `accept`.
+
+    None for a row without a finite maximum, where NaN or infinity came out of the model: that is one sequence's misfortune,
+    and no reason to fail those beside it.
+    """
     assert logits.shape[0] == len(states), (logits.shape, len(states))
     if not states:
         return []
     highest, likeliest = logits.max(dim=-1)
-    if not bool(torch.isfinite(highest).all()):
-        raise BadLogits("the model's logits are not finite")
-    greedy = likeliest.tolist()
-    results = []
+    finite, greedy = torch.isfinite(highest).tolist(), likeliest.tolist()
+    results: list[Sampled | None] = []
     for row, state in enumerate(states):
         sampling = state.sampling
+        if not finite[row]:
+            results.append(None)
+            continue
         if sampling.temperature == 0.0 and not state.adjusts and sampling.logprobs < 0:
             results.append(Sampled(greedy[row], None))
             continue

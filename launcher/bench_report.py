@@ -71,12 +71,6 @@ def run_engine(settings: EngineBenchSettings) -> int:
     from launcher import bench_engine
 
     result = bench_engine.run(str(model.path), settings.threads)
-    table = Table(title=f"{model.model_id}, {settings.threads} thread(s)", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in result.items():
-        table.add_row(name, f"{value:.2f}" if isinstance(value, float) else str(value))
-    console.print(table)
     write_json(settings.json_out, result)
     return 0
 

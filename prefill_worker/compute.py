@@ -4,10 +4,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.sampler import SamplerState, sample
-
 from engine.engine import Engine, SeqChunk
 from engine.finish import finish_reason
+from engine.sampler import SamplerState, sample
 from prefill_worker.prompts import Prompt
 from proto.messages import Chunk, TokenItem
 
@@ -17,6 +16,8 @@ class StepResult:
     step_ms: float
     first_tokens: dict[tuple[str, int], list[TokenItem]]
     """For each prompt that is complete now: the first token of each choice."""
+    broken: frozenset[tuple[str, int]]
+    """Prompts whose logits were not finite, so that nothing could be drawn."""
 
 
 def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]]) -> StepResult:
@@ -41,8 +42,12 @@ def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]]) -> StepResult
             states.append(first_state(prompt, choice + prompt.order.first_choice, logits.shape[1]))
     drawn = sample(logits[rows], states) if states else []
     first: dict[tuple[str, int], list[TokenItem]] = {prompt.key: [] for prompt in completing}
+    broken: set[tuple[str, int]] = set()
     for row, state, token in zip(rows, states, drawn, strict=True):
         order = completing[row].order
+        if token is None:
+            broken.add(completing[row].key)
+            continue
         first[completing[row].key].append(
             TokenItem(
                 order.request_id,
@@ -54,7 +59,7 @@ def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]]) -> StepResult
                 (token.logprobs,) if token.logprobs else (),
             )
         )
-    return StepResult((time.perf_counter() - started) * 1000, first)
+    return StepResult((time.perf_counter() - started) * 1000, first, frozenset(broken))
 
 
 def first_state(prompt: Prompt, choice: int, vocab_size: int) -> SamplerState:

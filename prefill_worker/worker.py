@@ -187,6 +187,9 @@ class PrefillWorker:
         for prompt, _ in work:
             if prompt.farewell is not None:
                 continue
+            if prompt.key in result.broken:
+                self._fail(prompt, Interrupt.ENGINE_ERROR, "the model's logits are not finite")
+                continue
             first, blocks = self.table.fresh_blocks(prompt)
             items = result.first_tokens.get(prompt.key)
             if items is not None:

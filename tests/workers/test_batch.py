@@ -151,6 +151,18 @@ def test_a_failed_step_ends_what_was_in_it() -> None:
     assert len(w.batch.abandon()) == 2 and not w.batch.running
 
 
+def test_a_sequence_for_which_nothing_can_be_drawn_ends_alone() -> None:
+    w = World()
+    w.run(reserve("a", 6))
+    w.run(reserve("b", 6))
+    w.batch.plan(w.stuck.append)
+    outcome = w.batch.apply([None, (50, None)])
+    assert [s.key for s in outcome.broken] == [("a", 1)] == [s.key for s in outcome.ended]
+    said = w.table.close(w.table.attempts[("a", 1)], WorkFailed("a", 1, Interrupt.ENGINE_ERROR, "not finite"))
+    assert len(said) == 1 and w.table.ended(outcome.ended) == []
+    assert w.step() == {("b", 0): (2, None)}
+
+
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_every_attempt_is_told_of_once_and_every_block_comes_back(data: st.DataObject) -> None:

@@ -38,6 +38,8 @@ PROMPTS = [
 ]
 NEW_TOKENS = 64
 
+pytestmark = pytest.mark.timeout(600)  # the model may have to be fetched and converted first
+
 
 @pytest.fixture(scope="module")
 def model_path() -> Path:

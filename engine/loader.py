@@ -1,10 +1,12 @@
 """Finds a model, loads its weights, refuses what crossdock cannot run, and checks the rest before anything is served."""
 
 import inspect
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -17,6 +19,8 @@ from engine.fingerprint import model_fingerprint
 from proto.errors import CrossdockError
 
 MIN_BLOCKS = 8
+_ALIGNMENT = 64
+"""Bytes; of a cache line, and of the widest vector load."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
@@ -78,7 +82,7 @@ def load_engine(
     if device == "cpu" and weights_dtype == torch.float32 and step_tokens_max >= linear.MIN_ROWS:
         progress("packing the weights for small batches")
         linear.pack_linears(loaded)
-    pool = torch.zeros(blocks, layers, 2, block_size, kv_heads, head_dim, dtype=weights_dtype, device=loaded.device)
+    pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device)
     engine = Engine(loaded, info, pool)
     progress("comparing the paged forward with the model's own")
     difference = check.compare(engine)
@@ -219,3 +223,14 @@ def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _make_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on the CPU in pages that the kernel provides when they are first written, so that a large pool costs neither
+    start-up time nor memory before it is used (`torch.zeros` writes every page)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pool_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(pool_bytes + _ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[start : start + pool_bytes]).view(dtype).view(shape)

@@ -55,9 +55,13 @@ class SelfCheck:
                         f"its paged attention{case} does not compute what the model computes by itself "
                         f"(logits differ by {difference:.2g}), so it is not served"
                     )
-        engine.pool.zero_()
+        # Only what was written: touching all of a large pool would take its memory at once.
+        engine.pool[: self._blocks_used() + 1].zero_()
         engine.tokens_forwarded = 0
         return None
+
+    def _blocks_used(self) -> int:
+        return sum(-(-len(prompt) // self._info.block_size) for prompt in self._prompts)
 
     def _plain(self, prompt: list[int]) -> torch.Tensor:
         ids = torch.tensor([prompt], device=self._model.device)

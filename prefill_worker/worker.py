@@ -238,12 +238,15 @@ class PrefillWorker:
     # --- KV control -----------------------------------------------------------------------------------------------------
 
     def _send_kv(self, epoch: int, message: Message, blob: bytes) -> None:
-        self.receivers.send(self.receiver_of[epoch], message, blob)
+        receiver = self.receiver_of.get(epoch)
+        if receiver is not None:
+            self.receivers.send(receiver, message, blob)
 
     def _kv_message(self, peer: LinkPeer, message: Message, blob: bytes) -> None:
         self.sender.handle(peer.epoch, message, blob)
 
     def _receiver_lost(self, epoch: int, reason: str) -> None:
+        self.receiver_of.pop(epoch, None)
         self.sender.peer_lost(epoch, reason)
 
 

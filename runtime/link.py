@@ -134,6 +134,8 @@ class LinkServer:
             return
         if message.version != limits.PROTOCOL_VERSION:
             refusal: str | None = f"protocol version {message.version}; this end speaks {limits.PROTOCOL_VERSION}"
+        elif len(self.peers) >= self._settings.peers_max:
+            refusal = f"{len(self.peers)} peers are connected already"
         else:
             refusal = self._accept(message)
         if refusal is not None:

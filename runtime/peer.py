@@ -21,6 +21,9 @@ class LinkSettings:
     heartbeat_ms: int = 500
     missed_max: int = 3
     queue_messages_max: int = 10_000
+    """Per peer and direction; a peer whose queue is full is given up."""
+    peers_max: int = 4_096
+    """Of one server; one more is refused."""
     handshake_timeout_ms: int = 5_000
     reconnect_ms: int = 50
     reconnect_ms_max: int = 1_000

@@ -48,6 +48,7 @@ class Live:
             **os.environ,
             "XDG_STATE_HOME": str(home),
             "CROSSDOCK_TOKENS_BIND": self.tokens,
+            "CROSSDOCK_KV_GIB": "0.5",
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "200",
             **{f"CROSSDOCK_{name}": value for name, value in settings.items()},

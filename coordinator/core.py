@@ -50,8 +50,9 @@ class Core:
         """All that have not ended."""
         self.interrupted: dict[str, Request] = {}
         """Those that wait for their gateway, longest first."""
-        self.ended: dict[tuple[str, int], None] = {}
-        """The last attempts that ended, oldest first, so that a repeated message does not start them again."""
+        self.ended: dict[str, int] = {}
+        """The last requests that ended, with their last attempt, oldest first: what repeats them does not start them again,
+        and a worker that comes back with one is told to let go."""
         self.outcomes: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
         self._out: list[Action] = []
@@ -121,7 +122,7 @@ class Core:
                 self._out.append(Misbehaved(worker.epoch, "holds more than its capacity"))
                 return
             worker.hold(key, holding)
-            if held.request_id in self.requests:
+            if held.request_id in self.requests or held.request_id in self.ended:
                 self._send(worker.epoch, Release(*key))
 
     def _peer_down(self, epoch: int, reason: str, now: float) -> None:
@@ -175,7 +176,7 @@ class Core:
         if len(event.blob) != 4 * submit.prompt_tokens:
             self._out.append(Misbehaved(epoch, f"{len(event.blob)} bytes for {submit.prompt_tokens} prompt tokens"))
             return
-        if (submit.request_id, submit.attempt) in self.ended:
+        if submit.attempt <= self.ended.get(submit.request_id, 0):
             return
         known = self.requests.get(submit.request_id)
         if known is not None and known.gateway_epoch != epoch:
@@ -197,7 +198,7 @@ class Core:
         else:
             request = known
             self._withdraw(request)
-            if request.state is not State.INTERRUPTED:
+            if request.state in ON_WORKERS:
                 request.fire(Trigger.INTERRUPT, now)
             self.interrupted.pop(request.id, None)
             request.renew(submit, event.blob)
@@ -229,7 +230,9 @@ class Core:
             self._end(request, Trigger.CANCEL, cancel.reason, now)
         elif request is None:
             # Accepted by an earlier coordinator: the workers know it, and so do their holdings.
+            # One that has still to come back finds the cancel here.
             self._release_everywhere((cancel.request_id, cancel.attempt))
+            self._remember(cancel.request_id, cancel.attempt)
 
     def _step_done(self, epoch: int, event: Received, now: float) -> None:
         done = event.message
@@ -313,7 +316,11 @@ class Core:
         assert request.state in TERMINAL
         self.outcomes[request.state] += 1
         del self.requests[request.id]
-        self.ended[request.key] = None
+        self._remember(*request.key)
+
+    def _remember(self, request_id: str, attempt: int) -> None:
+        self.ended.pop(request_id, None)
+        self.ended[request_id] = attempt
         if len(self.ended) > self.limits.remembered_max:
             del self.ended[next(iter(self.ended))]
 

@@ -56,6 +56,7 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.DECODING, Trigger.FINISH): State.FINISHED,
     (State.PREFILLING, Trigger.HANDED_OVER): State.DECODING,
     (State.INTERRUPTED, Trigger.RESUBMIT): State.QUEUED,
+    (State.QUEUED, Trigger.RESUBMIT): State.QUEUED,
     (State.QUEUED, Trigger.EXPIRE): State.EXPIRED,
     (State.INTERRUPTED, Trigger.EXPIRE): State.FAILED,
     **{(state, Trigger.INTERRUPT): State.INTERRUPTED for state in sorted(ON_WORKERS)},

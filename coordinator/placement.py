@@ -15,7 +15,7 @@ def place(pool: Pool, queue: WaitQueue, backlog_tokens_max: int) -> tuple[Reques
         pair = pool.choose_pair(request.submit, backlog_tokens_max)
         return pair is not None
 
-    request = queue.pop_first(eligible)
+    request = queue.pop_first(eligible, lambda request: not pool.could_ever_fit(request.submit))
     if request is None or pair is None:
         return None
     prefill, decode = pair

@@ -28,12 +28,14 @@ class WaitQueue:
         del self._waiting[request.id]
         self.prompt_tokens -= request.submit.prompt_tokens
 
-    def pop_first(self, eligible: Callable[[Request], bool]) -> Request | None:
+    def pop_first(self, eligible: Callable[[Request], bool], hopeless: Callable[[Request], bool]) -> Request | None:
         """Take the head out if it can run now; a head that cannot holds up those behind it, so that big ones do not starve.
+
+        One that no worker of now could ever hold is passed over: it waits for a larger worker to come (back), or expires.
 
         Each model has a pool and therefore a queue of its own, so a head only waits for room.
         """
-        head = next(iter(self._waiting.values()), None)
+        head = next((request for request in self._waiting.values() if not hopeless(request)), None)
         if head is None or not eligible(head):
             return None
         self.remove(head)

@@ -1,6 +1,7 @@
 """Drives a decode worker: reservations and KV in, steps to the engine thread, tokens to gateways."""
 
 import asyncio
+import contextlib
 
 from decode_worker.batch import Batch, Running, StepPlan
 from decode_worker.compute import StepResult, run_step
@@ -12,8 +13,7 @@ from engine.thread import EngineThread
 from kvtransfer.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.settings import KvSettings
-from proto import limits
-from proto.errors import Interrupt, RemoteProtocolError
+from proto.errors import CrossdockError, Interrupt, RemoteProtocolError
 from proto.kv import Commit, Offer
 from proto.messages import Capacity, Hello, Message, Release, Released, Reserve, Role, Tokens
 from runtime import clock
@@ -62,14 +62,13 @@ class DecodeWorker:
             clock=clock.now,
             send=self._send_kv,
             listen_host=settings.transfer_host,
-            accept=lambda epoch, offer: self.table.target_blocks(
-                (offer.request_id, offer.attempt), epoch, offer.blocks
-            ),
+            accept=self._offered,
             on_committed=self._committed,
             on_failed=self._not_received,
             settings=KvSettings(rendezvous_timeout_ms=settings.kv_timeout_ms),
         )
-        self.undecided: dict[tuple[str, int], Offer] = {}
+        self.undecided: dict[tuple[str, int], tuple[int, Offer]] = {}
+        """Offers, and whose, that came before their reservations, each on a link of its own."""
         self.registration: Registration | None = None
 
     def _hello(self, address: str) -> Hello:
@@ -102,7 +101,10 @@ class DecodeWorker:
             stepping.cancel()
             await asyncio.wait({stepping}, timeout=5)
             await self.registration.close()
-            await self.receiver.close()
+            with contextlib.suppress(
+                TimeoutError
+            ):  # a transfer thread is stuck with a dead peer; the process ends anyway
+                await self.receiver.close()
             await self.server.close()
             await self.gateways.close()
         if stepping.done() and not stepping.cancelled():
@@ -122,9 +124,9 @@ class DecodeWorker:
     def _reserve(self, order: Reserve) -> None:
         self.table.reserve(order)
         self.gateways.connect(order.gateway)
-        offer = self.undecided.pop((order.request_id, order.attempt), None)
-        if offer is not None:
-            answer = self.table.target_blocks((order.request_id, order.attempt), order.prefill_epoch, offer.blocks)
+        waiting = self.undecided.pop((order.request_id, order.attempt), None)
+        if waiting is not None:
+            answer = self.table.target_blocks((order.request_id, order.attempt), waiting[0], waiting[1].blocks)
             assert answer is not None
             self.receiver.decide(order.request_id, order.attempt, answer)
 
@@ -178,14 +180,13 @@ class DecodeWorker:
 
     def _kv_message(self, peer: LinkPeer, message: Message, blob: bytes) -> None:
         self.receiver.handle(peer.epoch, message, blob)
-        if isinstance(message, Offer) and (message.request_id, message.attempt) not in self.table.attempts:
-            self._remember(message)
 
-    def _remember(self, offer: Offer) -> None:
-        """The offer came before its reservation, each on a link of its own. The receiver declines it if that takes long."""
-        self.undecided[(offer.request_id, offer.attempt)] = offer
-        if len(self.undecided) > limits.MAX_TOKEN_ITEMS:
-            del self.undecided[next(iter(self.undecided))]
+    def _offered(self, epoch: int, offer: Offer) -> list[int] | str | None:
+        """Asked for a session that exists; one that ends before it is decided is taken out again by `_not_received`."""
+        answer = self.table.target_blocks((offer.request_id, offer.attempt), epoch, offer.blocks)
+        if answer is None:
+            self.undecided[(offer.request_id, offer.attempt)] = (epoch, offer)
+        return answer
 
     def _committed(self, _: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
         attempt = self.table.attempts.get((commit.request_id, commit.attempt))
@@ -194,6 +195,11 @@ class DecodeWorker:
             self._say(self.table.received_nothing((commit.request_id, commit.attempt), blocks, farewell))
             return
         order = attempt.order
+        fault = self._fault(order, commit, prompt_tokens)
+        if fault:
+            broken = failed(attempt, Interrupt.TRANSFER_FAILED, fault)
+            self._say(self.table.received_nothing(attempt.key, blocks, broken))
+            return
         split = len(prompt_tokens) - order.resumed_tokens if prompt_tokens else 0
         tables = self.table.fork(attempt, blocks, len(commit.first_tokens))
         sequences = []
@@ -217,6 +223,19 @@ class DecodeWorker:
             )
         self.table.start(attempt, sequences)
         self.work.set()
+
+    def _fault(self, order: Reserve, commit: Commit, prompt_tokens: list[int]) -> str:
+        """What of a commit does not fit its reservation; empty if all does."""
+        choices = [first.choice for first in commit.first_tokens]
+        if len(set(choices)) < len(choices) or not set(choices) <= set(
+            range(order.first_choice, order.first_choice + order.choices)
+        ):
+            return f"choices {choices} committed"
+        if prompt_tokens and len(prompt_tokens) != order.prompt_tokens:
+            return f"{len(prompt_tokens)} prompt tokens committed, {order.prompt_tokens} reserved"
+        if max([*prompt_tokens, *(first.token for first in commit.first_tokens)]) >= self.engine.info.vocab_size:
+            return "a token id outside the vocabulary"
+        return ""
 
     def _not_received(self, request_id: str, attempt: int, blocks: list[int], reason: str) -> None:
         self.undecided.pop((request_id, attempt), None)
@@ -244,7 +263,7 @@ class DecodeWorker:
     async def _finish_step(self, step: "asyncio.Future[StepResult]") -> "asyncio.Future[StepResult] | None":
         try:
             result = await step
-        except (RuntimeError, ValueError, IndexError) as error:
+        except (CrossdockError, RuntimeError, ValueError, IndexError) as error:
             self.log.exception("step failed")
             self._step_failed(str(error))
             return None

@@ -24,6 +24,7 @@ from gateway.stream_types import (
     StreamSpec,
     Tick,
     Why,
+    WorkerDown,
 )
 from gateway.streams import StreamKeeper
 from proto.errors import RemoteProtocolError
@@ -178,6 +179,9 @@ class Backend:
         if not isinstance(message, Tokens):
             raise RemoteProtocolError(f"a worker may not send {type(message).__name__} to a gateway")
         self._driver.post(message)
+
+    def worker_down(self) -> None:
+        self._driver.post(WorkerDown())
 
     # --- actions --------------------------------------------------------------------------------------------------------
 

@@ -60,9 +60,13 @@ class GatewayProcess:
             accept=self.backend.refusal,
             on_up=lambda peer: self.log.info("worker connected", peer=peer.hello.name),
             on_message=self.backend.worker_message,
-            on_down=lambda peer, reason: self.log.info("worker disconnected", peer=peer.hello.name, reason=reason),
+            on_down=self._worker_down,
             settings=self.link_settings,
         )
+
+    def _worker_down(self, peer: Peer, reason: str) -> None:
+        self.log.info("worker disconnected", peer=peer.hello.name, reason=reason)
+        self.backend.worker_down()
 
     async def run(self, stop: asyncio.Event) -> int:
         settings = self.settings

@@ -39,7 +39,7 @@ class Submission:
     """The next send is a new attempt. Until then late tokens of the old one are still good."""
     not_before: float = 0.0
     wait_until: float | None = None
-    """A first attempt that met a closed link waits until then."""
+    """A new request that met a closed link, or a coordinator just started, waits until then."""
     interrupted_at: float = 0.0
     got_tokens: bool = False
     """In this attempt."""
@@ -48,15 +48,16 @@ class Submission:
     """Some choice ended here while its worker, or the coordinator, believes that it goes on."""
 
     @property
-    def first_attempt(self) -> bool:
-        return self.attempt == 1 and not self.resuming
+    def is_new(self) -> bool:
+        """Nothing was promised to the client yet: its wait is bounded, and a rejection may be its end."""
+        return not self.stream.admitted
 
     @property
     def has_begun(self) -> bool:
         return any(choice.tokens for choice in self.choices)
 
     def waits_in_vain(self, now: float) -> bool:
-        return self.first_attempt and self.wait_until is not None and now >= self.wait_until
+        return self.is_new and self.wait_until is not None and now >= self.wait_until
 
     def to_submit(self) -> tuple[Submit, bytes]:
         """The message for the current attempt: prompt and tokens already sent, which only one choice can have."""
@@ -97,3 +98,16 @@ class Stream:
     @property
     def id(self) -> str:
         return self.spec.stream_id
+
+    def deadline(self, idle_s: float, link_up: bool) -> float:
+        """When it must be looked at next, if nothing happens before."""
+        at = self.progress_at + idle_s
+        for submission in self.submissions:
+            if submission.phase is Phase.PENDING:
+                if link_up:
+                    at = min(at, submission.not_before)
+                elif submission.is_new and submission.wait_until is not None:
+                    at = min(at, submission.wait_until)
+            elif submission.stall_at is not None and link_up:
+                at = min(at, submission.stall_at)
+        return at

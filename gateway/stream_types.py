@@ -18,6 +18,8 @@ class StreamLimits:
     waiting_max: int = 1024
     """Requests that wait for the coordinator's link."""
     link_wait_s: float = 10.0
+    settle_s: float = 3.0
+    """After a coordinator's start: new requests that find no worker wait until then, since workers connect again too."""
     idle_s: float = 120.0
     attempts_max: int = 5
     """Attempts at one choice, the first included. Below the coordinator's own bound, so that users meet ours."""
@@ -27,7 +29,7 @@ class StreamLimits:
     resume_wait_s: float = 30.0
     """How long a resume that meets a full queue is tried again."""
     stall_s: float = 5.0
-    """Silence after which a stream that outlived its coordinator is taken for lost."""
+    """Silence after which a stream that outlived its coordinator, or a worker's connection, is taken for lost."""
     owed_cancels_max: int = 4096
 
 
@@ -85,6 +87,11 @@ class LinkDown:
 
 
 @dataclass(frozen=True)
+class WorkerDown:
+    """A connection on which a worker delivered tokens has ended."""
+
+
+@dataclass(frozen=True)
 class Tick:
     """A deadline has come."""
 
@@ -94,7 +101,7 @@ class Drain:
     """This gateway stops: every stream ends now, with an error."""
 
 
-Event = Open | ClientGone | LinkUp | LinkDown | Tick | Drain | Accepted | Rejected | Interrupted | Tokens
+Event = Open | ClientGone | LinkUp | LinkDown | WorkerDown | Tick | Drain | Accepted | Rejected | Interrupted | Tokens
 
 # --- actions ----------------------------------------------------------------------------------------------------------
 

@@ -33,12 +33,13 @@ from gateway.stream_types import (
     StreamSpec,
     Tick,
     Why,
+    WorkerDown,
 )
 from proto.errors import CancelReason, Reject
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, TokenItem, Tokens
 
-_PASSING = (Reject.QUEUE_FULL, Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL)
-"""Rejections that time may cure. The gateway has checked the model's name: unknown means that no worker came up yet."""
+_PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL)
+"""Rejections that a moment's wait may cure. The gateway has checked the model's name: unknown means no worker was up yet."""
 _RETRY_S = (0.25, 2.0)
 """Bounds of the pause before such a rejection is tried again."""
 
@@ -50,6 +51,7 @@ class StreamKeeper:
         self.submissions: dict[str, Submission] = {}
         self.link_up = False
         self._coordinator_epoch = 0
+        self._settled_at = 0.0
         self._draining = False
         self._owed_cancels: dict[tuple[str, int], CancelReason] = {}
         self._heap: list[tuple[float, str]] = []
@@ -72,6 +74,7 @@ class StreamKeeper:
             case Interrupted(request_id, attempt):
                 submission = self._current(request_id, attempt)
                 if submission is not None:
+                    self._runs(submission)  # what is interrupted had been accepted
                     self._resume(submission, f"{event.reason}: {event.message}", now)
             case ClientGone(stream_id):
                 stream = self.streams.get(stream_id)
@@ -81,6 +84,8 @@ class StreamKeeper:
                 self._link_is_up(epoch, now)
             case LinkDown():
                 self._link_is_down(now)
+            case WorkerDown():
+                self._worker_is_down(now)
             case Drain():
                 self._draining = True
                 for stream in list(self.streams.values()):
@@ -117,13 +122,15 @@ class StreamKeeper:
         self._add(Submission(stream, stream.id, list(stream.choices), not_before=now), now)
 
     def _count_waiting(self) -> int:
-        return sum(s.phase is Phase.PENDING and s.first_attempt for s in self.submissions.values())
+        return sum(s.phase is Phase.PENDING and s.is_new for s in self.submissions.values())
 
     def _add(self, submission: Submission, now: float) -> None:
         submission.stream.submissions.append(submission)
         self.submissions[submission.request_id] = submission
-        if submission.first_attempt and not self.link_up:
-            submission.wait_until = now + self.limits.link_wait_s
+        if submission.is_new:
+            # Where the coordinator has just started, its workers may still be on their way back to it.
+            until = self._settled_at if self.link_up else now + self.limits.link_wait_s
+            submission.wait_until = until if until > now else None
         self._send_if_due(submission, now)
         self._schedule(submission.stream)
 
@@ -169,8 +176,9 @@ class StreamKeeper:
         if submission is None:
             return
         resume_until = submission.interrupted_at + self.limits.resume_wait_s
-        until = submission.wait_until if submission.attempt == 1 else resume_until
-        if event.reason in _PASSING and until is not None and now < until:
+        until = submission.wait_until if submission.is_new else resume_until
+        passing = _PASSING if submission.is_new else (*_PASSING, Reject.QUEUE_FULL)
+        if event.reason in passing and until is not None and now < until:
             pause = min(max(event.retry_after_s, _RETRY_S[0]), _RETRY_S[1]) * submission.jitter()
             submission.phase = Phase.PENDING
             submission.not_before = now + pause
@@ -286,6 +294,8 @@ class StreamKeeper:
     def _link_is_up(self, epoch: int, now: float) -> None:
         same = epoch == self._coordinator_epoch
         self.link_up, self._coordinator_epoch = True, epoch
+        if not same:
+            self._settled_at = now + self.limits.settle_s
         for (request_id, attempt), reason in self._owed_cancels.items():
             self._out.append(SendCancel(Cancel(request_id, attempt, reason)))
         self._owed_cancels.clear()
@@ -306,33 +316,30 @@ class StreamKeeper:
         self.link_up = False
         for submission in self.submissions.values():
             if submission.phase is Phase.SENT:
-                # Whether it arrived is not known; sending it again does no harm.
+                # Whether it arrived is not known: the next is a new attempt, which cannot be taken for the old one.
+                self._cancel(submission, CancelReason.ABANDONED)
                 submission.phase = Phase.PENDING
-                submission.not_before = now
+                submission.resuming = True
+                submission.not_before = submission.interrupted_at = now
                 submission.wait_until = None
             if submission.phase is Phase.PENDING and submission.wait_until is None:
                 submission.wait_until = now + self.limits.link_wait_s
             self._schedule(submission.stream)
 
-    # --- time ---------------------------------------------------------------------------------------------------------
+    def _worker_is_down(self, now: float) -> None:
+        """Tokens may have died with the connection; a stream that lives on shows it with its next one."""
+        for submission in self.submissions.values():
+            if submission.got_tokens and submission.phase is Phase.RUNNING:
+                submission.stall_at = now + self.limits.stall_s
+                self._schedule(submission.stream)
 
-    def _deadline(self, stream: Stream) -> float:
-        at = stream.progress_at + self.limits.idle_s
-        for submission in stream.submissions:
-            if submission.phase is Phase.PENDING:
-                if self.link_up:
-                    at = min(at, submission.not_before)
-                elif submission.first_attempt and submission.wait_until is not None:
-                    at = min(at, submission.wait_until)
-            elif submission.stall_at is not None and self.link_up:
-                at = min(at, submission.stall_at)
-        return at
+    # --- time ---------------------------------------------------------------------------------------------------------
 
     def _schedule(self, stream: Stream) -> None:
         """Have `_tick` look at the stream at its deadline, or earlier: deadlines that move back are found out then."""
         if stream.id not in self.streams:
             return
-        at = self._deadline(stream)
+        at = stream.deadline(self.limits.idle_s, self.link_up)
         if stream.scheduled_at is None or at < stream.scheduled_at:
             stream.scheduled_at = at
             if len(self._heap) > 4 * len(self.streams) + 64:
@@ -360,7 +367,7 @@ class StreamKeeper:
                 self._fail(stream, Failure(FailKind.UNREACHABLE, "the coordinator cannot be reached"))
                 return
             elif not pending and self.link_up and submission.stall_at is not None and now >= submission.stall_at:
-                self._broken(submission, "silent since the coordinator restarted", now)
+                self._broken(submission, "silent since a connection was lost", now)
                 if stream.id not in self.streams:
                     return
 

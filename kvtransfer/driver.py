@@ -175,6 +175,7 @@ class Driver(ABC, Generic[S, R]):
         if len(self._ended) > self._settings.remembered_max:
             self._ended.popitem(last=False)
         self._report(live, ended)
+        live.session.forget_payload()
 
     def _arm(self, live: Live[S, R]) -> None:
         """Have the session ticked at its deadline. A timer that fires early is armed again, so moving it later is

@@ -102,6 +102,9 @@ class ReceiverSession(Session):
         self._reason = ""
         self._deadline = now + settings.decide_timeout_ms / 1e3
 
+    def forget_payload(self) -> None:
+        self._block_ids, self._prompt, self._commit, self._digests = (), (), None, []
+
     # --- from the local side ---
 
     def _accepted(self, event: Accepted, now: float) -> list[Action]:

@@ -6,6 +6,7 @@ control link; and it is dropped as soon as the group stands. Everything here blo
 a pair's own thread; it raises `RuntimeError` (torch's errors are such) or `OSError`.
 """
 
+import contextlib
 import secrets
 import socket
 from datetime import timedelta
@@ -77,7 +78,8 @@ class Listener:
         """Wake `meet` if it still waits for the sender. From any thread."""
         waker = self._waker
         if waker is not None:
-            waker.set(_ARRIVED, _ABANDONED)
+            with contextlib.suppress(RuntimeError):  # `meet` ended in this moment, and its store with it
+                waker.set(_ARRIVED, _ABANDONED)
 
 
 def connect(backend: str, host: str, port: int, secret: str, timeout_s: float) -> Group:

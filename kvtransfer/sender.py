@@ -67,11 +67,15 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         """Offer `blocks` blocks of KV, none of which need be ready; meets the receiver if there is no pair with it yet.
 
         Called when the request is placed, so that meeting and deciding overlap the prefill. Where there is no room
-        for another transfer, `on_result` says so, soon. A pair (request_id, attempt) is never opened twice.
+        for another transfer, `on_result` says so, soon. The same goes
+        for a (request_id, attempt) that was opened before: an attempt is offered once.
         """
         route = self._routes.get(peer_epoch)
-        if self._closed or not self._has_room(new_pair=route is None):
+        repeated = (request_id, attempt) in self._ended
+        if repeated or self._closed or not self._has_room(new_pair=route is None):
             reason = "shutting down" if self._closed else "too many transfers at once"
+            if repeated:
+                reason = "this attempt was offered before"
             # Soon, not now, so that a caller who opens again on a failure does not call itself without end.
             self._loop.call_soon(self._on_result, KvFailed(request_id, attempt, reason))
             return

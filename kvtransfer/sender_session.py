@@ -100,6 +100,9 @@ class SenderSession(Session):
         self._commit_at = 0.0
         self._reason = ""
 
+    def forget_payload(self) -> None:
+        self._block_ids, self._commit, self._digests = [], None, []
+
     def start(self, now: float) -> list[Action]:
         self._deadline = now + self._settings.accept_timeout_ms / 1e3
         return [Send(Offer(self.request_id, self.attempt, self.pair_id, self.blocks))]

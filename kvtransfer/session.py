@@ -234,6 +234,10 @@ class Session:
         handler: Callable[[object, float], list[Action]] = getattr(self, f"_{rule}")
         return handler(event, now)
 
+    def forget_payload(self) -> None:
+        """Called once the session has ended and its result is passed on: it is kept to answer late frames, and needs no
+        prompt, block or digest for that."""
+
     def next_deadline(self) -> float | None:
         """When a `Tick` is due, in seconds of the `now` given to `handle`; None if nothing is waited for."""
         return self._deadline

@@ -1,6 +1,7 @@
 """Drives a prefill worker: orders in, steps to the engine thread, tokens to gateways, KV to decode workers."""
 
 import asyncio
+import contextlib
 
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
@@ -12,7 +13,7 @@ from kvtransfer.settings import KvSettings
 from prefill_worker.compute import StepResult, run_step
 from prefill_worker.prompts import Farewell, Prompt, PromptTable
 from proto.codec import unpack_tokens
-from proto.errors import Interrupt, RemoteProtocolError
+from proto.errors import CrossdockError, Interrupt, RemoteProtocolError
 from proto.kv import FirstToken
 from proto.messages import (
     Capacity,
@@ -51,6 +52,7 @@ class PrefillWorker:
         self.thread = thread
         self.table = PromptTable(BlockAllocator(engine.blocks), info.block_size)
         self.steps: asyncio.Queue[Step] = asyncio.Queue(STEPS_QUEUED_MAX)
+        self.links_lost = 0
         self.step_tokens_max = settings.step_tokens_max
         epoch = clock.new_epoch()
         capacity = Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens)
@@ -88,7 +90,10 @@ class PrefillWorker:
             stepping.cancel()
             await asyncio.wait({stepping}, timeout=5)
             await self.registration.close()
-            await self.sender.close()
+            with contextlib.suppress(
+                TimeoutError
+            ):  # a transfer thread is stuck with a dead peer; the process ends anyway
+                await self.sender.close()
             await self.gateways.close()
             await self.receivers.close()
         if stepping.done() and not stepping.cancelled():
@@ -110,15 +115,14 @@ class PrefillWorker:
                 raise RemoteProtocolError(f"unexpected {type(message).__name__}")
 
     def _take_in(self, order: Prefill, blob: bytes) -> None:
-        tokens = unpack_tokens(blob, order.prompt_tokens)
-        if max(tokens) >= self.engine.info.vocab_size:
-            self._say(
-                [
-                    WorkFailed(
-                        order.request_id, order.attempt, Interrupt.ENGINE_ERROR, "a token id outside the vocabulary"
-                    )
-                ]
-            )
+        try:
+            tokens = unpack_tokens(blob, order.prompt_tokens)
+            fault = "a token id outside the vocabulary" if max(tokens) >= self.engine.info.vocab_size else ""
+        except RemoteProtocolError as error:
+            # A gateway's fault: the coordinator passed the ids on unread, and its link is not the one to end.
+            tokens, fault = [], str(error)
+        if fault:
+            self._say([WorkFailed(order.request_id, order.attempt, Interrupt.ENGINE_ERROR, fault)])
             return
         prompt = self.table.take_in(order, tokens)
         if isinstance(prompt, WorkFailed):
@@ -139,6 +143,7 @@ class PrefillWorker:
 
     def _coordinator_lost(self, _: str) -> None:
         """Steps will not come any more; what is already on its way to decode goes on."""
+        self.links_lost += 1
         while not self.steps.empty():
             self.steps.get_nowait()
         for prompt in list(self.table.prompts.values()):
@@ -155,28 +160,34 @@ class PrefillWorker:
         loop = asyncio.get_running_loop()
         while True:
             step = await self.steps.get()
+            link = self.links_lost
             work = self.table.runnable(step.chunks)
             if sum(chunk.length for _, chunk in work) > self.step_tokens_max:
                 for prompt, _ in work:
                     self._fail(prompt, Interrupt.ENGINE_ERROR, f"a step over --step-tokens-max {self.step_tokens_max}")
                 work = []
             if not work:
-                self.registration.send(StepDone(step.step_id, (), 0.0, self.engine.tokens_forwarded))
+                self._step_done(link, step, (), 0.0)
                 continue
             self.table.begin_step(work)
             try:
                 result = await loop.run_in_executor(self.thread, run_step, self.engine, work)
-            except (RuntimeError, ValueError, IndexError) as error:
+            except (CrossdockError, RuntimeError, ValueError, IndexError) as error:
                 self.log.exception("step failed", step_id=step.step_id)
-                self._step_failed(step, work, str(error))
+                self._step_done(link, step, (), 0.0)
+                self._step_failed(work, str(error))
                 continue
             done = tuple(chunk for _, chunk in work)
-            self.registration.send(StepDone(step.step_id, done, result.step_ms, self.engine.tokens_forwarded))
+            self._step_done(link, step, done, result.step_ms)
             self._say(self.table.end_step(work))
             self._pass_on(work, result)
 
-    def _step_failed(self, step: Step, work: list[tuple[Prompt, Chunk]], error: str) -> None:
-        self.registration.send(StepDone(step.step_id, (), 0.0, self.engine.tokens_forwarded))
+    def _step_done(self, link: int, step: Step, done: tuple[Chunk, ...], step_ms: float) -> None:
+        """Step ids begin anew with each registration: one from before the last loss means nothing to the coordinator now."""
+        if link == self.links_lost:
+            self.registration.send(StepDone(step.step_id, done, step_ms, self.engine.tokens_forwarded))
+
+    def _step_failed(self, work: list[tuple[Prompt, Chunk]], error: str) -> None:
         for prompt, _ in work:
             prompt.in_step = False
             self._fail(prompt, Interrupt.ENGINE_ERROR, f"the model failed: {error[:300]}")

@@ -35,6 +35,10 @@ __all__ = ["GOODBYE", "LinkClient", "LinkCounters", "LinkServer", "LinkSettings"
 GOODBYE = "said goodbye"
 """How the reason for the end of a link begins where the other end left in order."""
 
+PROBE_AFTER_S = 0.02
+TURN_MESSAGES = 64
+"""Messages read before the rest of the process gets its turn: while more are there, reading never waits."""
+
 _log = log.get("crossdock.link")
 
 
@@ -66,11 +70,12 @@ class LinkServer:
         self._settings = settings or LinkSettings()
         self._socket = open_socket(zmq.ROUTER, self._settings)
         self._tasks: list[asyncio.Task[None]] = []
+        self._probe: asyncio.TimerHandle | None = None
 
     async def start(self) -> str:
         """Bind; returns the address with the real port. Raises OSError naming the address if it cannot be bound."""
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        monitor = ConnectionMonitor(self._socket, on_garbage=self._count_garbage)
+        monitor = ConnectionMonitor(self._socket, on_lost=self._probe_soon, on_garbage=self._count_garbage)
         try:
             self._socket.bind(self._bind)
         except zmq.ZMQError as error:
@@ -83,6 +88,8 @@ class LinkServer:
     async def close(self) -> None:
         for peer in list(self.peers.values()):
             peer.send(Bye("shutting down"))
+        if self._probe is not None:
+            self._probe.cancel()
         await cancelled(*self._tasks)
         self._socket.close()
 
@@ -93,6 +100,17 @@ class LinkServer:
         try_send(self._socket, [peer.routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
         self.counters.lost += 1
         self._on_down(peer, reason)
+
+    def _probe_soon(self) -> None:
+        """A connection ended. libzmq does not say whose, but it refuses to send to a peer that is gone (ROUTER_MANDATORY); a
+        moment later, so that a storm of them makes one round."""
+        if self._probe is None:
+            self._probe = asyncio.get_running_loop().call_later(PROBE_AFTER_S, self._probe_all)
+
+    def _probe_all(self) -> None:
+        self._probe = None
+        for peer in list(self.peers.values()):
+            peer.send(Pong())
 
     def _count_garbage(self) -> None:
         self.counters.protocol_errors += 1
@@ -112,6 +130,8 @@ class LinkServer:
         while True:
             routing_id, *frames = await self._socket.recv_multipart()
             self.counters.messages_in += 1
+            if self.counters.messages_in % TURN_MESSAGES == 0:
+                await asyncio.sleep(0)
             peer = self.peers.get(routing_id)
             try:
                 message, blob = decode(frames)
@@ -306,6 +326,8 @@ class LinkClient:
         while True:
             frames = await socket.recv_multipart()
             self.counters.messages_in += 1
+            if self.counters.messages_in % TURN_MESSAGES == 0:
+                await asyncio.sleep(0)
             peer.heard_at = clock.now()
             try:
                 message, blob = decode(frames)

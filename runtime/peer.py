@@ -15,8 +15,8 @@ from runtime import clock
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """`missed_max` heartbeats without a word and the peer is lost: a dead process is noticed after about
-    `heartbeat_ms * missed_max` where its host is gone, at once where its kernel says so."""
+    """`missed_max` heartbeats without a word, and one more of grace, and the peer is lost. A dead process is noticed at once
+    where its kernel closes the connection."""
 
     heartbeat_ms: int = 500
     missed_max: int = 3

@@ -29,6 +29,8 @@ class Registration:
         self._on_lost = on_lost
         self._log = log
         self._peer: Peer | None = None
+        self._unsaid: list[Message] = []
+        """Said after the last Hello and before its Welcome: that Hello still counts what these let go of."""
         self._client = LinkClient(
             address=settings.coordinator,
             hello=self._hello_now,
@@ -48,13 +50,19 @@ class Registration:
         """Tell the coordinator, if it is there; if not, the next registration says what is still held."""
         if self._peer is not None:
             self._peer.send(message)
+        else:
+            self._unsaid.append(message)
 
     def _hello_now(self) -> Hello:
+        self._unsaid.clear()
         fields = {name: getattr(self._hello, name) for name in Hello.__struct_fields__}
         return Hello(**(fields | {"held": self._held()}))
 
     def _up(self, peer: Peer, welcome: Welcome) -> None:
         self._peer = peer
+        unsaid, self._unsaid = self._unsaid, []
+        for message in unsaid:
+            peer.send(message)
         self._log.info("registered", coordinator_epoch=welcome.epoch)
 
     def _down(self, _: Peer, reason: str) -> None:

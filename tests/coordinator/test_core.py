@@ -1,5 +1,6 @@
 """The core's promises, one event at a time and under seeded chaos."""
 
+import msgspec
 import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Received, Tick
@@ -264,6 +265,37 @@ def test_a_decode_worker_that_lets_go_early_leaves_the_verdict_to_the_prefill_wo
     assert h.ended["a"] == [State.FINISHED] and not h.take(Release)
 
 
+def test_a_newer_attempt_takes_the_place_of_one_that_waits() -> None:
+    h = dict(states_of_a_life())[State.QUEUED]
+    h.receive(1, submit("a", attempt=2))
+    assert h.core.requests["a"].attempt == 2 and [r.id for r in h.core.queues["m"]] == ["a"]
+
+
+def test_a_cancel_finds_a_worker_that_was_away_when_it_came() -> None:
+    h = Harness.make(1, 0)
+    h.receive(1, Cancel("old", 2, CancelReason.DISCONNECTED))
+    hello = msgspec.structs.replace(worker_hello(Role.DECODE, 22, kv_blocks=10), held=(Held("old", 1, 7, 1),))
+    h.post(PeerUp(22, hello))
+    assert h.take(Release, 22) == [Release("old", 1)]
+
+
+def test_a_request_that_no_worker_of_now_can_hold_lets_others_pass() -> None:
+    h = Harness.make(1, 1, max_seqs=1)
+    h.receive(1, submit("running"))
+    big = worker_hello(Role.DECODE, 21, kv_blocks=2000, max_seqs=1)
+    h.post(PeerUp(21, msgspec.structs.replace(big, name="big")))
+    h.receive(1, submit("big", 3000, max_tokens=1090))
+    small_epochs = [w for w in (20, 21) if h.core.workers[w].capacity.kv_blocks == 1000]
+    h.post(PeerDown(21, "killed"))
+    h.receive(1, submit("big", 3000, attempt=2, max_tokens=1090))
+    h.receive(1, submit("small"))
+    h.receive(10, StepDone(0, (Chunk("running", 1, 0, 10),), 1.0, 0))
+    h.receive(10, HandedOver("running", 1, 1, 1.0))
+    h.receive(20, Finished("running", 1, 4, 0))
+    assert small_epochs == [20] and h.core.requests["small"].state is State.PREFILLING
+    assert "big" not in h.core.requests or h.core.requests["big"].state in (State.QUEUED, State.INTERRUPTED)
+
+
 def test_worker_registration() -> None:
     h = Harness.make()
     assert "fingerprint" in (h.core.refusal(worker_hello(Role.DECODE, 30, fingerprint="other")) or "")
@@ -278,7 +310,7 @@ def test_worker_registration() -> None:
 def test_a_worker_that_comes_back_keeps_what_it_holds() -> None:
     h = Harness.make(1, 0)
     hello = worker_hello(Role.DECODE, 22, kv_blocks=10)
-    h.post(PeerUp(22, type(hello)(*(getattr(hello, f) for f in hello.__struct_fields__[:-1]), (Held("old", 1, 7, 1),))))
+    h.post(PeerUp(22, msgspec.structs.replace(hello, held=(Held("old", 1, 7, 1),))))
     assert h.core.workers[22].free_blocks == 3
     h.receive(1, Cancel("old", 1, CancelReason.DISCONNECTED))
     assert h.take(Release, 22) == [Release("old", 1)]

@@ -1,5 +1,7 @@
 """The keeper of streams without a link to the coordinator, with a new one, with leaving clients, and over time."""
 
+from dataclasses import replace
+
 from gateway.stream_types import (
     ClientGone,
     Drain,
@@ -7,7 +9,9 @@ from gateway.stream_types import (
     LinkDown,
     LinkUp,
     Tick,
+    WorkerDown,
 )
+from gateway.streams import StreamKeeper
 from proto.errors import CancelReason, FinishReason, Reject
 from proto.messages import Accepted, Rejected
 from tests.gateway.keeper_world import LIMITS, Bench, cancels, failures, submits, texts
@@ -47,11 +51,47 @@ def test_who_waited_for_the_link_also_waits_for_the_workers() -> None:
     assert failures(bench.do(Rejected("r", 1, Reject.NO_CAPACITY, "no worker"))) == [FailKind.REJECTED]
 
 
-def test_an_unanswered_submission_is_sent_again() -> None:
+def test_an_unanswered_submission_is_sent_again_as_a_new_attempt() -> None:
     bench = Bench()
     bench.open()
     assert bench.do(LinkDown()) == []
-    assert submits(bench.do(LinkUp(7))) == [("r", 1, [1, 2, 3], 0, 1, 0)]
+    up = bench.do(LinkUp(7))
+    assert cancels(up) == [("r", 1, CancelReason.ABANDONED)], "it may have arrived, and run"
+    assert submits(up) == [("r", 2, [1, 2, 3], 0, 1, 0)]
+
+
+def test_an_unanswered_submission_still_waits_a_bounded_time_for_the_link() -> None:
+    bench = Bench()
+    bench.open()
+    bench.do(LinkDown())
+    bench.now += LIMITS.link_wait_s + 1
+    assert failures(bench.do(Tick())) == [FailKind.UNREACHABLE]
+
+
+def test_new_requests_wait_a_moment_for_the_workers_of_a_coordinator_just_started() -> None:
+    bench = Bench()
+    bench.keeper = StreamKeeper(replace(LIMITS, settle_s=3))
+    bench.do(LinkUp(7))
+    bench.open()
+    assert bench.do(Rejected("r", 1, Reject.NO_CAPACITY, "no worker")) == []
+    assert submits(bench.wait()) == [("r", 1, [1, 2, 3], 0, 1, 0)]
+    assert failures(bench.do(Rejected("r", 1, Reject.QUEUE_FULL, "full"))) == [FailKind.REJECTED]
+    bench.open("late")
+    bench.now += 4
+    assert failures(bench.do(Rejected("late", 1, Reject.NO_CAPACITY, "no worker"))) == [FailKind.REJECTED]
+
+
+def test_a_stream_that_stays_silent_after_its_workers_connection_ended_is_resumed() -> None:
+    bench = Bench()
+    for name in ("dead", "alive"):
+        bench.open(name)
+        bench.do(Accepted(name, 1))
+        bench.tokens(0, 5, name=name)
+    bench.do(WorkerDown())
+    bench.tokens(1, 6, name="alive")
+    bench.now += LIMITS.stall_s + 1
+    assert cancels(bench.do(Tick())) == [("dead", 1, CancelReason.ABANDONED)]
+    assert submits(bench.wait()) == [("dead", 2, [1, 2, 3, 5], 1, 1, 0)]
 
 
 def test_streams_go_on_without_link_and_over_a_new_coordinator() -> None:

@@ -190,6 +190,53 @@ def test_server_gone_and_back() -> None:
     run(body)
 
 
+def test_a_flood_of_messages_leaves_the_event_loop_its_turns() -> None:
+    async def body() -> None:
+        a, b = End(), End()
+        server = a.server()
+        client = b.client(await server.start())
+        await client.start()
+        assert await b.next() == ("up", 7)
+        turns = 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        turning = asyncio.create_task(turn())
+        assert b.peer is not None
+        for _ in range(5_000):
+            b.peer.send(CANCEL)
+        await until(lambda: server.counters.messages_in >= 5_000)
+        turning.cancel()
+        assert turns >= 50
+        await client.close()
+        await server.close()
+
+    run(body)
+
+
+def test_a_peer_whose_connection_closes_is_noticed_without_waiting_for_heartbeats() -> None:
+    async def body() -> None:
+        a = End()
+        server = a.server(settings=LinkSettings(heartbeat_ms=60_000))
+        address = await server.start()
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(address)
+        await socket.send(encode(hello("short-lived", 5)))
+        assert await a.next() == ("up", 5)
+        socket.close(0)
+        kind, reason = await a.next()
+        assert kind == "down" and "unreachable" in reason.lower()
+        context.term()
+        await server.close()
+
+    run(body)
+
+
 def test_garbage_is_counted_and_nobody_else_notices() -> None:
     async def body() -> None:
         a, b = End(), End()

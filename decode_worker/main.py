@@ -1,6 +1,7 @@
 """The decode worker process."""
 
 from decode_worker.worker import DecodeWorker
+from engine.engine import Engine
 from engine.loader import load_engine
 from engine.thread import EngineThread, pick_device
 from runtime.settings import WorkerSettings
@@ -9,17 +10,23 @@ from runtime.worker_process import run_worker
 
 def run(settings: WorkerSettings) -> int:
     """Stream answers until SIGTERM or SIGINT; returns the exit code."""
-    thread = EngineThread(threads=settings.threads, cores=settings.cores, nice=settings.nice)
-    return run_worker(
-        settings,
-        thread=thread,
-        load=lambda: load_engine(
+    thread = EngineThread(threads=settings.threads, cores=settings.cores)
+
+    def load() -> Engine:
+        engine = load_engine(
             settings.model,
             device=pick_device(settings.device),
             dtype=settings.dtype,
             block_size=settings.block_size,
             kv_bytes=int(settings.kv_gib * (1 << 30)),
             step_tokens_max=settings.max_seqs,
-        ),
+        )
+        thread.be_nice(settings.nice)
+        return engine
+
+    return run_worker(
+        settings,
+        thread=thread,
+        load=load,
         make=lambda engine, log, name: DecodeWorker(settings, engine, thread, log, name),
     )

@@ -14,24 +14,31 @@ class EngineThread(ThreadPoolExecutor):
     and niceness that is not permitted are left as they were.
     """
 
-    def __init__(self, *, threads: int, cores: tuple[int, ...] = (), nice: int = 0) -> None:
+    def __init__(self, *, threads: int, cores: tuple[int, ...] = ()) -> None:
+        self._others = set(os.listdir("/proc/self/task"))
         super().__init__(
-            max_workers=1, thread_name_prefix="engine", initializer=self._prepare, initargs=(threads, cores, nice)
+            max_workers=1, thread_name_prefix="engine", initializer=self._prepare, initargs=(threads, cores)
         )
 
     @staticmethod
-    def _prepare(threads: int, cores: tuple[int, ...], nice: int) -> None:
+    def _prepare(threads: int, cores: tuple[int, ...]) -> None:
         if cores:
             try:
                 os.sched_setaffinity(threading.get_native_id(), cores)
             except OSError:
                 pass  # not ours to use: stay where the process is
-        if nice:
-            try:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-            except PermissionError:
-                pass  # negative values need a capability; slower, not wrong
         torch.set_num_threads(threads)
+
+    def be_nice(self, nice: int) -> None:
+        """Set the niceness of this thread and of those that torch has made for it; called when the model is loaded. Not before:
+        a start-up is in nobody's way, and a busy machine would draw it out for minutes."""
+        if nice == 0:
+            return
+        for thread_id in set(os.listdir("/proc/self/task")) - self._others:
+            try:
+                os.setpriority(os.PRIO_PROCESS, int(thread_id), nice)
+            except (PermissionError, ProcessLookupError):
+                pass  # negative values need a right, without which it is slower, not wrong; or the thread has just ended
 
 
 def pick_device(device: str) -> str:

@@ -20,6 +20,8 @@ from runtime.settings import ServeSettings
 
 ANSWER_TOKENS = 128
 ANSWER_TIMEOUT_S = 120.0
+SOBER = {"temperature": 0, "max_tokens": 64}
+"""For the example: a small model at temperature 1 talks long and wildly."""
 
 
 class AnswerFailed(CrossdockError):
@@ -98,6 +100,7 @@ def _invite(up: Running, model: ReadyModel, settings: ServeSettings, console: Co
     base_url = f"{up.cluster.base_url}/v1"
     body = json.dumps(
         {"model": model.model_id, "messages": [{"role": "user", "content": "Name three colours."}], "stream": True}
+        | SOBER
     )
     key = ' -H "Authorization: Bearer $KEY"' if settings.api_keys else ""
     console.print(f"Base URL   {base_url}", highlight=False)

@@ -101,7 +101,8 @@ def _worker(
     role: str, index: int, seat: Seat, settings: ServeSettings, shared: dict[str, str], control: tuple[int, ...]
 ) -> ProcessSpec:
     """Only the thread that computes sits on the seat's cores; the event loop and the KV transfers of a decode worker would
-    hold up its steps there, so they run where the control processes do."""
+    hold up its steps there, so they move to where the control processes run once the model is loaded; until then the worker may
+    use both, so that a start is not one core's work."""
     options = {
         "role": role,
         "name": f"{role}-{index}",
@@ -112,7 +113,13 @@ def _worker(
     # What the user left open here, the [worker] section or the environment may still say.
     asked = {key: getattr(settings, key) for key in ("device", "dtype", "kv_gib") if key in settings.model_fields_set}
     worker = WorkerSettings.model_validate(options | asked | shared)
-    return _spec(f"{role}_worker", worker, child_environment(seat.threads), control, name=worker.name)
+    return _spec(
+        f"{role}_worker",
+        worker,
+        child_environment(seat.threads),
+        tuple(sorted({*control, *seat.cores})) if control else (),
+        name=worker.name,
+    )
 
 
 def _spec(

@@ -270,7 +270,10 @@ class WorkerSettings(_ClientSettings):
         le=600_000,
         description="Milliseconds a KV transfer may stand still before it is given up and the request tried again.",
     )
-    cpu_cores: Cores = Field("", description="Cores this process is pinned to, like 1 or 0-2,5; empty: not pinned.")
+    cpu_cores: Cores = Field(
+        "",
+        description="Cores of the thread that computes, like 1 or 0-2,5; the other threads use the rest. Empty: not pinned.",
+    )
     nice: int = Field(
         0,
         ge=-20,

@@ -37,6 +37,10 @@ def run_worker(
         except (CrossdockError, OSError, ValueError, RuntimeError) as error:
             logger.error("cannot load the model", model=settings.model, error=str(error))
             return 1
+        rest = os.sched_getaffinity(0) - set(settings.cores)
+        if settings.cores and rest:
+            # This thread, and those it will make: the cores of the one that computes are its own from now on.
+            os.sched_setaffinity(0, rest)
         await make(engine, logger, name).run(stop)
         logger.info("stopped")
         return 0

@@ -32,6 +32,7 @@ Tokens_ = Annotated[int, Meta(ge=0, le=limits.MAX_CONTEXT_TOKENS)]
 Choices = Annotated[int, Meta(ge=1, le=limits.MAX_CHOICES)]
 ChoiceIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_CHOICES)]
 DurationMs = Annotated[float, Meta(ge=0.0, le=1e12)]
+Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
 
 
 class Role(StrEnum):
@@ -135,6 +136,11 @@ class Submit(Message, frozen=True):
     """Choices are numbered from here; a resume goes choice by choice."""
     resumed_tokens: Tokens_ = 0
     tenant: Text = "default"
+    """`organisation/user` or `organisation`, from the authenticated key and nothing else."""
+    band: Text = ""
+    """The priority band the client asked for; empty: its tenant's own."""
+    deadline_ms: DurationMs = 0.0
+    """By when the first token is wanted, counted from now; 0: the band's default."""
 
 
 class Cancel(Message, frozen=True):
@@ -150,11 +156,24 @@ class StatusRequest(Message, frozen=True):
 # --- coordinator → gateway --------------------------------------------------------------------------------------------
 
 
+class RateState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is left of a tenant's rates, for the `x-ratelimit-*` headers; a limit of 0 means that there is none."""
+
+    limit_requests: Count
+    remaining_requests: Count
+    reset_requests_s: Seconds
+    """Until all of the limit is there again."""
+    limit_tokens: Count
+    remaining_tokens: Count
+    reset_tokens_s: Seconds
+
+
 class Accepted(Message, frozen=True):
     """The request is queued and will end exactly once."""
 
     request_id: RequestId
     attempt: Attempt
+    rates: RateState | None = None
 
 
 class Rejected(Message, frozen=True):
@@ -162,7 +181,9 @@ class Rejected(Message, frozen=True):
     attempt: Attempt
     reason: Reject
     message: Text
-    retry_after_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
+    retry_after_s: Seconds = 0.0
+    """0: trying again is pointless."""
+    rates: RateState | None = None
 
 
 class Interrupted(Message, frozen=True):
@@ -310,6 +331,8 @@ class Released(Message, frozen=True):
 
     request_id: RequestId
     attempt: Attempt
+    output_tokens: Count = 0
+    """Emitted by this worker for this attempt, summed over choices: what its tenant is charged."""
 
 
 class WorkFailed(Message, frozen=True):

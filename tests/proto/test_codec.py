@@ -16,6 +16,7 @@ SAMPLING = Sampling(
     max_tokens=7, seed=(1 << 63) - 1, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1,
     presence_penalty=-2.0, frequency_penalty=2.0, logit_bias=((5, -100.0), (6, 1.5)), logprobs=2, stop_token_ids=(1, 2),
 )  # fmt: skip
+RATES = messages.RateState(10, 9, 6.0, 1000, 900, 60.0)
 ID = ("chat-1.c2", 3)
 WORK = (*ID, 9, SAMPLING, 2, 1, 4)
 GATEWAY, DECODE = Peer("tcp://127.0.0.1:5", 77), Peer("tcp://[::1]:6", 78)
@@ -32,11 +33,11 @@ SAMPLES: list[Message] = [
     messages.Bye("done"),
     messages.Ping(),
     messages.Pong(),
-    messages.Submit(*ID, "m", 3, SAMPLING, 2, 1, 1, "tenant"),
+    messages.Submit(*ID, "m", 3, SAMPLING, 2, 1, 1, "org/user", "batch", 250.0),
     messages.Cancel(*ID, CancelReason.STOP_STRING),
     messages.StatusRequest(),
-    messages.Accepted(*ID),
-    messages.Rejected(*ID, Reject.QUEUE_FULL, "full", 1.5),
+    messages.Accepted(*ID, RATES),
+    messages.Rejected(*ID, Reject.QUEUE_FULL, "full", 1.5, RATES),
     messages.Interrupted(*ID, Interrupt.DECODE_LOST, "gone"),
     messages.ClusterState(("a", "b")),
     messages.StatusReport(
@@ -49,7 +50,7 @@ SAMPLES: list[Message] = [
     messages.StepDone(4, (Chunk(*ID, 0, 16),), 12.5, 0),
     messages.HandedOver(*ID, 1 << 30, 2.5),
     messages.Finished(*ID, 9, 8),
-    messages.Released(*ID),
+    messages.Released(*ID, 7),
     messages.WorkFailed(*ID, Interrupt.TRANSFER_FAILED, "broke"),
     messages.Tokens((ITEM,)),
     kv.PairOpen(3, "gloo"),

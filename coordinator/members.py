@@ -1,0 +1,66 @@
+"""Processes come and go: what that means for the requests they hold."""
+
+from coordinator.events import Misbehaved
+from coordinator.lifecycle import ON_WORKERS, Trigger
+from coordinator.lifecycle import State as Life
+from coordinator.pool import WORKERS, Holding, Pool, Worker
+from coordinator.queue import WaitQueue
+from coordinator.request import Request
+from coordinator.state import State
+from proto.errors import CancelReason, Interrupt
+from proto.messages import Hello, Release, Role
+
+
+def up(state: State, epoch: int, hello: Hello, now: float) -> None:
+    if epoch in state.peers:
+        down(state, epoch, "connected again", now)
+    state.peers[epoch] = hello
+    if hello.role in WORKERS:
+        worker = Worker.from_hello(hello)
+        pool = state.pools.setdefault(hello.model, Pool(hello.model, hello.fingerprint))
+        pool.fingerprint = hello.fingerprint
+        pool.add(worker)
+        state.queues.setdefault(hello.model, WaitQueue())
+        state.workers[epoch] = worker
+        _adopt(state, worker, hello)
+        state.tell_gateways()
+    elif hello.role is Role.GATEWAY:
+        state.send(epoch, state.cluster_state())
+
+
+def down(state: State, epoch: int, reason: str, now: float) -> None:
+    hello = state.peers.pop(epoch, None)
+    if hello is None:
+        return
+    worker = state.workers.pop(epoch, None)
+    if worker is not None:
+        state.counters[f"{hello.role}_lost"] += 1
+        state.pools[hello.model].remove(worker)
+        for request in [r for r in state.requests.values() if epoch in (r.prefill_epoch, r.decode_epoch)]:
+            _worker_lost(state, request, worker, reason, now)
+        state.tell_gateways()
+    elif hello.role is Role.GATEWAY:
+        for request in [r for r in state.requests.values() if r.gateway_epoch == epoch]:
+            state.end(request, Trigger.CANCEL, CancelReason.GATEWAY_LOST, now)
+
+
+def _adopt(state: State, worker: Worker, hello: Hello) -> None:
+    """Count what the worker held through a loss of the link; streams we have given up meanwhile are to end."""
+    for held in hello.held:
+        holding, key = Holding(held.kv_blocks, held.seqs), (held.request_id, held.attempt)
+        if key in worker.holdings or not worker.fits(holding):
+            state.out.append(Misbehaved(worker.epoch, "holds more than its capacity"))
+            return
+        worker.hold(key, holding)
+        if held.request_id in state.requests or held.request_id in state.ended:
+            state.send(worker.epoch, Release(*key))
+
+
+def _worker_lost(state: State, request: Request, worker: Worker, reason: str, now: float) -> None:
+    if request.state not in ON_WORKERS:
+        return
+    role = worker.hello.role
+    if role is Role.PREFILL and request.state is Life.DECODING:
+        return
+    lost = Interrupt.PREFILL_LOST if role is Role.PREFILL else Interrupt.DECODE_LOST
+    state.interrupt(request, lost, f"{worker.hello.name}: {reason}"[:500], now)

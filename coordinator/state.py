@@ -1,0 +1,91 @@
+"""What the core knows, and the moves that every part of it makes: a request changes state, ends, or leaves its workers."""
+
+from collections import Counter
+
+from coordinator.events import Action, Limits, Moved, Send
+from coordinator.lifecycle import TERMINAL, Trigger
+from coordinator.lifecycle import State as Life
+from coordinator.pool import Pool, Worker
+from coordinator.queue import WaitQueue
+from coordinator.request import Request
+from proto.errors import Interrupt
+from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role
+
+
+class State:
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.peers: dict[int, Hello] = {}
+        self.workers: dict[int, Worker] = {}
+        self.pools: dict[str, Pool] = {}
+        """By model id; a pool stays when its workers go, so that its model stays known."""
+        self.queues: dict[str, WaitQueue] = {}
+        self.requests: dict[str, Request] = {}
+        """All that have not ended."""
+        self.interrupted: dict[str, Request] = {}
+        """Those that wait for their gateway, longest first."""
+        self.ended: dict[str, int] = {}
+        """The last requests that ended, with their last attempt, oldest first: what repeats them does not start them again,
+        and a worker that comes back with one is told to let go."""
+        self.outcomes: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()
+        self.out: list[Action] = []
+        """What the event in hand has led to so far."""
+
+    def current(self, request_id: str, attempt: int) -> Request | None:
+        request = self.requests.get(request_id)
+        return request if request is not None and request.attempt == attempt else None
+
+    def move(self, request: Request, trigger: Trigger, now: float, why: str = "") -> None:
+        request.fire(trigger, now)
+        self.out.append(Moved(request.id, request.attempt, request.state, why or trigger))
+
+    def end(self, request: Request, trigger: Trigger, why: str, now: float) -> None:
+        self.withdraw(request)
+        self.interrupted.pop(request.id, None)
+        self.move(request, trigger, now, why)
+        assert request.state in TERMINAL
+        self.outcomes[request.state] += 1
+        del self.requests[request.id]
+        self.remember(*request.key)
+
+    def remember(self, request_id: str, attempt: int) -> None:
+        self.ended.pop(request_id, None)
+        self.ended[request_id] = attempt
+        if len(self.ended) > self.limits.remembered_max:
+            del self.ended[next(iter(self.ended))]
+
+    def interrupt(self, request: Request, reason: Interrupt, why: str, now: float) -> None:
+        self.counters[f"interrupted_{reason}"] += 1
+        self.withdraw(request)
+        self.move(request, Trigger.INTERRUPT, now, f"{reason}: {why}")
+        self.interrupted[request.id] = request
+        self.send(request.gateway_epoch, Interrupted(*request.key, reason, why))
+
+    def withdraw(self, request: Request) -> None:
+        """Take the attempt out of the queue or off its workers, whichever it is in."""
+        if request.state is Life.QUEUED:
+            self.queues[request.submit.model].remove(request)
+            return
+        prefill = self.workers.get(request.prefill_epoch)
+        if prefill is not None:
+            prefill.placed.pop(request.id, None)
+        self.release_everywhere(request.key)
+
+    def release_everywhere(self, key: tuple[str, int]) -> None:
+        for worker in self.workers.values():
+            if key in worker.holdings:
+                self.send(worker.epoch, Release(*key))
+
+    def send(self, epoch: int, message: Message, blob: bytes = b"") -> None:
+        if epoch in self.peers:
+            self.out.append(Send(epoch, message, blob))
+
+    def cluster_state(self) -> ClusterState:
+        return ClusterState(tuple(sorted(model for model, pool in self.pools.items() if pool.servable())))
+
+    def tell_gateways(self) -> None:
+        state = self.cluster_state()
+        for epoch, hello in self.peers.items():
+            if hello.role is Role.GATEWAY:
+                self.send(epoch, state)

@@ -70,9 +70,7 @@ class Core(State):
         return self.out
 
     def next_deadline(self) -> float | None:
-        waiting = [
-            next(iter(queue)).since + self.limits.queue_wait_s_max for queue in self.queues.values() if len(queue)
-        ]
+        waiting = [timer for queue in self.queues.values() if (timer := queue.next_timer()) is not None]
         if self.interrupted:
             waiting.append(next(iter(self.interrupted.values())).since + self.limits.resubmit_s_max)
         return min(waiting, default=None)

@@ -1,7 +1,10 @@
 """What the core takes in and what it answers with. Times are monotonic seconds, given with each event."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from coordinator.bands import DEFAULT_BANDS, Band
+from coordinator.cost import Prices
 from coordinator.lifecycle import State
 from proto.messages import Hello, Message
 
@@ -77,5 +80,13 @@ class Limits:
     attempts_max: int = 8
     resubmit_s_max: float = 30.0
     """An interrupted request whose gateway does not come back within this is failed."""
+    bands: Mapping[str, Band] = field(default_factory=lambda: DEFAULT_BANDS)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of organisations ("band/organisation") and users ("band/organisation/user"); 1 where none is given."""
+    prices: Prices = field(default_factory=Prices)
+    overtaken_max: int = 16
+    """After so many chunks of its tenant's later requests, the request that waited longest goes next."""
+    bypasses_max: int = 64
+    """After so many requests got room before one that waits for it, what comes free is kept for that one."""
     remembered_max: int = 4096
     """Ended attempts kept, so that what repeats them is recognised."""

@@ -33,7 +33,7 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         _reject(state, epoch, submit, reason, why)
         return
     if known is None:
-        request = Request(submit.request_id, epoch, submit, event.blob, now)
+        request = Request(submit.request_id, epoch, submit, event.blob, now, now, state.path(submit))
         state.requests[request.id] = request
     else:
         request = known
@@ -41,9 +41,13 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         if request.state in ON_WORKERS:
             request.fire(Trigger.INTERRUPT, now)
         state.interrupted.pop(request.id, None)
+        if request.unreported:
+            more = submit.resumed_tokens - request.submit.resumed_tokens
+            state.queues[submit.model].emitted(request.path, max(more, 0))
         request.renew(submit, event.blob)
         request.fire(Trigger.RESUBMIT, now)
-    state.queues[submit.model].push(request)
+    state.queues[submit.model].push(request, now)
+    state.pools[submit.model].full = False
     state.send(epoch, Accepted(*request.key))
     state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))
 
@@ -80,13 +84,17 @@ def cancel(state: State, epoch: int, event: Received, now: float) -> None:
 
 def expire(state: State, now: float) -> None:
     for queue in state.queues.values():
-        while len(queue) and (head := next(iter(queue))).since + state.limits.queue_wait_s_max <= now:
-            why = f"waited {state.limits.queue_wait_s_max:g} s in the queue"
-            state.send(
-                head.gateway_epoch,
-                Rejected(*head.key, Reject.EXPIRED, why, report.retry_after_s(state, head.submit.model)),
+        for request in queue.overdue(now):
+            late = request.deadline is not None and request.deadline <= now
+            reason = Reject.DEADLINE if late else Reject.EXPIRED
+            why = (
+                f"no first token within its deadline of {request.submit.deadline_ms:g} ms"
+                if late
+                else f"waited {state.limits.queue_wait_s_max:g} s in the queue"
             )
-            state.end(head, Trigger.EXPIRE, why, now)
+            retry_after_s = report.retry_after_s(state, request.submit.model)
+            state.send(request.gateway_epoch, Rejected(*request.key, reason, why, retry_after_s))
+            state.end(request, Trigger.EXPIRE, why, now)
     while state.interrupted:
         first = next(iter(state.interrupted.values()))
         if first.since + state.limits.resubmit_s_max > now:

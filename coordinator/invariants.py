@@ -10,10 +10,16 @@ def check(core: Core) -> None:
         worker.check_invariants()
         assert len(worker.steps) <= core.limits.steps_in_flight
         assert all(core.requests.get(r.id) is r and r.prefill_epoch == worker.epoch for r in worker.placed.values())
+        assert all(r.entry is not None for r in worker.placed.values())
+        assert worker.tokens_in_flight == sum(c.length for asked in worker.steps.values() for c, _ in asked)
     queued = [request.id for queue in core.queues.values() for request in queue]
     assert len(queued) == len(set(queued))
     for queue in core.queues.values():
         assert queue.prompt_tokens == sum(request.submit.prompt_tokens for request in queue)
+        assert all(request.entry is not None for request in queue)
+    assert sum(len(queue.fair) for queue in core.queues.values()) == sum(
+        request.entry is not None for request in core.requests.values()
+    )
     for request in core.requests.values():
         assert request.state not in TERMINAL
         assert (request.id in queued) == (request.state is State.QUEUED)

@@ -58,6 +58,9 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.INTERRUPTED, Trigger.RESUBMIT): State.QUEUED,
     (State.QUEUED, Trigger.RESUBMIT): State.QUEUED,
     (State.QUEUED, Trigger.EXPIRE): State.EXPIRED,
+    # Its own deadline is past and its prompt not yet wholly dispatched.
+    (State.PLACED, Trigger.EXPIRE): State.EXPIRED,
+    (State.PREFILLING, Trigger.EXPIRE): State.EXPIRED,
     (State.INTERRUPTED, Trigger.EXPIRE): State.FAILED,
     **{(state, Trigger.INTERRUPT): State.INTERRUPTED for state in sorted(ON_WORKERS)},
     **{(state, Trigger.CANCEL): State.CANCELLED for state in _LIVE},

@@ -20,7 +20,7 @@ def up(state: State, epoch: int, hello: Hello, now: float) -> None:
         pool = state.pools.setdefault(hello.model, Pool(hello.model, hello.fingerprint))
         pool.fingerprint = hello.fingerprint
         pool.add(worker)
-        state.queues.setdefault(hello.model, WaitQueue())
+        state.queues.setdefault(hello.model, WaitQueue(state.limits))
         state.workers[epoch] = worker
         _adopt(state, worker, hello)
         state.tell_gateways()
@@ -36,6 +36,9 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
     if worker is not None:
         state.counters[f"{hello.role}_lost"] += 1
         state.pools[hello.model].remove(worker)
+        for asked in worker.steps.values():
+            for chunk, request in asked:
+                state.queues[hello.model].skipped(request.path, chunk.length)
         for request in [r for r in state.requests.values() if epoch in (r.prefill_epoch, r.decode_epoch)]:
             _worker_lost(state, request, worker, reason, now)
         state.tell_gateways()
@@ -62,5 +65,6 @@ def _worker_lost(state: State, request: Request, worker: Worker, reason: str, no
     role = worker.hello.role
     if role is Role.PREFILL and request.state is Life.DECODING:
         return
+    request.unreported = role is Role.DECODE
     lost = Interrupt.PREFILL_LOST if role is Role.PREFILL else Interrupt.DECODE_LOST
     state.interrupt(request, lost, f"{worker.hello.name}: {reason}"[:500], now)

@@ -1,34 +1,37 @@
-"""Which pair of workers a waiting request goes to, and what they are told. Reservation before work: both or none."""
+"""Which pair of workers a request goes to, and what they are told. Reservation before work: both or none."""
 
 from coordinator.pool import Pool, Worker
-from coordinator.queue import WaitQueue
 from coordinator.request import Request
-from proto.messages import Peer, Prefill, Reserve
+from proto.messages import Hello, Peer, Prefill, Reserve, Submit
 
 
-def place(pool: Pool, queue: WaitQueue, backlog_tokens_max: int) -> tuple[Request, Worker, Worker] | None:
-    """Take the next request that can run now off the queue and reserve its room on a (prefill, decode) pair."""
-    pair: tuple[Worker, Worker] | None = None
-
-    def eligible(request: Request) -> bool:
-        nonlocal pair
-        pair = pool.choose_pair(request.submit, backlog_tokens_max)
-        return pair is not None
-
-    request = queue.pop_first(eligible, lambda request: not pool.could_ever_fit(request.submit))
-    if request is None or pair is None:
+def room(submit: Submit, prefill: Worker, pool: Pool) -> Worker | None:
+    """The decode worker with the most room for a request that `prefill` could take, or None if it cannot run there now."""
+    if not prefill.fits(prefill.prefill_holding(submit)):
         return None
-    prefill, decode = pair
-    prefill.hold(request.key, prefill.prefill_holding(request.submit))
-    decode.hold(request.key, decode.decode_holding(request.submit))
+    decode = [w for w in pool.decode.values() if w.fits(w.decode_holding(submit))]
+    return max(decode, key=lambda w: (w.free_seqs, w.free_blocks, w.epoch), default=None)
+
+
+def room_anywhere(submit: Submit, pool: Pool) -> tuple[Worker, Worker] | None:
+    """A pair with room, the prefill worker being the one with the least to do."""
+    for prefill in sorted(pool.prefill.values(), key=lambda w: (w.undispatched_tokens() + w.tokens_in_flight, w.epoch)):
+        decode = room(submit, prefill, pool)
+        if decode is not None:
+            return prefill, decode
+    return None
+
+
+def reserve(request: Request, prefill: Worker, decode: Worker) -> None:
+    prefill.hold(request.key, prefill.prefill_holding(request.submit, request.path))
+    decode.hold(request.key, decode.decode_holding(request.submit, request.path))
     request.prefill_epoch, request.decode_epoch = prefill.epoch, decode.epoch
     prefill.placed[request.id] = request
-    return request, prefill, decode
 
 
-def orders(request: Request, prefill: Worker, decode: Worker, gateway: Peer) -> tuple[Reserve, Prefill]:
+def orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: Hello) -> tuple[Reserve, Prefill]:
     """The two messages that make a placement real."""
-    submit = request.submit
+    submit, gateway = request.submit, Peer(gateway_hello.address, request.gateway_epoch)
     what = (
         *request.key,
         submit.prompt_tokens,

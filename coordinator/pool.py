@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from coordinator.fairqueue import REFUSALS_MAX, Path
+from coordinator.lifecycle import State
 from coordinator.request import Request, kv_blocks_needed
-from proto.messages import Capacity, Chunk, Hello, Role, Submit
+from proto.messages import Capacity, Chunk, Hello, Role, Step, Submit
 
 WORKERS = (Role.PREFILL, Role.DECODE)
 
@@ -14,6 +16,8 @@ class Holding:
 
     kv_blocks: int
     seqs: int
+    path: Path = ()
+    """Whom to charge what the worker says it has emitted; empty for what was adopted."""
 
 
 @dataclass(eq=False)
@@ -26,8 +30,9 @@ class Worker:
     holdings: dict[tuple[str, int], Holding] = field(default_factory=dict)
     placed: dict[str, Request] = field(default_factory=dict)
     """Prefill only: prompts with tokens not yet dispatched, oldest first."""
-    steps: dict[int, tuple[Chunk, ...]] = field(default_factory=dict)
+    steps: dict[int, tuple[tuple[Chunk, Request], ...]] = field(default_factory=dict)
     """Steps in flight, by id."""
+    tokens_in_flight: int = 0
     next_step_id: int = 0
     tokens_forwarded: int = 0
     tokens_per_s: float = 0.0
@@ -50,23 +55,36 @@ class Worker:
         self.free_blocks -= holding.kv_blocks
         self.free_seqs -= holding.seqs
 
-    def let_go(self, key: tuple[str, int]) -> bool:
-        """Count a holding as free again; False if there is none, as when a message is repeated."""
+    def let_go(self, key: tuple[str, int]) -> Holding | None:
+        """Count a holding as free again; None if there is none, as when a message is repeated."""
         holding = self.holdings.pop(key, None)
         if holding is None:
-            return False
+            return None
         self.free_blocks += holding.kv_blocks
         self.free_seqs += holding.seqs
-        return True
+        return holding
+
+    def begin_step(self, chunks: list[Chunk], requests: list[Request]) -> Step:
+        step = Step(self.next_step_id, tuple(chunks))
+        self.next_step_id += 1
+        self.steps[step.step_id] = tuple(zip(chunks, requests, strict=True))
+        self.tokens_in_flight += sum(chunk.length for chunk in chunks)
+        return step
+
+    def end_step(self, step_id: int) -> tuple[tuple[Chunk, Request], ...]:
+        """What was asked for in a step that is over; empty if it is not known."""
+        step = self.steps.pop(step_id, ())
+        self.tokens_in_flight -= sum(chunk.length for chunk, _ in step)
+        return step
 
     def undispatched_tokens(self) -> int:
         return sum(r.submit.prompt_tokens - r.dispatched_tokens for r in self.placed.values())
 
-    def prefill_holding(self, submit: Submit) -> Holding:
-        return Holding(-(-submit.prompt_tokens // self.capacity.block_size), 1)
+    def prefill_holding(self, submit: Submit, path: Path = ()) -> Holding:
+        return Holding(-(-submit.prompt_tokens // self.capacity.block_size), 1, path)
 
-    def decode_holding(self, submit: Submit) -> Holding:
-        return Holding(kv_blocks_needed(submit, self.capacity.block_size), submit.choices)
+    def decode_holding(self, submit: Submit, path: Path = ()) -> Holding:
+        return Holding(kv_blocks_needed(submit, self.capacity.block_size), submit.choices, path)
 
     def check_invariants(self) -> None:
         assert self.free_blocks + sum(h.kv_blocks for h in self.holdings.values()) == self.capacity.kv_blocks
@@ -82,9 +100,15 @@ class Pool:
         self.fingerprint = fingerprint
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
+        self.full = False
+        """The next requests in turn had no room when last looked at, and none has come free since."""
+        self.kept_for: Request | None = None
+        self.refused: list[Request] = []
+        """Those that the pop in hand has found without room."""
 
     def add(self, worker: Worker) -> None:
         self._side(worker)[worker.epoch] = worker
+        self.full = False
 
     def remove(self, worker: Worker) -> None:
         del self._side(worker)[worker.epoch]
@@ -101,22 +125,26 @@ class Pool:
             w.could_ever_fit(w.decode_holding(submit)) for w in self.decode.values()
         )
 
-    def choose_pair(self, submit: Submit, backlog_tokens_max: int) -> tuple[Worker, Worker] | None:
-        """The prefill worker with the least to do that has room now, and the decode worker with the most room.
+    # --- waiting for room -----------------------------------------------------------------------------------------------
 
-        A prefill worker with `backlog_tokens_max` tokens not yet dispatched takes no more: what waits there could no longer
-        be reordered.
-        """
-        decode = [w for w in self.decode.values() if w.fits(w.decode_holding(submit))]
-        prefill = [
-            (w.undispatched_tokens() + sum(c.length for chunks in w.steps.values() for c in chunks), w.epoch, w)
-            for w in self.prefill.values()
-            if w.fits(w.prefill_holding(submit))
-        ]
-        free = [entry for entry in prefill if entry[2].undispatched_tokens() < backlog_tokens_max]
-        if not decode or not free:
-            return None
-        return min(free)[2], max(decode, key=lambda w: (w.free_seqs, w.free_blocks, w.epoch))
+    def refusals_allowed(self) -> int:
+        """How many requests without room the next pop may look at: none while nothing has changed, or while room is kept."""
+        return 0 if self.full or self.kept_for is not None else REFUSALS_MAX
+
+    def count_bypasses(self, bypasses_max: int) -> None:
+        """A request got room, and those `refused` in the same pop, which were before it, did not: not for ever."""
+        for request in self.refused:
+            request.bypassed += 1
+            if request.bypassed >= bypasses_max and self.kept_for is None and self.could_ever_fit(request.submit):
+                self.kept_for = request
+
+    def waits_for_room(self) -> Request | None:
+        """The request for which all room that comes free is kept."""
+        if self.kept_for is not None and (
+            self.kept_for.state is not State.QUEUED or not self.could_ever_fit(self.kept_for.submit)
+        ):
+            self.kept_for = None
+        return self.kept_for
 
     def _side(self, worker: Worker) -> dict[int, Worker]:
         return self.prefill if worker.hello.role is Role.PREFILL else self.decode

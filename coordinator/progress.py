@@ -3,16 +3,20 @@
 from coordinator.events import Received
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
+from coordinator.pool import Worker
+from coordinator.request import Request
 from coordinator.state import State
-from proto.messages import Finished, HandedOver, Released, StepDone, WorkFailed
+from proto.messages import Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
 
 
 def step_done(state: State, epoch: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, StepDone)
     worker = state.workers[epoch]
-    if worker.steps.pop(done.step_id, None) is None:
+    asked = worker.end_step(done.step_id)
+    if not asked:
         return
+    _refund_skipped(state, worker, asked, done.computed)
     tokens = sum(chunk.length for chunk in done.computed)
     worker.tokens_forwarded = done.tokens_forwarded
     if tokens and done.step_ms > 0:
@@ -26,11 +30,22 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
             state.move(request, Trigger.PROMPT_DONE, now)
 
 
+def _refund_skipped(
+    state: State, worker: Worker, asked: tuple[tuple[Chunk, Request], ...], computed: tuple[Chunk, ...]
+) -> None:
+    if len(asked) == len(computed):
+        return
+    done = {(chunk.request_id, chunk.attempt) for chunk in computed}
+    for chunk, request in asked:
+        if (chunk.request_id, chunk.attempt) not in done:
+            state.queues[worker.hello.model].skipped(request.path, chunk.length)
+
+
 def handed_over(state: State, epoch: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, HandedOver)
     state.counters["kv_bytes_moved"] += done.kv_bytes
-    state.workers[epoch].let_go((done.request_id, done.attempt))
+    state.let_go(epoch, (done.request_id, done.attempt), 0)
     request = state.current(done.request_id, done.attempt)
     if request and request.prefill_epoch == epoch and request.state in (Life.PREFILLING, Life.HANDING_OVER):
         state.move(request, Trigger.HANDED_OVER, now)
@@ -40,31 +55,33 @@ def finished(state: State, epoch: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, Finished)
     worker = state.workers[epoch]
-    worker.let_go((done.request_id, done.attempt))
+    state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens)
     worker.tokens_forwarded = done.tokens_forwarded
     state.counters["output_tokens"] += done.output_tokens
     request = state.current(done.request_id, done.attempt)
     if request is None or epoch not in (request.prefill_epoch, request.decode_epoch):
         return
     if request.state in (Life.PREFILLING, Life.HANDING_OVER, Life.DECODING):
+        state.queues[request.submit.model].learn(request, done.output_tokens)
         state.end(request, Trigger.FINISH, "done", now)
 
 
 def released(state: State, epoch: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, Released)
-    state.workers[epoch].let_go((done.request_id, done.attempt))
+    state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens)
 
 
 def work_failed(state: State, epoch: int, event: Received, now: float) -> None:
     failed = event.message
     assert isinstance(failed, WorkFailed)
     worker = state.workers[epoch]
-    worker.let_go((failed.request_id, failed.attempt))
+    state.let_go(epoch, (failed.request_id, failed.attempt), 0)
     state.counters[f"work_failed_{failed.reason}"] += 1
     request = state.current(failed.request_id, failed.attempt)
     if request is None or request.state not in ON_WORKERS or epoch not in (request.prefill_epoch, request.decode_epoch):
         return
     if epoch == request.prefill_epoch and request.state is Life.DECODING:
         return
+    request.unreported = epoch == request.decode_epoch
     state.interrupt(request, failed.reason, f"{worker.hello.name}: {failed.message}"[:500], now)

@@ -1,15 +1,28 @@
-"""The wait queue: first come, first served. Fairness between tenants will take this class's place behind its methods."""
+"""The requests of one model with chunks left to dispatch, queued and placed alike, and what their tenants are charged."""
 
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 
+from coordinator.bands import ring_weights
+from coordinator.cost import OutputLength
+from coordinator.events import Limits
+from coordinator.fairqueue import REFUSALS_MAX, FairQueue, Path, Terms
+from coordinator.lanes import Entry
 from coordinator.request import Request
 
 
 class WaitQueue:
-    """Requests in the state QUEUED. Bounded by its owner, which asks `len` before it pushes."""
+    """`len` and iteration are over those in the state QUEUED, oldest first. Bounded by its owner, who asks first."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
         self._waiting: dict[str, Request] = {}
+        self._lengths: dict[Path, OutputLength] = {}
+        self._timers: list[tuple[float, int, Request, int]] = []
+        self._timers_set = 0
+        self.fair: FairQueue[Request] = FairQueue(
+            {**ring_weights(limits.bands), **limits.weights}, limits.overtaken_max
+        )
         self.prompt_tokens = 0
         """Tokens to be prefilled, over all that wait."""
 
@@ -19,24 +32,116 @@ class WaitQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._waiting.values())
 
-    def push(self, request: Request) -> None:
-        assert request.id not in self._waiting
+    # --- in and out -----------------------------------------------------------------------------------------------------
+
+    def push(self, request: Request, now: float) -> None:
+        assert request.id not in self._waiting and request.entry is None
         self._waiting[request.id] = request
         self.prompt_tokens += request.submit.prompt_tokens
+        chunks = -(-request.submit.prompt_tokens // self._limits.step_tokens)
+        asked = request.submit.deadline_ms / 1000
+        band = self._limits.bands[request.path[0]]
+        due = request.arrived + (asked or band.ttft_s + chunks * band.ttft_s_per_chunk)
+        request.entry = self.fair.push(request, request.path, due, chunks)
+        self._set_timer(now + self._limits.queue_wait_s_max, request)
+        if request.deadline is not None:
+            self._set_timer(request.deadline, request)
 
-    def remove(self, request: Request) -> None:
+    def placed(self, request: Request) -> None:
+        """It waits no longer; its chunks go on competing."""
         del self._waiting[request.id]
         self.prompt_tokens -= request.submit.prompt_tokens
 
-    def pop_first(self, eligible: Callable[[Request], bool], hopeless: Callable[[Request], bool]) -> Request | None:
-        """Take the head out if it can run now; a head that cannot holds up those behind it, so that big ones do not starve.
+    def remove(self, request: Request) -> None:
+        """No chunk of it is to be dispatched any more. Repeating it does no harm."""
+        if request.id in self._waiting:
+            self.placed(request)
+        if request.entry is not None:
+            self.fair.remove(request.entry)
+            request.entry = None
 
-        One that no worker of now could ever hold is passed over: it waits for a larger worker to come (back), or expires.
+    # --- time -----------------------------------------------------------------------------------------------------------
 
-        Each model has a pool and therefore a queue of its own, so a head only waits for room.
-        """
-        head = next((request for request in self._waiting.values() if not hopeless(request)), None)
-        if head is None or not eligible(head):
+    def next_timer(self) -> float | None:
+        while self._timers and not self._holds(self._timers[0]):
+            heappop(self._timers)
+        return self._timers[0][0] if self._timers else None
+
+    def overdue(self, now: float) -> Iterator[Request]:
+        """Those that waited too long, or whose own deadline is past with chunks yet to dispatch."""
+        while (due := self.next_timer()) is not None and due <= now:
+            request = heappop(self._timers)[2]
+            if request.id in self._waiting or (request.deadline is not None and request.deadline <= now):
+                yield request
+
+    def _set_timer(self, when: float, request: Request) -> None:
+        self._timers_set += 1
+        heappush(self._timers, (when, self._timers_set, request, request.attempt))
+
+    def _holds(self, timer: tuple[float, int, Request, int]) -> bool:
+        return timer[2].entry is not None and timer[2].attempt == timer[3]
+
+    # --- service --------------------------------------------------------------------------------------------------------
+
+    def next_chunk(
+        self, epoch: int, length_of: Callable[[Request], int], refusals_max: int = REFUSALS_MAX
+    ) -> tuple[Request, int] | None:
+        """Charge the next chunk for this prefill worker; `length_of` says how much of a prompt can run there now, or 0."""
+        length = 0
+
+        def offer(request: Request) -> Terms | None:
+            nonlocal length
+            length = length_of(request)
+            if length == 0:
+                return None
+            cost = self._limits.prices.chunk(length)
+            last = request.dispatched_tokens + length == request.submit.prompt_tokens
+            return (cost + self._output_cost(request), True) if last else (cost, False)
+
+        found = self.fair.pop(epoch, offer, refusals_max)
+        if found is None:
             return None
-        self.remove(head)
-        return head
+        request = found[0].item
+        request.dispatched_tokens += length
+        if request.dispatched_tokens == request.submit.prompt_tokens:
+            request.output_charged = self._output_cost(request)
+            request.entry = None
+        return request, length
+
+    def settle_on(self, request: Request, epoch: int) -> None:
+        """Its chunks run on this prefill worker from now on."""
+        entry: Entry[Request] | None = request.entry
+        assert entry is not None
+        self.fair.settle_on(entry, epoch)
+
+    # --- true-up --------------------------------------------------------------------------------------------------------
+
+    def skipped(self, path: Path, tokens: int) -> None:
+        """A chunk that was charged was not computed."""
+        self.fair.adjust(path, -self._limits.prices.chunk(tokens))
+
+    def emitted(self, path: Path, tokens: int) -> None:
+        if tokens:
+            self.fair.adjust(path, self._limits.prices.output(tokens))
+
+    def refund_output(self, request: Request) -> None:
+        """The estimate gives way to what is reported as emitted."""
+        if request.output_charged:
+            self.fair.adjust(request.path, -request.output_charged)
+            request.output_charged = 0.0
+
+    def learn(self, request: Request, emitted_tokens: int) -> None:
+        """From an answer that came to its end: how long this tenant's are."""
+        self._length(request.path).learn(-(-emitted_tokens // request.submit.choices))
+
+    def output_estimate(self, request: Request) -> float:
+        return self._length(request.path).estimate(request.submit)
+
+    def _output_cost(self, request: Request) -> float:
+        return self._limits.prices.output(self.output_estimate(request))
+
+    def _length(self, path: Path) -> OutputLength:
+        found = self._lengths.get(path)
+        if found is None:
+            found = self._lengths[path] = OutputLength()
+        return found

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from coordinator.lanes import Entry
 from coordinator.lifecycle import State, Trigger, advance
 from proto.messages import Submit
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One request over all its attempts; the fields from `submit` on belong to the current one."""
 
@@ -17,12 +18,30 @@ class Request:
     """Packed prompt ids, forwarded untouched and dropped once forwarded."""
     since: float
     """When it entered the current state."""
+    arrived: float
+    path: tuple[str, str, str]
+    """(band, organisation, user): whose turn and whose bill."""
     state: State = State.QUEUED
     prefill_epoch: int = 0
     decode_epoch: int = 0
     dispatched_tokens: int = 0
     """Prompt tokens sent out in chunks."""
     computed_tokens: int = 0
+    entry: "Entry[Request] | None" = None
+    """Its place in the fair queue while it has chunks to dispatch."""
+    output_charged: float = 0.0
+    """What its tenant was charged for output, as estimated."""
+    unreported: bool = False
+    """What its attempt has emitted is not known from its worker; the next attempt's `resumed_tokens` will tell."""
+    bypassed: int = 0
+    """How often another request got room while this one waited for it."""
+
+    @property
+    def deadline(self) -> float | None:
+        """By when the first token is wanted, if the client said so and it has not had it."""
+        if not self.submit.deadline_ms or self.submit.resumed_tokens:
+            return None
+        return self.arrived + self.submit.deadline_ms / 1000
 
     @property
     def attempt(self) -> int:
@@ -40,7 +59,8 @@ class Request:
         """Take the next attempt's parameters over."""
         self.submit, self.blob = submit, blob
         self.prefill_epoch = self.decode_epoch = 0
-        self.dispatched_tokens = self.computed_tokens = 0
+        self.dispatched_tokens = self.computed_tokens = self.bypassed = 0
+        self.unreported = False
 
 
 def kv_blocks_needed(submit: Submit, block_size: int) -> int:

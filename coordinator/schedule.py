@@ -2,44 +2,64 @@
 
 from coordinator.lifecycle import State as Life
 from coordinator.lifecycle import Trigger
-from coordinator.placement import orders, place
+from coordinator.placement import orders, reserve, room_anywhere
 from coordinator.pool import Pool, Worker
 from coordinator.queue import WaitQueue
+from coordinator.request import Request
 from coordinator.state import State
 from coordinator.steps import compose
-from proto.messages import Peer, Role
 
 
 def schedule(state: State, now: float) -> None:
     for model, queue in state.queues.items():
-        while len(queue) and _place_one(state, state.pools[model], queue, now):
-            pass
-    for worker in state.workers.values():
-        if worker.hello.role is Role.PREFILL:
-            _fill(state, worker, now)
+        if not queue.fair.size:
+            continue
+        pool = state.pools[model]
+        _place_kept(state, pool, queue, now)
+        free = [w for w in pool.prefill.values() if len(w.steps) < state.limits.steps_in_flight]
+        while free and queue.fair.size:
+            # The one with the least to do first, or the first in the table would get two steps before another got one.
+            worker = min(free, key=lambda w: (w.tokens_in_flight, w.epoch)) if len(free) > 1 else free[0]
+            if not _fill(state, worker, pool, queue, now) or len(worker.steps) >= state.limits.steps_in_flight:
+                free.remove(worker)
 
 
-def _place_one(state: State, pool: Pool, queue: WaitQueue, now: float) -> bool:
-    placed = place(pool, queue, state.limits.steps_in_flight * state.limits.step_tokens)
-    if placed is None:
+def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
+    """A request that was bypassed too often is placed as soon as there is room, though it is not its turn yet."""
+    request = pool.waits_for_room()
+    pair = room_anywhere(request.submit, pool) if request is not None else None
+    if request is None or pair is None:
+        return
+    pool.kept_for = None
+    _place(state, request, *pair, queue, now)
+    queue.settle_on(request, pair[0].epoch)
+
+
+def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
+    """Give a prefill worker one step more; False if there is nothing for it."""
+    step = compose(
+        worker,
+        pool,
+        queue,
+        state.limits.step_tokens,
+        state.limits.bypasses_max,
+        lambda request, prefill, decode: _place(state, request, prefill, decode, queue, now),
+    )
+    if step is None:
         return False
-    request, prefill, decode = placed
-    gateway = Peer(state.peers[request.gateway_epoch].address, request.gateway_epoch)
-    reserve, take_in = orders(request, prefill, decode, gateway)
-    state.send(decode.epoch, reserve)
-    state.send(prefill.epoch, take_in, request.blob)
-    request.blob = b""
-    state.move(request, Trigger.PLACE, now, f"{prefill.hello.name} + {decode.hello.name}")
+    state.send(worker.epoch, step)
+    for chunk in step.chunks:
+        request = state.requests[chunk.request_id]
+        if request.state is Life.PLACED:
+            state.move(request, Trigger.DISPATCH, now)
     return True
 
 
-def _fill(state: State, worker: Worker, now: float) -> None:
-    while worker.placed and len(worker.steps) < state.limits.steps_in_flight:
-        step = compose(worker, state.limits.step_tokens)
-        if step is None:
-            return
-        state.send(worker.epoch, step)
-        for chunk in step.chunks:
-            request = state.requests[chunk.request_id]
-            if request.state is Life.PLACED:
-                state.move(request, Trigger.DISPATCH, now)
+def _place(state: State, request: Request, prefill: Worker, decode: Worker, queue: WaitQueue, now: float) -> None:
+    queue.placed(request)
+    reserve(request, prefill, decode)
+    keep, take_in = orders(request, prefill, decode, state.peers[request.gateway_epoch])
+    state.send(decode.epoch, keep)
+    state.send(prefill.epoch, take_in, request.blob)
+    request.blob = b""
+    state.move(request, Trigger.PLACE, now, f"{prefill.hello.name} + {decode.hello.name}")

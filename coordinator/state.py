@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from coordinator.bands import DEFAULT_BAND
 from coordinator.events import Action, Limits, Moved, Send
 from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as Life
@@ -9,7 +10,7 @@ from coordinator.pool import Pool, Worker
 from coordinator.queue import WaitQueue
 from coordinator.request import Request
 from proto.errors import Interrupt
-from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role
+from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role, Submit
 
 
 class State:
@@ -31,6 +32,11 @@ class State:
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
         """What the event in hand has led to so far."""
+
+    def path(self, submit: Submit) -> tuple[str, str, str]:
+        """Where a request stands in the fair queue."""
+        organisation, _, user = submit.tenant.partition("/")
+        return submit.band if submit.band in self.limits.bands else DEFAULT_BAND, organisation, user
 
     def current(self, request_id: str, attempt: int) -> Request | None:
         request = self.requests.get(request_id)
@@ -63,14 +69,27 @@ class State:
         self.send(request.gateway_epoch, Interrupted(*request.key, reason, why))
 
     def withdraw(self, request: Request) -> None:
-        """Take the attempt out of the queue or off its workers, whichever it is in."""
+        """Take the attempt out of the queue or off its workers, whichever it is in, and its estimate off its tenant's bill."""
+        queue = self.queues[request.submit.model]
+        queue.remove(request)
+        queue.refund_output(request)
         if request.state is Life.QUEUED:
-            self.queues[request.submit.model].remove(request)
+            self.pools[request.submit.model].full = False
             return
         prefill = self.workers.get(request.prefill_epoch)
         if prefill is not None:
             prefill.placed.pop(request.id, None)
         self.release_everywhere(request.key)
+
+    def let_go(self, epoch: int, key: tuple[str, int], emitted_tokens: int) -> None:
+        """A worker holds nothing more for an attempt, and has emitted so much for it."""
+        worker = self.workers[epoch]
+        holding = worker.let_go(key)
+        if holding is None:
+            return
+        self.pools[worker.hello.model].full = False
+        if holding.path:
+            self.queues[worker.hello.model].emitted(holding.path, emitted_tokens)
 
     def release_everywhere(self, key: tuple[str, int]) -> None:
         for worker in self.workers.values():

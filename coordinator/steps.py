@@ -1,35 +1,61 @@
 """Which chunks make up one prefill forward pass."""
 
-from coordinator.pool import Worker
+from collections.abc import Callable
+
+from coordinator.lifecycle import State
+from coordinator.placement import room
+from coordinator.pool import Pool, Worker
+from coordinator.queue import WaitQueue
+from coordinator.request import Request
 from proto import limits
 from proto.messages import Chunk, Step
 
+Place = Callable[[Request, Worker, Worker], None]
 
-def compose(worker: Worker, budget_tokens: int) -> Step | None:
-    """The next step of a prefill worker: placed prompts in order, up to the token budget; None if there is nothing to do.
 
-    Only a prompt's last chunk may end inside a KV block, so that every block is sent once. Marks what it takes as
-    dispatched; prompts that are wholly dispatched leave `worker.placed`.
+def compose(
+    worker: Worker, pool: Pool, queue: WaitQueue, budget_tokens: int, bypasses_max: int, place: Place
+) -> Step | None:
+    """The next step of a prefill worker, in the fair order, up to the token budget; None if there is nothing it can do.
+
+    Prompts still queued compete with those already placed here; `place` is called for one whose first chunk is taken. Only
+    a prompt's last chunk may end inside a KV block, so that every block is sent once.
     """
     block_size = worker.capacity.block_size
     chunks: list[Chunk] = []
+    requests: list[Request] = []
+    taken: set[str] = set()
     left = max(budget_tokens, block_size)
-    for request in list(worker.placed.values()):
-        if left <= 0 or len(chunks) == limits.MAX_CHUNKS_PER_STEP:
+    decode: Worker | None = None
+
+    def length_of(request: Request) -> int:
+        """How much of a prompt fits what is left; 0 if none, or if it has no room here or a chunk in this step."""
+        nonlocal decode
+        if request.id in taken:
+            return 0
+        if request.state is State.QUEUED:
+            decode = room(request.submit, worker, pool)
+            if decode is None:
+                pool.refused.append(request)
+                return 0
+        remaining = request.submit.prompt_tokens - request.dispatched_tokens
+        return remaining if remaining <= left else left - left % block_size
+
+    while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
+        pool.refused.clear()
+        found = queue.next_chunk(worker.epoch, length_of, pool.refusals_allowed())
+        if found is None:
+            pool.full = pool.full or bool(pool.refused)
             break
-        start = request.dispatched_tokens
-        remaining = request.submit.prompt_tokens - start
-        length = remaining if remaining <= left else left - left % block_size
-        if length == 0:
-            break
-        chunks.append(Chunk(request.id, request.attempt, start, length))
-        request.dispatched_tokens += length
+        request, length = found
+        if request.state is State.QUEUED:
+            assert decode is not None
+            place(request, worker, decode)
+            pool.count_bypasses(bypasses_max)
+        chunks.append(Chunk(request.id, request.attempt, request.dispatched_tokens - length, length))
+        requests.append(request)
+        taken.add(request.id)
         left -= length
-        if length == remaining:
-            del worker.placed[request.id]
-    if not chunks:
-        return None
-    step = Step(worker.next_step_id, tuple(chunks))
-    worker.next_step_id += 1
-    worker.steps[step.step_id] = step.chunks
-    return step
+        if request.entry is None:
+            worker.placed.pop(request.id, None)
+    return worker.begin_step(chunks, requests) if chunks else None

@@ -1,0 +1,152 @@
+"""The order inside one tenant: earliest deadline, then fewest chunks left, then arrival; and nobody overtaken for ever.
+
+A lane is what may run in one place: on any worker (not placed yet), or on the worker that already holds the prompt.
+Ageing counts overtakings, not seconds: once `overtaken_max` chunks of requests that joined later (a request joins anew with
+each chunk it gets) have gone first, the one that waited longest goes next. Counting is O(1) for a whole lane: the oldest's
+count is the greatest, and each entry stores only by how much its own exceeds that of the next newer one.
+"""
+
+from heapq import heappop, heappush
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+ANYWHERE = 0
+
+
+class Entry(Generic[T]):
+    """A request with chunks left to dispatch."""
+
+    __slots__ = ("chunks", "deadline", "excess", "item", "joined", "lane", "leaf", "newer", "older", "seq")
+
+    def __init__(self, item: T, leaf: Any, deadline: float, chunks: int, seq: int) -> None:
+        self.item, self.leaf, self.deadline, self.chunks, self.seq = item, leaf, deadline, chunks, seq
+        self.joined = 0
+        self.lane = ANYWHERE
+        self.older: Entry[T] | None = None
+        self.newer: Entry[T] | None = None
+        self.excess = 0
+
+
+class _Lane(Generic[T]):
+    __slots__ = ("heap", "newest", "oldest", "overtaken")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, int, int, int, Entry[T]]] = []
+        self.oldest: Entry[T] | None = None
+        self.newest: Entry[T] | None = None
+        self.overtaken = 0
+        """How often the oldest was."""
+
+    def overtake(self, by: Entry[T] | None) -> None:
+        """Count one more for those older than `by`, or for all."""
+        behind = self.newest if by is None else by.older
+        if behind is not None:
+            behind.excess += 1
+            self.overtaken += 1
+
+    def join(self, entry: Entry[T]) -> None:
+        entry.older, entry.newer = self.newest, None
+        if self.newest is None:
+            self.oldest = entry
+        else:
+            self.newest.newer = entry
+        self.newest = entry
+        heappush(self.heap, (entry.deadline, entry.chunks, entry.seq, entry.joined, entry))
+
+    def leave(self, entry: Entry[T]) -> None:
+        if entry.older is None:
+            self.oldest = entry.newer
+            self.overtaken -= entry.excess
+        else:
+            entry.older.newer = entry.newer
+            entry.older.excess += entry.excess
+        if entry.newer is None:
+            self.newest = entry.older
+        else:
+            entry.newer.older = entry.older
+        entry.older = entry.newer = None
+        entry.excess = entry.joined = 0
+
+    def first(self, overtaken_max: int) -> Entry[T] | None:
+        if self.overtaken >= overtaken_max:
+            return self.oldest
+        heap = self.heap
+        while heap and heap[0][4].joined != heap[0][3]:
+            heappop(heap)
+        return heap[0][4] if heap else None
+
+
+class Lanes(Generic[T]):
+    """The entries of one tenant."""
+
+    __slots__ = ("_joins", "_lanes", "_max", "size")
+
+    def __init__(self, overtaken_max: int) -> None:
+        assert overtaken_max >= 1
+        self._max = overtaken_max
+        self._lanes: dict[int, _Lane[T]] = {}
+        self._joins = 0
+        self.size = 0
+
+    def add(self, item: T, leaf: Any, deadline: float, chunks: int) -> Entry[T]:
+        assert chunks >= 1
+        entry = Entry(item, leaf, deadline, chunks, self._joins + 1)
+        self._join(entry, ANYWHERE)
+        self.size += 1
+        return entry
+
+    def remove(self, entry: Entry[T]) -> None:
+        self._leave(entry)
+        self.size -= 1
+
+    def count_turn(self, entry: Entry[T], place: int) -> None:
+        """`entry` gets a chunk on `place`: whoever joined before it and could have run there is overtaken."""
+        lanes = self._lanes
+        if len(lanes) == 1:
+            lanes[entry.lane].overtake(entry)
+            return
+        for number in {ANYWHERE, place}:
+            lane = lanes.get(number)
+            if lane is not None:
+                lane.overtake(entry if number == entry.lane else None)
+
+    def move(self, entry: Entry[T], place: int) -> None:
+        """It waits on `place` for its next chunk, as the newest there."""
+        self._leave(entry)
+        self._join(entry, place)
+
+    def heads(self, place: int, anywhere: bool) -> list[Entry[T]]:
+        """What may run on `place` next, in order: the first of those placed there and the first of those not placed yet.
+
+        One that waits for room lets nothing else of its tenant in before it, but does not hold up what is placed already.
+        """
+        own = self._lanes.get(place)
+        free = self._lanes.get(ANYWHERE) if anywhere else None
+        if own is None or free is None:
+            only = free if own is None else own
+            entry = only.first(self._max) if only is not None else None
+            return [] if entry is None else [entry]
+        ordered = []
+        for lane in (own, free):
+            entry = lane.first(self._max)
+            if entry is not None:
+                aged = lane.overtaken >= self._max
+                order = (0, 0.0, 0, entry.joined) if aged else (1, entry.deadline, entry.chunks, entry.seq)
+                ordered.append((order, entry))
+        if len(ordered) == 2 and ordered[1][0] < ordered[0][0]:
+            ordered.reverse()
+        return [entry for _, entry in ordered]
+
+    def _join(self, entry: Entry[T], number: int) -> None:
+        self._joins += 1
+        entry.joined, entry.lane = self._joins, number
+        lane = self._lanes.get(number)
+        if lane is None:
+            lane = self._lanes[number] = _Lane()
+        lane.join(entry)
+
+    def _leave(self, entry: Entry[T]) -> None:
+        lane = self._lanes[entry.lane]
+        lane.leave(entry)
+        if lane.oldest is None:
+            del self._lanes[entry.lane]

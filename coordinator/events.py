@@ -83,6 +83,8 @@ class Limits:
     bands: Mapping[str, Band] = field(default_factory=lambda: DEFAULT_BANDS)
     weights: Mapping[str, float] = field(default_factory=dict)
     """Of organisations ("band/organisation") and users ("band/organisation/user"); 1 where none is given."""
+    quantum_tokens: float = 1024.0
+    """Cost that an idle tenant of weight 1 saves up, and has served before others when it comes back."""
     prices: Prices = field(default_factory=Prices)
     overtaken_max: int = 16
     """After so many chunks of its tenant's later requests, the request that waited longest goes next."""

@@ -1,20 +1,20 @@
 """Whose chunk runs next: deficit round robin, the same structure at every level (band → organisation → user).
 
 Deficit round robin (Shreedhar & Varghese, SIGCOMM 1995) gives every tenant `quantum * weight` of credit in each round and
-serves it while that lasts. Here the quantum is as small as one likes, and rounds in which nobody's credit suffices are
-skipped by arithmetic. What is left of the ring is one number for each tenant, the round in which its debt is paid off:
+serves it while that lasts. Here a round is as short as one likes, and rounds in which nobody's credit suffices are skipped by
+arithmetic. What is left of the ring is one number for each tenant, the round in which its debt is paid off:
 
     serve the tenant with the earliest round, its ring position deciding between equals
     then put it `cost / weight` rounds after the round it was served in
 
-which is the order of start-time fair queueing (Goyal, Vin & Cheng, SIGCOMM 1996) and has its bound: for i and j backlogged
-and able to run over any interval,
+which is the order of start-time fair queueing (Goyal, Vin & Cheng, SIGCOMM 1996). A tenant that is idle, or passed over
+because nothing of it can run on the worker that asks, keeps its place but falls behind the ring by no more than one quantum:
+its debt is kept, of its credit only so much. That lets a tenant with little to do have a whole short prompt computed in one
+go. For i and j backlogged and able to run over any interval,
 
-    |S_i/w_i - S_j/w_j| <= L_i/w_i + L_j/w_j        (S: cost served, w: weight, L: largest cost of one chunk)
+    |S_i/w_i - S_j/w_j| <= quantum + L_i/w_i + L_j/w_j        (S: cost served, w: weight, L: largest cost of one chunk)
 
-that is, without the quantum that round robin with whole visits adds, and also where some tenants can run on some workers
-only. A tenant passed over keeps its place, so it goes first once it can run; the rounds gone by meanwhile give it nothing.
-The same for an idle one: its debt is kept, its credit is not. Where estimates were wrong, the bound is wider by the errors.
+also where some tenants can run on some workers only. Where estimates were wrong, the bound is wider by the errors.
 
 A ring is a heap of `(round, position, child)` for each place where children have something to run. A turn taken only makes a
 key grow, so an outdated key is put right when it comes to the top, and a pop costs O(log n) at each level.
@@ -79,8 +79,13 @@ class Node(Generic[T]):
 class FairQueue(Generic[T]):
     """Entries of all tenants. Bounded by its owner."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None, overtaken_max: int = 16) -> None:
-        """`weights` by path joined with "/", 1 where none is given. `overtaken_max`: see `Lanes`."""
+    def __init__(
+        self, quantum: float = 0.0, weights: Mapping[str, float] | None = None, overtaken_max: int = 16
+    ) -> None:
+        """`quantum`: cost per weight that an idle tenant may save up. `weights` by path joined with "/", 1 where none is
+        given. `overtaken_max`: see `Lanes`."""
+        assert quantum >= 0
+        self.quantum = quantum
         self.weights = dict(weights or {})
         self._overtaken_max = overtaken_max
         self._root: Node[T] = Node((), 1.0, None, 0, None)
@@ -125,11 +130,11 @@ class FairQueue(Generic[T]):
         entry, cost, last = found
         leaf = node = entry.leaf
         while (ring := node.parent) is not None:
-            if ring.now < node.round:
-                ring.now = node.round
+            start = max(node.round, ring.now - self.quantum)
+            ring.now = max(ring.now, start)
             due = cost + node.owed
             node.owed = min(due, 0.0)
-            node.round = ring.now + max(due, 0.0) / node.weight
+            node.round = start + max(due, 0.0) / node.weight
             node = ring
         leaf.lanes.count_turn(entry, place)
         if last:
@@ -229,7 +234,7 @@ class FairQueue(Generic[T]):
                 busy[place] = there + 1
                 return
             if not busy:
-                node.round = max(node.round + node.owed / node.weight, ring.now)
+                node.round = max(node.round + node.owed / node.weight, ring.now - self.quantum)
                 node.owed = 0.0
             busy[place] = 1
             slot = node.slots[place] = (node.round, node.position, node)

@@ -21,7 +21,7 @@ class WaitQueue:
         self._timers: list[tuple[float, int, Request, int]] = []
         self._timers_set = 0
         self.fair: FairQueue[Request] = FairQueue(
-            {**ring_weights(limits.bands), **limits.weights}, limits.overtaken_max
+            limits.quantum_tokens, {**ring_weights(limits.bands), **limits.weights}, limits.overtaken_max
         )
         self.prompt_tokens = 0
         """Tokens to be prefilled, over all that wait."""

@@ -46,10 +46,11 @@ class Trace:
 
     def __post_init__(self) -> None:
         self.random = rnd = random.Random(self.seed)
+        self.quantum = rnd.choice([0.0, 256.0, 4096.0, 131072.0])
         users = [(f"o{o}", f"u{u}") for o in range(rnd.randint(1, 4)) for u in range(rnd.randint(1, 3))]
         self.nodes: list[Path] = sorted({path[:1] for path in users} | set(users))
         self.weight = {path: rnd.choice([0.1, 1.0, 10.0, rnd.uniform(0.1, 10)]) for path in self.nodes}
-        self.queue = self.queue_class({"/".join(p): w for p, w in self.weight.items()}, 10**9)
+        self.queue = self.queue_class(self.quantum, {"/".join(p): w for p, w in self.weight.items()}, 10**9)
         self.entries: dict[Path, list[Entry[Job]]] = {path: [] for path in users}
         self.places = list(range(1, rnd.randint(1, 4) + 1))
         # In one trace of two, some tenants can run on some of the workers only.
@@ -151,5 +152,5 @@ class Trace:
             self.served[node] = self.served.get(node, 0.0) + cost
         for (a, b), pair in self.pairs.items():
             pair.add(cost / self.weight[a] * (path[: len(a)] == a) - cost / self.weight[b] * (path[: len(b)] == b))
-            bound = sum((self.largest[node] + self.error[node]) / self.weight[node] for node in (a, b))
+            bound = self.quantum + sum((self.largest[node] + self.error[node]) / self.weight[node] for node in (a, b))
             self.violation = max(self.violation, (pair.high - pair.low - bound) / bound)

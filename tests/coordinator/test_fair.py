@@ -63,7 +63,7 @@ def drain(queue: FairQueue[int], chunks: int) -> dict[tuple[str, ...], float]:
 
 def test_shares_follow_weights_within_one_percent_after_200_rounds() -> None:
     weights = {"a": 1.0, "b": 2.5, "c": 7.0}
-    queue = FairQueue[int](weights)
+    queue = FairQueue[int](256, weights)
     for name in weights:
         backlog(queue, (name,), 1500)
     served = drain(queue, int(200 * sum(weights.values())))
@@ -85,7 +85,7 @@ def test_jain_index_of_a_hundred_tenants_with_costs_of_their_own() -> None:
 @pytest.mark.parametrize("floor", [0.05, 0.2])
 def test_the_lowest_band_keeps_its_floor_under_endless_work_above(floor: float) -> None:
     bands = {**DEFAULT_BANDS, "batch": Band(0.1, floor)}
-    queue = FairQueue[int](ring_weights(bands))
+    queue = FairQueue[int](256, ring_weights(bands))
     for band in bands:
         for user in range(1 if band == "batch" else 20):
             backlog(queue, (band, "o", str(user)), 8000 if band == "batch" else 1000)

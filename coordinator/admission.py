@@ -4,8 +4,11 @@ from collections.abc import Mapping
 
 from coordinator.events import Limits
 from coordinator.pool import WORKERS, Pool
+from coordinator.request import Request
 from proto.errors import Reject
 from proto.messages import Hello, Role, Submit
+
+Refusal = tuple[Reject | None, str]
 
 
 def refusal(hello: Hello, pools: Mapping[str, Pool]) -> str | None:
@@ -27,14 +30,12 @@ def refusal(hello: Hello, pools: Mapping[str, Pool]) -> str | None:
     return None
 
 
-def judge(submit: Submit, pool: Pool | None, queued: int, limits: Limits) -> tuple[Reject | None, str]:
-    """Whether a request may wait in the queue of its pool, where `queued` others do: (None, "") or a reason and its words."""
+def judge(submit: Submit, pool: Pool | None, limits: Limits) -> Refusal:
+    """Whether a request could be served at all, however much waits: (None, "") or a reason and its words."""
     if pool is None:
         return Reject.UNKNOWN_MODEL, f"no worker has served model {submit.model!r} yet"
     if submit.attempt > limits.attempts_max:
         return Reject.TOO_MANY_ATTEMPTS, f"given up after {limits.attempts_max} attempts"
-    if queued >= limits.queue_requests_max:
-        return Reject.QUEUE_FULL, f"{limits.queue_requests_max} requests are waiting already"
     if not pool.servable():
         # A resume waits for the restart of what it lost; a new request is told at once.
         return (None, "") if submit.attempt > 1 else (Reject.NO_CAPACITY, "no prefill or no decode worker is up")
@@ -43,4 +44,18 @@ def judge(submit: Submit, pool: Pool | None, queued: int, limits: Limits) -> tup
         return Reject.TOO_LONG, f"{total} tokens in all; the context holds {pool.context_tokens()}"
     if not pool.could_ever_fit(submit):
         return Reject.TOO_LARGE, f"the KV cache of {total} tokens x {submit.choices} fits no worker here"
+    if submit.prompt_tokens > limits.queue_tokens_max:
+        return Reject.TOO_LARGE, f"a prompt of {submit.prompt_tokens} tokens; {limits.queue_tokens_max} may wait in all"
     return None, ""
+
+
+def feasible(request: Request, pool: Pool) -> Refusal:
+    """Whether a request's deadline can be met at the rates measured, if nothing else were waiting."""
+    if request.deadline is None:
+        return None, ""
+    rated = [worker for worker in pool.prefill.values() if worker.tokens_per_s > 0]
+    tokens = request.submit.prompt_tokens
+    soonest_s = min(((worker.tokens_in_flight + tokens) / worker.tokens_per_s for worker in rated), default=0.0)
+    if soonest_s * 1000 <= request.submit.deadline_ms:
+        return None, ""
+    return Reject.DEADLINE, f"{tokens} prompt tokens take {soonest_s * 1000:.0f} ms here; deadline_ms is less"

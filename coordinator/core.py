@@ -56,6 +56,7 @@ class Core(State):
 
     def handle(self, event: Event, now: float) -> list[Action]:
         self.out = []
+        intake.expire(self, now)
         match event:
             case PeerUp(epoch, hello):
                 members.up(self, epoch, hello, now)
@@ -65,7 +66,6 @@ class Core(State):
                 self._received(event, now)
             case Tick():
                 pass
-        intake.expire(self, now)
         schedule(self, now)
         return self.out
 

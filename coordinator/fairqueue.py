@@ -76,6 +76,10 @@ class Node(Generic[T]):
         self.children: dict[str, Node[T]] = {}
 
 
+Slot = tuple[float, int, Node[T]]
+"""(round, ring position, child)."""
+
+
 class FairQueue(Generic[T]):
     """Entries of all tenants. Bounded by its owner."""
 
@@ -182,11 +186,11 @@ class FairQueue(Generic[T]):
             return None
         own = node.heaps.get(place)
         free = node.heaps.get(ANYWHERE) if self._refusals > 0 else None
-        passed = []
+        passed: list[tuple[list[Slot[T]], Slot[T]]] = []
         found = None
         while True:
             heap, slot = own, self._top(own, place) if own else None
-            if free and self._refusals > 0:
+            if free and self._refusals > 0 and place != ANYWHERE:
                 other = self._top(free, ANYWHERE)
                 if slot is None or (other is not None and other < slot):
                     heap, slot = free, other
@@ -200,15 +204,15 @@ class FairQueue(Generic[T]):
             heappush(heap, slot)
         return found
 
-    def _top(self, heap: list[tuple[float, int, Node[T]]], place: int) -> tuple[float, int, Node[T]] | None:
+    def _top(self, heap: "list[Slot[T]]", place: int) -> "Slot[T] | None":
         """The first slot that holds, after putting outdated ones right."""
         while heap:
             slot = heap[0]
-            node = slot[2]
+            due, position, node = slot
             if node.slots.get(place) is not slot:
                 heappop(heap)
-            elif slot[0] < node.round:
-                fresh = node.slots[place] = (node.round, slot[1], node)
+            elif due < node.round:
+                fresh = node.slots[place] = (node.round, position, node)
                 heapreplace(heap, fresh)
             else:
                 return slot

@@ -20,51 +20,86 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         return
     known = state.requests.get(submit.request_id)
     if known is not None and known.gateway_epoch != epoch:
-        _reject(state, epoch, submit, Reject.DUPLICATE, "another gateway has a request of this id")
+        _reject(state, epoch, submit, Reject.DUPLICATE, "another gateway has a request of this id", now)
         return
     if known is not None and submit.attempt <= known.attempt:
         if submit.attempt == known.attempt:
             state.send(epoch, Accepted(*known.key))
         return
     reason, why = _judge(state, submit)
+    request = known
+    if reason is None and request is None:
+        request = Request(submit.request_id, epoch, submit, event.blob, now, now, state.path(submit))
+        reason, why = _admit(state, request, now)
     if reason is not None:
         if known is not None:
             state.end(known, Trigger.FAIL, reason, now)
-        _reject(state, epoch, submit, reason, why)
+        _reject(state, epoch, submit, reason, why, now)
         return
+    assert request is not None
     if known is None:
-        request = Request(submit.request_id, epoch, submit, event.blob, now, now, state.path(submit))
         state.requests[request.id] = request
     else:
-        request = known
-        state.withdraw(request)
-        if request.state in ON_WORKERS:
-            request.fire(Trigger.INTERRUPT, now)
-        state.interrupted.pop(request.id, None)
-        if request.unreported:
-            more = submit.resumed_tokens - request.submit.resumed_tokens
-            state.queues[submit.model].emitted(request.path, max(more, 0))
-        request.renew(submit, event.blob)
-        request.fire(Trigger.RESUBMIT, now)
+        _renew(state, request, submit, event.blob, now)
     state.queues[submit.model].push(request, now)
     state.pools[submit.model].full = False
     state.send(epoch, Accepted(*request.key))
     state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))
 
 
-def _judge(state: State, submit: Submit) -> tuple[Reject | None, str]:
+def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: float) -> None:
+    """The next attempt at a request, whatever has become of the one before."""
+    state.withdraw(request)
+    if request.state in ON_WORKERS:
+        request.fire(Trigger.INTERRUPT, now)
+    state.interrupted.pop(request.id, None)
+    if request.unreported:
+        more = submit.resumed_tokens - request.submit.resumed_tokens
+        state.queues[submit.model].emitted(request.path, max(more, 0))
+    request.renew(submit, blob)
+    request.fire(Trigger.RESUBMIT, now)
+
+
+def _judge(state: State, submit: Submit) -> admission.Refusal:
     if any((submit.request_id, submit.attempt) in worker.holdings for worker in state.workers.values()):
         return Reject.DUPLICATE, "a worker is still busy with this very attempt"
-    pool, queue = state.pools.get(submit.model), state.queues.get(submit.model)
-    return admission.judge(submit, pool, len(queue) if queue is not None else 0, state.limits)
+    return admission.judge(submit, state.pools.get(submit.model), state.limits)
 
 
-def _reject(state: State, epoch: int, submit: Submit, reason: Reject, why: str) -> None:
+def _admit(state: State, request: Request, now: float) -> admission.Refusal:
+    """Whether a new request is let in beside what waits. One that was let in before and resumes is not asked again."""
+    submit, limits = request.submit, state.limits
+    pool, queue = state.pools[submit.model], state.queues[submit.model]
+    reason, why = admission.feasible(request, pool)
+    if reason is not None:
+        return reason, why
+    if queue.backlog.waiting(request.path) >= limits.tenant_queue_requests_max:
+        return Reject.QUEUE_FULL, f"{limits.tenant_queue_requests_max} requests of this tenant are waiting already"
+    while len(queue) >= limits.queue_requests_max or (
+        queue.backlog.tokens + submit.prompt_tokens > limits.queue_tokens_max
+    ):
+        victim = queue.too_late(now, pool.tokens_per_s()) or queue.backlog.victim(request, state.bands_lowest_first)
+        if victim is None:
+            return Reject.QUEUE_FULL, f"{len(queue)} requests of {queue.backlog.tokens} tokens are waiting already"
+        _shed(state, victim, now)
+    return None, ""
+
+
+def _shed(state: State, victim: Request, now: float) -> None:
+    why = "it waited, and had to make room in an overload"
+    state.counters[f"rejected_{Reject.SHED}"] += 1
+    retry_after_s = report.retry_after_s(state, victim.submit, now)
+    state.send(victim.gateway_epoch, Rejected(*victim.key, Reject.SHED, why, retry_after_s))
+    state.end(victim, Trigger.SHED, why, now)
+
+
+_WORTH_ANOTHER_TRY = frozenset({Reject.QUEUE_FULL, Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.DUPLICATE})
+
+
+def _reject(state: State, epoch: int, submit: Submit, reason: Reject, why: str, now: float) -> None:
     state.outcomes[Life.REJECTED] += 1
     state.counters[f"rejected_{reason}"] += 1
-    retry_after_s = (
-        report.retry_after_s(state, submit.model) if reason in (Reject.QUEUE_FULL, Reject.NO_CAPACITY) else 0.0
-    )
+    retry_after_s = report.retry_after_s(state, submit, now) if reason in _WORTH_ANOTHER_TRY else 0.0
     state.send(epoch, Rejected(submit.request_id, submit.attempt, reason, why, retry_after_s))
     state.out.append(Moved(submit.request_id, submit.attempt, Life.REJECTED, reason))
 
@@ -92,7 +127,7 @@ def expire(state: State, now: float) -> None:
                 if late
                 else f"waited {state.limits.queue_wait_s_max:g} s in the queue"
             )
-            retry_after_s = report.retry_after_s(state, request.submit.model)
+            retry_after_s = report.retry_after_s(state, request.submit, now)
             state.send(request.gateway_epoch, Rejected(*request.key, reason, why, retry_after_s))
             state.end(request, Trigger.EXPIRE, why, now)
     while state.interrupted:

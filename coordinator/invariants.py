@@ -15,7 +15,7 @@ def check(core: Core) -> None:
     queued = [request.id for queue in core.queues.values() for request in queue]
     assert len(queued) == len(set(queued))
     for queue in core.queues.values():
-        assert queue.prompt_tokens == sum(request.submit.prompt_tokens for request in queue)
+        assert queue.backlog.tokens == sum(request.submit.prompt_tokens for request in queue)
         assert all(request.entry is not None for request in queue)
     assert sum(len(queue.fair) for queue in core.queues.values()) == sum(
         request.entry is not None for request in core.requests.values()

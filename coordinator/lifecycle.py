@@ -37,6 +37,8 @@ class Trigger(StrEnum):
     CANCEL = "cancel"
     EXPIRE = "expire"
     FAIL = "fail"
+    SHED = "shed"
+    """It waits, and has to make room for others in an overload."""
 
 
 TERMINAL = frozenset({State.FINISHED, State.CANCELLED, State.EXPIRED, State.FAILED, State.REJECTED})
@@ -58,6 +60,7 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.INTERRUPTED, Trigger.RESUBMIT): State.QUEUED,
     (State.QUEUED, Trigger.RESUBMIT): State.QUEUED,
     (State.QUEUED, Trigger.EXPIRE): State.EXPIRED,
+    (State.QUEUED, Trigger.SHED): State.REJECTED,
     # Its own deadline is past and its prompt not yet wholly dispatched.
     (State.PLACED, Trigger.EXPIRE): State.EXPIRED,
     (State.PREFILLING, Trigger.EXPIRE): State.EXPIRED,

@@ -120,6 +120,10 @@ class Pool:
         """The longest prompt + output every worker takes."""
         return min(w.capacity.context_tokens for w in (*self.prefill.values(), *self.decode.values()))
 
+    def tokens_per_s(self) -> float:
+        """Measured prefill rate of all workers together; 0 until something was measured."""
+        return sum(worker.tokens_per_s for worker in self.prefill.values())
+
     def could_ever_fit(self, submit: Submit) -> bool:
         return any(w.could_ever_fit(w.prefill_holding(submit)) for w in self.prefill.values()) and any(
             w.could_ever_fit(w.decode_holding(submit)) for w in self.decode.values()

@@ -8,6 +8,7 @@ from coordinator.cost import OutputLength
 from coordinator.events import Limits
 from coordinator.fairqueue import REFUSALS_MAX, FairQueue, Path, Terms
 from coordinator.lanes import Entry
+from coordinator.overload import Backlog
 from coordinator.request import Request
 
 
@@ -23,8 +24,7 @@ class WaitQueue:
         self.fair: FairQueue[Request] = FairQueue(
             limits.quantum_tokens, {**ring_weights(limits.bands), **limits.weights}, limits.overtaken_max
         )
-        self.prompt_tokens = 0
-        """Tokens to be prefilled, over all that wait."""
+        self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -37,7 +37,7 @@ class WaitQueue:
     def push(self, request: Request, now: float) -> None:
         assert request.id not in self._waiting and request.entry is None
         self._waiting[request.id] = request
-        self.prompt_tokens += request.submit.prompt_tokens
+        self.backlog.add(request, now)
         chunks = -(-request.submit.prompt_tokens // self._limits.step_tokens)
         asked = request.submit.deadline_ms / 1000
         band = self._limits.bands[request.path[0]]
@@ -50,7 +50,7 @@ class WaitQueue:
     def placed(self, request: Request) -> None:
         """It waits no longer; its chunks go on competing."""
         del self._waiting[request.id]
-        self.prompt_tokens -= request.submit.prompt_tokens
+        self.backlog.remove(request)
 
     def remove(self, request: Request) -> None:
         """No chunk of it is to be dispatched any more. Repeating it does no harm."""
@@ -74,6 +74,15 @@ class WaitQueue:
             if request.id in self._waiting or (request.deadline is not None and request.deadline <= now):
                 yield request
 
+    def too_late(self, now: float, tokens_per_s: float) -> Request | None:
+        """One that waits and cannot have its first token by its deadline any more, of those due first."""
+        first = self.next_timer()
+        if first is None or tokens_per_s <= 0:
+            return None
+        request = self._timers[0][2]
+        late = request.deadline is not None and now + request.submit.prompt_tokens / tokens_per_s > request.deadline
+        return request if late and request.id in self._waiting and request.attempt == 1 else None
+
     def _set_timer(self, when: float, request: Request) -> None:
         self._timers_set += 1
         heappush(self._timers, (when, self._timers_set, request, request.attempt))
@@ -84,7 +93,7 @@ class WaitQueue:
     # --- service --------------------------------------------------------------------------------------------------------
 
     def next_chunk(
-        self, epoch: int, length_of: Callable[[Request], int], refusals_max: int = REFUSALS_MAX
+        self, epoch: int, length_of: Callable[[Request], int], now: float, refusals_max: int = REFUSALS_MAX
     ) -> tuple[Request, int] | None:
         """Charge the next chunk for this prefill worker; `length_of` says how much of a prompt can run there now, or 0."""
         length = 0
@@ -103,6 +112,7 @@ class WaitQueue:
             return None
         request = found[0].item
         request.dispatched_tokens += length
+        self.backlog.dispatched(request.path, length, now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
             request.output_charged = self._output_cost(request)
             request.entry = None

@@ -3,20 +3,20 @@
 from collections import Counter
 
 from coordinator.state import State
-from proto.messages import Role, StatusReport, WorkerStatus
+from proto.messages import Role, StatusReport, Submit, WorkerStatus
 
-RETRY_AFTER_S = (1.0, 60.0)
+NO_CAPACITY_S = 5.0
+"""About what a supervised worker takes to come back."""
 
 
-def retry_after_s(state: State, model: str) -> float:
-    """Seconds until the backlog of prompts is worked off at the measured rate, within bounds."""
-    low, high = RETRY_AFTER_S
-    pool, queue = state.pools.get(model), state.queues.get(model)
+def retry_after_s(state: State, submit: Submit, now: float) -> float:
+    """When a request that is turned away should come again: see `Backlog.retry_after_s`."""
+    pool, queue = state.pools.get(submit.model), state.queues.get(submit.model)
     if pool is None or queue is None or not pool.servable():
-        return 5.0
-    rate = sum(worker.tokens_per_s for worker in pool.prefill.values())
-    backlog = queue.prompt_tokens + sum(worker.undispatched_tokens() for worker in pool.prefill.values())
-    return min(max(backlog / rate, low), high) if rate > 0 else low
+        return NO_CAPACITY_S
+    fair_tokens_per_s = pool.tokens_per_s() / max(queue.backlog.organisations(), 1)
+    path = state.path(submit)
+    return queue.backlog.retry_after_s(path, submit.request_id, submit.prompt_tokens, fair_tokens_per_s, now)
 
 
 def status(state: State) -> StatusReport:

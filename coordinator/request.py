@@ -33,6 +33,8 @@ class Request:
     """What its tenant was charged for output, as estimated."""
     unreported: bool = False
     """What its attempt has emitted is not known from its worker; the next attempt's `resumed_tokens` will tell."""
+    borrowed: bool = False
+    """Beyond its tenant's rates, while nobody else wanted the capacity: the first to go in an overload."""
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
 

@@ -41,9 +41,9 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
         worker,
         pool,
         queue,
-        state.limits.step_tokens,
-        state.limits.bypasses_max,
+        state.limits,
         lambda request, prefill, decode: _place(state, request, prefill, decode, queue, now),
+        now,
     )
     if step is None:
         return False

@@ -16,6 +16,7 @@ from proto.messages import ClusterState, Hello, Interrupted, Message, Release, R
 class State:
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
+        self.bands_lowest_first = sorted(self.limits.bands, key=lambda name: self.limits.bands[name].weight)
         self.peers: dict[int, Hello] = {}
         self.workers: dict[int, Worker] = {}
         self.pools: dict[str, Pool] = {}

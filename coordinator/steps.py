@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from coordinator.events import Limits
 from coordinator.lifecycle import State
 from coordinator.placement import room
 from coordinator.pool import Pool, Worker
@@ -13,9 +14,7 @@ from proto.messages import Chunk, Step
 Place = Callable[[Request, Worker, Worker], None]
 
 
-def compose(
-    worker: Worker, pool: Pool, queue: WaitQueue, budget_tokens: int, bypasses_max: int, place: Place
-) -> Step | None:
+def compose(worker: Worker, pool: Pool, queue: WaitQueue, options: Limits, place: Place, now: float) -> Step | None:
     """The next step of a prefill worker, in the fair order, up to the token budget; None if there is nothing it can do.
 
     Prompts still queued compete with those already placed here; `place` is called for one whose first chunk is taken. Only
@@ -25,7 +24,7 @@ def compose(
     chunks: list[Chunk] = []
     requests: list[Request] = []
     taken: set[str] = set()
-    left = max(budget_tokens, block_size)
+    left = max(options.step_tokens, block_size)
     decode: Worker | None = None
 
     def length_of(request: Request) -> int:
@@ -43,7 +42,7 @@ def compose(
 
     while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
         pool.refused.clear()
-        found = queue.next_chunk(worker.epoch, length_of, pool.refusals_allowed())
+        found = queue.next_chunk(worker.epoch, length_of, now, pool.refusals_allowed())
         if found is None:
             pool.full = pool.full or bool(pool.refused)
             break
@@ -51,7 +50,7 @@ def compose(
         if request.state is State.QUEUED:
             assert decode is not None
             place(request, worker, decode)
-            pool.count_bypasses(bypasses_max)
+            pool.count_bypasses(options.bypasses_max)
         chunks.append(Chunk(request.id, request.attempt, request.dispatched_tokens - length, length))
         requests.append(request)
         taken.add(request.id)

@@ -129,7 +129,7 @@ def test_queue_bound_unknown_model_and_no_capacity() -> None:
     assert 1.0 <= answer.retry_after_s <= 60.0
     h.post(PeerDown(20, "gone"))
     h.receive(1, submit("e"))
-    assert [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)] == [Reject.QUEUE_FULL]
+    assert [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)] == [Reject.NO_CAPACITY]
     empty = Harness.make(0, 0)
     empty.receive(1, submit("f"))
     assert [m.reason for m in empty.take(Rejected) if isinstance(m, Rejected)] == [Reject.UNKNOWN_MODEL]

@@ -1,5 +1,6 @@
 """The requests of one model with chunks left to dispatch, queued and placed alike, and what their tenants are charged."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
@@ -19,8 +20,10 @@ class WaitQueue:
         self._limits = limits
         self._waiting: dict[str, Request] = {}
         self._lengths: dict[Path, OutputLength] = {}
-        self._timers: list[tuple[float, int, Request, int]] = []
-        self._timers_set = 0
+        self._came: deque[tuple[float, Request]] = deque()
+        """In the order in which they came to wait, also those that wait no longer until they are first."""
+        self._deadlines: list[tuple[float, int, Request, int]] = []
+        self._deadlines_set = 0
         self.fair: FairQueue[Request] = FairQueue(
             limits.quantum_tokens, {**ring_weights(limits.bands), **limits.weights}, limits.overtaken_max
         )
@@ -43,9 +46,10 @@ class WaitQueue:
         band = self._limits.bands[request.path[0]]
         due = request.arrived + (asked or band.ttft_s + chunks * band.ttft_s_per_chunk)
         request.entry = self.fair.push(request, request.path, due, chunks)
-        self._set_timer(now + self._limits.queue_wait_s_max, request)
+        self._came.append((request.since, request))
         if request.deadline is not None:
-            self._set_timer(request.deadline, request)
+            self._deadlines_set += 1
+            heappush(self._deadlines, (request.deadline, self._deadlines_set, request, request.attempt))
 
     def placed(self, request: Request) -> None:
         """It waits no longer; its chunks go on competing."""
@@ -63,32 +67,30 @@ class WaitQueue:
     # --- time -----------------------------------------------------------------------------------------------------------
 
     def next_timer(self) -> float | None:
-        while self._timers and not self._holds(self._timers[0]):
-            heappop(self._timers)
-        return self._timers[0][0] if self._timers else None
+        came, deadlines = self._came, self._deadlines
+        while came and (came[0][1].id not in self._waiting or came[0][0] != came[0][1].since):
+            came.popleft()
+        while deadlines and (deadlines[0][2].entry is None or deadlines[0][2].attempt != deadlines[0][3]):
+            heappop(deadlines)
+        waited = came[0][0] + self._limits.queue_wait_s_max if came else None
+        if not deadlines:
+            return waited
+        return deadlines[0][0] if waited is None else min(waited, deadlines[0][0])
 
     def overdue(self, now: float) -> Iterator[Request]:
-        """Those that waited too long, or whose own deadline is past with chunks yet to dispatch."""
+        """Those that waited too long, or whose own deadline is past with chunks yet to dispatch; the caller ends each."""
         while (due := self.next_timer()) is not None and due <= now:
-            request = heappop(self._timers)[2]
-            if request.id in self._waiting or (request.deadline is not None and request.deadline <= now):
-                yield request
+            late = self._deadlines and self._deadlines[0][0] <= now
+            yield heappop(self._deadlines)[2] if late else self._came.popleft()[1]
 
     def too_late(self, now: float, tokens_per_s: float) -> Request | None:
         """One that waits and cannot have its first token by its deadline any more, of those due first."""
-        first = self.next_timer()
-        if first is None or tokens_per_s <= 0:
+        self.next_timer()
+        if not self._deadlines or tokens_per_s <= 0:
             return None
-        request = self._timers[0][2]
-        late = request.deadline is not None and now + request.submit.prompt_tokens / tokens_per_s > request.deadline
-        return request if late and request.id in self._waiting and request.attempt == 1 else None
-
-    def _set_timer(self, when: float, request: Request) -> None:
-        self._timers_set += 1
-        heappush(self._timers, (when, self._timers_set, request, request.attempt))
-
-    def _holds(self, timer: tuple[float, int, Request, int]) -> bool:
-        return timer[2].entry is not None and timer[2].attempt == timer[3]
+        due, _, request, attempt = self._deadlines[0]
+        late = now + request.submit.prompt_tokens / tokens_per_s > due
+        return request if late and attempt == 1 and request.id in self._waiting else None
 
     # --- service --------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ class State:
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.bands_lowest_first = sorted(self.limits.bands, key=lambda name: self.limits.bands[name].weight)
+        self._paths: dict[tuple[str, str], tuple[str, str, str]] = {}
         self.peers: dict[int, Hello] = {}
         self.workers: dict[int, Worker] = {}
         self.pools: dict[str, Pool] = {}
@@ -36,8 +37,13 @@ class State:
 
     def path(self, submit: Submit) -> tuple[str, str, str]:
         """Where a request stands in the fair queue."""
-        organisation, _, user = submit.tenant.partition("/")
-        return submit.band if submit.band in self.limits.bands else DEFAULT_BAND, organisation, user
+        key = (submit.tenant, submit.band)
+        found = self._paths.get(key)
+        if found is None:
+            organisation, _, user = submit.tenant.partition("/")
+            band = submit.band if submit.band in self.limits.bands else DEFAULT_BAND
+            found = self._paths[key] = (band, organisation, user)
+        return found
 
     def current(self, request_id: str, attempt: int) -> Request | None:
         request = self.requests.get(request_id)

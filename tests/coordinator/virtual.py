@@ -106,9 +106,9 @@ class Virtual:
     # --- the machines ---------------------------------------------------------------------------------------------------
 
     def advance(self, when: float) -> None:
-        """Time passes; idle machines are counted while something waits that could run."""
+        """Time passes; idle machines are counted while something waits that could run anywhere."""
         passed = when - self.now
-        if passed > 0 and any(queue.fair.size for queue in self.core.queues.values()):
+        if passed > 0 and any(len(queue) for queue in self.core.queues.values()):
             self.idle_with_work_s += passed * sum(not machine.busy for machine in self.machines.values())
         self.now = max(self.now, when)
 

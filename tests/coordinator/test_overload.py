@@ -1,0 +1,187 @@
+"""What happens when more comes than fits, in virtual time: nothing idles, the right ones go, and they come back one by one."""
+
+import random
+import statistics
+from collections import Counter
+
+import pytest
+
+from coordinator.events import Limits
+from coordinator.fairqueue import FairQueue, Node, Offer
+from coordinator.lanes import Entry
+from coordinator.overload import Rate
+from coordinator.request import Request
+from proto.errors import Reject
+from proto.messages import Rejected, Submit
+from tests.coordinator.virtual import Virtual
+from tests.coordinator.world import MODEL, Harness, submit
+
+
+class FirstCome(FairQueue[Request]):
+    """First come, first served, over all tenants: what fairness must not cost throughput against."""
+
+    def _find(
+        self, node: Node[Request], place: int, offer: Offer[Request]
+    ) -> tuple[Entry[Request], float, bool] | None:
+        heads = [super(FirstCome, self)._find(leaf, place, offer) for leaf in self._leaves.values()]
+        ready = [head[0] for head in heads if head is not None]
+        first = min(ready, key=lambda entry: (entry.item.arrived, entry.item.id), default=None)
+        terms = offer(first.item) if first is not None else None  # asked last, since the queue remembers what it said
+        return (first, *terms) if first is not None and terms is not None else None
+
+
+def work(seed: int, first_come: bool) -> Virtual:
+    """Twenty seconds of a mixed load, somewhat more than two workers do."""
+    world = Virtual(prefill=2, decode=2, step_s=0.002, itl_s=0.01)
+    if first_come:
+        world.core.queues[MODEL].fair = FirstCome()
+    rnd, now, n = random.Random(seed), 0.0, 0
+    while (now := now + rnd.expovariate(18.0)) < 20.0:
+        n += 1
+        tokens = min(int(rnd.lognormvariate(6.6, 1.0)) + 1, 16_000)
+        who = f"o{rnd.randrange(4)}/u{rnd.randrange(5)}"
+        world.at(now, lambda n=n, who=who, tokens=tokens: world.submit(f"r{n}", who, tokens, max_tokens=64))  # type: ignore[misc]
+    world.run(20.0)
+    return world
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fairness_costs_no_throughput_and_nobody_idles_while_something_could_run(seed: int) -> None:
+    fair, first_come = work(seed, False), work(seed, True)
+    assert computed_tokens(fair) >= 0.99 * computed_tokens(first_come) > 0.8 * 2 * 20 * 8192
+    busy_s = sum(machine.busy_s for machine in fair.machines.values())
+    assert fair.idle_with_work_s <= 0.005 * busy_s, (fair.idle_with_work_s, busy_s)
+
+
+def computed_tokens(world: Virtual) -> int:
+    return sum(sum(machine.computed.values()) for machine in world.machines.values())
+
+
+def goodput(times: float, seed: int) -> tuple[float, int]:
+    """Requests of ten tenants with a first token within 4 s, per second, at so many times what one worker does; and the
+    greatest number known to the coordinator."""
+    world = Virtual(Limits(queue_requests_max=16), tokens_per_s=8192.0, step_s=0.002)
+    rnd, now, most, n = random.Random(seed), 0.0, 0, 0
+    while (now := now + rnd.expovariate(times * 8192 / 1024)) < 60.0:
+        n += 1
+        world.at(now, lambda n=n: world.submit(f"r{n}", f"o{n % 10}", 1024))  # type: ignore[misc]
+    while world.agenda:
+        world.run(world.agenda[0][0])
+        most = max(most, len(world.core.requests))
+    return sum(ttft_s <= 4.0 for ttft_s in world.ttft_s.values()) / 60.0, most
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_five_times_the_load_takes_nothing_from_goodput(seed: int) -> None:
+    found = {times: goodput(times, seed) for times in (0.8, 1.0, 1.5, 2.0, 5.0)}
+    peak = max(rate for rate, _ in found.values())
+    assert found[5.0][0] >= 0.95 * peak, found
+    assert found[5.0][1] <= 40, "what the coordinator remembers does not grow with the load"
+
+
+def fleet(seed: int, clients: int = 1000) -> tuple[list[float], list[float]]:
+    """All come at once and come back when told: times of the first retries, and of those that failed again."""
+    world = Virtual(Limits(queue_requests_max=64), tokens_per_s=16384.0)
+    retries: list[float] = []
+    failed: list[float] = []
+
+    def again(request: Submit, rejected: Rejected) -> None:
+        assert rejected.reason in (Reject.QUEUE_FULL, Reject.SHED) and rejected.retry_after_s >= 1.0
+        name = request.request_id + "+"
+        if "+" in request.request_id:
+            failed.append(world.now)
+            return
+        retries.append(world.now + rejected.retry_after_s)
+        world.at(world.now + rejected.retry_after_s, lambda: world.submit(name, request.tenant, request.prompt_tokens))
+
+    world.on_rejected = again
+    for n in range(16):
+        world.at(0.1 * n, lambda n=n: world.submit(f"warm{n}", "o", 512))  # type: ignore[misc]
+    for n in range(clients):
+        world.at(5.0, lambda n=n: world.submit(f"c{seed}-{n}", "o", 512))  # type: ignore[misc]
+    world.run(1000.0)
+    return retries, failed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_fleet_that_obeys_retry_after_is_let_in_and_does_not_come_all_at_once(seed: int) -> None:
+    retries, failed = fleet(seed)
+    assert len(retries) > 800 and len(failed) <= 0.1 * len(retries), (len(retries), len(failed))
+    per_s = Counter(int(when - min(retries)) for when in retries)
+    seconds = [per_s[s] for s in range(max(per_s) + 1)][:-1]  # the last one is not a whole second
+    assert max(seconds) / statistics.mean(seconds) <= 1.5, seconds
+
+
+def test_the_largest_backlog_gives_way_and_the_small_one_is_let_in() -> None:
+    h = Harness.make(limits=Limits(queue_requests_max=10), max_seqs=1)
+    for n in range(11):
+        h.receive(1, with_tenant(f"big{n}", "big/a"))
+    assert not h.take(Rejected)
+    h.receive(1, with_tenant("small", "small/b"))
+    [shed] = h.take(Rejected)
+    assert isinstance(shed, Rejected) and (shed.request_id, shed.reason) == ("big10", Reject.SHED)
+    assert shed.retry_after_s >= 1.0 and "small" in h.core.requests and h.ended["big10"] == ["rejected"]
+    h.receive(1, with_tenant("big11", "big/a"))
+    [refused] = h.take(Rejected)
+    assert isinstance(refused, Rejected) and (refused.request_id, refused.reason) == ("big11", Reject.QUEUE_FULL)
+
+
+def test_a_thousand_keys_hide_no_backlog() -> None:
+    h = Harness.make(limits=Limits(queue_requests_max=20), max_seqs=1)
+    h.receive(1, with_tenant("first", "many/x"))
+    for n in range(18):
+        h.receive(1, with_tenant(f"many{n}", f"many/u{n}"))
+    for n in range(4):
+        h.receive(1, with_tenant(f"small{n}", "small/b"))
+    assert {m.request_id[:4] for m in h.take(Rejected) if isinstance(m, Rejected)} == {"many"}
+
+
+def test_the_lowest_band_gives_way_first_and_for_itself_only_to_others() -> None:
+    h = Harness.make(limits=Limits(queue_requests_max=3), max_seqs=1)
+    for n, band in enumerate(["standard", "interactive", "batch", "standard"]):
+        h.receive(1, with_tenant(f"{band}{n}", f"o{n}", band))
+    h.receive(1, with_tenant("new", "o9", "interactive"))
+    assert [m.request_id for m in h.take(Rejected) if isinstance(m, Rejected)] == ["batch2"]
+    h.receive(1, with_tenant("late", "o8", "batch"))
+    assert [m.request_id for m in h.take(Rejected) if isinstance(m, Rejected)] == ["late"]
+
+
+def with_tenant(name: str, tenant: str, band: str = "", tokens: int = 10, deadline_ms: float = 0.0) -> Submit:
+    made = submit(name, tokens)
+    return Submit(name, 1, made.model, tokens, made.sampling, tenant=tenant, band=band, deadline_ms=deadline_ms)
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_and_one_that_passes_costs_no_prefill() -> None:
+    world = Virtual(tokens_per_s=1000.0)
+    world.submit("measured", "o", 1000)
+    world.run(5.0)
+    world.submit("never", "o", 1000, deadline_ms=500)
+    [(_, refused)] = world.rejected
+    assert (refused.request_id, refused.reason, refused.retry_after_s) == ("never", Reject.DEADLINE, 0.0)
+    for n in range(10):
+        world.submit(f"long{n}", f"o{n}", 1000)
+    world.submit("late", "a/late", 1000, deadline_ms=3000)
+    world.submit("soon", "b/soon", 100, deadline_ms=3000)
+    world.run(100.0)
+    assert world.ended["late"] == "expired" and world.ended["soon"] == "finished"
+    computed = sum(machine.computed.get(("late", 1), 0) for machine in world.machines.values())
+    assert computed < 1000, "its last chunk was never computed"
+    assert [r.request_id for _, r in world.rejected] == ["never", "late"]
+
+
+def test_the_earliest_deadline_of_a_tenant_goes_first() -> None:
+    world = Virtual(Limits(steps_in_flight=1), tokens_per_s=1000.0)
+    world.submit("running", "o", 256)
+    for name, deadline_ms in (("third", 30_000), ("first", 10_000), ("second", 20_000)):
+        world.submit(name, "o", 256, deadline_ms=deadline_ms)
+    world.run(100.0)
+    assert list(world.ttft_s) == ["running", "first", "second", "third"]
+
+
+def test_a_rate_is_right_from_the_start_and_forgets() -> None:
+    rate = Rate(0.0)
+    for second in range(1, 100):
+        rate.add(50.0, float(second))
+        if second > 5:
+            assert abs(rate.per_s(float(second)) / 50 - 1) < 0.15, second
+    assert rate.per_s(200.0) < 0.01

@@ -3,7 +3,7 @@
 Prefill: a step takes `step_s` plus its tokens over `tokens_per_s`. Decode: every sequence gets a token each `itl_s`.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -61,6 +61,10 @@ class Virtual:
         self.count = 0
         self.machines: dict[int, Machine] = {}
         self.orders: dict[tuple[str, int], Prefill] = {}
+        self.decoding: dict[tuple[str, int], tuple[int, float, int]] = {}
+        """Decode worker's epoch, start, and tokens to come."""
+        self.emitted_tokens: Counter[str] = Counter()
+        """By tenant."""
         self.held: dict[int, set[tuple[str, int]]] = defaultdict(set)
         self.submitted: dict[str, tuple[float, Submit]] = {}
         self.ttft_s: dict[str, float] = {}
@@ -137,7 +141,8 @@ class Virtual:
                 key = (message.request_id, message.attempt)
                 if key in self.held[epoch]:
                     self.held[epoch].discard(key)
-                    self.at(self.now, lambda: self.post(Received(epoch, Released(*key))))
+                    emitted = self.emitted(key) if epoch in self.decoding.get(key, ()) else 0
+                    self.at(self.now, lambda: self.post(Received(epoch, Released(*key, emitted))))
             case _:
                 pass
 
@@ -171,12 +176,21 @@ class Virtual:
         key, epoch = (order.request_id, order.attempt), order.decode.epoch
         tokens = self.output(self.submitted[order.request_id][1])
 
+        self.decoding[key] = (epoch, self.now, tokens)
+
         def finish() -> None:
             if key in self.held[epoch]:
                 self.held[epoch].discard(key)
-                self.post(Received(epoch, Finished(*key, tokens, 0)))
+                self.post(Received(epoch, Finished(*key, self.emitted(key), 0)))
 
         self.at(self.now + tokens * self.itl_s, finish)
+
+    def emitted(self, key: tuple[str, int]) -> int:
+        """What a decode that ends now has emitted; counted once."""
+        _, start, tokens = self.decoding.pop(key)
+        passed = tokens if self.itl_s == 0 else min(round((self.now - start) / self.itl_s), tokens)
+        self.emitted_tokens[self.submitted[key[0]][1].tenant] += passed
+        return passed
 
 
 def p99(values: list[float]) -> float:

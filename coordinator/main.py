@@ -25,6 +25,11 @@ class Coordinator:
         self.core = Core(
             Limits(
                 queue_requests_max=settings.queue_requests_max,
+                queue_tokens_max=settings.queue_tokens_max,
+                tenant_queue_requests_max=settings.tenant_queue_requests_max,
+                queue_wait_s_max=settings.queue_wait_s_max,
+                quantum_tokens=settings.quantum_tokens,
+                bypasses_max=settings.bypasses_max,
                 step_tokens=settings.step_tokens,
                 steps_in_flight=settings.steps_in_flight,
                 attempts_max=settings.attempts_max,

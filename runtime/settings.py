@@ -129,7 +129,34 @@ class CoordinatorSettings(CommonSettings):
         " private network.",
     )
     queue_requests_max: int = Field(
-        1024, ge=1, le=1_000_000, description="Most requests waiting for a place; one more is answered with 429."
+        1024,
+        ge=1,
+        le=1_000_000,
+        description="Most requests waiting for a place. One more makes the newest of the largest backlog give way, in the"
+        " lowest band first, or is answered with 429 if that is its own tenant's.",
+    )
+    queue_tokens_max: int = Field(
+        4_000_000, ge=1, le=1 << 40, description="Most prompt tokens waiting for a place; likewise."
+    )
+    tenant_queue_requests_max: int = Field(
+        1024, ge=1, le=1_000_000, description="Most requests of one tenant waiting for a place; one more gets 429."
+    )
+    queue_wait_s_max: float = Field(
+        120.0, gt=0, le=86_400.0, description="Seconds after which a request that found no place is answered with 503."
+    )
+    quantum_tokens: int = Field(
+        1024,
+        ge=0,
+        le=1 << 24,
+        description="Prompt tokens that an idle tenant of weight 1 saves up and has computed before others' when it comes"
+        " back: about the prompt whose first token should not wait for other tenants. It widens the fairness bound.",
+    )
+    bypasses_max: int = Field(
+        64,
+        ge=1,
+        le=1_000_000,
+        description="After so many smaller requests got KV room before a large one in turn, room is kept for that one:"
+        " lower keeps large requests from starving, higher keeps the pool fuller.",
     )
     step_tokens: int = Field(
         256,

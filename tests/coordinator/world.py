@@ -13,6 +13,7 @@ from coordinator.events import Action, Event, Limits, Misbehaved, Moved, PeerDow
 from coordinator.lifecycle import TERMINAL
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, Interrupt
+from proto.limits import PROTOCOL_VERSION
 from proto.messages import (
     Accepted,
     Cancel,
@@ -49,7 +50,7 @@ def worker_hello(
     fingerprint: str = "f",
 ) -> Hello:
     return Hello(
-        1,
+        PROTOCOL_VERSION,
         role,
         epoch,
         f"{role}-{epoch}",
@@ -61,7 +62,7 @@ def worker_hello(
 
 
 def gateway_hello(epoch: int) -> Hello:
-    return Hello(1, Role.GATEWAY, epoch, f"gateway-{epoch}", address="tcp://g:1")
+    return Hello(PROTOCOL_VERSION, Role.GATEWAY, epoch, f"gateway-{epoch}", address="tcp://g:1")
 
 
 def submit(

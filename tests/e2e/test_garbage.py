@@ -13,6 +13,7 @@ import zmq
 
 from proto import limits
 from proto.codec import encode
+from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Role
 from tests.e2e.live import Live
 
@@ -22,7 +23,7 @@ SEED = 20
 
 def rubbish(generator: random.Random) -> list[bytes]:
     """One multipart message that is not one of ours."""
-    good = encode(Hello(1, Role.GATEWAY, generator.randrange(1, 1 << 60), "intruder"))
+    good = encode(Hello(PROTOCOL_VERSION, Role.GATEWAY, generator.randrange(1, 1 << 60), "intruder"))
     match generator.randrange(8):
         case 0:
             return [generator.randbytes(generator.randrange(1, 300))]

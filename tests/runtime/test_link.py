@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from proto.codec import encode
 from proto.errors import CancelReason, RemoteProtocolError
+from proto.limits import PROTOCOL_VERSION
 from proto.messages import Cancel, Hello, Message, Ping, Role, StatusRequest, Welcome
 from runtime.link import LinkClient, LinkServer, LinkSettings, Peer
 
@@ -18,7 +19,7 @@ FAST = LinkSettings(heartbeat_ms=50, reconnect_ms=10, reconnect_ms_max=50, hands
 CANCEL = Cancel("r", 1, CancelReason.DISCONNECTED)
 
 
-def hello(name: str, epoch: int = 1, version: int = 1) -> Hello:
+def hello(name: str, epoch: int = 1, version: int = PROTOCOL_VERSION) -> Hello:
     return Hello(version, Role.GATEWAY, epoch, name)
 
 
@@ -110,7 +111,9 @@ def test_refusal_reaches_both_ends(cause: str) -> None:
         a, b = End(), End()
         a.refusal = "wrong fingerprint" if cause == "role" else None
         server = a.server()
-        client = b.client(await server.start(), hello=hello("client", 9, version=1 if cause == "role" else 99))
+        client = b.client(
+            await server.start(), hello=hello("client", 9, version=PROTOCOL_VERSION if cause == "role" else 99)
+        )
         await client.start()
         await until(lambda: bool(client.last_error))
         assert ("wrong fingerprint" if cause == "role" else "version 99") in client.last_error

@@ -4,13 +4,14 @@ import asyncio
 
 import uvloop
 
+from proto.limits import PROTOCOL_VERSION
 from proto.messages import Capacity, Hello, Message, Released, Role, Welcome
 from runtime import log
 from runtime.link import LinkServer, LinkSettings, Peer
 from runtime.registration import Registration
 from runtime.settings import WorkerSettings
 
-HELLO = Hello(1, Role.DECODE, 5, "decode-0", "m", "f", "tcp://h:1", Capacity(10, 16, 4, 100))
+HELLO = Hello(PROTOCOL_VERSION, Role.DECODE, 5, "decode-0", "m", "f", "tcp://h:1", Capacity(10, 16, 4, 100))
 
 
 def test_what_is_said_between_hello_and_welcome_is_told_after_it() -> None:
@@ -22,7 +23,7 @@ def test_what_is_said_between_hello_and_welcome_is_told_after_it() -> None:
 
         server = LinkServer(
             bind="tcp://127.0.0.1:*",
-            hello=Hello(1, Role.COORDINATOR, 7, "coordinator"),
+            hello=Hello(PROTOCOL_VERSION, Role.COORDINATOR, 7, "coordinator"),
             accept=lambda _: None,
             on_up=ignore,
             on_message=lambda _p, message, _b: told.put_nowait(message),

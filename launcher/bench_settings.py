@@ -43,3 +43,10 @@ class EngineBenchSettings(Options):
     model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
     threads: int = Field(1, ge=1, le=1024, description="CPU threads.")
     json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class CoordinatorBenchSettings(Options):
+    """What a decision of the coordinator costs: next chunk, new request, a whole life; CPU time, no cluster needed."""
+
+    requests: int = Field(100_000, ge=1_000, le=10_000_000, description="Requests waiting in the queue.")
+    json_out: str = Field("", description="File for the figures as JSON.")

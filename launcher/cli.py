@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.bench_settings import EngineBenchSettings, IsolationSettings
+from launcher.bench_settings import CoordinatorBenchSettings, EngineBenchSettings, IsolationSettings
 from launcher.status import StatusSettings
 from runtime.options import add_command, invoke, new_app
 from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
@@ -16,7 +16,9 @@ HELP = """Serve language models with prefill and decode in separate processes.
 To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine. On several machines, start each
 process on its own: one coordinator, gateways, and any number of workers of each role.
 """
-BENCH_HELP = "Measure this machine: isolation of running streams from long prompts, or the engine alone."
+BENCH_HELP = (
+    "Measure this machine: isolation of running streams from long prompts, the engine alone, or the coordinator alone."
+)
 
 
 # The modules behind the commands are imported when they run: --help and a wrong option answer at once.
@@ -68,6 +70,12 @@ def _bench_engine(settings: EngineBenchSettings) -> int:
     return run_engine(settings)
 
 
+def _bench_coordinator(settings: CoordinatorBenchSettings) -> int:
+    from launcher.bench_coordinator import run
+
+    return run(settings)
+
+
 def build_app() -> typer.Typer:
     app = new_app(HELP)
 
@@ -87,6 +95,7 @@ def build_app() -> typer.Typer:
     bench = new_app(BENCH_HELP)
     add_command(bench, "isolation", IsolationSettings, _bench_isolation)
     add_command(bench, "engine", EngineBenchSettings, _bench_engine)
+    add_command(bench, "coordinator", CoordinatorBenchSettings, _bench_coordinator)
     app.add_typer(bench, name="bench")
     return app
 

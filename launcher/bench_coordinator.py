@@ -1,0 +1,192 @@
+"""`crossdock bench coordinator`: what a decision costs, in CPU time of the deciding thread.
+
+- the fair queue alone: taking the next chunk (and its request out) and adding a request, at a constant backlog;
+- the whole core: one request's life of four chunks, from `Submit` to `Finished`, seven messages in and seven out;
+- memory of one waiting request, its message included.
+
+The floor, for one thread of CPython at about 50 ns per simple operation: a pop takes the head of three heaps (10-14
+comparisons each) and puts each back, about 100 operations, so 5 µs; a life is seven messages with about 300 operations each.
+"""
+
+import gc
+import random
+import resource
+import time
+from collections.abc import Callable
+from statistics import quantiles
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.core import Core
+from coordinator.events import Action, Limits, PeerUp, Received, Send
+from coordinator.fairqueue import FairQueue, Terms
+from launcher.bench_report import check_writable, write_json
+from launcher.bench_settings import CoordinatorBenchSettings
+from proto.codec import decode, encode
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Capacity, Chunk, Finished, HandedOver, Hello, Role, Step, StepDone, Submit
+from proto.sampling import Sampling
+
+_TENANTS = (100, 1_000, 10_000)
+_SAMPLES = 20_000
+_LIVES = 3_000
+_CHUNKS = 4
+_STEP_TOKENS = 256
+
+
+def run(settings: CoordinatorBenchSettings) -> int:
+    """`crossdock bench coordinator`."""
+    check_writable(settings.json_out)
+    console = Console()
+    with console.status("measuring") as status:
+        request_bytes = _memory(min(settings.requests, 200_000))
+        queue: dict[int, dict[str, float]] = {}
+        for tenants in _TENANTS:
+            status.update(f"fair queue of {settings.requests:,} requests, {tenants:,} tenants")
+            queue[tenants] = _fair_queue(tenants, settings.requests)
+        status.update("whole core")
+        life_us = _lives()
+    table = Table(title=f"Fair queue, {settings.requests:,} requests waiting, µs of CPU", title_justify="left")
+    for heading in ("tenants", "pop p50", "p99", "enqueue p50", "p99"):
+        table.add_column(heading, justify="right")
+    for tenants, row in queue.items():
+        table.add_row(f"{tenants:,}", *(f"{figure:.1f}" for figure in row.values()))
+    console.print(table)
+    console.print(
+        f"A request's life of {_CHUNKS} chunks in the core: {life_us:.0f} µs, so {1e6 / life_us:,.0f} requests/s"
+    )
+    console.print(f"A waiting request: {request_bytes:.0f} bytes, its message included")
+    write_json(settings.json_out, {"fair_queue_us": queue, "life_us": life_us, "request_bytes": request_bytes})
+    return 0
+
+
+def _whole(cost: int) -> Terms:
+    return float(cost), True
+
+
+def _fair_queue(tenants: int, requests: int) -> dict[str, float]:
+    rnd = random.Random(0)
+    queue = FairQueue[int](1024.0)
+    paths = [("standard", f"o{tenant // 10}", f"u{tenant}") for tenant in range(tenants)]
+    for _ in range(requests):
+        queue.push(rnd.randint(1, 512), paths[rnd.randrange(tenants)], rnd.random(), 1)
+    pops, pushes = [], []
+    with _Steady():
+        for _ in range(_SAMPLES):
+            cost, path, deadline = rnd.randint(1, 512), paths[rnd.randrange(tenants)], rnd.random()
+            begin = time.thread_time_ns()
+            queue.pop(1, _whole)
+            middle = time.thread_time_ns()
+            queue.push(cost, path, deadline, 1)
+            pops.append((middle - begin) / 1000)
+            pushes.append((time.thread_time_ns() - middle) / 1000)
+    pop, push = quantiles(pops, n=100), quantiles(pushes, n=100)
+    return {"pop_p50": pop[49], "pop_p99": pop[98], "enqueue_p50": push[49], "enqueue_p99": push[98]}
+
+
+class _Steady:
+    """What was there before is not looked at by the garbage collector while one measures."""
+
+    def __enter__(self) -> None:
+        gc.collect()
+        gc.freeze()
+
+    def __exit__(self, *_: object) -> None:
+        gc.unfreeze()
+
+
+class _World:
+    """A core with one pair of workers that has room for everything, and the CPU time it has used."""
+
+    def __init__(self, steps_in_flight: int = 2) -> None:
+        many = 10**7
+        self.core = Core(
+            Limits(
+                queue_requests_max=many,
+                queue_tokens_max=many * 4096,
+                tenant_queue_requests_max=many,
+                step_tokens=_STEP_TOKENS,
+                steps_in_flight=steps_in_flight,
+            )
+        )
+        self.cpu_ns = 0
+        self.now = 0.0
+        self.steps: list[Step] = []
+        self._add(Role.GATEWAY, 1, None)
+        self._add(Role.PREFILL, 2, Capacity(10**6, 16, 10**4, 100_000))
+        self._add(Role.DECODE, 3, Capacity(10**6, 16, 10**4, 100_000))
+
+    def _add(self, role: Role, epoch: int, capacity: Capacity | None) -> None:
+        hello = Hello(PROTOCOL_VERSION, role, epoch, f"{role}-{epoch}", "m", "f", "tcp://127.0.0.1:1", capacity)
+        self._handle(lambda: self.core.handle(PeerUp(epoch, hello), self.now))
+
+    def receive(self, epoch: int, message: Any, blob: bytes = b"") -> None:
+        self.now += 0.0001
+        self._handle(lambda: self.core.handle(Received(epoch, message, blob), self.now))
+
+    def _handle(self, work: Callable[[], list[Action]]) -> None:
+        begin = time.thread_time_ns()
+        actions = work()
+        self.cpu_ns += time.thread_time_ns() - begin
+        self.steps += [
+            action.message for action in actions if isinstance(action, Send) and isinstance(action.message, Step)
+        ]
+
+
+def _submit(number: int, prompt_tokens: int) -> Submit:
+    tenant = f"org{number % 1000 // 10}/user{number % 1000}"
+    return Submit(f"req-{number:08d}", 1, "m", prompt_tokens, Sampling(max_tokens=64), tenant=tenant)
+
+
+def _lives() -> float:
+    """Microseconds of the core per request, with a thousand of a thousand tenants always waiting."""
+    world = _World()
+    tokens = _CHUNKS * _STEP_TOKENS
+    computed: dict[str, int] = {}
+    for number in range(1000):
+        world.receive(1, _submit(number, tokens), bytes(4 * tokens))
+    ended, world.cpu_ns = 0, 0
+    with _Steady():
+        for number in range(1000, 1000 + _LIVES):
+            world.receive(1, _submit(number, tokens), bytes(4 * tokens))
+            for _ in range(_CHUNKS):
+                ended += _compute(world, world.steps.pop(0), computed, tokens)
+    return world.cpu_ns / 1000 / ended
+
+
+def _compute(world: _World, step: Step, computed: dict[str, int], prompt_tokens: int) -> int:
+    """One step is done; requests that ended with it."""
+    world.receive(2, StepDone(step.step_id, step.chunks, 20.0, 0))
+    ended = 0
+    for chunk in step.chunks:
+        computed[chunk.request_id] = computed.get(chunk.request_id, 0) + chunk.length
+        if computed[chunk.request_id] == prompt_tokens:
+            _end(world, chunk)
+            ended += 1
+    return ended
+
+
+def _end(world: _World, last: Chunk) -> None:
+    world.receive(2, HandedOver(last.request_id, last.attempt, 1, 1.0))
+    world.receive(3, Finished(last.request_id, last.attempt, 64, 0))
+
+
+def _memory(requests: int) -> float:
+    """Bytes of this process per waiting request with a prompt of one token, as decoded from the wire."""
+    world = _World(steps_in_flight=0)
+    before = 0
+    warm = requests // 10  # tables of tenants and the allocator's own
+    for number in range(warm + requests):
+        if number == warm:
+            gc.collect()
+            before = _peak_bytes()
+        message, blob = decode([encode(_submit(number, 1)), bytes(4)])
+        world.receive(1, message, blob)
+    return (_peak_bytes() - before) / requests
+
+
+def _peak_bytes() -> int:
+    """The most this process has had in memory, which is what it has now while it only grows."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -38,6 +38,7 @@ PURE = (
     "kvtransfer/*session.py",
     "engine/blocks.py",
     "engine/finish.py",
+    "engine/prefix.py",
     "engine/sequence.py",
     "gateway/stream_state.py",
     "gateway/stream_types.py",

@@ -40,6 +40,7 @@ PURE = (
     "engine/finish.py",
     "engine/prefix.py",
     "engine/sequence.py",
+    "gateway/block_hashes.py",
     "gateway/stream_state.py",
     "gateway/stream_types.py",
     "gateway/streams.py",

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 
 from proto import limits
-from proto.messages import Capacity, Held, Hello, Message, Role, Welcome
+from proto.messages import CacheEvents, Capacity, Held, Hello, Message, Role, Welcome
 from runtime.link import LinkClient, LinkSettings, OnMessage, Peer
 from runtime.log import Log
 from runtime.settings import WorkerSettings
@@ -39,6 +39,14 @@ class Registration:
             on_down=self._down,
             settings=LinkSettings(heartbeat_ms=settings.heartbeat_ms),
         )
+
+    def report_cache(self, take_changes: Callable[[int], tuple[bytes, bytes]]) -> None:
+        """Tell the coordinator what a prefix cache has gained and lost; while it is away, the changes stay where they are."""
+        if self._peer is None:
+            return
+        inserted, evicted = take_changes(limits.MAX_CACHE_CHANGES)
+        if inserted or evicted:
+            self._peer.send(CacheEvents(inserted, evicted))
 
     async def start(self) -> None:
         await self._client.start()

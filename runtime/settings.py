@@ -274,6 +274,11 @@ class WorkerSettings(_ClientSettings):
         le=4096,
         description="Tokens per KV block. Prefill and decode must agree; larger wastes more in last blocks.",
     )
+    prefix_cache: bool = Field(
+        True,
+        description="Keep the KV of prompts that are done, as long as nobody needs the room, and do not compute (prefill)"
+        " or receive (decode) again what a new prompt of the same tenant begins with.",
+    )
     max_seqs: int = Field(
         64, ge=1, le=65_536, description="Most sequences at once. A larger batch slows each stream in it."
     )

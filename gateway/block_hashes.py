@@ -3,16 +3,43 @@
     hash[i] = BLAKE2b-128(hash[i-1] + tokens of block i, key = group key)
 
 - **Chained**: equal hashes mean equal beginnings of prompts, from the first token on, which is what makes KV equal.
-- **Keyed by the cache group**: by default that is the tenant. Two groups' hashes are unrelated 128-bit numbers, so that no
-  tenant meets what another one's prompt has left behind, in speed or in usage figures, whatever it sends.
+- **Keyed by the cache group**: the tenant, unless the operator lets several share one. Two groups' hashes are unrelated
+  128-bit numbers, so that no tenant meets what another one's prompt has left behind, in speed or in usage figures.
 - **128 bits of a cryptographic hash**: among 10^9 cached blocks the chance of one accidental collision is 10^-21, and nobody
   knows how to make one on purpose with less than 2^64 hashes, which would only confuse prompts of one's own group.
 - The number of tokens in a block is part of the key: caches of another block size are another name space.
 """
 
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from proto.limits import HASH_BYTES, MAX_BLOCK_HASHES
+
+
+@dataclass(frozen=True)
+class BlockNames:
+    """The names of one prompt's blocks, and what they were made with."""
+
+    block_size: int
+    """In tokens."""
+    cache_group: str
+    hashes: bytes
+
+    @staticmethod
+    def of(packed: bytes, block_size: int, cache_group: str) -> "BlockNames":
+        return BlockNames(block_size, cache_group, block_hashes(packed, block_size, cache_group))
+
+    def extended(self, packed: bytes) -> "BlockNames":
+        """Of a prompt that begins with this one."""
+        return BlockNames(
+            self.block_size, self.cache_group, block_hashes(packed, self.block_size, self.cache_group, self.hashes)
+        )
+
+
+def cache_group_of(tenant: str, shared: str = "") -> str:
+    """The group of a tenant: its own, or the one that it shares by the tenants file. No tenant can be named like a shared
+    group, or the other way round."""
+    return f"shared:{shared}" if shared else f"tenant:{tenant}"
 
 
 def group_key(cache_group: str, block_size: int) -> bytes:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from gateway.api_types import ChatRequest, CompletionRequest, GenerationRequest, validate
 from gateway.backend import ClientLeft, Subscription
+from gateway.block_hashes import BlockNames, cache_group_of
 from gateway.body import parse_json
 from gateway.context import Gateway, gateway_of
 from gateway.errors import ApiError
@@ -22,12 +23,14 @@ from gateway.prepare import Prepared, Rules, prepare_chat, prepare_completion
 from gateway.responses import EventStream, Exchange
 from gateway.stream_types import StreamSpec
 from gateway.tokenizer import ModelTokenizer
+from proto.codec import pack_tokens
 from runtime import clock
 from runtime.driver import cancelled
 
 router = APIRouter()
 R = TypeVar("R", bound=GenerationRequest)
 Prepare = Callable[[R, ModelTokenizer, Rules], Prepared]
+TENANT = "default"
 CLIENT_LEFT = 499
 """For the access log only: nobody reads this response."""
 
@@ -54,8 +57,8 @@ async def _generate(
             async with gateway.intake.body(request) as body:
                 wish = validate(cls, parse_json(body))
                 loop = asyncio.get_running_loop()
-                prepared = await loop.run_in_executor(
-                    gateway.threads, partial(prepare, wish, gateway.tokenizer, gateway.rules)
+                prepared, names = await loop.run_in_executor(
+                    gateway.threads, partial(_prepare, prepare, wish, gateway, gateway.backend.block_size, TENANT)
                 )
                 del wish, body
             answer: Answer = answer_cls(
@@ -65,7 +68,7 @@ async def _generate(
                 created=int(clock.unix_time()),
                 model=gateway.rules.model_id,
             )
-            exchange = _submit(gateway, prepared, answer, answer_id)
+            exchange = _submit(gateway, prepared, names, answer, answer_id)
             await stack.enter_async_context(_watched(request.receive, exchange.subscription))
             headers = {"X-Request-Id": answer_id}
             if not prepared.stream:
@@ -84,7 +87,20 @@ async def _generate(
         return Response(status_code=CLIENT_LEFT)
 
 
-def _submit(gateway: Gateway, prepared: Prepared, answer: Answer, answer_id: str) -> Exchange:
+def _prepare(
+    prepare: Prepare[R], wish: R, gateway: Gateway, block_size: int, tenant: str
+) -> tuple[Prepared, list[BlockNames | None]]:
+    """A request's prompts and the names of their KV blocks. Runs on a thread of its own: both take time."""
+    prepared = prepare(wish, gateway.tokenizer, gateway.rules)
+    group = cache_group_of(tenant)
+    return prepared, [
+        BlockNames.of(pack_tokens(prompt), block_size, group) if block_size else None for prompt in prepared.prompts
+    ]
+
+
+def _submit(
+    gateway: Gateway, prepared: Prepared, names: list[BlockNames | None], answer: Answer, answer_id: str
+) -> Exchange:
     several = len(prepared.prompts) > 1
     specs = [
         StreamSpec(
@@ -94,8 +110,10 @@ def _submit(gateway: Gateway, prepared: Prepared, answer: Answer, answer_id: str
             sampling=prepared.sampling,
             choices=prepared.choices,
             make_text=gateway.tokenizer.text_sink(prepared.stops),
+            tenant=TENANT,
+            names=named,
         )
-        for number, prompt in enumerate(prepared.prompts)
+        for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))
     ]
     return Exchange(gateway.backend.open(specs), [spec.stream_id for spec in specs], answer, prepared.choices)
 

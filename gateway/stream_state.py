@@ -6,7 +6,7 @@ from zlib import crc32
 
 from gateway.stream_types import StreamSpec, TextSink
 from proto.codec import pack_tokens
-from proto.messages import Submit
+from proto.messages import Submit, TokenItem
 
 
 class Phase(Enum):
@@ -23,6 +23,10 @@ class Choice:
     sink: TextSink
     tokens: list[int] = field(default_factory=list)
     done: bool = False
+
+    def found_cached(self, item: TokenItem) -> int:
+        """Prompt tokens that were cached before this request came: a later attempt may find what an earlier one computed."""
+        return item.cached_tokens if item.attempt == 1 and not self.tokens else 0
 
 
 @dataclass(eq=False)
@@ -64,6 +68,8 @@ class Submission:
         spec = self.stream.spec
         sent = self.choices[0].tokens if len(self.choices) == 1 else []
         assert len(self.choices) == 1 or not self.has_begun
+        packed = pack_tokens((*spec.prompt, *sent))
+        names = spec.names.extended(packed) if spec.names is not None and sent else spec.names
         submit = Submit(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -74,8 +80,10 @@ class Submission:
             first_choice=self.choices[0].index,
             resumed_tokens=len(sent),
             tenant=spec.tenant,
+            block_hashes=names.hashes if names is not None else b"",
+            hash_block_size=names.block_size if names is not None else 0,
         )
-        return submit, pack_tokens((*spec.prompt, *sent))
+        return submit, packed
 
     def jitter(self) -> float:
         """0.5 to 1.5, the same for the same attempt: spread without randomness, which a pure core has none of."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from gateway.block_hashes import BlockNames
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit, Tokens
 from proto.sampling import Sampling, TokenLogprobs
 
@@ -60,6 +61,8 @@ class StreamSpec:
     choices: int
     make_text: Callable[[], TextSink]
     tenant: str = "default"
+    names: BlockNames | None = None
+    """Of the prompt's KV blocks; without them, nothing of it is taken from a prefix cache or kept there."""
 
 
 # --- events; Accepted, Rejected and Interrupted come as the coordinator sent them, Tokens as the worker did -----------
@@ -141,6 +144,8 @@ class Deliver:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish: Finish | None = None
+    cached_tokens: int = 0
+    """With a choice's first token: prompt tokens that were not computed for it."""
 
 
 class FailKind(StrEnum):

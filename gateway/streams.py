@@ -268,10 +268,12 @@ class StreamKeeper:
             piece = choice.sink.finish()
             texts.append(piece.text)
             stopped = piece.stopped
-        if stopped:
-            finish = Finish.STOP
+        finish = Finish.STOP if stopped else finish
+        cached = choice.found_cached(item)
         choice.tokens.extend(fresh[:used])
-        self._out.append(Deliver(stream.id, choice.index, "".join(texts), fresh[:used], logprobs[:used], finish))
+        self._out.append(
+            Deliver(stream.id, choice.index, "".join(texts), fresh[:used], logprobs[:used], finish, cached)
+        )
         if finish is not None:
             choice.done = True
             submission.ended_early |= item.finish is None or submission.phase is Phase.PENDING

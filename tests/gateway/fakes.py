@@ -37,6 +37,7 @@ from tests import tiny_models
 
 MODEL = "tiny/llama"
 CONTEXT_TOKENS = 512
+BLOCK_SIZE = 2
 BODY_BYTES_MAX = 64 << 10
 ANSWER = "The capital is Paris. 日本語 🌍🚀 done\nEND of it."
 
@@ -60,6 +61,8 @@ class FakeCluster:
     reject: Callable[[Submit], Rejected | None] = lambda submit: None
     interrupt_at: dict[int, int] = field(default_factory=dict)
     """Attempt → answer index at which it is interrupted."""
+    cached: Callable[[Submit], int] = lambda submit: 0
+    """Prompt tokens that its prefill worker had."""
     hold: bool = False
     """Accept, and answer nothing."""
     submits: list[tuple[Submit, list[int]]] = field(default_factory=list)
@@ -68,7 +71,7 @@ class FakeCluster:
 
     def connect(self) -> None:
         self.backend.coordinator_up(self, self.epoch)
-        self.backend.coordinator_message(self, ClusterState((self.backend.model,)), b"")
+        self.backend.coordinator_message(self, ClusterState((self.backend.model,), (BLOCK_SIZE,)), b"")
 
     def send(self, message: Message, blob: bytes = b"") -> bool:
         asyncio.get_running_loop().call_soon(self._receive, message, blob)
@@ -108,7 +111,8 @@ class FakeCluster:
             if index + len(part) == len(tokens):
                 stopped = part[-1] in submit.sampling.stop_token_ids
                 finish = FinishReason.STOP if stopped else FinishReason.LENGTH
-            items.append(TokenItem(*key, choice, index, part, finish, self._logprobs(submit, part)))
+            cached = self.cached(submit) if index == submit.resumed_tokens else 0
+            items.append(TokenItem(*key, choice, index, part, finish, self._logprobs(submit, part), cached))
         if items:
             self.backend.worker_message(self, Tokens(tuple(items)), b"")
             asyncio.get_running_loop().call_later(self.gap_s, self._go_on, submit, index + self.batch)

@@ -1,11 +1,14 @@
-"""Names of KV blocks: equal exactly where prompts of one cache group begin alike."""
+"""Names of KV blocks: equal exactly where prompts of one cache group begin alike; and what users read of cached prompts."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.block_hashes import block_hashes
+from gateway.block_hashes import block_hashes, cache_group_of
 from proto.codec import pack_tokens
 from proto.limits import HASH_BYTES, MAX_BLOCK_HASHES, MAX_FRAME_BYTES
+from proto.messages import ClusterState
+from tests.gateway.fakes import BLOCK_SIZE, MODEL, Site
+from tests.gateway.http_words import completion, events, on_site
 
 PROMPTS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -40,3 +43,51 @@ def test_a_longer_prompt_goes_on_from_what_is_known(prompt: list[int], more: lis
 def test_the_longest_prompts_get_as_many_as_a_message_holds() -> None:
     assert len(hashes([1] * (MAX_BLOCK_HASHES + 5), 1)) == MAX_BLOCK_HASHES
     assert MAX_BLOCK_HASHES * HASH_BYTES < MAX_FRAME_BYTES
+
+
+def test_no_tenant_can_name_itself_into_a_shared_group() -> None:
+    assert cache_group_of("acme", "acme") != cache_group_of("acme") != cache_group_of("shared:acme")
+    assert cache_group_of("acme/ann", "acme") == cache_group_of("acme/bob", "acme")
+
+
+def test_what_is_submitted_has_names_and_a_resume_goes_on_from_them() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.interrupt_at = {1: 10}
+        await completion(site, prompt=[9, 8, 7, 6, 5], max_tokens=30)
+        (first, _), (second, ids) = site.cluster.submits
+        group = cache_group_of("default")
+        assert first.hash_block_size == BLOCK_SIZE and len(first.block_hashes) == 2 * HASH_BYTES
+        assert second.block_hashes == block_hashes(pack_tokens(ids), BLOCK_SIZE, group)
+        assert second.block_hashes.startswith(first.block_hashes) and second.resumed_tokens == 10
+
+    on_site(test)
+
+
+def test_where_the_block_size_is_not_known_nothing_has_a_name() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.backend.coordinator_message(site.cluster, ClusterState((MODEL,)), b"")
+        await completion(site, max_tokens=3)
+        assert site.cluster.submits[0][0].block_hashes == b"" and site.cluster.submits[0][0].hash_block_size == 0
+
+    on_site(test)
+
+
+def test_usage_says_how_much_of_the_prompts_was_cached() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.cached = lambda submit: submit.prompt_tokens - 1
+        answer = await completion(site, prompt=[[9, 8, 7], [6, 5]], n=2, max_tokens=3)
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}, "once for each prompt, not each choice"
+        chunks, _ = await events(site, "/v1/completions", prompt=[9, 8, 7], stream_options={"include_usage": True})
+        assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+    on_site(test)
+
+
+def test_what_an_interrupted_attempt_left_behind_does_not_count_as_cached() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.cached = lambda submit: submit.prompt_tokens - 1 if submit.attempt > 1 else 0
+        site.cluster.interrupt_at = {1: 0, 2: 10}
+        answer = await completion(site, prompt=[9, 8, 7])
+        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+    on_site(test)

@@ -18,6 +18,8 @@ from coordinator.pool import WORKERS
 from coordinator.schedule import schedule
 from coordinator.state import State
 from proto.messages import (
+    CacheEvents,
+    CacheMiss,
     Cancel,
     Finished,
     HandedOver,
@@ -40,6 +42,8 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
     Submit: ((Role.GATEWAY,), intake.submit),
     Cancel: ((Role.GATEWAY,), intake.cancel),
     StepDone: ((Role.PREFILL,), progress.step_done),
+    CacheMiss: ((Role.PREFILL,), progress.cache_miss),
+    CacheEvents: (WORKERS, progress.cache_events),
     HandedOver: ((Role.PREFILL,), progress.handed_over),
     Finished: (WORKERS, progress.finished),
     Released: (WORKERS, progress.released),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from coordinator.bands import DEFAULT_BANDS, Band
 from coordinator.cost import Prices
 from coordinator.lifecycle import State
+from coordinator.score import Weights
 from proto.messages import Hello, Message
 
 
@@ -90,6 +91,8 @@ class Limits:
     quantum_tokens: float = 1024.0
     """Cost that an idle tenant of weight 1 saves up, and has served before others when it comes back."""
     prices: Prices = field(default_factory=Prices)
+    placement: Weights = field(default_factory=Weights)
+    """Of the score that chooses workers."""
     overtaken_max: int = 16
     """After so many chunks of its tenant's later requests, the request that waited longest goes next."""
     bypasses_max: int = 64

@@ -25,8 +25,13 @@ class Request:
     prefill_epoch: int = 0
     decode_epoch: int = 0
     dispatched_tokens: int = 0
-    """Prompt tokens sent out in chunks."""
+    """Prompt tokens sent out in chunks, the cached ones before them included."""
     computed_tokens: int = 0
+    """Likewise."""
+    cached_tokens: int = 0
+    """Of the prompt's first tokens, those that its prefill worker has: they are neither computed nor charged."""
+    waits_since: float | None = None
+    """When it first let a worker's turn pass, for one with more of it cached."""
     entry: "Entry[Request] | None" = None
     """Its place in the fair queue while it has chunks to dispatch."""
     output_charged: float = 0.0
@@ -61,7 +66,8 @@ class Request:
         """Take the next attempt's parameters over."""
         self.submit, self.blob = submit, blob
         self.prefill_epoch = self.decode_epoch = 0
-        self.dispatched_tokens = self.computed_tokens = self.bypassed = 0
+        self.dispatched_tokens = self.computed_tokens = self.cached_tokens = self.bypassed = 0
+        self.waits_since = None
         self.unreported = False
 
 

@@ -1,5 +1,6 @@
 """Placing what waits and keeping prefill workers busy: after every event, as much as there is room for."""
 
+from coordinator.choice import expect_cached
 from coordinator.lifecycle import State as Life
 from coordinator.lifecycle import Trigger
 from coordinator.placement import orders, reserve, room_anywhere
@@ -31,6 +32,7 @@ def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     if request is None or pair is None:
         return
     pool.kept_for = None
+    expect_cached(request, pair[0], pool)
     _place(state, request, *pair, queue, now)
     queue.settle_on(request, pair[0].epoch)
 

@@ -3,7 +3,7 @@
     score(p, d) = queue * (tokens before it on p / rate of p)
                 + compute * (prompt tokens not cached on p / rate of p)
                 + transfer * (blocks not cached on d)   [+ remote * (the same), where p and d are on different hosts]
-                + room * (fullness of p squared + fullness of d squared)
+                + room * (fullness of p squared) + load * (fullness of d)
                 + trouble * (share of recent work that failed on p + the same of d)
 
 The first two are what the prompt waits for; the others are set against them in seconds too, so that each weight says how much
@@ -25,7 +25,9 @@ class Weights:
     remote_s: float = 0.001
     """Per block to send from host to host, on top."""
     room_s: float = 0.2
-    """For a full worker, less for one with room: full ones decode slower and give up cached blocks."""
+    """For a full prefill worker, far less for one with room: a full one has to give up cached blocks."""
+    load_s: float = 1.0
+    """For a full decode worker, less in proportion: each stream more slows all others there, all the time it runs."""
     trouble_s: float = 5.0
     """For a worker on which everything failed lately: avoided, as long as there is another."""
     patience: float = 1.0
@@ -57,6 +59,7 @@ class DecodeSide:
     missing_blocks: int
     """Of this prompt, not cached there."""
     fullness: float
+    """Of its blocks or its sequences, whichever is more."""
     trouble: float
     host: str
 
@@ -70,7 +73,7 @@ def prefill_s(prompt_tokens: int, side: PrefillSide, weights: Weights) -> float:
 def decode_s(side: DecodeSide, prefill_host: str, weights: Weights) -> float:
     """The part of the score that the decode worker decides, given where the prompt is computed."""
     per_block = weights.transfer_s + (weights.remote_s if side.host != prefill_host else 0.0)
-    return per_block * side.missing_blocks + weights.room_s * side.fullness**2 + weights.trouble_s * side.trouble
+    return per_block * side.missing_blocks + weights.load_s * side.fullness + weights.trouble_s * side.trouble
 
 
 def best_decode(decode: Iterable[tuple[int, DecodeSide]], prefill_host: str, weights: Weights) -> int | None:

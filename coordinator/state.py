@@ -108,7 +108,8 @@ class State:
             self.out.append(Send(epoch, message, blob))
 
     def cluster_state(self) -> ClusterState:
-        return ClusterState(tuple(sorted(model for model, pool in self.pools.items() if pool.servable())))
+        servable = sorted(model for model, pool in self.pools.items() if pool.servable())
+        return ClusterState(tuple(servable), tuple(self.pools[model].block_size() for model in servable))
 
     def tell_gateways(self) -> None:
         state = self.cluster_state()

@@ -128,7 +128,7 @@ class Pool:
     def forgive(self) -> None:
         """Something went well: old troubles count less, for whoever had them, or they would never be tried again."""
         for worker in (*self.prefill.values(), *self.decode.values()):
-            worker.trouble *= 0.95
+            worker.trouble = worker.trouble * 0.95 if worker.trouble > 0.01 else 0.0
 
     def block_size(self) -> int:
         """Tokens per KV block, which is part of the fingerprint."""

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Weights:
     queue: float = 1.0
-    compute: float = 1.5
-    """Over 1: what is computed again keeps not only this prompt waiting, but all behind it."""
+    compute: float = 3.0
+    """Well over 1: what is computed again keeps not only this prompt waiting, but all behind it, and drives something else out
+    of a cache. At 1.5, caches that hold all hot beginnings once but not twice lost half their hits in an overload."""
     transfer_s: float = 0.0005
     """Per block to send: a block of some hundred KB at the speed of a fast network, or shared memory with a copy."""
     remote_s: float = 0.001
@@ -32,7 +33,7 @@ class Weights:
     """For a worker on which everything failed lately: avoided, as long as there is another."""
     patience: float = 1.0
     """A request may wait for a worker which has more of its prompt cached as long as it saves, times this ..."""
-    patience_s_max: float = 2.0
+    patience_s_max: float = 5.0
     """... but no longer than this."""
 
 

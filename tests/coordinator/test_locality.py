@@ -142,8 +142,8 @@ def test_nobody_to_choose_from() -> None:
 
 def test_a_prompt_waits_for_its_cache_as_long_as_that_saves_and_not_for_less_work_elsewhere() -> None:
     cached = replace(HERE, cached_tokens=1000)
-    assert patience_s(1100, HERE, {2: cached}, WEIGHTS) == pytest.approx(1.5)
-    assert patience_s(1100, HERE, {2: replace(cached, tokens_before=1000)}, WEIGHTS) == pytest.approx(0.5)
+    assert patience_s(1100, HERE, {2: cached}, WEIGHTS) == pytest.approx(3.0)
+    assert patience_s(1100, HERE, {2: replace(cached, tokens_before=1000)}, WEIGHTS) == pytest.approx(2.0)
     assert patience_s(1100, HERE, {2: replace(cached, tokens_before=4000)}, WEIGHTS) == 0.0
     assert patience_s(9100, HERE, {2: replace(cached, cached_tokens=9000)}, WEIGHTS) == WEIGHTS.patience_s_max
     assert patience_s(1100, replace(HERE, tokens_before=900), {2: HERE}, WEIGHTS) == 0.0

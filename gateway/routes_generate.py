@@ -5,6 +5,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -17,10 +18,11 @@ from gateway.api_types import ChatRequest, CompletionRequest, GenerationRequest,
 from gateway.backend import ClientLeft, Subscription
 from gateway.body import parse_json
 from gateway.context import Gateway, gateway_of
-from gateway.errors import ApiError
+from gateway.errors import ApiError, rate_headers
 from gateway.prepare import Prepared, Rules, prepare_chat, prepare_completion
 from gateway.responses import EventStream, Exchange
 from gateway.stream_types import StreamSpec
+from gateway.tenancy import band_of
 from gateway.tokenizer import ModelTokenizer
 from runtime import clock
 from runtime.driver import cancelled
@@ -53,6 +55,7 @@ async def _generate(
             await stack.enter_async_context(gateway.intake.place())
             async with gateway.intake.body(request) as body:
                 wish = validate(cls, parse_json(body))
+                claim = _claim(gateway, request.state.tenant, wish)
                 loop = asyncio.get_running_loop()
                 prepared = await loop.run_in_executor(
                     gateway.threads, partial(prepare, wish, gateway.tokenizer, gateway.rules)
@@ -65,14 +68,15 @@ async def _generate(
                 created=int(clock.unix_time()),
                 model=gateway.rules.model_id,
             )
-            exchange = _submit(gateway, prepared, answer, answer_id)
+            exchange = _submit(gateway, prepared, answer, answer_id, claim)
             await stack.enter_async_context(_watched(request.receive, exchange.subscription))
-            headers = {"X-Request-Id": answer_id}
             if not prepared.stream:
                 content = await exchange.whole()
                 count(endpoint, "ok").inc()
+                headers = {"X-Request-Id": answer_id, **rate_headers(exchange.rates)}
                 return Response(content, media_type="application/json", headers=headers)
             begun = await exchange.beginning()
+            headers = {"X-Request-Id": answer_id, **rate_headers(exchange.rates)}
             stream = EventStream(exchange, begun, include_usage=prepared.include_usage, headers=headers)
             # From here on the response owns the exchange, its watcher and its place.
             return _Owning(stream, stack.pop_all(), lambda: count(endpoint, stream.outcome).inc())
@@ -84,7 +88,22 @@ async def _generate(
         return Response(status_code=CLIENT_LEFT)
 
 
-def _submit(gateway: Gateway, prepared: Prepared, answer: Answer, answer_id: str) -> Exchange:
+@dataclass(frozen=True)
+class _Claim:
+    """Who asks, and with which urgency."""
+
+    tenant: str
+    band: str
+    deadline_ms: float
+
+
+def _claim(gateway: Gateway, tenant: str, wish: GenerationRequest) -> _Claim:
+    """Raises `ApiError`."""
+    band = band_of(wish.priority, wish.service_tier, gateway.keys.tenants, tenant)
+    return _Claim(tenant, band, wish.deadline_ms or 0.0)
+
+
+def _submit(gateway: Gateway, prepared: Prepared, answer: Answer, answer_id: str, claim: _Claim) -> Exchange:
     several = len(prepared.prompts) > 1
     specs = [
         StreamSpec(
@@ -94,6 +113,9 @@ def _submit(gateway: Gateway, prepared: Prepared, answer: Answer, answer_id: str
             sampling=prepared.sampling,
             choices=prepared.choices,
             make_text=gateway.tokenizer.text_sink(prepared.stops),
+            tenant=claim.tenant,
+            band=claim.band,
+            deadline_ms=claim.deadline_ms,
         )
         for number, prompt in enumerate(prepared.prompts)
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit, Tokens
+from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, Tokens
 from proto.sampling import Sampling, TokenLogprobs
 
 
@@ -60,6 +60,9 @@ class StreamSpec:
     choices: int
     make_text: Callable[[], TextSink]
     tenant: str = "default"
+    band: str = ""
+    deadline_ms: float = 0.0
+    """For the first token, from the opening of the stream; 0: none of its own."""
 
 
 # --- events; Accepted, Rejected and Interrupted come as the coordinator sent them, Tokens as the worker did -----------
@@ -122,6 +125,8 @@ class Admitted:
     """The stream will be served: the coordinator has said so, or tokens have."""
 
     stream_id: str
+    rates: RateState | None = None
+    """Of its tenant, where the coordinator's word came first."""
 
 
 class Finish(StrEnum):

@@ -41,10 +41,10 @@ def _stamp(status: os.stat_result) -> _Stamp:
 
 
 class TenantsFile:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str | Path) -> None:
         """Reads it. Raises `TenantsError`."""
-        self.path = path
-        self.tenants, self._seen = _read(path)
+        self.path = Path(path).expanduser()
+        self.tenants, self._seen = _read(self.path)
         self._asked = asyncio.Event()
 
     async def watch(self, on_change: Callable[[Tenants], None], poll_s: float = POLL_S) -> None:

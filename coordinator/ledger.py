@@ -2,7 +2,7 @@
 
 **Journalled before it is acknowledged.** A request's row is written when it is accepted, open and charged at its estimate, and
 nothing about the request (its acceptance, its order to a worker) leaves the coordinator until that row is committed
-(`coordinator.usage.Outbox`). At its end the row is closed with what was computed and emitted. So at whatever moment the process
+(`coordinator.outbox`). At its end the row is closed with what was computed and emitted. So at whatever moment the process
 is killed, every request that anyone has heard of has one row:
 
 - killed before the row is committed: nobody has heard of the request. Its gateway submits it again, and it gets a row then.

@@ -30,7 +30,7 @@ _PER_MIN = 60 * _NS
 """A limit of n per minute is n units per nanosecond when one token is this many."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Ask:
     """What a request needs. Output is the estimate; the truth comes with `settle`."""
 
@@ -129,7 +129,7 @@ class Account:
         return not (self.concurrency or self.tokens_in_flight or self.kv_blocks)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Share:
     """What one grant took of one level."""
 
@@ -139,7 +139,7 @@ class _Share:
     """False where there was no such limit, or where it was borrowed over."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Grant:
     tenant: str
     ask: Ask
@@ -170,14 +170,16 @@ class Quotas:
             return max(denials, key=lambda denial: denial.retry_after_s or float("inf"))
         return self._take(tenant, accounts, ask, idle)
 
-    def restore(self, tenant: str, ask: Ask, day: int, now: float) -> Grant:
-        """Hold again what an earlier coordinator had granted: no limit is asked, no rate is charged, and the daily budget stays
-        at what `seed` has counted."""
+    def restore(self, tenant: str, ask: Ask, day: int, now: float, *, counted: bool = True) -> Grant:
+        """Hold again what had been granted before: no limit is asked and no rate is charged. `counted`: by `seed`, in the daily
+        budget."""
         accounts = self._accounts(tenant, now)
         for account in accounts:
             account.concurrency += 1
             account.tokens_in_flight += ask.tokens
             account.kv_blocks += ask.kv_blocks
+            if not counted and account.day == day:
+                account.day_tokens += ask.tokens
         return Grant(tenant, ask, day, tuple(_Share(account, False, False) for account in accounts), False)
 
     def settle(self, grant: Grant, used_tokens: int, now: float) -> None:

@@ -54,7 +54,9 @@ def check(settings: CheckSettings) -> int:
 
 def show(tenants: Tenants, console: Console) -> None:
     keys = list(tenants.keys.values())
-    bands = ", ".join(f"{band.name} (weight {band.weight:g}, floor {band.floor:g})" for band in tenants.bands.values())
+    bands = ", ".join(
+        f"{name} (weight {band.weight:g}, floor {band.floor_share:g})" for name, band in tenants.bands.items()
+    )
     console.print(f"Bands: {bands}", highlight=False)
     table = Table(title="Tenants", title_justify="left")
     for heading in ("tenant", "weight", "band", "may use", "limits", "borrows", "keys"):

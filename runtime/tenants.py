@@ -17,7 +17,7 @@ A tenant is an organisation or one of its users, named `organisation` or `organi
 
     [bands.interactive]                 # where bands are given, they are all there are
     weight = 8.0
-    floor = 0.2
+    floor_share = 0.2
 
 Keys are 256 random bits (`crossdock tenants key` makes them), so a plain SHA-256 keeps them: there is no dictionary to try, and
 a salt would only forbid finding a key by its hash. Both the gateway, which knows keys, and the coordinator, which knows limits,
@@ -26,8 +26,8 @@ read the file; hence it lives here. Without a file there is one tenant, `default
 
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Final
 
@@ -48,23 +48,25 @@ class TenantsError(CrossdockError):
 
 @dataclass(frozen=True)
 class Band:
-    """A priority band: weighted, never strict."""
+    """A priority band: weighted, with a share it never falls below; none is strict."""
 
-    name: str
-    weight: float
-    floor: float
-    """Share of prefill that it gets under endless load of others, 0 to 1."""
-    deadline_s: float
-    """A request that names no deadline is ordered as if its first token were wanted after this long …"""
-    deadline_chunk_s: float
-    """… and this for each of its prefill chunks."""
+    weight: float = 1.0
+    floor_share: float = 0.0
+    """Of all service, while every band has work; more when some have none."""
+    ttft_s: float = 2.0
+    """A request without a deadline of its own is due so long after its arrival …"""
+    ttft_s_per_chunk: float = 2.0
+    """… and so much later for each chunk of its prompt: an old long prompt is not due before every new short one."""
 
 
-DEFAULT_BANDS: Final = (
-    Band("interactive", weight=8.0, floor=0.2, deadline_s=1.0, deadline_chunk_s=0.5),
-    Band("standard", weight=4.0, floor=0.1, deadline_s=5.0, deadline_chunk_s=1.0),
-    Band("batch", weight=1.0, floor=0.05, deadline_s=600.0, deadline_chunk_s=10.0),
+DEFAULT_BANDS: Final[Mapping[str, Band]] = MappingProxyType(
+    {
+        "interactive": Band(8.0, 0.0, 0.5, 1.0),
+        "standard": Band(4.0, 0.0, 2.0, 2.0),
+        "batch": Band(1.0, 0.05, 60.0, 10.0),
+    }
 )
+DEFAULT_BAND: Final = "standard"
 
 
 @dataclass(frozen=True)
@@ -119,19 +121,16 @@ class Tenants:
     """By tenant; `default` is always there."""
     keys: Mapping[bytes, str] = field(repr=False)
     """SHA-256 digest of a key → tenant."""
+    open: bool = False
+    """There is no file."""
 
     def policy(self, tenant: str) -> Policy | None:
-        """None for a tenant that the file does not know (any more)."""
-        return self.policies.get(tenant)
-
-    def path(self, tenant: str, band: str) -> tuple[str, str, str]:
-        """(band, organisation, user): where the tenant's requests wait in the fair queue. Raises KeyError."""
-        policy = self.policies[tenant]
-        return band, policy.organisation, policy.user
+        """None for a tenant that the file does not know (any more). Without a file, what `default` may do, everyone may."""
+        return self.policies.get(tenant) or (self.policies[DEFAULT_TENANT] if self.open else None)
 
     def weights(self) -> dict[str, float]:
-        """Of every node of the fair queue: `band`, `band/organisation` and `band/organisation/user`."""
-        weights = {band.name: band.weight for band in self.bands.values()}
+        """Of the fair queue's nodes below its bands: `band/organisation` and `band/organisation/user`."""
+        weights: dict[str, float] = {}
         for policy in self.policies.values():
             for band in policy.bands:
                 weights[f"{band}/{policy.organisation}"] = policy.organisation_weight
@@ -156,9 +155,9 @@ class _Part(BaseModel):
 
 class _BandPart(_Part):
     weight: _Weight
-    floor: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    deadline_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 5.0
-    deadline_chunk_s: Annotated[float, Field(ge=0.0, le=3_600.0)] = 1.0
+    floor_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    ttft_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 2.0
+    ttft_s_per_chunk: Annotated[float, Field(ge=0.0, le=3_600.0)] = 2.0
 
 
 class _LimitsPart(_Part):
@@ -199,29 +198,29 @@ def parse(text: str) -> Tenants:
         part = _FilePart.model_validate(content)
     except ValidationError as error:
         raise _faults([_explain(details) for details in error.errors(include_url=False)]) from None
-    bands: tuple[Band, ...] = DEFAULT_BANDS
+    bands = DEFAULT_BANDS
     if part.bands is not None:
-        bands = tuple(Band(name, **dict(values)) for name, values in part.bands.items())
+        bands = {name: Band(**dict(values)) for name, values in part.bands.items()}
     return _Builder(bands).build(part)
 
 
 def open_tenants() -> Tenants:
     """What holds without a file: one tenant without limits, which may use every band."""
-    return _Builder(DEFAULT_BANDS).build(_FilePart())
+    return replace(_Builder(DEFAULT_BANDS).build(_FilePart()), open=True)
 
 
 class _Builder:
     """Puts the parts together and gathers what is wrong between them."""
 
-    def __init__(self, bands: Iterable[Band]) -> None:
-        self.bands = {band.name: band for band in bands}
+    def __init__(self, bands: Mapping[str, Band]) -> None:
+        self.bands = dict(bands)
         self.faults: list[str] = []
         self.policies: dict[str, Policy] = {}
         self.keys: dict[bytes, str] = {}
 
     def build(self, part: _FilePart) -> Tenants:
-        if sum(band.floor for band in self.bands.values()) >= 1.0:
-            self.faults.append("bands: their floors add up to 1 or more; together they must leave something to weigh")
+        if sum(band.floor_share for band in self.bands.values()) >= 1.0:
+            self.faults.append("bands: their floor_share add up to 1 or more, which leaves nothing to share by weight")
         for name, organisation in part.tenants.items():
             self._organisation(name, organisation)
         if DEFAULT_TENANT not in self.policies:
@@ -231,7 +230,7 @@ class _Builder:
         return Tenants(MappingProxyType(self.bands), MappingProxyType(self.policies), MappingProxyType(self.keys))
 
     def _organisation(self, name: str, part: _OrganisationPart) -> None:
-        band = part.band or ("standard" if "standard" in self.bands else next(iter(self.bands)))
+        band = part.band or (DEFAULT_BAND if DEFAULT_BAND in self.bands else next(iter(self.bands)))
         own = Policy(
             tenant=name,
             organisation=name,
@@ -272,7 +271,7 @@ class _Builder:
             self.faults.append(f"{where}.band: {band!r} is not a band; there are {known}")
             return frozenset()
         if asked is None:
-            return frozenset(b.name for b in self.bands.values() if b.weight <= self.bands[band].weight)
+            return frozenset(name for name, b in self.bands.items() if b.weight <= self.bands[band].weight)
         self.faults += [
             f"{where}.bands: {name!r} is not a band; there are {known}" for name in asked if name not in self.bands
         ]

@@ -13,7 +13,8 @@ import pytest
 
 from coordinator.events import Send
 from coordinator.ledger import Ledger, LedgerError, day_text
-from coordinator.usage import Outbox, Past
+from coordinator.outbox import Outbox
+from coordinator.usage import Past
 from proto.messages import Accepted, Release, StatusRequest
 from tests.coordinator.ledger_words import closed, opened
 

@@ -47,17 +47,11 @@ def test_keys_name_their_tenant_and_are_not_shown() -> None:
     assert BOB not in repr(tenants)
 
 
-def test_paths_and_weights_are_those_of_the_fair_queue() -> None:
+def test_weights_are_those_of_the_fair_queue() -> None:
     tenants = parse(FILE)
-    assert tenants.path("acme/bob", "batch") == ("batch", "acme", "bob")
-    assert tenants.path("acme", "standard") == ("standard", "acme", "")
     weights = tenants.weights()
-    assert (weights["batch"], weights["batch/acme"], weights["batch/acme/bob"]) == (1.0, 2.0, 0.5)
-    assert all(
-        "/".join(tenants.path(name, band)) in weights
-        for name, policy in tenants.policies.items()
-        for band in policy.bands
-    )
+    assert (weights["batch/acme"], weights["batch/acme/bob"], weights["standard/acme/"]) == (2.0, 0.5, 1.0)
+    assert not set(weights) & set(tenants.bands)  # theirs depend on floors as well
 
 
 def test_a_group_never_shares_with_a_tenant_of_its_name() -> None:
@@ -69,14 +63,15 @@ def test_a_group_never_shares_with_a_tenant_of_its_name() -> None:
 def test_without_a_file_there_is_one_open_tenant() -> None:
     tenants = open_tenants()
     (policy,) = tenants.policies.values()
-    assert policy.tenant == "default" and policy.bands == {band.name for band in DEFAULT_BANDS}
+    assert policy.tenant == "default" and policy.bands == set(DEFAULT_BANDS)
     assert policy.levels[0].limits == QuotaLimits()
     assert not tenants.keys
+    assert tenants.policy("anyone") is policy and parse("").policy("anyone") is None
     assert parse("").policies == tenants.policies
 
 
 def test_bands_of_the_file_are_all_there_are() -> None:
-    tenants = parse("[bands.gold]\nweight = 3\nfloor = 0.5\n[bands.iron]\nweight = 1\n[tenants.a]\nband = 'iron'")
+    tenants = parse("[bands.gold]\nweight = 3\nfloor_share = 0.5\n[bands.iron]\nweight = 1\n[tenants.a]\nband = 'iron'")
     assert list(tenants.bands) == ["gold", "iron"]
     assert tenants.policies["default"].band == "gold"
     assert tenants.policies["a"].bands == {"iron"}
@@ -95,9 +90,12 @@ def test_bands_of_the_file_are_all_there_are() -> None:
         ("[tenants.a]\nbands = []", "tenants.a.bands: must not be empty"),
         ("[tenants.'a/b']", "tenants.a/b: a name is 1 to 64 of"),
         ("tenants = 3", "tenants: must be a table, not 3"),
-        ("[bands.x]\nfloor = 0.1", "bands.x.weight: is needed"),
+        ("[bands.x]\nfloor_share = 0.1", "bands.x.weight: is needed"),
         ("[bands.x]\nweight = inf", "bands.x.weight: "),
-        ("[bands.x]\nweight = 1\nfloor = 0.6\n[bands.y]\nweight = 1\nfloor = 0.4", "bands: their floors add up"),
+        (
+            "[bands.x]\nweight = 1\nfloor_share = 0.6\n[bands.y]\nweight = 1\nfloor_share = 0.4",
+            "bands: their floor_share add up",
+        ),
         ("[[", "not TOML"),
         (f"[tenants.a]\nkeys = ['{ANN}']\n[tenants.b]\nkeys = ['{ANN}']", "tenants.b.keys: "),
         (f"[tenants.a]\nkeys = ['{ANN}', '{ANN}']", "tenants.a.keys: "),

@@ -71,6 +71,8 @@ class Billing:
 
     def configure(self, tenants: Tenants, utc_offset_s: float, past: Past, orphans_until: float, now: float) -> None:
         self.quotas.replace(tenants, utc_offset_s, now)
+        for tenant, ago_s, tokens in past.recent:
+            self.quotas.seed_rates(tenant, tokens, now - ago_s)
         for tenant, day, tokens in past.charged:
             self.quotas.seed(tenant, day, tokens, now)
         for row in past.open:

@@ -11,7 +11,10 @@ is killed, every request that anyone has heard of has one row:
   no coordinator was there), the row is written off: closed as `lost`, charged at the estimate. Charging nothing would forgive
   work that was done; the estimate is the best that is known.
 - killed after the end but before the row is closed: the same, the row being open.
-- killed after the row is closed: done. Rows are found by request id; a second opening or closing of one changes nothing.
+- killed after the row is closed: done.
+
+Rows are found by request id; a second opening or closing of one changes nothing. The rates per minute go on from the
+rows of the last minute.
 
 **Durability.** `synchronous=NORMAL`: a commit is in the operating system's hands, so it outlives the process, kill -9 included.
 A machine that loses power may lose the last commits, never the file's consistency. Full durability would cost an fsync for each
@@ -37,12 +40,14 @@ from filelock import FileLock, Timeout
 from coordinator.quota import Ask
 from coordinator.usage import Closed, Entry, Opened, Past
 from proto.errors import CrossdockError
+from runtime import clock
 
 T = TypeVar("T")
 QUEUE_MAX: Final = 1 << 16
 BATCH_MAX: Final = 4096
 OPEN_MAX: Final = 1 << 17
 """Open rows taken over at a start."""
+RECENT_MAX: Final = 1 << 18
 _LOCK_TIMEOUT_S: Final = 5.0
 _BUSY_TIMEOUT_S: Final = 10.0
 _VERSION: Final = 1
@@ -55,6 +60,7 @@ CREATE TABLE IF NOT EXISTS usage (
     model TEXT NOT NULL,
     band TEXT NOT NULL,
     borrowed INTEGER NOT NULL,
+    accepted_s REAL NOT NULL,        -- Unix time
     outcome TEXT,                    -- NULL while it is open
     charged_tokens INTEGER NOT NULL, -- while it is open: the estimate
     prompt_tokens INTEGER NOT NULL,
@@ -64,11 +70,12 @@ CREATE TABLE IF NOT EXISTS usage (
     queue_ms REAL, prefill_ms REAL, transfer_ms REAL, decode_ms REAL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS usage_by_day ON usage (day, tenant);
+CREATE INDEX IF NOT EXISTS usage_by_time ON usage (accepted_s);
 CREATE INDEX IF NOT EXISTS usage_open ON usage (request_id) WHERE outcome IS NULL;
 """
 _OPEN: Final = """
-INSERT INTO usage (request_id, day, tenant, model, band, borrowed, charged_tokens, prompt_tokens, output_tokens, kv_blocks)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (request_id) DO NOTHING
+INSERT INTO usage (request_id, day, tenant, model, band, borrowed, accepted_s, charged_tokens, prompt_tokens, output_tokens,
+    kv_blocks) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (request_id) DO NOTHING
 """
 _CLOSE: Final = """
 UPDATE usage SET outcome = ?, charged_tokens = ?, prompt_tokens = ?, cached_tokens = ?, output_tokens = ?, queue_ms = ?,
@@ -90,12 +97,12 @@ class Ledger:
     after which nothing is written any more; both are called on the loop."""
 
     def __init__(
-        self, path: Path, *, on_committed: Callable[[list[str]], None], on_failed: Callable[[LedgerError], None]
+        self, path: str | Path, *, on_committed: Callable[[list[str]], None], on_failed: Callable[[LedgerError], None]
     ) -> None:
-        self.path = path
+        self.path = Path(path).expanduser()
         self._on_committed, self._on_failed = on_committed, on_failed
         self._entries: queue.Queue[Entry | None] = queue.Queue(QUEUE_MAX)
-        self._lock = FileLock(f"{path}.lock")
+        self._lock = FileLock(f"{self.path}.lock")
         self._thread: threading.Thread | None = None
 
     async def start(self, today: int) -> Past:
@@ -208,14 +215,24 @@ def _read(db: sqlite3.Connection, today: int) -> Past:
         for request_id, day, tenant, model, band, borrowed, *ask in rows
     ]
     sums = db.execute("SELECT tenant, SUM(charged_tokens) FROM usage WHERE day = ? GROUP BY tenant", (day_text(today),))
-    return Past(tuple(opened), tuple((tenant, today, tokens) for tenant, tokens in sums))
+    now_s = clock.unix_time()
+    last_minute = db.execute(
+        "SELECT tenant, accepted_s, charged_tokens FROM usage WHERE accepted_s BETWEEN ? AND ? AND NOT borrowed"
+        " ORDER BY accepted_s LIMIT ?",
+        (now_s - 60.0, now_s, RECENT_MAX),
+    )
+    return Past(
+        tuple(opened),
+        tuple((tenant, today, tokens) for tenant, tokens in sums),
+        tuple((tenant, now_s - accepted_s, tokens) for tenant, accepted_s, tokens in last_minute),
+    )
 
 
 def _write(db: sqlite3.Connection, entry: Entry) -> None:
     match entry:
         case Opened(request_id, day, tenant, model, band, borrowed, ask):
             what = (ask.tokens, ask.prompt_tokens, ask.output_tokens, ask.kv_blocks)
-            db.execute(_OPEN, (request_id, day_text(day), tenant, model, band, borrowed, *what))
+            db.execute(_OPEN, (request_id, day_text(day), tenant, model, band, borrowed, clock.unix_time(), *what))
         case Closed():
             tokens = (entry.charged_tokens, entry.prompt_tokens, entry.cached_tokens, entry.output_tokens)
             times = (entry.queue_ms, entry.prefill_ms, entry.transfer_ms, entry.decode_ms)

@@ -55,8 +55,8 @@ class Denial:
     """When the same ask will be admitted if nothing else is, a day at the most; 0: never. For held amounts `HELD_RETRY_S`."""
 
     def __str__(self) -> str:
-        what = "the limit" if self.retry_after_s else "more than the limit"
-        return f"{self.limit} of {self.level}: {what} is reached"
+        what = "the limit is reached" if self.retry_after_s else "this request alone is over the limit"
+        return f"{self.limit} of {self.level}: {what}"
 
 
 class _Bucket:
@@ -199,6 +199,14 @@ class Quotas:
         for account in self._accounts(tenant, now):
             if account.day == day:
                 account.day_tokens += tokens
+
+    def seed_rates(self, tenant: str, tokens: int, at: float) -> None:
+        """A request that took of the rates at a time before now; in order of time, and before anything else."""
+        for account in self._accounts(tenant, at):
+            if account.requests is not None:
+                account.requests.take(1)
+            if account.tokens is not None:
+                account.tokens.take(tokens)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 

@@ -46,3 +46,5 @@ class Past:
     """Accepted by an earlier coordinator and not ended, as far as it could write."""
     charged: tuple[tuple[str, int, int], ...] = ()
     """(tenant, day, tokens) of the day of the start, the open ones included."""
+    recent: tuple[tuple[str, float, int], ...] = ()
+    """(tenant, seconds ago, tokens) of each request accepted in the last minute within its rates, oldest first."""

@@ -74,6 +74,11 @@ def test_what_is_open_and_what_the_day_cost_comes_back(tmp_path: Path) -> None:
     a = closed("r1").charged_tokens + opened("r2").ask.tokens
     assert sorted(past.charged) == [("a/x", 0, a), ("b", 0, opened("b").ask.tokens)]
     assert past_of(path, today=1).charged == ()
+    assert [(tenant, tokens) for tenant, _, tokens in past.recent] == [
+        ("a/x", closed("r1").charged_tokens),
+        *((row.tenant, row.ask.tokens) for row in (opened("r2"), opened("old"), opened("b", tenant="b"))),
+    ]
+    assert all(0 <= ago_s < 60 for _, ago_s, _ in past.recent)
 
 
 def test_repeating_an_entry_changes_nothing(tmp_path: Path) -> None:

@@ -148,6 +148,15 @@ def test_rates_are_of_the_level_with_the_least_left() -> None:
     assert q.rates("free", 0.0) == RateState(0, 0, 0.0, 0, 0, 0.0)
 
 
+def test_rates_of_before_a_restart_are_what_they_would_have_been() -> None:
+    text = "[tenants.a]\nlimits = { requests_per_min = 6, tokens_per_min = 600 }"
+    lived, began = quotas(text), quotas(text)
+    for at in (100.0, 102.0, 131.0):
+        lived.settle(granted(lived.reserve("a", ASK, at)), 70, at)
+        began.seed_rates("a", 70, at)
+    assert began.rates("a", 140.0) == lived.rates("a", 140.0)
+
+
 # --- a naive twin -----------------------------------------------------------------------------------------------------
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.bands import DEFAULT_BANDS, Band
 from coordinator.cost import Prices
 from coordinator.lifecycle import State
 from coordinator.score import Weights
+from coordinator.usage import Closed, Opened, Past
 from proto.messages import Hello, Message
+from runtime.tenants import DEFAULT_BANDS, Band, Tenants
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,18 @@ class Tick:
     """A deadline has come."""
 
 
-Event = PeerUp | PeerDown | Received | Tick
+@dataclass(frozen=True)
+class Configured:
+    """A tenants file to put in force: before anything else, and whenever it has changed."""
+
+    tenants: Tenants
+    utc_offset_s: float
+    """The wall clock minus the clock of `now`."""
+    past: Past | None = None
+    """What the journal says, at the start only."""
+
+
+Event = PeerUp | PeerDown | Received | Configured | Tick
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class Misbehaved:
     reason: str
 
 
-Action = Send | Moved | Misbehaved
+Action = Send | Moved | Misbehaved | Opened | Closed
 
 
 @dataclass(frozen=True)
@@ -97,5 +109,7 @@ class Limits:
     """After so many chunks of its tenant's later requests, the request that waited longest goes next."""
     bypasses_max: int = 64
     """After so many requests got room before one that waits for it, what comes free is kept for that one."""
+    orphan_s_max: float = 120.0
+    """How long an open row of an earlier coordinator waits for word of its request."""
     remembered_max: int = 4096
     """Ended attempts kept, so that what repeats them is recognised."""

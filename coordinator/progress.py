@@ -24,6 +24,7 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
     if tokens and done.step_ms > 0:
         worker.tokens_per_s += 0.2 * (tokens * 1000 / done.step_ms - worker.tokens_per_s)
     for chunk in done.computed:
+        state.billing.computed(chunk.request_id, chunk.attempt, chunk.length)
         request = state.current(chunk.request_id, chunk.attempt)
         if request is None or request.prefill_epoch != epoch:
             continue
@@ -31,6 +32,8 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
         if request.state is Life.PREFILLING and request.computed_tokens >= request.submit.prompt_tokens:
             state.counters["prompt_tokens_cached"] += request.cached_tokens
             state.move(request, Trigger.PROMPT_DONE, now)
+    for chunk, _ in asked:
+        state.journal(state.billing.let_go(chunk.request_id, 0, now))
 
 
 def _refund_skipped(
@@ -90,6 +93,7 @@ def finished(state: State, epoch: int, event: Received, now: float) -> None:
     state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens)
     worker.tokens_forwarded = done.tokens_forwarded
     state.counters["output_tokens"] += done.output_tokens
+    state.journal(state.billing.end_orphan(done.request_id, Life.FINISHED, now))
     request = state.current(done.request_id, done.attempt)
     if request is None or epoch not in (request.prefill_epoch, request.decode_epoch):
         return
@@ -103,6 +107,7 @@ def released(state: State, epoch: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, Released)
     state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens)
+    state.journal(state.billing.end_orphan(done.request_id, Life.CANCELLED, now))
 
 
 def work_failed(state: State, epoch: int, event: Received, now: float) -> None:

@@ -35,6 +35,11 @@ class WaitQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._waiting.values())
 
+    def replace_limits(self, limits: Limits) -> None:
+        """Other bands and weights, from the next turn on."""
+        self._limits = limits
+        self.fair.reweigh({**ring_weights(limits.bands), **limits.weights})
+
     # --- in and out -----------------------------------------------------------------------------------------------------
 
     def push(self, request: Request, now: float) -> None:

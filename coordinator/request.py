@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from coordinator.billing import Bill
 from coordinator.lanes import Entry
 from coordinator.lifecycle import State, Trigger, advance
 from proto.messages import Submit
@@ -40,6 +41,7 @@ class Request:
     """What its attempt has emitted is not known from its worker; the next attempt's `resumed_tokens` will tell."""
     borrowed: bool = False
     """Beyond its tenant's rates, while nobody else wanted the capacity: the first to go in an overload."""
+    bill: Bill | None = None
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
 
@@ -59,6 +61,8 @@ class Request:
         return (self.id, self.submit.attempt)
 
     def fire(self, trigger: Trigger, now: float) -> None:
+        if self.bill is not None:
+            self.bill.spend(self.state, now - self.since)
         self.state = advance(self.state, trigger)
         self.since = now
 

@@ -36,12 +36,6 @@ class BlockNames:
         )
 
 
-def cache_group_of(tenant: str, shared: str = "") -> str:
-    """The group of a tenant: its own, or the one that it shares by the tenants file. No tenant can be named like a shared
-    group, or the other way round."""
-    return f"shared:{shared}" if shared else f"tenant:{tenant}"
-
-
 def group_key(cache_group: str, block_size: int) -> bytes:
     """The key of one group's hashes: 32 bytes. `block_size` is in tokens."""
     return blake2b(f"{block_size}:{cache_group}".encode(), digest_size=32, person=b"crossdock-prefix").digest()

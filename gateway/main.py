@@ -16,13 +16,16 @@ from gateway.context import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.prepare import Rules
 from gateway.stream_types import StreamLimits
+from gateway.tenancy import KeyRing
 from gateway.tokenizer import ModelFilesError, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
 from runtime import clock, log
-from runtime.driver import cancelled, run_process
+from runtime.driver import cancelled, run_process, watched
 from runtime.link import LinkClient, LinkServer, LinkSettings, Peer
 from runtime.settings import GatewaySettings
+from runtime.tenants import TenantsError, open_tenants
+from runtime.tenants_file import TenantsFile
 
 _CLOSE_TIMEOUT_S = 5
 
@@ -82,10 +85,12 @@ class GatewayProcess:
             try:
                 address = await self.tokens.start()
                 tokenizer = await loading
-            except (OSError, ModelFilesError) as error:
+                tenants = TenantsFile(settings.tenants) if settings.tenants else None
+            except (OSError, ModelFilesError, TenantsError) as error:
                 self.log.error("cannot start", error=str(error))
                 await self.tokens.close()
                 return 1
+            keys = KeyRing(tenants.tenants if tenants else open_tenants(), settings.api_keys)
             coordinator = self._coordinator(settings.advertise or address)
             await coordinator.start()
             gateway = Gateway(
@@ -94,13 +99,15 @@ class GatewayProcess:
                 metrics=self.metrics,
                 intake=Intake(body_bytes_max=settings.body_bytes_max),
                 rules=Rules(settings.served_model_id, settings.default_max_tokens),
-                api_keys=tuple(key.encode() for key in settings.api_keys),
+                keys=keys,
             )
             ends = (self.tokens, coordinator)
             self.metrics.count_protocol_errors = lambda: sum(end.counters.protocol_errors for end in ends)
+            watching = [watched(tenants.watch(keys.replace))] if tenants else []
             try:
                 await self._serve(gateway, listener, stop)
             finally:
+                await cancelled(*watching)
                 await coordinator.close()
                 await self.tokens.close()
                 self.backend.close()

@@ -11,6 +11,7 @@ from gateway.answers import Answer, ChoiceState
 from gateway.backend import ClientLeft, Subscription
 from gateway.errors import ApiError, of_failure
 from gateway.stream_types import Admitted, Deliver, Ended
+from proto.messages import RateState
 
 SEND_TIMEOUT_S = 120.0
 """A client that reads nothing for so long is cut off."""
@@ -32,6 +33,8 @@ class Exchange:
         """By stream: choices of one prompt share what was computed of it."""
         self.unadmitted = set(stream_ids)
         self.unended = set(stream_ids)
+        self.rates: RateState | None = None
+        """As the coordinator last told it."""
         self.choices = [
             ChoiceState(number * choices_each + index, number)
             for number in range(len(stream_ids))
@@ -50,7 +53,9 @@ class Exchange:
                 delivered.append((self.choices[self._first_choice[event.stream_id] + event.choice], event))
                 continue
             self.unadmitted.discard(event.stream_id)
-            if isinstance(event, Ended):
+            if isinstance(event, Admitted):
+                self.rates = event.rates or self.rates
+            else:
                 self.unended.discard(event.stream_id)
                 if event.failure is not None:
                     raise of_failure(event.failure)

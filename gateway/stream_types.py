@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from gateway.block_hashes import BlockNames
-from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit, Tokens
+from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, Tokens
 from proto.sampling import Sampling, TokenLogprobs
 
 
@@ -63,6 +63,9 @@ class StreamSpec:
     tenant: str = "default"
     names: BlockNames | None = None
     """Of the prompt's KV blocks; without them, nothing of it is taken from a prefix cache or kept there."""
+    band: str = ""
+    deadline_ms: float = 0.0
+    """For the first token, from the opening of the stream; 0: none of its own."""
 
 
 # --- events; Accepted, Rejected and Interrupted come as the coordinator sent them, Tokens as the worker did -----------
@@ -125,6 +128,8 @@ class Admitted:
     """The stream will be served: the coordinator has said so, or tokens have."""
 
     stream_id: str
+    rates: RateState | None = None
+    """Of its tenant, where the coordinator's word came first."""
 
 
 class Finish(StrEnum):

@@ -36,6 +36,7 @@ PURE = (
     "coordinator/*.py",
     "kvtransfer/layout.py",
     "kvtransfer/*session.py",
+    "runtime/tenants.py",
     "engine/blocks.py",
     "engine/finish.py",
     "engine/prefix.py",

@@ -11,7 +11,7 @@ from coordinator.cost import Prices
 from coordinator.events import Limits, PeerUp, Received, Send
 from coordinator.score import Weights
 from engine.blocks import BlockAllocator
-from gateway.block_hashes import block_hashes, cache_group_of
+from gateway.block_hashes import block_hashes
 from prefill_worker.prompts import Prompt, PromptTable
 from proto.codec import pack_tokens, unpack_tokens
 from proto.messages import (
@@ -101,7 +101,7 @@ class CacheWorld:
     def run(self, arrivals: Sequence[Arrival]) -> None:
         for number, arrival in enumerate(arrivals):
             packed = pack_tokens(arrival.prompt)
-            hashes = block_hashes(packed, BLOCK, cache_group_of(arrival.tenant))
+            hashes = block_hashes(packed, BLOCK, f"tenant:{arrival.tenant}")
             self.prompt_tokens += len(arrival.prompt)
             message = Submit(
                 f"r{number}", 1, MODEL, len(arrival.prompt), Sampling(max_tokens=OUTPUT), tenant=arrival.tenant,

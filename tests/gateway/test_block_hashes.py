@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.block_hashes import block_hashes, cache_group_of
+from gateway.block_hashes import block_hashes
 from proto.codec import pack_tokens
 from proto.limits import HASH_BYTES, MAX_BLOCK_HASHES, MAX_FRAME_BYTES
 from proto.messages import ClusterState
@@ -45,17 +45,12 @@ def test_the_longest_prompts_get_as_many_as_a_message_holds() -> None:
     assert MAX_BLOCK_HASHES * HASH_BYTES < MAX_FRAME_BYTES
 
 
-def test_no_tenant_can_name_itself_into_a_shared_group() -> None:
-    assert cache_group_of("acme", "acme") != cache_group_of("acme") != cache_group_of("shared:acme")
-    assert cache_group_of("acme/ann", "acme") == cache_group_of("acme/bob", "acme")
-
-
 def test_what_is_submitted_has_names_and_a_resume_goes_on_from_them() -> None:
     async def test(site: Site) -> None:
         site.cluster.interrupt_at = {1: 10}
         await completion(site, prompt=[9, 8, 7, 6, 5], max_tokens=30)
         (first, _), (second, ids) = site.cluster.submits
-        group = cache_group_of("default")
+        group = "tenant:default"
         assert first.hash_block_size == BLOCK_SIZE and len(first.block_hashes) == 2 * HASH_BYTES
         assert second.block_hashes == block_hashes(pack_tokens(ids), BLOCK_SIZE, group)
         assert second.block_hashes.startswith(first.block_hashes) and second.resumed_tokens == 10

@@ -6,7 +6,7 @@ import pytest
 
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
-from gateway.block_hashes import block_hashes, cache_group_of
+from gateway.block_hashes import block_hashes
 from prefill_worker.compute import run_step
 from prefill_worker.prompts import Prompt, PromptTable
 from proto.codec import pack_tokens
@@ -24,7 +24,7 @@ GREEDY, DRAWN = Sampling(max_tokens=4, logprobs=3), Sampling(max_tokens=4, tempe
 def first_token(
     engine: Engine, table: PromptTable, name: str, tokens: list[int], *, cached: int, sampling: Sampling, chunk: int
 ) -> tuple[Prompt, TokenItem]:
-    hashes = block_hashes(pack_tokens(tokens), BLOCK, cache_group_of("t"))
+    hashes = block_hashes(pack_tokens(tokens), BLOCK, "tenant:t")
     order = Prefill(name, 1, len(tokens), sampling, 1, 0, 0, Peer("g", 1), Peer("d", 2), hashes, cached)
     prompt = table.take_in(order, tokens)
     assert isinstance(prompt, Prompt)

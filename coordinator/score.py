@@ -37,7 +37,7 @@ class Weights:
     """... but no longer than this."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PrefillSide:
     """A prefill worker, as this prompt would find it."""
 
@@ -53,7 +53,7 @@ class PrefillSide:
     host: str
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DecodeSide:
     """A decode worker, as this prompt would find it."""
 

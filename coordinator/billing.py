@@ -11,11 +11,10 @@ A bill of an earlier coordinator is an *orphan*: its row in the journal is open,
 If none comes in `orphan_s`, it is written off at its estimate.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coordinator.lifecycle import State
-from coordinator.quota import Ask, Denial, Grant, Quotas
+from coordinator.quota import NO_RATES, Ask, Denial, Grant, Quotas
 from coordinator.usage import Closed, Past
 from proto.messages import RateState
 from runtime.tenants import Tenants
@@ -24,7 +23,6 @@ LOST = "lost"
 """Outcome of an orphan that nobody could tell about."""
 _UNSERVED = frozenset({State.REJECTED, State.EXPIRED, State.FAILED})
 """Ends that are ours: where nothing was computed either, it is as if the request had not been."""
-_NO_RATES = RateState(0, 0, 0.0, 0, 0, 0.0)
 
 
 @dataclass(eq=False, slots=True)
@@ -39,6 +37,8 @@ class Bill:
     """To be charged."""
     cached_tokens: int = 0
     output_tokens: int = 0
+    adopted: bool = False
+    """It was an orphan, and its row is in the journal."""
     held: int = 0
     """Reservations on workers, and chunks dispatched and not heard of."""
     outcome: str = ""
@@ -46,6 +46,11 @@ class Bill:
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     decode_s: float = 0.0
+
+    @property
+    def estimate(self) -> Ask:
+        """What was reserved."""
+        return Ask(self.prompt_tokens_max, self.grant.tokens - self.prompt_tokens_max, self.grant.kv_blocks)
 
     def spend(self, state: State, seconds: float) -> None:
         """Time passed in a state of the request."""
@@ -90,7 +95,7 @@ class Billing:
         if self.orphans.pop(request_id, None) is None:
             return None
         bill = self.bills[request_id]
-        bill.output_tokens = resumed_tokens
+        bill.adopted, bill.output_tokens = True, resumed_tokens
         if not resumed_tokens:
             bill.prompt_tokens = 0
         return bill
@@ -116,8 +121,11 @@ class Billing:
         bill = self.bills[request_id] = Bill(request_id, grant, prompt_tokens_max)
         return bill
 
-    def undo(self, bill: Bill, now: float) -> None:
-        """It was not accepted after all."""
+    def undo(self, bill: Bill, now: float, orphans_until: float) -> None:
+        """It was not accepted after all; an orphan is one again, since its gateway may come once more."""
+        if bill.adopted:
+            self.orphans[bill.request_id] = orphans_until
+            return
         del self.bills[bill.request_id]
         self.quotas.undo(bill.grant, now)
 
@@ -126,16 +134,15 @@ class Billing:
         if self.quotas.tenants.policy(tenant) is None:
             return None
         rates = self.quotas.rates(tenant, now)
-        return None if rates == _NO_RATES else rates
+        return None if rates is NO_RATES else rates
 
     # --- life -----------------------------------------------------------------------------------------------------------
 
-    def hold(self, request_ids: Iterable[str]) -> None:
-        """Something more of each is on a worker."""
-        for request_id in request_ids:
-            bill = self.bills.get(request_id)
-            if bill is not None:
-                bill.held += 1
+    def hold(self, request_id: str, count: int = 1) -> None:
+        """So much more of it is on workers."""
+        bill = self.bills.get(request_id)
+        if bill is not None:
+            bill.held += count
 
     def computed(self, request_id: str, attempt: int, tokens: int) -> None:
         bill = self.bills.get(request_id)
@@ -184,7 +191,7 @@ class Billing:
             if bill.held:
                 self.orphans[request_id] = orphans_until
                 continue
-            bill.outcome, bill.output_tokens = LOST, bill.grant.ask.output_tokens
+            bill.outcome, bill.output_tokens = LOST, bill.estimate.output_tokens
             closed.append(self._close(bill, now))
         return closed
 

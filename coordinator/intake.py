@@ -34,7 +34,7 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         if reason is None:
             reason, why = _admit(state, request, now)
             if reason is not None and request.bill is not None:
-                state.billing.undo(request.bill, now)
+                state.billing.undo(request.bill, now, now + state.limits.orphan_s_max)
     if reason is not None:
         if known is not None:
             state.end(known, Trigger.FAIL, reason, now)

@@ -45,6 +45,6 @@ def _check_bills(core: Core) -> None:
         assert bill.held == out[request_id]
         request = core.requests.get(request_id)
         assert request.bill is bill if request else request_id in billing.orphans or (bill.outcome and bill.held)
-        concurrency.update(share.account.name for share in bill.grant.shares)
+        concurrency.update(account.name for account in bill.grant.accounts)
     assert set(core.requests) <= set(billing.bills)
     assert all(account.concurrency == concurrency[name] for name, account in billing.quotas.accounts.items())

@@ -58,7 +58,7 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
             state.out.append(Misbehaved(worker.epoch, "holds more than its capacity"))
             return
         worker.hold(key, holding)
-        state.billing.hold((held.request_id,))
+        state.billing.hold(held.request_id)
         if held.request_id in state.requests or held.request_id in state.ended:
             state.send(worker.epoch, Release(*key))
 

@@ -24,8 +24,10 @@ HELD_RETRY_S = 1.0
 """Nothing says when a held amount comes back; the caller may know better from the tenant's measured drain."""
 BORROW_RETRY_S = 60.0
 """For what only idle capacity can admit."""
+NO_RATES = RateState(0, 0, 0.0, 0, 0, 0.0)
 DAY_S = 86_400
 _NS = 1_000_000_000
+_NO_LIMITS = QuotaLimits()
 _PER_MIN = 60 * _NS
 """A limit of n per minute is n units per nanosecond when one token is this many."""
 
@@ -93,7 +95,7 @@ class Account:
     def __init__(self, level: Level, now_ns: int) -> None:
         self.name = level.name
         self.limits = QuotaLimits()
-        self.borrow = False
+        self.borrow = self.limited = False
         self.requests: _Bucket | None = None
         self.tokens: _Bucket | None = None
         self.concurrency = self.tokens_in_flight = self.kv_blocks = 0
@@ -104,6 +106,7 @@ class Account:
 
     def set(self, level: Level, now_ns: int) -> None:
         self.limits, self.borrow = level.limits, level.borrow
+        self.limited = level.limits != _NO_LIMITS
         self.requests = self._bucket(self.requests, level.limits.requests_per_min, now_ns)
         self.tokens = self._bucket(self.tokens, level.limits.tokens_per_min, now_ns)
 
@@ -118,9 +121,10 @@ class Account:
         return bucket
 
     def refresh(self, now_ns: int, day: int) -> None:
-        for bucket in (self.requests, self.tokens):
-            if bucket is not None:
-                bucket.refill(now_ns)
+        if self.requests is not None:
+            self.requests.refill(now_ns)
+        if self.tokens is not None:
+            self.tokens.refill(now_ns)
         if day > self.day:
             self.day, self.day_tokens = day, 0
 
@@ -130,23 +134,18 @@ class Account:
 
 
 @dataclass(eq=False, slots=True)
-class _Share:
-    """What one grant took of one level."""
-
-    account: Account
-    request_rate: bool
-    token_rate: bool
-    """False where there was no such limit, or where it was borrowed over."""
-
-
-@dataclass(eq=False, slots=True)
 class Grant:
-    tenant: str
-    ask: Ask
+    """What one request has taken. There are as many as requests, hence small."""
+
+    accounts: tuple[Account, ...]
+    """Empty once it is settled."""
+    tokens: int
+    kv_blocks: int
     day: int
-    shares: tuple[_Share, ...]
+    rated: int
+    """Bits 2i and 2i + 1: the request rate and the token rate of account i were charged; not where there was no such limit, or
+    where it was borrowed over."""
     borrowed: bool
-    open: bool = True
 
 
 @dataclass
@@ -156,6 +155,8 @@ class Quotas:
     tenants: Tenants
     utc_offset_s: float = 0.0
     accounts: dict[str, Account] = field(default_factory=dict)
+    _of: dict[str, tuple[Account, ...]] = field(default_factory=dict, repr=False)
+    """By tenant: its levels."""
 
     # --- taking and giving back ---------------------------------------------------------------------------------------
 
@@ -164,11 +165,11 @@ class Quotas:
         assert self.tenants.policy(tenant) is not None, "the caller refuses tenants that the file does not know"
         assert ask.prompt_tokens >= 0 and ask.output_tokens >= 0 and ask.kv_blocks >= 0
         accounts = self._accounts(tenant, now)
-        denials = [denial for account in accounts for denial in self._denials(account, ask, now, idle)]
+        denials = [d for account in accounts if account.limited for d in self._denials(account, ask, now, idle)]
         if denials:
             # A wait is worth telling only if it is long enough for all of them.
             return max(denials, key=lambda denial: denial.retry_after_s or float("inf"))
-        return self._take(tenant, accounts, ask, idle)
+        return self._take(accounts, ask, idle)
 
     def restore(self, tenant: str, ask: Ask, day: int, now: float, *, counted: bool = True) -> Grant:
         """Hold again what had been granted before: no limit is asked and no rate is charged. `counted`: by `seed`, in the daily
@@ -180,19 +181,16 @@ class Quotas:
             account.kv_blocks += ask.kv_blocks
             if not counted and account.day == day:
                 account.day_tokens += ask.tokens
-        return Grant(tenant, ask, day, tuple(_Share(account, False, False) for account in accounts), False)
+        return Grant(accounts, ask.tokens, ask.kv_blocks, day, 0, False)
 
     def settle(self, grant: Grant, used_tokens: int, now: float) -> None:
         """The request has ended: give back what was held, and charge what was used instead of the estimate. Once only."""
         assert used_tokens >= 0
-        self._close(grant, used_tokens, now)
+        self._close(grant, used_tokens, now, undo=False)
 
     def undo(self, grant: Grant, now: float) -> None:
         """As if it had never been: for a request that was sent away without a token computed. Once only."""
-        self._close(grant, 0, now)
-        for share in grant.shares:
-            if share.request_rate and share.account.requests is not None:
-                share.account.requests.take(-1)
+        self._close(grant, 0, now, undo=True)
 
     def seed(self, tenant: str, day: int, tokens: int, now: float) -> None:
         """What the journal says that a tenant used on a day, open reservations included; before any request is taken."""
@@ -213,6 +211,8 @@ class Quotas:
     def rates(self, tenant: str, now: float) -> RateState:
         """Of each rate the level with the least left."""
         accounts = self._accounts(tenant, now)
+        if not any(account.requests or account.tokens for account in accounts):
+            return NO_RATES
         requests = _tightest([account.requests for account in accounts])
         return RateState(*requests, *_tightest([account.tokens for account in accounts]))
 
@@ -225,6 +225,7 @@ class Quotas:
     def replace(self, tenants: Tenants, utc_offset_s: float, now: float) -> None:
         """A new tenants file: limits change, what is used and held stays, also of tenants that are gone."""
         self.tenants, self.utc_offset_s = tenants, utc_offset_s
+        self._of.clear()
         now_ns, day = round(now * _NS), self.day(now)
         levels = {level.name: level for policy in tenants.policies.values() for level in policy.levels}
         for name, account in list(self.accounts.items()):
@@ -237,18 +238,19 @@ class Quotas:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _accounts(self, tenant: str, now: float) -> tuple[Account, ...]:
-        policy = self.tenants.policy(tenant)
-        # Only `restore` and `seed` come with a tenant that the file no longer has: its accounts go with its last request.
-        levels = policy.levels if policy is not None else tuple(_levels_of_unknown(tenant))
         now_ns, day = round(now * _NS), self.day(now)
-        found = []
-        for level in levels:
-            account = self.accounts.get(level.name)
-            if account is None:
-                account = self.accounts[level.name] = Account(level, now_ns)
+        found = self._of.get(tenant)
+        if found is None:
+            policy = self.tenants.policy(tenant)
+            # Only `restore` and `seed` come with a tenant that the file no longer has: its accounts go with its last request.
+            levels = policy.levels if policy is not None else tuple(_levels_of_unknown(tenant))
+            for level in levels:
+                if level.name not in self.accounts:
+                    self.accounts[level.name] = Account(level, now_ns)
+            found = self._of[tenant] = tuple(self.accounts[level.name] for level in levels)
+        for account in found:
             account.refresh(now_ns, day)
-            found.append(account)
-        return tuple(found)
+        return found
 
     def _denials(self, account: Account, ask: Ask, now: float, idle: bool) -> Iterator[Denial]:
         limits, borrows = account.limits, account.borrow and idle
@@ -275,41 +277,40 @@ class Quotas:
             wait_s = min(max(midnight_s, 0.0) + 1e-3, float(DAY_S))
             yield Denial(account.name, "tokens_per_day", wait_s if ask.tokens <= most else 0.0)
 
-    def _take(self, tenant: str, accounts: tuple[Account, ...], ask: Ask, idle: bool) -> Grant:
-        shares, borrowed = [], False
-        for account in accounts:
-            requests, tokens = account.requests, account.tokens
-            request_rate = requests is not None and requests.wait_ns(1) == 0
-            token_rate = tokens is not None and tokens.wait_ns(ask.tokens) == 0
-            if requests is not None and request_rate:
-                requests.take(1)
-            if tokens is not None and token_rate:
-                tokens.take(ask.tokens)
-            exceeded = (requests is not None and not request_rate) or (tokens is not None and not token_rate)
-            assert not exceeded or (idle and account.borrow)
-            borrowed |= exceeded
+    def _take(self, accounts: tuple[Account, ...], ask: Ask, idle: bool) -> Grant:
+        rated, borrowed, asked_tokens = 0, False, ask.tokens
+        for index, account in enumerate(accounts):
+            for shift, bucket, amount in ((0, account.requests, 1), (1, account.tokens, asked_tokens)):
+                if bucket is None:
+                    continue
+                if bucket.wait_ns(amount) == 0:
+                    bucket.take(amount)
+                    rated |= 1 << (2 * index + shift)
+                else:
+                    assert idle and account.borrow
+                    borrowed = True
             account.concurrency += 1
-            account.tokens_in_flight += ask.tokens
+            account.tokens_in_flight += asked_tokens
             account.kv_blocks += ask.kv_blocks
-            account.day_tokens += ask.tokens
-            shares.append(_Share(account, request_rate, token_rate))
-        return Grant(tenant, ask, accounts[0].day, tuple(shares), borrowed)
+            account.day_tokens += asked_tokens
+        return Grant(accounts, asked_tokens, ask.kv_blocks, accounts[0].day, rated, borrowed)
 
-    def _close(self, grant: Grant, used_tokens: int, now: float) -> None:
-        assert grant.open, "a grant is settled once"
-        grant.open = False
-        more, now_ns, day = used_tokens - grant.ask.tokens, round(now * _NS), self.day(now)
-        for share in grant.shares:
-            account = share.account
+    def _close(self, grant: Grant, used_tokens: int, now: float, undo: bool) -> None:
+        assert grant.accounts, "a grant is settled once"
+        more, now_ns, day = used_tokens - grant.tokens, round(now * _NS), self.day(now)
+        for index, account in enumerate(grant.accounts):
             account.refresh(now_ns, day)
             account.concurrency -= 1
-            account.tokens_in_flight -= grant.ask.tokens
-            account.kv_blocks -= grant.ask.kv_blocks
-            assert min(account.concurrency, account.tokens_in_flight, account.kv_blocks) >= 0
-            if share.token_rate and account.tokens is not None:
+            account.tokens_in_flight -= grant.tokens
+            account.kv_blocks -= grant.kv_blocks
+            assert account.concurrency >= 0 and account.tokens_in_flight >= 0 and account.kv_blocks >= 0
+            if undo and account.requests is not None and grant.rated & 1 << (2 * index):
+                account.requests.take(-1)
+            if account.tokens is not None and grant.rated & 2 << (2 * index):
                 account.tokens.take(more)
             if account.day == grant.day:
                 account.day_tokens += more
+        grant.accounts = ()
 
 
 def _levels_of_unknown(tenant: str) -> Iterator[Level]:

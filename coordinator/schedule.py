@@ -50,8 +50,8 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
     if step is None:
         return False
     state.send(worker.epoch, step)
-    state.billing.hold(chunk.request_id for chunk in step.chunks)
     for chunk in step.chunks:
+        state.billing.hold(chunk.request_id)
         request = state.requests[chunk.request_id]
         if request.state is Life.PLACED:
             state.move(request, Trigger.DISPATCH, now)
@@ -61,7 +61,7 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
 def _place(state: State, request: Request, prefill: Worker, decode: Worker, queue: WaitQueue, now: float) -> None:
     queue.placed(request)
     reserve(request, prefill, decode)
-    state.billing.hold((request.id, request.id))
+    state.billing.hold(request.id, 2)
     keep, take_in = orders(request, prefill, decode, state.peers[request.gateway_epoch])
     state.send(decode.epoch, keep)
     state.send(prefill.epoch, take_in, request.blob)

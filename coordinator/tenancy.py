@@ -55,9 +55,11 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
 
 
 def opened(state: State, request: Request) -> Opened:
-    assert request.bill is not None
-    grant = request.bill.grant
-    return Opened(request.id, grant.day, grant.tenant, request.submit.model, request.path[0], grant.borrowed, grant.ask)
+    bill, submit = request.bill, request.submit
+    assert bill is not None
+    return Opened(
+        request.id, bill.grant.day, submit.tenant, submit.model, request.path[0], request.borrowed, bill.estimate
+    )
 
 
 def _retry_after_s(denial: Denial, submit: Submit) -> float | None:

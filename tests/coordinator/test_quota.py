@@ -300,7 +300,7 @@ def test_random_histories_are_judged_as_by_a_naive_twin(seed: int) -> None:
                 _check_retry(answer, twin, name, ask, now, offset_s)
         elif kind < 0.85 and open_ones:
             grant, record = open_ones.pop(rng.randrange(len(open_ones)))
-            used, undone = rng.randrange(2 * grant.ask.tokens + 1), rng.random() < 0.2
+            used, undone = rng.randrange(2 * grant.tokens + 1), rng.random() < 0.2
             if undone:
                 q.undo(grant, now)
             else:

@@ -289,6 +289,19 @@ def test_a_gateway_that_comes_back_with_an_orphan_goes_on_with_its_row(resumed: 
     assert len(w.journal) == 2 and w.held("a") == (0, 0, 0)
 
 
+def test_an_orphan_that_finds_the_queue_full_stays_one() -> None:
+    w = world(past=PAST, queue_requests_max=1)
+    for number in range(12):
+        w.receive(1, by("a/y", f"r{number}", 40, max_tokens=2))
+    w.sent.clear()
+    w.receive(1, by("a/x", "r", 900, attempt=2, max_tokens=50, resumed=800))
+    assert rejected(w).reason is Reject.QUEUE_FULL
+    assert list(w.core.billing.orphans) == ["r"] and w.held("a/x") == (1, 150, 5)
+    w.now = 1000.0
+    w.post(Tick())
+    assert (w.closed("r").outcome, w.held("a/x")) == (LOST, (0, 0, 0))
+
+
 def test_an_orphan_that_nobody_knows_is_written_off_at_its_estimate() -> None:
     w = world(past=PAST)
     at = w.core.next_deadline()

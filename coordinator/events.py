@@ -87,7 +87,7 @@ class Limits:
     """More make the largest backlog give way, or are rejected with 429."""
     queue_tokens_max: int = 4_000_000
     """Prompt tokens that may wait; likewise."""
-    tenant_queue_requests_max: int = 1024
+    tenant_queue_max: int = 1024
     """Of one tenant."""
     queue_wait_s_max: float = 120.0
     step_tokens: int = 256

@@ -79,8 +79,8 @@ def _admit(state: State, request: Request, now: float) -> admission.Refusal:
     reason, why = admission.feasible(request, pool)
     if reason is not None:
         return reason, why
-    if queue.backlog.waiting(request.path) >= limits.tenant_queue_requests_max:
-        return Reject.QUEUE_FULL, f"{limits.tenant_queue_requests_max} requests of this tenant are waiting already"
+    if queue.backlog.waiting(request.path) >= limits.tenant_queue_max:
+        return Reject.QUEUE_FULL, f"{limits.tenant_queue_max} requests of this tenant are waiting already"
     while len(queue) >= limits.queue_requests_max or (
         queue.backlog.tokens + submit.prompt_tokens > limits.queue_tokens_max
     ):

@@ -47,7 +47,7 @@ class Coordinator:
             Limits(
                 queue_requests_max=settings.queue_requests_max,
                 queue_tokens_max=settings.queue_tokens_max,
-                tenant_queue_requests_max=settings.tenant_queue_requests_max,
+                tenant_queue_max=settings.tenant_queue_max,
                 queue_wait_s_max=settings.queue_wait_s_max,
                 quantum_tokens=settings.quantum_tokens,
                 bypasses_max=settings.bypasses_max,

@@ -138,7 +138,7 @@ class CoordinatorSettings(CommonSettings):
     queue_tokens_max: int = Field(
         4_000_000, ge=1, le=1 << 40, description="Most prompt tokens waiting for a place; likewise."
     )
-    tenant_queue_requests_max: int = Field(
+    tenant_queue_max: int = Field(
         1024, ge=1, le=1_000_000, description="Most requests of one tenant waiting for a place; one more gets 429."
     )
     queue_wait_s_max: float = Field(

@@ -207,7 +207,7 @@ def test_what_expires_in_the_queue_is_as_if_it_had_not_been() -> None:
 
 
 def test_a_full_queue_gives_the_quota_back() -> None:
-    w = world("[tenants.a]\nlimits = { requests_per_min = 60 }", tenant_queue_requests_max=1)
+    w = world("[tenants.a]\nlimits = { requests_per_min = 60 }", tenant_queue_max=1)
     for number in range(9):
         w.receive(1, by("a", f"r{number}", 2000, max_tokens=90))
     assert {m.reason for m in w.take(Rejected)} == {Reject.QUEUE_FULL}

@@ -50,3 +50,23 @@ class CoordinatorBenchSettings(Options):
 
     requests: int = Field(100_000, ge=1_000, le=10_000_000, description="Requests waiting in the queue.")
     json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class FairnessSettings(Options):
+    """Does a small tenant wait when another floods the service?
+
+    Starts a cluster with two tenants and measures the small one's time to first token over HTTP, first alone, then while
+    the other keeps long prompts in the server.
+    """
+
+    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    prefill: int = Field(1, ge=1, le=64, description="Prefill workers.")
+    decode: int = Field(1, ge=1, le=64, description="Decode workers.")
+    requests: int = Field(30, ge=5, le=10_000, description="Requests of the small tenant in each phase.")
+    every_s: float = Field(6.0, gt=0.0, le=3600.0, description="Mean seconds between two of them; times are random.")
+    prompt_words: int = Field(250, ge=1, le=100_000, description="Words of each, about one token each.")
+    flood_words: int = Field(1200, ge=1, le=100_000, description="Words of the other's prompts.")
+    flood_at_once: int = Field(8, ge=1, le=1024, description="Of these in the server at any time.")
+    warmup_s: float = Field(15.0, ge=0.0, le=600.0, description="Seconds of flood before the second phase.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of times and words.")
+    json_out: str = Field("", description="File for the figures as JSON.")

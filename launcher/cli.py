@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from launcher.bench_settings import CoordinatorBenchSettings, EngineBenchSettings, IsolationSettings
+from launcher.bench_settings import CoordinatorBenchSettings, EngineBenchSettings, FairnessSettings, IsolationSettings
 from launcher.status import StatusSettings
 from launcher.tenants import CheckSettings, KeySettings
 from launcher.usage import UsageSettings
@@ -19,7 +19,8 @@ To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine
 process on its own: one coordinator, gateways, and any number of workers of each role.
 """
 BENCH_HELP = (
-    "Measure this machine: isolation of running streams from long prompts, the engine alone, or the coordinator alone."
+    "Measure this machine: isolation of running streams from long prompts, a small tenant beside a flood, the"
+    " engine alone, or the coordinator alone."
 )
 TENANTS_HELP = "Check a tenants file, or make a key for it."
 
@@ -91,6 +92,12 @@ def _bench_engine(settings: EngineBenchSettings) -> int:
     return run_engine(settings)
 
 
+def _bench_fairness(settings: FairnessSettings) -> int:
+    from launcher.bench_fairness import run
+
+    return run(settings)
+
+
 def _bench_coordinator(settings: CoordinatorBenchSettings) -> int:
     from launcher.bench_coordinator import run
 
@@ -121,6 +128,7 @@ def build_app() -> typer.Typer:
     bench = new_app(BENCH_HELP)
     add_command(bench, "isolation", IsolationSettings, _bench_isolation)
     add_command(bench, "engine", EngineBenchSettings, _bench_engine)
+    add_command(bench, "fairness", FairnessSettings, _bench_fairness)
     add_command(bench, "coordinator", CoordinatorBenchSettings, _bench_coordinator)
     app.add_typer(bench, name="bench")
     return app

@@ -10,9 +10,9 @@ from coordinator.lifecycle import TERMINAL
 from proto import limits
 from proto.errors import RemoteProtocolError
 from proto.messages import Hello, Message, Role
-from runtime import clock, log
+from runtime import clock, log, machine
 from runtime.driver import CoreDriver, run_process
-from runtime.link import GOODBYE, LinkServer, LinkSettings, Peer
+from runtime.link import GOODBYE, CannotBind, LinkServer, LinkSettings, Peer
 from runtime.settings import CoordinatorSettings
 
 
@@ -57,8 +57,9 @@ class Coordinator:
     async def run(self, stop: asyncio.Event) -> int:
         try:
             address = await self.server.start()
-        except OSError as error:
-            self.log.error("cannot start", error=f"--bind: {error}")
+        except CannotBind as error:
+            machine.check_listening("--bind", error)
+            self.log.error("cannot start", error=f"--bind: {error.strerror}")
             return 1
         self.log.info("listening", address=address)
         await stop.wait()
@@ -108,5 +109,5 @@ class Coordinator:
 
 
 def run(settings: CoordinatorSettings) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code."""
+    """Serve until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
     return run_process(lambda stop: Coordinator(settings).run(stop))

@@ -2,11 +2,13 @@
 
 import sys
 
+from runtime import machine
 from runtime.options import run_role
 from runtime.settings import WorkerSettings
 
 
 def _run(settings: WorkerSettings) -> int:
+    machine.check(settings)
     from decode_worker.main import run  # here, so that --help and a wrong option answer at once
 
     return run(settings)

@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import uvicorn
@@ -16,12 +17,13 @@ from gateway.context import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.prepare import Rules
 from gateway.stream_types import StreamLimits
-from gateway.tokenizer import ModelFilesError, load
+from gateway.tokenizer import ModelFilesError, ModelTokenizer, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
-from runtime import clock, log
-from runtime.driver import cancelled, run_process
-from runtime.link import LinkClient, LinkServer, LinkSettings, Peer
+from runtime import clock, log, machine
+from runtime.driver import cancelled, run_process, unless_stopped
+from runtime.exits import ConfigError
+from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer
 from runtime.settings import GatewaySettings
 
 _CLOSE_TIMEOUT_S = 5
@@ -73,39 +75,55 @@ class GatewayProcess:
         try:
             listener = _listen(settings.host, settings.port)
         except OSError as error:
-            self.log.error(
-                "cannot start", error=f"--host, --port: cannot listen on {settings.host}:{settings.port}: {error}"
-            )
+            machine.check_listening(f"--host, --port: cannot listen on {settings.host}:{settings.port}", error)
+            self.log.error("cannot start", error=f"--port: {settings.port} on {settings.host}: {error.strerror}")
             return 1
         with listener:
-            loading = asyncio.get_running_loop().run_in_executor(None, load, settings.model)
             try:
                 address = await self.tokens.start()
-                tokenizer = await loading
-            except (OSError, ModelFilesError) as error:
-                self.log.error("cannot start", error=str(error))
-                await self.tokens.close()
+            except CannotBind as error:
+                machine.check_listening("--tokens-bind", error)
+                self.log.error("cannot start", error=f"--tokens-bind: {error.strerror}")
                 return 1
-            coordinator = self._coordinator(settings.advertise or address)
-            await coordinator.start()
-            gateway = Gateway(
-                tokenizer=tokenizer,
-                backend=self.backend,
-                metrics=self.metrics,
-                intake=Intake(body_bytes_max=settings.body_bytes_max),
-                rules=Rules(settings.served_model_id, settings.default_max_tokens),
-                api_keys=tuple(key.encode() for key in settings.api_keys),
-            )
-            ends = (self.tokens, coordinator)
-            self.metrics.count_protocol_errors = lambda: sum(end.counters.protocol_errors for end in ends)
             try:
-                await self._serve(gateway, listener, stop)
+                tokenizer = await self._load(stop)
+                if tokenizer is not None:
+                    await self._run(tokenizer, settings.advertise or address, listener, stop)
             finally:
-                await coordinator.close()
                 await self.tokens.close()
                 self.backend.close()
-                gateway.threads.shutdown(wait=False, cancel_futures=True)
+        self.log.info("stopped")
         return 0
+
+    async def _run(self, tokenizer: ModelTokenizer, address: str, listener: socket.socket, stop: asyncio.Event) -> None:
+        """`address`: where workers deliver tokens."""
+        coordinator = self._coordinator(address)
+        await coordinator.start()
+        gateway = Gateway(
+            tokenizer=tokenizer,
+            backend=self.backend,
+            metrics=self.metrics,
+            intake=Intake(body_bytes_max=self.settings.body_bytes_max),
+            rules=Rules(self.settings.served_model_id, self.settings.default_max_tokens),
+            api_keys=tuple(key.encode() for key in self.settings.api_keys),
+        )
+        ends = (self.tokens, coordinator)
+        self.metrics.count_protocol_errors = lambda: sum(end.counters.protocol_errors for end in ends)
+        try:
+            await self._serve(gateway, listener, stop)
+        finally:
+            await coordinator.close()
+            gateway.threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _load(self, stop: asyncio.Event) -> ModelTokenizer | None:
+        """The model's tokenizer; None if told to stop first. Raises `ConfigError`."""
+        loader = ThreadPoolExecutor(1, "loader")
+        try:
+            return await unless_stopped(stop, loader, lambda: load(self.settings.model))
+        except ModelFilesError as error:
+            raise ConfigError(f"--model: {error}") from error
+        finally:
+            loader.shutdown(wait=False)
 
     def _coordinator(self, address: str) -> LinkClient:
         def up(peer: Peer, welcome: Welcome) -> None:
@@ -169,5 +187,5 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def run(settings: GatewaySettings) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code."""
+    """Serve until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
     return run_process(lambda stop: GatewayProcess(settings).run(stop))

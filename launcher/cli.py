@@ -8,6 +8,7 @@ import typer
 
 from launcher.bench_settings import CoordinatorBenchSettings, EngineBenchSettings, IsolationSettings
 from launcher.status import StatusSettings
+from runtime import machine
 from runtime.options import add_command, invoke, new_app
 from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
 
@@ -43,6 +44,7 @@ def _gateway(settings: GatewaySettings) -> int:
 
 
 def _worker(settings: WorkerSettings) -> int:
+    machine.check(settings)
     if settings.role == "prefill":
         from prefill_worker.main import run as run_prefill
 

@@ -3,15 +3,22 @@
 import os
 import socket
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.models import ReadyModel
-from launcher.plan import CpuPlan, Seat, cores_text, plan_cpu
+from launcher.plan import CpuPlan, Seat, plan_cpu
 from launcher.process import child_environment, python_command
 from launcher.supervisor import ProcessSpec
+from runtime import machine
 from runtime.options import SettingsError, to_arguments
-from runtime.settings import ENV_PREFIX, CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
+from runtime.settings import (
+    ENV_PREFIX,
+    CoordinatorSettings,
+    GatewaySettings,
+    ServeSettings,
+    WorkerSettings,
+    cores_text,
+)
 
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -29,15 +36,7 @@ def sees_gpu(device: str) -> bool:
     """Whether workers will compute on a GPU. torch is imported only where a driver and a build for it are there."""
     if device != "auto":
         return device == "cuda"
-    try:
-        cpu_build = version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return False
-    if cpu_build or not Path("/dev/nvidiactl").exists():
-        return False
-    import torch
-
-    return torch.cuda.is_available()
+    return Path("/dev/nvidiactl").exists() and machine.gpu_memory_bytes() > 0
 
 
 def free_port(host: str) -> int:

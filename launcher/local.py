@@ -45,7 +45,8 @@ class Running:
 async def running(settings: ServeSettings, model: ReadyModel, console: Console) -> AsyncIterator[Running]:
     """A cluster that is ready; stopped on the way out, whatever happens.
 
-    Raises `SettingsError` before anything is started, and `RoleFailed` where it does not get ready in time.
+    Raises `SettingsError` before anything is started, `RoleFailed` where it does not get ready in time, and `SettingsError`
+    or `ConfigError` where a role refuses its settings.
     """
     cluster = clusters.build(settings, model)
     if cluster.plan.note:

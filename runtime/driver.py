@@ -6,17 +6,17 @@ import os
 import signal
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from concurrent.futures import Executor
+from typing import Any, Generic, Protocol, TypeVar
 
 import uvloop
 
 from runtime import clock, log
-
-BUG_EXIT: Final = 70
-"""Exit status after an exception that nobody caught."""
+from runtime.exits import BUG_EXIT
 
 E = TypeVar("E")
 A = TypeVar("A")
+T = TypeVar("T")
 
 E_contra = TypeVar("E_contra", contravariant=True)
 A_co = TypeVar("A_co", covariant=True)
@@ -92,6 +92,18 @@ def run_process(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
         return await main(stop)
 
     return uvloop.run(body())
+
+
+async def unless_stopped(stop: asyncio.Event, executor: Executor, work: Callable[[], T]) -> T | None:
+    """The result of `work`, run on `executor`; None if `stop` was set first. Then its thread is left to itself: it cannot be
+    interrupted, and the end of the process does not wait for it."""
+    loop = asyncio.get_running_loop()
+    working, stopping = loop.run_in_executor(executor, work), loop.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+    return working.result() if working.done() else None
 
 
 def watched(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":

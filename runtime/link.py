@@ -30,7 +30,17 @@ from runtime.driver import cancelled, watched
 from runtime.monitor import ConnectionMonitor
 from runtime.peer import LinkCounters, LinkSettings, OnDown, OnMessage, Peer, open_socket, try_send
 
-__all__ = ["GOODBYE", "LinkClient", "LinkCounters", "LinkServer", "LinkSettings", "OnDown", "OnMessage", "Peer"]
+__all__ = [
+    "GOODBYE",
+    "CannotBind",
+    "LinkClient",
+    "LinkCounters",
+    "LinkServer",
+    "LinkSettings",
+    "OnDown",
+    "OnMessage",
+    "Peer",
+]
 
 GOODBYE = "said goodbye"
 """How the reason for the end of a link begins where the other end left in order."""
@@ -40,6 +50,10 @@ TURN_MESSAGES = 64
 """Messages read before the rest of the process gets its turn: while more are there, reading never waits."""
 
 _log = log.get("crossdock.link")
+
+
+class CannotBind(OSError):
+    """A server's address is taken, or not of this machine; `strerror` names it."""
 
 
 class LinkServer:
@@ -73,7 +87,7 @@ class LinkServer:
         self._probe: asyncio.TimerHandle | None = None
 
     async def start(self) -> str:
-        """Bind; returns the address with the real port. Raises OSError naming the address if it cannot be bound."""
+        """Bind; returns the address with the real port. Raises `CannotBind`."""
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         monitor = ConnectionMonitor(self._socket, on_lost=self._probe_soon, on_garbage=self._count_garbage)
         try:
@@ -81,7 +95,7 @@ class LinkServer:
         except zmq.ZMQError as error:
             monitor.close()
             self._socket.close(0)
-            raise OSError(f"cannot bind {self._bind}: {error}") from None
+            raise CannotBind(error.errno, f"cannot bind {self._bind}: {error}") from None
         self._tasks = [watched(self._receive()), watched(self._watch()), watched(monitor.run())]
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

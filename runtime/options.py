@@ -9,9 +9,10 @@ to_arguments(settings)                           the flags which make these sett
 
 import inspect
 import os
+import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 
@@ -23,6 +24,7 @@ from pydantic_settings import EnvSettingsSource
 from rich.markup import escape
 
 from proto.errors import CrossdockError
+from runtime.exits import CONFIG_EXIT, USAGE_EXIT, ConfigError
 from runtime.settings import (
     ENV_PREFIX,
     CoordinatorSettings,
@@ -38,7 +40,7 @@ SECTIONS: Final[dict[str, type[Options]]] = {
     cls.section: cls for cls in (CoordinatorSettings, GatewaySettings, WorkerSettings, ServeSettings)
 }
 CONFIG_ENV: Final = ENV_PREFIX + "CONFIG"
-USAGE_ERROR: Final = 2
+_COMPLAINT: Final = re.compile(r"^[\w .-]+: (--[a-z].*)$")
 _CONFIG_HELP = f"TOML file with settings; environment {CONFIG_ENV}."
 _EPILOG = (
     f"Each option can also be set in the environment, as {ENV_PREFIX}<OPTION> with underscores"
@@ -243,22 +245,28 @@ def new_app(help_text: str | None = None) -> typer.Typer:
 
 
 def invoke(app: typer.Typer, arguments: Sequence[str], prog: str) -> int:
-    """Run the command line and return its exit status; a user's errors are one line each on stderr, with status 2,
-    and failures of peers and resources (`CrossdockError`) a message there, with status 1."""
+    """Run the command line and return its exit status; a user's errors are one line each on stderr, with status 2, or 78
+    where only this machine or the model makes them errors; failures of peers and resources (`CrossdockError`) are a
+    message there, with status 1."""
     try:
         status = app(list(arguments), prog_name=prog, standalone_mode=False)
-    except SettingsError as error:
+    except (SettingsError, ConfigError) as error:
         for line in str(error).splitlines():
             print(f"{prog}: {line}", file=sys.stderr)  # noqa: T201
-        return USAGE_ERROR
+        return CONFIG_EXIT if isinstance(error, ConfigError) else USAGE_EXIT
     except CrossdockError as error:
         print(f"{prog}: {error}", file=sys.stderr)  # noqa: T201
         return 1
     except _ClickError as error:
         text = " ".join(error.format_message().split())  # type: ignore[attr-defined]
         print(f"{prog}: {text} See --help.", file=sys.stderr)  # noqa: T201
-        return USAGE_ERROR
+        return USAGE_EXIT
     return status if isinstance(status, int) else 0
+
+
+def complaints(lines: Iterable[str]) -> list[str]:
+    """What `invoke` has said of options, without the name of the program, among the lines that a process wrote."""
+    return [found[1] for line in lines if (found := _COMPLAINT.match(line))]
 
 
 def parse(cls: type[S], arguments: Sequence[str]) -> S:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from launcher.process import child_environment
+from runtime.exits import CONFIG_EXIT
 
 
 def _crossdock(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,6 +43,29 @@ def test_mistakes_are_one_line_and_no_traceback(arguments: tuple[str, ...], expe
     assert done.returncode == 2
     assert done.stderr.startswith(expected)
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("worker", "--role", "decode", "--model", "m", "--cpu-cores", "8000"), "crossdock: --cpu-cores: 8000 cannot"),
+        (
+            ("worker", "--role", "prefill", "--model", "m", "--device", "cpu", "--kv-gib", "16384"),
+            "crossdock: --kv-gib: ",
+        ),
+        (("worker", "--role", "decode", "--model", "/no/model"), "crossdock: --model: /no/model: no such folder"),
+        (("gateway", "--model", "/no/model", "--port", "0"), "crossdock: --model: /no/model: there is no such folder"),
+        (("gateway", "--model", "m", "--host", "192.0.2.1"), "crossdock: --host, --port: cannot listen on 192.0.2.1"),
+        (("coordinator", "--bind", "tcp://192.0.2.1:7"), "crossdock: --bind: cannot bind tcp://192.0.2.1:7"),
+    ],
+)
+def test_what_cannot_work_here_ends_at_once_with_a_line_and_a_status_of_its_own(
+    arguments: tuple[str, ...], expected: str
+) -> None:
+    done = _crossdock(*arguments)
+    assert done.returncode == CONFIG_EXIT, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(expected)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("module", ["coordinator", "gateway", "prefill_worker", "decode_worker"])

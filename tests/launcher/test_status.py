@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from launcher.status import NoAnswer, as_dict, ask, show
+from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Role, StatusReport, StatusRequest, WorkerStatus
 from runtime import clock
 from runtime.link import LinkServer, Peer
@@ -28,7 +29,7 @@ def test_the_answer_of_the_coordinator_is_what_is_shown() -> None:
 
         server = LinkServer(
             bind="tcp://127.0.0.1:0",
-            hello=Hello(version=1, role=Role.COORDINATOR, epoch=clock.new_epoch(), name="coordinator"),
+            hello=Hello(version=PROTOCOL_VERSION, role=Role.COORDINATOR, epoch=clock.new_epoch(), name="coordinator"),
             accept=lambda hello: None,
             on_up=lambda peer: None,
             on_message=on_message,

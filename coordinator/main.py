@@ -12,7 +12,7 @@ from proto.errors import RemoteProtocolError
 from proto.messages import Hello, Message, Role
 from runtime import clock, log, machine
 from runtime.driver import CoreDriver, run_process
-from runtime.link import GOODBYE, CannotBind, LinkServer, LinkSettings, Peer
+from runtime.link import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.settings import CoordinatorSettings
 
 
@@ -81,7 +81,7 @@ class Coordinator:
         if self.peers.get(peer.epoch) is peer:
             del self.peers[peer.epoch]
             quiet = peer.hello.role is Role.OBSERVER
-            emit = self.log.debug if quiet else self.log.info if reason.startswith(GOODBYE) else self.log.warning
+            emit = self.log.debug if quiet else self.log.info if is_orderly(reason) else self.log.warning
             emit("left", peer=peer.hello.name, role=peer.hello.role.value, reason=reason)
             self.driver.post(PeerDown(peer.epoch, reason))
 

@@ -1,8 +1,7 @@
 """`python -m decode_worker`: this role alone, for unit files and launchers."""
 
-import sys
-
 from runtime import machine
+from runtime.exits import leave
 from runtime.options import run_role
 from runtime.settings import WorkerSettings
 
@@ -15,4 +14,4 @@ def _run(settings: WorkerSettings) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_role("decode_worker", WorkerSettings, _run, fixed={"role": "decode"}))
+    leave(run_role("decode_worker", WorkerSettings, _run, fixed={"role": "decode"}))

@@ -23,8 +23,9 @@ from proto.messages import Hello, Role, Welcome
 from runtime import clock, log, machine
 from runtime.driver import cancelled, run_process, unless_stopped
 from runtime.exits import ConfigError
-from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer
+from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.settings import GatewaySettings
+from runtime.waiting import WaitNotice
 
 _CLOSE_TIMEOUT_S = 5
 
@@ -97,7 +98,8 @@ class GatewayProcess:
 
     async def _run(self, tokenizer: ModelTokenizer, address: str, listener: socket.socket, stop: asyncio.Event) -> None:
         """`address`: where workers deliver tokens."""
-        coordinator = self._coordinator(address)
+        coordinator, waiting = self._coordinator(address)
+        waiting.begin()
         await coordinator.start()
         gateway = Gateway(
             tokenizer=tokenizer,
@@ -113,6 +115,7 @@ class GatewayProcess:
             await self._serve(gateway, listener, stop)
         finally:
             await coordinator.close()
+            waiting.end()
             gateway.threads.shutdown(wait=False, cancel_futures=True)
 
     async def _load(self, stop: asyncio.Event) -> ModelTokenizer | None:
@@ -125,19 +128,30 @@ class GatewayProcess:
         finally:
             loader.shutdown(wait=False)
 
-    def _coordinator(self, address: str) -> LinkClient:
+    def _coordinator(self, address: str) -> tuple[LinkClient, WaitNotice]:
         def up(peer: Peer, welcome: Welcome) -> None:
+            waiting.end()
             self.log.info("coordinator connected", address=self.settings.coordinator)
             self.backend.coordinator_up(peer, welcome.epoch)
 
-        return LinkClient(
+        def down(peer: Peer, reason: str) -> None:
+            waiting.begin()
+            if is_orderly(reason):
+                self.log.info("coordinator left", reason=reason)
+            else:
+                self.log.warning("coordinator lost", reason=reason)
+            self.backend.coordinator_down(peer, reason)
+
+        client = LinkClient(
             address=self.settings.coordinator,
             hello=msgspec.structs.replace(self.hello, address=address),
             on_up=up,
             on_message=self.backend.coordinator_message,
-            on_down=self.backend.coordinator_down,
+            on_down=down,
             settings=self.link_settings,
         )
+        waiting = WaitNotice(self.log, self.settings.coordinator, lambda: client.last_error)
+        return client, waiting
 
     async def _serve(self, gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serve HTTP until told to stop; then end every stream with an error event and wait for the last bytes."""

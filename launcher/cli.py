@@ -9,6 +9,7 @@ import typer
 from launcher.bench_settings import CoordinatorBenchSettings, EngineBenchSettings, IsolationSettings
 from launcher.status import StatusSettings
 from runtime import machine
+from runtime.exits import leave
 from runtime.options import add_command, invoke, new_app
 from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
 
@@ -106,7 +107,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments in ([], ["bench"]):
         arguments.append("--help")
-    sys.exit(invoke(build_app(), arguments, "crossdock"))
+    leave(invoke(build_app(), arguments, "crossdock"))
 
 
 def _print_version(asked: bool) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import httpx
 import platformdirs
@@ -22,10 +22,9 @@ from launcher import cluster as clusters
 from launcher.cluster import Cluster
 from launcher.models import ReadyModel
 from launcher.supervisor import Child, RoleFailed, Supervisor
+from runtime.exits import INTERRUPTED_EXIT
 from runtime.settings import ServeSettings
 
-INTERRUPTED: Final = 130
-"""Exit status after Ctrl-C, where something was left undone."""
 RUNS_KEPT = 5
 PROBE_EVERY_S = 0.2
 _RUN_NAME = re.compile(r"^\d{8}-\d{6}-\d+$")
@@ -70,16 +69,25 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
 
 async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) -> int | None:
     """The result of `work`; None if SIGINT or SIGTERM came first, at whatever point: then `work` is cancelled, cleans
-    up and has ended when this returns."""
+    up and has ended when this returns. A second SIGINT or SIGTERM ends this process at once, with `INTERRUPTED_EXIT`;
+    the kernel then kills what the supervisor has started."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        if stop.is_set():
+            console.show_cursor()
+            console.print("Killed.")
+            os._exit(INTERRUPTED_EXIT)
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, interrupted)
     task = loop.create_task(work)
     stopped = loop.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
-        console.print("\nStopping …")
+        console.print("\nStopping … (Ctrl-C again kills at once)")
         task.cancel()
     await asyncio.wait({task})
     stopped.cancel()

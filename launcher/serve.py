@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from launcher import models
-from launcher.local import INTERRUPTED, Running, running, until_interrupted
+from launcher.local import Running, running, until_interrupted
 from launcher.models import ReadyModel
 from proto.errors import CrossdockError
 from runtime import clock
+from runtime.exits import INTERRUPTED_EXIT
 from runtime.settings import ServeSettings
 
 ANSWER_TOKENS = 128
@@ -35,7 +36,7 @@ def run(settings: ServeSettings) -> int:
     model = models.ready(settings.model, settings.model_id, console)
     status = uvloop.run(until_interrupted(_serve(settings, model, console, started_at), console))
     if status is None:
-        return INTERRUPTED if settings.once else 0
+        return INTERRUPTED_EXIT if settings.once else 0
     return status
 
 

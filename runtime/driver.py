@@ -13,6 +13,7 @@ import uvloop
 
 from runtime import clock, log
 from runtime.exits import BUG_EXIT
+from runtime.peer import close_sockets
 
 E = TypeVar("E")
 A = TypeVar("A")
@@ -89,7 +90,9 @@ def run_process(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
         loop.set_exception_handler(_die)
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, stop.set)
-        return await main(stop)
+        status = await main(stop)
+        close_sockets()
+        return status
 
     return uvloop.run(body())
 
@@ -99,8 +102,9 @@ async def unless_stopped(stop: asyncio.Event, executor: Executor, work: Callable
     interrupted, and the end of the process does not wait for it."""
     loop = asyncio.get_running_loop()
     working, stopping = loop.run_in_executor(executor, work), loop.create_task(stop.wait())
+    both: set[asyncio.Future[Any]] = {working, stopping}
     try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopping.cancel()
     return working.result() if working.done() else None

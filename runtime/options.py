@@ -24,7 +24,7 @@ from pydantic_settings import EnvSettingsSource
 from rich.markup import escape
 
 from proto.errors import CrossdockError
-from runtime.exits import CONFIG_EXIT, USAGE_EXIT, ConfigError
+from runtime.exits import CONFIG_EXIT, INTERRUPTED_EXIT, USAGE_EXIT, ConfigError
 from runtime.settings import (
     ENV_PREFIX,
     CoordinatorSettings,
@@ -257,6 +257,8 @@ def invoke(app: typer.Typer, arguments: Sequence[str], prog: str) -> int:
     except CrossdockError as error:
         print(f"{prog}: {error}", file=sys.stderr)  # noqa: T201
         return 1
+    except typer.Abort:
+        return INTERRUPTED_EXIT
     except _ClickError as error:
         text = " ".join(error.format_message().split())  # type: ignore[attr-defined]
         print(f"{prog}: {text} See --help.", file=sys.stderr)  # noqa: T201

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import platformdirs
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from launcher import cluster as clusters
+from launcher import here
 from launcher.cluster import Cluster
 from launcher.models import ReadyModel
 from launcher.supervisor import Child, RoleFailed, Supervisor
@@ -58,11 +58,14 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
         base_url=cluster.base_url, headers=headers, timeout=60.0, trust_env=False, limits=limits
     ) as client:
         try:
-            for spec in cluster.processes:
-                supervisor.start(spec)
-            await _wait_ready(client, supervisor, settings.ready_timeout_s, console)
-            supervisor.started_up = True
-            yield Running(cluster, supervisor, client, log_dir)
+            with here.noted(
+                log_dir, model_id=model.model_id, base_url=cluster.base_url, coordinator=cluster.coordinator
+            ):
+                for spec in cluster.processes:
+                    supervisor.start(spec)
+                await _wait_ready(client, supervisor, settings.ready_timeout_s, console)
+                supervisor.started_up = True
+                yield Running(cluster, supervisor, client, log_dir)
         finally:
             await supervisor.close()
 
@@ -104,7 +107,7 @@ def _sayer(console: Console) -> Callable[[str, str, str], None]:
 
 def _new_log_dir() -> Path:
     """A folder for this run's logs; older runs but the last few are removed."""
-    runs = Path(platformdirs.user_state_dir("crossdock")) / "runs"
+    runs = here.runs_folder()
     own = runs / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
     own.mkdir(parents=True)
     old = sorted(path for path in runs.iterdir() if _RUN_NAME.match(path.name) and path != own)

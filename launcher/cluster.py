@@ -10,6 +10,7 @@ from launcher.plan import CpuPlan, Seat, plan_cpu
 from launcher.process import child_environment, python_command
 from launcher.supervisor import ProcessSpec
 from runtime import machine
+from runtime.environment import SUPERVISED
 from runtime.options import SettingsError, to_arguments
 from runtime.settings import (
     ENV_PREFIX,
@@ -128,5 +129,6 @@ def _spec(
     cores: tuple[int, ...],
     name: str = "",
 ) -> ProcessSpec:
-    arguments = python_command(module, *to_arguments(settings))
-    return ProcessSpec(name or settings.name, arguments, environment, cores)
+    # `python -m prefill_worker` knows its role.
+    arguments = python_command(module, *to_arguments(settings, fixed={"role"}))
+    return ProcessSpec(name or settings.name, arguments, environment | {SUPERVISED: "1"}, cores)

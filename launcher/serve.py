@@ -11,6 +11,7 @@ import uvloop
 from rich.console import Console
 from rich.markup import escape
 
+from launcher import cluster as clusters
 from launcher import models
 from launcher.local import Running, running, until_interrupted
 from launcher.models import ReadyModel
@@ -30,9 +31,10 @@ class AnswerFailed(CrossdockError):
 
 
 def run(settings: ServeSettings) -> int:
-    """Raises `CrossdockError` with what to tell the user."""
+    """Raises `CrossdockError`, `SettingsError` among them, with what to tell the user."""
     console = Console()
     started_at = clock.now()
+    clusters.http_port(settings.host, settings.port)  # a taken one is told before a model is fetched for minutes
     model = models.ready(settings.model, settings.model_id, console)
     status = uvloop.run(until_interrupted(_serve(settings, model, console, started_at), console))
     if status is None:

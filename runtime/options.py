@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 
@@ -24,6 +24,7 @@ from pydantic_settings import EnvSettingsSource
 from rich.markup import escape
 
 from proto.errors import CrossdockError
+from runtime import environment
 from runtime.exits import CONFIG_EXIT, INTERRUPTED_EXIT, USAGE_EXIT, ConfigError
 from runtime.settings import (
     ENV_PREFIX,
@@ -154,11 +155,11 @@ def _what_is_wrong(details: ErrorDetails, message: str) -> str:
             return f"{shown}: {message[0].lower()}{message[1:]}"
 
 
-def to_arguments(settings: Options) -> list[str]:
+def to_arguments(settings: Options, fixed: Collection[str] = ()) -> list[str]:
     """The flags that make these settings again in another process; fields left at their defaults are left out, so that
-    the environment and the file can still speak there."""
+    the environment and the file can still speak there, and so are those that the process decides itself."""
     arguments: list[str] = []
-    for key in settings.model_fields_set:
+    for key in settings.model_fields_set.difference(fixed):
         value, option = getattr(settings, key), _option(type(settings), key)
         if isinstance(value, bool):
             arguments.append(option if value else "--no-" + option.removeprefix("--"))
@@ -173,12 +174,13 @@ def to_arguments(settings: Options) -> list[str]:
 
 
 def _metavar(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "|".join(get_args(annotation))
+    # The choices of a literal stand in its help: in a column of their own they would cut the options' names short.
     return {int: "NUMBER", float: "NUMBER"}.get(annotation, "TEXT")
 
 
 def _bounds(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return "one of " + ", ".join(get_args(field.annotation))
     names = ("ge", "gt", "le")
     limits = {name: getattr(meta, name) for meta in field.metadata for name in names if hasattr(meta, name)}
     if "le" not in limits:
@@ -219,14 +221,22 @@ def _paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-def add_command(app: typer.Typer, name: str, cls: type[S], run: Callable[[S], int]) -> None:
-    """A command whose options, help and checks are the fields of `cls`; `run` returns the exit status."""
+def add_command(
+    app: typer.Typer, name: str, cls: type[S], run: Callable[[S], int], fixed: Mapping[str, str] | None = None
+) -> None:
+    """A command whose options, help and checks are the fields of `cls`, without those that are `fixed`; `run` returns the
+    exit status."""
+    fixed = fixed or {}
 
     def command(**values: Any) -> int:
+        for line in environment.notes(os.environ, environment.known_names()):
+            print(f"crossdock: {line}", file=sys.stderr)  # noqa: T201
         config = values.pop("config", None) or ""
-        return run(load(cls, {key: value for key, value in values.items() if value is not None}, config))
+        flags = {key: value for key, value in values.items() if value is not None}
+        return run(load(cls, {**flags, **fixed}, config))
 
-    fields = sorted(cls.model_fields.items(), key=lambda item: not item[1].is_required())
+    fields = [(key, field) for key, field in cls.model_fields.items() if key not in fixed]
+    fields.sort(key=lambda item: not item[1].is_required())
     parameters = [_parameter(key, field) for key, field in fields]
     if cls.section:
         annotation = Annotated[str | None, typer.Option("--config", help=_CONFIG_HELP, metavar="PATH")]
@@ -293,6 +303,5 @@ def parse(cls: type[S], arguments: Sequence[str]) -> S:
 def run_role(prog: str, cls: type[S], run: Callable[[S], int], fixed: Mapping[str, str] | None = None) -> int:
     """`python -m <role>`: parse the process's arguments and run. `fixed` are options which the role itself decides."""
     app = new_app()
-    add_command(app, prog, cls, run)
-    extra = [text for key, value in (fixed or {}).items() for text in ("--" + key, value)]
-    return invoke(app, [*sys.argv[1:], *extra], f"python -m {prog}")
+    add_command(app, prog, cls, run, fixed)
+    return invoke(app, sys.argv[1:], f"python -m {prog}")

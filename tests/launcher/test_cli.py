@@ -1,12 +1,14 @@
 """The command as a user types it."""
 
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from launcher.process import child_environment
-from runtime.exits import CONFIG_EXIT
+from runtime.exits import CONFIG_EXIT, USAGE_EXIT
 
 
 def _crossdock(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -79,3 +81,24 @@ def test_each_role_is_a_module_with_help(module: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--log-format" in done.stdout
+    assert "--role" not in done.stdout, "the module is the role"
+
+
+def test_a_taken_port_is_told_before_anything_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen(1)
+        port = other.getsockname()[1]
+        done = _crossdock("serve", "--model", str(tmp_path), "--port", str(port))
+    assert (done.returncode, done.stdout) == (USAGE_EXIT, "")
+    assert done.stderr.startswith(f"crossdock: --port: {port} on 127.0.0.1 is taken")
+
+
+def test_a_slip_in_the_environment_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSDOCK_HEARTBEET_MS", "100")
+    monkeypatch.setenv("CROSSDOCK_STREAMS", "3")
+    done = _crossdock("coordinator", "--bind", "tcp://192.0.2.1:7")
+    note = "note: CROSSDOCK_HEARTBEET_MS in the environment is no option, and is ignored; did you mean"
+    assert done.stderr.count("note:") == 1
+    assert done.stderr.startswith(f"crossdock: {note} CROSSDOCK_HEARTBEAT_MS?\n")

@@ -1,26 +1,8 @@
-"""Priority bands: weighted, each with a share it never falls below; none is strict."""
+"""From the bands' weights and floors to the weights of the fair queue's first ring."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Band:
-    weight: float = 1.0
-    floor_share: float = 0.0
-    """Of all service, while every band has work; more when some have none."""
-    ttft_s: float = 2.0
-    """A request without a deadline of its own is due so long after its arrival …"""
-    ttft_s_per_chunk: float = 2.0
-    """… and so much later for each chunk of its prompt: an old long prompt is not due before every new short one."""
-
-
-DEFAULT_BANDS: Mapping[str, Band] = {
-    "interactive": Band(8.0, 0.0, 0.5, 1.0),
-    "standard": Band(4.0, 0.0, 2.0, 2.0),
-    "batch": Band(1.0, 0.05, 60.0, 10.0),
-}
-DEFAULT_BAND = "standard"
+from runtime.tenants import Band
 
 
 def ring_weights(bands: Mapping[str, Band]) -> dict[str, float]:

@@ -12,12 +12,14 @@ counted here are never more than those the worker has.
 
 from collections.abc import Callable
 
-from coordinator import admission, intake, members, progress, report
-from coordinator.events import Action, Event, Misbehaved, PeerDown, PeerUp, Received, Tick
+from coordinator import admission, intake, members, progress, report, tenancy
+from coordinator.events import Action, Configured, Event, Misbehaved, PeerDown, PeerUp, Received, Tick
 from coordinator.pool import WORKERS
 from coordinator.schedule import schedule
 from coordinator.state import State
 from proto.messages import (
+    CacheEvents,
+    CacheMiss,
     Cancel,
     Finished,
     HandedOver,
@@ -40,6 +42,8 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
     Submit: ((Role.GATEWAY,), intake.submit),
     Cancel: ((Role.GATEWAY,), intake.cancel),
     StepDone: ((Role.PREFILL,), progress.step_done),
+    CacheMiss: ((Role.PREFILL,), progress.cache_miss),
+    CacheEvents: (WORKERS, progress.cache_events),
     HandedOver: ((Role.PREFILL,), progress.handed_over),
     Finished: (WORKERS, progress.finished),
     Released: (WORKERS, progress.released),
@@ -55,7 +59,7 @@ class Core(State):
         return admission.refusal(hello, self.pools)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        self.out = []
+        self.out, self.now = [], now
         intake.expire(self, now)
         match event:
             case PeerUp(epoch, hello):
@@ -64,6 +68,8 @@ class Core(State):
                 members.down(self, epoch, reason, now)
             case Received():
                 self._received(event, now)
+            case Configured(tenants, utc_offset_s, past):
+                tenancy.configure(self, tenants, utc_offset_s, past, now)
             case Tick():
                 pass
         schedule(self, now)
@@ -73,6 +79,8 @@ class Core(State):
         waiting = [timer for queue in self.queues.values() if (timer := queue.next_timer()) is not None]
         if self.interrupted:
             waiting.append(next(iter(self.interrupted.values())).since + self.limits.resubmit_s_max)
+        if (write_off := self.billing.next_write_off()) is not None:
+            waiting.append(write_off)
         return min(waiting, default=None)
 
     def _received(self, event: Received, now: float) -> None:

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.bands import DEFAULT_BANDS, Band
 from coordinator.cost import Prices
 from coordinator.lifecycle import State
+from coordinator.score import Weights
+from coordinator.usage import Closed, Opened, Past
 from proto.messages import Hello, Message
+from runtime.tenants import DEFAULT_BANDS, Band, Tenants
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,18 @@ class Tick:
     """A deadline has come."""
 
 
-Event = PeerUp | PeerDown | Received | Tick
+@dataclass(frozen=True)
+class Configured:
+    """A tenants file to put in force: before anything else, and whenever it has changed."""
+
+    tenants: Tenants
+    utc_offset_s: float
+    """The wall clock minus the clock of `now`."""
+    past: Past | None = None
+    """What the journal says, at the start only."""
+
+
+Event = PeerUp | PeerDown | Received | Configured | Tick
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class Misbehaved:
     reason: str
 
 
-Action = Send | Moved | Misbehaved
+Action = Send | Moved | Misbehaved | Opened | Closed
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,7 @@ class Limits:
     """More make the largest backlog give way, or are rejected with 429."""
     queue_tokens_max: int = 4_000_000
     """Prompt tokens that may wait; likewise."""
-    tenant_queue_requests_max: int = 1024
+    tenant_queue_max: int = 1024
     """Of one tenant."""
     queue_wait_s_max: float = 120.0
     step_tokens: int = 256
@@ -90,9 +103,13 @@ class Limits:
     quantum_tokens: float = 1024.0
     """Cost that an idle tenant of weight 1 saves up, and has served before others when it comes back."""
     prices: Prices = field(default_factory=Prices)
+    placement: Weights = field(default_factory=Weights)
+    """Of the score that chooses workers."""
     overtaken_max: int = 16
     """After so many chunks of its tenant's later requests, the request that waited longest goes next."""
     bypasses_max: int = 64
     """After so many requests got room before one that waits for it, what comes free is kept for that one."""
+    orphan_s_max: float = 120.0
+    """How long an open row of an earlier coordinator waits for word of its request."""
     remembered_max: int = 4096
     """Ended attempts kept, so that what repeats them is recognised."""

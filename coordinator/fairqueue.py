@@ -101,6 +101,15 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self.size
 
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        """Other weights from now on; the turns that were taken stay as they were charged."""
+        self.weights = dict(weights)
+        nodes = list(self._root.children.values())
+        while nodes:
+            node = nodes.pop()
+            node.weight = self.weights.get("/".join(node.path), 1.0)
+            nodes.extend(node.children.values())
+
     # --- entries --------------------------------------------------------------------------------------------------------
 
     def push(self, item: T, path: Path, deadline: float, chunks: int) -> Entry[T]:

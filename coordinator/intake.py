@@ -1,6 +1,6 @@
 """What gateways ask for: a request comes in, is cancelled, or has waited too long."""
 
-from coordinator import admission, report
+from coordinator import admission, report, tenancy
 from coordinator.events import Misbehaved, Moved, Received
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
@@ -24,26 +24,31 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         return
     if known is not None and submit.attempt <= known.attempt:
         if submit.attempt == known.attempt:
-            state.send(epoch, Accepted(*known.key))
+            state.send(epoch, Accepted(*known.key, state.billing.rates(submit.tenant, now)))
         return
     reason, why = _judge(state, submit)
-    request = known
+    request, retry_after_s = known, None
     if reason is None and request is None:
         request = Request(submit.request_id, epoch, submit, event.blob, now, now, state.path(submit))
-        reason, why = _admit(state, request, now)
+        reason, why, retry_after_s = tenancy.reserve(state, request, now)
+        if reason is None:
+            reason, why = _admit(state, request, now)
+            if reason is not None and request.bill is not None:
+                state.billing.undo(request.bill, now, now + state.limits.orphan_s_max)
     if reason is not None:
         if known is not None:
             state.end(known, Trigger.FAIL, reason, now)
-        _reject(state, epoch, submit, reason, why, now)
+        _reject(state, epoch, submit, reason, why, now, retry_after_s)
         return
     assert request is not None
     if known is None:
         state.requests[request.id] = request
+        state.journal(tenancy.opened(state, request))
     else:
         _renew(state, request, submit, event.blob, now)
     state.queues[submit.model].push(request, now)
     state.pools[submit.model].full = False
-    state.send(epoch, Accepted(*request.key))
+    state.send(epoch, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))
 
 
@@ -56,6 +61,7 @@ def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: flo
     if request.unreported:
         more = submit.resumed_tokens - request.submit.resumed_tokens
         state.queues[submit.model].emitted(request.path, max(more, 0))
+        state.billing.emitted(request.id, max(more, 0))
     request.renew(submit, blob)
     request.fire(Trigger.RESUBMIT, now)
 
@@ -73,8 +79,8 @@ def _admit(state: State, request: Request, now: float) -> admission.Refusal:
     reason, why = admission.feasible(request, pool)
     if reason is not None:
         return reason, why
-    if queue.backlog.waiting(request.path) >= limits.tenant_queue_requests_max:
-        return Reject.QUEUE_FULL, f"{limits.tenant_queue_requests_max} requests of this tenant are waiting already"
+    if queue.backlog.waiting(request.path) >= limits.tenant_queue_max:
+        return Reject.QUEUE_FULL, f"{limits.tenant_queue_max} requests of this tenant are waiting already"
     while len(queue) >= limits.queue_requests_max or (
         queue.backlog.tokens + submit.prompt_tokens > limits.queue_tokens_max
     ):
@@ -93,14 +99,20 @@ def _shed(state: State, victim: Request, now: float) -> None:
     state.end(victim, Trigger.SHED, why, now)
 
 
-_WORTH_ANOTHER_TRY = frozenset({Reject.QUEUE_FULL, Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.DUPLICATE})
+_WORTH_ANOTHER_TRY = frozenset(
+    {Reject.QUEUE_FULL, Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.DUPLICATE, Reject.QUOTA}
+)
 
 
-def _reject(state: State, epoch: int, submit: Submit, reason: Reject, why: str, now: float) -> None:
+def _reject(
+    state: State, epoch: int, submit: Submit, reason: Reject, why: str, now: float, retry_after_s: float | None = None
+) -> None:
     state.outcomes[Life.REJECTED] += 1
     state.counters[f"rejected_{reason}"] += 1
-    retry_after_s = report.retry_after_s(state, submit, now) if reason in _WORTH_ANOTHER_TRY else 0.0
-    state.send(epoch, Rejected(submit.request_id, submit.attempt, reason, why, retry_after_s))
+    if retry_after_s is None:
+        retry_after_s = report.retry_after_s(state, submit, now) if reason in _WORTH_ANOTHER_TRY else 0.0
+    rates = state.billing.rates(submit.tenant, now)
+    state.send(epoch, Rejected(submit.request_id, submit.attempt, reason, why, retry_after_s, rates))
     state.out.append(Moved(submit.request_id, submit.attempt, Life.REJECTED, reason))
 
 
@@ -135,3 +147,4 @@ def expire(state: State, now: float) -> None:
         if first.since + state.limits.resubmit_s_max > now:
             break
         state.end(first, Trigger.EXPIRE, "its gateway did not resume it", now)
+    state.out.extend(state.billing.write_off(now, now + state.limits.orphan_s_max))

@@ -1,5 +1,7 @@
 """What holds after every event. Called by tests and the simulation, not while serving."""
 
+from collections import Counter
+
 from coordinator.core import Core
 from coordinator.lifecycle import TERMINAL, State
 
@@ -29,3 +31,20 @@ def check(core: Core) -> None:
         if request.state is State.DECODING:
             assert request.key in core.workers[request.decode_epoch].holdings
     assert all(request_id in core.requests for request_id in (*queued, *core.interrupted))
+    _check_bills(core)
+
+
+def _check_bills(core: Core) -> None:
+    """Each request has a bill, each bill something to wait for, and each level holds what its bills say."""
+    billing, out = core.billing, Counter[str]()
+    for worker in core.workers.values():
+        out.update(request_id for request_id, _ in worker.holdings)
+        out.update(chunk.request_id for asked in worker.steps.values() for chunk, _ in asked)
+    concurrency: Counter[str] = Counter()
+    for request_id, bill in billing.bills.items():
+        assert bill.held == out[request_id]
+        request = core.requests.get(request_id)
+        assert request.bill is bill if request else request_id in billing.orphans or (bill.outcome and bill.held)
+        concurrency.update(account.name for account in bill.grant.accounts)
+    assert set(core.requests) <= set(billing.bills)
+    assert all(account.concurrency == concurrency[name] for name, account in billing.quotas.accounts.items())

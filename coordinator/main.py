@@ -5,28 +5,50 @@ import os
 import socket
 
 from coordinator.core import Core
-from coordinator.events import Action, Event, Limits, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
+from coordinator.events import (
+    Action,
+    Configured,
+    Event,
+    Limits,
+    Misbehaved,
+    Moved,
+    PeerDown,
+    PeerUp,
+    Received,
+    Send,
+    Tick,
+)
+from coordinator.ledger import Ledger, LedgerError
 from coordinator.lifecycle import TERMINAL
+from coordinator.outbox import Outbox
+from coordinator.quota import DAY_S
+from coordinator.usage import Closed, Opened
 from proto import limits
-from proto.errors import RemoteProtocolError
-from proto.messages import Hello, Message, Role
+from proto.errors import Reject, RemoteProtocolError
+from proto.messages import Hello, Message, Rejected, Role, Submit
 from runtime import clock, log, machine
-from runtime.driver import CoreDriver, run_process
+from runtime.driver import CoreDriver, cancelled, run_process, watched
+from runtime.exits import ConfigError
 from runtime.link import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.settings import CoordinatorSettings
+from runtime.tenants import Tenants, TenantsError, open_tenants
+from runtime.tenants_file import TenantsFile
+
+_BEHIND_RETRY_S = 1.0
 
 
 class Coordinator:
     """Wires the core to its control port."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
+        self.settings = settings
         name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
         self.core = Core(
             Limits(
                 queue_requests_max=settings.queue_requests_max,
                 queue_tokens_max=settings.queue_tokens_max,
-                tenant_queue_requests_max=settings.tenant_queue_requests_max,
+                tenant_queue_max=settings.tenant_queue_max,
                 queue_wait_s_max=settings.queue_wait_s_max,
                 quantum_tokens=settings.quantum_tokens,
                 bypasses_max=settings.bypasses_max,
@@ -37,6 +59,11 @@ class Coordinator:
         )
         self.driver: CoreDriver[Event, Action] = CoreDriver(self.core, perform=self._perform, tick=Tick())
         self.peers: dict[int, Peer] = {}
+        self.tenants: TenantsFile | None = None
+        self.ledger: Ledger | None = None
+        self.outbox = Outbox()
+        self.failure: asyncio.Event = asyncio.Event()
+        """The journal cannot be written any more."""
         self.server = LinkServer(
             bind=settings.bind,
             hello=Hello(
@@ -55,18 +82,78 @@ class Coordinator:
         )
 
     async def run(self, stop: asyncio.Event) -> int:
+        watching: list[asyncio.Task[None]] = []
         try:
+            await self._configure()
+            if self.tenants is not None:
+                watching.append(watched(self.tenants.watch(self._tenants_changed)))
             address = await self.server.start()
-        except CannotBind as error:
-            machine.check_listening("--bind", error)
-            self.log.error("cannot start", error=f"--bind: {error.strerror}")
+        except TenantsError as error:
+            raise ConfigError(f"--tenants: {error}") from error
+        except (CannotBind, LedgerError) as error:
+            await self._close_ledger(watching)
+            if isinstance(error, CannotBind):
+                machine.check_listening("--bind", error)
+            self.log.error(
+                "cannot start", error=f"--bind: {error.strerror}" if isinstance(error, CannotBind) else str(error)
+            )
             return 1
         self.log.info("listening", address=address)
-        await stop.wait()
+        failed = asyncio.create_task(self.failure.wait())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
         self.log.info("stopping", running=len(self.core.requests))
+        # First, so that rows of streams which go on without us stay open for the next coordinator.
+        await self._close_ledger(watching)
         await self.server.close()
         self.driver.close()
-        return 0
+        for waiting in (failed, stopping):
+            waiting.cancel()
+        return 1 if self.failure.is_set() else 0
+
+    # --- tenants and their usage ----------------------------------------------------------------------------------------
+
+    async def _configure(self) -> None:
+        """Tell the core who its tenants are and what they used, before anyone joins. Raises `TenantsError`, `LedgerError`."""
+        settings, now = self.settings, clock.now()
+        if settings.tenants:
+            self.tenants = TenantsFile(settings.tenants)
+        tenants = self.tenants.tenants if self.tenants is not None else open_tenants()
+        past = None
+        if settings.usage_db:
+            self.ledger = Ledger(settings.usage_db, on_committed=self._committed, on_failed=self._ledger_failed)
+            past = await self.ledger.start(int(clock.unix_time() // DAY_S))
+        elif any(level.limits.tokens_per_day for policy in tenants.policies.values() for level in policy.levels):
+            self.log.warning("tokens_per_day begins anew at each start: no --usage-db is given")
+        self.driver.post(Configured(tenants, clock.unix_time() - now, past))
+
+    def _tenants_changed(self, tenants: Tenants) -> None:
+        self.driver.post(Configured(tenants, clock.unix_time() - clock.now()))
+
+    def _committed(self, request_ids: list[str]) -> None:
+        for send in self.outbox.committed(request_ids):
+            self._send(send)
+
+    def _ledger_failed(self, error: LedgerError) -> None:
+        self.log.critical("usage cannot be written any more", error=str(error))
+        self.failure.set()
+
+    async def _close_ledger(self, watching: "list[asyncio.Task[None]]") -> None:
+        await cancelled(*watching)
+        if self.ledger is not None:
+            await self.ledger.close()
+
+    def _journal(self, entry: Opened | Closed) -> None:
+        if self.ledger is None:
+            return
+        if isinstance(entry, Opened):
+            self.outbox.opened(entry.request_id)
+        try:
+            self.ledger.write(entry)
+        except LedgerError as error:
+            self._ledger_failed(error)
+
+    # --- links ----------------------------------------------------------------------------------------------------------
 
     def _up(self, peer: Peer) -> None:
         earlier = self.peers.get(peer.epoch)
@@ -89,14 +176,24 @@ class Coordinator:
         if self.peers.get(peer.epoch) is not peer:
             raise RemoteProtocolError("this link was replaced by a newer one")
         self.core.counters["protocol_errors"] = self.server.counters.protocol_errors
+        if isinstance(message, Submit) and self.ledger is not None and self.ledger.behind:
+            why = "usage cannot be recorded as fast as requests come"
+            peer.send(Rejected(message.request_id, message.attempt, Reject.NO_CAPACITY, why, _BEHIND_RETRY_S))
+            return
         self.driver.post(Received(peer.epoch, message, blob))
+
+    def _send(self, send: Send) -> None:
+        peer = self.peers.get(send.epoch)
+        if peer is not None:
+            peer.send(send.message, send.blob)
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Send(epoch, message, blob):
-                peer = self.peers.get(epoch)
-                if peer is not None:
-                    peer.send(message, blob)
+            case Send():
+                if self.outbox.pass_or_hold(action):
+                    self._send(action)
+            case Opened() | Closed():
+                self._journal(action)
             case Moved(request_id, attempt, state, why):
                 emit = self.log.info if state in TERMINAL else self.log.debug
                 emit("request", request_id=request_id, attempt=attempt, state=state.value, why=why)

@@ -17,7 +17,7 @@ def up(state: State, epoch: int, hello: Hello, now: float) -> None:
     state.peers[epoch] = hello
     if hello.role in WORKERS:
         worker = Worker.from_hello(hello)
-        pool = state.pools.setdefault(hello.model, Pool(hello.model, hello.fingerprint))
+        pool = state.pools.setdefault(hello.model, Pool(hello.model, hello.fingerprint, state.limits.placement))
         pool.fingerprint = hello.fingerprint
         pool.add(worker)
         state.queues.setdefault(hello.model, WaitQueue(state.limits))
@@ -39,6 +39,9 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
         for asked in worker.steps.values():
             for chunk, request in asked:
                 state.queues[hello.model].skipped(request.path, chunk.length)
+                state.journal(state.billing.let_go(request.id, 0, now))
+        for request_id, _ in worker.holdings:
+            state.journal(state.billing.let_go(request_id, 0, now))
         for request in [r for r in state.requests.values() if epoch in (r.prefill_epoch, r.decode_epoch)]:
             _worker_lost(state, request, worker, reason, now)
         state.tell_gateways()
@@ -55,6 +58,7 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
             state.out.append(Misbehaved(worker.epoch, "holds more than its capacity"))
             return
         worker.hold(key, holding)
+        state.billing.hold(held.request_id)
         if held.request_id in state.requests or held.request_id in state.ended:
             state.send(worker.epoch, Release(*key))
 

@@ -1,21 +1,23 @@
 """Which pair of workers a request goes to, and what they are told. Reservation before work: both or none."""
 
+from coordinator.choice import best_prefill_first, choose_decode
+from coordinator.locality import usable_hashes
 from coordinator.pool import Pool, Worker
 from coordinator.request import Request
 from proto.messages import Hello, Peer, Prefill, Reserve, Submit
 
 
 def room(submit: Submit, prefill: Worker, pool: Pool) -> Worker | None:
-    """The decode worker with the most room for a request that `prefill` could take, or None if it cannot run there now."""
+    """The best decode worker for a request that `prefill` could take, or None if it cannot run there now."""
     if not prefill.fits(prefill.prefill_holding(submit)):
         return None
     decode = [w for w in pool.decode.values() if w.fits(w.decode_holding(submit))]
-    return max(decode, key=lambda w: (w.free_seqs, w.free_blocks, w.epoch), default=None)
+    return choose_decode(submit, prefill, decode, pool)
 
 
 def room_anywhere(submit: Submit, pool: Pool) -> tuple[Worker, Worker] | None:
-    """A pair with room, the prefill worker being the one with the least to do."""
-    for prefill in sorted(pool.prefill.values(), key=lambda w: (w.undispatched_tokens() + w.tokens_in_flight, w.epoch)):
+    """The best pair with room."""
+    for prefill in best_prefill_first(submit, pool):
         decode = room(submit, prefill, pool)
         if decode is not None:
             return prefill, decode
@@ -26,6 +28,7 @@ def reserve(request: Request, prefill: Worker, decode: Worker) -> None:
     prefill.hold(request.key, prefill.prefill_holding(request.submit, request.path))
     decode.hold(request.key, decode.decode_holding(request.submit, request.path))
     request.prefill_epoch, request.decode_epoch = prefill.epoch, decode.epoch
+    request.computed_tokens = request.cached_tokens
     prefill.placed[request.id] = request
 
 
@@ -41,6 +44,7 @@ def orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: Hel
         submit.resumed_tokens,
     )
     blocks = decode.holdings[request.key].kv_blocks
-    return Reserve(*what, blocks, gateway, prefill.epoch), Prefill(
-        *what, gateway, Peer(decode.hello.address, decode.epoch)
+    hashes = usable_hashes(submit, decode.capacity.block_size)
+    return Reserve(*what, blocks, gateway, prefill.epoch, hashes), Prefill(
+        *what, gateway, Peer(decode.hello.address, decode.epoch), hashes, request.cached_tokens
     )

@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 
 from coordinator.fairqueue import REFUSALS_MAX, Path
 from coordinator.lifecycle import State
+from coordinator.locality import Locality
 from coordinator.request import Request, kv_blocks_needed
+from coordinator.score import Weights
 from proto.messages import Capacity, Chunk, Hello, Role, Step, Submit
 
 WORKERS = (Role.PREFILL, Role.DECODE)
@@ -37,6 +39,8 @@ class Worker:
     tokens_forwarded: int = 0
     tokens_per_s: float = 0.0
     """Measured prefill rate, smoothed."""
+    trouble: float = 0.0
+    """0 … 1: how much of what it was given lately has failed."""
 
     @staticmethod
     def from_hello(hello: Hello) -> "Worker":
@@ -95,9 +99,11 @@ class Worker:
 class Pool:
     """The workers that serve one model; all of one fingerprint, so that any pair can hand over KV."""
 
-    def __init__(self, model: str, fingerprint: str) -> None:
+    def __init__(self, model: str, fingerprint: str, weights: Weights | None = None) -> None:
         self.model = model
         self.fingerprint = fingerprint
+        self.weights = weights or Weights()
+        self.locality = Locality()
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
         self.full = False
@@ -108,10 +114,25 @@ class Pool:
 
     def add(self, worker: Worker) -> None:
         self._side(worker)[worker.epoch] = worker
+        self.locality.join(worker.epoch, worker.capacity.kv_blocks)
         self.full = False
 
     def remove(self, worker: Worker) -> None:
         del self._side(worker)[worker.epoch]
+        self.locality.leave(worker.epoch)
+
+    def blame(self, worker: Worker) -> None:
+        """Something failed on it."""
+        worker.trouble += 0.2 * (1.0 - worker.trouble)
+
+    def forgive(self) -> None:
+        """Something went well: old troubles count less, for whoever had them, or they would never be tried again."""
+        for worker in (*self.prefill.values(), *self.decode.values()):
+            worker.trouble = worker.trouble * 0.95 if worker.trouble > 0.01 else 0.0
+
+    def block_size(self) -> int:
+        """Tokens per KV block, which is part of the fingerprint."""
+        return next(iter(self.prefill.values())).capacity.block_size
 
     def servable(self) -> bool:
         return bool(self.prefill) and bool(self.decode)

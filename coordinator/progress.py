@@ -1,12 +1,14 @@
 """What workers report: steps computed, prompts handed over, attempts that are over."""
 
-from coordinator.events import Received
+from coordinator.events import Misbehaved, Received
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
+from coordinator.locality import usable_hashes
 from coordinator.pool import Worker
 from coordinator.request import Request
 from coordinator.state import State
-from proto.messages import Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
+from proto.errors import Interrupt
+from proto.messages import CacheEvents, CacheMiss, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
 
 
 def step_done(state: State, epoch: int, event: Received, now: float) -> None:
@@ -22,12 +24,16 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
     if tokens and done.step_ms > 0:
         worker.tokens_per_s += 0.2 * (tokens * 1000 / done.step_ms - worker.tokens_per_s)
     for chunk in done.computed:
+        state.billing.computed(chunk.request_id, chunk.attempt, chunk.length)
         request = state.current(chunk.request_id, chunk.attempt)
         if request is None or request.prefill_epoch != epoch:
             continue
         request.computed_tokens += chunk.length
         if request.state is Life.PREFILLING and request.computed_tokens >= request.submit.prompt_tokens:
+            state.counters["prompt_tokens_cached"] += request.cached_tokens
             state.move(request, Trigger.PROMPT_DONE, now)
+    for chunk, _ in asked:
+        state.journal(state.billing.let_go(chunk.request_id, 0, now))
 
 
 def _refund_skipped(
@@ -39,6 +45,35 @@ def _refund_skipped(
     for chunk, request in asked:
         if (chunk.request_id, chunk.attempt) not in done:
             state.queues[worker.hello.model].skipped(request.path, chunk.length)
+
+
+def cache_miss(state: State, epoch: int, event: Received, now: float) -> None:
+    """The worker has less of a prompt than was believed: what lies between is to be computed, and charged, after all."""
+    miss = event.message
+    assert isinstance(miss, CacheMiss)
+    worker = state.workers[epoch]
+    size = worker.capacity.block_size
+    if miss.cached_tokens % size:
+        state.out.append(Misbehaved(epoch, f"{miss.cached_tokens} cached tokens are no whole number of blocks"))
+        return
+    request = state.current(miss.request_id, miss.attempt)
+    if request is None or request.prefill_epoch != epoch or request.state not in (Life.PLACED, Life.PREFILLING):
+        return
+    if miss.cached_tokens >= request.cached_tokens:
+        return
+    state.counters["cache_misses"] += 1
+    submit = request.submit
+    state.pools[submit.model].locality.forget(epoch, usable_hashes(submit, size), miss.cached_tokens // size)
+    request.cached_tokens = request.computed_tokens = miss.cached_tokens
+    state.queues[submit.model].put_back(request, miss.cached_tokens)
+    worker.placed[request.id] = request
+
+
+def cache_events(state: State, epoch: int, event: Received, now: float) -> None:
+    report = event.message
+    assert isinstance(report, CacheEvents)
+    model = state.workers[epoch].hello.model
+    state.pools[model].locality.learn(epoch, report.inserted, report.evicted)
 
 
 def handed_over(state: State, epoch: int, event: Received, now: float) -> None:
@@ -58,11 +93,13 @@ def finished(state: State, epoch: int, event: Received, now: float) -> None:
     state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens)
     worker.tokens_forwarded = done.tokens_forwarded
     state.counters["output_tokens"] += done.output_tokens
+    state.journal(state.billing.end_orphan(done.request_id, Life.FINISHED, now))
     request = state.current(done.request_id, done.attempt)
     if request is None or epoch not in (request.prefill_epoch, request.decode_epoch):
         return
     if request.state in (Life.PREFILLING, Life.HANDING_OVER, Life.DECODING):
         state.queues[request.submit.model].learn(request, done.output_tokens)
+        state.pools[request.submit.model].forgive()
         state.end(request, Trigger.FINISH, "done", now)
 
 
@@ -70,6 +107,7 @@ def released(state: State, epoch: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, Released)
     state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens)
+    state.journal(state.billing.end_orphan(done.request_id, Life.CANCELLED, now))
 
 
 def work_failed(state: State, epoch: int, event: Received, now: float) -> None:
@@ -83,5 +121,17 @@ def work_failed(state: State, epoch: int, event: Received, now: float) -> None:
         return
     if epoch == request.prefill_epoch and request.state is Life.DECODING:
         return
+    _blame(state, request, worker, failed.reason)
     request.unreported = epoch == request.decode_epoch
     state.interrupt(request, failed.reason, f"{worker.hello.name}: {failed.message}"[:500], now)
+
+
+def _blame(state: State, request: Request, worker: Worker, reason: Interrupt) -> None:
+    """Of a transfer that failed nobody can say which end did it."""
+    pool = state.pools[request.submit.model]
+    if reason is Interrupt.ENGINE_ERROR:
+        pool.blame(worker)
+    elif reason is Interrupt.TRANSFER_FAILED:
+        for epoch in (request.prefill_epoch, request.decode_epoch):
+            if epoch in state.workers:
+                pool.blame(state.workers[epoch])

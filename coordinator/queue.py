@@ -35,18 +35,35 @@ class WaitQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._waiting.values())
 
+    def replace_limits(self, limits: Limits) -> None:
+        """Other bands and weights, from the next turn on."""
+        self._limits = limits
+        self.fair.reweigh({**ring_weights(limits.bands), **limits.weights})
+
     # --- in and out -----------------------------------------------------------------------------------------------------
 
     def push(self, request: Request, now: float) -> None:
         assert request.id not in self._waiting and request.entry is None
         self._waiting[request.id] = request
         self.backlog.add(request, now)
+        self._enter(request)
+        self._came.append((request.since, request))
+
+    def put_back(self, request: Request, dispatched_tokens: int) -> None:
+        """Its worker will skip what was dispatched behind `dispatched_tokens`, so that must be dispatched again. What it cost
+        comes back with the steps that skip it."""
+        request.dispatched_tokens = dispatched_tokens
+        if request.entry is None:
+            self.refund_output(request)
+            self._enter(request)
+            self.settle_on(request, request.prefill_epoch)
+
+    def _enter(self, request: Request) -> None:
         chunks = -(-request.submit.prompt_tokens // self._limits.step_tokens)
         asked = request.submit.deadline_ms / 1000
         band = self._limits.bands[request.path[0]]
         due = request.arrived + (asked or band.ttft_s + chunks * band.ttft_s_per_chunk)
         request.entry = self.fair.push(request, request.path, due, chunks)
-        self._came.append((request.since, request))
         if request.deadline is not None:
             self._deadlines_set += 1
             heappush(self._deadlines, (request.deadline, self._deadlines_set, request, request.attempt))

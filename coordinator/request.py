@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from coordinator.billing import Bill
 from coordinator.lanes import Entry
 from coordinator.lifecycle import State, Trigger, advance
 from proto.messages import Submit
@@ -25,8 +26,13 @@ class Request:
     prefill_epoch: int = 0
     decode_epoch: int = 0
     dispatched_tokens: int = 0
-    """Prompt tokens sent out in chunks."""
+    """Prompt tokens sent out in chunks, the cached ones before them included."""
     computed_tokens: int = 0
+    """Likewise."""
+    cached_tokens: int = 0
+    """Of the prompt's first tokens, those that its prefill worker has: they are neither computed nor charged."""
+    waits_since: float | None = None
+    """When it first let a worker's turn pass, for one with more of it cached."""
     entry: "Entry[Request] | None" = None
     """Its place in the fair queue while it has chunks to dispatch."""
     output_charged: float = 0.0
@@ -35,6 +41,7 @@ class Request:
     """What its attempt has emitted is not known from its worker; the next attempt's `resumed_tokens` will tell."""
     borrowed: bool = False
     """Beyond its tenant's rates, while nobody else wanted the capacity: the first to go in an overload."""
+    bill: Bill | None = None
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
 
@@ -54,6 +61,8 @@ class Request:
         return (self.id, self.submit.attempt)
 
     def fire(self, trigger: Trigger, now: float) -> None:
+        if self.bill is not None:
+            self.bill.spend(self.state, now - self.since)
         self.state = advance(self.state, trigger)
         self.since = now
 
@@ -61,7 +70,8 @@ class Request:
         """Take the next attempt's parameters over."""
         self.submit, self.blob = submit, blob
         self.prefill_epoch = self.decode_epoch = 0
-        self.dispatched_tokens = self.computed_tokens = self.bypassed = 0
+        self.dispatched_tokens = self.computed_tokens = self.cached_tokens = self.bypassed = 0
+        self.waits_since = None
         self.unreported = False
 
 

@@ -1,5 +1,6 @@
 """Placing what waits and keeping prefill workers busy: after every event, as much as there is room for."""
 
+from coordinator.choice import expect_cached
 from coordinator.lifecycle import State as Life
 from coordinator.lifecycle import Trigger
 from coordinator.placement import orders, reserve, room_anywhere
@@ -31,6 +32,7 @@ def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     if request is None or pair is None:
         return
     pool.kept_for = None
+    expect_cached(request, pair[0], pool)
     _place(state, request, *pair, queue, now)
     queue.settle_on(request, pair[0].epoch)
 
@@ -49,6 +51,7 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
         return False
     state.send(worker.epoch, step)
     for chunk in step.chunks:
+        state.billing.hold(chunk.request_id)
         request = state.requests[chunk.request_id]
         if request.state is Life.PLACED:
             state.move(request, Trigger.DISPATCH, now)
@@ -58,6 +61,7 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
 def _place(state: State, request: Request, prefill: Worker, decode: Worker, queue: WaitQueue, now: float) -> None:
     queue.placed(request)
     reserve(request, prefill, decode)
+    state.billing.hold(request.id, 2)
     keep, take_in = orders(request, prefill, decode, state.peers[request.gateway_epoch])
     state.send(decode.epoch, keep)
     state.send(prefill.epoch, take_in, request.blob)

@@ -2,22 +2,26 @@
 
 from collections import Counter
 
-from coordinator.bands import DEFAULT_BAND
+from coordinator.billing import Billing
 from coordinator.events import Action, Limits, Moved, Send
 from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as Life
 from coordinator.pool import Pool, Worker
 from coordinator.queue import WaitQueue
 from coordinator.request import Request
+from coordinator.usage import Closed, Opened
 from proto.errors import Interrupt
 from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role, Submit
+from runtime.tenants import open_tenants
 
 
 class State:
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.bands_lowest_first = sorted(self.limits.bands, key=lambda name: self.limits.bands[name].weight)
-        self._paths: dict[tuple[str, str], tuple[str, str, str]] = {}
+        self.billing = Billing(open_tenants())
+        self.now = 0.0
+        """Of the event in hand."""
         self.peers: dict[int, Hello] = {}
         self.workers: dict[int, Worker] = {}
         self.pools: dict[str, Pool] = {}
@@ -36,14 +40,13 @@ class State:
         """What the event in hand has led to so far."""
 
     def path(self, submit: Submit) -> tuple[str, str, str]:
-        """Where a request stands in the fair queue."""
-        key = (submit.tenant, submit.band)
-        found = self._paths.get(key)
-        if found is None:
-            organisation, _, user = submit.tenant.partition("/")
-            band = submit.band if submit.band in self.limits.bands else DEFAULT_BAND
-            found = self._paths[key] = (band, organisation, user)
-        return found
+        """Where a request stands in the fair queue: in the band it asks for, else in its tenant's."""
+        organisation, _, user = submit.tenant.partition("/")
+        band, bands = submit.band, self.limits.bands
+        if band not in bands:
+            policy = self.billing.quotas.tenants.policy(submit.tenant)
+            band = policy.band if policy is not None and policy.band in bands else self.bands_lowest_first[0]
+        return band, organisation, user
 
     def current(self, request_id: str, attempt: int) -> Request | None:
         request = self.requests.get(request_id)
@@ -61,6 +64,11 @@ class State:
         self.outcomes[request.state] += 1
         del self.requests[request.id]
         self.remember(*request.key)
+        self.journal(self.billing.end(request.id, request.state, now))
+
+    def journal(self, entry: Opened | Closed | None) -> None:
+        if entry is not None:
+            self.out.append(entry)
 
     def remember(self, request_id: str, attempt: int) -> None:
         self.ended.pop(request_id, None)
@@ -95,6 +103,7 @@ class State:
         if holding is None:
             return
         self.pools[worker.hello.model].full = False
+        self.journal(self.billing.let_go(key[0], emitted_tokens, self.now))
         if holding.path:
             self.queues[worker.hello.model].emitted(holding.path, emitted_tokens)
 
@@ -108,7 +117,8 @@ class State:
             self.out.append(Send(epoch, message, blob))
 
     def cluster_state(self) -> ClusterState:
-        return ClusterState(tuple(sorted(model for model, pool in self.pools.items() if pool.servable())))
+        servable = sorted(model for model, pool in self.pools.items() if pool.servable())
+        return ClusterState(tuple(servable), tuple(self.pools[model].block_size() for model in servable))
 
     def tell_gateways(self) -> None:
         state = self.cluster_state()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from coordinator.choice import expect_cached, rather_waits
 from coordinator.events import Limits
 from coordinator.lifecycle import State
 from coordinator.placement import room
@@ -28,7 +29,8 @@ def compose(worker: Worker, pool: Pool, queue: WaitQueue, options: Limits, place
     decode: Worker | None = None
 
     def length_of(request: Request) -> int:
-        """How much of a prompt fits what is left; 0 if none, or if it has no room here or a chunk in this step."""
+        """How much of a prompt fits what is left; 0 if none, or if it has no room here or a chunk in this step, or waits for
+        a worker that has more of it cached."""
         nonlocal decode
         if request.id in taken:
             return 0
@@ -37,6 +39,9 @@ def compose(worker: Worker, pool: Pool, queue: WaitQueue, options: Limits, place
             if decode is None:
                 pool.refused.append(request)
                 return 0
+            if rather_waits(request, worker, pool, now):
+                return 0
+            expect_cached(request, worker, pool)
         remaining = request.submit.prompt_tokens - request.dispatched_tokens
         return remaining if remaining <= left else left - left % block_size
 

@@ -14,6 +14,8 @@ from typing import Generic, TypeVar
 from decode_worker.batch import Batch, Key, Running
 from engine.blocks import BlockAllocator, OutOfBlocks
 from engine.sequence import SequenceBlocks
+from kvtransfer.session import Accepted
+from proto.codec import split_hashes
 from proto.errors import Interrupt
 from proto.messages import Finished, Held, Released, Reserve, WorkFailed
 
@@ -34,6 +36,8 @@ class Attempt(Generic[S]):
     sequences: list[Running[S]] = field(default_factory=list)
     """Those still in the batch or in a step."""
     output_tokens: int = 0
+    hashes: list[bytes] = field(default_factory=list)
+    """Of the prompt's full blocks, as far as they may be shared."""
     farewell: Farewell | None = None
 
     @property
@@ -43,20 +47,28 @@ class Attempt(Generic[S]):
 
 class AttemptTable(Generic[S]):
     def __init__(
-        self, allocator: BlockAllocator, block_size: int, batch: Batch[S], tokens_forwarded: Callable[[], int] = int
+        self,
+        allocator: BlockAllocator,
+        block_size: int,
+        batch: Batch[S],
+        tokens_forwarded: Callable[[], int] = int,
+        prefix_cache: bool = True,
     ) -> None:
         self.allocator = allocator
         self.block_size = block_size
         self.batch = batch
         self.tokens_forwarded = tokens_forwarded
+        self.prefix_cache = prefix_cache
         self.attempts: dict[Key, Attempt[S]] = {}
 
     def reserve(self, order: Reserve) -> None:
-        """Idempotent: a repeated reservation changes nothing."""
-        self.attempts.setdefault((order.request_id, order.attempt), Attempt(order))
+        """Idempotent: a repeated reservation changes nothing. Raises `RemoteProtocolError` on hashes cut short."""
+        hashes = split_hashes(order.block_hashes)[: order.prompt_tokens // self.block_size] if self.prefix_cache else []
+        self.attempts.setdefault((order.request_id, order.attempt), Attempt(order, hashes=hashes))
 
-    def target_blocks(self, key: Key, peer_epoch: int, blocks: int) -> list[int] | str | None:
-        """Blocks for the KV of an offer, a refusal, or None if the reservation is not here yet."""
+    def target_blocks(self, key: Key, peer_epoch: int, blocks: int) -> Accepted | str | None:
+        """Blocks for the KV of an offer, a refusal, or None if the reservation is not here yet. What the prompt begins with
+        and is here already, verified when it came, is shared and not received again."""
         attempt = self.attempts.get(key)
         if attempt is None:
             return None
@@ -67,12 +79,14 @@ class AttemptTable(Generic[S]):
         expected = -(-attempt.order.prompt_tokens // self.block_size)
         if blocks != expected:
             return f"{blocks} blocks offered for a prompt of {expected}"
+        cached = self.allocator.take_prefix(attempt.hashes)
         try:
-            target = self.allocator.allocate(blocks)
+            fresh = self.allocator.allocate(blocks - len(cached))
         except OutOfBlocks as error:
+            self.allocator.free(cached)
             return str(error)
         attempt.phase = Phase.RECEIVING
-        return target
+        return Accepted((*cached, *fresh), len(cached))
 
     def start(self, attempt: Attempt[S], sequences: list[Running[S]]) -> None:
         """The KV is verified and here: the choices run."""
@@ -83,7 +97,9 @@ class AttemptTable(Generic[S]):
             self.batch.join(sequence)
 
     def fork(self, attempt: Attempt[S], blocks: list[int], choices: int) -> list[SequenceBlocks]:
-        """One block table for each choice, the prompt's blocks shared by reference."""
+        """One block table for each choice, the prompt's blocks shared by reference. They are verified: from now on its full
+        ones are there for other prompts too."""
+        self.allocator.insert(attempt.hashes, blocks[: len(attempt.hashes)])
         first = SequenceBlocks(self.allocator, self.block_size, blocks, attempt.order.prompt_tokens)
         return [first, *(first.fork() for _ in range(choices - 1))]
 

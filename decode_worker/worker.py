@@ -12,6 +12,7 @@ from engine.sampler import SamplerState
 from engine.thread import EngineThread
 from kvtransfer.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
+from kvtransfer.session import Accepted
 from kvtransfer.settings import KvSettings
 from proto.errors import CrossdockError, Interrupt, RemoteProtocolError
 from proto.kv import Commit, Offer
@@ -35,7 +36,11 @@ class DecodeWorker:
         self.thread = thread
         self.batch: Batch[SamplerState] = Batch()
         self.table = AttemptTable(
-            BlockAllocator(engine.blocks), info.block_size, self.batch, lambda: engine.tokens_forwarded
+            BlockAllocator(engine.blocks),
+            info.block_size,
+            self.batch,
+            lambda: engine.tokens_forwarded,
+            settings.prefix_cache,
         )
         self.work = asyncio.Event()
         """Set when there may be something to run."""
@@ -139,6 +144,7 @@ class DecodeWorker:
             self._close(attempt, released, "released")
 
     def _coordinator_lost(self, _: str) -> None:
+        self.table.allocator.report_all()
         for attempt in self.table.coordinator_lost():
             self._close(attempt, Released(*attempt.key), "coordinator lost")
 
@@ -181,7 +187,7 @@ class DecodeWorker:
     def _kv_message(self, peer: LinkPeer, message: Message, blob: bytes) -> None:
         self.receiver.handle(peer.epoch, message, blob)
 
-    def _offered(self, epoch: int, offer: Offer) -> list[int] | str | None:
+    def _offered(self, epoch: int, offer: Offer) -> Accepted | str | None:
         """Asked for a session that exists; one that ends before it is decided is taken out again by `_not_received`."""
         answer = self.table.target_blocks((offer.request_id, offer.attempt), epoch, offer.blocks)
         if answer is None:
@@ -222,6 +228,8 @@ class DecodeWorker:
                 )
             )
         self.table.start(attempt, sequences)
+        assert self.registration is not None
+        self.registration.report_cache(self.table.allocator.take_changes)
         self.work.set()
 
     def _fault(self, order: Reserve, commit: Commit, prompt_tokens: list[int]) -> str:
@@ -269,6 +277,7 @@ class DecodeWorker:
             return None
         outcome = self.batch.apply(result.drawn)
         for broken in outcome.broken:
+            self.table.allocator.forget(broken.blocks.table)
             self._mark_failed(broken, "the model's logits are not finite")
         # Freed before the next plan, said after: blocks that ended are there for those that go on.
         farewells = self.table.ended(outcome.ended)

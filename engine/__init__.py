@@ -11,8 +11,9 @@
 - `attention`, `plan`: the attention function registered with transformers, and what one forward prepares for it once.
 - `linear`: prepacked weights for small batches on the CPU.
 - `sampler`: `SamplerState`, `sample`; random numbers are a function of (seed, choice, token index).
-- `blocks`, `sequence`, `finish`: pure bookkeeping: `BlockAllocator`, `SequenceBlocks`, `finish_reason`.
+- `blocks`, `prefix`, `sequence`, `finish`: pure bookkeeping: `BlockAllocator` with its prefix cache, `SequenceBlocks`,
+  `finish_reason`.
 
 An `Engine` belongs to one thread. Another thread may read or write blocks of `Engine.pool` that no chunk of a running
-forward names. `engine.blocks`, `engine.sequence` and `engine.finish` import no torch; so this package file imports nothing.
+forward names. Those four import no torch; so this package file imports nothing.
 """

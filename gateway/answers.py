@@ -38,8 +38,8 @@ class Answer(Protocol):
     """One kind of endpoint's way of writing."""
 
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
-    def usage_chunk(self, completion_tokens: int) -> Json: ...
-    def whole(self, choices: Iterable[ChoiceState]) -> Json: ...
+    def usage_chunk(self, completion_tokens: int, cached_tokens: int) -> Json: ...
+    def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json: ...
 
 
 class _Base:
@@ -59,14 +59,18 @@ class _Base:
             chunk["usage"] = None
         return chunk
 
-    def usage_chunk(self, completion_tokens: int) -> Json:
-        usage = self._usage(completion_tokens)
+    def usage_chunk(self, completion_tokens: int, cached_tokens: int) -> Json:
+        usage = self._usage(completion_tokens, cached_tokens)
         return {**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}
 
-    def _usage(self, completion_tokens: int) -> Json:
+    def _usage(self, completion_tokens: int, cached_tokens: int) -> Json:
         prompt_tokens = sum(len(prompt) for prompt in self.prepared.prompts)
-        total = prompt_tokens + completion_tokens
-        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
 
 
 class CompletionAnswer(_Base):
@@ -87,7 +91,7 @@ class CompletionAnswer(_Base):
         choice.started = True
         yield self._chunk([body])
 
-    def whole(self, choices: Iterable[ChoiceState]) -> Json:
+    def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json:
         bodies, completion_tokens = [], 0
         for choice in choices:
             completion_tokens += len(choice.tokens)
@@ -102,7 +106,8 @@ class CompletionAnswer(_Base):
                 body["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
                 body["token_ids"] = choice.tokens
             bodies.append(body)
-        return {**self._head, "object": self.whole_kind, "choices": bodies, "usage": self._usage(completion_tokens)}
+        usage = self._usage(completion_tokens, cached_tokens)
+        return {**self._head, "object": self.whole_kind, "choices": bodies, "usage": usage}
 
     def _logprobs(self, choice: ChoiceState, tokens: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> Json:
         texts, drawn, tops, offsets = [], [], [], []
@@ -142,7 +147,7 @@ class ChatAnswer(_Base):
             body["token_ids"] = part.tokens
         yield self._chunk([body])
 
-    def whole(self, choices: Iterable[ChoiceState]) -> Json:
+    def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json:
         bodies, completion_tokens = [], 0
         wanted = self.prepared.sampling.logprobs >= 0
         for choice in choices:
@@ -156,7 +161,8 @@ class ChatAnswer(_Base):
             if self.prepared.return_token_ids:
                 body["token_ids"] = choice.tokens
             bodies.append(body)
-        answer = {**self._head, "object": self.whole_kind, "choices": bodies, "usage": self._usage(completion_tokens)}
+        usage = self._usage(completion_tokens, cached_tokens)
+        answer = {**self._head, "object": self.whole_kind, "choices": bodies, "usage": usage}
         if self.prepared.return_token_ids:
             answer["prompt_token_ids"] = self.prepared.prompts[0]
         return answer

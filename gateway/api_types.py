@@ -17,7 +17,6 @@ IGNORED: Final = frozenset(
         "user",
         "metadata",
         "store",
-        "service_tier",
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -57,7 +56,6 @@ NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
     "bad_words": _NOTHING,
-    "priority": (None, 0),
 }
 """Known but not supported: accepted only with a value that asks for nothing."""
 
@@ -103,6 +101,11 @@ class GenerationRequest(_Model):
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     ignore_eos: bool | None = None
+    priority: Any = None
+    """Name of a band; checked by `gateway.tenancy`, which knows them."""
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
+    """By when the first token is wanted, from now."""
     return_token_ids: bool | None = None
 
 

@@ -1,8 +1,5 @@
 """The HTTP application: routes, keys, and one shape for every error."""
 
-import hmac
-from collections.abc import Sequence
-
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -12,6 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway import routes_generate, routes_info
 from gateway.context import Gateway
 from gateway.errors import ApiError
+from gateway.tenancy import KeyRing
+from runtime.tenants import DEFAULT_TENANT
 
 _GUARDED = "/v1"
 
@@ -21,7 +20,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.gateway = gateway
     app.include_router(routes_info.router)
     app.include_router(routes_generate.router)
-    app.add_middleware(KeyGuard, keys=gateway.api_keys)
+    app.add_middleware(KeyGuard, keys=gateway.keys)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
@@ -29,29 +28,33 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 
 class KeyGuard:
-    """Lets requests below /v1 pass only with one of the keys, where there are any."""
+    """Lets requests below /v1 pass only with a key, where there are any, and notes whose it is in `request.state.tenant`."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[bytes]) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self._app = app
-        self._keys = tuple(keys)
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"].startswith(_GUARDED):
-            error = self._refusal(Headers(scope=scope).get("authorization", ""))
-            if error is not None:
+        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
+            try:
+                tenant = self._tenant(Headers(scope=scope).get("authorization", ""))
+            except ApiError as error:
                 await _response(error)(scope, receive, send)
                 return
+            scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
 
-    def _refusal(self, authorization: str) -> ApiError | None:
+    def _tenant(self, authorization: str) -> str:
+        if not self._keys.needed:
+            return DEFAULT_TENANT
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             message = "An API key is needed: send it as 'Authorization: Bearer KEY'."
-            return ApiError(401, message, code="missing_api_key")
-        sent = key.strip().encode("latin-1", "replace")
-        # All keys are compared, and each in constant time, so that the answer's delay tells nothing.
-        matches = [hmac.compare_digest(sent, known) for known in self._keys]
-        return None if any(matches) else ApiError(401, "The API key is not valid.", code="invalid_api_key")
+            raise ApiError(401, message, code="missing_api_key")
+        tenant = self._keys.tenant_of(key.strip().encode("latin-1", "replace"))
+        if tenant is None:
+            raise ApiError(401, "The API key is not valid.", code="invalid_api_key")
+        return tenant
 
 
 def _response(error: ApiError) -> Response:

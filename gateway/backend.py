@@ -104,7 +104,8 @@ class Backend:
         self.metrics = metrics
         self._driver: CoreDriver[Event, Action] = CoreDriver(self.keeper, perform=self._perform, tick=Tick())
         self._coordinator: Sender | None = None
-        self._servable: frozenset[str] = frozenset()
+        self._servable: dict[str, int] = {}
+        """Tokens per KV block of each model, 0 where that is not known."""
         self._subscriptions: dict[str, Subscription] = {}
         self._timings: dict[str, _Timing] = {}
 
@@ -116,6 +117,11 @@ class Backend:
         if self.model not in self._servable:
             return "the model needs at least one prefill and one decode worker"
         return None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block of the model's workers; 0 while that is not known."""
+        return self._servable.get(self.model, 0)
 
     # --- HTTP side --------------------------------------------------------------------------------------------------
 
@@ -153,7 +159,7 @@ class Backend:
 
     def coordinator_down(self, _peer: Sender, _reason: str) -> None:
         self._coordinator = None
-        self._servable = frozenset()
+        self._servable = {}
         self.metrics.coordinator_up.set(0)
         self._driver.post(LinkDown())
 
@@ -161,8 +167,8 @@ class Backend:
         match message:
             case Accepted() | Rejected() | Interrupted():
                 self._driver.post(message)
-            case ClusterState(servable):
-                self._servable = frozenset(servable)
+            case ClusterState(servable, block_sizes):
+                self._servable = dict.fromkeys(servable, 0) | dict(zip(servable, block_sizes, strict=False))
             case _:
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")
 

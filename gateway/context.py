@@ -9,8 +9,10 @@ from gateway.backend import Backend
 from gateway.body import Intake
 from gateway.metrics import GatewayMetrics
 from gateway.prepare import Rules
+from gateway.tenancy import KeyRing
 from gateway.tokenizer import ModelTokenizer
 from runtime import clock
+from runtime.tenants import open_tenants
 
 TOKENIZER_THREADS = 2
 
@@ -27,7 +29,7 @@ class Gateway:
     metrics: GatewayMetrics
     intake: Intake
     rules: Rules
-    api_keys: tuple[bytes, ...] = ()
+    keys: KeyRing = field(default_factory=lambda: KeyRing(open_tenants()))
     threads: ThreadPoolExecutor = field(default_factory=_threads)
     created: int = field(default_factory=lambda: int(clock.unix_time()))
 

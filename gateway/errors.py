@@ -7,9 +7,11 @@ import msgspec
 
 from gateway.stream_types import FailKind, Failure
 from proto.errors import Reject
+from proto.messages import RateState
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable",
@@ -20,7 +22,14 @@ class ApiError(Exception):
     """An answer that is not a success."""
 
     def __init__(
-        self, status: int, message: str, *, code: str, param: str | None = None, retry_after_s: float | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        rates: RateState | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -28,6 +37,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.rates = rates
 
     @property
     def type(self) -> str:
@@ -40,11 +50,44 @@ class ApiError(Exception):
         return msgspec.json.encode(self.body())
 
     def headers(self) -> dict[str, str]:
+        headers = rate_headers(self.rates)
         if self.status == 401:
-            return {"WWW-Authenticate": "Bearer"}
-        if self.retry_after_s is None:
-            return {}
-        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        elif 400 <= self.status < 500 and self.status != 408:
+            # OpenAI's clients know it; without it they come back after a 429 whatever it says.
+            headers["x-should-retry"] = "false"
+        return headers
+
+
+def rate_headers(rates: RateState | None) -> dict[str, str]:
+    """OpenAI's `x-ratelimit-*`, for the rates that are limited."""
+    headers: dict[str, str] = {}
+    if rates is None:
+        return headers
+    for kind, limit, remaining, reset_s in (
+        ("requests", rates.limit_requests, rates.remaining_requests, rates.reset_requests_s),
+        ("tokens", rates.limit_tokens, rates.remaining_tokens, rates.reset_tokens_s),
+    ):
+        if limit:
+            headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
+            headers[f"x-ratelimit-reset-{kind}"] = duration_text(reset_s)
+    return headers
+
+
+def duration_text(seconds: float) -> str:
+    """As OpenAI writes it: `20ms`, `1.5s`, `6m0s`, `1h0m30s`; rounded up to milliseconds."""
+    total_ms = math.ceil(seconds * 1000)
+    if total_ms < 1000:
+        return f"{total_ms}ms"
+    minutes, ms = divmod(total_ms, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{ms / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    if hours or minutes:
+        text = f"{minutes}m{text}"
+    return f"{hours}h{text}" if hours else text
 
 
 def bad_value(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
@@ -68,6 +111,10 @@ _OF_REJECT: dict[Reject, tuple[int, str]] = {
     Reject.UNKNOWN_MODEL: (503, "no_capacity"),  # this gateway serves the model, but no worker has come up for it
     Reject.EXPIRED: (503, "queue_timeout"),
     Reject.SHUTTING_DOWN: (503, "shutting_down"),
+    Reject.QUOTA: (429, "rate_limit_exceeded"),
+    Reject.DEADLINE: (429, "deadline_infeasible"),
+    Reject.SHED: (429, "overloaded"),
+    Reject.BAND: (403, "band_not_allowed"),
 }
 _OF_KIND: dict[FailKind, int] = {
     FailKind.UNREACHABLE: 503,
@@ -80,12 +127,15 @@ _OF_KIND: dict[FailKind, int] = {
 
 def of_failure(failure: Failure) -> ApiError:
     """A stream's failure as the client sees it, as a status before the first byte and as an event after it."""
+    retry: float | None = _RETRY_AFTER_S
     if failure.reject is not None:
         status, code = _OF_REJECT.get(failure.reject.reason, (500, failure.reject.reason.value))
-        retry = max(failure.reject.retry_after_s, 1.0)
+        # A 429 that names no time will not go away by itself; a 503 says nothing about the next gateway or minute.
+        retry = max(failure.reject.retry_after_s, 1.0) if failure.reject.retry_after_s or status == 503 else None
     else:
-        status, code, retry = _OF_KIND[failure.kind], failure.kind.value, _RETRY_AFTER_S
+        status, code = _OF_KIND[failure.kind], failure.kind.value
     message = (
         f"The request failed: {failure.message}." if status >= 500 else f"The request was refused: {failure.message}."
     )
-    return ApiError(status, message, code=code, retry_after_s=retry if status in (429, 503) else None)
+    rates = failure.reject.rates if failure.reject is not None else None
+    return ApiError(status, message, code=code, retry_after_s=retry if status in (429, 503) else None, rates=rates)

@@ -17,14 +17,17 @@ from gateway.context import Gateway
 from gateway.metrics import GatewayMetrics
 from gateway.prepare import Rules
 from gateway.stream_types import StreamLimits
+from gateway.tenancy import KeyRing
 from gateway.tokenizer import ModelFilesError, ModelTokenizer, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
 from runtime import clock, log, machine
-from runtime.driver import cancelled, run_process, unless_stopped
+from runtime.driver import cancelled, run_process, unless_stopped, watched
 from runtime.exits import ConfigError
 from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.settings import GatewaySettings
+from runtime.tenants import TenantsError, open_tenants
+from runtime.tenants_file import TenantsFile
 from runtime.waiting import WaitNotice
 
 _CLOSE_TIMEOUT_S = 5
@@ -97,7 +100,12 @@ class GatewayProcess:
         return 0
 
     async def _run(self, tokenizer: ModelTokenizer, address: str, listener: socket.socket, stop: asyncio.Event) -> None:
-        """`address`: where workers deliver tokens."""
+        """`address`: where workers deliver tokens. Raises `ConfigError`."""
+        try:
+            tenants = TenantsFile(self.settings.tenants) if self.settings.tenants else None
+        except TenantsError as error:
+            raise ConfigError(f"--tenants: {error}") from error
+        keys = KeyRing(tenants.tenants if tenants else open_tenants(), self.settings.api_keys)
         coordinator, waiting = self._coordinator(address)
         waiting.begin()
         await coordinator.start()
@@ -107,13 +115,15 @@ class GatewayProcess:
             metrics=self.metrics,
             intake=Intake(body_bytes_max=self.settings.body_bytes_max),
             rules=Rules(self.settings.served_model_id, self.settings.default_max_tokens),
-            api_keys=tuple(key.encode() for key in self.settings.api_keys),
+            keys=keys,
         )
         ends = (self.tokens, coordinator)
         self.metrics.count_protocol_errors = lambda: sum(end.counters.protocol_errors for end in ends)
+        watching = [watched(tenants.watch(keys.replace))] if tenants else []
         try:
             await self._serve(gateway, listener, stop)
         finally:
+            await cancelled(*watching)
             await coordinator.close()
             waiting.end()
             gateway.threads.shutdown(wait=False, cancel_futures=True)

@@ -11,6 +11,7 @@ from gateway.answers import Answer, ChoiceState
 from gateway.backend import ClientLeft, Subscription
 from gateway.errors import ApiError, of_failure
 from gateway.stream_types import Admitted, Deliver, Ended
+from proto.messages import RateState
 
 SEND_TIMEOUT_S = 120.0
 """A client that reads nothing for so long is cut off."""
@@ -28,8 +29,12 @@ class Exchange:
         self.subscription = subscription
         self.answer = answer
         self.completion_tokens = 0
+        self.cached_tokens: dict[str, int] = {}
+        """By stream: choices of one prompt share what was computed of it."""
         self.unadmitted = set(stream_ids)
         self.unended = set(stream_ids)
+        self.rates: RateState | None = None
+        """As the coordinator last told it."""
         self.choices = [
             ChoiceState(number * choices_each + index, number)
             for number in range(len(stream_ids))
@@ -43,10 +48,14 @@ class Exchange:
         for event in events:
             if isinstance(event, Deliver):
                 self.completion_tokens += len(event.tokens)
+                if event.cached_tokens:
+                    self.cached_tokens[event.stream_id] = event.cached_tokens
                 delivered.append((self.choices[self._first_choice[event.stream_id] + event.choice], event))
                 continue
             self.unadmitted.discard(event.stream_id)
-            if isinstance(event, Ended):
+            if isinstance(event, Admitted):
+                self.rates = event.rates or self.rates
+            else:
                 self.unended.discard(event.stream_id)
                 if event.failure is not None:
                     raise of_failure(event.failure)
@@ -60,7 +69,7 @@ class Exchange:
                 choice.tokens.extend(part.tokens)
                 choice.logprobs.extend(part.logprobs)
                 choice.finish = part.finish.value if part.finish else choice.finish
-        return msgspec.json.encode(self.answer.whole(self.choices))
+        return msgspec.json.encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
 
     async def beginning(self) -> list[tuple[ChoiceState, Deliver]]:
         """Wait until every stream is admitted and something can be said. Raises `ApiError` and `ClientLeft`."""
@@ -73,8 +82,9 @@ class Exchange:
         return b"".join(_event(chunk) for choice, part in delivered for chunk in self.answer.chunks(choice, part))
 
     def closing(self, include_usage: bool) -> bytes:
-        usage = _event(self.answer.usage_chunk(self.completion_tokens)) if include_usage else b""
-        return usage + _DONE
+        if not include_usage:
+            return _DONE
+        return _event(self.answer.usage_chunk(self.completion_tokens, sum(self.cached_tokens.values()))) + _DONE
 
 
 class EventStream(Response):

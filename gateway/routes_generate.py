@@ -5,6 +5,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -15,13 +16,16 @@ from starlette.types import Receive, Scope, Send
 from gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from gateway.api_types import ChatRequest, CompletionRequest, GenerationRequest, validate
 from gateway.backend import ClientLeft, Subscription
+from gateway.block_hashes import BlockNames
 from gateway.body import parse_json
 from gateway.context import Gateway, gateway_of
-from gateway.errors import ApiError
+from gateway.errors import ApiError, rate_headers
 from gateway.prepare import Prepared, Rules, prepare_chat, prepare_completion
 from gateway.responses import EventStream, Exchange
 from gateway.stream_types import StreamSpec
+from gateway.tenancy import band_of
 from gateway.tokenizer import ModelTokenizer
+from proto.codec import pack_tokens
 from runtime import clock
 from runtime.driver import cancelled
 
@@ -53,9 +57,11 @@ async def _generate(
             await stack.enter_async_context(gateway.intake.place())
             async with gateway.intake.body(request) as body:
                 wish = validate(cls, parse_json(body))
+                claim = _claim(gateway, request.state.tenant, wish)
                 loop = asyncio.get_running_loop()
-                prepared = await loop.run_in_executor(
-                    gateway.threads, partial(prepare, wish, gateway.tokenizer, gateway.rules)
+                prepared, names = await loop.run_in_executor(
+                    gateway.threads,
+                    partial(_prepare, prepare, wish, gateway, gateway.backend.block_size, claim.cache_group),
                 )
                 del wish, body
             answer: Answer = answer_cls(
@@ -65,14 +71,15 @@ async def _generate(
                 created=int(clock.unix_time()),
                 model=gateway.rules.model_id,
             )
-            exchange = _submit(gateway, prepared, answer, answer_id)
+            exchange = _submit(gateway, prepared, names, answer, answer_id, claim)
             await stack.enter_async_context(_watched(request.receive, exchange.subscription))
-            headers = {"X-Request-Id": answer_id}
             if not prepared.stream:
                 content = await exchange.whole()
                 count(endpoint, "ok").inc()
+                headers = {"X-Request-Id": answer_id, **rate_headers(exchange.rates)}
                 return Response(content, media_type="application/json", headers=headers)
             begun = await exchange.beginning()
+            headers = {"X-Request-Id": answer_id, **rate_headers(exchange.rates)}
             stream = EventStream(exchange, begun, include_usage=prepared.include_usage, headers=headers)
             # From here on the response owns the exchange, its watcher and its place.
             return _Owning(stream, stack.pop_all(), lambda: count(endpoint, stream.outcome).inc())
@@ -84,7 +91,39 @@ async def _generate(
         return Response(status_code=CLIENT_LEFT)
 
 
-def _submit(gateway: Gateway, prepared: Prepared, answer: Answer, answer_id: str) -> Exchange:
+def _prepare(
+    prepare: Prepare[R], wish: R, gateway: Gateway, block_size: int, cache_group: str
+) -> tuple[Prepared, list[BlockNames | None]]:
+    """A request's prompts and the names of their KV blocks. Runs on a thread of its own: both take time."""
+    prepared = prepare(wish, gateway.tokenizer, gateway.rules)
+    return prepared, [
+        BlockNames.of(pack_tokens(prompt), block_size, cache_group) if block_size else None
+        for prompt in prepared.prompts
+    ]
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """Who asks, and with which urgency."""
+
+    tenant: str
+    band: str
+    deadline_ms: float
+    cache_group: str
+
+
+def _claim(gateway: Gateway, tenant: str, wish: GenerationRequest) -> _Claim:
+    """Raises `ApiError`."""
+    band = band_of(wish.priority, wish.service_tier, gateway.keys.tenants, tenant)
+    policy = gateway.keys.tenants.policy(tenant)
+    # None: taken out of the file since the key was looked at; the coordinator will say so.
+    group = policy.cache_group if policy is not None else f"tenant:{tenant}"
+    return _Claim(tenant, band, wish.deadline_ms or 0.0, group)
+
+
+def _submit(
+    gateway: Gateway, prepared: Prepared, names: list[BlockNames | None], answer: Answer, answer_id: str, claim: _Claim
+) -> Exchange:
     several = len(prepared.prompts) > 1
     specs = [
         StreamSpec(
@@ -94,8 +133,12 @@ def _submit(gateway: Gateway, prepared: Prepared, answer: Answer, answer_id: str
             sampling=prepared.sampling,
             choices=prepared.choices,
             make_text=gateway.tokenizer.text_sink(prepared.stops),
+            names=named,
+            tenant=claim.tenant,
+            band=claim.band,
+            deadline_ms=claim.deadline_ms,
         )
-        for number, prompt in enumerate(prepared.prompts)
+        for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))
     ]
     return Exchange(gateway.backend.open(specs), [spec.stream_id for spec in specs], answer, prepared.choices)
 

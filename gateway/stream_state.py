@@ -6,7 +6,7 @@ from zlib import crc32
 
 from gateway.stream_types import StreamSpec, TextSink
 from proto.codec import pack_tokens
-from proto.messages import Submit
+from proto.messages import Submit, TokenItem
 
 
 class Phase(Enum):
@@ -23,6 +23,10 @@ class Choice:
     sink: TextSink
     tokens: list[int] = field(default_factory=list)
     done: bool = False
+
+    def found_cached(self, item: TokenItem) -> int:
+        """Prompt tokens that were cached before this request came: a later attempt may find what an earlier one computed."""
+        return item.cached_tokens if item.attempt == 1 and not self.tokens else 0
 
 
 @dataclass(eq=False)
@@ -59,11 +63,13 @@ class Submission:
     def waits_in_vain(self, now: float) -> bool:
         return self.is_new and self.wait_until is not None and now >= self.wait_until
 
-    def to_submit(self) -> tuple[Submit, bytes]:
+    def to_submit(self, now: float) -> tuple[Submit, bytes]:
         """The message for the current attempt: prompt and tokens already sent, which only one choice can have."""
         spec = self.stream.spec
         sent = self.choices[0].tokens if len(self.choices) == 1 else []
         assert len(self.choices) == 1 or not self.has_begun
+        packed = pack_tokens((*spec.prompt, *sent))
+        names = spec.names.extended(packed) if spec.names is not None and sent else spec.names
         submit = Submit(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -74,8 +80,19 @@ class Submission:
             first_choice=self.choices[0].index,
             resumed_tokens=len(sent),
             tenant=spec.tenant,
+            band=spec.band,
+            deadline_ms=self._deadline_ms(now),
+            block_hashes=names.hashes if names is not None else b"",
+            hash_block_size=names.block_size if names is not None else 0,
         )
-        return submit, pack_tokens((*spec.prompt, *sent))
+        return submit, packed
+
+    def _deadline_ms(self, now: float) -> float:
+        """What is left of the stream's own; one whose first token is out has met it."""
+        spec = self.stream.spec
+        if not spec.deadline_ms or any(choice.tokens for choice in self.stream.choices):
+            return 0.0
+        return max(1.0, spec.deadline_ms - 1000.0 * (now - self.stream.opened_at))
 
     def jitter(self) -> float:
         """0.5 to 1.5, the same for the same attempt: spread without randomness, which a pure core has none of."""
@@ -87,6 +104,7 @@ class Stream:
     """One prompt's answer, over all its choices and attempts."""
 
     spec: StreamSpec
+    opened_at: float
     progress_at: float
     """When it was opened or last got a token."""
     choices: list[Choice] = field(default_factory=list)

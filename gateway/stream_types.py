@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit, Tokens
+from gateway.block_hashes import BlockNames
+from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, Tokens
 from proto.sampling import Sampling, TokenLogprobs
 
 
@@ -60,6 +61,11 @@ class StreamSpec:
     choices: int
     make_text: Callable[[], TextSink]
     tenant: str = "default"
+    names: BlockNames | None = None
+    """Of the prompt's KV blocks; without them, nothing of it is taken from a prefix cache or kept there."""
+    band: str = ""
+    deadline_ms: float = 0.0
+    """For the first token, from the opening of the stream; 0: none of its own."""
 
 
 # --- events; Accepted, Rejected and Interrupted come as the coordinator sent them, Tokens as the worker did -----------
@@ -122,6 +128,8 @@ class Admitted:
     """The stream will be served: the coordinator has said so, or tokens have."""
 
     stream_id: str
+    rates: RateState | None = None
+    """Of its tenant, where the coordinator's word came first."""
 
 
 class Finish(StrEnum):
@@ -141,6 +149,8 @@ class Deliver:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish: Finish | None = None
+    cached_tokens: int = 0
+    """With a choice's first token: prompt tokens that were not computed for it."""
 
 
 class FailKind(StrEnum):

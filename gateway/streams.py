@@ -36,7 +36,7 @@ from gateway.stream_types import (
     WorkerDown,
 )
 from proto.errors import CancelReason, Reject
-from proto.messages import Accepted, Cancel, Interrupted, Rejected, TokenItem, Tokens
+from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, TokenItem, Tokens
 
 _PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL)
 """Rejections that a moment's wait may cure. The gateway has checked the model's name: unknown means no worker was up yet."""
@@ -117,7 +117,7 @@ class StreamKeeper:
         if refusal is not None:
             self._out.append(Ended(spec.stream_id, refusal))
             return
-        stream = Stream(spec, now, [Choice(index, spec.make_text()) for index in range(spec.choices)])
+        stream = Stream(spec, now, now, [Choice(index, spec.make_text()) for index in range(spec.choices)])
         self.streams[stream.id] = stream
         self._add(Submission(stream, stream.id, list(stream.choices), not_before=now), now)
 
@@ -148,7 +148,7 @@ class StreamKeeper:
         submission.sent = True
         submission.got_tokens = False
         submission.stall_at = None
-        self._out.append(SendSubmit(*submission.to_submit()))
+        self._out.append(SendSubmit(*submission.to_submit(now)))
 
     # --- answers of the coordinator ---------------------------------------------------------------------------------
 
@@ -162,14 +162,14 @@ class StreamKeeper:
     def _accepted(self, event: Accepted) -> None:
         submission = self._current(event.request_id, event.attempt)
         if submission is not None:
-            self._runs(submission)
+            self._runs(submission, event.rates)
 
-    def _runs(self, submission: Submission) -> None:
+    def _runs(self, submission: Submission, rates: RateState | None = None) -> None:
         if not submission.resuming:
             submission.phase = Phase.RUNNING
         if not submission.stream.admitted:
             submission.stream.admitted = True
-            self._out.append(Admitted(submission.stream.id))
+            self._out.append(Admitted(submission.stream.id, rates))
 
     def _rejected(self, event: Rejected, now: float) -> None:
         submission = self._current(event.request_id, event.attempt)
@@ -177,9 +177,11 @@ class StreamKeeper:
             return
         resume_until = submission.interrupted_at + self.limits.resume_wait_s
         until = submission.wait_until if submission.is_new else resume_until
-        passing = _PASSING if submission.is_new else (*_PASSING, Reject.QUEUE_FULL)
+        passing = _PASSING if submission.is_new else (*_PASSING, Reject.QUEUE_FULL, Reject.SHED)
         if event.reason in passing and until is not None and now < until:
             pause = min(max(event.retry_after_s, _RETRY_S[0]), _RETRY_S[1]) * submission.jitter()
+            # An attempt that had been accepted, and was shed since, is spent.
+            submission.resuming |= submission.phase is Phase.RUNNING
             submission.phase = Phase.PENDING
             submission.not_before = now + pause
             self._schedule(submission.stream)
@@ -268,10 +270,12 @@ class StreamKeeper:
             piece = choice.sink.finish()
             texts.append(piece.text)
             stopped = piece.stopped
-        if stopped:
-            finish = Finish.STOP
+        finish = Finish.STOP if stopped else finish
+        cached = choice.found_cached(item)
         choice.tokens.extend(fresh[:used])
-        self._out.append(Deliver(stream.id, choice.index, "".join(texts), fresh[:used], logprobs[:used], finish))
+        self._out.append(
+            Deliver(stream.id, choice.index, "".join(texts), fresh[:used], logprobs[:used], finish, cached)
+        )
         if finish is not None:
             choice.done = True
             submission.ended_early |= item.finish is None or submission.phase is Phase.PENDING
@@ -318,8 +322,7 @@ class StreamKeeper:
             if submission.phase is Phase.SENT:
                 # Whether it arrived is not known: the next is a new attempt, which cannot be taken for the old one.
                 self._cancel(submission, CancelReason.ABANDONED)
-                submission.phase = Phase.PENDING
-                submission.resuming = True
+                submission.phase, submission.resuming = Phase.PENDING, True
                 submission.not_before = submission.interrupted_at = now
                 submission.wait_until = None
             if submission.phase is Phase.PENDING and submission.wait_until is None:
@@ -350,8 +353,7 @@ class StreamKeeper:
 
     def _tick(self, now: float) -> None:
         while (at := self.next_deadline()) is not None and at <= now:
-            stream = self.streams[heappop(self._heap)[1]]
-            stream.scheduled_at = None
+            (stream := self.streams[heappop(self._heap)[1]]).scheduled_at = None
             self._look(stream, now)
             self._schedule(stream)
 

@@ -1,6 +1,6 @@
 """The decode worker's end: takes offers, receives KV into blocks of its pool, and gives it out when it is verified."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -42,10 +42,11 @@ _Live = Live[ReceiverSession, _Incoming]
 class KvReceiver(Driver[ReceiverSession, _Incoming]):
     """One per decode worker. All methods run on the event loop; callbacks come from inside them or from the loop.
 
-    `accept(peer_epoch, offer)` answers an offer with target blocks, as many as offered; a reason to refuse; or None,
-    and then `decide` follows. Every accepted offer ends in exactly one `on_committed(peer_epoch, commit, block_ids,
-    prompt_token_ids)` or `on_failed(request_id, attempt, block_ids, reason)`. After the latter nothing writes to the
-    blocks any more. An undecided offer that fails ends in `on_failed` with no blocks; a refused one in nothing.
+    `accept(peer_epoch, offer)` answers an offer with `Accepted`: target blocks, as many as offered, and how many of the
+    first hold their KV already; with a reason to refuse; or with None, and then `decide` follows. Every accepted offer
+    ends in exactly one `on_committed(peer_epoch, commit, block_ids, prompt_token_ids)` or `on_failed(request_id,
+    attempt, block_ids, reason)`. After the latter nothing writes to the blocks any more. An undecided offer that fails
+    ends in `on_failed` with no blocks; a refused one in nothing.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         clock: Callable[[], float],
         send: Callable[[int, Message, bytes], None],
         listen_host: str,
-        accept: Callable[[int, Offer], list[int] | str | None],
+        accept: Callable[[int, Offer], Accepted | str | None],
         on_committed: Callable[[int, Commit, list[int], list[int]], None],
         on_failed: Callable[[str, int, list[int], str], None],
         settings: KvSettings,
@@ -76,7 +77,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
 
     # --- from the worker ---
 
-    def decide(self, request_id: str, attempt: int, answer: Sequence[int] | str) -> None:
+    def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
         """The answer to an offer left undecided. If the offer has failed since (`on_failed` said so) this is
         ignored."""
         self._feed_known((request_id, attempt), self._decision(answer))
@@ -177,11 +178,11 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         else:
             self._feed(live, self._decision(answer))
 
-    def _decision(self, answer: Sequence[int] | str) -> Accepted | Refusal:
+    def _decision(self, answer: Accepted | str) -> Accepted | Refusal:
         if isinstance(answer, str):
             return Refusal(answer)
-        self._rows.check(answer)
-        return Accepted(tuple(answer))
+        self._rows.check(answer.block_ids)
+        return answer
 
     def _announced(self, peer_epoch: int, announce: Announce) -> None:
         """What is announced is received, wanted or not: the data plane knows no other way to skip it."""

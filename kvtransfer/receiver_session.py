@@ -95,6 +95,7 @@ class ReceiverSession(Session):
         self._block_bytes = block_bytes
         self._settings = settings
         self._block_ids: tuple[int, ...] = ()
+        self._cached_blocks = 0
         self._next_block = 0
         self._digests: list[bytes | None] = []
         self._commit: CommitArrived | None = None
@@ -112,11 +113,13 @@ class ReceiverSession(Session):
             f"{len(event.block_ids)} target blocks for an offer of {self.blocks}"
         )
         assert len(set(event.block_ids)) == self.blocks, "a target block is named twice"
+        assert 0 <= event.cached_blocks <= self.blocks, f"{event.cached_blocks} of {self.blocks} blocks are cached"
         self.state = RECEIVING
         self._block_ids = event.block_ids
+        self._cached_blocks = self._next_block = event.cached_blocks
         self._progress(now)
         segment_blocks = max(1, self._settings.segment_bytes // self._block_bytes)
-        return [Send(Accept(self.request_id, self.attempt, segment_blocks))]
+        return [Send(Accept(self.request_id, self.attempt, segment_blocks, event.cached_blocks))]
 
     def _refusal(self, event: Refusal, now: float) -> list[Action]:
         self.state = DECLINED
@@ -205,7 +208,8 @@ class ReceiverSession(Session):
         return [self._ack(), Ended(KvCommitted(self._commit.commit, self._block_ids, self._prompt))]
 
     def _ack(self) -> Send:
-        return Send(Ack(self.request_id, self.attempt, self.blocks * self._block_bytes))
+        kv_bytes = (self.blocks - self._cached_blocks) * self._block_bytes
+        return Send(Ack(self.request_id, self.attempt, kv_bytes))
 
     def _fail(self, reason: str, tell_peer: bool) -> list[Action]:
         self._reason = reason

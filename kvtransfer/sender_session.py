@@ -93,8 +93,9 @@ class SenderSession(Session):
         self._settings = settings
         self._segment_blocks = max(1, settings.segment_bytes // block_bytes)
         self._block_ids: list[int] = []
+        self._cached_blocks = 0
         self._cut = 0
-        """Blocks already cut into segments."""
+        """Blocks already cut into segments, or not wanted."""
         self._digests: list[bytes | None] = []
         self._commit: CommitReady | None = None
         self._commit_at = 0.0
@@ -110,7 +111,10 @@ class SenderSession(Session):
     # --- from the peer ---
 
     def _accept(self, event: Accept, now: float) -> list[Action]:
+        if event.cached_blocks > self.blocks:
+            return self._violation(f"{event.cached_blocks} blocks cached of {self.blocks} offered")
         self.state = STREAMING
+        self._cached_blocks = self._cut = event.cached_blocks
         self._segment_blocks = min(self._segment_blocks, event.segment_blocks)
         return self._advance(now)
 
@@ -118,7 +122,7 @@ class SenderSession(Session):
         return self._fail(f"declined: {event.reason}", tell_peer=False)
 
     def _ack(self, event: Ack, now: float) -> list[Action]:
-        kv_bytes = self.blocks * self._block_bytes
+        kv_bytes = (self.blocks - self._cached_blocks) * self._block_bytes
         if event.kv_bytes != kv_bytes:
             return self._violation(f"an Ack for {event.kv_bytes} bytes where {kv_bytes} were sent")
         self.state = SENT

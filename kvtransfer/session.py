@@ -16,7 +16,8 @@ Rules:
    deadline on purpose: only the answers prove the blocks untouched, and the thread's own timeouts bound them.
 4. Frames that are late or repeated are ignored. A frame that no correct peer sends in this state is a violation: it
    is counted and fails the session, nothing else. An event of ours that cannot happen is an assertion.
-5. Each machine opens with its table: state × event → the method that handles it, or IGNORE, REFUSE (a violation) or
+5. Blocks that the receiver has already are agreed on in Accept, once: both count segments and bytes from there on.
+6. Each machine opens with its table: state × event → the method that handles it, or IGNORE, REFUSE (a violation) or
    BUG.
 
 The segments of all sessions of one pair share its order. `AnnounceOrder` keeps it on the receiver.
@@ -73,9 +74,11 @@ class SegmentDropped:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The local side takes the offer into these blocks of its pool."""
+    """The local side takes the offer into these blocks of its pool. The first `cached_blocks` hold what they should, and are
+    never written to; the caller keeps them so until the session has ended."""
 
     block_ids: tuple[int, ...]
+    cached_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

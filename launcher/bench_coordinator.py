@@ -106,7 +106,7 @@ class _World:
             Limits(
                 queue_requests_max=many,
                 queue_tokens_max=many * 4096,
-                tenant_queue_requests_max=many,
+                tenant_queue_max=many,
                 step_tokens=_STEP_TOKENS,
                 steps_in_flight=steps_in_flight,
             )

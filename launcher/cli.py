@@ -8,6 +8,8 @@ import typer
 
 from launcher.bench_settings import CoordinatorBenchSettings, EngineBenchSettings, IsolationSettings
 from launcher.status import StatusSettings
+from launcher.tenants import CheckSettings, KeySettings
+from launcher.usage import UsageSettings
 from runtime import machine
 from runtime.exits import leave
 from runtime.options import add_command, invoke, new_app
@@ -21,6 +23,7 @@ process on its own: one coordinator, gateways, and any number of workers of each
 BENCH_HELP = (
     "Measure this machine: isolation of running streams from long prompts, the engine alone, or the coordinator alone."
 )
+TENANTS_HELP = "Check a tenants file, or make a key for it."
 
 
 # The modules behind the commands are imported when they run: --help and a wrong option answer at once.
@@ -61,6 +64,24 @@ def _status(settings: StatusSettings) -> int:
     return run(settings)
 
 
+def _usage(settings: UsageSettings) -> int:
+    from launcher.usage import run
+
+    return run(settings)
+
+
+def _tenants_check(settings: CheckSettings) -> int:
+    from launcher.tenants import check
+
+    return check(settings)
+
+
+def _tenants_key(settings: KeySettings) -> int:
+    from launcher.tenants import make_key
+
+    return make_key(settings)
+
+
 def _bench_isolation(settings: IsolationSettings) -> int:
     from launcher.bench_isolation import run
 
@@ -95,6 +116,11 @@ def build_app() -> typer.Typer:
     add_command(app, "gateway", GatewaySettings, _gateway)
     add_command(app, "worker", WorkerSettings, _worker)
     add_command(app, "status", StatusSettings, _status)
+    add_command(app, "usage", UsageSettings, _usage)
+    tenants = new_app(TENANTS_HELP)
+    add_command(tenants, "check", CheckSettings, _tenants_check)
+    add_command(tenants, "key", KeySettings, _tenants_key)
+    app.add_typer(tenants, name="tenants")
     bench = new_app(BENCH_HELP)
     add_command(bench, "isolation", IsolationSettings, _bench_isolation)
     add_command(bench, "engine", EngineBenchSettings, _bench_engine)
@@ -105,7 +131,7 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     arguments = sys.argv[1:]
-    if arguments in ([], ["bench"]):
+    if arguments in ([], ["bench"], ["tenants"]):
         arguments.append("--help")
     leave(invoke(build_app(), arguments, "crossdock"))
 

@@ -1,14 +1,16 @@
 """A whole cluster on this machine: which processes, with which options, on which cores."""
 
 import os
+import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.models import ReadyModel
 from launcher.plan import CpuPlan, Seat, plan_cpu
 from launcher.process import child_environment, python_command
 from launcher.supervisor import ProcessSpec
+from launcher.usage import default_db
 from runtime import machine
 from runtime.environment import SUPERVISED
 from runtime.options import SettingsError, to_arguments
@@ -20,6 +22,8 @@ from runtime.settings import (
     WorkerSettings,
     cores_text,
 )
+from runtime.tenants import TenantsError
+from runtime.tenants_file import read as read_tenants
 
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -31,6 +35,8 @@ class Cluster:
     coordinator: str
     plan: CpuPlan
     processes: tuple[ProcessSpec, ...]
+    key: str = field(default="", repr=False)
+    """For a client on this machine; empty where none is needed."""
 
 
 def sees_gpu(device: str) -> bool:
@@ -80,12 +86,19 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     )
     port = http_port(settings.host, settings.port)
     coordinator = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    key = _own_key(settings)
+    tenants = {"tenants": str(Path(settings.tenants).expanduser().resolve())} if settings.tenants else {}
+    usage_db = settings.usage_db or (default_db() if settings.tenants else "")
+    journal = {"usage_db": str(Path(usage_db).expanduser().resolve())} if usage_db else {}
     shared = {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id, "log_format": "json"}
-    front = GatewaySettings.model_validate(shared | {"name": "gateway-0", "host": settings.host, "port": port})
+    front = GatewaySettings.model_validate(
+        shared | {"name": "gateway-0", "host": settings.host, "port": port} | tenants
+    )
     # Keys go by the environment: flags can be seen in ps.
-    keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys)} if settings.api_keys else {}
+    keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
     control = child_environment(1)
-    core = CoordinatorSettings(name="coordinator", bind=coordinator, log_format="json")
+    own = {"name": "coordinator", "bind": coordinator, "log_format": "json"}
+    core = CoordinatorSettings.model_validate(own | tenants | journal)
     processes = [
         _spec("coordinator", core, control, plan.control),
         _spec("gateway", front, control | keys, plan.control),
@@ -94,7 +107,20 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
         processes += [_worker(role, index, seat, settings, shared, plan.control) for index, seat in enumerate(seats)]
     client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
     shown_host = f"[{client_host}]" if ":" in client_host else client_host
-    return Cluster(f"http://{shown_host}:{port}", coordinator, plan, tuple(processes))
+    return Cluster(f"http://{shown_host}:{port}", coordinator, plan, tuple(processes), key)
+
+
+def _own_key(settings: ServeSettings) -> str:
+    """What the launcher's own requests are sent with. The tenants file has no key in plain, so one is made for this run, of the
+    tenant `default`. Raises `SettingsError` where the file cannot be used."""
+    if settings.tenants:
+        try:
+            tenants = read_tenants(Path(settings.tenants).expanduser())
+        except TenantsError as error:
+            raise SettingsError("\n".join(f"--tenants: {line}" for line in str(error).splitlines())) from None
+        if tenants.keys and not settings.api_keys:
+            return secrets.token_hex(32)
+    return settings.api_keys[0] if settings.api_keys else ""
 
 
 def _worker(

@@ -52,7 +52,7 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
         console.print(f"[yellow]note[/yellow] {escape(cluster.plan.note)}")
     log_dir = _new_log_dir()
     supervisor = Supervisor(log_dir=log_dir, say=_sayer(console), verbose=settings.verbose)
-    headers = {"Authorization": f"Bearer {settings.api_keys[0]}"} if settings.api_keys else {}
+    headers = {"Authorization": f"Bearer {cluster.key}"} if cluster.key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
         base_url=cluster.base_url, headers=headers, timeout=60.0, trust_env=False, limits=limits

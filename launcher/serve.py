@@ -57,7 +57,7 @@ async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, s
             console.print(f"\n[red]The first question failed:[/red] {escape(why)}")
         if settings.once:
             return 0
-        _invite(up, model, settings, console)
+        _invite(up, model, console)
         await up.supervisor.wait_failed()
     return 1
 
@@ -99,13 +99,13 @@ async def sse_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     raise AnswerFailed("the stream ended before [DONE]")
 
 
-def _invite(up: Running, model: ReadyModel, settings: ServeSettings, console: Console) -> None:
+def _invite(up: Running, model: ReadyModel, console: Console) -> None:
     base_url = f"{up.cluster.base_url}/v1"
     body = json.dumps(
         {"model": model.model_id, "messages": [{"role": "user", "content": "Name three colours."}], "stream": True}
         | SOBER
     )
-    key = ' -H "Authorization: Bearer $KEY"' if settings.api_keys else ""
+    key = ' -H "Authorization: Bearer $KEY"' if up.cluster.key else ""
     console.print(f"Base URL   {base_url}", highlight=False)
     status = f"crossdock status --coordinator {up.cluster.coordinator}"
     console.print(f"Status     {status}", highlight=False, soft_wrap=True)

@@ -57,6 +57,7 @@ def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]]) -> StepResult
                 (token.token,),
                 finish_reason(token.token, order.resumed_tokens + 1, order.sampling),
                 (token.logprobs,) if token.logprobs else (),
+                completing[row].cached_tokens,
             )
         )
     return StepResult((time.perf_counter() - started) * 1000, first, frozenset(broken))

@@ -3,11 +3,15 @@
 A prompt's blocks are in use while a step computes into them (`in_step`) and while the KV sender may read them (`sending`).
 However the attempt ends, its blocks are freed and the coordinator is told only when both are over: `close` says what to
 tell it, the last of the two lets go.
+
+A prompt may begin with blocks that others have computed, up to what the coordinator believes to be here. Its own are made
+known as they become full, and stay, as long as there is room, when the prompt is gone.
 """
 
 from dataclasses import dataclass, field
 
 from engine.blocks import BlockAllocator, OutOfBlocks
+from proto.codec import split_hashes
 from proto.errors import Interrupt
 from proto.messages import Chunk, Finished, HandedOver, Held, Prefill, Released, WorkFailed
 
@@ -22,7 +26,14 @@ class Prompt:
     order: Prefill
     tokens: list[int]
     blocks: list[int]
+    hashes: list[bytes] = field(default_factory=list)
+    """Of its full blocks, as far as they may be shared."""
+    cached_tokens: int = 0
+    """Of its first tokens, those that were found here: computed for another prompt."""
     computed_tokens: int = 0
+    """The cached ones included."""
+    known_blocks: int = 0
+    """Blocks that stand in the cache under their hashes."""
     sent_blocks: int = 0
     """Blocks passed to the KV sender."""
     in_step: bool = False
@@ -43,18 +54,28 @@ class Prompt:
 class PromptTable:
     allocator: BlockAllocator
     block_size: int
+    prefix_cache: bool = True
     prompts: dict[Key, Prompt] = field(default_factory=dict)
 
     def take_in(self, order: Prefill, tokens: list[int]) -> Prompt | WorkFailed | None:
-        """A new prompt with its blocks; a failure if there is no room; None if the order is a repetition."""
+        """A new prompt with its blocks; a failure if there is no room; None if the order is a repetition.
+
+        Less may be cached than the order believes, never more is used. Raises `RemoteProtocolError` on hashes cut short.
+        """
         key = (order.request_id, order.attempt)
         if key in self.prompts:
             return None
+        hashes = split_hashes(order.block_hashes)[: order.prompt_tokens // self.block_size] if self.prefix_cache else []
+        # The last token is computed in any case: the first token of the answer is drawn from its logits.
+        believed = min(order.cached_tokens, order.prompt_tokens - 1) // self.block_size
+        cached = self.allocator.take_prefix(hashes[:believed])
         try:
-            blocks = self.allocator.allocate(-(-order.prompt_tokens // self.block_size))
+            fresh = self.allocator.allocate(-(-order.prompt_tokens // self.block_size) - len(cached))
         except OutOfBlocks:
+            self.allocator.free(cached)
             return WorkFailed(*key, Interrupt.ENGINE_ERROR, _NO_ROOM)
-        prompt = self.prompts[key] = Prompt(order, tokens, blocks)
+        done = len(cached) * self.block_size
+        prompt = self.prompts[key] = Prompt(order, tokens, cached + fresh, hashes, done, done, len(cached))
         return prompt
 
     def runnable(self, chunks: tuple[Chunk, ...]) -> list[tuple[Prompt, Chunk]]:
@@ -73,12 +94,17 @@ class PromptTable:
         for prompt, _ in work:
             prompt.in_step = True
 
-    def end_step(self, work: list[tuple[Prompt, Chunk]]) -> list[Farewell]:
-        """The chunks are computed; returns what is to be said of prompts that were only waiting for this."""
+    def end_step(self, work: list[tuple[Prompt, Chunk]], broken: frozenset[Key] = frozenset()) -> list[Farewell]:
+        """The chunks are computed; returns what is to be said of prompts that were only waiting for this. What `broken`
+        prompts hold is suspect, the blocks they share included, and is not found by others from now on."""
         said = []
         for prompt, chunk in work:
             prompt.in_step = False
             prompt.computed_tokens += chunk.length
+            if prompt.key in broken:
+                self.allocator.forget(prompt.blocks)
+            else:
+                self._make_known(prompt)
             said += self._let_go(prompt)
         return said
 
@@ -101,6 +127,12 @@ class PromptTable:
 
     def held(self) -> tuple[Held, ...]:
         return tuple(Held(*prompt.key, len(prompt.blocks), 1) for prompt in self.prompts.values())
+
+    def _make_known(self, prompt: Prompt) -> None:
+        full = min(prompt.computed_tokens // self.block_size, len(prompt.hashes))
+        if full > prompt.known_blocks:
+            self.allocator.insert(prompt.hashes[:full], prompt.blocks[:full], prompt.known_blocks)
+            prompt.known_blocks = full
 
     def _let_go(self, prompt: Prompt) -> list[Farewell]:
         if prompt.farewell is None or prompt.in_step or prompt.sending:

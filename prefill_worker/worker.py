@@ -16,6 +16,7 @@ from proto.codec import unpack_tokens
 from proto.errors import CrossdockError, Interrupt, RemoteProtocolError
 from proto.kv import FirstToken
 from proto.messages import (
+    CacheMiss,
     Capacity,
     Chunk,
     Finished,
@@ -50,7 +51,7 @@ class PrefillWorker:
         self.log = log
         self.engine = engine
         self.thread = thread
-        self.table = PromptTable(BlockAllocator(engine.blocks), info.block_size)
+        self.table = PromptTable(BlockAllocator(engine.blocks), info.block_size, settings.prefix_cache)
         self.steps: asyncio.Queue[Step] = asyncio.Queue(STEPS_QUEUED_MAX)
         self.links_lost = 0
         self.step_tokens_max = settings.step_tokens_max
@@ -132,6 +133,9 @@ class PrefillWorker:
             self.gateways.connect(order.gateway)
             prompt.sending = True
             self.sender.open(*prompt.key, order.decode.epoch, len(prompt.blocks))
+            self.sender.blocks_ready(*prompt.key, *self.table.fresh_blocks(prompt))
+            if prompt.cached_tokens < order.cached_tokens:
+                self.registration.send(CacheMiss(*prompt.key, prompt.cached_tokens))
 
     def _release(self, message: Release) -> None:
         prompt = self.table.prompts.get((message.request_id, message.attempt))
@@ -144,6 +148,7 @@ class PrefillWorker:
     def _coordinator_lost(self, _: str) -> None:
         """Steps will not come any more; what is already on its way to decode goes on."""
         self.links_lost += 1
+        self.table.allocator.report_all()
         while not self.steps.empty():
             self.steps.get_nowait()
         for prompt in list(self.table.prompts.values()):
@@ -179,7 +184,8 @@ class PrefillWorker:
                 continue
             done = tuple(chunk for _, chunk in work)
             self._step_done(link, step, done, result.step_ms)
-            self._say(self.table.end_step(work))
+            self._say(self.table.end_step(work, result.broken))
+            self.registration.report_cache(self.table.allocator.take_changes)
             self._pass_on(work, result)
 
     def _step_done(self, link: int, step: Step, done: tuple[Chunk, ...], step_ms: float) -> None:

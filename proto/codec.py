@@ -87,3 +87,10 @@ def unpack_tokens(blob: bytes, expected: int) -> list[int]:
     if tokens and (min(tokens) < 0 or max(tokens) >= limits.MAX_VOCAB):
         raise RemoteProtocolError("a token id out of range")
     return tokens
+
+
+def split_hashes(joined: bytes) -> list[bytes]:
+    """Joined block hashes → one by one. Raises `RemoteProtocolError` where the last one is cut short."""
+    if len(joined) % limits.HASH_BYTES:
+        raise RemoteProtocolError(f"{len(joined)} bytes are no whole number of block hashes")
+    return [joined[at : at + limits.HASH_BYTES] for at in range(0, len(joined), limits.HASH_BYTES)]

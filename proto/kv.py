@@ -60,6 +60,8 @@ class Accept(Message, frozen=True):
     attempt: Attempt
     segment_blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_REQUEST)]
     """The most blocks the receiver takes in one segment: it has room for no more."""
+    cached_blocks: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCKS_PER_REQUEST)] = 0
+    """So many of the prompt's first blocks the receiver has already, verified when it got them: they are not sent."""
 
 
 class Decline(Message, frozen=True):
@@ -110,6 +112,7 @@ class Ack(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     kv_bytes: Count
+    """Received for it: of the blocks that were not cached."""
 
 
 class Abort(Message, frozen=True):

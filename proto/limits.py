@@ -17,6 +17,12 @@ MAX_LOGIT_BIAS = 300
 MAX_TOP_LOGPROBS = 20
 MAX_CHUNKS_PER_STEP = 256
 MAX_BLOCKS_PER_REQUEST = MAX_CONTEXT_TOKENS
+HASH_BYTES = 16
+"""Of one KV block's contents, in the prefix cache."""
+MAX_BLOCK_HASHES = 1 << 16
+"""In one prompt: what lies beyond is computed anew. 1 MiB of a frame; a prompt of 1M tokens in blocks of 16."""
+MAX_CACHE_CHANGES = 4096
+"""In one `CacheEvents`."""
 MAX_SEGMENTS = 4096
 MAX_TOKEN_ITEMS = 4096
 MAX_TOKENS_PER_ITEM = 64

@@ -1,7 +1,8 @@
 """Who says what to whom: the control plane.
 
     gateway  ⇄ coordinator      Submit, Cancel              →   ← Accepted, Rejected, Interrupted
-    coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, Finished, Released, WorkFailed
+    coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, Finished, Released, WorkFailed,
+                                                                      CacheMiss, CacheEvents
     worker   → gateway          Tokens
     anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong;  Bye
 
@@ -31,6 +32,9 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Tokens_ = Annotated[int, Meta(ge=0, le=limits.MAX_CONTEXT_TOKENS)]
 Choices = Annotated[int, Meta(ge=1, le=limits.MAX_CHOICES)]
 ChoiceIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_CHOICES)]
+BlockHashes = Annotated[bytes, Meta(max_length=limits.MAX_BLOCK_HASHES * limits.HASH_BYTES)]
+"""Names of a prompt's full KV blocks, first to last: `HASH_BYTES` each, chained, and keyed so that tenants cannot meet."""
+CacheChanges = Annotated[bytes, Meta(max_length=limits.MAX_CACHE_CHANGES * limits.HASH_BYTES)]
 DurationMs = Annotated[float, Meta(ge=0.0, le=1e12)]
 Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
 
@@ -141,6 +145,10 @@ class Submit(Message, frozen=True):
     """The priority band the client asked for; empty: its tenant's own."""
     deadline_ms: DurationMs = 0.0
     """By when the first token is wanted, counted from now; 0: the band's default."""
+    block_hashes: BlockHashes = b""
+    """Of the ids that follow, for the prefix cache; empty: nothing is looked up or kept."""
+    hash_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Tokens that each of them covers; of another size than the workers' blocks, they are not used."""
 
 
 class Cancel(Message, frozen=True):
@@ -200,6 +208,8 @@ class ClusterState(Message, frozen=True):
 
     servable_models: Annotated[tuple[Text, ...], Meta(max_length=64)]
     """Models with at least one prefill and one decode worker."""
+    block_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=64)] = ()
+    """Tokens per KV block of each of them, in the same order."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -249,6 +259,9 @@ class Prefill(Message, frozen=True):
     resumed_tokens: Tokens_
     gateway: Peer
     decode: Peer
+    block_hashes: BlockHashes = b""
+    cached_tokens: Tokens_ = 0
+    """So many of the prompt's first tokens are believed to be in this worker's cache; chunks start behind them."""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -281,6 +294,7 @@ class Reserve(Message, frozen=True):
     kv_blocks: Count
     gateway: Peer
     prefill_epoch: Epoch
+    block_hashes: BlockHashes = b""
 
 
 # --- coordinator → either worker -----------------------------------------------------------------------------------------
@@ -304,6 +318,22 @@ class StepDone(Message, frozen=True):
     step_ms: DurationMs
     tokens_forwarded: Count
     """By this process's model since it started."""
+
+
+class CacheMiss(Message, frozen=True):
+    """Less of this prompt is cached than `Prefill` said; said at once, and chunks are to start behind `cached_tokens`.
+    Chunks already on their way are skipped, as all are that do not continue what is computed."""
+
+    request_id: RequestId
+    attempt: Attempt
+    cached_tokens: Tokens_
+
+
+class CacheEvents(Message, frozen=True):
+    """What this worker's prefix cache has gained and lost since the last one. A hint: `CacheMiss` mends what is wrong."""
+
+    inserted: CacheChanges
+    evicted: CacheChanges
 
 
 class HandedOver(Message, frozen=True):
@@ -358,6 +388,8 @@ class TokenItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     finish: FinishReason | None = None
     """Set with the last token. A stop token is the last token and is not text."""
     logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=limits.MAX_TOKENS_PER_ITEM)] = ()
+    cached_tokens: Tokens_ = 0
+    """With an attempt's first token: how many of the prompt's tokens came from the prefix cache and were not computed."""
 
 
 class Tokens(Message, frozen=True):

@@ -58,10 +58,10 @@ class SettingsError(CrossdockError):
 
 
 def option_name(field_name: str, field: FieldInfo) -> str:
-    """`kv_gib` → `--kv-gib`, unless the field names its own."""
+    """`kv_gib` → `--kv-gib`, unless the field names its own, or is an argument, which has a name for people only."""
     extra = field.json_schema_extra
-    if isinstance(extra, dict) and "option" in extra:
-        return str(extra["option"])
+    if isinstance(extra, dict) and ("option" in extra or "argument" in extra):
+        return str(extra.get("option") or extra["argument"])
     return "--" + field_name.replace("_", "-")
 
 
@@ -126,6 +126,8 @@ def _explain(cls: type[Options], details: ErrorDetails, sources: Mapping[str, st
     source = f" ({sources[key]})" if key in sources else ""
     option = _option(cls, key)
     if details["type"] == "missing":
+        if not option.startswith("-"):
+            return f"{option}: needed"
         file = f" or {key} in [{cls.section}] of the file" if cls.section else ""
         return f"{option}: needed (or environment {ENV_PREFIX}{key.upper()}{file})"
     return f"{option}: {_what_is_wrong(details, message)}{source}"
@@ -207,6 +209,8 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
         annotation: Any = Annotated[
             bool | None, typer.Option(f"{option}/{off}", help=_help_text(field), show_default=False)
         ]
+    elif not option.startswith("-"):
+        annotation = Annotated[str | None, typer.Argument(help=_help_text(field), metavar=option, show_default=False)]
     else:
         # Text as it comes: the settings class is the one place that converts and checks, whatever the source.
         annotation = Annotated[

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable
 
 from proto import limits
-from proto.messages import Capacity, Held, Hello, Message, Role, Welcome
+from proto.messages import CacheEvents, Capacity, Held, Hello, Message, Role, Welcome
 from runtime.link import LinkClient, LinkSettings, OnMessage, Peer, is_orderly
 from runtime.log import Log
 from runtime.settings import WorkerSettings
@@ -41,6 +41,14 @@ class Registration:
             settings=LinkSettings(heartbeat_ms=settings.heartbeat_ms),
         )
         self._waiting = WaitNotice(log, settings.coordinator, lambda: self._client.last_error)
+
+    def report_cache(self, take_changes: Callable[[int], tuple[bytes, bytes]]) -> None:
+        """Tell the coordinator what a prefix cache has gained and lost; while it is away, the changes stay where they are."""
+        if self._peer is None:
+            return
+        inserted, evicted = take_changes(limits.MAX_CACHE_CHANGES)
+        if inserted or evicted:
+            self._peer.send(CacheEvents(inserted, evicted))
 
     async def start(self) -> None:
         self._waiting.begin()

@@ -149,7 +149,7 @@ class CoordinatorSettings(CommonSettings):
     queue_tokens_max: int = Field(
         4_000_000, ge=1, le=1 << 40, description="Most prompt tokens waiting for a place; likewise."
     )
-    tenant_queue_requests_max: int = Field(
+    tenant_queue_max: int = Field(
         1024, ge=1, le=1_000_000, description="Most requests of one tenant waiting for a place; one more gets 429."
     )
     queue_wait_s_max: float = Field(
@@ -182,6 +182,16 @@ class CoordinatorSettings(CommonSettings):
         le=16,
         description="Steps sent ahead to one prefill worker. With 1 it idles for a round trip after each step; more"
         " than 2 delays cancels for nothing.",
+    )
+    tenants: str = Field(
+        "",
+        description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes"
+        " and on SIGHUP. Gateways and coordinator must have the same one. Empty: one tenant without limits.",
+    )
+    usage_db: str = Field(
+        "",
+        description="SQLite file to which every request is written before it is acknowledged, for budgets that outlive a"
+        " restart and for crossdock usage. Empty: no record, and budgets begin anew at each start.",
     )
     attempts_max: int = Field(
         8, ge=1, le=1_000, description="Attempts at one request, the first included, before it fails for good."
@@ -227,8 +237,13 @@ class GatewaySettings(_ClientSettings):
     )
     api_keys: CommaList = Field(
         default_factory=list,
-        description="Keys of which a client must send one, separated by commas; empty: everyone is let in. Flags are"
-        " visible in ps: prefer the environment or the file.",
+        description="Keys of the tenant 'default', separated by commas. Without any, here or in the tenants file, everyone is"
+        " let in. Flags are visible in ps: prefer the environment or the file.",
+    )
+    tenants: str = Field(
+        "",
+        description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes"
+        " and on SIGHUP. Gateways and coordinator must have the same one. Empty: one tenant without limits.",
     )
     default_max_tokens: int = Field(
         1024,
@@ -284,6 +299,11 @@ class WorkerSettings(_ClientSettings):
         ge=1,
         le=4096,
         description="Tokens per KV block. Prefill and decode must agree; larger wastes more in last blocks.",
+    )
+    prefix_cache: bool = Field(
+        True,
+        description="Keep the KV of prompts that are done, as long as nobody needs the room, and do not compute (prefill)"
+        " or receive (decode) again what a new prompt of the same tenant begins with.",
     )
     max_seqs: int = Field(
         64, ge=1, le=65_536, description="Most sequences at once. A larger batch slows each stream in it."
@@ -346,7 +366,18 @@ class ServeSettings(Options):
     port: Port = Field(8000, description="Port of the HTTP server; 0: any free one.")
     api_keys: CommaList = Field(
         default_factory=list,
-        description="Keys of which a client must send one, separated by commas; empty: no key needed.",
+        description="Keys of the tenant 'default', separated by commas; without any, here or in the tenants file, no key is"
+        " needed.",
+    )
+    tenants: str = Field(
+        "",
+        description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes"
+        " and on SIGHUP. Empty: one tenant without limits.",
+    )
+    usage_db: str = Field(
+        "",
+        description="SQLite file with one row for each request, which crossdock usage shows. Empty: with --tenants the"
+        " command's default, otherwise no record.",
     )
     device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
     dtype: Dtype = Field("auto", description="Type of weights and KV cache; auto: float32 on CPU, as stored on a GPU.")

@@ -305,7 +305,7 @@ def test_worker_registration() -> None:
     h.post(PeerDown(20, "gone"))
     assert h.take(ClusterState, 1) == [ClusterState(())]
     h.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
-    assert h.take(ClusterState, 1) == [ClusterState(("m",))]
+    assert h.take(ClusterState, 1) == [ClusterState(("m",), (4,))]
 
 
 def test_a_worker_that_comes_back_keeps_what_it_holds() -> None:

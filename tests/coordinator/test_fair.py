@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.bands import DEFAULT_BANDS, Band, ring_weights
+from coordinator.bands import ring_weights
 from coordinator.fairqueue import FairQueue, Node, Offer, Terms
 from coordinator.lanes import Entry
+from runtime.tenants import DEFAULT_BANDS, Band
 from tests.coordinator.fair_traces import Job, Trace
 
 

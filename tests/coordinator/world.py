@@ -16,6 +16,8 @@ from proto.errors import CancelReason, Interrupt
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import (
     Accepted,
+    CacheEvents,
+    CacheMiss,
     Cancel,
     Capacity,
     Finished,
@@ -69,6 +71,14 @@ def submit(
     request_id: str, tokens: int = 10, *, attempt: int = 1, max_tokens: int = 4, choices: int = 1, resumed: int = 0
 ) -> Submit:
     return Submit(request_id, attempt, MODEL, tokens, Sampling(max_tokens=max_tokens), choices, resumed_tokens=resumed)
+
+
+def named(request: Submit, text: int | None) -> Submit:
+    """Prompts of one text begin alike, to the last full block of 4 tokens; without one, nothing of it is to be cached."""
+    if text is None:
+        return request
+    hashes = b"".join(bytes([text, block]) * 8 for block in range(request.prompt_tokens // 4))
+    return msgspec.structs.replace(request, block_hashes=hashes, hash_block_size=4)
 
 
 @dataclass
@@ -129,6 +139,8 @@ class RandomWorld(Harness):
         self.replies: dict[int, list[Message]] = defaultdict(list)
         self.holding: dict[int, dict[tuple[str, int], int]] = defaultdict(dict)
         self.prompts: dict[tuple[int, str, int], tuple[Prefill, int]] = {}
+        self.cached: dict[int, set[bytes]] = defaultdict(set)
+        """By prefill worker; it forgets at random and does not always say so."""
         self.accepted: set[str] = set()
         self.live: dict[str, Submit] = {}
         self.post(PeerUp(1, gateway_hello(1)))
@@ -157,6 +169,7 @@ class RandomWorld(Harness):
             f"r{len(self.ended)}-{len(self.live)}-{self.next_epoch}-{self.random.randrange(10**9)}",
             self.random.randint(1, 40), max_tokens=self.random.randint(1, 20), choices=self.random.choice([1, 1, 2]),
         )  # fmt: skip
+        request = named(request, text=self.random.choice([None, 0, 1]))
         self.live[request.request_id] = request
         self.receive(1, request)
 
@@ -210,7 +223,7 @@ class RandomWorld(Harness):
                 self.hold(epoch, message, message.kv_blocks)
             case Prefill():
                 self.hold(epoch, message, -(-message.prompt_tokens // 4))
-                self.prompts[(epoch, message.request_id, message.attempt)] = (message, 0)
+                self.take_in(epoch, message)
             case Step():
                 self.compute(epoch, message)
             case Release():
@@ -224,14 +237,35 @@ class RandomWorld(Harness):
         held[(message.request_id, message.attempt)] = blocks
         assert sum(held.values()) <= 40, "the core gave a worker more than it has"
 
+    def take_in(self, epoch: int, message: Prefill) -> None:
+        """Start behind what is cached, and say so where that is less than believed."""
+        if self.random.random() < 0.2:
+            self.cached[epoch].clear()
+        cached = 0
+        while (
+            cached < message.cached_tokens and message.block_hashes[4 * cached : 4 * cached + 16] in self.cached[epoch]
+        ):
+            cached += 4
+        self.prompts[(epoch, message.request_id, message.attempt)] = (message, cached)
+        if cached < message.cached_tokens:
+            self.replies[epoch].append(CacheMiss(message.request_id, message.attempt, cached))
+
     def compute(self, epoch: int, step: Step) -> None:
         assert sum(c.length for c in step.chunks) <= 8
-        done = [c for c in step.chunks if (c.request_id, c.attempt) in self.holding[epoch]]
+        done = []
+        for c in step.chunks:
+            key = (c.request_id, c.attempt)
+            if key in self.holding[epoch] and c.start == self.prompts[(epoch, *key)][1]:
+                done.append(c)
+            elif key in self.holding[epoch]:
+                assert self.prompts[(epoch, *key)][0].cached_tokens > 0, "chunks come in order and without gaps"
         self.replies[epoch].append(StepDone(step.step_id, tuple(done), 1.0, 0))
         for chunk in done:
             key = (chunk.request_id, chunk.attempt)
             order, computed = self.prompts[(epoch, *key)]
-            assert chunk.start == computed, "chunks come in order and without gaps"
+            fresh = order.block_hashes[: (chunk.start + chunk.length) // 4 * 16]
+            self.cached[epoch] |= {fresh[at : at + 16] for at in range(0, len(fresh), 16)}
+            self.replies[epoch].append(CacheEvents(fresh, b""))
             self.prompts[(epoch, *key)] = (order, computed + chunk.length)
             if computed + chunk.length == order.prompt_tokens:
                 del self.holding[epoch][key]

@@ -18,6 +18,7 @@ from gateway.main import _listen, _Server
 from gateway.metrics import GatewayMetrics
 from gateway.prepare import Rules
 from gateway.stream_types import StreamLimits
+from gateway.tenancy import KeyRing
 from gateway.tokenizer import ModelFacts, ModelTokenizer
 from proto.codec import unpack_tokens
 from proto.errors import FinishReason, Interrupt, Reject
@@ -27,16 +28,19 @@ from proto.messages import (
     ClusterState,
     Interrupted,
     Message,
+    RateState,
     Rejected,
     Submit,
     TokenItem,
     Tokens,
 )
 from proto.sampling import TokenLogprobs
+from runtime.tenants import parse
 from tests import tiny_models
 
 MODEL = "tiny/llama"
 CONTEXT_TOKENS = 512
+BLOCK_SIZE = 2
 BODY_BYTES_MAX = 64 << 10
 ANSWER = "The capital is Paris. 日本語 🌍🚀 done\nEND of it."
 
@@ -60,6 +64,9 @@ class FakeCluster:
     reject: Callable[[Submit], Rejected | None] = lambda submit: None
     interrupt_at: dict[int, int] = field(default_factory=dict)
     """Attempt → answer index at which it is interrupted."""
+    cached: Callable[[Submit], int] = lambda submit: 0
+    """Prompt tokens that its prefill worker had."""
+    rates: RateState | None = None
     hold: bool = False
     """Accept, and answer nothing."""
     submits: list[tuple[Submit, list[int]]] = field(default_factory=list)
@@ -68,7 +75,7 @@ class FakeCluster:
 
     def connect(self) -> None:
         self.backend.coordinator_up(self, self.epoch)
-        self.backend.coordinator_message(self, ClusterState((self.backend.model,)), b"")
+        self.backend.coordinator_message(self, ClusterState((self.backend.model,), (BLOCK_SIZE,)), b"")
 
     def send(self, message: Message, blob: bytes = b"") -> bool:
         asyncio.get_running_loop().call_soon(self._receive, message, blob)
@@ -85,7 +92,7 @@ class FakeCluster:
         if rejection is not None:
             self.backend.coordinator_message(self, rejection, b"")
             return
-        self.backend.coordinator_message(self, Accepted(message.request_id, message.attempt), b"")
+        self.backend.coordinator_message(self, Accepted(message.request_id, message.attempt, self.rates), b"")
         if not self.hold:
             self._go_on(message, message.resumed_tokens)
 
@@ -108,7 +115,8 @@ class FakeCluster:
             if index + len(part) == len(tokens):
                 stopped = part[-1] in submit.sampling.stop_token_ids
                 finish = FinishReason.STOP if stopped else FinishReason.LENGTH
-            items.append(TokenItem(*key, choice, index, part, finish, self._logprobs(submit, part)))
+            cached = self.cached(submit) if index == submit.resumed_tokens else 0
+            items.append(TokenItem(*key, choice, index, part, finish, self._logprobs(submit, part), cached))
         if items:
             self.backend.worker_message(self, Tokens(tuple(items)), b"")
             asyncio.get_running_loop().call_later(self.gap_s, self._go_on, submit, index + self.batch)
@@ -135,7 +143,9 @@ class Site:
         return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
 
-def make_site(*, limits: StreamLimits | None = None, api_keys: tuple[bytes, ...] = (), connected: bool = True) -> Site:
+def make_site(
+    *, limits: StreamLimits | None = None, api_keys: tuple[str, ...] = (), tenants: str = "", connected: bool = True
+) -> Site:
     """An application on a fake cluster; to be made on a running event loop."""
     metrics = GatewayMetrics()
     backend = Backend(model=MODEL, limits=limits or StreamLimits(resume_delay_s=0.001), metrics=metrics)
@@ -144,7 +154,14 @@ def make_site(*, limits: StreamLimits | None = None, api_keys: tuple[bytes, ...]
     cluster = FakeCluster(backend, lambda _submit, _choice: ids)
     if connected:
         cluster.connect()
-    gateway = Gateway(tok, backend, metrics, Intake(body_bytes_max=BODY_BYTES_MAX), Rules(MODEL, 1024), api_keys)
+    gateway = Gateway(
+        tok,
+        backend,
+        metrics,
+        Intake(body_bytes_max=BODY_BYTES_MAX),
+        Rules(MODEL, 1024),
+        KeyRing(parse(tenants), api_keys),
+    )
     return Site(gateway, cluster, create_app(gateway))
 
 

@@ -22,6 +22,7 @@ def test_completion() -> None:
             "prompt_tokens": 2,
             "completion_tokens": ANSWER_TOKENS,
             "total_tokens": 2 + ANSWER_TOKENS,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
 
     on_site(test)

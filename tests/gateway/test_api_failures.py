@@ -146,7 +146,7 @@ def test_keys(header: str | None, code: str) -> None:
             for key in ("secret-1", "secret-2"):
                 assert (await client.get("/v1/models", headers={"Authorization": f"bearer {key}"})).status_code == 200
 
-    on_site(test, api_keys=(b"secret-1", b"secret-2"))
+    on_site(test, api_keys=("secret-1", "secret-2"))
 
 
 def test_a_bug_is_a_500_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from kvtransfer.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.session import Accepted, KvFailed, KvSent
 from kvtransfer.settings import KvSettings
 from proto.kv import Commit, FirstToken, Offer
 from proto.messages import Message
@@ -46,7 +46,7 @@ class Ends:
     settings: KvSettings = SMALL
     receiver_settings: KvSettings | None = None
     blocks: int = 64
-    accept: Callable[[int, Offer], list[int] | str | None] = lambda epoch, offer: list(range(offer.blocks))
+    accept: Callable[[int, Offer], Accepted | str | None] = lambda epoch, offer: Accepted(tuple(range(offer.blocks)))
     to_receiver: Hook = lambda message: True
     to_sender: Hook = lambda message: True
     results: list[KvSent | KvFailed] = field(default_factory=list)

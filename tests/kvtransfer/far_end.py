@@ -13,7 +13,7 @@ import torch
 from kvtransfer.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.session import Accepted, KvFailed, KvSent
 from kvtransfer.settings import KvSettings
 from proto.codec import WITH_BLOB, decode, encode
 from proto.messages import Message
@@ -105,7 +105,7 @@ async def main(role: str, port: int, attempt: int) -> None:
             clock=time.monotonic,
             send=wire.send,
             listen_host="127.0.0.1",
-            accept=lambda epoch, offer: list(range(offer.blocks)),
+            accept=lambda epoch, offer: Accepted(tuple(range(offer.blocks))),
             on_committed=lambda *commit: None,
             on_failed=lambda *failure: None,
             settings=SETTINGS,

@@ -10,7 +10,7 @@ import torch
 
 from kvtransfer.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.session import Accepted, KvFailed, KvSent
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Ping
@@ -55,7 +55,7 @@ def test_bytes_arrive_whatever_the_order(name):
             targets[f"r{number}"] = [taken.pop() for _ in range(min(count, len(taken)))]
         sources = {name: ids for name, ids in sources.items() if len(targets[name]) == len(ids)}
         before = ends.target.clone()
-        ends.accept = lambda epoch, offer: targets[offer.request_id]
+        ends.accept = lambda epoch, offer: Accepted(tuple(targets[offer.request_id]))
         for request_id, ids in sources.items():
             ends.transfer(request_id, ids, chunks=rng.randint(1, 4))
         await ends.ended(len(sources))
@@ -108,11 +108,30 @@ def test_an_offer_may_be_decided_later_or_refused():
         await ends.until(lambda: len(ends.results) == 1)
         assert ends.results == [KvFailed("refused", 1, "declined: no room")]
         assert ends.committed == ends.failed == [] and len(undecided) == 1
-        ends.receiver.decide("late", 1, [9, 8, 7])
+        ends.receiver.decide("late", 1, Accepted((9, 8, 7)))
         await ends.ended(1)
         assert same_bytes(ends.target[[9, 8, 7]], ends.source[[1, 2, 3]])
-        ends.receiver.decide("late", 1, [9, 8, 7])  # repeated: ignored
+        ends.receiver.decide("late", 1, Accepted((9, 8, 7)))  # repeated: ignored
         ends.receiver.decide("never", 1, "no")
+
+    with_ends(test)
+
+
+@pytest.mark.parametrize("cached", [5, 16])
+def test_cached_blocks_do_not_cross(cached):
+    async def test(ends: Ends) -> None:
+        before = ends.target.clone()
+        targets = tuple(shuffled(64, 16, 3))
+        ends.accept = lambda epoch, offer: Accepted(targets, cached)
+        source = shuffled(64, 16, 4)
+        ends.transfer("r", source, chunks=3)
+        await ends.ended(1)
+        moved = (16 - cached) * LAYOUT.block_bytes
+        assert isinstance(ends.results[0], KvSent) and ends.results[0].kv_bytes == moved
+        assert ends.sender.counters["bytes"] == ends.receiver.counters["bytes"] == moved
+        assert ends.committed[0][1] == list(targets)
+        assert same_bytes(ends.target[list(targets[cached:])], ends.source[source[cached:]])
+        assert same_bytes(ends.target[list(targets[:cached])], before[list(targets[:cached])])
 
     with_ends(test)
 
@@ -130,7 +149,7 @@ def test_an_undecided_offer_ends_at_its_deadline():
 @pytest.mark.parametrize("by", ["sender", "receiver"])
 def test_an_abort_amid_the_segments_leaves_the_pair_in_order(by):
     async def test(ends: Ends) -> None:
-        ends.accept = lambda epoch, offer: list(range(50)) if offer.request_id == "r" else list(range(50, 60))
+        ends.accept = lambda epoch, offer: Accepted(tuple(range(50) if offer.request_id == "r" else range(50, 60)))
         before = ends.target.clone()
         ends.sender.open("r", 1, 2, 50)
         ends.sender.blocks_ready("r", 1, 0, shuffled(64, 40, 1))

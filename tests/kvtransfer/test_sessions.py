@@ -241,6 +241,34 @@ def test_the_prompt_comes_out_as_it_went_in():
     assert ended == Ended(KvCommitted(commit, (1, 2, 3, 4), (7, 8, 9)))
 
 
+def test_blocks_that_the_receiver_has_are_not_sent():
+    session = sender([BlocksReady(0, (9, 8))])
+    assert session.handle(Accept("r", 1, 3, 3), 0.0) == []
+    sent = session.handle(BlocksReady(2, (7, 6)), 0.0)
+    assert [(part.segment, part.first_block, part.block_ids) for part in sent] == [(0, 3, (6,))]
+    session.handle(CommitReady(FIRST, 0, b""), 0.0)
+    commit = session.handle(SegmentDone(0, D1), 0.0)[0].message
+    far = receiver([Accepted((1, 2, 3, 4), 3), Announce("r", 1, 1, 0, 0, 3, 1), SegmentDone(0, D1)])
+    acked, ended = far.handle(CommitArrived(commit, b""), 0.0)
+    assert acked == Send(Ack("r", 1, BLOCK_BYTES)) and ended == Ended(KvCommitted(commit, (1, 2, 3, 4), ()))
+    assert session.handle(acked.message, 0.0) == [Ended(KvSent("r", 1, BLOCK_BYTES, 0.0))]
+
+
+def test_a_receiver_that_has_everything_gets_the_commit_alone():
+    session = sender([BlocksReady(0, (9, 8, 7, 6)), CommitReady(FIRST, 0, b"")])
+    (committing,) = session.handle(Accept("r", 1, 3, 4), 0.0)
+    assert committing == Send(Commit("r", 1, (), 0, FIRST))
+    acked, ended = receiver([Accepted((1, 2, 3, 4), 4)]).handle(CommitArrived(committing.message, b""), 0.0)
+    assert acked == Send(Ack("r", 1, 0)) and isinstance(ended.result, KvCommitted)
+    assert session.handle(acked.message, 0.0) == [Ended(KvSent("r", 1, 0, 0.0))]
+
+
+def test_segments_of_cached_blocks_are_a_violation_and_so_are_more_than_were_offered():
+    actions = receiver([Accepted((1, 2, 3, 4), 2)]).handle(Announce("r", 1, 1, 0, 0, 0, 3), 0.0)
+    assert isinstance(actions[0], Violation)
+    assert isinstance(sender([]).handle(Accept("r", 1, 3, 5), 0.0)[0], Violation)
+
+
 def test_targets_come_in_the_prompts_order():
     session = receiver([Accepted((40, 10, 30, 20))])
     assert session.handle(Announce("r", 1, 1, 0, 0, 0, 3), 0.0) == [Receive(0, (40, 10, 30))]

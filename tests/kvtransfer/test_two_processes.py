@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.session import Accepted, KvFailed, KvSent
 from proto.kv import Accept, Announce, Commit, Offer
 from proto.messages import Message
 from tests.kvtransfer import far_end
@@ -78,9 +78,9 @@ class NearReceiver:
             settings=SETTINGS,
         )
 
-    def _accept(self, epoch: int, offer: Offer) -> list[int]:
+    def _accept(self, epoch: int, offer: Offer) -> Accepted:
         taken, self.free = self.free[: offer.blocks], self.free[offer.blocks :]
-        return taken
+        return Accepted(tuple(taken))
 
     def _on_committed(self, epoch: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
         self.committed[commit.request_id] = block_ids

@@ -73,6 +73,9 @@ class World:
         self.blocks = self.random.randint(1, 12)
         self.source = self.random.sample(range(100), self.blocks)
         self.target = self.random.sample(range(100), self.blocks)
+        self.cached = self.random.choice([0, self.random.randint(0, self.blocks)])
+        """The receiver has so many of the first blocks already."""
+        self.written.update(zip(self.target[: self.cached], self.source[: self.cached], strict=True))
         self.given = 0
         self.announced = 0
         self.order = AnnounceOrder()
@@ -144,6 +147,7 @@ class World:
             content[0] = JUNK
         if block_ids is not None:
             assert self.receiver is not None
+            assert not set(block_ids) & set(self.target[: self.cached]), "a block that others share is written to"
             self.written.update(zip(block_ids, content, strict=True))
             self.feed(self.receiver, SegmentDone(announce.segment, digest(content)))
         elif self.receiver is not None and announce.segment in self.receiver.in_flight:
@@ -154,7 +158,7 @@ class World:
         """Prefill goes on; decode decides."""
         if self.receiver is not None and self.receiver.state == "undecided":
             refuses = self.chance(self.faults.refuse)
-            self.feed(self.receiver, Refusal("no") if refuses else Accepted(tuple(self.target)))
+            self.feed(self.receiver, Refusal("no") if refuses else Accepted(tuple(self.target), self.cached))
         elif self.sender.state == "committing" or self.given > self.blocks:
             return
         elif self.given < self.blocks:
@@ -232,6 +236,7 @@ class World:
         assert len(self.receiver_results) == (self.receiver is not None), self.receiver_results
         committed = [result for result in self.receiver_results if isinstance(result, KvCommitted)]
         if isinstance(self.sender_results[0], KvSent):
+            assert self.sender_results[0].kv_bytes == (self.blocks - self.cached) * BLOCK_BYTES
             assert committed, "the sender was told that the KV arrived, and it did not"
         for result in committed:
             assert result.block_ids == tuple(self.target)

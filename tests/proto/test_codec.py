@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proto import kv, limits, messages
-from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, to_frames, unpack_tokens
+from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, split_hashes, to_frames, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
 from proto.messages import Capacity, Chunk, Held, Message, Peer, Role, TokenItem, WorkerStatus
 from proto.sampling import Sampling, TokenLogprobs
@@ -19,9 +19,10 @@ SAMPLING = Sampling(
 RATES = messages.RateState(10, 9, 6.0, 1000, 900, 60.0)
 ID = ("chat-1.c2", 3)
 WORK = (*ID, 9, SAMPLING, 2, 1, 4)
+HASHES = bytes(range(32))
 GATEWAY, DECODE = Peer("tcp://127.0.0.1:5", 77), Peer("tcp://[::1]:6", 78)
 ITEM = TokenItem(
-    *ID, 1, 4, (9, 10), FinishReason.STOP, (TokenLogprobs(-0.5, ((9, -0.5), (8, -1.0))), TokenLogprobs(-1.0))
+    *ID, 1, 4, (9, 10), FinishReason.STOP, (TokenLogprobs(-0.5, ((9, -0.5), (8, -1.0))), TokenLogprobs(-1.0)), 32
 )
 
 SAMPLES: list[Message] = [
@@ -33,21 +34,23 @@ SAMPLES: list[Message] = [
     messages.Bye("done"),
     messages.Ping(),
     messages.Pong(),
-    messages.Submit(*ID, "m", 3, SAMPLING, 2, 1, 1, "org/user", "batch", 250.0),
+    messages.Submit(*ID, "m", 3, SAMPLING, 2, 1, 1, "org/user", "batch", 250.0, HASHES, 16),
     messages.Cancel(*ID, CancelReason.STOP_STRING),
     messages.StatusRequest(),
     messages.Accepted(*ID, RATES),
     messages.Rejected(*ID, Reject.QUEUE_FULL, "full", 1.5, RATES),
     messages.Interrupted(*ID, Interrupt.DECODE_LOST, "gone"),
-    messages.ClusterState(("a", "b")),
+    messages.ClusterState(("a", "b"), (16, 32)),
     messages.StatusReport(
         (WorkerStatus("w", Role.PREFILL, "m", "h", 1, 2, 1, 1, 0, 5),), ("g",), 1, {"queued": 1}, {}, {"x": 2}
     ),
-    messages.Prefill(*WORK, GATEWAY, DECODE),
+    messages.Prefill(*WORK, GATEWAY, DECODE, HASHES, 16),
     messages.Step(4, (Chunk(*ID, 0, 16),)),
-    messages.Reserve(*WORK, 12, GATEWAY, 79),
+    messages.Reserve(*WORK, 12, GATEWAY, 79, HASHES),
     messages.Release(*ID),
     messages.StepDone(4, (Chunk(*ID, 0, 16),), 12.5, 0),
+    messages.CacheMiss(*ID, 32),
+    messages.CacheEvents(HASHES, b""),
     messages.HandedOver(*ID, 1 << 30, 2.5),
     messages.Finished(*ID, 9, 8),
     messages.Released(*ID, 7),
@@ -57,7 +60,7 @@ SAMPLES: list[Message] = [
     kv.PairListen(3, "127.0.0.1", 5, "secret"),
     kv.PairClosed(3, "why"),
     kv.Offer(*ID, 3, 9),
-    kv.Accept(*ID, 4),
+    kv.Accept(*ID, 4, 2),
     kv.Decline(*ID, "no"),
     kv.Commit(*ID, (b"12345678",), 2, (kv.FirstToken(0, 5),)),
     kv.Ack(*ID, 100),
@@ -167,3 +170,9 @@ def test_tokens_round_trip(tokens: list[int]) -> None:
 def test_bad_token_blobs_are_refused(blob: bytes, expected: int) -> None:
     with pytest.raises(RemoteProtocolError):
         unpack_tokens(blob, expected)
+
+
+def test_joined_hashes_come_apart_in_order_and_never_cut_short() -> None:
+    assert split_hashes(HASHES) == [HASHES[:16], HASHES[16:]] and split_hashes(b"") == []
+    with pytest.raises(RemoteProtocolError):
+        split_hashes(HASHES[:-1])

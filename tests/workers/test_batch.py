@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from decode_worker.batch import Batch, Running
 from decode_worker.requests import AttemptTable, Farewell, Phase
 from engine.blocks import BlockAllocator
+from kvtransfer.session import Accepted
 from proto.errors import FinishReason, Interrupt
 from proto.messages import Finished, Peer, Released, Reserve, WorkFailed
 from proto.sampling import Sampling
@@ -15,10 +16,19 @@ GATEWAYS = (Peer("tcp://a", 1), Peer("tcp://b", 2))
 
 
 def reserve(
-    name: str, tokens: int, *, max_tokens: int = 5, choices: int = 1, gateway: int = 0, resumed: int = 0
+    name: str,
+    tokens: int,
+    *,
+    max_tokens: int = 5,
+    choices: int = 1,
+    gateway: int = 0,
+    resumed: int = 0,
+    text: int | None = None,
 ) -> Reserve:
+    """Prompts of one `text` begin alike; without one, nothing is looked up or kept."""
     sampling = Sampling(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,))
-    return Reserve(name, 1, tokens, sampling, choices, 0, resumed, 1, GATEWAYS[gateway], 9)
+    hashes = b"".join(bytes([text or 0, block]) * 8 for block in (range(tokens // BLOCK) if text is not None else ()))
+    return Reserve(name, 1, tokens, sampling, choices, 0, resumed, 1, GATEWAYS[gateway], 9, hashes)
 
 
 class World:
@@ -28,11 +38,14 @@ class World:
         self.told: list[Farewell] = []
         self.stuck: list[Running[str]] = []
 
-    def receive(self, order: Reserve) -> list[int]:
+    def accept(self, order: Reserve) -> Accepted:
         self.table.reserve(order)
-        blocks = self.table.target_blocks((order.request_id, 1), 9, -(-order.prompt_tokens // BLOCK))
-        assert isinstance(blocks, list)
-        return blocks
+        answer = self.table.target_blocks((order.request_id, 1), 9, -(-order.prompt_tokens // BLOCK))
+        assert isinstance(answer, Accepted)
+        return answer
+
+    def receive(self, order: Reserve) -> list[int]:
+        return list(self.accept(order).block_ids)
 
     def run(self, order: Reserve) -> None:
         self.commit(order, self.receive(order))
@@ -94,6 +107,46 @@ def test_resumed_tokens_count_towards_the_limit_but_not_as_this_attempts_output(
     assert w.told == [Finished("a", 1, 2, 0)]
 
 
+def test_what_came_and_was_verified_is_not_received_again() -> None:
+    w = World()
+    w.run(reserve("a", 10, text=1))
+    known = w.batch.running[0].blocks.table[:2]
+    second = w.accept(reserve("b", 15, text=1))
+    assert second.cached_blocks == 2 and list(second.block_ids[:2]) == known
+    assert w.accept(reserve("c", 15, text=1)).cached_blocks == 2, "a third block of `b` is not here yet"
+    w.commit(w.table.attempts[("b", 1)].order, list(second.block_ids))
+    for _ in range(9):
+        w.step()
+    assert w.accept(reserve("d", 15, text=1)).cached_blocks == 3
+    assert w.accept(reserve("e", 12, text=1)) == Accepted(second.block_ids[:3], 3), "all of a prompt may be here"
+    assert w.accept(reserve("f", 15, text=2)).cached_blocks == 0
+
+
+def test_a_transfer_that_fails_gives_back_what_it_shared_and_makes_nothing_known() -> None:
+    w = World()
+    w.run(reserve("a", 8, text=1))
+    blocks = w.receive(reserve("b", 16, text=1))
+    assert w.table.allocator.refs(blocks[0]) == 2
+    w.table.received_nothing(("b", 1), blocks, WorkFailed("b", 1, Interrupt.TRANSFER_FAILED, "lost"))
+    assert w.table.allocator.refs(blocks[0]) == 1
+    assert w.accept(reserve("c", 16, text=1)).cached_blocks == 2
+
+
+def test_choices_and_new_tokens_never_write_to_what_is_shared() -> None:
+    w = World()
+    w.run(reserve("a", 8, text=1, max_tokens=9))
+    w.run(reserve("b", 8, text=1, max_tokens=9, choices=3))
+    shared = w.batch.running[0].blocks.table[:2]
+    for _ in range(7):
+        plan = w.batch.plan(w.stuck.append)
+        assert plan is not None
+        assert not {row.table[row.position // BLOCK] for row in plan.rows} & set(shared)
+        assert len({row.table[row.position // BLOCK] for row in plan.rows}) == 4, (
+            "each sequence writes to its own block"
+        )
+        w.step()
+
+
 def test_release_in_every_phase() -> None:
     for phase in Phase:
         w = World()
@@ -130,7 +183,7 @@ def test_offers_that_do_not_fit_the_reservation_are_refused() -> None:
     assert "another prefill" in str(w.table.target_blocks(("a", 1), 8, 2))
     assert "3 blocks offered" in str(w.table.target_blocks(("a", 1), 9, 3))
     assert w.table.allocator.free_count == POOL
-    assert len(w.table.target_blocks(("a", 1), 9, 2) or ()) == 2
+    assert w.table.target_blocks(("a", 1), 9, 2) == Accepted((0, 1), 0)
     assert "receiving" in str(w.table.target_blocks(("a", 1), 9, 2))
 
 
@@ -179,6 +232,7 @@ def test_every_attempt_is_told_of_once_and_every_block_comes_back(data: st.DataO
                     max_tokens=data.draw(st.integers(2, 6)),
                     choices=data.draw(st.integers(1, 3)),
                     gateway=made % 2,
+                    text=data.draw(st.sampled_from([None, 1, 2])),
                 )
                 receiving[order.request_id] = (order, w.receive(order))
             case "commit" if receiving:
@@ -204,5 +258,6 @@ def test_every_attempt_is_told_of_once_and_every_block_comes_back(data: st.DataO
         w.told += w.table.received_nothing(key, blocks, WorkFailed(*key, Interrupt.TRANSFER_FAILED, "lost"))
     while w.batch.running or w.batch.in_flight:
         w.step()
-    assert not w.table.attempts and w.table.allocator.free_count == 400 and not w.stuck
+    assert not w.table.attempts and w.table.allocator.free_count + w.table.allocator.cached_count == 400
+    assert not w.stuck
     assert sorted(f.request_id for f in w.told) == sorted(f"r{n}" for n in range(1, made + 1))

@@ -12,16 +12,19 @@ from proto.sampling import Sampling
 BLOCK = 4
 
 
-def order(name: str, tokens: int, attempt: int = 1) -> Prefill:
-    return Prefill(name, attempt, tokens, Sampling(max_tokens=5), 1, 0, 0, Peer("g", 1), Peer("d", 2))
+def order(name: str, tokens: int, attempt: int = 1, text: int | None = None, cached: int = 0) -> Prefill:
+    """Prompts of one `text` begin alike; without one, nothing is looked up or kept."""
+    blocks = range(tokens // BLOCK) if text is not None else ()
+    hashes = b"".join(bytes([text or 0, block]) * 8 for block in blocks)
+    return Prefill(name, attempt, tokens, Sampling(max_tokens=5), 1, 0, 0, Peer("g", 1), Peer("d", 2), hashes, cached)
 
 
 def table(blocks: int = 20) -> PromptTable:
     return PromptTable(BlockAllocator(blocks), BLOCK)
 
 
-def take(t: PromptTable, name: str, tokens: int) -> Prompt:
-    prompt = t.take_in(order(name, tokens), list(range(tokens)))
+def take(t: PromptTable, name: str, tokens: int, text: int | None = None, cached: int = 0) -> Prompt:
+    prompt = t.take_in(order(name, tokens, text=text, cached=cached), list(range(tokens)))
     assert isinstance(prompt, Prompt)
     prompt.sending = True
     return prompt
@@ -57,6 +60,85 @@ def test_a_repeated_order_changes_nothing_and_no_room_is_a_failure() -> None:
     assert t.allocator.free_count == 0
 
 
+def compute(t: PromptTable, prompt: Prompt, tokens: int) -> None:
+    work = t.runnable((Chunk(*prompt.key, prompt.computed_tokens, tokens),))
+    assert len(work) == 1
+    t.begin_step(work)
+    t.end_step(work)
+
+
+def test_a_known_beginning_is_shared_and_not_computed_again() -> None:
+    t = table()
+    one = take(t, "a", 10, text=1)
+    compute(t, one, 8)
+    other = take(t, "b", 13, text=1, cached=8)
+    assert other.blocks[:2] == one.blocks[:2] and not set(other.blocks[2:]) & set(one.blocks)
+    assert (other.cached_tokens, other.computed_tokens) == (8, 8)
+    assert t.fresh_blocks(other) == (0, one.blocks[:2]), "what is known is final: it can be sent at once"
+    assert t.runnable((Chunk("b", 1, 0, 4),)) == [], "a shared block is never written to"
+    compute(t, other, 5)
+    assert t.fresh_blocks(other) == (2, other.blocks[2:]) and other.done
+    t.sent(one, HandedOver("a", 1, 1, 1.0))
+    t.sent(other, HandedOver("b", 1, 1, 1.0))
+    assert (t.allocator.cached_count, t.allocator.free_count) == (3, 17), (
+        "full blocks stay, in case they are wanted again"
+    )
+    assert take(t, "c", 16, text=1, cached=12).blocks[:3] == other.blocks[:3]
+
+
+def test_no_more_is_used_than_the_coordinator_believes_and_less_where_less_is_here() -> None:
+    t = table()
+    compute(t, take(t, "a", 8, text=1), 8)
+    assert take(t, "b", 12, text=1, cached=4).cached_tokens == 4
+    assert take(t, "c", 12, text=1, cached=12).cached_tokens == 8
+    assert take(t, "d", 12, text=2, cached=8).cached_tokens == 0
+
+
+def test_the_last_token_is_always_computed() -> None:
+    t = table()
+    compute(t, take(t, "a", 8, text=1), 8)
+    again = take(t, "b", 8, text=1, cached=8)
+    assert again.cached_tokens == 4 and not again.done
+
+
+def test_a_prompt_in_the_making_is_known_as_far_as_it_is_computed() -> None:
+    t = table()
+    prompt = take(t, "a", 12, text=1)
+    compute(t, prompt, 4)
+    work = t.runnable((Chunk("a", 1, 4, 4),))
+    t.begin_step(work)
+    assert take(t, "b", 12, text=1, cached=8).cached_tokens == 4, "a block that a step still writes is not known"
+
+
+def test_what_is_broken_is_not_found_by_others() -> None:
+    t = table()
+    prompt = take(t, "a", 12, text=1)
+    compute(t, prompt, 8)
+    work = t.runnable((Chunk("a", 1, 8, 4),))
+    t.begin_step(work)
+    t.end_step(work, broken=frozenset({prompt.key}))
+    assert take(t, "b", 12, text=1, cached=8).cached_tokens == 0
+
+
+def test_without_a_prefix_cache_nothing_is_kept() -> None:
+    t = PromptTable(BlockAllocator(20), BLOCK, prefix_cache=False)
+    prompt = take(t, "a", 8, text=1)
+    compute(t, prompt, 8)
+    assert take(t, "b", 8, text=1, cached=4).cached_tokens == 0
+    t.sent(prompt, HandedOver("a", 1, 1, 1.0))
+    assert t.allocator.cached_count == 0
+
+
+def test_cached_blocks_make_way_and_a_prompt_without_room_takes_nothing() -> None:
+    t = table(4)
+    prompt = take(t, "a", 12, text=1)
+    compute(t, prompt, 12)
+    t.sent(prompt, HandedOver("a", 1, 1, 1.0))
+    assert isinstance(t.take_in(order("b", 20, text=1, cached=12), list(range(20))), WorkFailed)
+    assert (t.allocator.held_count, t.allocator.cached_count) == (0, 3)
+    assert len(take(t, "c", 16, text=2).blocks) == 4 and t.allocator.cached_count == 0
+
+
 def test_release_during_a_step_and_a_transfer_waits_for_both() -> None:
     t = table()
     prompt = take(t, "a", 10)
@@ -83,7 +165,8 @@ def test_every_prompt_is_told_of_once_and_every_block_comes_back(data: st.DataOb
             case "take":
                 made += 1
                 tokens = data.draw(st.integers(1, 30))
-                prompt = t.take_in(order(f"r{made}", tokens), list(range(tokens)))
+                text, cached = data.draw(st.sampled_from([None, 1, 2])), data.draw(st.integers(0, 30))
+                prompt = t.take_in(order(f"r{made}", tokens, text=text, cached=cached), list(range(tokens)))
                 if isinstance(prompt, Prompt):
                     prompt.sending = True
                 elif prompt is not None:
@@ -93,7 +176,8 @@ def test_every_prompt_is_told_of_once_and_every_block_comes_back(data: st.DataOb
                     told += t.end_step(flying)
                     flying = []
                 else:
-                    chunks = [Chunk(*p.key, p.computed_tokens, 1) for p in prompts if not p.done]
+                    chunks = [Chunk(*p.key, p.computed_tokens, min(3, p.order.prompt_tokens - p.computed_tokens))
+                              for p in prompts if not p.done]  # fmt: skip
                     flying = t.runnable(tuple(chunks))
                     t.begin_step(flying)
             case "close" if prompts:
@@ -103,9 +187,14 @@ def test_every_prompt_is_told_of_once_and_every_block_comes_back(data: st.DataOb
                 prompt = data.draw(st.sampled_from(prompts))
                 told += t.sent(prompt, HandedOver(*prompt.key, 1, 1.0))
         t.allocator.check_invariants()
-        assert t.allocator.held_count == sum(len(p.blocks) for p in t.prompts.values())
+        assert t.allocator.held_count == len({block for p in t.prompts.values() for block in p.blocks})
+        for p in t.prompts.values():
+            written = {
+                block for q in t.prompts.values() if q is not p for block in q.blocks[: q.cached_tokens // BLOCK]
+            }
+            assert not written & set(p.blocks[p.computed_tokens // BLOCK :]), "a block is shared and written to"
     told += t.end_step(flying)
     for prompt in list(t.prompts.values()):
         told += t.sent(prompt, HandedOver(*prompt.key, 1, 1.0))
-    assert t.allocator.free_count == 20
+    assert t.allocator.free_count + t.allocator.cached_count == 20
     assert sorted(f.request_id for f in told) == sorted(f"r{n}" for n in range(1, made + 1))

@@ -1,0 +1,223 @@
+"""What each request has cost so far, from its acceptance until nothing of it is left; settled and journalled once. Pure.
+
+A bill stays open while the request lives, and after its end while a worker still holds blocks for it or computes a chunk of
+it: what a cancelled attempt has emitted is only known when its worker lets go (`Released`). Until then its concurrency and its
+blocks count as taken, because they are.
+
+Charged are the prompt tokens computed, once, however often a lost worker made us compute them again, and the tokens emitted.
+What nobody reports is not charged: tokens of an attempt whose worker was lost and whose client then left.
+
+A bill of an earlier coordinator is an *orphan*: its row in the journal is open, and a worker's or the gateway's word closes it.
+If none comes in `orphan_s`, it is written off at its estimate.
+"""
+
+from dataclasses import dataclass
+
+from coordinator.lifecycle import State
+from coordinator.quota import NO_RATES, Ask, Denial, Grant, Quotas
+from coordinator.usage import Closed, Past
+from proto.messages import RateState
+from runtime.tenants import Tenants
+
+LOST = "lost"
+"""Outcome of an orphan that nobody could tell about."""
+_UNSERVED = frozenset({State.REJECTED, State.EXPIRED, State.FAILED})
+"""Ends that are ours: where nothing was computed either, it is as if the request had not been."""
+
+
+@dataclass(eq=False, slots=True)
+class Bill:
+    request_id: str
+    grant: Grant
+    prompt_tokens_max: int
+    attempt: int = 0
+    computed_tokens: int = 0
+    """Of the prompt, in this attempt."""
+    prompt_tokens: int = 0
+    """To be charged."""
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    adopted: bool = False
+    """It was an orphan, and its row is in the journal."""
+    held: int = 0
+    """Reservations on workers, and chunks dispatched and not heard of."""
+    outcome: str = ""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def estimate(self) -> Ask:
+        """What was reserved."""
+        return Ask(self.prompt_tokens_max, self.grant.tokens - self.prompt_tokens_max, self.grant.kv_blocks)
+
+    def spend(self, state: State, seconds: float) -> None:
+        """Time passed in a state of the request."""
+        match state:
+            case State.PREFILLING:
+                self.prefill_s += seconds
+            case State.HANDING_OVER:
+                self.transfer_s += seconds
+            case State.DECODING:
+                self.decode_s += seconds
+            case _:
+                self.queue_s += seconds
+
+
+class Billing:
+    def __init__(self, tenants: Tenants) -> None:
+        self.quotas = Quotas(tenants)
+        self.bills: dict[str, Bill] = {}
+        self.orphans: dict[str, float] = {}
+        """Request → when it is written off; soonest first."""
+
+    # --- what is configured, what was before ----------------------------------------------------------------------------
+
+    def configure(self, tenants: Tenants, utc_offset_s: float, past: Past, orphans_until: float, now: float) -> None:
+        self.quotas.replace(tenants, utc_offset_s, now)
+        for tenant, ago_s, tokens in past.recent:
+            self.quotas.seed_rates(tenant, tokens, now - ago_s)
+        for tenant, day, tokens in past.charged:
+            self.quotas.seed(tenant, day, tokens, now)
+        for row in past.open:
+            assert row.request_id not in self.bills, "the past comes before anything else"
+            grant = self.quotas.restore(row.tenant, row.ask, row.day, now)
+            self.bills[row.request_id] = Bill(
+                row.request_id, grant, row.ask.prompt_tokens, prompt_tokens=row.ask.prompt_tokens
+            )
+            self.orphans[row.request_id] = orphans_until
+
+    # --- acceptance -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, request_id: str, resumed_tokens: int) -> Bill | None:
+        """The orphan whose gateway has come back with the tokens it had got, if it is one."""
+        if self.orphans.pop(request_id, None) is None:
+            return None
+        bill = self.bills[request_id]
+        bill.adopted, bill.output_tokens = True, resumed_tokens
+        if not resumed_tokens:
+            bill.prompt_tokens = 0
+        return bill
+
+    def open(self, request_id: str, tenant: str, ask: Ask, now: float, *, idle: bool) -> Bill | Denial:
+        grant = self.quotas.reserve(tenant, ask, now, idle=idle)
+        if isinstance(grant, Denial):
+            return grant
+        return self._add(request_id, grant, ask.prompt_tokens)
+
+    def open_promised(
+        self, request_id: str, tenant: str, output_tokens: int, kv_blocks: int, held: int, now: float
+    ) -> Bill:
+        """For a request in its second or a later attempt of which no bill is known: its client was promised an answer, and its
+        prompt has been paid for. `held`: reservations that workers brought along."""
+        ask = Ask(0, output_tokens, kv_blocks)
+        bill = self._add(request_id, self.quotas.restore(tenant, ask, self.quotas.day(now), now, counted=False), 0)
+        bill.held = held
+        return bill
+
+    def _add(self, request_id: str, grant: Grant, prompt_tokens_max: int) -> Bill:
+        assert request_id not in self.bills
+        bill = self.bills[request_id] = Bill(request_id, grant, prompt_tokens_max)
+        return bill
+
+    def undo(self, bill: Bill, now: float, orphans_until: float) -> None:
+        """It was not accepted after all; an orphan is one again, since its gateway may come once more."""
+        if bill.adopted:
+            self.orphans[bill.request_id] = orphans_until
+            return
+        del self.bills[bill.request_id]
+        self.quotas.undo(bill.grant, now)
+
+    def rates(self, tenant: str, now: float) -> RateState | None:
+        """None where nothing is limited, or nobody is known."""
+        if self.quotas.tenants.policy(tenant) is None:
+            return None
+        rates = self.quotas.rates(tenant, now)
+        return None if rates is NO_RATES else rates
+
+    # --- life -----------------------------------------------------------------------------------------------------------
+
+    def hold(self, request_id: str, count: int = 1) -> None:
+        """So much more of it is on workers."""
+        bill = self.bills.get(request_id)
+        if bill is not None:
+            bill.held += count
+
+    def computed(self, request_id: str, attempt: int, tokens: int) -> None:
+        bill = self.bills.get(request_id)
+        if bill is None or attempt < bill.attempt:
+            return
+        if attempt > bill.attempt:
+            bill.attempt, bill.computed_tokens = attempt, 0
+        bill.computed_tokens += tokens
+        bill.prompt_tokens = max(bill.prompt_tokens, min(bill.computed_tokens, bill.prompt_tokens_max))
+
+    def emitted(self, request_id: str, tokens: int) -> None:
+        bill = self.bills.get(request_id)
+        if bill is not None:
+            bill.output_tokens += tokens
+
+    def let_go(self, request_id: str, emitted_tokens: int, now: float) -> Closed | None:
+        """One thing less of it is on a worker."""
+        bill = self.bills.get(request_id)
+        if bill is None:
+            return None
+        assert bill.held > 0, request_id
+        bill.held -= 1
+        bill.output_tokens += emitted_tokens
+        return self._close_if_over(bill, now)
+
+    # --- ends -----------------------------------------------------------------------------------------------------------
+
+    def end(self, request_id: str, outcome: str, now: float) -> Closed | None:
+        bill = self.bills.get(request_id)
+        if bill is None:
+            return None
+        bill.outcome = outcome
+        return self._close_if_over(bill, now)
+
+    def end_orphan(self, request_id: str, outcome: str, now: float) -> Closed | None:
+        """A worker says how a request of an earlier coordinator ended."""
+        return self.end(request_id, outcome, now) if request_id in self.orphans else None
+
+    def write_off(self, now: float, orphans_until: float) -> list[Closed]:
+        """Orphans whose time has come; those that a worker still holds get more."""
+        closed = []
+        while self.orphans and (first := next(iter(self.orphans.items())))[1] <= now:
+            request_id, _ = first
+            del self.orphans[request_id]
+            bill = self.bills[request_id]
+            if bill.held:
+                self.orphans[request_id] = orphans_until
+                continue
+            bill.outcome, bill.output_tokens = LOST, bill.estimate.output_tokens
+            closed.append(self._close(bill, now))
+        return closed
+
+    def next_write_off(self) -> float | None:
+        return next(iter(self.orphans.values()), None)
+
+    def _close_if_over(self, bill: Bill, now: float) -> Closed | None:
+        return self._close(bill, now) if bill.outcome and not bill.held else None
+
+    def _close(self, bill: Bill, now: float) -> Closed:
+        del self.bills[bill.request_id]
+        self.orphans.pop(bill.request_id, None)
+        used_tokens = bill.prompt_tokens + bill.output_tokens
+        if used_tokens or bill.outcome not in _UNSERVED:
+            self.quotas.settle(bill.grant, used_tokens, now)
+        else:
+            self.quotas.undo(bill.grant, now)
+        return Closed(
+            bill.request_id,
+            bill.outcome,
+            used_tokens,
+            bill.prompt_tokens,
+            bill.cached_tokens,
+            bill.output_tokens,
+            1000 * bill.queue_s,
+            1000 * bill.prefill_s,
+            1000 * bill.transfer_s,
+            1000 * bill.decode_s,
+        )

@@ -1,0 +1,44 @@
+"""The order between the journal of usage and the wire. Pure."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from coordinator.events import Send
+
+
+@dataclass
+class Outbox:
+    """Nothing about a request leaves before the journal has the request: its messages wait, and those to the same peer behind
+    them, so that a link's order is kept. Other peers are not held up."""
+
+    uncommitted: set[str] = field(default_factory=set)
+    held: dict[int, deque[Send]] = field(default_factory=dict)
+    """By peer; no empty queues."""
+
+    def opened(self, request_id: str) -> None:
+        self.uncommitted.add(request_id)
+
+    def pass_or_hold(self, send: Send) -> bool:
+        """True: send it now."""
+        if not self.uncommitted:
+            return True
+        waiting = self.held.get(send.epoch)
+        if waiting is None and not self._names_uncommitted(send):
+            return True
+        self.held.setdefault(send.epoch, deque()).append(send)
+        return False
+
+    def committed(self, request_ids: Iterable[str]) -> list[Send]:
+        """What may go out now, each peer's in order."""
+        self.uncommitted.difference_update(request_ids)
+        free: list[Send] = []
+        for epoch, waiting in list(self.held.items()):
+            while waiting and not self._names_uncommitted(waiting[0]):
+                free.append(waiting.popleft())
+            if not waiting:
+                del self.held[epoch]
+        return free
+
+    def _names_uncommitted(self, send: Send) -> bool:
+        return getattr(send.message, "request_id", None) in self.uncommitted

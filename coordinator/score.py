@@ -1,0 +1,96 @@
+"""Which pair of workers is best for a prompt: one number, in seconds, less is better. Pure.
+
+    score(p, d) = queue * (tokens before it on p / rate of p)
+                + compute * (prompt tokens not cached on p / rate of p)
+                + transfer * (blocks not cached on d)   [+ remote * (the same), where p and d are on different hosts]
+                + room * (fullness of p squared) + load * (fullness of d)
+                + trouble * (share of recent work that failed on p + the same of d)
+
+The first two are what the prompt waits for; the others are set against them in seconds too, so that each weight says how much
+longer a first token may take for what it stands for. Longest-prefix-first is `compute` without bounds, least-loaded is
+`compute` zero.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Weights:
+    queue: float = 1.0
+    compute: float = 3.0
+    """Well over 1: what is computed again keeps not only this prompt waiting, but all behind it, and drives something else out
+    of a cache. At 1.5, caches that hold all hot beginnings once but not twice lost half their hits in an overload."""
+    transfer_s: float = 0.0005
+    """Per block to send: a block of some hundred KB at the speed of a fast network, or shared memory with a copy."""
+    remote_s: float = 0.001
+    """Per block to send from host to host, on top."""
+    room_s: float = 0.2
+    """For a full prefill worker, far less for one with room: a full one has to give up cached blocks."""
+    load_s: float = 1.0
+    """For a full decode worker, less in proportion: each stream more slows all others there, all the time it runs."""
+    trouble_s: float = 5.0
+    """For a worker on which everything failed lately: avoided, as long as there is another."""
+    patience: float = 1.0
+    """A request may wait for a worker which has more of its prompt cached as long as it saves, times this ..."""
+    patience_s_max: float = 5.0
+    """... but no longer than this."""
+
+
+@dataclass(slots=True)
+class PrefillSide:
+    """A prefill worker, as this prompt would find it."""
+
+    tokens_before: int
+    """Dispatched or placed there and not computed yet."""
+    tokens_per_s: float
+    cached_tokens: int
+    """Of this prompt."""
+    fullness: float
+    """0 with all blocks free, 1 with none."""
+    trouble: float
+    """0 … 1"""
+    host: str
+
+
+@dataclass(slots=True)
+class DecodeSide:
+    """A decode worker, as this prompt would find it."""
+
+    missing_blocks: int
+    """Of this prompt, not cached there."""
+    fullness: float
+    """Of its blocks or its sequences, whichever is more."""
+    trouble: float
+    host: str
+
+
+def prefill_s(prompt_tokens: int, side: PrefillSide, weights: Weights) -> float:
+    """The part of the score that the prefill worker decides."""
+    work = weights.queue * side.tokens_before + weights.compute * (prompt_tokens - side.cached_tokens)
+    return work / side.tokens_per_s + weights.room_s * side.fullness**2 + weights.trouble_s * side.trouble
+
+
+def decode_s(side: DecodeSide, prefill_host: str, weights: Weights) -> float:
+    """The part of the score that the decode worker decides, given where the prompt is computed."""
+    per_block = weights.transfer_s + (weights.remote_s if side.host != prefill_host else 0.0)
+    return per_block * side.missing_blocks + weights.load_s * side.fullness + weights.trouble_s * side.trouble
+
+
+def best_decode(decode: Iterable[tuple[int, DecodeSide]], prefill_host: str, weights: Weights) -> int | None:
+    """The epoch of the best decode worker for a prompt computed on `prefill_host`; of equals the highest."""
+    found = min(((decode_s(side, prefill_host, weights), -epoch) for epoch, side in decode), default=None)
+    return None if found is None else -found[1]
+
+
+def patience_s(prompt_tokens: int, here: PrefillSide, others: Mapping[int, PrefillSide], weights: Weights) -> float:
+    """How long a prompt should rather wait for one of the `others` than run `here`; 0 if it should run here now.
+
+    Delay scheduling (Zaharia et al., EuroSys 2010): it waits for its data, but not longer than having it saves, so that
+    whatever becomes of the better worker, it has lost no more than it could have won.
+    """
+    better = [side for side in others.values() if side.cached_tokens > here.cached_tokens]
+    if not better:
+        return 0.0
+    saved = prefill_s(prompt_tokens, here, weights) - min(prefill_s(prompt_tokens, side, weights) for side in better)
+    return min(max(weights.patience * saved, 0.0), weights.patience_s_max)

@@ -1,0 +1,50 @@
+"""What the journal of usage is told, and what it tells after a restart. Pure."""
+
+from dataclasses import dataclass
+
+from coordinator.quota import Ask
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A request is accepted: charged at its estimate until it ends."""
+
+    request_id: str
+    day: int
+    """On which it counts: days since 1970, UTC."""
+    tenant: str
+    model: str
+    band: str
+    borrowed: bool
+    ask: Ask
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A request has ended, with what was really computed and emitted. Times are over all attempts."""
+
+    request_id: str
+    outcome: str
+    charged_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    decode_ms: float
+
+
+Entry = Opened | Closed
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the journal knew when the coordinator started."""
+
+    open: tuple[Opened, ...] = ()
+    """Accepted by an earlier coordinator and not ended, as far as it could write."""
+    charged: tuple[tuple[str, int, int], ...] = ()
+    """(tenant, day, tokens) of the day of the start, the open ones included."""
+    recent: tuple[tuple[str, float, int], ...] = ()
+    """(tenant, seconds ago, tokens) of each request accepted in the last minute within its rates, oldest first."""

@@ -1,0 +1,50 @@
+"""Who a request is from, by its key, and which band and deadline it may ask for.
+
+A key is looked up by its SHA-256 and never kept, shown or logged. Where neither the tenants file nor `--api-keys` has a key,
+everyone is let in as the tenant `default`, whose keys those of `--api-keys` are.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+from gateway.errors import bad_value
+from runtime.tenants import DEFAULT_TENANT, Tenants
+
+_TIERS: Final = {"priority": "interactive", "flex": "batch"}
+"""OpenAI's service tiers that mean another band than the tenant's own."""
+
+
+class KeyRing:
+    def __init__(self, tenants: Tenants, api_keys: Sequence[str] = ()) -> None:
+        self.tenants = tenants
+        self._own = {hashlib.sha256(key.encode()).digest(): DEFAULT_TENANT for key in api_keys}
+
+    def replace(self, tenants: Tenants) -> None:
+        """A new tenants file: keys that are no longer in it end to work with the next request."""
+        self.tenants = tenants
+
+    @property
+    def needed(self) -> bool:
+        return bool(self._own or self.tenants.keys)
+
+    def tenant_of(self, key: bytes) -> str | None:
+        """None for a key that nobody has. The time of the lookup tells of hashes, from which no key can be approached."""
+        digest = hashlib.sha256(key).digest()
+        return self._own.get(digest) or self.tenants.tenant_of_key_hash(digest)
+
+
+def band_of(priority: Any, service_tier: str | None, tenants: Tenants, tenant: str) -> str:
+    """The band to ask for; empty: the tenant's own. Raises `ApiError` for what is no band.
+
+    `priority` is a demand, which the coordinator refuses where the tenant may not use the band. `service_tier` is a wish, as
+    at OpenAI: where it cannot be had, the tenant's own band serves.
+    """
+    # vLLM's clients send 0 for "none".
+    if priority is not None and not (type(priority) is int and priority == 0):
+        if not isinstance(priority, str) or priority not in tenants.bands:
+            known = ", ".join(f"'{name}'" for name in tenants.bands)
+            raise bad_value("priority", f"Invalid value for 'priority': it must be one of {known}.")
+        return priority
+    wish, policy = _TIERS.get(service_tier or "", ""), tenants.policy(tenant)
+    return wish if policy is not None and wish in policy.bands else ""

@@ -1,0 +1,345 @@
+"""Who may use the service, and how much of it: the tenants file. Pure: text in, frozen values out.
+
+A tenant is an organisation or one of its users, named `organisation` or `organisation/user`:
+
+    [tenants.acme]                      # an organisation; its keys need no user
+    weight = 2.0                        # its share beside other organisations of the same band
+    band = "standard"                   # of requests that ask for none
+    bands = ["standard", "batch"]       # those its requests may ask for
+    borrow = true                       # may exceed its rates per minute while capacity is idle
+    cache_group = "acme"                # its users share the prefix cache; else each has its own
+    keys = ["<SHA-256 of a key, in hex>"]
+    [tenants.acme.limits]               # of all its users together
+    tokens_per_min = 200_000
+    [tenants.acme.users.ann]            # what is not said here is the organisation's, but for limits and weight
+    keys = ["…"]
+    limits = { concurrency = 4 }
+
+    [bands.interactive]                 # where bands are given, they are all there are
+    weight = 8.0
+    floor_share = 0.2
+
+Keys are 256 random bits (`crossdock tenants key` makes them), so a plain SHA-256 keeps them: there is no dictionary to try, and
+a salt would only forbid finding a key by its hash. Both the gateway, which knows keys, and the coordinator, which knows limits,
+read the file; hence it lives here. Without a file there is one tenant, `default`, without limits.
+"""
+
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_core import ErrorDetails
+
+from proto.errors import CrossdockError
+
+DEFAULT_TENANT: Final = "default"
+FILE_BYTES_MAX: Final = 32 << 20
+_LIMIT_MAX: Final = (1 << 40) - 1
+_ERRORS_SHOWN: Final = 20
+
+
+class TenantsError(CrossdockError):
+    """The tenants file cannot be used; `str()` has one line for each fault, with the key at fault."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A priority band: weighted, with a share it never falls below; none is strict."""
+
+    weight: float = 1.0
+    floor_share: float = 0.0
+    """Of all service, while every band has work; more when some have none."""
+    ttft_s: float = 2.0
+    """A request without a deadline of its own is due so long after its arrival …"""
+    ttft_s_per_chunk: float = 2.0
+    """… and so much later for each chunk of its prompt: an old long prompt is not due before every new short one."""
+
+
+DEFAULT_BANDS: Final[Mapping[str, Band]] = MappingProxyType(
+    {
+        "interactive": Band(8.0, 0.0, 0.5, 1.0),
+        "standard": Band(4.0, 0.0, 2.0, 2.0),
+        "batch": Band(1.0, 0.05, 60.0, 10.0),
+    }
+)
+DEFAULT_BAND: Final = "standard"
+
+
+@dataclass(frozen=True)
+class QuotaLimits:
+    """None is no limit. Tokens are prompt and output together."""
+
+    requests_per_min: int | None = None
+    tokens_per_min: int | None = None
+    concurrency: int | None = None
+    """Requests accepted and not ended."""
+    tokens_in_flight: int | None = None
+    kv_blocks: int | None = None
+    tokens_per_day: int | None = None
+    """Days begin at midnight UTC."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A place where limits are counted: a user, or an organisation with all its users."""
+
+    name: str
+    limits: QuotaLimits
+    borrow: bool
+
+
+@dataclass(frozen=True)
+class Policy:
+    """All that holds for the requests of one tenant."""
+
+    tenant: str
+    organisation: str
+    user: str
+    """Empty for an organisation's own keys."""
+    weight: float
+    """Beside the other users of its organisation."""
+    organisation_weight: float
+    band: str
+    bands: frozenset[str]
+    cache_group: str
+    """Salt of the prefix cache: tenants with the same one share it. A group's can never equal a tenant's own."""
+    levels: tuple[Level, ...]
+    """User first, then organisation."""
+
+
+@dataclass(frozen=True)
+class Tenants:
+    """What a tenants file says."""
+
+    bands: Mapping[str, Band]
+    """In the order of the file."""
+    policies: Mapping[str, Policy]
+    """By tenant; `default` is always there."""
+    keys: Mapping[bytes, str] = field(repr=False)
+    """SHA-256 digest of a key → tenant."""
+    open: bool = False
+    """There is no file."""
+
+    def policy(self, tenant: str) -> Policy | None:
+        """None for a tenant that the file does not know (any more). Without a file, what `default` may do, everyone may."""
+        return self.policies.get(tenant) or (self.policies[DEFAULT_TENANT] if self.open else None)
+
+    def weights(self) -> dict[str, float]:
+        """Of the fair queue's nodes below its bands: `band/organisation` and `band/organisation/user`."""
+        weights: dict[str, float] = {}
+        for policy in self.policies.values():
+            for band in policy.bands:
+                weights[f"{band}/{policy.organisation}"] = policy.organisation_weight
+                weights[f"{band}/{policy.organisation}/{policy.user}"] = policy.weight
+        return weights
+
+    def tenant_of_key_hash(self, digest: bytes) -> str | None:
+        return self.keys.get(digest)
+
+
+# --- the file's shape -------------------------------------------------------------------------------------------------
+
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+_Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_Limit = Annotated[int, Field(gt=0, le=_LIMIT_MAX)]
+_Weight = Annotated[float, Field(gt=0.0, le=1e6)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class _BandPart(_Part):
+    weight: _Weight
+    floor_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    ttft_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 2.0
+    ttft_s_per_chunk: Annotated[float, Field(ge=0.0, le=3_600.0)] = 2.0
+
+
+class _LimitsPart(_Part):
+    requests_per_min: _Limit | None = None
+    tokens_per_min: _Limit | None = None
+    concurrency: _Limit | None = None
+    tokens_in_flight: _Limit | None = None
+    kv_blocks: _Limit | None = None
+    tokens_per_day: _Limit | None = None
+
+
+class _TenantPart(_Part):
+    weight: _Weight = 1.0
+    band: str | None = None
+    bands: Annotated[list[str], Field(min_length=1)] | None = None
+    borrow: bool | None = None
+    cache_group: _Name | None = None
+    keys: list[_Hash] = []
+    limits: _LimitsPart = _LimitsPart()
+
+
+class _OrganisationPart(_TenantPart):
+    users: dict[_Name, _TenantPart] = {}
+
+
+class _FilePart(_Part):
+    bands: Annotated[dict[_Name, _BandPart], Field(min_length=1)] | None = None
+    tenants: dict[_Name, _OrganisationPart] = {}
+
+
+def parse(text: str) -> Tenants:
+    """Raises `TenantsError`."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise TenantsError(f"not TOML: {error}") from None
+    try:
+        part = _FilePart.model_validate(content)
+    except ValidationError as error:
+        raise _faults([_explain(details) for details in error.errors(include_url=False)]) from None
+    bands = DEFAULT_BANDS
+    if part.bands is not None:
+        bands = {name: Band(**dict(values)) for name, values in part.bands.items()}
+    return _Builder(bands).build(part)
+
+
+def open_tenants() -> Tenants:
+    """What holds without a file: one tenant without limits, which may use every band."""
+    return replace(_Builder(DEFAULT_BANDS).build(_FilePart()), open=True)
+
+
+class _Builder:
+    """Puts the parts together and gathers what is wrong between them."""
+
+    def __init__(self, bands: Mapping[str, Band]) -> None:
+        self.bands = dict(bands)
+        self.faults: list[str] = []
+        self.policies: dict[str, Policy] = {}
+        self.keys: dict[bytes, str] = {}
+
+    def build(self, part: _FilePart) -> Tenants:
+        if sum(band.floor_share for band in self.bands.values()) >= 1.0:
+            self.faults.append("bands: their floor_share add up to 1 or more, which leaves nothing to share by weight")
+        for name, organisation in part.tenants.items():
+            self._organisation(name, organisation)
+        if DEFAULT_TENANT not in self.policies:
+            self._organisation(DEFAULT_TENANT, _OrganisationPart(bands=list(self.bands)))
+        if self.faults:
+            raise _faults(self.faults)
+        return Tenants(MappingProxyType(self.bands), MappingProxyType(self.policies), MappingProxyType(self.keys))
+
+    def _organisation(self, name: str, part: _OrganisationPart) -> None:
+        band = part.band or (DEFAULT_BAND if DEFAULT_BAND in self.bands else next(iter(self.bands)))
+        own = Policy(
+            tenant=name,
+            organisation=name,
+            user="",
+            weight=1.0,
+            organisation_weight=part.weight,
+            band=band,
+            bands=self._allowed(f"tenants.{name}", band, part.bands),
+            cache_group=_cache_group(part.cache_group, name),
+            levels=(Level(name, _limits(part.limits), bool(part.borrow)),),
+        )
+        self._add(f"tenants.{name}", own, part.keys)
+        for user, user_part in part.users.items():
+            self._user(own, user, user_part, part)
+
+    def _user(self, own: Policy, user: str, part: _TenantPart, organisation: _OrganisationPart) -> None:
+        where, tenant, above = f"tenants.{own.tenant}.users.{user}", f"{own.tenant}/{user}", own.levels[0]
+        borrow = above.borrow if part.borrow is None else part.borrow
+        band = part.band or own.band
+        asked = part.bands if part.bands is not None or part.band is not None else organisation.bands
+        policy = Policy(
+            tenant=tenant,
+            organisation=own.tenant,
+            user=user,
+            weight=part.weight,
+            organisation_weight=own.organisation_weight,
+            band=band,
+            bands=self._allowed(where, band, asked),
+            cache_group=_cache_group(part.cache_group or organisation.cache_group, tenant),
+            levels=(Level(tenant, _limits(part.limits), borrow), above),
+        )
+        self._add(where, policy, part.keys)
+
+    def _allowed(self, where: str, band: str, asked: list[str] | None) -> frozenset[str]:
+        """The bands a tenant may use: those listed, else its own and those that weigh no more."""
+        known = ", ".join(self.bands)
+        if band not in self.bands:
+            self.faults.append(f"{where}.band: {band!r} is not a band; there are {known}")
+            return frozenset()
+        if asked is None:
+            return frozenset(name for name, b in self.bands.items() if b.weight <= self.bands[band].weight)
+        self.faults += [
+            f"{where}.bands: {name!r} is not a band; there are {known}" for name in asked if name not in self.bands
+        ]
+        if band not in asked:
+            self.faults.append(f"{where}.bands: must have the tenant's own band {band!r} in it")
+        return frozenset(asked)
+
+    def _add(self, where: str, policy: Policy, hashes: list[str]) -> None:
+        self.policies[policy.tenant] = policy
+        for digest in map(bytes.fromhex, hashes):
+            other = self.keys.setdefault(digest, policy.tenant)
+            if other != policy.tenant:
+                self.faults.append(f"{where}.keys: {digest.hex()[:8]}… is a key of {other!r} too")
+        self.faults += [f"{where}.keys: {text[:8]}… is there twice" for text, n in Counter(hashes).items() if n > 1]
+
+
+def _cache_group(group: str | None, tenant: str) -> str:
+    return f"group:{group}" if group else f"tenant:{tenant}"
+
+
+def _limits(part: _LimitsPart) -> QuotaLimits:
+    return QuotaLimits(**dict(part))
+
+
+# --- faults in words --------------------------------------------------------------------------------------------------
+
+
+def _faults(lines: list[str]) -> TenantsError:
+    shown = lines[:_ERRORS_SHOWN]
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown)} more")
+    return TenantsError("\n".join(shown))
+
+
+def _explain(details: ErrorDetails) -> str:
+    """`tenants.acme.users.ann.weight: must be over 0, not -1`."""
+    loc = [str(part) for part in details["loc"]]
+    is_name = loc[-1:] == ["[key]"]
+    where = ".".join(loc[:-1] if is_name else loc)
+    if is_name:
+        return f"{where}: a name is 1 to 64 of A-Z, a-z, 0-9, '_', '.' and '-'"
+    return f"{where}: {_what_is_wrong(details)}"
+
+
+def _what_is_wrong(details: ErrorDetails) -> str:
+    context: dict[str, Any] = details.get("ctx", {})
+    value, kind = details["input"], details["type"]
+    shown = repr(value)[:60]
+    match kind:
+        case "extra_forbidden":
+            return "there is no such setting"
+        case "missing":
+            return "is needed"
+        case "greater_than":
+            return f"must be > {context['gt']:g}, not {shown}"
+        case "greater_than_equal":
+            return f"must be >= {context['ge']:g}, not {shown}"
+        case "less_than":
+            return f"must be < {context['lt']:g}, not {shown}"
+        case "less_than_equal":
+            return f"must be <= {context['le']:g}, not {shown}"
+        case "string_pattern_mismatch" if "keys" in details["loc"]:
+            return "must be a SHA-256 in 64 lower-case hex digits; make a key with: crossdock tenants key"
+        case "too_short":
+            return "must not be empty"
+        case _ if kind.endswith("_type"):
+            wanted = {"int": "a whole number", "float": "a number", "bool": "true or false", "dict": "a table"}
+            name = kind.removesuffix("_type")
+            return f"must be {wanted.get(name, 'a table' if name == 'model' else f'a {name}')}, not {shown}"
+        case _:
+            return details["msg"][0].lower() + details["msg"][1:]

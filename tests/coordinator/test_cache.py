@@ -1,0 +1,229 @@
+"""The prefix cache seen from the coordinator: what is cached is not dispatched and not charged, and is found again."""
+
+import pytest
+
+from coordinator.core import Core
+from coordinator.events import Limits, PeerDown, PeerUp
+from coordinator.score import Weights
+from proto.errors import CancelReason, Interrupt
+from proto.messages import (
+    CacheEvents,
+    CacheMiss,
+    Cancel,
+    Finished,
+    HandedOver,
+    Prefill,
+    Release,
+    Reserve,
+    Role,
+    Step,
+    StepDone,
+    Submit,
+    WorkFailed,
+)
+from tests.coordinator.cache_world import LONGEST_PREFIX_FIRST, Arrival, CacheWorld, hot_traffic
+from tests.coordinator.world import Harness, RandomWorld, named, submit, worker_hello
+
+
+def hashes(blocks: int, text: int = 1) -> bytes:
+    return named(submit("x", 4 * blocks), text).block_hashes
+
+
+def ask(h: Harness, name: str, tokens: int, text: int | None = 1) -> list[Step]:
+    h.receive(1, named(submit(name, tokens), text))
+    return [step for step in h.take(Step) if isinstance(step, Step)]
+
+
+def chunks(steps: list[Step]) -> list[tuple[int, int]]:
+    return [(chunk.start, chunk.length) for step in steps for chunk in step.chunks]
+
+
+def make(prefill: int = 1, decode: int = 1, **limits: object) -> Harness:
+    return Harness.make(prefill, decode, Limits(**{"step_tokens": 16, **limits}))  # type: ignore[arg-type]
+
+
+def test_chunks_start_behind_what_is_believed_to_be_cached() -> None:
+    h = make()
+    h.receive(10, CacheEvents(hashes(3), b""))
+    h.receive(20, CacheEvents(hashes(2), b""))
+    steps = ask(h, "a", 22)
+    [prefill], [reserve] = h.take(Prefill), h.take(Reserve)
+    assert isinstance(prefill, Prefill) and isinstance(reserve, Reserve)
+    assert prefill.cached_tokens == 12 and prefill.block_hashes == reserve.block_hashes == hashes(5)
+    assert reserve.kv_blocks == 7, (
+        "what is cached is not left out of a reservation: it may have to make room for itself"
+    )
+    assert chunks(steps) == [(12, 10)]
+    h.receive(10, StepDone(0, steps[0].chunks, 1.0, 10))
+    h.receive(10, HandedOver("a", 1, 9, 1.0))
+    h.receive(20, Finished("a", 1, 4, 0))
+    assert h.ended["a"] == ["finished"] and h.core.counters["prompt_tokens_cached"] == 12
+
+
+def test_the_last_token_is_dispatched_whatever_is_cached() -> None:
+    h = make()
+    h.receive(10, CacheEvents(hashes(8), b""))
+    assert chunks(ask(h, "a", 16)) == [(12, 4)] and chunks(ask(h, "b", 17)) == [(16, 1)]
+
+
+def test_names_of_blocks_of_another_size_are_not_used() -> None:
+    h = make()
+    h.receive(10, CacheEvents(hashes(3), b""))
+    stale = named(submit("a", 16), 1)
+    fields = {name: getattr(stale, name) for name in Submit.__struct_fields__} | {"hash_block_size": 8}
+    h.receive(1, Submit(**fields))
+    [prefill] = h.take(Prefill)
+    assert isinstance(prefill, Prefill) and prefill.block_hashes == b"" and prefill.cached_tokens == 0
+
+
+def test_a_miss_has_what_is_missing_dispatched_before_the_rest() -> None:
+    h = make()
+    h.receive(10, CacheEvents(hashes(10), b""))
+    first = ask(h, "a", 60)
+    assert chunks(first) == [(40, 16), (56, 4)], "all of it is dispatched"
+    assert h.core.requests["a"].entry is None
+    h.receive(10, CacheMiss("a", 1, 8))
+    assert h.take(Step) == [], "two steps are in flight"
+    for step in first:
+        h.receive(10, StepDone(step.step_id, (), 0.0, 0))
+    again: list[tuple[int, int]] = []
+    while steps := h.take(Step):
+        for step in steps:
+            assert isinstance(step, Step)
+            again += [(chunk.start, chunk.length) for chunk in step.chunks]
+            h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
+    assert again == [(8, 16), (24, 16), (40, 16), (56, 4)]
+    assert h.core.counters["prompt_tokens_cached"] == 8
+    assert h.core.pools["m"].locality.longest(10, hashes(10)) == 2, "and it is not believed again"
+
+
+def test_a_late_repeated_or_foreign_miss_changes_nothing() -> None:
+    h = make(prefill=2)
+    h.receive(10, CacheEvents(hashes(10), b""))
+    [step] = ask(h, "a", 42)
+    before = h.core.requests["a"].dispatched_tokens
+    for epoch, miss in ((11, CacheMiss("a", 1, 4)), (10, CacheMiss("a", 2, 4)), (10, CacheMiss("b", 1, 4)),
+                        (10, CacheMiss("a", 1, 40))):  # fmt: skip
+        h.receive(epoch, miss)
+    assert h.core.requests["a"].dispatched_tokens == before and not h.misbehaved
+    h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
+    h.receive(10, CacheMiss("a", 1, 4))
+    assert h.core.requests["a"].computed_tokens == 42
+    h.receive(10, CacheMiss("a", 1, 3))
+    assert len(h.misbehaved) == 1, "no whole number of blocks"
+
+
+def test_a_miss_and_a_cancel_leave_nothing_behind() -> None:
+    h = make()
+    h.receive(10, CacheEvents(hashes(10), b""))
+    ask(h, "a", 60)
+    h.receive(10, CacheMiss("a", 1, 0))
+    h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
+    assert h.take(Release, 10) and not h.core.workers[10].placed and not len(h.core.queues["m"].fair)
+
+
+def test_what_is_believed_goes_with_the_worker() -> None:
+    h = make()
+    h.receive(10, CacheEvents(hashes(5), b""))
+    h.post(PeerDown(10, "killed"))
+    h.post(PeerUp(10, worker_hello(Role.PREFILL, 10)))
+    assert chunks(ask(h, "a", 10)) == [(0, 10)]
+
+
+def test_a_prompt_goes_where_it_is_cached_and_its_answer_too() -> None:
+    h = make(prefill=3, decode=3)
+    h.receive(11, CacheEvents(hashes(10), b""))
+    h.receive(21, CacheEvents(hashes(10), b""))
+    ask(h, "a", 60)
+    assert (h.core.requests["a"].prefill_epoch, h.core.requests["a"].decode_epoch) == (11, 21)
+    ask(h, "b", 60, text=2)
+    assert h.core.requests["b"].prefill_epoch != 11 and h.core.requests["b"].decode_epoch != 21
+
+
+def test_a_prompt_waits_for_its_worker_no_longer_than_that_saves() -> None:
+    h = make(prefill=2, steps_in_flight=1)
+    h.receive(10, CacheEvents(hashes(200), b""))
+    [busy] = ask(h, "busy", 816)
+    assert h.core.requests["busy"].prefill_epoch == 10 and chunks([busy]) == [(800, 16)]
+    assert ask(h, "a", 816) == [], "worker 11 is idle, and has nothing of it"
+    [other] = ask(h, "other", 10, text=None)
+    assert h.core.requests["other"].prefill_epoch == 11, "but is there for others"
+    h.now += 0.5
+    h.receive(10, StepDone(busy.step_id, busy.chunks, 16.0, 0))
+    assert h.core.requests["a"].prefill_epoch == 10 and chunks(h.take(Step)) == [(800, 16)]
+    ask(h, "b", 816)
+    h.now += 0.5
+    h.receive(11, StepDone(other.step_id, other.chunks, 10.0, 0))
+    assert h.core.requests["b"].state == "queued"
+    h.now += 5.0
+    h.receive(20, CacheEvents(b"", b""))
+    assert h.core.requests["b"].prefill_epoch == 11 and chunks(h.take(Step)) == [(0, 16)], "its patience is over"
+
+
+def test_a_worker_in_trouble_is_avoided_until_others_have_done_well() -> None:
+    h = make(decode=2)
+
+    def one(name: str) -> int:
+        [step] = ask(h, name, 8, text=None)
+        request = h.core.requests[name]
+        h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
+        return request.decode_epoch
+
+    def finish(name: str, decode: int) -> None:
+        h.receive(10, HandedOver(name, 1, 9, 1.0))
+        h.receive(decode, Finished(name, 1, 4, 0))
+
+    assert one("a") == 21
+    h.receive(21, WorkFailed("a", 1, Interrupt.ENGINE_ERROR, "planted"))
+    h.receive(10, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "aborted"))
+    for number in range(120):
+        decode = one(f"b{number}")
+        finish(f"b{number}", decode)
+        if decode == 21:
+            break
+    assert 10 < number < 119, "avoided for a while, and tried again"
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("blocks", "hot", "per_s"), [(2000, 12, 8.0), (2000, 12, 20.0), (700, 24, 12.0)])
+def test_hot_prefixes_are_hit_as_by_longest_prefix_first(seed: int, blocks: int, hot: int, per_s: float) -> None:
+    """From a light load to an overload, with room for every hot prefix everywhere, and with room for less than two of each."""
+    hit = {}
+    for name, weights in (("longest", LONGEST_PREFIX_FIRST), ("score", Weights())):
+        world = CacheWorld(4, blocks=blocks, weights=weights)
+        world.run(hot_traffic(seed, 300, per_s, hot))
+        hit[name] = 1 - world.computed_tokens / world.prompt_tokens
+        assert world.charged == pytest.approx(world.computed_tokens), "charged is what was computed"
+        assert sum(world.cached_of.values()) == world.prompt_tokens - world.computed_tokens
+        assert world.core.counters["prompt_tokens_cached"] == sum(world.cached_of.values())
+    assert hit["score"] >= 0.95 * hit["longest"] > 0.5, (seed, hit)
+
+
+def test_charged_is_computed_also_where_beliefs_are_wrong() -> None:
+    """Prompts are missed, what had been dispatched is skipped and dispatched again, and charged once."""
+    world = CacheWorld(3, blocks=600, false_beliefs=0.3)
+    world.run(hot_traffic(5, 300, 6.0, 12))
+    assert world.misses > 10
+    assert world.charged == pytest.approx(world.computed_tokens)
+
+
+def test_no_tenant_gets_a_hit_from_anothers_prompt() -> None:
+    """All tenants send the very same prompts; each computes each of them once, and then only what must be."""
+    prompts = [[text * 1000 + token for token in range(160)] for text in range(3)]
+    tenants = [f"org/u{number}" for number in range(4)]
+    world = CacheWorld(1)
+    world.run([Arrival(10.0 * n, prompt, tenant) for n, (tenant, prompt) in enumerate(
+        (tenant, prompt) for _ in range(2) for tenant in tenants for prompt in prompts)])  # fmt: skip
+    found = list(world.cached_of.values())
+    assert found[: len(found) // 2] == [0] * 12, "a first time for each tenant"
+    assert found[len(found) // 2 :] == [144] * 12
+
+
+def test_chaos_has_hits_and_misses() -> None:
+    """What makes the seeded chaos of the core's own tests a test of this as well."""
+    world = RandomWorld(3)
+    for _ in range(2000):
+        world.step()
+    world.heal()
+    assert isinstance(world.core, Core)
+    assert world.core.counters["cache_misses"] > 5 and world.core.counters["prompt_tokens_cached"] > 20

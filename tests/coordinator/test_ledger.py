@@ -1,0 +1,201 @@
+"""The journal of usage: what is on disk when, and that kill -9 neither forgives nor doubles anything."""
+
+import asyncio
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from coordinator.events import Send
+from coordinator.ledger import Ledger, LedgerError, day_text
+from coordinator.outbox import Outbox
+from coordinator.usage import Past
+from proto.messages import Accepted, Release, StatusRequest
+from tests.coordinator.ledger_words import closed, opened
+
+ROOT = Path(__file__).parents[2]
+
+
+def with_ledger(path: Path, work: Callable[[Ledger, Past, list[str]], Awaitable[None]], today: int = 0) -> None:
+    async def body() -> None:
+        committed: list[str] = []
+        failures: list[LedgerError] = []
+        ledger = Ledger(path, on_committed=committed.extend, on_failed=failures.append)
+        past = await ledger.start(today)
+        try:
+            await work(ledger, past, committed)
+        finally:
+            await ledger.close()
+        assert not failures
+
+    asyncio.run(body())
+
+
+def write(path: Path, *entries: object) -> None:
+    async def work(ledger: Ledger, _past: Past, _committed: list[str]) -> None:
+        for entry in entries:
+            ledger.write(entry)
+
+    with_ledger(path, work)
+
+
+def past_of(path: Path, today: int = 0) -> Past:
+    found: list[Past] = []
+
+    async def work(_ledger: Ledger, past: Past, _committed: list[str]) -> None:
+        found.append(past)
+
+    with_ledger(path, work, today)
+    return found[0]
+
+
+def rows(path: Path) -> dict[str, tuple[str | None, int]]:
+    """Request → (outcome, charged tokens)."""
+    with closing(sqlite3.connect(path)) as db:
+        found = db.execute("SELECT request_id, outcome, charged_tokens FROM usage").fetchall()
+    assert len(found) == len({row[0] for row in found})
+    return {request_id: (outcome, charged) for request_id, outcome, charged in found}
+
+
+def test_what_is_open_and_what_the_day_cost_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "usage.sqlite"
+    write(path, opened("r1"), opened("r2"), closed("r1"), opened("old", day=-1), opened("b", tenant="b"))
+    past = past_of(path)
+    assert {row.request_id: row for row in past.open} == {
+        "r2": opened("r2"),
+        "old": opened("old", day=-1),
+        "b": opened("b", tenant="b"),
+    }
+    a = closed("r1").charged_tokens + opened("r2").ask.tokens
+    assert sorted(past.charged) == [("a/x", 0, a), ("b", 0, opened("b").ask.tokens)]
+    assert past_of(path, today=1).charged == ()
+    assert [(tenant, tokens) for tenant, _, tokens in past.recent] == [
+        ("a/x", closed("r1").charged_tokens),
+        *((row.tenant, row.ask.tokens) for row in (opened("r2"), opened("old"), opened("b", tenant="b"))),
+    ]
+    assert all(0 <= ago_s < 60 for _, ago_s, _ in past.recent)
+
+
+def test_repeating_an_entry_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    write(path, opened("r"), opened("r"), closed("r"), closed("r", "cancelled"), opened("r"), closed("never opened"))
+    assert rows(path) == {"r": ("finished", closed("r").charged_tokens)}
+
+
+def test_the_loop_hears_of_openings_once_they_are_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+
+    async def work(ledger: Ledger, _past: Past, committed: list[str]) -> None:
+        ids = [f"r{n}" for n in range(3000)]
+        for request_id in ids:
+            ledger.write(opened(request_id))
+        assert not committed  # nothing while the loop has not turned
+        while len(committed) < len(ids):
+            await asyncio.wait_for(asyncio.sleep(0), 10)
+            assert set(committed) <= set(rows(path))
+        assert committed == ids
+
+    with_ledger(path, work)
+
+
+def test_two_coordinators_do_not_share_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.ledger._LOCK_TIMEOUT_S", 0.05)
+    path = tmp_path / "usage.sqlite"
+
+    async def work(_ledger: Ledger, _past: Past, _committed: list[str]) -> None:
+        second = Ledger(path, on_committed=lambda ids: None, on_failed=lambda error: None)
+        with pytest.raises(LedgerError, match="another coordinator"):
+            await second.start(0)
+        await second.close()
+
+    with_ledger(path, work)
+
+
+@pytest.mark.parametrize("content", [b"this is not a database" * 100, None])
+def test_a_file_of_another_kind_is_refused_with_its_name(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "usage.sqlite"
+    if content is None:
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("PRAGMA user_version = 99")
+    else:
+        path.write_bytes(content)
+    with pytest.raises(LedgerError, match=r"usage\.sqlite: "):
+        past_of(path)
+
+
+def test_a_failure_of_the_disk_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+
+    async def body() -> None:
+        failed = asyncio.Event()
+        ledger = Ledger(path, on_committed=lambda ids: None, on_failed=lambda error: failed.set())
+        await ledger.start(0)
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("DROP TABLE usage")
+            db.commit()
+        ledger.write(opened("r"))
+        await asyncio.wait_for(failed.wait(), 10)
+        await ledger.close()
+
+    asyncio.run(body())
+
+
+def test_kill_in_the_middle_forgives_nothing_and_doubles_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    acknowledged: set[str] = set()
+    closing_asked: set[str] = set()
+    for run, lines_before_kill in enumerate((1, 150, 700, 2000)):
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.coordinator.ledger_child", str(path), f"run{run}"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        said = [child.stdout.readline() for _ in range(lines_before_kill)]
+        child.send_signal(signal.SIGKILL)
+        said += child.stdout.readlines()
+        assert child.wait(10) == -signal.SIGKILL
+        for line in said:
+            word, _, request_id = line.rstrip("\n").partition(" ")
+            if line.endswith("\n"):
+                (acknowledged if word == "ack" else closing_asked).add(request_id)
+        past = past_of(path)
+        kept = rows(path)
+        assert acknowledged <= set(kept), "an acknowledged request was forgiven"
+        for request_id, (outcome, charged) in kept.items():
+            entry = opened(request_id) if outcome is None else closed(request_id)
+            assert charged == (entry.ask.tokens if outcome is None else entry.charged_tokens)
+            assert outcome is None or request_id in closing_asked
+        assert past.charged == (("a/x", 0, sum(charged for _, charged in kept.values())),)
+        assert {row.request_id for row in past.open} == {name for name, row in kept.items() if row[0] is None}
+    assert len(acknowledged) > 1000 and len(closing_asked) > 500
+    # The word of those who know how the open ones ended comes at last, all of it again, and twice.
+    known = sorted(rows(path))
+    write(path, *[closed(request_id) for request_id in known * 2])
+    assert rows(path) == {request_id: ("finished", closed(request_id).charged_tokens) for request_id in known}
+
+
+def test_nothing_about_a_request_leaves_before_its_row_and_links_keep_their_order() -> None:
+    outbox = Outbox()
+    one, two = Send(1, Accepted("r", 1)), Send(2, Release("r", 1))
+    status, other = Send(1, StatusRequest()), Send(3, Accepted("other", 1))
+    assert outbox.pass_or_hold(one)
+    outbox.opened("r")
+    outbox.opened("later")
+    last = Send(1, Accepted("later", 1))
+    assert [outbox.pass_or_hold(send) for send in (one, status, two, other, last)] == [False, False, False, True, False]
+    assert outbox.committed(["nothing to do with it"]) == []
+    assert outbox.committed(["r"]) == [one, status, two]
+    assert not outbox.pass_or_hold(status)
+    assert outbox.committed(["later"]) == [last, status]
+    assert not outbox.held and outbox.pass_or_hold(one)
+
+
+def test_days_are_written_for_people() -> None:
+    assert [day_text(day) for day in (0, 20_778)] == ["1970-01-01", "2026-11-21"]

@@ -1,0 +1,416 @@
+"""Quotas: all levels or none, given back exactly, and right about when to come back. A naive twin judges random histories."""
+
+import random
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import pytest
+
+from coordinator.quota import BORROW_RETRY_S, HELD_RETRY_S, Ask, Denial, Grant, Quotas
+from proto.messages import RateState
+from runtime.tenants import Level, Tenants, parse
+
+
+def quotas(text: str, offset_s: float = 0.0) -> Quotas:
+    return Quotas(parse(text), offset_s)
+
+
+def granted(answer: Grant | Denial) -> Grant:
+    assert isinstance(answer, Grant), answer
+    return answer
+
+
+def denied(answer: Grant | Denial) -> tuple[str, str, float]:
+    assert isinstance(answer, Denial), answer
+    return answer.level, answer.limit, answer.retry_after_s
+
+
+def state_of(q: Quotas) -> dict[str, tuple[object, ...]]:
+    return {
+        name: (
+            a.requests and a.requests.content,
+            a.tokens and a.tokens.content,
+            a.concurrency,
+            a.tokens_in_flight,
+            a.kv_blocks,
+            a.day_tokens,
+        )
+        for name, a in q.accounts.items()
+    }
+
+
+ASK = Ask(60, 40, 7)
+
+
+def test_a_denial_on_one_level_takes_nothing_on_any() -> None:
+    q = quotas(
+        "[tenants.a]\nlimits = { concurrency = 1 }\n"
+        "[tenants.a.users.x]\nlimits = { requests_per_min = 5, tokens_per_min = 1000 }\n[tenants.a.users.y]"
+    )
+    first = granted(q.reserve("a/y", ASK, 0.0))
+    q.rates("a/x", 0.0)
+    before = state_of(q)
+    assert denied(q.reserve("a/x", ASK, 0.0)) == ("a", "concurrency", HELD_RETRY_S)
+    assert state_of(q) == before
+    q.settle(first, 0, 0.0)
+    granted(q.reserve("a/x", ASK, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit"),
+    [
+        ("tokens_per_min = 99", "tokens_per_min"),
+        ("tokens_in_flight = 99", "tokens_in_flight"),
+        ("kv_blocks = 6", "kv_blocks"),
+        ("tokens_per_day = 99", "tokens_per_day"),
+    ],
+)
+def test_what_alone_is_over_a_limit_is_told_not_to_come_back(limits: str, limit: str) -> None:
+    q = quotas(f"[tenants.a]\nlimits = {{ {limits}, requests_per_min = 1 }}")
+    assert denied(q.reserve("a", ASK, 0.0)) == ("a", limit, 0.0)
+
+
+def test_an_estimate_is_trued_up_and_may_leave_a_debt() -> None:
+    q = quotas("[tenants.a]\nlimits = { tokens_per_min = 600 }")
+    q.settle(granted(q.reserve("a", Ask(100, 500, 0), 0.0)), 100, 0.0)
+    assert q.rates("a", 0.0).remaining_tokens == 500
+    q.settle(granted(q.reserve("a", Ask(100, 100, 0), 0.0)), 700, 0.0)
+    assert q.rates("a", 0.0).remaining_tokens == 0
+    _, _, wait_s = denied(q.reserve("a", Ask(10, 0, 0), 0.0))
+    assert wait_s == pytest.approx(21.0, abs=1e-4)  # 200 in debt, 10 more, at 10 a second
+
+
+def test_the_day_begins_at_midnight_utc_and_keeps_its_own_requests() -> None:
+    q = quotas("[tenants.a]\nlimits = { tokens_per_day = 250 }", offset_s=86_400.0 - 100.0)
+    late, _ = granted(q.reserve("a", ASK, 40.0)), granted(q.reserve("a", ASK, 50.0))
+    level, limit, wait_s = denied(q.reserve("a", ASK, 60.0))
+    assert (level, limit) == ("a", "tokens_per_day") and wait_s == pytest.approx(40.0, abs=0.01)
+    granted(q.reserve("a", ASK, 60.0 + wait_s))
+    q.settle(late, 1000, 110.0)  # yesterday's
+    assert q.accounts["a"].day_tokens == 100
+
+
+def test_borrowing_goes_over_rates_only_while_idle_and_is_marked() -> None:
+    q = quotas(
+        "[tenants.a]\nborrow = true\nlimits = { requests_per_min = 1, tokens_per_min = 100, concurrency = 3 }\n"
+        "[tenants.b]\nlimits = { requests_per_min = 1 }"
+    )
+    assert not granted(q.reserve("a", ASK, 0.0, idle=True)).borrowed
+    assert denied(q.reserve("a", ASK, 0.0))[1] in ("requests_per_min", "tokens_per_min")
+    content = state_of(q)["a"][:2]
+    extra = granted(q.reserve("a", ASK, 0.0, idle=True))
+    assert extra.borrowed
+    q.settle(extra, 10_000, 0.0)
+    assert state_of(q)["a"][:2] == content  # neither the loan nor its true-up is a debt
+    granted(q.reserve("a", ASK, 0.0, idle=True))
+    granted(q.reserve("a", ASK, 0.0, idle=True))
+    assert denied(q.reserve("a", ASK, 0.0, idle=True))[1] == "concurrency"
+    granted(q.reserve("b", ASK, 0.0, idle=True))
+    assert denied(q.reserve("b", ASK, 0.0, idle=True))[1] == "requests_per_min"
+
+
+def test_undo_leaves_no_trace() -> None:
+    q = quotas("[tenants.a]\nlimits = { requests_per_min = 3, tokens_per_min = 500, tokens_per_day = 1000 }")
+    q.rates("a", 0.0)
+    before = state_of(q)
+    q.undo(granted(q.reserve("a", ASK, 0.0)), 0.0)
+    assert state_of(q) == before
+
+
+def test_a_grant_cannot_be_settled_twice() -> None:
+    q = quotas("[tenants.a]")
+    grant = granted(q.reserve("a", ASK, 0.0))
+    q.settle(grant, 5, 0.0)
+    with pytest.raises(AssertionError):
+        q.settle(grant, 5, 0.0)
+
+
+def test_a_new_file_changes_limits_and_keeps_what_is_held_and_used() -> None:
+    q = quotas("[tenants.a]\nlimits = { tokens_per_min = 1000, concurrency = 4 }")
+    grants = [granted(q.reserve("a", ASK, 0.0)) for _ in range(2)]
+    q.replace(parse("[tenants.a]\nlimits = { tokens_per_min = 500, concurrency = 2, kv_blocks = 20 }"), 0.0, 0.0)
+    assert q.rates("a", 0.0).remaining_tokens == 300
+    assert denied(q.reserve("a", ASK, 0.0))[1] == "concurrency"
+    q.replace(parse("[tenants.b]"), 0.0, 0.0)
+    for grant in grants:
+        q.settle(grant, 100, 0.0)
+    q.replace(parse("[tenants.b]"), 86_400.0, 0.0)
+    assert "a" not in q.accounts  # gone a day later, when its budget does not matter any more
+
+
+def test_rates_are_of_the_level_with_the_least_left() -> None:
+    q = quotas(
+        "[tenants.a]\nlimits = { requests_per_min = 4, tokens_per_min = 1000 }\n"
+        "[tenants.a.users.x]\nlimits = { requests_per_min = 60 }\n[tenants.free]"
+    )
+    granted(q.reserve("a/x", ASK, 0.0))
+    assert q.rates("a/x", 0.0) == RateState(4, 3, 15.0, 1000, 900, 6.0)
+    assert q.rates("free", 0.0) == RateState(0, 0, 0.0, 0, 0, 0.0)
+
+
+def test_rates_of_before_a_restart_are_what_they_would_have_been() -> None:
+    text = "[tenants.a]\nlimits = { requests_per_min = 6, tokens_per_min = 600 }"
+    lived, began = quotas(text), quotas(text)
+    for at in (100.0, 102.0, 131.0):
+        lived.settle(granted(lived.reserve("a", ASK, at)), 70, at)
+        began.seed_rates("a", 70, at)
+    assert began.rates("a", 140.0) == lived.rates("a", 140.0)
+
+
+# --- a naive twin -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Record:
+    """One granted request, and all that matters of it."""
+
+    tenant: str
+    ask: Ask
+    at: Fraction
+    day: int
+    rates_of: dict[str, tuple[bool, bool]]
+    """Level → whether it took of the request rate, and of the token rate."""
+    over: bool
+    """Some rate was exceeded."""
+    closed: tuple[Fraction, int, bool] | None = None
+    """When, tokens used, undone."""
+
+
+@dataclass
+class Twin:
+    """Keeps the whole history and computes everything from it, in fractions, each time it is asked."""
+
+    tenants: Tenants
+    records: list[Record] = field(default_factory=list)
+    closings: list[Record] = field(default_factory=list)
+    order: list[float] = field(default_factory=list)
+    """Grants (whole) and closings (halves) in the order they happened, which decides at equal times."""
+
+    def _of(self, level: str) -> list[Record]:
+        policies = self.tenants.policies
+        return [r for r in self.records if level in [each.name for each in policies[r.tenant].levels]]
+
+    def content(self, level: str, index: int, per_min: int, now: Fraction) -> Fraction:
+        """Of a bucket: every gain and loss in order, never over full."""
+        moves: list[tuple[Fraction, int, Fraction]] = []
+        for r in self._of(level):
+            if not r.rates_of[level][index]:
+                continue
+            taken = self.order.index(float(self.records.index(r)))
+            moves.append((r.at, taken, Fraction(-(r.ask.tokens if index else 1))))
+            if r.closed is not None:
+                at, used, undone = r.closed
+                back = r.ask.tokens - used if index else int(undone)
+                moves.append((at, self.order.index(self.closings.index(r) + 0.5), Fraction(back)))
+        moves.sort()
+        content, before = Fraction(per_min), Fraction(0)
+        for at, _, amount in moves:
+            content = min(Fraction(per_min), content + (at - before) * per_min / 60)
+            content, before = min(Fraction(per_min), content + amount), at
+        return min(Fraction(per_min), content + (now - before) * per_min / 60)
+
+    def fits(self, level: Level, ask: Ask, now: Fraction, day: int) -> tuple[bool, bool, bool]:
+        """(request rate, token rate, everything else)."""
+        limits, mine = level.limits, self._of(level.name)
+        held = [r for r in mine if r.closed is None]
+        spent = sum(r.ask.tokens if r.closed is None else r.closed[1] for r in mine if r.day == day)
+        rpm, tpm = limits.requests_per_min, limits.tokens_per_min
+        fixed = (
+            (limits.concurrency, len(held), 1),
+            (limits.tokens_in_flight, sum(r.ask.tokens for r in held), ask.tokens),
+            (limits.kv_blocks, sum(r.ask.kv_blocks for r in held), ask.kv_blocks),
+            (limits.tokens_per_day, spent, ask.tokens),
+        )
+        return (
+            rpm is None or self.content(level.name, 0, rpm, now) >= 1,
+            tpm is None or self.content(level.name, 1, tpm, now) >= ask.tokens,
+            all(most is None or have + more <= most for most, have, more in fixed),
+        )
+
+    def admits(self, tenant: str, ask: Ask, now: Fraction, day: int, idle: bool) -> bool:
+        for level in self.tenants.policies[tenant].levels:
+            *rates, rest = self.fits(level, ask, now, day)
+            if not rest or not (all(rates) or (level.borrow and idle)):
+                return False
+        return True
+
+    def grant(self, tenant: str, ask: Ask, now: Fraction, day: int) -> Record:
+        rates_of, over = {}, False
+        for level in self.tenants.policies[tenant].levels:
+            requests, tokens, _ = self.fits(level, ask, now, day)
+            rpm, tpm = level.limits.requests_per_min, level.limits.tokens_per_min
+            rates_of[level.name] = (rpm is not None and requests, tpm is not None and tokens)
+            over |= not requests or not tokens
+        self.order.append(float(len(self.records)))
+        record = Record(tenant, ask, now, day, rates_of, over)
+        self.records.append(record)
+        return record
+
+    def close(self, record: Record, now: Fraction, used: int, undone: bool) -> None:
+        self.order.append(len(self.closings) + 0.5)
+        self.closings.append(record)
+        record.closed = (now, used, undone)
+
+
+_NAMES = ("a", "a/x", "a/y", "b", "b/x")
+_RANGES = {
+    "requests_per_min": (1, 12),
+    "tokens_per_min": (10, 120),
+    "concurrency": (2, 8),
+    "tokens_in_flight": (30, 120),
+    "kv_blocks": (5, 30),
+    "tokens_per_day": (60, 400),
+}
+
+
+def _random_tenants(rng: random.Random) -> Tenants:
+    """Each level with some limits, tight enough to matter and wide enough to let something in."""
+    lines = []
+    for name in _NAMES:
+        organisation, _, user = name.partition("/")
+        lines.append(f"[tenants.{organisation}.users.{user}]" if user else f"[tenants.{organisation}]")
+        lines.append(f"borrow = {rng.choice(('true', 'false'))}")
+        limits = [f"{key} = {rng.randint(*ends)}" for key, ends in _RANGES.items() if rng.random() < 0.35]
+        lines.append(f"limits = {{ {', '.join(limits)} }}")
+    return parse("\n".join(lines))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_random_histories_are_judged_as_by_a_naive_twin(seed: int) -> None:
+    rng = random.Random(seed)
+    tenants, offset_s, now = _random_tenants(rng), 86_400.0 - 16.0, 0.0
+    q, twin = Quotas(tenants, offset_s), Twin(tenants)
+    open_ones: list[tuple[Grant, Record]] = []
+    for _ in range(80):
+        kind = rng.random()
+        if kind < 0.6:
+            name, idle = rng.choice(_NAMES), rng.random() < 0.3
+            ask = Ask(rng.randrange(30), 1, rng.randrange(6))
+            day = int((now + offset_s) // 86_400)
+            q.rates(name, now)  # fills up what time has brought
+            before, expected = state_of(q), twin.admits(name, ask, Fraction(now), day, idle)
+            answer = q.reserve(name, ask, now, idle=idle)
+            assert isinstance(answer, Grant) == expected, answer
+            if isinstance(answer, Grant):
+                record = twin.grant(name, ask, Fraction(now), day)
+                assert answer.borrowed == record.over
+                open_ones.append((answer, record))
+            else:
+                assert state_of(q) == before
+                _check_retry(answer, twin, name, ask, now, offset_s)
+        elif kind < 0.85 and open_ones:
+            grant, record = open_ones.pop(rng.randrange(len(open_ones)))
+            used, undone = rng.randrange(2 * grant.tokens + 1), rng.random() < 0.2
+            if undone:
+                q.undo(grant, now)
+            else:
+                q.settle(grant, used, now)
+            twin.close(record, Fraction(now), 0 if undone else used, undone)
+        else:
+            now += rng.randrange(1, 24) / 4
+    for grant, _ in open_ones:
+        q.settle(grant, 0, now)
+    assert all(account.idle for account in q.accounts.values())
+
+
+def _check_retry(denial: Denial, twin: Twin, name: str, ask: Ask, now: float, offset_s: float) -> None:
+    """A rate's wait is enough, and the twin would still refuse well before it is over."""
+    wait_s = denial.retry_after_s
+    if denial.limit not in ("requests_per_min", "tokens_per_min") or not wait_s:
+        return
+    level = next(each for each in twin.tenants.policies[name].levels if each.name == denial.level)
+    if level.borrow and wait_s == BORROW_RETRY_S:
+        return
+    index = 0 if denial.limit == "requests_per_min" else 1
+    day = int((now + offset_s) // 86_400)
+    assert twin.fits(level, ask, Fraction(now) + Fraction(wait_s), day)[index]
+    assert not twin.fits(level, ask, Fraction(now) + Fraction(wait_s) - Fraction(1, 10_000), day)[index]
+
+
+# --- the issue's promise ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """What the journal keeps of a request."""
+
+    tenant: str
+    day: int
+    ask: Ask
+    used: int | None = None
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_thousand_clients_crashes_and_restarts_leave_nothing(seed: int) -> None:
+    """Never over a limit on any level; in the end nothing is held, and each day is charged what was used on it."""
+    rng = random.Random(seed)
+    limits = (
+        "requests_per_min = 3_000, tokens_per_min = 400_000, concurrency = {c}, tokens_in_flight = {t}, kv_blocks = {b}"
+    )
+    lines = []
+    for o in range(8):
+        lines.append(f"[tenants.o{o}]\nborrow = {'true' if o % 2 else 'false'}")
+        lines.append(f"limits = {{ {limits.format(c=60, t=30_000, b=900)}, tokens_per_day = 600_000 }}")
+        for u in range(10):
+            lines.append(f"[tenants.o{o}.users.u{u}]")
+            lines.append(f"limits = {{ {limits.format(c=12, t=8_000, b=200)}, tokens_per_day = 150_000 }}")
+    tenants = parse("\n".join(lines))
+    names = [name for name in tenants.policies if "/" in name]
+    clients = [rng.choice(names) for _ in range(1_000)]
+    q, now, journal = Quotas(tenants), 0.0, list[Row]()
+    running: dict[int, tuple[Grant, Row]] = {}
+    denials = 0
+    for _ in range(100_000):
+        now += rng.expovariate(10.0) * (1 if rng.random() < 0.999 else 2_000)
+        client = rng.randrange(1_000)
+        if client in running:
+            grant, row = running.pop(client)
+            row.used = rng.choice(
+                (0, rng.randrange(row.ask.tokens + 1), row.ask.tokens)
+            )  # cancelled, cut short, finished
+            q.settle(grant, row.used, now)
+        else:
+            ask = Ask(rng.randrange(1, 1_500), rng.randrange(1, 500), rng.randrange(1, 60))
+            answer = q.reserve(clients[client], ask, now, idle=rng.random() < 0.2)
+            denials += isinstance(answer, Denial)
+            if isinstance(answer, Grant):
+                row = Row(clients[client], answer.day, ask)
+                journal.append(row)
+                running[client] = (answer, row)
+        if rng.random() < 0.0002:
+            q = _restarted(tenants, journal, running, now)
+        for level in tenants.policies[clients[client]].levels:
+            _check_level(q, level)
+    for grant, row in running.values():
+        row.used = row.ask.tokens
+        q.settle(grant, row.ask.tokens, now)
+    assert denials > 1_000
+    today = q.day(now)
+    for name, account in q.accounts.items():
+        assert (account.concurrency, account.tokens_in_flight, account.kv_blocks) == (0, 0, 0)
+        mine = [row.used or 0 for row in journal if row.day == today and (row.tenant + "/").startswith(name + "/")]
+        assert account.day != today or account.day_tokens == sum(mine)
+
+
+def _restarted(tenants: Tenants, journal: list[Row], running: dict[int, tuple[Grant, Row]], now: float) -> Quotas:
+    """A coordinator killed and started again, with its journal and nothing else."""
+    q = Quotas(tenants)
+    today = q.day(now)
+    for row in journal:
+        if row.day == today:
+            q.seed(row.tenant, today, row.ask.tokens if row.used is None else row.used, now)
+    for client, (_, row) in list(running.items()):
+        running[client] = (q.restore(row.tenant, row.ask, row.day, now), row)
+    return q
+
+
+def _check_level(q: Quotas, level: Level) -> None:
+    account, limits = q.accounts.get(level.name), level.limits
+    if account is None:
+        return
+    assert 0 <= account.concurrency <= (limits.concurrency or 0)
+    assert 0 <= account.tokens_in_flight <= (limits.tokens_in_flight or 0)
+    assert 0 <= account.kv_blocks <= (limits.kv_blocks or 0)
+    assert 0 <= account.day_tokens <= (limits.tokens_per_day or 0)
+    assert account.requests is not None and account.requests.content >= 0
+    assert account.tokens is not None and account.tokens.content >= 0

@@ -1,0 +1,381 @@
+"""The core with tenants: who is let in, what is held and charged, and what becomes of it after a restart."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.billing import LOST
+from coordinator.core import Core
+from coordinator.events import Configured, Limits, PeerDown, PeerUp, Tick
+from coordinator.quota import Ask
+from coordinator.usage import Closed, Opened, Past
+from proto.errors import CancelReason, Reject
+from proto.messages import (
+    Accepted,
+    Cancel,
+    Finished,
+    HandedOver,
+    Held,
+    Interrupted,
+    RateState,
+    Rejected,
+    Released,
+    Role,
+    Step,
+    StepDone,
+    Submit,
+)
+from runtime.tenants import parse
+from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
+
+FILE = """
+[tenants.a]
+band = "standard"
+limits = { tokens_per_day = 1_000 }
+[tenants.a.users.x]
+limits = { requests_per_min = 2, concurrency = 2, kv_blocks = 8, tokens_per_min = 600 }
+[tenants.a.users.y]
+weight = 3.0
+"""
+
+
+def by(tenant: str, name: str, tokens: int = 10, **other: Any) -> Submit:
+    band = other.pop("band", "")
+    return msgspec.structs.replace(submit(name, tokens, **other), tenant=tenant, band=band)
+
+
+@dataclass
+class World(Harness):
+    """Remembers what went to the journal."""
+
+    journal: list[Opened | Closed] = field(default_factory=list)
+
+    def post(self, event: Any) -> list[Any]:
+        actions = super().post(event)
+        self.journal += [action for action in actions if isinstance(action, Opened | Closed)]
+        return actions
+
+    def closed(self, name: str) -> Closed:
+        (row,) = [row for row in self.journal if isinstance(row, Closed) and row.request_id == name]
+        return row
+
+    def held(self, name: str) -> tuple[int, int, int]:
+        account = self.core.billing.quotas.accounts[name]
+        return account.concurrency, account.tokens_in_flight, account.kv_blocks
+
+    def day_tokens(self, name: str) -> int:
+        return self.core.billing.quotas.accounts[name].day_tokens
+
+    def run_prompt(self, name: str, attempt: int = 1) -> None:
+        """All its chunks are computed, and its KV is handed over."""
+        while steps := self.take(Step):
+            for step in steps:
+                assert isinstance(step, Step)
+                self.receive(10, StepDone(step.step_id, step.chunks, 10.0, 0))
+        self.receive(10, HandedOver(name, attempt, 100, 1.0))
+
+
+def world(text: str = FILE, past: Past | None = None, workers: bool = True, **limits: Any) -> World:
+    made = World(Core(Limits(step_tokens=8, **limits)))
+    made.post(Configured(parse(text), 0.0, past))
+    made.post(PeerUp(1, gateway_hello(1)))
+    if workers:
+        made.post(PeerUp(10, worker_hello(Role.PREFILL, 10)))
+        made.post(PeerUp(20, worker_hello(Role.DECODE, 20)))
+    made.sent.clear()
+    return made
+
+
+def rejected(w: World) -> Rejected:
+    (message,) = w.take(Rejected)
+    assert isinstance(message, Rejected)
+    return message
+
+
+def test_a_quota_is_refused_with_its_name_and_the_time_to_wait_and_takes_nothing() -> None:
+    w = world()
+    for name in ("r1", "r2"):
+        w.receive(1, by("a/x", name))
+    assert [m.rates for m in w.take(Accepted)] == [
+        RateState(2, 1, 30.0, 600, 586, 1.4),
+        RateState(2, 0, 60.0, 600, 572, 2.8),
+    ]
+    held, journal = w.held("a"), len(w.journal)
+    w.receive(1, by("a/x", "r3"))
+    refusal = rejected(w)
+    assert refusal.reason is Reject.QUOTA and refusal.message == "requests_per_min of a/x: the limit is reached"
+    assert 30.0 <= refusal.retry_after_s <= 33.1 and refusal.rates is not None
+    assert (w.held("a"), len(w.journal)) == (held, journal)
+    w.receive(1, by("a/y", "r4"))
+    assert w.take(Accepted)
+    w.now += refusal.retry_after_s
+    w.receive(1, by("a/x", "r5"))
+    assert rejected(w).message.startswith("concurrency of a/x")
+
+
+def test_what_can_never_be_is_told_so() -> None:
+    w = world()
+    w.receive(1, by("a/x", "r", 40))
+    refusal = rejected(w)
+    assert (refusal.reason, refusal.retry_after_s) == (Reject.QUOTA, 0.0)
+    assert refusal.message == "kv_blocks of a/x: this request alone is over the limit"
+
+
+def test_bands_and_tenants_that_are_not_theirs() -> None:
+    w = world()
+    w.receive(1, by("a/x", "r1", band="interactive"))
+    assert rejected(w).reason is Reject.BAND
+    w.receive(1, by("b", "r2"))
+    refusal = rejected(w)
+    assert refusal.reason is Reject.QUOTA and refusal.retry_after_s > 0
+    w.receive(1, by("a/x", "r3", band="batch"))
+    assert w.core.requests["r3"].path == ("batch", "a", "x")
+    w.receive(1, by("a/x", "r4"))
+    assert w.core.requests["r4"].path == ("standard", "a", "x")
+
+
+def test_a_finished_request_is_charged_what_was_computed_and_emitted() -> None:
+    w = world()
+    w.now = 1.0
+    w.receive(1, by("a/y", "r", 10, max_tokens=400))
+    (row,) = w.journal
+    assert row == Opened("r", 0, "a/y", "m", "standard", False, Ask(10, 128, row.ask.kv_blocks))
+    assert w.day_tokens("a") == 138
+    w.now = 2.0
+    w.run_prompt("r")
+    w.now = 5.0
+    w.receive(20, Finished("r", 1, 30, 0))
+    assert w.closed("r") == Closed("r", "finished", 40, 10, 0, 30, 0.0, 1000.0, 0.0, 3000.0)
+    assert w.held("a") == w.held("a/y") == (0, 0, 0) and w.day_tokens("a") == 40
+
+
+def test_cancel_in_queue_costs_nothing_in_prefill_its_chunks_in_decode_its_tokens() -> None:
+    w = world(steps_in_flight=1)
+    w.receive(1, by("a/y", "prefill", 30))
+    w.receive(1, by("a/y", "queued", 30, max_tokens=9))
+    (first,) = w.take(Step)
+    assert isinstance(first, Step)
+    w.receive(1, Cancel("queued", 1, CancelReason.DISCONNECTED))
+    assert w.closed("queued").charged_tokens == 0
+    w.receive(1, Cancel("prefill", 1, CancelReason.DISCONNECTED))
+    w.receive(10, Released("prefill", 1))
+    w.receive(20, Released("prefill", 1))
+    assert w.held("a/y")[0] == 1, "its chunk is still being computed"
+    w.receive(10, StepDone(first.step_id, first.chunks, 5.0, 0))
+    assert w.closed("prefill").charged_tokens == sum(
+        chunk.length for chunk in first.chunks if chunk.request_id == "prefill"
+    )
+    w.receive(1, by("a/y", "decode", 10, max_tokens=90))
+    w.run_prompt("decode")
+    w.receive(1, Cancel("decode", 1, CancelReason.STOP_STRING))
+    assert w.held("a/y")[0] == 1
+    w.receive(20, Released("decode", 1, 7))
+    assert w.closed("decode").charged_tokens == 17
+    assert w.held("a") == w.held("a/y") == (0, 0, 0)
+
+
+def test_a_resume_keeps_its_grant_and_pays_its_prompt_once() -> None:
+    w = world(FILE.replace("kv_blocks = 8", "kv_blocks = 9"))
+    w.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
+    w.receive(1, by("a/x", "r", 10, max_tokens=21))
+    w.run_prompt("r")
+    decode = w.core.requests["r"].decode_epoch
+    w.post(PeerDown(decode, "killed"))
+    assert w.take(Interrupted)
+    w.receive(1, by("a/x", "r", 16, attempt=2, max_tokens=21, resumed=6))
+    assert w.held("a/x")[0] == 1
+    w.run_prompt("r", 2)
+    w.receive(41 - decode, Finished("r", 2, 15, 0))
+    closed = w.closed("r")
+    assert (closed.prompt_tokens, closed.output_tokens, closed.charged_tokens) == (10, 21, 31)
+    assert w.core.billing.quotas.rates("a/x", 0.0).remaining_requests == 1
+
+
+def test_what_expires_in_the_queue_is_as_if_it_had_not_been() -> None:
+    w = world(workers=False, queue_wait_s_max=5.0)
+    w.post(PeerUp(10, worker_hello(Role.PREFILL, 10)))
+    w.post(PeerUp(20, worker_hello(Role.DECODE, 20, max_seqs=1)))
+    for name in ("r1", "r2"):
+        w.receive(1, by("a/x", name))
+    w.now = 6.0
+    w.post(Tick())
+    assert w.closed("r2") == Closed("r2", "expired", 0, 0, 0, 0, 6000.0, 0.0, 0.0, 0.0)
+    assert w.core.billing.quotas.rates("a/x", 6.0).remaining_requests == 1
+
+
+def test_a_full_queue_gives_the_quota_back() -> None:
+    w = world("[tenants.a]\nlimits = { requests_per_min = 60 }", tenant_queue_max=1)
+    for number in range(9):
+        w.receive(1, by("a", f"r{number}", 2000, max_tokens=90))
+    assert {m.reason for m in w.take(Rejected)} == {Reject.QUEUE_FULL}
+    assert w.core.billing.quotas.rates("a", 0.0).remaining_requests == 60 - len(w.core.requests)
+
+
+def test_borrowing_ends_when_others_wait() -> None:
+    w = world("[tenants.a]\nborrow = true\nlimits = { requests_per_min = 1 }\n[tenants.b]", steps_in_flight=1)
+    w.receive(1, by("a", "r1", 4))
+    w.receive(1, by("a", "r2", 4))
+    assert w.core.requests["r2"].borrowed
+    assert [row.borrowed for row in w.journal] == [False, True]
+    w.receive(1, by("b", "r3", 4))
+    w.receive(1, by("a", "r4", 4))
+    assert rejected(w).reason is Reject.QUOTA
+
+
+def test_a_new_file_is_in_force_at_once_for_new_requests() -> None:
+    w = world()
+    w.receive(1, by("a/x", "r1", 2000, max_tokens=90))
+    assert rejected(w)
+    w.post(Configured(parse("[bands.gold]\nweight = 2\n[tenants.a.users.x]\n"), 0.0))
+    w.receive(1, by("a/x", "r2", 2000, max_tokens=90))
+    assert w.take(Accepted) and w.core.requests["r2"].path == ("gold", "a", "x")
+    w.post(Configured(parse(FILE), 0.0))
+    w.receive(1, Cancel("r2", 1, CancelReason.DISCONNECTED))
+    assert "gold" in w.core.limits.bands  # for those that came in it
+    w.post(Configured(parse(FILE), 0.0))
+    assert "gold" not in w.core.limits.bands
+
+
+# --- restart ----------------------------------------------------------------------------------------------------------
+
+PAST = Past(
+    (Opened("r", 0, "a/x", "m", "standard", False, Ask(100, 50, 5)),),
+    (("a/x", 0, 450), ("a/y", 0, 100)),
+)
+
+
+def test_a_restart_holds_and_counts_what_was_open() -> None:
+    w = world(past=PAST)
+    assert w.held("a/x") == w.held("a") == (1, 150, 5)
+    assert (w.day_tokens("a/x"), w.day_tokens("a")) == (450, 550)
+    assert w.journal == []
+
+
+def test_a_worker_that_still_streams_an_orphan_tells_its_end() -> None:
+    w = world(past=PAST, workers=False)
+    hello = worker_hello(Role.DECODE, 20)
+    w.post(PeerUp(20, msgspec.structs.replace(hello, held=(Held("r", 1, 5, 1),))))
+    w.now = 500.0
+    w.post(Tick())
+    assert w.journal == [], "a worker still holds it: it is not written off"
+    w.receive(20, Finished("r", 1, 30, 0))
+    closed = w.closed("r")
+    assert (closed.outcome, closed.charged_tokens) == ("finished", 130)
+    assert w.held("a") == (0, 0, 0) and w.day_tokens("a") == 530
+
+
+def test_the_gateways_word_ends_an_orphan_as_cancelled() -> None:
+    w = world(past=PAST, workers=False)
+    w.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), held=(Held("r", 1, 5, 1),))))
+    w.receive(1, Cancel("r", 1, CancelReason.DISCONNECTED))
+    w.receive(20, Released("r", 1, 12))
+    assert (w.closed("r").outcome, w.closed("r").charged_tokens) == ("cancelled", 112)
+
+
+@pytest.mark.parametrize("resumed", [0, 8])
+def test_a_gateway_that_comes_back_with_an_orphan_goes_on_with_its_row(resumed: int) -> None:
+    w = world(past=PAST)
+    w.receive(1, by("a/x", "r", 100 + resumed, attempt=2, max_tokens=50, resumed=resumed))
+    assert w.take(Accepted) and w.held("a/x") == (1, 150, 5)
+    assert w.journal == list(PAST.open), "the same row once more, which changes nothing"
+    w.run_prompt("r", 2)
+    w.receive(20, Finished("r", 2, 20, 0))
+    assert w.closed("r").charged_tokens == 120 + resumed
+    w.now = 1000.0
+    w.post(Tick())
+    assert len(w.journal) == 2 and w.held("a") == (0, 0, 0)
+
+
+def test_an_orphan_that_finds_the_queue_full_stays_one() -> None:
+    w = world(past=PAST, queue_requests_max=1)
+    for number in range(12):
+        w.receive(1, by("a/y", f"r{number}", 40, max_tokens=2))
+    w.sent.clear()
+    w.receive(1, by("a/x", "r", 900, attempt=2, max_tokens=50, resumed=800))
+    assert rejected(w).reason is Reject.QUEUE_FULL
+    assert list(w.core.billing.orphans) == ["r"] and w.held("a/x") == (1, 150, 5)
+    w.now = 1000.0
+    w.post(Tick())
+    assert (w.closed("r").outcome, w.held("a/x")) == (LOST, (0, 0, 0))
+
+
+def test_an_orphan_that_nobody_knows_is_written_off_at_its_estimate() -> None:
+    w = world(past=PAST)
+    at = w.core.next_deadline()
+    assert at is not None
+    w.now = at
+    w.post(Tick())
+    closed = w.closed("r")
+    assert (closed.outcome, closed.charged_tokens) == (LOST, 150)
+    assert w.held("a") == (0, 0, 0) and w.day_tokens("a") == 550
+    w.receive(1, by("a/x", "r", 100, attempt=2))
+    assert len([row for row in w.journal if isinstance(row, Opened)]) == 1
+
+
+def test_a_promised_answer_without_a_bill_is_not_refused_and_its_prompt_not_charged_again() -> None:
+    w = world("[tenants.a]\nlimits = { requests_per_min = 1, concurrency = 1 }")
+    w.receive(1, by("a", "r1", 4))
+    w.receive(1, by("a", "r2.c0", 20, attempt=2, max_tokens=30, resumed=10))
+    assert len(w.take(Accepted)) == 2
+    w.run_prompt("r1")
+    w.receive(10, HandedOver("r2.c0", 2, 1, 1.0))
+    w.receive(20, Finished("r2.c0", 2, 15, 0))
+    assert w.closed("r2.c0").charged_tokens == 15
+
+
+# --- chaos ------------------------------------------------------------------------------------------------------------
+
+
+class ChaoticTenants(RandomWorld):
+    def __init__(self, seed: int) -> None:
+        self.journal: list[Opened | Closed] = []
+        super().__init__(seed, chaos=0.08)
+        self.post(Configured(parse(self.limits()), 0.0))
+
+    def limits(self) -> str:
+        r = self.random.randint
+        lines = []
+        for name in ("o", "o.users.u", "o.users.v", "p"):
+            lines.append(f"[tenants.{name}]\nborrow = {'true' if r(0, 1) else 'false'}")
+            lines.append(f"limits = {{ requests_per_min = {r(20, 200)}, tokens_per_min = {r(500, 5000)},")
+            lines[-1] += f" concurrency = {r(2, 9)}, kv_blocks = {r(20, 200)}, tokens_per_day = {r(2000, 90_000)} }}"
+        return "\n".join(lines)
+
+    def post(self, event: Any) -> list[Any]:
+        actions = super().post(event)
+        self.journal += [action for action in actions if isinstance(action, Opened | Closed)]
+        for name, account in self.core.billing.quotas.accounts.items():
+            assert min(account.concurrency, account.tokens_in_flight, account.kv_blocks, account.day_tokens) >= 0, name
+        return actions
+
+    def receive(self, epoch: int, message: Any) -> list[Any]:
+        if isinstance(message, Submit):
+            message = msgspec.structs.replace(
+                message, tenant=("o/u", "o/v", "o", "p")[sum(message.request_id.encode()) % 4]
+            )
+        return super().receive(epoch, message)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_happens_every_request_is_closed_once_and_nothing_stays_held(seed: int) -> None:
+    w = ChaoticTenants(seed)
+    for step in range(600):
+        w.step()
+        if step == 300:
+            w.post(Configured(parse(w.limits()), 0.0))
+    w.chaos = 0.0
+    w.heal()
+    kinds = Counter((type(row), row.request_id) for row in w.journal)
+    assert set(kinds.values()) == {1}, seed
+    opened = [row for row in w.journal if isinstance(row, Opened)]
+    closed = {row.request_id: row for row in w.journal if isinstance(row, Closed)}
+    assert {row.request_id for row in opened} == set(closed), seed
+    billing = w.core.billing
+    assert not billing.bills and not billing.orphans
+    for name, account in billing.quotas.accounts.items():
+        assert (account.concurrency, account.tokens_in_flight, account.kv_blocks) == (0, 0, 0), (seed, name)
+        mine = [closed[row.request_id].charged_tokens for row in opened if (row.tenant + "/").startswith(name + "/")]
+        assert account.day_tokens == sum(mine), (seed, name)

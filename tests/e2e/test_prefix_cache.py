@@ -1,0 +1,71 @@
+"""The prefix cache on real processes: what is cached is not computed, and changes no token."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from proto.messages import Role
+from tests import tiny_models
+from tests.e2e.live import Live, live
+from tests.e2e.test_exactness import generate
+
+BLOCK, NEW_TOKENS = 16, 20
+BLOCK_BYTES = 3 * 2 * BLOCK * 2 * 16 * 4
+"""Layers, K and V, tokens, heads, head size, float32."""
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make("llama", tmp_path_factory.mktemp("prefix") / "llama")
+
+
+def prompts() -> dict[str, list[int]]:
+    rng = random.Random(3)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(6, 256) for _ in range(length)]
+
+    shared = text(200)
+    return {"first": shared + text(37), "other end": shared + text(50), "whole blocks": shared[: 12 * BLOCK]}
+
+
+def ask(up: Live, prompt: list[int], **options: Any) -> tuple[list[list[int]], int]:
+    """(tokens of each choice, cached prompt tokens)"""
+    answer = up.complete(prompt, NEW_TOKENS, return_token_ids=True, ignore_eos=True, **options)
+    cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return [choice["token_ids"] for choice in answer["choices"]], cached
+
+
+def forwarded(up: Live) -> int:
+    return sum(w.tokens_forwarded for w in up.wait_idle().workers if w.role is Role.PREFILL)
+
+
+def test_what_is_cached_is_not_computed_and_changes_no_token(model_path: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    asked = prompts()
+    expected = {name: generate(model, prompt, NEW_TOKENS) for name, prompt in asked.items()}
+    seeded = {"temperature": 1.0, "seed": 5, "n": 2}
+    with live(model_path, tmp_path / "on", STEP_TOKENS="64") as up:
+        before = forwarded(up)
+        assert ask(up, asked["first"]) == ([expected["first"]], 0)
+        cold = forwarded(up)
+        assert cold - before == 237
+        assert ask(up, asked["first"]) == ([expected["first"]], 224)
+        assert forwarded(up) - cold == 13
+        moved = up.status().counters["kv_bytes_moved"]
+        assert ask(up, asked["other end"]) == ([expected["other end"]], 192), "a beginning that another prompt left"
+        assert ask(up, asked["whole blocks"]) == ([expected["whole blocks"]], 176), "the last token is computed"
+        drawn, cached = ask(up, asked["first"], **seeded)
+        assert cached == 224
+        status = up.wait_idle()
+        assert status.counters["prompt_tokens_cached"] == 224 + 192 + 176 + 224
+        warm_bytes = status.counters["kv_bytes_moved"] - moved
+    with live(model_path, tmp_path / "off", STEP_TOKENS="64", PREFIX_CACHE="false") as up:
+        for name in ("first", "first", "other end", "whole blocks"):
+            assert ask(up, asked[name]) == ([expected[name]], 0)
+        assert ask(up, asked["first"], **seeded) == (drawn, 0), "sampled as without a cache"
+    assert warm_bytes == (4 + 0 + 1) * BLOCK_BYTES, "decode gets only what it lacks"

@@ -1,0 +1,280 @@
+"""Keys, bands, deadlines and rate headers, over a fake cluster."""
+
+import asyncio
+import hashlib
+import logging
+
+import pytest
+
+from gateway.errors import duration_text
+from gateway.stream_types import LinkDown, LinkUp, Open, SendSubmit, StreamSpec
+from proto.errors import Reject
+from proto.messages import Accepted, Interrupted, RateState, Rejected, Submit
+from proto.sampling import Sampling
+from runtime.tenants import parse
+from tests.gateway.fakes import Site
+from tests.gateway.http_words import completion, on_site, post
+from tests.gateway.keeper_world import Bench, Words
+
+KEY, BOBS = "sk-" + "1" * 64, "sk-" + "2" * 64
+FILE = f"""
+[tenants.acme]
+band = "standard"
+[tenants.acme.users.ann]
+band = "interactive"
+keys = ["{hashlib.sha256(KEY.encode()).hexdigest()}"]
+[tenants.acme.users.bob]
+keys = ["{hashlib.sha256(BOBS.encode()).hexdigest()}"]
+"""
+RATES = RateState(60, 59, 1.0, 10_000, 9_000, 360.0)
+RATE_HEADERS = {
+    "x-ratelimit-limit-requests": "60",
+    "x-ratelimit-remaining-requests": "59",
+    "x-ratelimit-reset-requests": "1s",
+    "x-ratelimit-limit-tokens": "10000",
+    "x-ratelimit-remaining-tokens": "9000",
+    "x-ratelimit-reset-tokens": "6m0s",
+}
+
+
+async def ask(site: Site, key: str = KEY, **fields: object):
+    body = {"model": "tiny/llama", "prompt": "Hi", "max_tokens": 4, **fields}
+    async with site.client() as client:
+        return await client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=20)
+
+
+def resumed(bench: Bench) -> list[object]:
+    """What the keeper does when it submits again, at one of its next deadlines."""
+    for _ in range(5):
+        actions = bench.wait()
+        if any(isinstance(action, SendSubmit) for action in actions):
+            return actions
+    raise AssertionError("nothing was submitted")
+
+
+def last_submit(site: Site) -> Submit:
+    return site.cluster.submits[-1][0]
+
+
+def test_a_key_is_its_tenants_and_changes_with_the_file() -> None:
+    async def test(site: Site) -> None:
+        for key, tenant in ((KEY, "acme/ann"), (BOBS, "acme/bob"), ("own", "default")):
+            assert (await ask(site, key)).status_code == 200
+            assert last_submit(site).tenant == tenant
+        refused = await ask(site, "sk-unknown")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert refused.headers["x-should-retry"] == "false"
+        site.gateway.keys.replace(parse("[tenants.acme]"))
+        assert (await ask(site)).status_code == 401
+        assert (await ask(site, "own")).status_code == 200
+
+    on_site(test, tenants=FILE, api_keys=("own",))
+
+
+def test_a_file_without_keys_lets_everyone_in() -> None:
+    async def test(site: Site) -> None:
+        await completion(site)
+        assert last_submit(site).tenant == "default"
+
+    on_site(test, tenants="[tenants.acme]")
+
+
+def test_a_key_is_never_in_an_answer_or_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    secret = "sk-do-not-tell"
+
+    async def test(site: Site) -> None:
+        answer = await ask(site, secret)
+        assert secret not in answer.text + str(answer.headers)
+
+    with caplog.at_level(logging.DEBUG):
+        on_site(test, tenants=FILE)
+    assert secret not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "band"),
+    [
+        ({}, ""),
+        ({"priority": "batch"}, "batch"),
+        ({"priority": 0}, ""),
+        ({"priority": None, "service_tier": "flex"}, "batch"),
+        ({"service_tier": "auto"}, ""),
+        ({"service_tier": "default"}, ""),
+        ({"service_tier": "priority"}, "interactive"),
+        ({"service_tier": "flex", "priority": "standard"}, "standard"),
+    ],
+)
+def test_bands_that_are_asked_for(fields: dict[str, object], band: str) -> None:
+    async def test(site: Site) -> None:
+        assert (await ask(site, **fields)).status_code == 200
+        assert last_submit(site).band == band
+
+    on_site(test, tenants=FILE)
+
+
+def test_a_tier_that_cannot_be_had_is_the_own_band_and_a_priority_is_for_the_coordinator_to_refuse() -> None:
+    async def test(site: Site) -> None:
+        await ask(site, BOBS, service_tier="priority")
+        assert last_submit(site).band == ""
+        site.cluster.reject = lambda s: Rejected(s.request_id, 1, Reject.BAND, "no") if s.band else None
+        answer = await ask(site, BOBS, priority="interactive")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "band_not_allowed")
+        assert answer.headers["x-should-retry"] == "false"
+
+    on_site(test, tenants=FILE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"priority": "gold"}, "priority"),
+        ({"priority": 1}, "priority"),
+        ({"priority": False}, "priority"),
+        ({"priority": ["batch"]}, "priority"),
+        ({"service_tier": "best"}, "service_tier"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"deadline_ms": -5.0}, "deadline_ms"),
+        ({"deadline_ms": "soon"}, "deadline_ms"),
+        ({"deadline_ms": 1e12}, "deadline_ms"),
+    ],
+)
+def test_what_is_no_band_or_no_deadline_is_a_400(fields: dict[str, object], param: str) -> None:
+    async def test(site: Site) -> None:
+        answer = await ask(site, **fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert answer.headers["x-should-retry"] == "false"
+        assert not site.cluster.submits
+
+    on_site(test, tenants=FILE)
+
+
+def test_a_deadline_runs_from_the_first_submission_to_the_first_token() -> None:
+    bench = Bench()
+    spec = StreamSpec("r", "m", (1, 2), Sampling(max_tokens=9), 1, lambda: Words(()), deadline_ms=5_000.0)
+
+    def deadlines(actions: list[object]) -> list[float]:
+        return [action.submit.deadline_ms for action in actions if isinstance(action, SendSubmit)]
+
+    assert deadlines(bench.do(Open(spec))) == [5_000.0]
+    bench.now += 2.0
+    bench.do(LinkDown())
+    assert deadlines(bench.do(LinkUp(8))) == [3_000.0]
+    bench.now += 60.0
+    bench.interrupt(attempt=2)
+    assert deadlines(resumed(bench)) == [1.0]  # too late, which is the coordinator's to say
+    bench.tokens(0, 7, attempt=3)
+    bench.interrupt(attempt=3)
+    assert deadlines(resumed(bench)) == [0.0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rates_are_on_every_answer(stream: bool) -> None:
+    async def test(site: Site) -> None:
+        site.cluster.rates = RATES
+        answer = await post(site, "/v1/completions", prompt="Hi", max_tokens=4, stream=stream)
+        assert answer.status_code == 200
+        assert {name: answer.headers.get(name) for name in RATE_HEADERS} == RATE_HEADERS
+        site.cluster.reject = lambda s: Rejected(s.request_id, 1, Reject.QUOTA, "too much", 0.2, RATES)
+        refused = await post(site, "/v1/completions", prompt="Hi", stream=stream)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert {name: refused.headers.get(name) for name in RATE_HEADERS} == RATE_HEADERS
+        assert refused.headers["retry-after"] == "1" and "x-should-retry" not in refused.headers
+
+    on_site(test)
+
+
+def test_a_tenant_without_rates_gets_no_rate_headers() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.rates = RateState(0, 0, 0.0, 0, 0, 0.0)
+        answer = await post(site, "/v1/completions", prompt="Hi", max_tokens=4)
+        assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+
+    on_site(test)
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        (Reject.QUOTA, "rate_limit_exceeded"),
+        (Reject.DEADLINE, "deadline_infeasible"),
+        (Reject.SHED, "overloaded"),
+        (Reject.QUEUE_FULL, "queue_full"),
+    ],
+)
+def test_a_429_that_names_no_time_says_not_to_come_back(reason: Reject, code: str) -> None:
+    async def test(site: Site) -> None:
+        site.cluster.reject = lambda s: Rejected(s.request_id, 1, reason, "no", 0.0)
+        answer = await post(site, "/v1/completions", prompt="Hi")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, code)
+        assert answer.headers["x-should-retry"] == "false" and "retry-after" not in answer.headers
+
+    on_site(test)
+
+
+def test_a_request_shed_from_the_queue_fails_and_a_stream_shed_on_its_resume_tries_again() -> None:
+    bench = Bench()
+    bench.open("new")
+    bench.do(Accepted("new", 1))
+    (ended,) = bench.do(Rejected("new", 1, Reject.SHED, "room was needed", 3.0))
+    assert ended.failure.reject.reason is Reject.SHED
+    bench.open("old")
+    bench.do(Accepted("old", 1))
+    bench.tokens(0, 7, name="old")
+    bench.interrupt("old")
+    resumed(bench)
+    bench.do(Accepted("old", 2))
+    assert bench.do(Rejected("old", 2, Reject.SHED, "room was needed", 1.0)) == []
+    again = [action.submit for action in resumed(bench) if isinstance(action, SendSubmit)]
+    # A number once accepted is spent: the coordinator would take the same again for a repetition.
+    assert [(submit.attempt, submit.resumed_tokens) for submit in again] == [(3, 1)]
+    assert bench.do(Interrupted("old", 2, "prefill_lost")) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0ms"),
+        (0.0201, "21ms"),
+        (1.0, "1s"),
+        (1.5, "1.5s"),
+        (59.9999, "1m0s"),
+        (360.0, "6m0s"),
+        (3661.25, "1h1m1.25s"),
+        (86_400.0, "24h0m0s"),
+    ],
+)
+def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_the_official_client_obeys_should_retry() -> None:
+    """Against a real server: one try where retrying is pointless, another where it is not."""
+    import openai
+
+    from tests.gateway.fakes import make_site, served
+
+    async def body() -> None:
+        site = make_site()
+        tries = 0
+
+        def reject(retry_after_s: float) -> None:
+            def answer(submit: Submit) -> Rejected | None:
+                nonlocal tries
+                tries += 1
+                return Rejected(submit.request_id, 1, Reject.QUOTA, "no", retry_after_s) if tries == 1 else None
+
+            site.cluster.reject = answer
+
+        async with served(site) as url:
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=1)
+            reject(0.0)
+            with pytest.raises(openai.RateLimitError):
+                await client.completions.create(model="tiny/llama", prompt="Hi", max_tokens=2)
+            assert tries == 1
+            tries = 0
+            reject(0.01)
+            await client.completions.create(model="tiny/llama", prompt="Hi", max_tokens=2)
+            assert tries == 2
+            await client.close()
+
+    asyncio.run(body())

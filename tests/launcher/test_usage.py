@@ -1,0 +1,167 @@
+"""`crossdock usage` and `crossdock tenants`, and how `serve` hands a tenants file on."""
+
+import asyncio
+import hashlib
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coordinator.ledger import Ledger
+from coordinator.quota import Ask
+from coordinator.usage import Closed, Entry, Opened
+from launcher import cluster as clusters
+from launcher.models import ReadyModel
+from launcher.process import child_environment
+from launcher.usage import NoJournal, UsageSettings, read, show
+from runtime.options import SettingsError
+from runtime.settings import ServeSettings
+from runtime.tenants import parse
+
+DAY = 20_778
+"""2026-11-21."""
+
+
+def opened(name: str, tenant: str, day: int = DAY) -> Opened:
+    return Opened(name, day, tenant, "m", "standard", False, Ask(100, 50, 3))
+
+
+def closed(name: str, outcome: str = "finished") -> Closed:
+    return Closed(name, outcome, 90, 60, 40, 30, 10.0, 20.0, 30.0, 40.0)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> str:
+    path = tmp_path / "usage.sqlite"
+    entries: list[Entry] = [
+        opened("r1", "acme/ann"),
+        closed("r1"),
+        opened("r2", "acme/ann"),
+        closed("r2", "cancelled"),
+        opened("r3", "acme/ann"),
+        opened("r4", "acme"),
+        opened("r5", "acmeologists"),
+        opened("r6", "acme/ann", DAY + 1),
+    ]
+
+    async def body() -> None:
+        ledger = Ledger(path, on_committed=lambda ids: None, on_failed=lambda error: None)
+        await ledger.start(DAY)
+        for entry in entries:
+            ledger.write(entry)
+        await ledger.close()
+
+    asyncio.run(body())
+    return str(path)
+
+
+def test_sums_by_day_and_tenant_with_open_requests_at_their_estimate(journal: str) -> None:
+    first = read(UsageSettings(db=journal, day="2026-11-21", tenant="acme/ann"))[0]
+    assert first["outcomes"] == {"finished": 1, "cancelled": 1, "open": 1}
+    assert (first["requests"], first["open"], first["charged_tokens"]) == (3, 1, 2 * 90 + 150)
+    assert (first["prompt_tokens"], first["cached_tokens"], first["output_tokens"]) == (120, 80, 60)
+    assert (first["queue_ms_mean"], first["decode_ms_mean"]) == (10.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["21 acme", "21 acme/ann", "21 acmeologists", "22 acme/ann"]),
+        ({"tenant": "acme"}, ["21 acme", "21 acme/ann", "22 acme/ann"]),
+        ({"since": "2026-11-22"}, ["22 acme/ann"]),
+        ({"day": "2026-11-21", "tenant": "acme/ann"}, ["21 acme/ann"]),
+        ({"tenant": "acme/an_"}, []),
+    ],
+)
+def test_what_is_asked_for_is_shown(journal: str, options: dict[str, str], expected: list[str]) -> None:
+    entries = read(UsageSettings(db=journal, **options))
+    assert [f"{entry['day'][-2:]} {entry['tenant']}" for entry in entries] == expected
+    out = io.StringIO()
+    show(entries, Console(file=out, width=200))
+    assert all(f"{90 * 2 + 150}" in out.getvalue() for entry in entries if entry["charged_tokens"] == 330)
+    assert ("Nothing was used" in out.getvalue()) == (not expected)
+
+
+def test_no_journal_is_said_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(NoJournal, match=r"no journal at .*none\.sqlite"):
+        read(UsageSettings(db=str(tmp_path / "none.sqlite")))
+    other = tmp_path / "other"
+    other.write_bytes(b"something else" * 100)
+    with pytest.raises(NoJournal, match="not a database"):
+        read(UsageSettings(db=str(other)))
+
+
+def crossdock(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "launcher.cli", *arguments],
+        env={**child_environment(1), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_usage_for_programs(journal: str) -> None:
+    done = crossdock("usage", "--db", journal, "--day", "2026-11-22", "--json")
+    assert [entry["tenant"] for entry in json.loads(done.stdout)] == ["acme/ann"], done.stderr
+
+
+def test_a_key_is_printed_once_with_lines_that_make_it_work(tmp_path: Path) -> None:
+    done = crossdock("tenants", "key", "acme.org/ann")
+    (key,) = re.findall(r"sk-[0-9a-f]{64}", done.stdout)
+    lines = done.stdout.split("For the tenants file:")[1]
+    tenants = parse(lines)
+    assert tenants.tenant_of_key_hash(hashlib.sha256(key.encode()).digest()) == "acme.org/ann"
+    file = tmp_path / "tenants.toml"
+    file.write_text(lines)
+    checked = crossdock("tenants", "check", str(file))
+    assert checked.returncode == 0 and "acme.org/ann" in checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("usage", "--day", "yesterday"), "crossdock: --day: yesterday is not a day like"),
+        (("usage", "--day", "2026-01-01", "--since", "2026-01-01"), "crossdock: --day, --since: give one"),
+        (("tenants", "key", "a/b/c"), "crossdock: ORG[/USER]: a/b/c is not ORG or ORG/USER"),
+        (("tenants", "key"), "crossdock: ORG[/USER]: needed"),
+        (("tenants", "check", "/no/such/file"), "crossdock: /no/such/file: No such file"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: tuple[str, ...], expected: str) -> None:
+    done = crossdock(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(expected) and done.stderr.count("\n") == 1
+
+
+MODEL = ReadyModel(Path("/models/tiny"), "tiny")
+
+
+def environments(cluster: clusters.Cluster) -> dict[str, str]:
+    """API keys that each process finds in its environment."""
+    return {spec.name: spec.environment.get("CROSSDOCK_API_KEYS", "") for spec in cluster.processes}
+
+
+def test_serve_hands_the_file_on_and_has_a_key_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(f"[tenants.a]\nkeys = ['{hashlib.sha256(b'k').hexdigest()}']")
+    cluster = clusters.build(ServeSettings(port=0, tenants=str(file), usage_db=str(tmp_path / "u")), MODEL)
+    arguments = {spec.name: " ".join(spec.arguments) for spec in cluster.processes}
+    assert f"--tenants {file}" in arguments["gateway-0"] and f"--tenants {file}" in arguments["coordinator"]
+    assert f"--usage-db {tmp_path / 'u'}" in arguments["coordinator"]
+    assert len(cluster.key) == 64 and environments(cluster)["gateway-0"] == cluster.key
+    assert cluster.key not in " ".join(arguments.values())
+    file.write_text("[tenants.a]")
+    assert clusters.build(ServeSettings(port=0, tenants=str(file)), MODEL).key == ""
+
+
+def test_serve_names_what_is_wrong_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text("[tenants.a]\nweight = 0")
+    with pytest.raises(SettingsError, match=r"--tenants: .*tenants\.a\.weight: must be > 0"):
+        clusters.build(ServeSettings(port=0, tenants=str(file)), MODEL)

@@ -1,0 +1,113 @@
+"""The tenants file: what it means, and what it says about a mistake in it."""
+
+import hashlib
+
+import pytest
+
+from runtime.tenants import DEFAULT_BANDS, QuotaLimits, TenantsError, open_tenants, parse
+
+ANN, BOB = (hashlib.sha256(key).hexdigest() for key in (b"ann's", b"bob's"))
+FILE = f"""
+[tenants.acme]
+weight = 2.0
+bands = ["interactive", "standard"]
+borrow = true
+cache_group = "acme"
+keys = ["{ANN}"]
+[tenants.acme.limits]
+tokens_per_min = 200_000
+[tenants.acme.users.bob]
+weight = 0.5
+band = "batch"
+borrow = false
+keys = ["{BOB}"]
+limits = {{ concurrency = 4 }}
+[tenants.acme.users.cy]
+[tenants.solo]
+"""
+
+
+def test_users_inherit_all_but_weight_and_limits() -> None:
+    tenants = parse(FILE)
+    acme, bob, cy = (tenants.policies[name] for name in ("acme", "acme/bob", "acme/cy"))
+    assert (acme.band, acme.bands, acme.organisation_weight) == ("standard", {"interactive", "standard"}, 2.0)
+    assert [(level.name, level.borrow) for level in bob.levels] == [("acme/bob", False), ("acme", True)]
+    assert bob.levels[0].limits == QuotaLimits(concurrency=4)
+    assert bob.levels[1].limits == QuotaLimits(tokens_per_min=200_000)
+    assert (bob.band, bob.bands) == ("batch", {"batch"})
+    assert (cy.band, cy.bands, cy.weight, cy.levels[0].borrow) == ("standard", acme.bands, 1.0, True)
+    assert acme.cache_group == bob.cache_group == cy.cache_group
+    assert tenants.policies["solo"].bands == {"standard", "batch"}  # its own and what weighs no more
+
+
+def test_keys_name_their_tenant_and_are_not_shown() -> None:
+    tenants = parse(FILE)
+    assert tenants.tenant_of_key_hash(hashlib.sha256(b"bob's").digest()) == "acme/bob"
+    assert tenants.tenant_of_key_hash(hashlib.sha256(b"eve's").digest()) is None
+    assert BOB not in repr(tenants)
+
+
+def test_weights_are_those_of_the_fair_queue() -> None:
+    tenants = parse(FILE)
+    weights = tenants.weights()
+    assert (weights["batch/acme"], weights["batch/acme/bob"], weights["standard/acme/"]) == (2.0, 0.5, 1.0)
+    assert not set(weights) & set(tenants.bands)  # theirs depend on floors as well
+
+
+def test_a_group_never_shares_with_a_tenant_of_its_name() -> None:
+    tenants = parse('[tenants.a]\n[tenants.b]\ncache_group = "a"\n[tenants.a.users.x]\n[tenants.a.users.y]')
+    groups = [tenants.policies[name].cache_group for name in ("a", "b", "a/x", "a/y")]
+    assert len(set(groups)) == 4
+
+
+def test_without_a_file_there_is_one_open_tenant() -> None:
+    tenants = open_tenants()
+    (policy,) = tenants.policies.values()
+    assert policy.tenant == "default" and policy.bands == set(DEFAULT_BANDS)
+    assert policy.levels[0].limits == QuotaLimits()
+    assert not tenants.keys
+    assert tenants.policy("anyone") is policy and parse("").policy("anyone") is None
+    assert parse("").policies == tenants.policies
+
+
+def test_bands_of_the_file_are_all_there_are() -> None:
+    tenants = parse("[bands.gold]\nweight = 3\nfloor_share = 0.5\n[bands.iron]\nweight = 1\n[tenants.a]\nband = 'iron'")
+    assert list(tenants.bands) == ["gold", "iron"]
+    assert tenants.policies["default"].band == "gold"
+    assert tenants.policies["a"].bands == {"iron"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[tenants.acme.users.ann]\nweight = 0", "tenants.acme.users.ann.weight: must be > 0, not 0"),
+        ("[tenants.a]\nweigth = 1", "tenants.a.weigth: there is no such setting"),
+        ("[tenants.a]\nlimits = { concurrency = 1.5 }", "tenants.a.limits.concurrency: must be a whole number"),
+        ("[tenants.a]\nlimits = { concurrency = 0 }", "tenants.a.limits.concurrency: must be > 0"),
+        ("[tenants.a]\nborrow = 1", "tenants.a.borrow: must be true or false, not 1"),
+        ("[tenants.a]\nband = 'gold'", "tenants.a.band: 'gold' is not a band; there are interactive, standard, batch"),
+        ("[tenants.a]\nbands = ['batch']", "tenants.a.bands: must have the tenant's own band 'standard'"),
+        ("[tenants.a]\nbands = []", "tenants.a.bands: must not be empty"),
+        ("[tenants.'a/b']", "tenants.a/b: a name is 1 to 64 of"),
+        ("tenants = 3", "tenants: must be a table, not 3"),
+        ("[bands.x]\nfloor_share = 0.1", "bands.x.weight: is needed"),
+        ("[bands.x]\nweight = inf", "bands.x.weight: "),
+        (
+            "[bands.x]\nweight = 1\nfloor_share = 0.6\n[bands.y]\nweight = 1\nfloor_share = 0.4",
+            "bands: their floor_share add up",
+        ),
+        ("[[", "not TOML"),
+        (f"[tenants.a]\nkeys = ['{ANN}']\n[tenants.b]\nkeys = ['{ANN}']", "tenants.b.keys: "),
+        (f"[tenants.a]\nkeys = ['{ANN}', '{ANN}']", "tenants.a.keys: "),
+    ],
+)
+def test_a_mistake_is_named_by_its_key(text: str, expected: str) -> None:
+    with pytest.raises(TenantsError) as caught:
+        parse(text)
+    assert str(caught.value).startswith(expected), str(caught.value)
+
+
+def test_a_key_written_in_plain_is_refused_without_repeating_it() -> None:
+    with pytest.raises(TenantsError) as caught:
+        parse("[tenants.a]\nkeys = ['sk-very-secret']")
+    assert "crossdock tenants key" in str(caught.value) and "secret" not in str(caught.value)

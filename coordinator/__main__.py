@@ -1,7 +1,6 @@
 """`python -m coordinator`: this role alone, for unit files and launchers."""
 
-import sys
-
+from runtime.exits import leave
 from runtime.options import run_role
 from runtime.settings import CoordinatorSettings
 
@@ -13,4 +12,4 @@ def _run(settings: CoordinatorSettings) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_role("coordinator", CoordinatorSettings, _run))
+    leave(run_role("coordinator", CoordinatorSettings, _run))

@@ -26,9 +26,10 @@ from coordinator.usage import Closed, Opened
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
 from proto.messages import Hello, Message, Rejected, Role, Submit
-from runtime import clock, log
+from runtime import clock, log, machine
 from runtime.driver import CoreDriver, cancelled, run_process, watched
-from runtime.link import GOODBYE, LinkServer, LinkSettings, Peer
+from runtime.exits import ConfigError
+from runtime.link import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.settings import CoordinatorSettings
 from runtime.tenants import Tenants, TenantsError, open_tenants
 from runtime.tenants_file import TenantsFile
@@ -87,9 +88,15 @@ class Coordinator:
             if self.tenants is not None:
                 watching.append(watched(self.tenants.watch(self._tenants_changed)))
             address = await self.server.start()
-        except (OSError, TenantsError, LedgerError) as error:
-            self.log.error("cannot start", error=f"--bind: {error}" if isinstance(error, OSError) else str(error))
+        except TenantsError as error:
+            raise ConfigError(f"--tenants: {error}") from error
+        except (CannotBind, LedgerError) as error:
             await self._close_ledger(watching)
+            if isinstance(error, CannotBind):
+                machine.check_listening("--bind", error)
+            self.log.error(
+                "cannot start", error=f"--bind: {error.strerror}" if isinstance(error, CannotBind) else str(error)
+            )
             return 1
         self.log.info("listening", address=address)
         failed = asyncio.create_task(self.failure.wait())
@@ -161,7 +168,7 @@ class Coordinator:
         if self.peers.get(peer.epoch) is peer:
             del self.peers[peer.epoch]
             quiet = peer.hello.role is Role.OBSERVER
-            emit = self.log.debug if quiet else self.log.info if reason.startswith(GOODBYE) else self.log.warning
+            emit = self.log.debug if quiet else self.log.info if is_orderly(reason) else self.log.warning
             emit("left", peer=peer.hello.name, role=peer.hello.role.value, reason=reason)
             self.driver.post(PeerDown(peer.epoch, reason))
 
@@ -199,5 +206,5 @@ class Coordinator:
 
 
 def run(settings: CoordinatorSettings) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code."""
+    """Serve until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
     return run_process(lambda stop: Coordinator(settings).run(stop))

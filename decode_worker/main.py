@@ -2,25 +2,29 @@
 
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
-from engine.loader import load_engine
+from engine.loader import ModelUnsupported, load_engine
 from engine.thread import EngineThread, pick_device
+from runtime.exits import ConfigError
 from runtime.settings import WorkerSettings
 from runtime.worker_process import run_worker
 
 
 def run(settings: WorkerSettings) -> int:
-    """Stream answers until SIGTERM or SIGINT; returns the exit code."""
+    """Stream answers until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
     thread = EngineThread(threads=settings.threads, cores=settings.cores)
 
     def load() -> Engine:
-        engine = load_engine(
-            settings.model,
-            device=pick_device(settings.device),
-            dtype=settings.dtype,
-            block_size=settings.block_size,
-            kv_bytes=int(settings.kv_gib * (1 << 30)),
-            step_tokens_max=settings.max_seqs,
-        )
+        try:
+            engine = load_engine(
+                settings.model,
+                device=pick_device(settings.device),
+                dtype=settings.dtype,
+                block_size=settings.block_size,
+                kv_bytes=int(settings.kv_gib * (1 << 30)),
+                step_tokens_max=settings.max_seqs,
+            )
+        except ModelUnsupported as error:
+            raise ConfigError(f"{error.option}: {error}") from error
         thread.be_nice(settings.nice)
         return engine
 

@@ -28,6 +28,15 @@ _DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 class ModelUnsupported(CrossdockError):
     """This model or these settings cannot be served; `str()` says why in one sentence."""
 
+    option = "--model"
+    """The option at fault."""
+
+
+class PoolTooSmall(ModelUnsupported):
+    """The KV pool asked for holds next to nothing of this model."""
+
+    option = "--kv-gib"
+
 
 def load_engine(
     model: str,
@@ -59,7 +68,7 @@ def load_engine(
     block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
     blocks = kv_bytes // block_bytes
     if blocks < MIN_BLOCKS:
-        raise ModelUnsupported(
+        raise PoolTooSmall(
             f"{kv_bytes} bytes of KV pool hold {blocks} blocks of {block_bytes} bytes; at least {MIN_BLOCKS} are needed"
         )
     info = ModelInfo(

@@ -1,7 +1,6 @@
 """`python -m gateway`: this role alone, for unit files and launchers."""
 
-import sys
-
+from runtime.exits import leave
 from runtime.options import run_role
 from runtime.settings import GatewaySettings
 
@@ -13,4 +12,4 @@ def _run(settings: GatewaySettings) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_role("gateway", GatewaySettings, _run))
+    leave(run_role("gateway", GatewaySettings, _run))

@@ -157,8 +157,7 @@ class Backend:
         self.metrics.coordinator_up.set(1)
         self._driver.post(LinkUp(coordinator_epoch))
 
-    def coordinator_down(self, _peer: Sender, reason: str) -> None:
-        _log.warning("coordinator lost", reason=reason)
+    def coordinator_down(self, _peer: Sender, _reason: str) -> None:
         self._coordinator = None
         self._servable = {}
         self.metrics.coordinator_up.set(0)

@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import uvicorn
@@ -17,15 +18,17 @@ from gateway.metrics import GatewayMetrics
 from gateway.prepare import Rules
 from gateway.stream_types import StreamLimits
 from gateway.tenancy import KeyRing
-from gateway.tokenizer import ModelFilesError, load
+from gateway.tokenizer import ModelFilesError, ModelTokenizer, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
-from runtime import clock, log
-from runtime.driver import cancelled, run_process, watched
-from runtime.link import LinkClient, LinkServer, LinkSettings, Peer
+from runtime import clock, log, machine
+from runtime.driver import cancelled, run_process, unless_stopped, watched
+from runtime.exits import ConfigError
+from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.settings import GatewaySettings
 from runtime.tenants import TenantsError, open_tenants
 from runtime.tenants_file import TenantsFile
+from runtime.waiting import WaitNotice
 
 _CLOSE_TIMEOUT_S = 5
 
@@ -76,57 +79,89 @@ class GatewayProcess:
         try:
             listener = _listen(settings.host, settings.port)
         except OSError as error:
-            self.log.error(
-                "cannot start", error=f"--host, --port: cannot listen on {settings.host}:{settings.port}: {error}"
-            )
+            machine.check_listening(f"--host, --port: cannot listen on {settings.host}:{settings.port}", error)
+            self.log.error("cannot start", error=f"--port: {settings.port} on {settings.host}: {error.strerror}")
             return 1
         with listener:
-            loading = asyncio.get_running_loop().run_in_executor(None, load, settings.model)
             try:
                 address = await self.tokens.start()
-                tokenizer = await loading
-                tenants = TenantsFile(settings.tenants) if settings.tenants else None
-            except (OSError, ModelFilesError, TenantsError) as error:
-                self.log.error("cannot start", error=str(error))
-                await self.tokens.close()
+            except CannotBind as error:
+                machine.check_listening("--tokens-bind", error)
+                self.log.error("cannot start", error=f"--tokens-bind: {error.strerror}")
                 return 1
-            keys = KeyRing(tenants.tenants if tenants else open_tenants(), settings.api_keys)
-            coordinator = self._coordinator(settings.advertise or address)
-            await coordinator.start()
-            gateway = Gateway(
-                tokenizer=tokenizer,
-                backend=self.backend,
-                metrics=self.metrics,
-                intake=Intake(body_bytes_max=settings.body_bytes_max),
-                rules=Rules(settings.served_model_id, settings.default_max_tokens),
-                keys=keys,
-            )
-            ends = (self.tokens, coordinator)
-            self.metrics.count_protocol_errors = lambda: sum(end.counters.protocol_errors for end in ends)
-            watching = [watched(tenants.watch(keys.replace))] if tenants else []
             try:
-                await self._serve(gateway, listener, stop)
+                tokenizer = await self._load(stop)
+                if tokenizer is not None:
+                    await self._run(tokenizer, settings.advertise or address, listener, stop)
             finally:
-                await cancelled(*watching)
-                await coordinator.close()
                 await self.tokens.close()
                 self.backend.close()
-                gateway.threads.shutdown(wait=False, cancel_futures=True)
+        self.log.info("stopped")
         return 0
 
-    def _coordinator(self, address: str) -> LinkClient:
+    async def _run(self, tokenizer: ModelTokenizer, address: str, listener: socket.socket, stop: asyncio.Event) -> None:
+        """`address`: where workers deliver tokens. Raises `ConfigError`."""
+        try:
+            tenants = TenantsFile(self.settings.tenants) if self.settings.tenants else None
+        except TenantsError as error:
+            raise ConfigError(f"--tenants: {error}") from error
+        keys = KeyRing(tenants.tenants if tenants else open_tenants(), self.settings.api_keys)
+        coordinator, waiting = self._coordinator(address)
+        waiting.begin()
+        await coordinator.start()
+        gateway = Gateway(
+            tokenizer=tokenizer,
+            backend=self.backend,
+            metrics=self.metrics,
+            intake=Intake(body_bytes_max=self.settings.body_bytes_max),
+            rules=Rules(self.settings.served_model_id, self.settings.default_max_tokens),
+            keys=keys,
+        )
+        ends = (self.tokens, coordinator)
+        self.metrics.count_protocol_errors = lambda: sum(end.counters.protocol_errors for end in ends)
+        watching = [watched(tenants.watch(keys.replace))] if tenants else []
+        try:
+            await self._serve(gateway, listener, stop)
+        finally:
+            await cancelled(*watching)
+            await coordinator.close()
+            waiting.end()
+            gateway.threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _load(self, stop: asyncio.Event) -> ModelTokenizer | None:
+        """The model's tokenizer; None if told to stop first. Raises `ConfigError`."""
+        loader = ThreadPoolExecutor(1, "loader")
+        try:
+            return await unless_stopped(stop, loader, lambda: load(self.settings.model))
+        except ModelFilesError as error:
+            raise ConfigError(f"--model: {error}") from error
+        finally:
+            loader.shutdown(wait=False)
+
+    def _coordinator(self, address: str) -> tuple[LinkClient, WaitNotice]:
         def up(peer: Peer, welcome: Welcome) -> None:
+            waiting.end()
             self.log.info("coordinator connected", address=self.settings.coordinator)
             self.backend.coordinator_up(peer, welcome.epoch)
 
-        return LinkClient(
+        def down(peer: Peer, reason: str) -> None:
+            waiting.begin()
+            if is_orderly(reason):
+                self.log.info("coordinator left", reason=reason)
+            else:
+                self.log.warning("coordinator lost", reason=reason)
+            self.backend.coordinator_down(peer, reason)
+
+        client = LinkClient(
             address=self.settings.coordinator,
             hello=msgspec.structs.replace(self.hello, address=address),
             on_up=up,
             on_message=self.backend.coordinator_message,
-            on_down=self.backend.coordinator_down,
+            on_down=down,
             settings=self.link_settings,
         )
+        waiting = WaitNotice(self.log, self.settings.coordinator, lambda: client.last_error)
+        return client, waiting
 
     async def _serve(self, gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serve HTTP until told to stop; then end every stream with an error event and wait for the last bytes."""
@@ -176,5 +211,5 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def run(settings: GatewaySettings) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code."""
+    """Serve until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
     return run_process(lambda stop: GatewayProcess(settings).run(stop))

@@ -20,8 +20,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from launcher import bench_report, models
 from launcher.bench_client import BenchFailed, SteadyStreams, Stream, gaps_between, long_prompt, stream_completion
 from launcher.bench_settings import IsolationSettings
-from launcher.local import INTERRUPTED, running, until_interrupted
+from launcher.local import running, until_interrupted
 from runtime import clock
+from runtime.exits import INTERRUPTED_EXIT
 from runtime.options import SettingsError
 from runtime.settings import ServeSettings
 
@@ -47,7 +48,7 @@ def run(settings: IsolationSettings) -> int:
     bench_report.check_writable(settings.json_out)
     console = Console()
     status = uvloop.run(until_interrupted(_run(settings, console), console))
-    return INTERRUPTED if status is None else status
+    return INTERRUPTED_EXIT if status is None else status
 
 
 async def _run(settings: IsolationSettings, console: Console) -> int:

@@ -10,6 +10,8 @@ from launcher.bench_settings import CoordinatorBenchSettings, EngineBenchSetting
 from launcher.status import StatusSettings
 from launcher.tenants import CheckSettings, KeySettings
 from launcher.usage import UsageSettings
+from runtime import machine
+from runtime.exits import leave
 from runtime.options import add_command, invoke, new_app
 from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
 
@@ -47,6 +49,7 @@ def _gateway(settings: GatewaySettings) -> int:
 
 
 def _worker(settings: WorkerSettings) -> int:
+    machine.check(settings)
     if settings.role == "prefill":
         from prefill_worker.main import run as run_prefill
 
@@ -138,7 +141,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments in ([], ["bench"], ["tenants"]):
         arguments.append("--help")
-    sys.exit(invoke(build_app(), arguments, "crossdock"))
+    leave(invoke(build_app(), arguments, "crossdock"))
 
 
 def _print_version(asked: bool) -> None:

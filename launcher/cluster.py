@@ -4,16 +4,24 @@ import os
 import secrets
 import socket
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.models import ReadyModel
-from launcher.plan import CpuPlan, Seat, cores_text, plan_cpu
+from launcher.plan import CpuPlan, Seat, plan_cpu
 from launcher.process import child_environment, python_command
 from launcher.supervisor import ProcessSpec
 from launcher.usage import default_db
+from runtime import machine
+from runtime.environment import SUPERVISED
 from runtime.options import SettingsError, to_arguments
-from runtime.settings import ENV_PREFIX, CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
+from runtime.settings import (
+    ENV_PREFIX,
+    CoordinatorSettings,
+    GatewaySettings,
+    ServeSettings,
+    WorkerSettings,
+    cores_text,
+)
 from runtime.tenants import TenantsError
 from runtime.tenants_file import read as read_tenants
 
@@ -35,15 +43,7 @@ def sees_gpu(device: str) -> bool:
     """Whether workers will compute on a GPU. torch is imported only where a driver and a build for it are there."""
     if device != "auto":
         return device == "cuda"
-    try:
-        cpu_build = version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return False
-    if cpu_build or not Path("/dev/nvidiactl").exists():
-        return False
-    import torch
-
-    return torch.cuda.is_available()
+    return Path("/dev/nvidiactl").exists() and machine.gpu_memory_bytes() > 0
 
 
 def free_port(host: str) -> int:
@@ -155,5 +155,6 @@ def _spec(
     cores: tuple[int, ...],
     name: str = "",
 ) -> ProcessSpec:
-    arguments = python_command(module, *to_arguments(settings))
-    return ProcessSpec(name or settings.name, arguments, environment, cores)
+    # `python -m prefill_worker` knows its role.
+    arguments = python_command(module, *to_arguments(settings, fixed={"role"}))
+    return ProcessSpec(name or settings.name, arguments, environment | {SUPERVISED: "1"}, cores)

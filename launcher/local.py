@@ -10,22 +10,21 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import httpx
-import platformdirs
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from launcher import cluster as clusters
+from launcher import here
 from launcher.cluster import Cluster
 from launcher.models import ReadyModel
 from launcher.supervisor import Child, RoleFailed, Supervisor
+from runtime.exits import INTERRUPTED_EXIT
 from runtime.settings import ServeSettings
 
-INTERRUPTED: Final = 130
-"""Exit status after Ctrl-C, where something was left undone."""
 RUNS_KEPT = 5
 PROBE_EVERY_S = 0.2
 _RUN_NAME = re.compile(r"^\d{8}-\d{6}-\d+$")
@@ -45,7 +44,8 @@ class Running:
 async def running(settings: ServeSettings, model: ReadyModel, console: Console) -> AsyncIterator[Running]:
     """A cluster that is ready; stopped on the way out, whatever happens.
 
-    Raises `SettingsError` before anything is started, and `RoleFailed` where it does not get ready in time.
+    Raises `SettingsError` before anything is started, `RoleFailed` where it does not get ready in time, and `SettingsError`
+    or `ConfigError` where a role refuses its settings.
     """
     cluster = clusters.build(settings, model)
     if cluster.plan.note:
@@ -58,27 +58,39 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
         base_url=cluster.base_url, headers=headers, timeout=60.0, trust_env=False, limits=limits
     ) as client:
         try:
-            for spec in cluster.processes:
-                supervisor.start(spec)
-            await _wait_ready(client, supervisor, settings.ready_timeout_s, console)
-            supervisor.started_up = True
-            yield Running(cluster, supervisor, client, log_dir)
+            with here.noted(
+                log_dir, model_id=model.model_id, base_url=cluster.base_url, coordinator=cluster.coordinator
+            ):
+                for spec in cluster.processes:
+                    supervisor.start(spec)
+                await _wait_ready(client, supervisor, settings.ready_timeout_s, console)
+                supervisor.started_up = True
+                yield Running(cluster, supervisor, client, log_dir)
         finally:
             await supervisor.close()
 
 
 async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) -> int | None:
     """The result of `work`; None if SIGINT or SIGTERM came first, at whatever point: then `work` is cancelled, cleans
-    up and has ended when this returns."""
+    up and has ended when this returns. A second SIGINT or SIGTERM ends this process at once, with `INTERRUPTED_EXIT`;
+    the kernel then kills what the supervisor has started."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        if stop.is_set():
+            console.show_cursor()
+            console.print("Killed.")
+            os._exit(INTERRUPTED_EXIT)
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, interrupted)
     task = loop.create_task(work)
     stopped = loop.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
-        console.print("\nStopping …")
+        console.print("\nStopping … (Ctrl-C again kills at once)")
         task.cancel()
     await asyncio.wait({task})
     stopped.cancel()
@@ -95,7 +107,7 @@ def _sayer(console: Console) -> Callable[[str, str, str], None]:
 
 def _new_log_dir() -> Path:
     """A folder for this run's logs; older runs but the last few are removed."""
-    runs = Path(platformdirs.user_state_dir("crossdock")) / "runs"
+    runs = here.runs_folder()
     own = runs / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
     own.mkdir(parents=True)
     old = sorted(path for path in runs.iterdir() if _RUN_NAME.match(path.name) and path != own)

@@ -29,17 +29,6 @@ class CpuPlan:
     """What the user should know about it, if anything."""
 
 
-def cores_text(cores: tuple[int, ...]) -> str:
-    """`(0, 1, 2, 5)` → `"0-2,5"`."""
-    parts: list[list[int]] = []
-    for core in sorted(cores):
-        if parts and parts[-1][1] == core - 1:
-            parts[-1][1] = core
-        else:
-            parts.append([core, core])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
 def plan_cpu(cores: tuple[int, ...], *, prefill: int, decode: int, on_gpu: bool, threads: int = 0) -> CpuPlan:
     """`cores`: those this process may use. `threads` per worker; 0: as many as its cores, and never more than those."""
     assert cores and prefill >= 1 and decode >= 1 and threads >= 0

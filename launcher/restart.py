@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from runtime.exits import HOPELESS_EXITS
+
 FIRST_DELAY_S = 0.5
 LAST_DELAY_S = 30.0
 STABLE_AFTER_S = 30.0
@@ -9,8 +11,6 @@ STABLE_AFTER_S = 30.0
 QUICK_FAILURES_MAX = 5
 STARTUP_FAILURES_MAX = 2
 """While the cluster has never been ready, what fails twice will fail again: say so soon."""
-USAGE_EXIT = 2
-"""Exit status of a role whose settings or model are wrong; another start cannot help."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class RestartPolicy:
 
     def on_exit(self, *, lived_s: float, exit_code: int, started_up: bool, uniform: float) -> float | None:
         """Seconds until the next start, or None to give up. `uniform` is a random number in [0, 1)."""
-        if exit_code == USAGE_EXIT:
+        if exit_code in HOPELESS_EXITS:
             return None
         if lived_s >= STABLE_AFTER_S:
             self.quick_failures = 0

@@ -11,11 +11,13 @@ import uvloop
 from rich.console import Console
 from rich.markup import escape
 
+from launcher import cluster as clusters
 from launcher import models
-from launcher.local import INTERRUPTED, Running, running, until_interrupted
+from launcher.local import Running, running, until_interrupted
 from launcher.models import ReadyModel
 from proto.errors import CrossdockError
 from runtime import clock
+from runtime.exits import INTERRUPTED_EXIT
 from runtime.settings import ServeSettings
 
 ANSWER_TOKENS = 128
@@ -29,13 +31,14 @@ class AnswerFailed(CrossdockError):
 
 
 def run(settings: ServeSettings) -> int:
-    """Raises `CrossdockError` with what to tell the user."""
+    """Raises `CrossdockError`, `SettingsError` among them, with what to tell the user."""
     console = Console()
     started_at = clock.now()
+    clusters.http_port(settings.host, settings.port)  # a taken one is told before a model is fetched for minutes
     model = models.ready(settings.model, settings.model_id, console)
     status = uvloop.run(until_interrupted(_serve(settings, model, console, started_at), console))
     if status is None:
-        return INTERRUPTED if settings.once else 0
+        return INTERRUPTED_EXIT if settings.once else 0
     return status
 
 

@@ -10,26 +10,43 @@ import msgspec
 import uvloop
 from pydantic import Field
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from launcher import here
 from proto import limits
 from proto.errors import CrossdockError
 from proto.messages import Hello, Message, Role, StatusReport, StatusRequest, Welcome
 from runtime import clock
 from runtime.link import LinkClient, LinkSettings, Peer
-from runtime.settings import Address, Options
+from runtime.settings import AdvertisedAddress, CoordinatorSettings, Options
+
+_ENDLESS = 10_000
+"""Columns: no line is cut."""
+_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+DEFAULT_COORDINATOR: str = CoordinatorSettings.model_fields["bind"].default
 
 
 class StatusSettings(Options):
-    """Show workers, queues and running requests of a cluster."""
+    """Show workers, queues and running requests of a cluster: of the one that `crossdock serve` runs on this machine, or of
+    any other by its coordinator."""
 
-    coordinator: Address = Field("tcp://127.0.0.1:7070", description="Address of the coordinator.")
+    coordinator: AdvertisedAddress = Field(
+        "",
+        description="Address of the coordinator; empty: the cluster running on this machine, or else the coordinator at"
+        f" {DEFAULT_COORDINATOR}.",
+    )
     as_json: bool = Field(False, description="Print JSON, for programs.", json_schema_extra={"option": "--json"})
+    wide: bool = Field(False, description="Show every column, however wide the table becomes.")
     timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
 
 
 class NoAnswer(CrossdockError):
     """The coordinator did not answer in time."""
+
+
+class SeveralClusters(CrossdockError):
+    """More than one cluster runs here, and none was named."""
 
 
 async def ask(coordinator: str, timeout_ms: int) -> StatusReport:
@@ -69,11 +86,22 @@ async def ask(coordinator: str, timeout_ms: int) -> StatusReport:
 
 
 def run(settings: StatusSettings) -> int:
-    report = uvloop.run(ask(settings.coordinator, settings.timeout_ms))
+    """Raises `NoAnswer` or `SeveralClusters`."""
+    running = [] if settings.coordinator else here.clusters()
+    if len(running) > 1:
+        lines = [f"    --coordinator {one.coordinator}   {one.model_id} at {one.base_url}" for one in running]
+        raise SeveralClusters("\n".join(["several clusters run on this machine; name one:", *lines]))
+    coordinator = settings.coordinator or (running[0].coordinator if running else DEFAULT_COORDINATOR)
+    try:
+        report = uvloop.run(ask(coordinator, settings.timeout_ms))
+    except NoAnswer as error:
+        if settings.coordinator or running:
+            raise
+        raise NoAnswer(f"no `crossdock serve` of yours runs on this machine, and {error}") from None
     if settings.as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(as_dict(report)), indent=2).decode() + "\n")
     else:
-        show(report, Console())
+        show(report, Console(width=_ENDLESS) if settings.wide else Console(), wide=settings.wide)
     return 0
 
 
@@ -84,32 +112,70 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     return fields | {"workers": workers}
 
 
-def show(report: StatusReport, console: Console) -> None:
-    table = Table(title="Workers", title_justify="left")
-    table.add_column("name")
-    table.add_column("role")
-    table.add_column("model")
-    table.add_column("host")
-    for heading in ("pid", "requests", "steps in flight", "KV blocks used", "of", "tokens forwarded"):
-        table.add_column(heading, justify="right")
-    for worker in report.workers:
-        numbers = (worker.pid, worker.requests, worker.steps_in_flight, worker.kv_blocks_used, worker.kv_blocks)
-        table.add_row(
-            worker.name,
-            worker.role.value,
-            worker.model,
-            worker.host,
-            *(str(number) for number in numbers),
-            f"{worker.tokens_forwarded:,}",
-        )
+def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
+    """A table for 80 columns; `wide`: every column, for a console that is wide enough."""
     if report.workers:
-        console.print(table)
+        console.print(_title(report), highlight=False, soft_wrap=True)
+        console.print(_wide_table(report) if wide else _table(report))
     else:
         console.print("No workers are connected.")
     console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
     console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
     if report.counters:
         console.print(f"Counters: {_counts(report.counters)}")
+
+
+def _title(report: StatusReport) -> str:
+    """With what is the same for all workers."""
+    models, hosts = ({getattr(worker, what) for worker in report.workers} for what in ("model", "host"))
+    which = f"{len(models)} models" if len(models) > 1 else escape(*models)
+    where = f"{len(hosts)} hosts" if len(hosts) > 1 else escape(*hosts)
+    return f"Workers of {which} on {where}"
+
+
+def _table(report: StatusReport) -> Table:
+    models = {worker.model for worker in report.workers}
+    table = Table()
+    table.add_column("name", overflow="fold")
+    table.add_column("role", no_wrap=True)
+    if len(models) > 1:
+        table.add_column("model", max_width=14, overflow="ellipsis", no_wrap=True)
+    for heading in ("requests", "KV blocks", "tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for worker in report.workers:
+        table.add_row(
+            escape(worker.name),
+            worker.role.value,
+            *([escape(worker.model)] if len(models) > 1 else []),
+            str(worker.requests),
+            f"{worker.kv_blocks_used}/{worker.kv_blocks}",
+            _short(worker.tokens_forwarded),
+        )
+    return table
+
+
+def _short(number: int) -> str:
+    """Exact up to 99,999, then three digits: `123 k`, `1.23 M`."""
+    if number < 100_000:
+        return f"{number:,}"
+    unit = next((unit for unit in ("k", "M", "G") if number < 999_500 * _UNITS[unit] // 1000), "T")
+    value = number / _UNITS[unit]
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def _wide_table(report: StatusReport) -> Table:
+    table = Table()
+    for heading in ("name", "role", "model", "host"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("pid", "requests", "steps in flight", "KV blocks used", "of", "tokens forwarded"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for worker in report.workers:
+        numbers = (worker.requests, worker.steps_in_flight, worker.kv_blocks_used, worker.kv_blocks)
+        table.add_row(
+            *(escape(text) for text in (worker.name, worker.role.value, worker.model, worker.host, str(worker.pid))),
+            *(f"{number:,}" for number in (*numbers, worker.tokens_forwarded)),
+        )
+    return table
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -17,6 +17,8 @@ from launcher.childlog import ChildLog
 from launcher.restart import RestartPolicy
 from proto.errors import CrossdockError
 from runtime import clock
+from runtime.exits import CONFIG_EXIT, HOPELESS_EXITS, ConfigError
+from runtime.options import SettingsError, complaints
 
 STOP_GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -75,7 +77,7 @@ class Supervisor:
         self._tasks.append(task)
 
     async def wait_failed(self) -> None:
-        """Returns never; raises `RoleFailed` once a child has been given up."""
+        """Returns never. Raises `RoleFailed` once a child has been given up; `SettingsError` or `ConfigError` if by itself."""
         await asyncio.shield(self._failed)
 
     async def close(self) -> None:
@@ -102,10 +104,11 @@ class Supervisor:
                     started_up=self.started_up,
                     uniform=random.random(),
                 )
-                how = _how_it_ended(exit_code)
                 if delay_s is None:
-                    raise RoleFailed(_with_tail(f"{child.spec.name} {how} and is given up", child.log))
-                self._say("warning", child.spec.name, f"{how}; starting it again in {delay_s:.1f} s")
+                    raise _given_up(child, exit_code)
+                self._say(
+                    "warning", child.spec.name, f"{_how_it_ended(exit_code)}; starting it again in {delay_s:.1f} s"
+                )
                 await asyncio.sleep(delay_s)
                 child.restarts += 1
         except OSError as error:
@@ -185,6 +188,15 @@ def _how_it_ended(exit_code: int) -> str:
         return f"was killed by {signal.Signals(-exit_code).name}"
     except ValueError:
         return f"was killed by signal {-exit_code}"
+
+
+def _given_up(child: Child, exit_code: int) -> CrossdockError:
+    """What a role that refused its settings said of them, for our own user; of others, their last words."""
+    name = child.spec.name
+    if exit_code in HOPELESS_EXITS and (said := complaints(child.log.tail)):
+        text = "\n".join(f"{name}: {line}" for line in said)
+        return ConfigError(text) if exit_code == CONFIG_EXIT else SettingsError(text)
+    return RoleFailed(_with_tail(f"{name} {_how_it_ended(exit_code)} and is given up", child.log))
 
 
 def _with_tail(message: str, log: ChildLog) -> str:

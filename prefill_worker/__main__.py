@@ -1,16 +1,17 @@
 """`python -m prefill_worker`: this role alone, for unit files and launchers."""
 
-import sys
-
+from runtime import machine
+from runtime.exits import leave
 from runtime.options import run_role
 from runtime.settings import WorkerSettings
 
 
 def _run(settings: WorkerSettings) -> int:
+    machine.check(settings)
     from prefill_worker.main import run  # here, so that --help and a wrong option answer at once
 
     return run(settings)
 
 
 if __name__ == "__main__":
-    sys.exit(run_role("prefill_worker", WorkerSettings, _run, fixed={"role": "prefill"}))
+    leave(run_role("prefill_worker", WorkerSettings, _run, fixed={"role": "prefill"}))

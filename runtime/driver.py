@@ -6,17 +6,18 @@ import os
 import signal
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from concurrent.futures import Executor
+from typing import Any, Generic, Protocol, TypeVar
 
 import uvloop
 
 from runtime import clock, log
-
-BUG_EXIT: Final = 70
-"""Exit status after an exception that nobody caught."""
+from runtime.exits import BUG_EXIT
+from runtime.peer import close_sockets
 
 E = TypeVar("E")
 A = TypeVar("A")
+T = TypeVar("T")
 
 E_contra = TypeVar("E_contra", contravariant=True)
 A_co = TypeVar("A_co", covariant=True)
@@ -89,9 +90,24 @@ def run_process(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
         loop.set_exception_handler(_die)
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, stop.set)
-        return await main(stop)
+        status = await main(stop)
+        close_sockets()
+        return status
 
     return uvloop.run(body())
+
+
+async def unless_stopped(stop: asyncio.Event, executor: Executor, work: Callable[[], T]) -> T | None:
+    """The result of `work`, run on `executor`; None if `stop` was set first. Then its thread is left to itself: it cannot be
+    interrupted, and the end of the process does not wait for it."""
+    loop = asyncio.get_running_loop()
+    working, stopping = loop.run_in_executor(executor, work), loop.create_task(stop.wait())
+    both: set[asyncio.Future[Any]] = {working, stopping}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+    return working.result() if working.done() else None
 
 
 def watched(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":

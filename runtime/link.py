@@ -30,16 +30,41 @@ from runtime.driver import cancelled, watched
 from runtime.monitor import ConnectionMonitor
 from runtime.peer import LinkCounters, LinkSettings, OnDown, OnMessage, Peer, open_socket, try_send
 
-__all__ = ["GOODBYE", "LinkClient", "LinkCounters", "LinkServer", "LinkSettings", "OnDown", "OnMessage", "Peer"]
+__all__ = [
+    "CannotBind",
+    "LinkClient",
+    "LinkCounters",
+    "LinkServer",
+    "LinkSettings",
+    "OnDown",
+    "OnMessage",
+    "Peer",
+    "is_orderly",
+]
 
 GOODBYE = "said goodbye"
 """How the reason for the end of a link begins where the other end left in order."""
 
+CLOSED = "closed here"
+"""The reason where this end did."""
+
 PROBE_AFTER_S = 0.02
+NEVER_MS = 3_600_000
+"""To libzmq's own reconnecting: its socket is closed long before. Off (-1) would also take back what a connection delivered
+in its last moment and nobody has read yet, and tell nothing of a connection refused."""
 TURN_MESSAGES = 64
 """Messages read before the rest of the process gets its turn: while more are there, reading never waits."""
 
 _log = log.get("crossdock.link")
+
+
+class CannotBind(OSError):
+    """A server's address is taken, or not of this machine; `strerror` names it."""
+
+
+def is_orderly(reason: str) -> bool:
+    """Whether a link ended because one of its ends meant it to."""
+    return reason == CLOSED or reason.startswith(GOODBYE)
 
 
 class LinkServer:
@@ -73,7 +98,7 @@ class LinkServer:
         self._probe: asyncio.TimerHandle | None = None
 
     async def start(self) -> str:
-        """Bind; returns the address with the real port. Raises OSError naming the address if it cannot be bound."""
+        """Bind; returns the address with the real port. Raises `CannotBind`."""
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         monitor = ConnectionMonitor(self._socket, on_lost=self._probe_soon, on_garbage=self._count_garbage)
         try:
@@ -81,7 +106,7 @@ class LinkServer:
         except zmq.ZMQError as error:
             monitor.close()
             self._socket.close(0)
-            raise OSError(f"cannot bind {self._bind}: {error}") from None
+            raise CannotBind(error.errno, f"cannot bind {self._bind}: {error}") from None
         self._tasks = [watched(self._receive()), watched(self._watch()), watched(monitor.run())]
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -248,9 +273,10 @@ class LinkClient:
     async def _one_link(self) -> bool:
         """One socket from connect to close; True if it had been welcomed."""
         socket = self._socket = open_socket(zmq.DEALER, self._settings)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
         self._gone.clear()
-        monitor = ConnectionMonitor(socket, on_lost=lambda: self._give_up("connection closed"))
+        self._why_gone = ""
+        monitor = ConnectionMonitor(socket, on_lost=lambda: self._connection_lost(socket))
         watcher = watched(monitor.run())
         receiver: asyncio.Task[None] | None = None
         try:
@@ -271,7 +297,7 @@ class LinkClient:
             if self._peer is not None:
                 lost, self._peer = self._peer, None
                 self.counters.lost += 1
-                self._on_down(lost, self._why_gone or "closed")
+                self._on_down(lost, self._why_gone or CLOSED)
 
     async def _handshake(self, socket: zmq.asyncio.Socket) -> Peer | None:
         hello = self._hello if isinstance(self._hello, Hello) else self._hello()
@@ -308,6 +334,15 @@ class LinkClient:
         self._on_up(self._peer, message)
         return self._peer
 
+    def _connection_lost(self, socket: zmq.asyncio.Socket) -> None:
+        """Given up a moment later: what the other end said last, a goodbye perhaps, may still be unread."""
+
+        def give_up() -> None:
+            if socket is self._socket and not self._gone.is_set():
+                self._give_up("connection closed")
+
+        asyncio.get_running_loop().call_later(PROBE_AFTER_S, give_up)
+
     def _give_up(self, reason: str) -> None:
         self._why_gone = reason
         self._gone.set()
@@ -334,7 +369,7 @@ class LinkClient:
                 if isinstance(message, Pong):
                     continue
                 if isinstance(message, Refused | Bye):
-                    self._give_up(message.reason)
+                    self._give_up(f"{GOODBYE}: {message.reason}" if isinstance(message, Bye) else message.reason)
                     return
                 if isinstance(message, Hello | Welcome | Ping):
                     raise RemoteProtocolError(f"unexpected {type(message).__name__}")

@@ -9,9 +9,10 @@ to_arguments(settings)                           the flags which make these sett
 
 import inspect
 import os
+import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar, get_args, get_origin
 
@@ -23,6 +24,8 @@ from pydantic_settings import EnvSettingsSource
 from rich.markup import escape
 
 from proto.errors import CrossdockError
+from runtime import environment
+from runtime.exits import CONFIG_EXIT, INTERRUPTED_EXIT, USAGE_EXIT, ConfigError
 from runtime.settings import (
     ENV_PREFIX,
     CoordinatorSettings,
@@ -38,7 +41,7 @@ SECTIONS: Final[dict[str, type[Options]]] = {
     cls.section: cls for cls in (CoordinatorSettings, GatewaySettings, WorkerSettings, ServeSettings)
 }
 CONFIG_ENV: Final = ENV_PREFIX + "CONFIG"
-USAGE_ERROR: Final = 2
+_COMPLAINT: Final = re.compile(r"^[\w .-]+: (--[a-z].*)$")
 _CONFIG_HELP = f"TOML file with settings; environment {CONFIG_ENV}."
 _EPILOG = (
     f"Each option can also be set in the environment, as {ENV_PREFIX}<OPTION> with underscores"
@@ -154,11 +157,11 @@ def _what_is_wrong(details: ErrorDetails, message: str) -> str:
             return f"{shown}: {message[0].lower()}{message[1:]}"
 
 
-def to_arguments(settings: Options) -> list[str]:
+def to_arguments(settings: Options, fixed: Collection[str] = ()) -> list[str]:
     """The flags that make these settings again in another process; fields left at their defaults are left out, so that
-    the environment and the file can still speak there."""
+    the environment and the file can still speak there, and so are those that the process decides itself."""
     arguments: list[str] = []
-    for key in settings.model_fields_set:
+    for key in settings.model_fields_set.difference(fixed):
         value, option = getattr(settings, key), _option(type(settings), key)
         if isinstance(value, bool):
             arguments.append(option if value else "--no-" + option.removeprefix("--"))
@@ -173,12 +176,13 @@ def to_arguments(settings: Options) -> list[str]:
 
 
 def _metavar(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return "|".join(get_args(annotation))
+    # The choices of a literal stand in its help: in a column of their own they would cut the options' names short.
     return {int: "NUMBER", float: "NUMBER"}.get(annotation, "TEXT")
 
 
 def _bounds(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return "one of " + ", ".join(get_args(field.annotation))
     names = ("ge", "gt", "le")
     limits = {name: getattr(meta, name) for meta in field.metadata for name in names if hasattr(meta, name)}
     if "le" not in limits:
@@ -221,14 +225,22 @@ def _paragraphs(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-def add_command(app: typer.Typer, name: str, cls: type[S], run: Callable[[S], int]) -> None:
-    """A command whose options, help and checks are the fields of `cls`; `run` returns the exit status."""
+def add_command(
+    app: typer.Typer, name: str, cls: type[S], run: Callable[[S], int], fixed: Mapping[str, str] | None = None
+) -> None:
+    """A command whose options, help and checks are the fields of `cls`, without those that are `fixed`; `run` returns the
+    exit status."""
+    fixed = fixed or {}
 
     def command(**values: Any) -> int:
+        for line in environment.notes(os.environ, environment.known_names()):
+            print(f"crossdock: {line}", file=sys.stderr)  # noqa: T201
         config = values.pop("config", None) or ""
-        return run(load(cls, {key: value for key, value in values.items() if value is not None}, config))
+        flags = {key: value for key, value in values.items() if value is not None}
+        return run(load(cls, {**flags, **fixed}, config))
 
-    fields = sorted(cls.model_fields.items(), key=lambda item: not item[1].is_required())
+    fields = [(key, field) for key, field in cls.model_fields.items() if key not in fixed]
+    fields.sort(key=lambda item: not item[1].is_required())
     parameters = [_parameter(key, field) for key, field in fields]
     if cls.section:
         annotation = Annotated[str | None, typer.Option("--config", help=_CONFIG_HELP, metavar="PATH")]
@@ -247,22 +259,30 @@ def new_app(help_text: str | None = None) -> typer.Typer:
 
 
 def invoke(app: typer.Typer, arguments: Sequence[str], prog: str) -> int:
-    """Run the command line and return its exit status; a user's errors are one line each on stderr, with status 2,
-    and failures of peers and resources (`CrossdockError`) a message there, with status 1."""
+    """Run the command line and return its exit status; a user's errors are one line each on stderr, with status 2, or 78
+    where only this machine or the model makes them errors; failures of peers and resources (`CrossdockError`) are a
+    message there, with status 1."""
     try:
         status = app(list(arguments), prog_name=prog, standalone_mode=False)
-    except SettingsError as error:
+    except (SettingsError, ConfigError) as error:
         for line in str(error).splitlines():
             print(f"{prog}: {line}", file=sys.stderr)  # noqa: T201
-        return USAGE_ERROR
+        return CONFIG_EXIT if isinstance(error, ConfigError) else USAGE_EXIT
     except CrossdockError as error:
         print(f"{prog}: {error}", file=sys.stderr)  # noqa: T201
         return 1
+    except typer.Abort:
+        return INTERRUPTED_EXIT
     except _ClickError as error:
         text = " ".join(error.format_message().split())  # type: ignore[attr-defined]
         print(f"{prog}: {text} See --help.", file=sys.stderr)  # noqa: T201
-        return USAGE_ERROR
+        return USAGE_EXIT
     return status if isinstance(status, int) else 0
+
+
+def complaints(lines: Iterable[str]) -> list[str]:
+    """What `invoke` has said of options, without the name of the program, among the lines that a process wrote."""
+    return [found[1] for line in lines if (found := _COMPLAINT.match(line))]
 
 
 def parse(cls: type[S], arguments: Sequence[str]) -> S:
@@ -287,6 +307,5 @@ def parse(cls: type[S], arguments: Sequence[str]) -> S:
 def run_role(prog: str, cls: type[S], run: Callable[[S], int], fixed: Mapping[str, str] | None = None) -> int:
     """`python -m <role>`: parse the process's arguments and run. `fixed` are options which the role itself decides."""
     app = new_app()
-    add_command(app, prog, cls, run)
-    extra = [text for key, value in (fixed or {}).items() for text in ("--" + key, value)]
-    return invoke(app, [*sys.argv[1:], *extra], f"python -m {prog}")
+    add_command(app, prog, cls, run, fixed)
+    return invoke(app, sys.argv[1:], f"python -m {prog}")

@@ -62,6 +62,7 @@ class Peer:
 OnMessage = Callable[[Peer, Message, bytes], None]
 OnDown = Callable[[Peer, str], None]
 
+LINGER_MS = 200
 _context: zmq.asyncio.Context | None = None
 
 
@@ -70,13 +71,23 @@ def open_socket(kind: int, settings: LinkSettings) -> zmq.asyncio.Socket:
     if _context is None or _context.closed:
         _context = zmq.asyncio.Context()
     socket = _context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 200)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
     socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
     # Frames between our own limit and libzmq's reach the codec, which refuses and counts them; what is larger libzmq cuts off.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * limits.MAX_FRAME_BYTES)
     socket.setsockopt(zmq.IPV6, 1)
     return socket
+
+
+def close_sockets() -> None:
+    """On the event loop: close what this process still has open, and wait until what was sent is with the kernel, the linger
+    at most. A process that ends without it may take its goodbyes with it."""
+    global _context
+    if _context is None or _context.closed:
+        return
+    context, _context = _context, None
+    context.destroy(LINGER_MS)
 
 
 def try_send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> str | None:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from proto import limits
 from proto.messages import CacheEvents, Capacity, Held, Hello, Message, Role, Welcome
-from runtime.link import LinkClient, LinkSettings, OnMessage, Peer
+from runtime.link import LinkClient, LinkSettings, OnMessage, Peer, is_orderly
 from runtime.log import Log
 from runtime.settings import WorkerSettings
+from runtime.waiting import WaitNotice
 
 
 class Registration:
@@ -39,6 +40,7 @@ class Registration:
             on_down=self._down,
             settings=LinkSettings(heartbeat_ms=settings.heartbeat_ms),
         )
+        self._waiting = WaitNotice(log, settings.coordinator, lambda: self._client.last_error)
 
     def report_cache(self, take_changes: Callable[[int], tuple[bytes, bytes]]) -> None:
         """Tell the coordinator what a prefix cache has gained and lost; while it is away, the changes stay where they are."""
@@ -49,10 +51,12 @@ class Registration:
             self._peer.send(CacheEvents(inserted, evicted))
 
     async def start(self) -> None:
+        self._waiting.begin()
         await self._client.start()
 
     async def close(self) -> None:
         await self._client.close()
+        self._waiting.end()
 
     def send(self, message: Message) -> None:
         """Tell the coordinator, if it is there; if not, the next registration says what is still held."""
@@ -68,6 +72,7 @@ class Registration:
 
     def _up(self, peer: Peer, welcome: Welcome) -> None:
         self._peer = peer
+        self._waiting.end()
         unsaid, self._unsaid = self._unsaid, []
         for message in unsaid:
             peer.send(message)
@@ -75,7 +80,11 @@ class Registration:
 
     def _down(self, _: Peer, reason: str) -> None:
         self._peer = None
-        self._log.warning("coordinator lost", reason=reason)
+        self._waiting.begin()
+        if is_orderly(reason):
+            self._log.info("coordinator left", reason=reason)
+        else:
+            self._log.warning("coordinator lost", reason=reason)
         self._on_lost(reason)
 
 

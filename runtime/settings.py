@@ -51,6 +51,17 @@ def parse_cores(text: str) -> tuple[int, ...]:
     return tuple(sorted(cores))
 
 
+def cores_text(cores: tuple[int, ...]) -> str:
+    """`(0, 1, 2, 5)` → `"0-2,5"`."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and parts[-1][1] == core - 1:
+            parts[-1][1] = core
+        else:
+            parts.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
 def _check_cores(value: str) -> str:
     parse_cores(value)
     return value
@@ -334,6 +345,8 @@ class WorkerSettings(_ClientSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.transfer_host in (*_EVERY_INTERFACE, "::"):
+            raise ValueError(f"--transfer-host: {self.transfer_host} is every address; name the one KV is sent to")
         if self.role == "decode":
             self._check_reachable("--kv-bind", self.kv_bind)
         return self

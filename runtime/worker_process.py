@@ -7,8 +7,10 @@ from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
 from proto.errors import CrossdockError
-from runtime import log
-from runtime.driver import run_process
+from runtime import log, machine
+from runtime.driver import run_process, unless_stopped
+from runtime.exits import ConfigError
+from runtime.link import CannotBind
 from runtime.log import Log
 from runtime.settings import WorkerSettings
 
@@ -26,22 +28,28 @@ def run_worker(
     load: Callable[[], EngineT],
     make: Callable[[EngineT, Log, str], RunsUntilStopped],
 ) -> int:
-    """Load on `thread`, then `make(engine, log, name).run(stop)` until SIGTERM or SIGINT. Returns the exit code."""
+    """Load on `thread`, then `make(engine, log, name).run(stop)` until SIGTERM or SIGINT. Returns the exit code; raises
+    `ConfigError`, as `load` may."""
 
     async def main(stop: asyncio.Event) -> int:
         name = settings.name or f"{settings.role}-{os.getpid()}"
         logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
         logger.info("loading", model=settings.model)
         try:
-            engine = await asyncio.get_running_loop().run_in_executor(thread, load)
+            engine = await unless_stopped(stop, thread, load)
+        except ConfigError:
+            raise
         except (CrossdockError, OSError, ValueError, RuntimeError) as error:
             logger.error("cannot load the model", model=settings.model, error=str(error))
             return 1
-        rest = os.sched_getaffinity(0) - set(settings.cores)
-        if settings.cores and rest:
-            # This thread, and those it will make: the cores of the one that computes are its own from now on.
-            os.sched_setaffinity(0, rest)
-        await make(engine, logger, name).run(stop)
+        if engine is not None:
+            leave_cores(settings.cores)
+            try:
+                await make(engine, logger, name).run(stop)
+            except CannotBind as error:
+                machine.check_listening("--kv-bind", error)
+                logger.error("cannot start", error=f"--kv-bind: {error.strerror}")
+                return 1
         logger.info("stopped")
         return 0
 
@@ -49,3 +57,10 @@ def run_worker(
         return run_process(main)
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
+
+
+def leave_cores(cores: tuple[int, ...]) -> None:
+    """Move this thread, and those it will make, off the cores of the one that computes: they are its own from now on."""
+    rest = os.sched_getaffinity(0) - set(cores)
+    if cores and rest:
+        os.sched_setaffinity(0, rest)

@@ -38,6 +38,7 @@ class Live:
 
     def __init__(self, model: Path, home: Path, *arguments: str, **settings: str) -> None:
         self.model = model
+        self.home = home
         self.model_id = model.name
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"

@@ -2,17 +2,32 @@
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import psutil
 
+from launcher.process import child_environment
 from tests.e2e.live import Live, at_once, live
 
 
 def test_the_roles_are_processes_of_their_own(cluster: Live) -> None:
     pids = [p.pid for members in cluster.processes().values() for p in members]
     assert len(pids) == 4 == len(set(pids))
+
+
+def test_status_finds_the_cluster_of_this_machine(cluster: Live) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "launcher.cli", "status", "--json"],
+        env=child_environment(1) | {"XDG_STATE_HOME": str(cluster.home)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {worker["name"] for worker in json.loads(done.stdout)["workers"]} == {"prefill-0", "decode-0"}
 
 
 def test_decode_never_computes_a_prompt_and_prefill_never_decodes(cluster: Live) -> None:

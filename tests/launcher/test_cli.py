@@ -1,11 +1,14 @@
 """The command as a user types it."""
 
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from launcher.process import child_environment
+from runtime.exits import CONFIG_EXIT, USAGE_EXIT
 
 
 def _crossdock(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,6 +47,29 @@ def test_mistakes_are_one_line_and_no_traceback(arguments: tuple[str, ...], expe
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("worker", "--role", "decode", "--model", "m", "--cpu-cores", "8000"), "crossdock: --cpu-cores: 8000 cannot"),
+        (
+            ("worker", "--role", "prefill", "--model", "m", "--device", "cpu", "--kv-gib", "16384"),
+            "crossdock: --kv-gib: ",
+        ),
+        (("worker", "--role", "decode", "--model", "/no/model"), "crossdock: --model: /no/model: no such folder"),
+        (("gateway", "--model", "/no/model", "--port", "0"), "crossdock: --model: /no/model: there is no such folder"),
+        (("gateway", "--model", "m", "--host", "192.0.2.1"), "crossdock: --host, --port: cannot listen on 192.0.2.1"),
+        (("coordinator", "--bind", "tcp://192.0.2.1:7"), "crossdock: --bind: cannot bind tcp://192.0.2.1:7"),
+    ],
+)
+def test_what_cannot_work_here_ends_at_once_with_a_line_and_a_status_of_its_own(
+    arguments: tuple[str, ...], expected: str
+) -> None:
+    done = _crossdock(*arguments)
+    assert done.returncode == CONFIG_EXIT, done.stderr
+    assert done.stderr.splitlines()[-1].startswith(expected)
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("module", ["coordinator", "gateway", "prefill_worker", "decode_worker"])
 def test_each_role_is_a_module_with_help(module: str) -> None:
     done = subprocess.run(
@@ -55,3 +81,24 @@ def test_each_role_is_a_module_with_help(module: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--log-format" in done.stdout
+    assert "--role" not in done.stdout, "the module is the role"
+
+
+def test_a_taken_port_is_told_before_anything_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen(1)
+        port = other.getsockname()[1]
+        done = _crossdock("serve", "--model", str(tmp_path), "--port", str(port))
+    assert (done.returncode, done.stdout) == (USAGE_EXIT, "")
+    assert done.stderr.startswith(f"crossdock: --port: {port} on 127.0.0.1 is taken")
+
+
+def test_a_slip_in_the_environment_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSDOCK_HEARTBEET_MS", "100")
+    monkeypatch.setenv("CROSSDOCK_STREAMS", "3")
+    done = _crossdock("coordinator", "--bind", "tcp://192.0.2.1:7")
+    note = "note: CROSSDOCK_HEARTBEET_MS in the environment is no option, and is ignored; did you mean"
+    assert done.stderr.count("note:") == 1
+    assert done.stderr.startswith(f"crossdock: {note} CROSSDOCK_HEARTBEAT_MS?\n")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.exits import INTERRUPTED_EXIT
 from runtime.options import SECTIONS, SettingsError, add_command, invoke, load, new_app, parse, to_arguments
 from runtime.settings import (
     CoordinatorSettings,
@@ -152,6 +153,15 @@ def test_the_status_of_the_command_is_what_it_returned() -> None:
     app = new_app()
     add_command(app, "gateway", GatewaySettings, lambda settings: settings.port)
     assert invoke(app, ["--model", "m", "--port", "7"], "x") == 7
+
+
+def test_ctrl_c_is_no_traceback() -> None:
+    def interrupted(_settings: GatewaySettings) -> int:
+        raise KeyboardInterrupt
+
+    app = new_app()
+    add_command(app, "gateway", GatewaySettings, interrupted)
+    assert invoke(app, ["--model", "m"], "x") == INTERRUPTED_EXIT
 
 
 @pytest.mark.parametrize(("text", "cores"), [("", ()), ("1", (1,)), ("0-2,5", (0, 1, 2, 5)), ("3,1", (1, 3))])

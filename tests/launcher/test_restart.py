@@ -7,9 +7,9 @@ from launcher.restart import (
     QUICK_FAILURES_MAX,
     STABLE_AFTER_S,
     STARTUP_FAILURES_MAX,
-    USAGE_EXIT,
     RestartPolicy,
 )
+from runtime.exits import HOPELESS_EXITS
 
 
 def _die(policy: RestartPolicy, lived_s: float = 0.1, uniform: float = 0.0, started_up: bool = True) -> float | None:
@@ -47,4 +47,5 @@ def test_before_the_first_ready_patience_is_short() -> None:
 
 
 def test_wrong_settings_are_not_tried_again() -> None:
-    assert RestartPolicy().on_exit(lived_s=99.0, exit_code=USAGE_EXIT, started_up=True, uniform=0.0) is None
+    for exit_code in HOPELESS_EXITS:
+        assert RestartPolicy().on_exit(lived_s=99.0, exit_code=exit_code, started_up=True, uniform=0.0) is None

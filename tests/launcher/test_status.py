@@ -3,12 +3,17 @@
 import asyncio
 import io
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from launcher.status import NoAnswer, as_dict, ask, show
+from launcher import here, status
+from launcher.status import NoAnswer, SeveralClusters, StatusSettings, as_dict, ask, show
+from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Role, StatusReport, StatusRequest, WorkerStatus
 from runtime import clock
 from runtime.link import LinkServer, Peer
@@ -28,7 +33,7 @@ def test_the_answer_of_the_coordinator_is_what_is_shown() -> None:
 
         server = LinkServer(
             bind="tcp://127.0.0.1:0",
-            hello=Hello(version=1, role=Role.COORDINATOR, epoch=clock.new_epoch(), name="coordinator"),
+            hello=Hello(version=PROTOCOL_VERSION, role=Role.COORDINATOR, epoch=clock.new_epoch(), name="coordinator"),
             accept=lambda hello: None,
             on_up=lambda peer: None,
             on_message=on_message,
@@ -44,14 +49,80 @@ def test_the_answer_of_the_coordinator_is_what_is_shown() -> None:
     assert roles == [Role.OBSERVER]
 
 
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return here.runs_folder()
+
+
+def _note(run: Path, coordinator: str, pid: int, started: int | None) -> None:
+    run.mkdir(parents=True)
+    fields = {"pid": pid, "started": started, "model_id": "m", "base_url": "http://h", "coordinator": coordinator}
+    (run / here.NOTE).write_text(json.dumps(fields))
+
+
+def test_a_running_cluster_is_found_and_the_notes_of_dead_ones_are_ignored(state: Path) -> None:
+    own, address = os.getpid(), "tcp://127.0.0.1:7"
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+        _note(state / "dead", address, dead.pid, 5)
+    _note(state / "of an earlier process with our number", address, own, (here.started_at(own) or 0) - 1)
+    _note(state / "broken", address, own, None)
+    (state / "running").mkdir()
+    assert here.clusters() == []
+    with here.noted(state / "running", model_id="m", base_url="http://h", coordinator=address):
+        assert [(one.coordinator, one.pid) for one in here.clusters()] == [(address, own)]
+    assert here.clusters() == []
+
+
+def test_which_coordinator_is_asked(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def answer(coordinator: str, _timeout_ms: int) -> StatusReport:
+        asked.append(coordinator)
+        raise NoAnswer("nothing there")
+
+    monkeypatch.setattr(status, "ask", answer)
+    with pytest.raises(NoAnswer, match="no `crossdock serve` of yours runs on this machine, and nothing there"):
+        status.run(StatusSettings())
+    own = here.started_at(os.getpid())
+    _note(state / "1", "tcp://h:1", os.getpid(), own)
+    with pytest.raises(NoAnswer, match=r"^nothing there"):
+        status.run(StatusSettings())
+    _note(state / "2", "tcp://h:2", os.getpid(), own)
+    with pytest.raises(SeveralClusters, match=r"several clusters(.|\n)*--coordinator tcp://h:1 (.|\n)*tcp://h:2 "):
+        status.run(StatusSettings())
+    with pytest.raises(NoAnswer, match=r"^nothing there"):
+        status.run(StatusSettings(coordinator="tcp://h:3"))
+    assert asked == [status.DEFAULT_COORDINATOR, "tcp://h:1", "tcp://h:3"]
+
+
 def test_nobody_there_is_said_with_the_address() -> None:
     with pytest.raises(NoAnswer, match=r"127\.0\.0\.1:1\b.*--coordinator"):
         asyncio.run(ask("tcp://127.0.0.1:1", 100))
 
 
+@pytest.mark.parametrize("models", [1, 2])
+def test_the_table_fits_80_columns(models: int) -> None:
+    workers = tuple(
+        WorkerStatus(
+            f"{role}-1{n}", role, f"meta-llama/Llama-3.{n % models}-70B", f"n{n}", 1, 1 << 17, 99_999, 256, 2, 10**n
+        )
+        for role in (Role.PREFILL, Role.DECODE)
+        for n in range(10)
+    )
+    out = io.StringIO()
+    show(StatusReport(workers, (), 0, {}, {}, {}), Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert "…" not in out.getvalue() if models == 1 else "meta-llama/Ll…" in out.getvalue()
+    assert sum("99999/131072" in line for line in lines) == len(workers), "one line for each, nothing cut"
+    assert all(len(line) <= 80 for line in lines)
+    assert "1.00 G" in out.getvalue() and "10,000" in out.getvalue()
+
+
 def test_the_table_and_the_json_hold_every_figure() -> None:
     out = io.StringIO()
-    show(REPORT, Console(file=out, width=160))
+    show(REPORT, Console(file=out, width=200), wide=True)
     for text in (
         "decode-0",
         "tiny",

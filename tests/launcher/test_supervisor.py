@@ -15,6 +15,8 @@ import uvloop
 from launcher import supervisor as supervisors
 from launcher.process import child_environment
 from launcher.supervisor import ProcessSpec, RoleFailed, Supervisor
+from runtime.exits import CONFIG_EXIT, USAGE_EXIT, ConfigError
+from runtime.options import SettingsError
 
 Say = Callable[[str, str, str], None]
 
@@ -89,6 +91,33 @@ def test_a_role_that_keeps_failing_is_given_up_with_its_last_words(tmp_path: Pat
 
     uvloop.run(scene())
     assert (tmp_path / "role.log").read_text().count("no such model") == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(CONFIG_EXIT, ConfigError), (USAGE_EXIT, SettingsError)], ids=["config", "usage"]
+)
+def test_a_role_that_refuses_its_settings_is_not_tried_again(
+    tmp_path: Path, status: int, error: type[Exception]
+) -> None:
+    said = "python -m decode_worker: --kv-gib: 9 GiB is over the memory of this machine, 4.0 GiB"
+
+    async def scene() -> int:
+        heard = _Heard()
+        supervisor = Supervisor(log_dir=tmp_path, say=heard)
+        supervisor.started_up = True
+        supervisor.start(_spec(f"{LOUD}; {WAIT}", name="other"))
+        await heard.wait_for("here")
+        other = supervisor.children["other"].pid
+        supervisor.start(_spec(f"print('noise'); print('{said}'); raise SystemExit({status})"))
+        try:
+            with pytest.raises(error, match=r"^role: --kv-gib: 9 GiB is over .* 4\.0 GiB$"):
+                await asyncio.wait_for(supervisor.wait_failed(), 30)
+        finally:
+            await supervisor.close()
+        return other
+
+    assert _gone(uvloop.run(scene()))
+    assert (tmp_path / "role.log").read_text() == f"noise\n{said}\n", "it was started once"
 
 
 def test_a_program_that_is_not_there_is_a_failure_not_a_hang(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.driver import BUG_EXIT, CoreDriver
+from runtime.driver import CoreDriver
+from runtime.exits import BUG_EXIT
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,6 +1,7 @@
 """Two ends over real sockets on loopback."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from proto.codec import encode
 from proto.errors import CancelReason, RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Cancel, Hello, Message, Ping, Role, StatusRequest, Welcome
-from runtime.link import LinkClient, LinkServer, LinkSettings, Peer
+from runtime.link import LinkClient, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.peer import close_sockets
 
 FAST = LinkSettings(heartbeat_ms=50, reconnect_ms=10, reconnect_ms_max=50, handshake_timeout_ms=2_000)
 CANCEL = Cancel("r", 1, CancelReason.DISCONNECTED)
@@ -81,7 +83,13 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
-    uvloop.run(asyncio.wait_for(body(), 30))
+    async def scene() -> None:
+        try:
+            await asyncio.wait_for(body(), 60)
+        finally:
+            close_sockets()  # what a failure leaves open would hold up the end of the tests
+
+    uvloop.run(scene())
 
 
 def test_handshake_messages_and_goodbye() -> None:
@@ -105,6 +113,25 @@ def test_handshake_messages_and_goodbye() -> None:
     run(body)
 
 
+def test_a_server_that_leaves_in_order_is_not_taken_for_a_loss() -> None:
+    """Its last words and the end of its connection come together, and the words count."""
+
+    async def body() -> None:
+        for _ in range(5):
+            a, b = End(), End()
+            server = a.server()
+            client = b.client(await server.start())
+            await client.start()
+            assert await b.next() == ("up", 7)
+            await server.close()
+            threading.Event().wait(0.03)  # a busy process reads late
+            kind, reason = await b.next()
+            assert kind == "down" and is_orderly(reason), reason
+            await client.close()
+
+    run(body)
+
+
 @pytest.mark.parametrize("cause", ["role", "version"])
 def test_refusal_reaches_both_ends(cause: str) -> None:
     async def body() -> None:
@@ -120,6 +147,17 @@ def test_refusal_reaches_both_ends(cause: str) -> None:
         assert server.counters.refused >= 1 and a.events.empty() and b.events.empty()
         await client.close()
         await server.close()
+
+    run(body)
+
+
+def test_a_refused_connection_is_noticed_without_waiting_for_an_answer() -> None:
+    async def body() -> None:
+        client = End().client("tcp://127.0.0.1:1", settings=LinkSettings(handshake_timeout_ms=600_000))
+        await client.start()
+        await until(lambda: bool(client.last_error))
+        assert "127.0.0.1:1" in client.last_error
+        await client.close()
 
     run(body)
 

@@ -1,13 +1,17 @@
 """A worker's standing link: what is said while it is being set up is not lost, nor told twice."""
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
+import pytest
 import uvloop
 
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Capacity, Hello, Message, Released, Role, Welcome
-from runtime import log
-from runtime.link import LinkServer, LinkSettings, Peer
+from runtime import log, waiting
+from runtime.link import LinkServer, LinkSettings, Peer, is_orderly
+from runtime.peer import close_sockets
 from runtime.registration import Registration
 from runtime.settings import WorkerSettings
 
@@ -47,4 +51,64 @@ def test_what_is_said_between_hello_and_welcome_is_told_after_it() -> None:
         assert len(sent) == 1 and b"after-hello" in sent[0][0]
         await server.close()
 
+    uvloop.run(body())
+
+
+class HeardLog:
+    """What was logged, as it comes."""
+
+    def __init__(self) -> None:
+        self.lines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    def info(self, event: str, **_: object) -> None:
+        self.lines.put_nowait(("info", event))
+
+    def warning(self, event: str, **_: object) -> None:
+        self.lines.put_nowait(("warning", event))
+
+    async def next(self) -> tuple[str, str]:
+        return await asyncio.wait_for(self.lines.get(), 20)
+
+
+def coordinator(bind: str) -> LinkServer:
+    return LinkServer(
+        bind=bind,
+        hello=Hello(PROTOCOL_VERSION, Role.COORDINATOR, 7, "coordinator"),
+        accept=lambda _: None,
+        on_up=lambda _: None,
+        on_message=lambda *_: None,
+        on_down=lambda *_: None,
+        settings=LinkSettings(heartbeat_ms=50),
+    )
+
+
+def test_waiting_is_said_until_the_coordinator_is_there_and_its_goodbye_is_no_loss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_S", 0.0)
+    monkeypatch.setattr(waiting, "AGAIN_S", 0.01)
+    address = f"ipc://{tmp_path}/control"
+    settings = WorkerSettings(role="decode", model="m", heartbeat_ms=50).model_copy(update={"coordinator": address})
+    said = f"waiting for the coordinator at {address}"
+
+    async def body() -> None:
+        heard: Any = HeardLog()
+        one = Registration(
+            settings=settings, hello=HELLO, held=lambda: (), on_message=lambda *_: None, on_lost=lost.append, log=heard
+        )
+        await one.start()
+        assert [await heard.next() for _ in range(3)] == [("info", said), ("warning", said), ("warning", said)]
+        server = coordinator(address)
+        await server.start()
+        while (line := await heard.next()) == ("warning", said):
+            pass
+        assert line == ("info", "registered")
+        assert heard.lines.empty()
+        await server.close()
+        assert [await heard.next() for _ in range(2)] == [("info", "coordinator left"), ("info", said)]
+        assert is_orderly(lost[0])
+        await one.close()
+        close_sockets()
+
+    lost: list[str] = []
     uvloop.run(body())

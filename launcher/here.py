@@ -1,0 +1,68 @@
+"""Which clusters run on this machine: each `crossdock serve` notes its own beside its logs, and takes the note away.
+
+A note whose process is gone is ignored: it was killed. Its start time tells it from a later process with the same number.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import platformdirs
+
+NOTE = "cluster.json"
+
+
+class LocalCluster(msgspec.Struct, frozen=True):
+    """One note."""
+
+    pid: int
+    """Of the `crossdock serve`, or benchmark, that runs it."""
+    started: int
+    """When that process started, in clock ticks since boot."""
+    model_id: str
+    base_url: str
+    coordinator: str
+
+
+def runs_folder() -> Path:
+    """One folder for each run, with its logs and its note."""
+    return Path(platformdirs.user_state_dir("crossdock")) / "runs"
+
+
+@contextlib.contextmanager
+def noted(run: Path, *, model_id: str, base_url: str, coordinator: str) -> Iterator[None]:
+    """This process runs a cluster while the context lasts; `run` is its folder."""
+    pid = os.getpid()
+    note = LocalCluster(pid, started_at(pid) or 0, model_id, base_url, coordinator)
+    half = run / f"{NOTE}.part"
+    half.write_bytes(msgspec.json.encode(note) + b"\n")
+    os.replace(half, run / NOTE)
+    try:
+        yield
+    finally:
+        (run / NOTE).unlink(missing_ok=True)
+
+
+def clusters() -> list[LocalCluster]:
+    """Those of this user that are running, the oldest first."""
+    found = []
+    for path in sorted(runs_folder().glob(f"*/{NOTE}")):
+        try:
+            note = msgspec.json.decode(path.read_bytes(), type=LocalCluster)
+        except (OSError, msgspec.DecodeError):
+            continue  # just taken away, or not ours
+        if started_at(note.pid) == note.started:
+            found.append(note)
+    return found
+
+
+def started_at(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None where there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The name of the program, in parentheses, may hold anything; field 22 is the 20th after it.
+    return int(stat.rpartition(b")")[2].split()[19])

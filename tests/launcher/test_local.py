@@ -1,0 +1,56 @@
+"""Ctrl-C at a terminal: once stops in order, twice kills at once."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from launcher.process import child_environment
+from runtime.exits import INTERRUPTED_EXIT
+
+DEAF_CHILD = """
+import pathlib, sys, uvloop
+from rich.console import Console
+from launcher import supervisor as supervisors
+from launcher.local import until_interrupted
+from launcher.process import child_environment
+
+supervisors.STOP_GRACE_S = 600.0
+CODE = '''
+import os, signal
+signal.signal(signal.SIGTERM, lambda *_: print('{"event": "asked", "level": "error"}', flush=True))
+print('{"event": "%d", "level": "error"}' % os.getpid(), flush=True)
+while True:
+    signal.pause()
+'''
+
+async def scene():
+    say = lambda level, name, text: print(text, flush=True)
+    supervisor = supervisors.Supervisor(log_dir=pathlib.Path(sys.argv[1]), say=say, verbose=True)
+    supervisor.start(supervisors.ProcessSpec("role", (sys.executable, "-c", CODE), child_environment(1)))
+    try:
+        await supervisor.wait_failed()
+    finally:
+        await supervisor.close()
+    return 0
+
+uvloop.run(until_interrupted(scene(), Console()))
+"""
+
+
+def test_a_second_ctrl_c_kills_what_does_not_stop(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DEAF_CHILD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment(1), text=True) as launcher:
+        assert launcher.stdout is not None
+        watch = os.pidfd_open(int(launcher.stdout.readline()))
+        try:
+            launcher.send_signal(signal.SIGINT)
+            while (line := launcher.stdout.readline()) != "asked\n":
+                assert line, "it ended, though its child did not"
+            launcher.send_signal(signal.SIGINT)
+            assert launcher.wait(60) == INTERRUPTED_EXIT
+            assert select.select([watch], [], [], 60.0)[0], "the child outlived its launcher"
+        finally:
+            os.close(watch)

@@ -1,0 +1,74 @@
+"""The end of a process: prompt whatever its threads do, with nothing lost that was said."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(body: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )
+
+
+def test_leaving_keeps_status_output_and_atexit_and_waits_for_no_thread() -> None:
+    process = start("""
+        import atexit, sys, threading
+        from runtime.exits import leave
+        atexit.register(print, "atexit", flush=False)
+        threading.Thread(target=threading.Event().wait).start()
+        print("no line end", end=" ")
+        print("said", end="", file=sys.stderr)
+        leave(7)
+    """)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out, errors) == (7, "no line end atexit\n", "said")
+
+
+def test_leaving_with_nobody_to_read_is_quiet() -> None:
+    process = start("""
+        import sys
+        from runtime.exits import leave
+        sys.stdin.read()
+        print("unread")
+        leave(3)
+    """)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stdin.close()
+    with process.stderr:
+        assert process.stderr.read() == ""
+    assert process.wait(60) == 3
+
+
+def test_a_signal_while_the_model_loads_ends_a_worker_at_once() -> None:
+    process = start("""
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        from runtime.exits import leave
+        from runtime.settings import WorkerSettings
+        from runtime.worker_process import run_worker
+
+        def load():
+            print("loading", flush=True)
+            threading.Event().wait()
+
+        settings = WorkerSettings(role="decode", model="m", log_format="json")
+        leave(run_worker(settings, thread=ThreadPoolExecutor(1), load=load, make=None))
+    """)
+    assert process.stdout is not None and process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "stopped" in errors.splitlines()[-1]

@@ -1,0 +1,72 @@
+"""What a machine cannot give is refused by the option's name, and asking changes nothing."""
+
+import errno
+import os
+import socket
+
+import pytest
+
+from runtime import machine
+from runtime.exits import ConfigError
+from runtime.settings import WorkerSettings, cores_text
+
+GPU_BYTES, HOST_BYTES = 8 << 30, 4 << 30
+
+
+def _settings(**options: object) -> WorkerSettings:
+    return WorkerSettings.model_validate({"role": "decode", "model": "m", "kv_gib": 1.0} | options)
+
+
+@pytest.fixture
+def has_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> bool:
+    monkeypatch.setattr(machine, "gpu_memory_bytes", lambda: GPU_BYTES if request.param else 0)
+    monkeypatch.setattr(machine, "host_memory_bytes", lambda: HOST_BYTES)
+    return bool(request.param)
+
+
+def test_cores_that_are_not_there_are_named_and_the_affinity_stays() -> None:
+    before = os.sched_getaffinity(0)
+    with pytest.raises(ConfigError, match=r"^--cpu-cores: 8000-8001 cannot be used"):
+        machine.check_cores(_settings(cpu_cores=f"{min(before)},8000-8001"))
+    with pytest.raises(ConfigError, match=r"^--cpu-cores: 8000 "):
+        machine.check_cores(_settings(cpu_cores="8000"))
+    machine.check_cores(_settings(cpu_cores=cores_text(tuple(before))))
+    machine.check_cores(_settings())
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("has_gpu", [True, False], indirect=True)
+@pytest.mark.parametrize(
+    ("device", "kv_gib", "refused_with", "refused_without"),
+    [
+        ("auto", 1.0, "", ""),
+        ("auto", 6.0, "", "--kv-gib: 6 GiB is over the memory of this machine, 4.0 GiB"),
+        ("auto", 9.0, "--kv-gib: 9 GiB is over the memory of the GPU, 8.0 GiB", "--kv-gib: 9 GiB is over"),
+        ("cpu", 1.0, "", ""),
+        ("cpu", 6.0, "--kv-gib: 6 GiB is over the memory of this machine", "--kv-gib: 6 GiB is over"),
+        ("cuda", 6.0, "", "--device: cuda cannot be used here"),
+    ],
+)
+def test_device_and_memory(has_gpu: bool, device: str, kv_gib: float, refused_with: str, refused_without: str) -> None:
+    settings, expected = _settings(device=device, kv_gib=kv_gib), refused_with if has_gpu else refused_without
+    if not expected:
+        machine.check(settings)
+        return
+    with pytest.raises(ConfigError) as caught:
+        machine.check(settings)
+    assert str(caught.value).startswith(expected)
+
+
+def test_the_memory_of_this_machine_is_more_than_nothing() -> None:
+    assert machine.host_memory_bytes() >= 1 << 26
+
+
+def test_an_address_in_use_may_become_free_one_of_another_machine_will_not() -> None:
+    machine.check_listening("--bind", OSError(errno.EADDRINUSE, "in use"))
+    machine.check_listening("--host", socket.gaierror(socket.EAI_AGAIN, "try again"))
+    with pytest.raises(ConfigError, match="--bind: cannot assign"):
+        machine.check_listening("--bind", OSError(errno.EADDRNOTAVAIL, "cannot assign"))
+
+
+def test_a_refusal_is_one_line() -> None:
+    assert str(ConfigError("--model: a\n  b")) == "--model: a b"

@@ -23,7 +23,7 @@ from rich.table import Table
 from launcher import bench_report, models
 from launcher.bench_client import BenchFailed, Stream, long_prompt, percentile, stream_completion
 from launcher.bench_settings import FairnessSettings
-from launcher.local import INTERRUPTED, running, until_interrupted
+from launcher.local import INTERRUPTED_EXIT, running, until_interrupted
 from runtime import clock
 from runtime.settings import ServeSettings
 
@@ -35,7 +35,7 @@ def run(settings: FairnessSettings) -> int:
     bench_report.check_writable(settings.json_out)
     console = Console()
     status = uvloop.run(until_interrupted(_run(settings, console), console))
-    return INTERRUPTED if status is None else status
+    return INTERRUPTED_EXIT if status is None else status
 
 
 async def _run(settings: FairnessSettings, console: Console) -> int:

@@ -23,8 +23,9 @@ from rich.table import Table
 from launcher import bench_report, models
 from launcher.bench_client import BenchFailed, Stream, long_prompt, percentile, stream_completion
 from launcher.bench_settings import FairnessSettings
-from launcher.local import INTERRUPTED_EXIT, running, until_interrupted
+from launcher.local import running, until_interrupted
 from runtime import clock
+from runtime.exits import INTERRUPTED_EXIT
 from runtime.settings import ServeSettings
 
 _TOKENS = 2

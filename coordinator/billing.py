@@ -35,7 +35,8 @@ class Bill:
     """Of the prompt, in this attempt."""
     prompt_tokens: int = 0
     """To be charged."""
-    cached_tokens: int = 0
+    prompt_done: bool = False
+    """All of the prompt was computed or cached, in some attempt: what a later one computes of it again is not charged."""
     output_tokens: int = 0
     adopted: bool = False
     """It was an orphan, and its row is in the journal."""
@@ -146,12 +147,17 @@ class Billing:
 
     def computed(self, request_id: str, attempt: int, tokens: int) -> None:
         bill = self.bills.get(request_id)
-        if bill is None or attempt < bill.attempt:
+        if bill is None or bill.prompt_done or attempt < bill.attempt:
             return
         if attempt > bill.attempt:
             bill.attempt, bill.computed_tokens = attempt, 0
         bill.computed_tokens += tokens
         bill.prompt_tokens = max(bill.prompt_tokens, min(bill.computed_tokens, bill.prompt_tokens_max))
+
+    def prompt_done(self, request_id: str) -> None:
+        bill = self.bills.get(request_id)
+        if bill is not None:
+            bill.prompt_done = True
 
     def emitted(self, request_id: str, tokens: int) -> None:
         bill = self.bills.get(request_id)
@@ -204,6 +210,8 @@ class Billing:
     def _close(self, bill: Bill, now: float) -> Closed:
         del self.bills[bill.request_id]
         self.orphans.pop(bill.request_id, None)
+        whole = bill.prompt_done or bill.outcome == State.FINISHED
+        cached_tokens = max(bill.prompt_tokens_max - bill.prompt_tokens, 0) if whole else 0
         used_tokens = bill.prompt_tokens + bill.output_tokens
         if used_tokens or bill.outcome not in _UNSERVED:
             self.quotas.settle(bill.grant, used_tokens, now)
@@ -214,7 +222,7 @@ class Billing:
             bill.outcome,
             used_tokens,
             bill.prompt_tokens,
-            bill.cached_tokens,
+            cached_tokens,
             bill.output_tokens,
             1000 * bill.queue_s,
             1000 * bill.prefill_s,

@@ -31,6 +31,7 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
         request.computed_tokens += chunk.length
         if request.state is Life.PREFILLING and request.computed_tokens >= request.submit.prompt_tokens:
             state.counters["prompt_tokens_cached"] += request.cached_tokens
+            state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
     for chunk, _ in asked:
         state.journal(state.billing.let_go(chunk.request_id, 0, now))

@@ -13,8 +13,10 @@ from coordinator.events import Configured, Limits, PeerDown, PeerUp, Tick
 from coordinator.quota import Ask
 from coordinator.usage import Closed, Opened, Past
 from proto.errors import CancelReason, Reject
+from proto.limits import HASH_BYTES
 from proto.messages import (
     Accepted,
+    CacheEvents,
     Cancel,
     Finished,
     HandedOver,
@@ -192,6 +194,22 @@ def test_a_resume_keeps_its_grant_and_pays_its_prompt_once() -> None:
     closed = w.closed("r")
     assert (closed.prompt_tokens, closed.output_tokens, closed.charged_tokens) == (10, 21, 31)
     assert w.core.billing.quotas.rates("a/x", 0.0).remaining_requests == 1
+
+
+@pytest.mark.parametrize("step_word_first", [True, False])
+def test_what_was_cached_is_not_charged_but_said(step_word_first: bool) -> None:
+    w = world(FILE)
+    names = b"".join(bytes([number]) * HASH_BYTES for number in range(5))
+    w.receive(10, CacheEvents(names[: 3 * HASH_BYTES], b""))
+    w.receive(1, msgspec.structs.replace(by("a/y", "r", 22, max_tokens=5), block_hashes=names, hash_block_size=4))
+    first, last = (StepDone(step.step_id, step.chunks, 5.0, 0) for step in w.take(Step) if isinstance(step, Step))
+    w.receive(10, first)
+    ends = [last, Finished("r", 1, 2, 0)]
+    for message in ends if step_word_first else reversed(ends):
+        w.receive(10 if message is last else 20, message)
+    w.receive(10, HandedOver("r", 1, 100, 1.0))
+    closed = w.closed("r")
+    assert (closed.prompt_tokens, closed.cached_tokens, closed.output_tokens, closed.charged_tokens) == (10, 12, 2, 12)
 
 
 def test_what_expires_in_the_queue_is_as_if_it_had_not_been() -> None:

@@ -125,7 +125,7 @@ class Live:
     def status(self) -> StatusReport:
         return uvloop.run(ask(self.coordinator, 5_000))
 
-    def wait_for(self, what: str, condition: Any, timeout_s: float = 30.0) -> None:
+    def wait_for(self, what: str, condition: Any, timeout_s: float = 90.0) -> None:
         """Until `condition()` is true; it is polled, since the processes it looks at are not ours to be told by."""
         deadline = time.monotonic() + timeout_s
         while not condition():

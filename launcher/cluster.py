@@ -1,5 +1,6 @@
 """A whole cluster on this machine: which processes, with which options, on which cores."""
 
+import errno
 import os
 import secrets
 import socket
@@ -25,6 +26,8 @@ from runtime.settings import (
 from runtime.tenants import TenantsError
 from runtime.tenants_file import read as read_tenants
 
+_PORT_MIN = 20_000
+_GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -47,11 +50,22 @@ def sees_gpu(device: str) -> bool:
 
 
 def free_port(host: str) -> int:
-    """A port that was free a moment ago. The coordinator's address must be known to all before any of them starts."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that was free a moment ago: the coordinator's address must be known to all before any of them starts. It is
+    drawn below those that the kernel hands out, so that no other program gets it by chance in between. Raises `OSError`."""
+    first_given_out = int(_GIVEN_OUT.read_text().split()[0]) if _GIVEN_OUT.exists() else 0
+    tries = (
+        [secrets.choice(range(_PORT_MIN, first_given_out)) for _ in range(20)] if first_given_out > _PORT_MIN else []
+    )
+    for wanted in (*tries, 0):
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, wanted))
+            except OSError as error:
+                if wanted == 0 or error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            return int(probe.getsockname()[1])
+    raise AssertionError("0 is never in use")
 
 
 def http_port(host: str, port: int) -> int:

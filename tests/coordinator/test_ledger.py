@@ -139,7 +139,7 @@ def test_a_failure_of_the_disk_is_told(tmp_path: Path) -> None:
             db.execute("DROP TABLE usage")
             db.commit()
         ledger.write(opened("r"))
-        await asyncio.wait_for(failed.wait(), 10)
+        await asyncio.wait_for(failed.wait(), 60)
         await ledger.close()
 
     asyncio.run(body())
@@ -160,7 +160,7 @@ def test_kill_in_the_middle_forgives_nothing_and_doubles_nothing(tmp_path: Path)
         said = [child.stdout.readline() for _ in range(lines_before_kill)]
         child.send_signal(signal.SIGKILL)
         said += child.stdout.readlines()
-        assert child.wait(10) == -signal.SIGKILL
+        assert child.wait(60) == -signal.SIGKILL
         for line in said:
             word, _, request_id = line.rstrip("\n").partition(" ")
             if line.endswith("\n"):

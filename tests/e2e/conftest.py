@@ -8,6 +8,18 @@ import pytest
 from tests import tiny_models
 from tests.e2e.live import Live, live
 
+HERE = Path(__file__).parent
+
+
+START_S = 300
+"""Real processes that import torch, on a machine with other work, take their time; a test may start a cluster."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(START_S))
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:

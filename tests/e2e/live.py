@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,36 +19,27 @@ import httpx
 import psutil
 import uvloop
 
-from launcher.status import ask
+from launcher.status import NoAnswer, ask
 from proto.messages import StatusReport
 
 READY_S = 120.0
 ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Live:
-    """Ready once made. `base_url` is the gateway's; `coordinator` and `tokens` are ZeroMQ addresses."""
+    """Ready once made, on ports of its own choice. `base_url` is the gateway's; `coordinator` and `tokens` are ZeroMQ
+    addresses."""
 
     def __init__(self, model: Path, home: Path, *arguments: str, **settings: str) -> None:
         self.model = model
         self.home = home
         self.model_id = model.name
-        self.port = free_port()
-        self.base_url = f"http://127.0.0.1:{self.port}"
-        self.tokens = f"tcp://127.0.0.1:{free_port()}"
+        self.base_url = ""
         self.coordinator = ""
         self.output: list[str] = []
         environment = {
             **os.environ,
             "XDG_STATE_HOME": str(home),
-            "CROSSDOCK_TOKENS_BIND": self.tokens,
             "CROSSDOCK_KV_GIB": "0.5",
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "200",
@@ -62,7 +53,7 @@ class Live:
             "--model",
             str(model),
             "--port",
-            str(self.port),
+            "0",
             *arguments,
         ]
         self.process = subprocess.Popen(
@@ -86,6 +77,8 @@ class Live:
             self.output.append(line)
             if found := re.search(r"--coordinator (tcp://\S+)", line):
                 self.coordinator = found[1]
+            if found := re.match(r"Base URL +(http://\S+)/v1", line):
+                self.base_url = found[1]
             if line.startswith("Serving until Ctrl-C"):
                 self._serving.set()
         self._serving.set()
@@ -105,6 +98,18 @@ class Live:
                     found[role].append(child)
         return found
 
+    @property
+    def port(self) -> int:
+        """Of HTTP."""
+        return int(self.base_url.rsplit(":", 1)[1])
+
+    @property
+    def tokens(self) -> str:
+        """The gateway's other listening port."""
+        connections = self.one("gateway").net_connections("tcp")
+        (port,) = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN} - {self.port}
+        return f"tcp://127.0.0.1:{port}"
+
     def one(self, role: str) -> psutil.Process:
         return self.processes()[role][0]
 
@@ -113,11 +118,11 @@ class Live:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            code = self.process.wait(30)
+            code = self.process.wait(90)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        self._reader.join(10)
+        self._reader.join(60)
         return code
 
     # --- asking ---------------------------------------------------------------------------------------------------------
@@ -125,16 +130,27 @@ class Live:
     def status(self) -> StatusReport:
         return uvloop.run(ask(self.coordinator, 5_000))
 
-    def wait_for(self, what: str, condition: Any, timeout_s: float = 90.0) -> None:
-        """Until `condition()` is true; it is polled, since the processes it looks at are not ours to be told by."""
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
+        """Until `condition()` is true; it is polled, since the processes it looks at are not ours to be told by. A coordinator
+        that does not answer `status` makes it false."""
         deadline = time.monotonic() + timeout_s
-        while not condition():
+        while not _holds(condition):
             if time.monotonic() > deadline:
                 raise AssertionError(f"not in {timeout_s} s: {what}\n" + "".join(self.output[-30:]))
             time.sleep(0.05)
 
     def wait_ready(self) -> None:
         self.wait_for("ready", self._is_ready, READY_S)
+
+    def wait_registered(self, workers: int) -> None:
+        """Until a coordinator knows of the gateway and so many workers, and the gateway of it."""
+
+        def registered() -> bool:
+            report = self.status()
+            return len(report.workers) == workers and len(report.gateways) == 1
+
+        self.wait_for(f"{workers} workers and the gateway are registered", registered, READY_S)
+        self.wait_ready()
 
     def _is_ready(self) -> bool:
         try:
@@ -168,6 +184,13 @@ class Live:
         choices = self.complete(prompt, max_tokens, return_token_ids=True, **options)["choices"]
         ids: list[int] = choices[0]["token_ids"]
         return ids
+
+
+def _holds(condition: Callable[[], bool]) -> bool:
+    try:
+        return condition()
+    except NoAnswer:
+        return False
 
 
 def at_once(work: Any, items: Any, threads: int = 16) -> list[Any]:

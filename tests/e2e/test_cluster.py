@@ -68,13 +68,17 @@ def test_200_streams_at_once_each_with_its_own_answer(cluster: Live) -> None:
 def test_a_client_that_leaves_gives_everything_back(cluster: Live) -> None:
     cluster.wait_idle()
     body = {"model": cluster.model_id, "prompt": [9] * 40, "max_tokens": 400, "ignore_eos": True, "stream": True}
-    for _ in range(5):
+    before = cluster.status().finished.get("cancelled", 0)
+    for _ in range(50):  # an answer may be complete before it is seen that nobody wants it
         with httpx.stream(
             "POST", f"{cluster.base_url}/v1/completions", json=body, timeout=60.0, trust_env=False
         ) as answer:
             next(answer.iter_lines())
-    report = cluster.wait_idle()
-    assert report.finished["cancelled"] >= 5
+        report = cluster.wait_idle()
+        if report.finished.get("cancelled", 0) >= before + 5:
+            break
+    else:
+        raise AssertionError(f"answers that nobody reads are not cancelled: {report.finished}")
 
 
 def test_seeded_sampling_repeats_and_differs_by_seed_and_choice(cluster: Live) -> None:
@@ -104,8 +108,8 @@ def test_killing_the_launcher_takes_everything_with_it(tiny: Path, tmp_path: Pat
     up = Live(tiny, tmp_path)
     children = [p for members in up.processes().values() for p in members]
     up.process.kill()
-    up.process.wait(10)
-    _, alive = psutil.wait_procs(children, timeout=10)
+    up.process.wait(60)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
 

@@ -52,8 +52,8 @@ def throw(address: str, seed: int) -> Iterator[None]:
             if number % 50 == 0:
                 sender = context.socket(zmq.DEALER)
                 sender.setsockopt(zmq.LINGER, 2_000)
-                sender.setsockopt(zmq.SNDTIMEO, 10_000)
-                sender.setsockopt(zmq.RCVTIMEO, 10_000)
+                sender.setsockopt(zmq.SNDTIMEO, 60_000)
+                sender.setsockopt(zmq.RCVTIMEO, 60_000)
                 sender.connect(address)
             sender.send_multipart(rubbish(generator))
             if number % 50 == 49:
@@ -71,7 +71,7 @@ def throw(address: str, seed: int) -> Iterator[None]:
         oversized.close()
         host, port = address.removeprefix("tcp://").split(":")
         for _ in range(20):
-            with socket.create_connection((host, int(port)), timeout=5) as raw:
+            with socket.create_connection((host, int(port)), timeout=30) as raw:
                 raw.sendall(generator.randbytes(200))
         yield
     finally:
@@ -79,7 +79,7 @@ def throw(address: str, seed: int) -> Iterator[None]:
 
 
 def gateway_protocol_errors(cluster: Live) -> int:
-    text = httpx.get(f"{cluster.base_url}/metrics", timeout=10.0, trust_env=False).text
+    text = httpx.get(f"{cluster.base_url}/metrics", timeout=60.0, trust_env=False).text
     found = re.search(r"^crossdock_gateway_protocol_errors_total (\S+)", text, re.MULTILINE)
     assert found is not None, text
     return int(float(found[1]))

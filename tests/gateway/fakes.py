@@ -169,7 +169,7 @@ def make_site(
 async def served(site: Site):
     """The site on a real port; yields the base URL."""
     listener = _listen("127.0.0.1", 0)
-    config = uvicorn.Config(site.app, http="httptools", lifespan="off", log_config=None, timeout_graceful_shutdown=2)
+    config = uvicorn.Config(site.app, http="httptools", lifespan="off", log_config=None, timeout_graceful_shutdown=30)
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:

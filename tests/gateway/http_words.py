@@ -17,13 +17,21 @@ def flat(parts: Iterable[list[Any]]) -> list[Any]:
     return list(chain.from_iterable(parts))
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """For what makes no event to wait for; bounded."""
+    for _ in range(6_000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("waited in vain")
+
+
 def on_site(test: Callable[[Site], Awaitable[None]], **options: Any) -> None:
     async def body() -> None:
         site = make_site(**options)
         await test(site)
-        await asyncio.sleep(0.01)
-        assert not site.gateway.backend.keeper.streams
-        assert site.gateway.intake._requests == site.gateway.intake._bytes == 0
+        await until(lambda: not site.gateway.backend.keeper.streams)
+        await until(lambda: site.gateway.intake._requests == site.gateway.intake._bytes == 0)
         site.gateway.threads.shutdown()
 
     asyncio.run(body())

@@ -7,7 +7,7 @@ import pytest
 from gateway.stream_types import StreamLimits
 from proto.errors import Reject
 from tests.gateway.fakes import ANSWER, CONTEXT_TOKENS, MODEL, Site, rejecting
-from tests.gateway.http_words import ANSWER_TOKENS, completion, events, on_site, post
+from tests.gateway.http_words import ANSWER_TOKENS, completion, events, on_site, post, until
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_one_rejected_prompt_of_a_list_rejects_the_request() -> None:
         site.cluster.reject = lambda submit: full(submit) if submit.prompt_tokens == 2 else None
         answer = await post(site, "/v1/completions", prompt=["a", "bb"], stream=True)
         assert answer.status_code == 429
-        await asyncio.sleep(0.01)
+        await until(lambda: bool(site.cluster.cancels))
         assert [cancel.request_id.rpartition(".")[2] for cancel in site.cluster.cancels] == ["p0"]
 
     on_site(test)

@@ -23,6 +23,7 @@ from runtime import clock
 from runtime.link import LinkClient, LinkServer, Peer
 from tests import tiny_models
 from tests.gateway.fakes import ANSWER, BODY_BYTES_MAX, MODEL, Site, make_site, rejecting, served
+from tests.gateway.http_words import until
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
@@ -34,14 +35,6 @@ def on_port(test: Callable[[Site, str], Awaitable[None]], **options: Any) -> Non
             await test(site, url)
 
     asyncio.run(body())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    pytest.fail("waited in vain")
 
 
 def test_openai_client() -> None:
@@ -154,14 +147,16 @@ def test_bodies_over_the_limit_are_refused_with_and_without_a_length() -> None:
 def test_shutdown_ends_open_streams_with_an_error() -> None:
     async def body() -> None:
         site = make_site()
-        site.cluster.gap_s = 0.05
-        async with httpx.AsyncClient() as client:
+        site.cluster.gap_s = 600.0  # after the first tokens
+        async with httpx.AsyncClient(timeout=60) as client:
             async with served(site) as url:
                 request = {"model": MODEL, "prompt": "a", "stream": True, "max_tokens": 60}
-                reading = asyncio.create_task(client.post(f"{url}/v1/completions", json=request))
-                await until(lambda: bool(site.cluster.submits))
-                await asyncio.sleep(0.1)
-            text = (await reading).text
+                asking = client.build_request("POST", f"{url}/v1/completions", json=request)
+                answer = await client.send(asking, stream=True)
+                parts = answer.aiter_text()
+                text = await anext(parts)
+            text += "".join([part async for part in parts])
+            await answer.aclose()
         assert text.count("data: ") > 1
         assert json.loads(text.split("\n\n")[-2][6:])["error"]["code"] == "shutting_down"
         assert "[DONE]" not in text
@@ -249,18 +244,18 @@ def test_the_process_from_start_to_sigterm(model_folder: Path) -> None:
         try:
             assert process.stderr is not None
             url = ""
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(100):
                 while not url:
                     line = await process.stderr.readline()
                     assert line, "the gateway ended"
                     url = json.loads(line).get("url", "")
                 await until(lambda: other.gateway is not None)
-            async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
                 assert (await client.get("/ready")).status_code == 200
                 assert other.gateway is not None
                 request = {"model": "tiny", "prompt": "abc", "stream": True}
                 reading = asyncio.create_task(client.post("/v1/completions", json=request))
-                submit, blob = await asyncio.wait_for(other.submitted, 20)
+                submit, blob = await asyncio.wait_for(other.submitted, 60)
                 assert blob == pack_tokens(load(str(model_folder)).encode("abc", add_special_tokens=True))
                 worker = other.worker()
                 await worker.start()
@@ -270,7 +265,7 @@ def test_the_process_from_start_to_sigterm(model_folder: Path) -> None:
                 other.workers[0].send(Tokens((token,)))
                 assert (await reading).text.endswith("data: [DONE]\n\n")
                 process.send_signal(signal.SIGTERM)
-                assert await asyncio.wait_for(process.wait(), 20) == 0
+                assert await asyncio.wait_for(process.wait(), 60) == 0
                 await worker.close()
         finally:
             if process.returncode is None:

@@ -19,9 +19,9 @@ from proto.kv import Commit, FirstToken, Offer
 from proto.messages import Message
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
-SMALL = KvSettings(segment_bytes=3 * LAYOUT.block_bytes, rendezvous_timeout_ms=20_000, segment_timeout_ms=2_000)
+SMALL = KvSettings(segment_bytes=3 * LAYOUT.block_bytes, rendezvous_timeout_ms=20_000, segment_timeout_ms=10_000)
 FIRST = (FirstToken(0, 7),)
-WAIT_S = 30.0
+WAIT_S = 60.0
 """A test that waits this long has hung."""
 
 Hook = Callable[[Message], bool]

@@ -22,7 +22,7 @@ from tests.kvtransfer.ends import FIRST, filled_pool, shuffled
 LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 """64 KiB per block."""
 BLOCKS = 512
-SETTINGS = KvSettings(segment_bytes=1 << 20, segment_timeout_ms=1_500, rendezvous_timeout_ms=30_000)
+SETTINGS = KvSettings(segment_bytes=1 << 20, segment_timeout_ms=5_000, rendezvous_timeout_ms=30_000)
 NEAR_EPOCH = 1
 FAR_EPOCH = 2
 SOURCE_SEED = 11

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kvtransfer.session import Accepted, KvFailed, KvSent
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Ping
-from tests.kvtransfer.ends import LAYOUT, SMALL, Ends, same_bytes, shuffled
+from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S, Ends, same_bytes, shuffled
 
 
 def with_ends(test: Callable[[Ends], Awaitable[None]], **options: object) -> None:
@@ -184,14 +185,20 @@ def test_blocks_are_reported_free_only_when_the_thread_is_done():
                 return False
             return True
 
+        def note(where: list[Any], what: object) -> None:
+            if where is ends.results:
+                down_when_reported.append(ends.sender.counters["pairs_lost"])
+            plain(where, what)
+
+        plain, ends._note = ends._note, note
+        down_when_reported: list[int] = []
         ends.to_receiver = hold
         ends.transfer("r", [1, 2, 3])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             await held.wait()
         ends.sender.abort("r", 1, "cancelled")
-        await asyncio.sleep(0.1)
-        assert ends.results == [], "reported while the transfer thread may read the blocks"
         await ends.ended(1)
+        assert down_when_reported == [1], "reported while the transfer thread may read the blocks"
         assert ends.results == [KvFailed("r", 1, "cancelled")]
         assert ends.sender.counters["pairs_lost"] == 1  # the segment could not be sent within its timeout
 

@@ -17,7 +17,7 @@ def _crossdock(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=child_environment(1),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
 
 
@@ -77,7 +77,7 @@ def test_each_role_is_a_module_with_help(module: str) -> None:
         env=child_environment(1),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
     assert done.returncode == 0, done.stderr
     assert "--log-format" in done.stdout

@@ -58,6 +58,15 @@ def test_a_taken_port_is_said_with_the_option() -> None:
             clusters.build(ServeSettings(port=port), MODEL)
 
 
+def test_ports_are_not_among_those_the_kernel_gives_to_others() -> None:
+    given_out = [int(bound) for bound in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()]
+    if given_out[0] <= 20_000:
+        pytest.skip("this machine gives out nearly all ports")
+    drawn = {clusters.free_port("127.0.0.1") for _ in range(10)}
+    assert len(drawn) > 1
+    assert all(1024 <= port < given_out[0] for port in drawn)
+
+
 @pytest.mark.parametrize("host", ["not a host", "192.0.2.1"])
 def test_a_host_that_is_not_ours_is_said_with_the_option(host: str) -> None:
     with pytest.raises(SettingsError, match="--host: "):

@@ -102,7 +102,7 @@ def crossdock(*arguments: str) -> "subprocess.CompletedProcess[str]":
         env={**child_environment(1), "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
     )
 
 

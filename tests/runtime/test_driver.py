@@ -28,11 +28,11 @@ def test_a_bug_in_a_task_or_a_callback_ends_the_process(how: str) -> None:
             1 / 0
         async def main(stop):
             {how}
-            await asyncio.wait_for(stop.wait(), 20)
+            await asyncio.wait_for(stop.wait(), 60)
             return 0
         raise SystemExit(run_process(main))
     """)
-    out, errors = process.communicate(timeout=30)
+    out, errors = process.communicate(timeout=90)
     assert process.returncode == BUG_EXIT and "ZeroDivisionError" in out + errors
 
 
@@ -41,14 +41,14 @@ def test_signals_stop_in_order(number: signal.Signals) -> None:
     process = start("""
         async def main(stop):
             print("up", flush=True)
-            await asyncio.wait_for(stop.wait(), 20)
+            await asyncio.wait_for(stop.wait(), 60)
             print("down", flush=True)
             return 3
         raise SystemExit(run_process(main))
     """)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(number)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=90)
     assert (process.returncode, out) == (3, "down\n")
 
 

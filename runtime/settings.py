@@ -196,6 +196,15 @@ class CoordinatorSettings(CommonSettings):
     attempts_max: int = Field(
         8, ge=1, le=1_000, description="Attempts at one request, the first included, before it fails for good."
     )
+    journal: str = Field(
+        "",
+        description="File to record decisions in, for crossdock replay and crossdock explain: what came in and when, and a"
+        " digest of what came of it, never a prompt or a key. The last three of earlier processes stay beside it as FILE.1"
+        " to FILE.3. Empty: none.",
+    )
+    journal_max_mib: int = Field(
+        1024, ge=1, le=1 << 20, description="Size in MiB at which recording stops, with a warning. Serving goes on."
+    )
 
 
 class _ClientSettings(CommonSettings):
@@ -394,5 +403,10 @@ class ServeSettings(Options):
     once: bool = Field(False, description="Stop after that answer: status 0 if it came, 1 if not.")
     ready_timeout_s: float = Field(
         180.0, gt=0.0, le=86_400.0, description="Seconds the cluster may take to be ready, once the model is on disk."
+    )
+    journal: str = Field(
+        "",
+        description="File in which the coordinator records its decisions, for crossdock replay and crossdock explain;"
+        " empty: none.",
     )
     verbose: bool = Field(False, description="Show every log line of every process, not only warnings and errors.")

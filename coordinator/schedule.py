@@ -47,6 +47,7 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
         state.limits,
         lambda request, prefill, decode: _place(state, request, prefill, decode, queue, now),
         now,
+        state.watch,
     )
     if step is None:
         return False

@@ -119,7 +119,7 @@ def test_another_file_is_never_written_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["no/such/folder/journal", "."])
 def test_a_path_that_cannot_be_meant_is_an_error(path: str, tmp_path: Path) -> None:
-    with pytest.raises(OSError):  # noqa: PT011 - one of several kinds
+    with pytest.raises(OSError):
         in_loop(lambda: record(tmp_path / path))
 
 

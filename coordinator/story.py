@@ -14,7 +14,7 @@ from coordinator.lifecycle import TERMINAL
 from coordinator.lifecycle import State as Life
 from coordinator.request import Request
 from coordinator.watch import Decision, Looked, Outcome
-from coordinator.why import By, OtherTurn, Reason, RoomKept, SameTenant, by, why_not
+from coordinator.why import BehindNoRoom, By, NoRoom, OtherTurn, Reason, RoomKept, SameTenant, by, why_not
 from proto.messages import HandedOver, Rejected, Reserve, Step, Submit
 
 NAMED_MAX: Final = 3
@@ -127,8 +127,10 @@ def _same(reason: Reason) -> tuple[object, ...]:
             return (type(reason), order)
         case OtherTurn() | RoomKept():
             return (type(reason), *who)
-        case _:
-            return (type(reason), getattr(reason, "worker", ""))
+        case NoRoom(worker=worker, kept=kept):
+            return (type(reason), worker, kept)
+        case BehindNoRoom():
+            return (type(reason),)
 
 
 class Story:

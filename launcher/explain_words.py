@@ -98,7 +98,7 @@ def summary(entries: Sequence[Entry]) -> str:
     if not passed:
         return f"{waited}; it was never passed over."
     reasons = ", ".join(f"{count:,} × {kind}" for kind, count in times.most_common())
-    return f"{waited}; it was passed over {sum(times.values()):,} times: {reasons}."
+    return f"{waited}; it was passed over {_times(sum(times.values()))}: {reasons}."
 
 
 def _when(entry: Entry) -> str:
@@ -171,10 +171,8 @@ def _reason(reason: Reason, whose: str) -> str:
         case RoomKept():
             bypassed = f"which others had bypassed {_times(reason.bypassed)}"
             return f"no room; what comes free is kept for {_who(reason.by)}, {bypassed}"
-        case BehindNoRoom(by=None):
-            return "requests before it have no room, and none has come free"
         case BehindNoRoom():
-            return f"{whose} before it had no room"
+            return f"{whose} before it had no room" if whose else "those before it had no room, and none has come free"
 
 
 def _no_room(reason: NoRoom) -> str:

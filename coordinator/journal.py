@@ -14,7 +14,7 @@ from typing import Final
 
 from coordinator.core import Core
 from coordinator.events import Action, Event
-from coordinator.journal_format import FAILED, MAGIC, Chain, Header, encode_end, encode_header
+from coordinator.journal_format import FAILED, MAGIC, Chain, Header, encode_end, encode_header, event_bytes
 from runtime import clock, log
 
 FLUSH_S: Final = 0.2
@@ -139,7 +139,7 @@ class RecordedCore:
             unix_s=clock.unix_time(),
             started=clock.now(),
         )
-        self._chain = Chain(self._header)
+        self._chain = Chain(encode_header(self._header))
 
     def open(self) -> None:
         """Raises `OSError` where the path cannot be meant; of a disk that is full it is said that nothing is recorded."""
@@ -157,7 +157,7 @@ class RecordedCore:
         if not self._journal.recording:
             return self._core.handle(event, now)
         chain = self._chain
-        chain.event(event, now)
+        chain.event(event_bytes(event, now))
         try:
             actions = self._core.handle(event, now)
         except Exception as error:

@@ -57,6 +57,8 @@ class Header:
 class Record:
     now: float
     event: Event
+    head: bytes
+    """The event's bytes, as written."""
     sum: int
     count: int
     """Actions; `FAILED` where the core failed."""
@@ -89,7 +91,7 @@ def encode_end(reason: str) -> bytes:
     return _encoder.encode((END, reason))
 
 
-def _event_bytes(event: Event, now: float) -> bytes:
+def event_bytes(event: Event, now: float) -> bytes:
     if isinstance(event, Received):
         blob_bytes = len(event.blob) if isinstance(event.message, codec.WITH_BLOB) else None
         return _encoder.encode((now, "Received", event.epoch, codec.encode(event.message), blob_bytes))
@@ -104,16 +106,16 @@ def _actions_bytes(actions: Iterable[Action]) -> bytes:
 
 
 class Chain:
-    """The running hash, on either side. First an event, then its actions."""
+    """The running hash, on either side: the header's bytes, then those of each event and of its actions."""
 
-    def __init__(self, header: Header) -> None:
-        self._hash = xxh3_64(encode_header(header))
+    def __init__(self, header: bytes) -> None:
+        self._hash = xxh3_64(header)
         self._head = b""
         self.sum = 0
 
-    def event(self, event: Event, now: float) -> None:
-        self._head = _event_bytes(event, now)
-        self._hash.update(self._head)
+    def event(self, head: bytes) -> None:
+        self._head = head
+        self._hash.update(head)
         self.sum = self._hash.intdigest() & _SUM_MASK
 
     def actions(self, actions: Iterable[Action]) -> int:
@@ -127,6 +129,11 @@ class Chain:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def as_written(record: object) -> bytes:
+    """The bytes of what was read. Every value has one form only here, so they are those that were written."""
+    return _encoder.encode(record)
 
 
 def decode_header(record: object) -> Header:
@@ -152,11 +159,11 @@ def decode_record(record: object) -> Record | End:
         case ["end", str(reason)]:
             return End(reason)
         case [[float() | int() as now, str(name), *rest], [int(sum_), int(count), digest]]:
-            event = _decode_event(name, rest)
+            event, head = _decode_event(name, rest), as_written([now, name, *rest])
             if isinstance(digest, int) and count >= 0:
-                return Record(now, event, sum_, count, digest)
+                return Record(now, event, head, sum_, count, digest)
             if isinstance(digest, str) and count == FAILED:
-                return Record(now, event, sum_, count, 0, digest)
+                return Record(now, event, head, sum_, count, 0, digest)
     raise JournalError("not a record of a journal")
 
 

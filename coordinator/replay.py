@@ -19,6 +19,7 @@ from coordinator.journal_format import (
     Header,
     JournalError,
     Record,
+    as_written,
     decode_header,
     decode_record,
 )
@@ -67,7 +68,7 @@ class Replay:
             raise JournalError("not a journal of the coordinator: there is no whole record in it")
         self.header: Header = decode_header(first)
         self.core = Core(self.header.limits)
-        self._chain = Chain(self.header)
+        self._chain = Chain(as_written(first))
 
     def run(self, observer: Observer | None = None) -> Difference | None:
         """Raises `JournalError` at a record that is none; one that is cut off at the end is where it stops (`bytes_read`)."""
@@ -105,7 +106,7 @@ class Replay:
 
     def _step(self, record: Record, observer: Observer | None) -> Difference | None:
         event, now = record.event, record.now
-        self._chain.event(event, now)
+        self._chain.event(record.head)
         if self._chain.sum != record.sum:
             why = "the record is not what was written: it was changed, or one before it is missing"
             return self._difference(record, why, f"sum {record.sum:08x}", f"sum {self._chain.sum:08x}")

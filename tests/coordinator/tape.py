@@ -4,7 +4,7 @@ import io
 
 from coordinator.core import Core
 from coordinator.events import Action, Event, Limits
-from coordinator.journal_format import FAILED, Chain, Header, encode_end, encode_header
+from coordinator.journal_format import FAILED, Chain, Header, encode_end, encode_header, event_bytes
 from coordinator.replay import Replay
 
 
@@ -13,12 +13,11 @@ class TapedCore(Core):
 
     def __init__(self, limits: Limits | None = None) -> None:
         super().__init__(limits)
-        header = Header(self.limits)
-        self.records = [encode_header(header)]
-        self._chain = Chain(header)
+        self.records = [encode_header(Header(self.limits))]
+        self._chain = Chain(self.records[0])
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        self._chain.event(event, now)
+        self._chain.event(event_bytes(event, now))
         try:
             actions = super().handle(event, now)
         except Exception as error:

@@ -185,6 +185,12 @@ def test_every_kind_of_event_comes_back_with_the_length_of_its_prompt_but_not_th
     assert again.run() is None and again.events == len(EVENTS)
 
 
+def test_whole_numbers_where_fractions_may_be_change_nothing() -> None:
+    h = Harness.make(limits=Limits(quantum_tokens=1024, weights={"standard/default": 2}), core=TapedCore)
+    h.receive(1, submit("a"))
+    assert replay(taped(h.core).tape()).run() is None
+
+
 def test_options_come_back() -> None:
     limits = Limits(step_tokens=7, weights={"a/b": 2.0}, bands={"standard": Band(1.0), "x": Band(2.0, 0.5)})
     header = Header(limits, software="1", platform="p", process="c", unix_s=1.5, started=2.5)

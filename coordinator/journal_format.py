@@ -8,7 +8,7 @@
 added to it, so that a changed record is told from a core that acts differently; `digest` after the `count` actions were. Where
 the core failed, `count` is `FAILED` and `digest` the error's text.
 
-Prompt ids are not written: the core looks at their length only, and that is kept. Messages are the bytes of the wire.
+Prompt ids are not written: the core looks at their length only, and that is kept. Messages stand as they do on the wire.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Final, get_args
 
 import msgspec
-from xxhash import xxh3_64
+from xxhash import xxh64_intdigest
 
 from coordinator.events import Action, Event, Limits, PeerUp, Received, Send
 from proto import codec
@@ -94,9 +94,9 @@ def encode_end(reason: str) -> bytes:
 def event_bytes(event: Event, now: float) -> bytes:
     if isinstance(event, Received):
         blob_bytes = len(event.blob) if isinstance(event.message, codec.WITH_BLOB) else None
-        return _encoder.encode((now, "Received", event.epoch, codec.encode(event.message), blob_bytes))
+        return _encoder.encode((now, "Received", event.epoch, blob_bytes, event.message))
     if isinstance(event, PeerUp):
-        return _encoder.encode((now, "PeerUp", event.epoch, codec.encode(event.hello)))
+        return _encoder.encode((now, "PeerUp", event.epoch, event.hello))
     return _encoder.encode((now, type(event).__name__, event))
 
 
@@ -106,22 +106,22 @@ def _actions_bytes(actions: Iterable[Action]) -> bytes:
 
 
 class Chain:
-    """The running hash, on either side: the header's bytes, then those of each event and of its actions."""
+    """The running hash, on either side: the header's bytes, then those of each event and of its actions, each hashed with the
+    hash so far as its seed. (xxh64: xxh3's wide vector registers take longer to wake up than so few bytes take to hash.)"""
 
     def __init__(self, header: bytes) -> None:
-        self._hash = xxh3_64(header)
+        self._hash: int = xxh64_intdigest(header)
         self._head = b""
         self.sum = 0
 
     def event(self, head: bytes) -> None:
         self._head = head
-        self._hash.update(head)
-        self.sum = self._hash.intdigest() & _SUM_MASK
+        self._hash = xxh64_intdigest(head, self._hash)
+        self.sum = self._hash & _SUM_MASK
 
     def actions(self, actions: Iterable[Action]) -> int:
-        self._hash.update(_actions_bytes(actions))
-        digest: int = self._hash.intdigest()
-        return digest
+        self._hash = xxh64_intdigest(_actions_bytes(actions), self._hash)
+        return self._hash
 
     def record(self, count: int, digest: int | str) -> bytes:
         """Of the event last given."""
@@ -169,12 +169,14 @@ def decode_record(record: object) -> Record | End:
 
 def _decode_event(name: str, rest: list[Any]) -> Event:
     match name, rest:
-        case "Received", [int(epoch), bytes(frame), None]:
-            return Received(epoch, _decode_message([frame]))
-        case "Received", [int(epoch), bytes(frame), int(blob_bytes)] if 0 <= blob_bytes <= MAX_FRAME_BYTES:
+        case "Received", [int(epoch), None, list(message)]:
+            return Received(epoch, _decode_message([as_written(message)]))
+        case "Received", [int(epoch), int(blob_bytes), list(message)] if 0 <= blob_bytes <= MAX_FRAME_BYTES:
             blob = _zeros(blob_bytes)
-            return Received(epoch, _decode_message([frame, blob]), blob)
-        case "PeerUp", [int(epoch), bytes(frame)] if isinstance(hello := _decode_message([frame]), Hello):
+            return Received(epoch, _decode_message([as_written(message), blob]), blob)
+        case "PeerUp", [int(epoch), list(message)] if isinstance(
+            hello := _decode_message([as_written(message)]), Hello
+        ):
             return PeerUp(epoch, hello)
         case _, [dict(fields)] if name in _EVENTS and name not in ("Received", "PeerUp"):
             try:

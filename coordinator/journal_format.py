@@ -8,18 +8,19 @@
 added to it, so that a changed record is told from a core that acts differently; `digest` after the `count` actions were. Where
 the core failed, `count` is `FAILED` and `digest` the error's text.
 
-Prompt ids are not written: the core looks at their length only, and that is kept. Messages stand as they do on the wire.
+Prompt ids are not written: the core looks at their length only, and that is kept. Nor are the hashes of API keys, at which it
+does not look at all. Messages stand as they do on the wire.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, get_args
 
 import msgspec
 from xxhash import xxh64_intdigest
 
-from coordinator.events import Action, Event, Limits, PeerUp, Received, Send
+from coordinator.events import Action, Configured, Event, Limits, PeerUp, Received, Send
 from proto import codec
 from proto.errors import CrossdockError, RemoteProtocolError
 from proto.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
@@ -97,6 +98,8 @@ def event_bytes(event: Event, now: float) -> bytes:
         return _encoder.encode((now, "Received", event.epoch, blob_bytes, event.message))
     if isinstance(event, PeerUp):
         return _encoder.encode((now, "PeerUp", event.epoch, event.hello))
+    if isinstance(event, Configured):
+        event = replace(event, tenants=replace(event.tenants, keys={}))
     return _encoder.encode((now, type(event).__name__, event))
 
 

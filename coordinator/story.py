@@ -14,7 +14,18 @@ from coordinator.lifecycle import TERMINAL
 from coordinator.lifecycle import State as Life
 from coordinator.request import Request
 from coordinator.watch import Decision, Looked, Outcome
-from coordinator.why import BehindNoRoom, By, NoRoom, OtherTurn, Reason, RoomKept, SameTenant, by, why_not
+from coordinator.why import (
+    BehindNoRoom,
+    By,
+    CachedElsewhere,
+    NoRoom,
+    OtherTurn,
+    Reason,
+    RoomKept,
+    SameTenant,
+    by,
+    why_not,
+)
 from proto.messages import HandedOver, Rejected, Reserve, Step, Submit
 
 NAMED_MAX: Final = 3
@@ -57,6 +68,8 @@ class Placed(msgspec.Struct, frozen=True, tag_field="what", tag="placed"):
     workers: str
     kv_blocks: int
     """Reserved on the decode worker."""
+    cached_tokens: int
+    """Of the prompt, believed to be on the prefill worker."""
     kept: bool
     """It was not its turn, but room had been kept for it."""
 
@@ -129,7 +142,7 @@ def _same(reason: Reason) -> tuple[object, ...]:
             return (type(reason), *who)
         case NoRoom(worker=worker, kept=kept):
             return (type(reason), worker, kept)
-        case BehindNoRoom():
+        case BehindNoRoom() | CachedElsewhere():
             return (type(reason),)
 
 
@@ -221,9 +234,13 @@ class Story:
         if self._came is not None and state in (Life.QUEUED, Life.REJECTED):
             self._add(self._came)
         if state in TERMINAL:
-            self._add(Ended(self._at_s, state.value, why, self._retry_after_s(), self._made_room_for(why)))
+            told, retry_after_s = self._rejection()
+            why = why if told in ("", why) else f"{why}: {told}"
+            self._add(Ended(self._at_s, state.value, why, retry_after_s, self._made_room_for(why)))
         elif state is Life.PLACED:
-            self._add(Placed(self._at_s, why, self._blocks, self._kept))
+            assert self._core is not None
+            cached_tokens = self._core.requests[self.request_id].cached_tokens
+            self._add(Placed(self._at_s, why, self._blocks, cached_tokens, self._kept))
         elif state is Life.DECODING:
             done = self._event.message if isinstance(self._event, Received) else None
             transfer_ms = done.transfer_ms if isinstance(done, HandedOver) else 0.0
@@ -244,13 +261,14 @@ class Story:
                 # Not a change of state: what passes it by goes on being counted.
                 self.entries.append(ChunkSent(self._at_s, name, step.step_id, chunk.start, chunk.length, total, beside))
 
-    def _retry_after_s(self) -> float:
+    def _rejection(self) -> tuple[str, float]:
+        """What its gateway is told, and when to try again."""
         assert self._core is not None
         for action in self._core.out:
             match action:
-                case Send(_, Rejected(request_id=self.request_id, retry_after_s=retry_after_s)):
-                    return retry_after_s
-        return 0.0
+                case Send(_, Rejected(request_id=request_id) as told) if request_id == self.request_id:
+                    return told.message, told.retry_after_s
+        return "", 0.0
 
     def _made_room_for(self, why: str) -> By | None:
         """The newcomer, where somebody else's submit ends a request that waits."""

@@ -19,6 +19,8 @@ class Outcome(StrEnum):
     """It has a chunk in this step already."""
     NO_ROOM = "no_room"
     """This prefill worker or all decode workers have no room for it."""
+    WAITS = "waits"
+    """It lets this worker's turn pass, for one that has more of its prompt cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,12 @@ def watched(look: Look, watch: Watch, worker: Worker, pool: Pool, in_step: Conta
         length = look(request)
         if length:
             outcome = Outcome.TAKEN
+        elif request.id in in_step:
+            outcome = Outcome.IN_STEP
+        elif pool.refused and pool.refused[-1] is request:
+            outcome = Outcome.NO_ROOM
         else:
-            outcome = Outcome.IN_STEP if request.id in in_step else Outcome.NO_ROOM
-            assert outcome is Outcome.IN_STEP or pool.refused[-1] is request
+            outcome = Outcome.WAITS
         watch(Looked(worker, request, outcome))
         return length
 

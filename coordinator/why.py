@@ -1,7 +1,7 @@
 """Why a request did not get the chunk that another one got, or nobody. Pure: reads the state, as an onlooker of a decision.
 
 A reason says what stood in the way at one turn of one prefill worker: the fair order (`OtherTurn`, `SameTenant`), room
-(`NoRoom`, `RoomKept`), or standing behind somebody who waits for room (`BehindNoRoom`).
+(`NoRoom`, `RoomKept`), standing behind somebody who waits for room (`BehindNoRoom`), or its own choice (`CachedElsewhere`).
 """
 
 from enum import StrEnum
@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from coordinator.choice import cached_tokens
 from coordinator.fairqueue import Node
 from coordinator.lanes import AGED, ANYWHERE, Entry
 from coordinator.pool import Pool, Worker
@@ -82,7 +83,18 @@ class BehindNoRoom(msgspec.Struct, frozen=True, tag_field="kind", tag="behind_no
     by: By | None
 
 
-Reason = OtherTurn | SameTenant | NoRoom | RoomKept | BehindNoRoom
+class CachedElsewhere(msgspec.Struct, frozen=True, tag_field="kind", tag="cached_elsewhere"):
+    """It would rather wait for a prefill worker that has more of its prompt cached."""
+
+    worker: str
+    """That one."""
+    cached_tokens: int
+    asked: str
+    """The worker whose turn it let pass."""
+    cached_tokens_there: int
+
+
+Reason = OtherTurn | SameTenant | NoRoom | RoomKept | BehindNoRoom | CachedElsewhere
 
 
 def by(request: Request) -> By:
@@ -99,6 +111,8 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
         return None
     for look in looked:
         if look.request is target:
+            if look.outcome is Outcome.WAITS:
+                return _cached_elsewhere(target, worker, pool)
             return no_room(target, worker, pool) if look.outcome is Outcome.NO_ROOM else None
     if winner is not None:
         reason = _goes_first(winner, target)
@@ -136,6 +150,12 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
         held.get(most, 0),
         pool.kept_for is target,
     )
+
+
+def _cached_elsewhere(target: Request, asked: Worker, pool: Pool) -> CachedElsewhere:
+    cached = {epoch: cached_tokens(target.submit, worker, pool) for epoch, worker in pool.prefill.items()}
+    best = max(cached, key=lambda epoch: cached[epoch])
+    return CachedElsewhere(pool.prefill[best].hello.name, cached[best], asked.hello.name, cached[asked.epoch])
 
 
 def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | None:

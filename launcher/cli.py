@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from launcher.bench_settings import CoordinatorBenchSettings, EngineBenchSettings, FairnessSettings, IsolationSettings
-from launcher.bench_settings import CoordinatorBenchSettings, EngineBenchSettings, IsolationSettings
 from launcher.journal_settings import ExplainSettings, ReplaySettings
 from launcher.status import StatusSettings
 from launcher.tenants import CheckSettings, KeySettings
@@ -83,6 +82,8 @@ def _tenants_key(settings: KeySettings) -> int:
     from launcher.tenants import make_key
 
     return make_key(settings)
+
+
 def _replay(settings: ReplaySettings) -> int:
     from launcher.replay import replay
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from coordinator.events import Action, Event, Received, Send
 from coordinator.story import Changed, ChunkSent, Ended, Entry, KeptFor, Passed, Placed, Submitted, Waited
-from coordinator.why import BehindNoRoom, By, NoRoom, Order, OtherTurn, Reason, RoomKept, SameTenant
+from coordinator.why import BehindNoRoom, By, CachedElsewhere, NoRoom, Order, OtherTurn, Reason, RoomKept, SameTenant
 
 CHUNKS_MAX = 12
 """More in a row are told as one."""
@@ -26,6 +26,7 @@ _KINDS = {
     NoRoom: "no room",
     RoomKept: "room kept for another",
     BehindNoRoom: "behind others without room",
+    CachedElsewhere: "waiting for a worker with more of it cached",
 }
 
 
@@ -120,14 +121,19 @@ def _words(entry: Entry) -> str:
         case KeptFor():
             return f"others got room before it {_times(entry.bypassed)}: from now on what comes free is kept for it"
         case Placed():
-            why = "there was room at last, kept for it" if entry.kept else "its turn"
-            return f"placed on {entry.workers}: {why}; {_count(entry.kv_blocks, 'KV block')} reserved for its answer"
+            return _placed(entry)
         case Changed():
             return _changed(entry)
         case Ended():
             return _ended(entry)
         case ChunkSent():
             return _chunk(entry)
+
+
+def _placed(entry: Placed) -> str:
+    why = "there was room at last, kept for it" if entry.kept else "its turn"
+    cached = f"; {_count(entry.cached_tokens, 'token')} of its prompt cached there" if entry.cached_tokens else ""
+    return f"placed on {entry.workers}: {why}{cached}; {_count(entry.kv_blocks, 'KV block')} reserved for its answer"
 
 
 def _changed(entry: Changed) -> str:
@@ -171,6 +177,11 @@ def _reason(reason: Reason, whose: str) -> str:
         case RoomKept():
             bypassed = f"which others had bypassed {_times(reason.bypassed)}"
             return f"no room; what comes free is kept for {_who(reason.by)}, {bypassed}"
+        case CachedElsewhere():
+            return (
+                f"it rather waits for {reason.worker}, which has {reason.cached_tokens:,} tokens of its prompt cached;"
+                f" {reason.asked} has {reason.cached_tokens_there:,}"
+            )
         case BehindNoRoom():
             return f"{whose} before it had no room" if whose else "those before it had no room, and none has come free"
 

@@ -11,7 +11,6 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator.events import PeerDown, PeerUp, Received, Tick
 from coordinator.journal_format import JournalError
 from coordinator.replay import Difference, Replay
 from coordinator.story import Longest, Story
@@ -90,7 +89,7 @@ def _replay_json(again: Replay, difference: Difference | None, took_s: float, re
         else {
             "event_number": difference.number,
             "at_s": difference.at_s,
-            "event": _event_text(difference.event),
+            "event": explain_words.without_blob(difference.event),
             "why": difference.why,
             "recorded": difference.recorded,
             "replayed": difference.replayed,
@@ -114,15 +113,11 @@ def _show_replay(
         print_("[green]Every action is the same.[/green]")
         return
     print_(f"[red]Event {difference.number:,}, after {difference.at_s:.6f} s: {difference.why}.[/red]", soft_wrap=True)
-    print_(f"  event     {escape(_event_text(difference.event))}", soft_wrap=True)
+    print_(f"  event     {escape(explain_words.without_blob(difference.event))}", soft_wrap=True)
     print_(f"  recorded  {escape(difference.recorded)}", soft_wrap=True)
     print_(f"  replayed  {escape(difference.replayed)}", soft_wrap=True)
     for action in difference.actions:
         print_(f"            {escape(explain_words.without_blob(action))}", soft_wrap=True)
-
-
-def _event_text(event: PeerUp | PeerDown | Received | Tick) -> str:
-    return explain_words.without_blob(event)
 
 
 # --- explain ----------------------------------------------------------------------------------------------------------

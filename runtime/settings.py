@@ -198,9 +198,8 @@ class CoordinatorSettings(CommonSettings):
     )
     journal: str = Field(
         "",
-        description="File to record decisions in, for crossdock replay and crossdock explain: what came in and when, and a"
-        " digest of what came of it, never a prompt or a key. The last three of earlier processes stay beside it as FILE.1"
-        " to FILE.3. Empty: none.",
+        description="File to record decisions in, for crossdock replay and crossdock explain; never a prompt or a key. The"
+        " last three of earlier processes stay beside it as FILE.1 to FILE.3. Empty: none.",
     )
     journal_max_mib: int = Field(
         1024, ge=1, le=1 << 20, description="Size in MiB at which recording stops, with a warning. Serving goes on."
@@ -404,9 +403,5 @@ class ServeSettings(Options):
     ready_timeout_s: float = Field(
         180.0, gt=0.0, le=86_400.0, description="Seconds the cluster may take to be ready, once the model is on disk."
     )
-    journal: str = Field(
-        "",
-        description="File in which the coordinator records its decisions, for crossdock replay and crossdock explain;"
-        " empty: none.",
-    )
+    journal: str = Field("", description="File to record decisions in, for crossdock explain and replay; empty: none.")
     verbose: bool = Field(False, description="Show every log line of every process, not only warnings and errors.")

@@ -1,5 +1,6 @@
 """Journals: what was recorded replays to the same actions; what was changed, cut off or planted is seen."""
 
+import dataclasses
 import io
 import os
 import random
@@ -12,8 +13,7 @@ import msgpack
 import msgspec
 import pytest
 
-from coordinator.bands import Band
-from coordinator.events import Event, Limits, Misbehaved, PeerDown, PeerUp, Received, Tick
+from coordinator.events import Configured, Event, Limits, Misbehaved, PeerDown, PeerUp, Received, Tick
 from coordinator.journal_format import (
     End,
     Header,
@@ -23,9 +23,12 @@ from coordinator.journal_format import (
     decode_record,
     encode_header,
 )
+from coordinator.quota import Ask
 from coordinator.replay import Replay
+from coordinator.usage import Opened, Past
 from proto.errors import CancelReason
-from proto.messages import Cancel, Held, Ping, Role, StatusRequest
+from proto.messages import Cancel, Held, Ping, Role, StatusRequest, Step, StepDone
+from runtime.tenants import Band, parse
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.virtual import Virtual
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
@@ -65,6 +68,30 @@ def contended_world(seed: int) -> TapedCore:
     return taped(world.core)
 
 
+def tenants_world(seed: int) -> TapedCore:
+    """Quotas that deny, bands that may not be used, a tenants file that changes, and a past."""
+    rnd = random.Random(seed)
+    h = Harness.make(limits=Limits(step_tokens=16), core=TapedCore)
+    h.post(Configured(parse(TENANTS), 1e9, Past((), (("acme", 11574, 50),), (("acme", 1.0, 4),))))
+    for number in range(80):
+        h.now += rnd.uniform(0, 2)
+        request = submit(f"r{number}", rnd.randint(1, 30), max_tokens=rnd.randint(1, 20))
+        tenant, band = rnd.choice(["acme", "acme/bob", "default", "nobody"]), rnd.choice(["", "standard", "batch", "x"])
+        h.receive(1, msgspec.structs.replace(request, tenant=tenant, band=band))
+        for step in h.take(Step):
+            assert isinstance(step, Step)
+            h.receive(10, StepDone(step.step_id, step.chunks, 5.0, 0))
+        if number == 40:
+            h.post(Configured(parse(TENANTS.replace("100", "30")), 1e9 + 1))
+    assert h.core.counters["rejected_quota"] > 5 and h.core.counters["rejected_band"] > 5
+    return taped(h.core)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tenants_and_quotas_replay(seed: int) -> None:
+    assert replay(tenants_world(seed).tape()).run() is None, seed
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_random_world_replays_to_the_same_actions(seed: int) -> None:
     core = random_world(seed)
@@ -81,14 +108,16 @@ def test_a_contended_world_replays_to_the_same_actions(seed: int) -> None:
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_another_process_with_another_hash_seed_acts_the_same(hash_seed: str, tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    path.write_bytes(contended_world(7).tape())
+    paths = [tmp_path / name for name in ("contended", "random", "tenants")]
+    for path, core in zip(paths, (contended_world(7), random_world(7), tenants_world(7)), strict=True):
+        path.write_bytes(core.tape())
     script = (
-        "import sys; from coordinator.replay import Replay; sys.exit(Replay(open(sys.argv[1], 'rb')).run() is not None)"
+        "import sys; from coordinator.replay import Replay\n"
+        "sys.exit(any(Replay(open(name, 'rb')).run() is not None for name in sys.argv[1:]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", script, str(path)], env=environment, cwd=tmp_path, capture_output=True, timeout=60
+        [sys.executable, "-c", script, *map(str, paths)], env=environment, cwd=tmp_path, capture_output=True, timeout=60
     )
     assert done.returncode == 0, done.stderr.decode()
 
@@ -158,6 +187,20 @@ def test_the_event_at_which_the_core_failed_is_in_the_journal(monkeypatch: pytes
     assert difference.recorded == "AssertionError('planted')"
 
 
+TENANTS = """
+[bands.standard]
+weight = 1
+floor_share = 0.1
+[bands.batch]
+weight = 0.5
+[tenants.acme]
+weight = 2
+keys = ["0000000000000000000000000000000000000000000000000000000000000000"]
+limits = { tokens_per_min = 100 }
+[tenants.acme.users.bob]
+band = "batch"
+bands = ["batch", "standard"]
+"""
 EVENTS: list[Event] = [
     PeerUp(1, gateway_hello(1)),
     PeerUp(10, msgspec.structs.replace(worker_hello(Role.PREFILL, 10), held=(Held("a", 1, 2, 3),))),
@@ -167,6 +210,11 @@ EVENTS: list[Event] = [
     Received(1, Cancel("a", 1, CancelReason.DEADLINE)),
     Received(10, Ping()),
     Tick(),
+    Configured(
+        dataclasses.replace(parse(TENANTS), keys={}),
+        1.5,
+        Past((Opened("a", 3, "acme", "m", "standard", False, Ask(1, 2, 3)),), (("acme", 3, 7),), (("acme", 1.0, 4),)),
+    ),
 ]
 
 
@@ -183,6 +231,16 @@ def test_every_kind_of_event_comes_back_with_the_length_of_its_prompt_but_not_th
     assert b"\1\2\3\4" not in core.tape()
     again = replay(core.tape())
     assert again.run() is None and again.events == len(EVENTS)
+
+
+def test_hashes_of_keys_are_not_written() -> None:
+    core = TapedCore()
+    tenants = parse(TENANTS)
+    assert tenants.keys
+    core.handle(Configured(tenants, 0.0), 1.0)
+    again = replay(core.tape())
+    assert again.run() is None and not again.core.billing.quotas.tenants.keys
+    assert b"acme" in core.tape() and not any(digest in core.tape() for digest in tenants.keys)
 
 
 def test_whole_numbers_where_fractions_may_be_change_nothing() -> None:

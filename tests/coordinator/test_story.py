@@ -6,7 +6,6 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from coordinator.bands import Band
 from coordinator.events import Limits, PeerDown, Tick
 from coordinator.story import (
     Changed,
@@ -20,11 +19,13 @@ from coordinator.story import (
     Story,
     Submitted,
 )
-from coordinator.why import BehindNoRoom, NoRoom, Order, OtherTurn, Reason, RoomKept, SameTenant
-from proto.messages import Chunk, Finished, HandedOver, StepDone
+from coordinator.why import BehindNoRoom, CachedElsewhere, NoRoom, Order, OtherTurn, Reason, RoomKept, SameTenant
+from proto.messages import CacheEvents, Chunk, Finished, HandedOver, StepDone
+from runtime.tenants import Band
 from tests.coordinator.tape import TapedCore, replay, taped
+from tests.coordinator.test_cache import hashes
 from tests.coordinator.test_replay import contended_world, random_world
-from tests.coordinator.world import Harness, submit
+from tests.coordinator.world import Harness, named, submit
 
 R = TypeVar("R")
 E = TypeVar("E")
@@ -32,11 +33,11 @@ ONE_STEP = Limits(step_tokens=8, steps_in_flight=1, quantum_tokens=0.0)
 
 
 class Scene(Harness):
-    """One prefill worker, 10, and one decode worker, 20; what they compute is said line by line."""
+    """Prefill workers from 10, and one decode worker, 20; what they compute is said line by line."""
 
     @staticmethod
-    def of(limits: Limits = ONE_STEP, **worker: int) -> "Scene":
-        harness = Harness.make(limits=limits, core=TapedCore, **worker)
+    def of(limits: Limits = ONE_STEP, prefill: int = 1, **worker: int) -> "Scene":
+        harness = Harness.make(prefill, limits=limits, core=TapedCore, **worker)
         return Scene(core=harness.core)
 
     def come(self, name: str, tenant: str, tokens: int = 8, max_tokens: int = 4, deadline_ms: float = 0.0) -> None:
@@ -213,6 +214,20 @@ def test_behind_one_that_has_no_room() -> None:
     assert why.by is None and passed.requests == ("waits",) and passed.times == 2
 
 
+def test_waiting_for_the_worker_that_has_it_cached() -> None:
+    s = Scene.of(Limits(step_tokens=16, steps_in_flight=1), prefill=2)
+    s.receive(10, CacheEvents(hashes(200), b""))
+    for name in ("busy", "a"):
+        s.receive(1, named(submit(name, 816), 1))
+    s.now += 0.5
+    s.receive(10, StepDone(0, (Chunk("busy", 1, 800, 16),), 16.0, 0))
+    entries = s.story("a")
+    why, passed = reason(CachedElsewhere, entries)
+    assert why == CachedElsewhere("prefill-10", 800, "prefill-11", 0) and passed.at_s == 0.0
+    placed = only(Placed, entries)
+    assert (placed.at_s, placed.workers, placed.cached_tokens) == (0.5, "prefill-10 + decode-20", 800)
+
+
 def test_expired() -> None:
     s = Scene.of()
     s.come("first", "acme")
@@ -240,7 +255,8 @@ def test_rejected_at_once() -> None:
     s.come("huge", "acme", tokens=4096, max_tokens=100)
     came, ended = s.story("huge")
     assert isinstance(came, Submitted) and isinstance(ended, Ended)
-    assert (ended.outcome, ended.why, ended.at_s) == ("rejected", "too_long", 0.0)
+    assert (ended.outcome, ended.at_s) == ("rejected", 0.0)
+    assert ended.why == "too_long: 4196 tokens in all; the context holds 4096"
 
 
 def test_interrupted_and_submitted_again() -> None:
@@ -271,11 +287,12 @@ def check(core: TapedCore, name: str) -> None:
     assert times == sorted(times), name
     done = 0
     for entry in entries:
-        if isinstance(entry, Submitted):
-            done = 0
+        if isinstance(entry, Placed):
+            done = entry.cached_tokens
         if isinstance(entry, ChunkSent):
-            assert entry.start == done, name
-            done += entry.tokens
+            # Behind what is done; before it where less was cached than was believed.
+            assert entry.start <= done, name
+            done = entry.start + entry.tokens
         if isinstance(entry, Passed):
             assert entry.at_s <= entry.until_s and entry.times >= 1
             check_reason(entry.reason, name)
@@ -295,6 +312,8 @@ def check_reason(why: Reason, name: str) -> None:
             assert why.winner_round <= why.our_round and why.winner != why.ours
         case NoRoom():
             assert why.blocks_needed > why.blocks_free or why.seqs_needed > why.seqs_free, (name, why)
+        case CachedElsewhere():
+            assert why.cached_tokens > why.cached_tokens_there and why.worker != why.asked
         case SameTenant() | RoomKept():
             assert why.by.request != name
         case BehindNoRoom():

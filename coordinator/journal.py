@@ -5,6 +5,7 @@ most the last `FLUSH_S`, a slow disk holds nobody up, and a failing one ends the
 """
 
 import asyncio
+import fcntl
 import os
 import platform
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,6 +55,7 @@ class Journal:
         _keep_earlier(self.path)
         start = bytearray(encode_header(header))
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        _lock(self._fd)
         _write_all(self._fd, start)
         self._bytes = len(start)
 
@@ -87,7 +89,7 @@ class Journal:
     def fail(self, error: BaseException) -> None:
         self._log.error("journalling is off", path=str(self.path), error=str(error))
         if self._fd >= 0:
-            self._let_go()
+            self._let_go(bytearray())
 
     def _give_up(self, why: str) -> None:
         self._log.warning("journalling is off", path=str(self.path), why=why)
@@ -95,12 +97,11 @@ class Journal:
 
     def _finish(self, reason: str) -> None:
         self._buffer += encode_end(reason)
-        self._last = self._thread.submit(_write_all, self._fd, self._buffer)
-        self._let_go()
+        self._let_go(self._buffer)
 
-    def _let_go(self) -> None:
+    def _let_go(self, data: bytearray) -> None:
         self._stop_timer()
-        self._thread.submit(os.close, self._fd)
+        self._last = self._thread.submit(_write_and_close, self._fd, data)
         self._thread.shutdown(wait=False)
         self._fd, self._buffer = -1, bytearray()
 
@@ -180,12 +181,32 @@ def _keep_earlier(path: Path) -> None:
     if not path.is_file() or path.stat().st_size == 0:
         return
     with path.open("rb") as file:
+        if not _lock(file.fileno()):
+            raise FileExistsError(f"{path} is being written by another coordinator")
         if MAGIC.encode() not in file.read(len(MAGIC) + 8):
             raise FileExistsError(f"{path} is there already, and is not a journal")
     names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, EARLIER_KEPT + 1))]
     for number in range(EARLIER_KEPT, 0, -1):
         if names[number - 1].exists():
             names[number - 1].replace(names[number])
+
+
+def _lock(fd: int) -> bool:
+    """Until the file is closed, at the latest when the process ends. Where the file system has no locks, everyone gets one."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _write_and_close(fd: int, data: bytearray) -> None:
+    try:
+        _write_all(fd, data)
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, data: bytearray) -> None:

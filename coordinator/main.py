@@ -94,8 +94,7 @@ class Coordinator:
             if self.recorded is not None:
                 self.recorded.open()
         except OSError as error:
-            self.log.error("cannot start", error=f"--journal: {error}")
-            return 1
+            raise ConfigError(f"--journal: {error}") from error
         try:
             await self._configure()
             if self.tenants is not None:

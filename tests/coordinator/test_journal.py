@@ -117,6 +117,20 @@ def test_another_file_is_never_written_over(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
 
 
+def test_a_journal_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    def two() -> None:
+        journal = Journal(str(path), 1 << 20)
+        RecordedCore(Core(), journal).open()
+        with pytest.raises(FileExistsError, match="another coordinator"):
+            record(path)
+        journal.close("stopped")
+
+    in_loop(two)
+    assert [p.name for p in tmp_path.iterdir()] == ["journal"]
+
+
 @pytest.mark.parametrize("path", ["no/such/folder/journal", "."])
 def test_a_path_that_cannot_be_meant_is_an_error(path: str, tmp_path: Path) -> None:
     with pytest.raises(OSError):

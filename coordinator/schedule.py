@@ -21,7 +21,9 @@ def schedule(state: State, now: float) -> None:
         while free and queue.fair.size:
             # The one with the least to do first, or the first in the table would get two steps before another got one; of
             # those with nothing to do, the one that has done least.
-            worker = min(free, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.epoch)) if len(free) > 1 else free[0]
+            worker = (
+                min(free, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.epoch)) if len(free) > 1 else free[0]
+            )
             if not _fill(state, worker, pool, queue, now) or len(worker.steps) >= state.limits.steps_in_flight:
                 free.remove(worker)
 

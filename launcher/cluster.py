@@ -13,6 +13,7 @@ from launcher.process import child_environment, python_command
 from launcher.supervisor import ProcessSpec
 from launcher.usage import default_db
 from runtime import machine
+from runtime.cores import cores_text
 from runtime.environment import SUPERVISED
 from runtime.options import SettingsError, to_arguments
 from runtime.settings import (
@@ -21,7 +22,6 @@ from runtime.settings import (
     GatewaySettings,
     ServeSettings,
     WorkerSettings,
-    cores_text,
 )
 from runtime.tenants import TenantsError
 from runtime.tenants_file import read as read_tenants

@@ -56,7 +56,8 @@ def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
 
 def choose_decode(submit: Submit, prefill: Worker, decode: Iterable[Worker], pool: Pool) -> Worker | None:
     """The best of these decode workers, which have room for it."""
-    sides = ((worker.epoch, _decode_side(worker, submit, pool)) for worker in decode)
+    spread = sorted(decode, key=lambda w: (w.tokens_forwarded, w.epoch))  # of equals, the one that has done least
+    sides = ((worker.epoch, _decode_side(worker, submit, pool)) for worker in spread)
     epoch = best_decode(sides, prefill.hello.host, pool.weights)
     return None if epoch is None else pool.decode[epoch]
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 ANYWHERE = 0
+AGED = 0
 
 
 class Entry(Generic[T]):
@@ -130,12 +131,17 @@ class Lanes(Generic[T]):
         for lane in (own, free):
             entry = lane.first(self._max)
             if entry is not None:
-                aged = lane.overtaken >= self._max
-                order = (0, 0.0, 0, entry.joined) if aged else (1, entry.deadline, entry.chunks, entry.seq)
-                ordered.append((order, entry))
+                ordered.append((self.order(entry), entry))
         if len(ordered) == 2 and ordered[1][0] < ordered[0][0]:
             ordered.reverse()
         return [entry for _, entry in ordered]
+
+    def order(self, entry: Entry[T]) -> tuple[int, float, int, int]:
+        """The least goes first. Begins with `AGED` where it goes because it was overtaken often enough."""
+        lane = self._lanes[entry.lane]
+        if lane.oldest is entry and lane.overtaken >= self._max:
+            return (AGED, 0.0, 0, entry.joined)
+        return (AGED + 1, entry.deadline, entry.chunks, entry.seq)
 
     def _join(self, entry: Entry[T], number: int) -> None:
         self._joins += 1

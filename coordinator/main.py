@@ -4,6 +4,8 @@ import asyncio
 import os
 import socket
 
+import msgspec
+
 from coordinator.core import Core
 from coordinator.events import (
     Action,
@@ -18,6 +20,7 @@ from coordinator.events import (
     Send,
     Tick,
 )
+from coordinator.journal import Journal, RecordedCore
 from coordinator.ledger import Ledger, LedgerError
 from coordinator.lifecycle import TERMINAL
 from coordinator.outbox import Outbox
@@ -25,7 +28,7 @@ from coordinator.quota import DAY_S
 from coordinator.usage import Closed, Opened
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
-from proto.messages import Hello, Message, Rejected, Role, Submit
+from proto.messages import Hello, Message, Rejected, Role, StatusReport, Submit
 from runtime import clock, log, machine
 from runtime.driver import CoreDriver, cancelled, run_process, watched
 from runtime.exits import ConfigError
@@ -57,7 +60,11 @@ class Coordinator:
                 attempts_max=settings.attempts_max,
             )
         )
-        self.driver: CoreDriver[Event, Action] = CoreDriver(self.core, perform=self._perform, tick=Tick())
+        self.record = Journal(settings.journal, settings.journal_max_mib << 20) if settings.journal else None
+        self.recorded = RecordedCore(self.core, self.record, name) if self.record is not None else None
+        self.driver: CoreDriver[Event, Action] = CoreDriver(
+            self.recorded or self.core, perform=self._perform, tick=Tick()
+        )
         self.peers: dict[int, Peer] = {}
         self.tenants: TenantsFile | None = None
         self.ledger: Ledger | None = None
@@ -84,6 +91,11 @@ class Coordinator:
     async def run(self, stop: asyncio.Event) -> int:
         watching: list[asyncio.Task[None]] = []
         try:
+            if self.recorded is not None:
+                self.recorded.open()
+        except OSError as error:
+            raise ConfigError(f"--journal: {error}") from error
+        try:
             await self._configure()
             if self.tenants is not None:
                 watching.append(watched(self.tenants.watch(self._tenants_changed)))
@@ -107,6 +119,8 @@ class Coordinator:
         await self._close_ledger(watching)
         await self.server.close()
         self.driver.close()
+        if self.record is not None:
+            self.record.close("stopped")
         for waiting in (failed, stopping):
             waiting.cancel()
         return 1 if self.failure.is_set() else 0
@@ -175,7 +189,6 @@ class Coordinator:
     def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
         if self.peers.get(peer.epoch) is not peer:
             raise RemoteProtocolError("this link was replaced by a newer one")
-        self.core.counters["protocol_errors"] = self.server.counters.protocol_errors
         if isinstance(message, Submit) and self.ledger is not None and self.ledger.behind:
             why = "usage cannot be recorded as fast as requests come"
             peer.send(Rejected(message.request_id, message.attempt, Reject.NO_CAPACITY, why, _BEHIND_RETRY_S))
@@ -183,9 +196,11 @@ class Coordinator:
         self.driver.post(Received(peer.epoch, message, blob))
 
     def _send(self, send: Send) -> None:
-        peer = self.peers.get(send.epoch)
+        peer, message = self.peers.get(send.epoch), send.message
+        if isinstance(message, StatusReport):
+            message = self._with_protocol_errors(message)
         if peer is not None:
-            peer.send(send.message, send.blob)
+            peer.send(message, send.blob)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -203,6 +218,11 @@ class Coordinator:
                 if peer is not None:
                     # Not from inside the core's own event: dropping makes one.
                     asyncio.get_running_loop().call_soon(self.server.drop, peer, reason)
+
+    def _with_protocol_errors(self, report: StatusReport) -> StatusReport:
+        """Counted where the core does not see them: what it answers depends on its events alone."""
+        counters = report.counters | {"protocol_errors": self.server.counters.protocol_errors}
+        return msgspec.structs.replace(report, counters=counters)
 
 
 def run(settings: CoordinatorSettings) -> int:

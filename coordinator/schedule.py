@@ -19,8 +19,11 @@ def schedule(state: State, now: float) -> None:
         _place_kept(state, pool, queue, now)
         free = [w for w in pool.prefill.values() if len(w.steps) < state.limits.steps_in_flight]
         while free and queue.fair.size:
-            # The one with the least to do first, or the first in the table would get two steps before another got one.
-            worker = min(free, key=lambda w: (w.tokens_in_flight, w.epoch)) if len(free) > 1 else free[0]
+            # The one with the least to do first, or the first in the table would get two steps before another got one; of
+            # those with nothing to do, the one that has done least.
+            worker = (
+                min(free, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.epoch)) if len(free) > 1 else free[0]
+            )
             if not _fill(state, worker, pool, queue, now) or len(worker.steps) >= state.limits.steps_in_flight:
                 free.remove(worker)
 
@@ -46,6 +49,7 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
         state.limits,
         lambda request, prefill, decode: _place(state, request, prefill, decode, queue, now),
         now,
+        state.watch,
     )
     if step is None:
         return False

@@ -78,9 +78,9 @@ def decode_s(side: DecodeSide, prefill_host: str, weights: Weights) -> float:
 
 
 def best_decode(decode: Iterable[tuple[int, DecodeSide]], prefill_host: str, weights: Weights) -> int | None:
-    """The epoch of the best decode worker for a prompt computed on `prefill_host`; of equals the highest."""
-    found = min(((decode_s(side, prefill_host, weights), -epoch) for epoch, side in decode), default=None)
-    return None if found is None else -found[1]
+    """The epoch of the best decode worker for a prompt computed on `prefill_host`; of equals the first."""
+    found = min(decode, key=lambda entry: decode_s(entry[1], prefill_host, weights), default=None)
+    return None if found is None else found[0]
 
 
 def patience_s(prompt_tokens: int, here: PrefillSide, others: Mapping[int, PrefillSide], weights: Weights) -> float:

@@ -10,6 +10,7 @@ from coordinator.pool import Pool, Worker
 from coordinator.queue import WaitQueue
 from coordinator.request import Request
 from coordinator.usage import Closed, Opened
+from coordinator.watch import Watch
 from proto.errors import Interrupt
 from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role, Submit
 from runtime.tenants import open_tenants
@@ -38,6 +39,8 @@ class State:
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
         """What the event in hand has led to so far."""
+        self.watch: Watch | None = None
+        """Told of decisions in a replay."""
 
     def path(self, submit: Submit) -> tuple[str, str, str]:
         """Where a request stands in the fair queue: in the band it asks for, else in its tenant's."""

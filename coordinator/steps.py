@@ -9,13 +9,16 @@ from coordinator.placement import room
 from coordinator.pool import Pool, Worker
 from coordinator.queue import WaitQueue
 from coordinator.request import Request
+from coordinator.watch import NothingRuns, Watch, watched
 from proto import limits
 from proto.messages import Chunk, Step
 
 Place = Callable[[Request, Worker, Worker], None]
 
 
-def compose(worker: Worker, pool: Pool, queue: WaitQueue, options: Limits, place: Place, now: float) -> Step | None:
+def compose(
+    worker: Worker, pool: Pool, queue: WaitQueue, options: Limits, place: Place, now: float, watch: Watch | None = None
+) -> Step | None:
     """The next step of a prefill worker, in the fair order, up to the token budget; None if there is nothing it can do.
 
     Prompts still queued compete with those already placed here; `place` is called for one whose first chunk is taken. Only
@@ -45,11 +48,14 @@ def compose(worker: Worker, pool: Pool, queue: WaitQueue, options: Limits, place
         remaining = request.submit.prompt_tokens - request.dispatched_tokens
         return remaining if remaining <= left else left - left % block_size
 
+    look = length_of if watch is None else watched(length_of, watch, worker, pool, taken)
     while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
         pool.refused.clear()
-        found = queue.next_chunk(worker.epoch, length_of, now, pool.refusals_allowed())
+        found = queue.next_chunk(worker.epoch, look, now, pool.refusals_allowed())
         if found is None:
             pool.full = pool.full or bool(pool.refused)
+            if watch is not None:
+                watch(NothingRuns(worker))
             break
         request, length = found
         if request.state is State.QUEUED:

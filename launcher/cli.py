@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from launcher.bench_settings import CoordinatorBenchSettings, EngineBenchSettings, FairnessSettings, IsolationSettings
+from launcher.journal_settings import ExplainSettings, ReplaySettings
 from launcher.status import StatusSettings
 from launcher.tenants import CheckSettings, KeySettings
 from launcher.usage import UsageSettings
@@ -83,6 +84,18 @@ def _tenants_key(settings: KeySettings) -> int:
     return make_key(settings)
 
 
+def _replay(settings: ReplaySettings) -> int:
+    from launcher.replay import replay
+
+    return replay(settings)
+
+
+def _explain(settings: ExplainSettings) -> int:
+    from launcher.replay import explain
+
+    return explain(settings)
+
+
 def _bench_isolation(settings: IsolationSettings) -> int:
     from launcher.bench_isolation import run
 
@@ -128,6 +141,8 @@ def build_app() -> typer.Typer:
     add_command(tenants, "check", CheckSettings, _tenants_check)
     add_command(tenants, "key", KeySettings, _tenants_key)
     app.add_typer(tenants, name="tenants")
+    add_command(app, "explain", ExplainSettings, _explain)
+    add_command(app, "replay", ReplaySettings, _replay)
     bench = new_app(BENCH_HELP)
     add_command(bench, "isolation", IsolationSettings, _bench_isolation)
     add_command(bench, "engine", EngineBenchSettings, _bench_engine)

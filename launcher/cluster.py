@@ -13,6 +13,7 @@ from launcher.process import child_environment, python_command
 from launcher.supervisor import ProcessSpec
 from launcher.usage import default_db
 from runtime import machine
+from runtime.cores import cores_text
 from runtime.environment import SUPERVISED
 from runtime.options import SettingsError, to_arguments
 from runtime.settings import (
@@ -21,7 +22,6 @@ from runtime.settings import (
     GatewaySettings,
     ServeSettings,
     WorkerSettings,
-    cores_text,
 )
 from runtime.tenants import TenantsError
 from runtime.tenants_file import read as read_tenants
@@ -112,7 +112,7 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
     control = child_environment(1)
     own = {"name": "coordinator", "bind": coordinator, "log_format": "json"}
-    core = CoordinatorSettings.model_validate(own | tenants | journal)
+    core = CoordinatorSettings.model_validate(own | tenants | journal | _decisions(settings))
     processes = [
         _spec("coordinator", core, control, plan.control),
         _spec("gateway", front, control | keys, plan.control),
@@ -135,6 +135,18 @@ def _own_key(settings: ServeSettings) -> str:
         if tenants.keys and not settings.api_keys:
             return secrets.token_hex(32)
     return settings.api_keys[0] if settings.api_keys else ""
+
+
+def _decisions(settings: ServeSettings) -> dict[str, str]:
+    """Raises `SettingsError` where no file can be made there: a coordinator that does not start says less."""
+    if not settings.journal:
+        return {}
+    path = Path(settings.journal).expanduser().absolute()
+    if not path.parent.is_dir():
+        raise SettingsError(f"--journal: there is no folder {path.parent}")
+    if path.is_dir():
+        raise SettingsError(f"--journal: {path} is a folder")
+    return {"journal": str(path)}
 
 
 def _worker(

@@ -7,8 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+from runtime.cores import cores_text
 from runtime.exits import ConfigError
-from runtime.settings import WorkerSettings, cores_text
+from runtime.settings import WorkerSettings
 
 GIB: Final = 1 << 30
 _PASSING = (errno.EADDRINUSE, socket.EAI_AGAIN)

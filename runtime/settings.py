@@ -19,9 +19,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from runtime.cores import parse_cores
+
 ENV_PREFIX = "CROSSDOCK_"
 _ADDRESS = re.compile(r"^tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.*_-]+):(?P<port>\d{1,5})$")
-_CORES = re.compile(r"^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*$")
 _EVERY_INTERFACE = ("*", "0.0.0.0", "[::]")
 
 
@@ -34,32 +35,6 @@ def _check_address(value: str) -> str:
 
 def _check_advertised(value: str) -> str:
     return _check_address(value) if value else value
-
-
-def parse_cores(text: str) -> tuple[int, ...]:
-    """`"0-2,5"` → `(0, 1, 2, 5)`; empty → `()`. Raises `ValueError` on anything else."""
-    if not text:
-        return ()
-    if not _CORES.match(text):
-        raise ValueError("is not a list of cores like 0-2,5")
-    cores: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if int(last or first) < int(first):
-            raise ValueError(f"has a range that runs backwards: {part}")
-        cores.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(cores))
-
-
-def cores_text(cores: tuple[int, ...]) -> str:
-    """`(0, 1, 2, 5)` → `"0-2,5"`."""
-    parts: list[list[int]] = []
-    for core in sorted(cores):
-        if parts and parts[-1][1] == core - 1:
-            parts[-1][1] = core
-        else:
-            parts.append([core, core])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def _check_cores(value: str) -> str:
@@ -195,6 +170,14 @@ class CoordinatorSettings(CommonSettings):
     )
     attempts_max: int = Field(
         8, ge=1, le=1_000, description="Attempts at one request, the first included, before it fails for good."
+    )
+    journal: str = Field(
+        "",
+        description="File to record decisions in, for crossdock replay and crossdock explain; never a prompt or a key. The"
+        " last three of earlier processes stay beside it as FILE.1 to FILE.3. Empty: none.",
+    )
+    journal_max_mib: int = Field(
+        1024, ge=1, le=1 << 20, description="Size in MiB at which recording stops, with a warning. Serving goes on."
     )
 
 
@@ -395,4 +378,5 @@ class ServeSettings(Options):
     ready_timeout_s: float = Field(
         180.0, gt=0.0, le=86_400.0, description="Seconds the cluster may take to be ready, once the model is on disk."
     )
+    journal: str = Field("", description="File to record decisions in, for crossdock explain and replay; empty: none.")
     verbose: bool = Field(False, description="Show every log line of every process, not only warnings and errors.")

@@ -51,7 +51,9 @@ PURE = (
     "launcher/restart.py",
 )
 """Files that decide. Each pattern must match a file."""
-DRIVERS = frozenset({"coordinator/__main__.py", "coordinator/ledger.py", "coordinator/main.py"})
+DRIVERS = frozenset(
+    {"coordinator/__main__.py", "coordinator/journal.py", "coordinator/ledger.py", "coordinator/main.py"}
+)
 """Files that turn decisions into I/O, where the rest of their folder decides."""
 IMPURE_MODULES = frozenset(
     "asyncio zmq torch time random secrets threading multiprocessing socket subprocess structlog logging uvloop httpx".split()

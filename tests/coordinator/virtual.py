@@ -53,10 +53,11 @@ class Virtual:
     kv_blocks: int = 10**6
     max_seqs: int = 10**4
     output: Callable[[Submit], int] = lambda submit: submit.sampling.max_tokens
+    make: type[Core] = Core
 
     def __post_init__(self) -> None:
         self.now = 0.0
-        self.core = Core(self.limits)
+        self.core = self.make(self.limits)
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
         self.machines: dict[int, Machine] = {}

@@ -92,9 +92,11 @@ class Harness:
     misbehaved: list[Misbehaved] = field(default_factory=list)
 
     @staticmethod
-    def make(prefill: int = 1, decode: int = 1, limits: Limits | None = None, **worker: int) -> "Harness":
+    def make(
+        prefill: int = 1, decode: int = 1, limits: Limits | None = None, core: type[Core] = Core, **worker: int
+    ) -> "Harness":
         """Gateway epoch 1; prefill epochs from 10; decode epochs from 20."""
-        harness = Harness(Core(limits))
+        harness = Harness(core(limits))
         harness.post(PeerUp(1, gateway_hello(1)))
         for index in range(prefill):
             harness.post(PeerUp(10 + index, worker_hello(Role.PREFILL, 10 + index, **worker)))
@@ -131,8 +133,8 @@ class RandomWorld(Harness):
     """Honest but unpredictable workers: every reply comes, in link order, after an arbitrary number of other events; now and
     then a worker dies, an attempt fails, a client leaves."""
 
-    def __init__(self, seed: int, *, chaos: float = 0.05) -> None:
-        super().__init__(Core(Limits(queue_requests_max=20, step_tokens=8, attempts_max=50)))
+    def __init__(self, seed: int, *, chaos: float = 0.05, make: type[Core] = Core) -> None:
+        super().__init__(make(Limits(queue_requests_max=20, step_tokens=8, attempts_max=50)))
         self.random = random.Random(seed)
         self.chaos = chaos
         self.next_epoch = 100

@@ -24,7 +24,7 @@ def _crossdock(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command() -> None:
     done = _crossdock()
     assert done.returncode == 0
-    for command in ("serve", "coordinator", "gateway", "worker", "status", "bench"):
+    for command in ("serve", "coordinator", "gateway", "worker", "status", "explain", "replay", "bench"):
         assert command in done.stdout
     assert "isolation" in _crossdock("bench").stdout
 
@@ -37,6 +37,7 @@ def test_help_names_every_command() -> None:
         (("serve", "--prefill", "0"), "crossdock: --prefill: 0 is under 1"),
         (("bench", "isolation", "--json-out", "/no/such/folder/x.json"), "crossdock: --json-out: there is no folder"),
         (("bench", "isolation", "--prompt-words-max", "1"), "crossdock: --prompt-words-max: 1 is under"),
+        (("replay",), "crossdock: FILE: needed"),
         (("brew",), "crossdock: No such command"),
     ],
 )

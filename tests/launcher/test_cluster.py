@@ -9,7 +9,7 @@ from launcher import cluster as clusters
 from launcher.models import ReadyModel
 from launcher.plan import plan_cpu
 from runtime.options import SettingsError, parse
-from runtime.settings import GatewaySettings, ServeSettings, WorkerSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
 
 MODEL = ReadyModel(Path("/models/tiny"), "tiny")
 
@@ -76,3 +76,12 @@ def test_a_host_that_is_not_ours_is_said_with_the_option(host: str) -> None:
 def test_a_client_here_is_sent_to_loopback_where_all_interfaces_are_bound() -> None:
     cluster = clusters.build(ServeSettings(host="0.0.0.0", port=0), MODEL)
     assert cluster.base_url.startswith("http://127.0.0.1:")
+
+
+def test_the_journal_is_the_coordinators_and_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    cluster = clusters.build(ServeSettings(port=0, journal=str(tmp_path / "journal")), MODEL)
+    coordinator = parse(CoordinatorSettings, _options(cluster.processes[0].arguments))
+    assert coordinator.journal == str(tmp_path / "journal")
+    for wrong, why in ((str(tmp_path), "is a folder"), (str(tmp_path / "no" / "journal"), "there is no folder")):
+        with pytest.raises(SettingsError, match=f"--journal: .*{why}"):
+            clusters.build(ServeSettings(port=0, journal=wrong), MODEL)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.cores import parse_cores
 from runtime.exits import INTERRUPTED_EXIT
 from runtime.options import SECTIONS, SettingsError, add_command, invoke, load, new_app, parse, to_arguments
 from runtime.settings import (
@@ -13,7 +14,6 @@ from runtime.settings import (
     ServeSettings,
     WorkerSettings,
     model_id_of,
-    parse_cores,
 )
 
 

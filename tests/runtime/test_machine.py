@@ -7,8 +7,9 @@ import socket
 import pytest
 
 from runtime import machine
+from runtime.cores import cores_text
 from runtime.exits import ConfigError
-from runtime.settings import WorkerSettings, cores_text
+from runtime.settings import WorkerSettings
 
 GPU_BYTES, HOST_BYTES = 8 << 30, 4 << 30
 

@@ -1,0 +1,202 @@
+"""What a journal of the core's inputs looks like: a stream of MessagePack records, read back one by one. Pure.
+
+    [MAGIC, version, header]                      once, first
+    [[now, name, …event], [sum, count, digest]]   for each event: what the core was given, and what came of it
+    [END, reason]                                 last, unless the process was killed
+
+`sum` and `digest` come from one running hash over all that went before in this journal: `sum` after the event's bytes were
+added to it, so that a changed record is told from a core that acts differently; `digest` after the `count` actions were. Where
+the core failed, `count` is `FAILED` and `digest` the error's text.
+
+Prompt ids are not written: the core looks at their length only, and that is kept. Nor are the hashes of API keys, at which it
+does not look at all. Messages stand as they do on the wire.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Final, get_args
+
+import msgspec
+from xxhash import xxh64_intdigest
+
+from coordinator.events import Action, Configured, Event, Limits, PeerUp, Received, Send
+from proto import codec
+from proto.errors import CrossdockError, RemoteProtocolError
+from proto.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
+from proto.messages import Hello, Message
+
+MAGIC: Final = "crossdock-journal"
+VERSION: Final = 1
+END: Final = "end"
+FAILED: Final = -1
+_PAIR: Final = b"\x92"
+"""MessagePack's mark of an array of two."""
+_SUM_MASK: Final = 0xFFFF_FFFF
+_EVENTS: Final[dict[str, type[Event]]] = {kind.__name__: kind for kind in get_args(Event)}
+
+
+class JournalError(CrossdockError):
+    """A file that is no journal, or is damaged, or was recorded by a version that this one cannot replay."""
+
+
+@dataclass(frozen=True)
+class Header:
+    limits: Limits
+    protocol: int = PROTOCOL_VERSION
+    software: str = ""
+    platform: str = ""
+    """Python and machine: elsewhere the last bit of a float may differ."""
+    process: str = ""
+    unix_s: float = 0.0
+    """When the recording began …"""
+    started: float = 0.0
+    """… and what the core's clock showed then."""
+
+
+@dataclass(frozen=True)
+class Record:
+    now: float
+    event: Event
+    head: bytes
+    """The event's bytes, as written."""
+    sum: int
+    count: int
+    """Actions; `FAILED` where the core failed."""
+    digest: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class End:
+    reason: str
+
+
+def _hook(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise NotImplementedError(f"{type(value).__name__} in a journal")
+
+
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_hook)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def encode_header(header: Header) -> bytes:
+    return _encoder.encode((MAGIC, VERSION, header))
+
+
+def encode_end(reason: str) -> bytes:
+    return _encoder.encode((END, reason))
+
+
+def event_bytes(event: Event, now: float) -> bytes:
+    if isinstance(event, Received):
+        blob_bytes = len(event.blob) if isinstance(event.message, codec.WITH_BLOB) else None
+        return _encoder.encode((now, "Received", event.epoch, blob_bytes, event.message))
+    if isinstance(event, PeerUp):
+        return _encoder.encode((now, "PeerUp", event.epoch, event.hello))
+    if isinstance(event, Configured):
+        event = replace(event, tenants=replace(event.tenants, keys={}))
+    return _encoder.encode((now, type(event).__name__, event))
+
+
+def _actions_bytes(actions: Iterable[Action]) -> bytes:
+    plain = [(a.epoch, a.message, len(a.blob)) if isinstance(a, Send) else a for a in actions]
+    return _encoder.encode(plain)
+
+
+class Chain:
+    """The running hash, on either side: the header's bytes, then those of each event and of its actions, each hashed with the
+    hash so far as its seed. (xxh64: xxh3's wide vector registers take longer to wake up than so few bytes take to hash.)"""
+
+    def __init__(self, header: bytes) -> None:
+        self._hash: int = xxh64_intdigest(header)
+        self._head = b""
+        self.sum = 0
+
+    def event(self, head: bytes) -> None:
+        self._head = head
+        self._hash = xxh64_intdigest(head, self._hash)
+        self.sum = self._hash & _SUM_MASK
+
+    def actions(self, actions: Iterable[Action]) -> int:
+        self._hash = xxh64_intdigest(_actions_bytes(actions), self._hash)
+        return self._hash
+
+    def record(self, count: int, digest: int | str) -> bytes:
+        """Of the event last given."""
+        return _PAIR + self._head + _encoder.encode((self.sum, count, digest))
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def as_written(record: object) -> bytes:
+    """The bytes of what was read. Every value has one form only here, so they are those that were written."""
+    return _encoder.encode(record)
+
+
+def decode_header(record: object) -> Header:
+    """Raises `JournalError`."""
+    if not isinstance(record, list) or len(record) != 3 or record[0] != MAGIC:
+        raise JournalError("not a journal of the coordinator")
+    if record[1] != VERSION:
+        raise JournalError(f"a journal of format {record[1]}; this version reads {VERSION}")
+    try:
+        header = msgspec.convert(record[2], Header)
+    except msgspec.ValidationError as error:
+        raise JournalError(f"its header cannot be read: {error}") from None
+    if header.protocol != PROTOCOL_VERSION:
+        raise JournalError(
+            f"recorded with protocol {header.protocol} by crossdock {header.software}; this version speaks {PROTOCOL_VERSION}"
+        )
+    return header
+
+
+def decode_record(record: object) -> Record | End:
+    """Raises `JournalError` whatever the record holds."""
+    match record:
+        case ["end", str(reason)]:
+            return End(reason)
+        case [[float() | int() as now, str(name), *rest], [int(sum_), int(count), digest]]:
+            event, head = _decode_event(name, rest), as_written([now, name, *rest])
+            if isinstance(digest, int) and count >= 0:
+                return Record(now, event, head, sum_, count, digest)
+            if isinstance(digest, str) and count == FAILED:
+                return Record(now, event, head, sum_, count, 0, digest)
+    raise JournalError("not a record of a journal")
+
+
+def _decode_event(name: str, rest: list[Any]) -> Event:
+    match name, rest:
+        case "Received", [int(epoch), None, list(message)]:
+            return Received(epoch, _decode_message([as_written(message)]))
+        case "Received", [int(epoch), int(blob_bytes), list(message)] if 0 <= blob_bytes <= MAX_FRAME_BYTES:
+            blob = _zeros(blob_bytes)
+            return Received(epoch, _decode_message([as_written(message), blob]), blob)
+        case "PeerUp", [int(epoch), list(message)] if isinstance(
+            hello := _decode_message([as_written(message)]), Hello
+        ):
+            return PeerUp(epoch, hello)
+        case _, [dict(fields)] if name in _EVENTS and name not in ("Received", "PeerUp"):
+            try:
+                return msgspec.convert(fields, _EVENTS[name])
+            except msgspec.ValidationError as error:
+                raise JournalError(f"{name}: {error}") from None
+    raise JournalError(f"an event {name[:50]!r} that this version does not know")
+
+
+@lru_cache(maxsize=256)
+def _zeros(count: int) -> bytes:
+    """Instead of a prompt's ids. Shared, since a replay may have a million prompts waiting."""
+    return bytes(count)
+
+
+def _decode_message(frames: list[bytes]) -> Message:
+    try:
+        return codec.decode(frames)[0]
+    except RemoteProtocolError as error:
+        raise JournalError(str(error)) from None

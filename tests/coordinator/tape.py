@@ -1,0 +1,39 @@
+"""A core that journals itself into memory."""
+
+import io
+
+from coordinator.core import Core
+from coordinator.events import Action, Event, Limits
+from coordinator.journal_format import FAILED, Chain, Header, encode_end, encode_header, event_bytes
+from coordinator.replay import Replay
+
+
+class TapedCore(Core):
+    """Its clock begins at 0, as the worlds' do."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        super().__init__(limits)
+        self.records = [encode_header(Header(self.limits))]
+        self._chain = Chain(self.records[0])
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        self._chain.event(event_bytes(event, now))
+        try:
+            actions = super().handle(event, now)
+        except Exception as error:
+            self.records.append(self._chain.record(FAILED, repr(error)))
+            raise
+        self.records.append(self._chain.record(len(actions), self._chain.actions(actions)))
+        return actions
+
+    def tape(self, *, ended: bool = False) -> bytes:
+        return b"".join(self.records) + (encode_end("stopped") if ended else b"")
+
+
+def replay(tape: bytes) -> Replay:
+    return Replay(io.BytesIO(tape))
+
+
+def taped(core: Core) -> TapedCore:
+    assert isinstance(core, TapedCore)
+    return core

@@ -1,0 +1,192 @@
+"""The journal's file: written in the background, kept through restarts, bounded, and never in the way of serving."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from coordinator import journal as journals
+from coordinator.core import Core
+from coordinator.events import PeerDown, PeerUp, Received
+from coordinator.journal import Journal, RecordedCore
+from coordinator.replay import Replay
+from proto.codec import pack_tokens
+from proto.messages import StatusRequest
+from tests.coordinator.world import gateway_hello, submit
+
+
+def in_loop(body: Callable[[], object]) -> None:
+    async def run() -> None:
+        body()
+
+    asyncio.run(run())
+
+
+def record(path: Path, events: int = 50, *, bytes_max: int = 1 << 20, reason: str = "stopped") -> RecordedCore:
+    journal = Journal(str(path), bytes_max)
+    core = RecordedCore(Core(), journal, "coordinator-1")
+    core.open()
+    core.handle(PeerUp(1, gateway_hello(1)), 1.0)
+    for number in range(events):
+        core.handle(Received(1, submit(f"r{number}"), pack_tokens([7] * 10)), 2.0 + number)
+    journal.close(reason)
+    return core
+
+
+def read(path: Path) -> Replay:
+    with path.open("rb") as file:
+        replay = Replay(file)
+        assert replay.run() is None
+    return replay
+
+
+def test_what_is_written_replays_and_says_who_wrote_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    in_loop(lambda: record(path))
+    replay = read(path)
+    assert (replay.events, replay.ended, replay.bytes_read) == (51, "stopped", path.stat().st_size)
+    assert replay.header.process == "coordinator-1" and "Python" in replay.header.platform
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert pack_tokens([7] * 10) not in path.read_bytes()
+
+
+def test_it_reaches_the_disk_without_being_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "FLUSH_S", 0.001)
+    path = tmp_path / "journal"
+
+    async def run() -> None:
+        journal = Journal(str(path), 1 << 20)
+        core = RecordedCore(Core(), journal)
+        core.open()
+        for number in range(3):
+            core.handle(PeerDown(number, "x" * 100), 1.0 + number)
+            before = path.stat().st_size
+            while path.stat().st_size == before:
+                await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(os.sync))}, timeout=0.01)
+        assert read(path).events == 3
+        journal.close("stopped")
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+    assert read(path).ended == "stopped"
+
+
+def test_large_buffers_are_written_in_order_while_more_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "FLUSH_BYTES", 100)
+    path = tmp_path / "journal"
+
+    async def run() -> None:
+        journal = Journal(str(path), 10 << 20)
+        core = RecordedCore(Core(), journal)
+        core.open()
+        for number in range(500):
+            core.handle(PeerDown(number, "x" * (number % 90)), 1.0 + number)
+            if number % 50 == 0:
+                await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(int))})
+        journal.close("stopped")
+
+    asyncio.run(run())
+    assert read(path).events == 500
+
+
+def test_it_stops_at_its_size_with_a_last_word_and_serving_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    cores: list[RecordedCore] = []
+    in_loop(lambda: cores.append(record(path, 200, bytes_max=8 << 10)))
+    assert path.stat().st_size <= 8 << 10
+    replay = read(path)
+    assert replay.ended.startswith("the journal has reached") and 10 < replay.events < 200
+    assert cores[0].handle(Received(1, StatusRequest()), 1000.0)
+
+
+def test_journals_of_earlier_processes_are_kept_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for count in range(1, 7):
+        in_loop(lambda count=count: record(path, count))  # type: ignore[misc]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["journal", "journal.1", "journal.2", "journal.3"]
+    kept = [path, *(tmp_path / f"journal.{number}" for number in (1, 2, 3))]
+    assert [read(p).events for p in kept] == [7, 6, 5, 4]
+
+
+def test_another_file_is_never_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_text("precious")
+    with pytest.raises(FileExistsError, match="not a journal"):
+        in_loop(lambda: record(path))
+    assert path.read_text() == "precious"
+
+
+def test_a_journal_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+
+    def two() -> None:
+        journal = Journal(str(path), 1 << 20)
+        RecordedCore(Core(), journal).open()
+        with pytest.raises(FileExistsError, match="another coordinator"):
+            record(path)
+        journal.close("stopped")
+
+    in_loop(two)
+    assert [p.name for p in tmp_path.iterdir()] == ["journal"]
+
+
+@pytest.mark.parametrize("path", ["no/such/folder/journal", "."])
+def test_a_path_that_cannot_be_meant_is_an_error(path: str, tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        in_loop(lambda: record(tmp_path / path))
+
+
+def test_a_full_disk_at_the_start_ends_only_the_recording(capsys: pytest.CaptureFixture[str]) -> None:
+    in_loop(lambda: record(Path("/dev/full")))
+
+
+def test_a_full_disk_later_ends_only_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "FLUSH_BYTES", 100)
+    path = tmp_path / "journal"
+    writes = 0
+
+    def write(fd: int, data: bytes) -> int:
+        nonlocal writes
+        writes += 1
+        if writes > 1:
+            raise OSError(28, "No space left on device")
+        return real(fd, data)
+
+    real = os.write
+    monkeypatch.setattr("coordinator.journal.os.write", write)
+
+    async def run() -> None:
+        journal = Journal(str(path), 1 << 20)
+        core = RecordedCore(Core(), journal)
+        core.open()
+        number = 0
+        while journal.recording:
+            number += 1
+            core.handle(PeerDown(number, "x" * 100), 1.0)
+            await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(int))})
+        before = writes
+        core.handle(PeerUp(1, gateway_hello(1)), 2.0)
+        journal.close("stopped")
+        assert writes == before
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_failing_core_leaves_its_last_event_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal"
+
+    def broken(*_: object) -> None:
+        raise AssertionError("planted")
+
+    monkeypatch.setattr("coordinator.core.members.down", broken)
+
+    async def run() -> None:
+        core = RecordedCore(Core(), Journal(str(path), 1 << 20))
+        core.open()
+        with pytest.raises(AssertionError, match="planted"):
+            core.handle(PeerDown(1, "x"), 1.0)
+
+    asyncio.run(run())
+    replay = read(path)
+    assert replay.failed == "AssertionError('planted')" and replay.ended == "the core failed"

@@ -1,0 +1,306 @@
+"""Journals: what was recorded replays to the same actions; what was changed, cut off or planted is seen."""
+
+import dataclasses
+import io
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import msgpack
+import msgspec
+import pytest
+
+from coordinator.events import Configured, Event, Limits, Misbehaved, PeerDown, PeerUp, Received, Tick
+from coordinator.journal_format import (
+    End,
+    Header,
+    JournalError,
+    Record,
+    decode_header,
+    decode_record,
+    encode_header,
+)
+from coordinator.quota import Ask
+from coordinator.replay import Replay
+from coordinator.usage import Opened, Past
+from proto.errors import CancelReason
+from proto.messages import Cancel, Held, Ping, Role, StatusRequest, Step, StepDone
+from runtime.tenants import Band, parse
+from tests.coordinator.tape import TapedCore, replay, taped
+from tests.coordinator.virtual import Virtual
+from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
+
+ROOT = Path(__file__).parents[2]
+
+
+def random_world(seed: int, steps: int = 400) -> TapedCore:
+    world = RandomWorld(seed, make=TapedCore)
+    for step in range(steps):
+        world.step()
+        if step % 7 == 0:
+            world.core.next_deadline()  # A driver asks; a replay does not: it must not matter.
+            world.receive(1, StatusRequest())
+    return taped(world.core)
+
+
+def contended_world(seed: int) -> TapedCore:
+    """Many tenants, bands, deadlines, cancels, decode workers that are full, and queues that run over."""
+    rnd = random.Random(seed)
+    limits = Limits(queue_requests_max=12, weights={"standard/t1": 3.0}, bypasses_max=3, overtaken_max=3)
+    world = Virtual(limits, prefill=2, decode=2, kv_blocks=300, max_seqs=8, itl_s=0.01, make=TapedCore)
+    for number in range(120):
+        name, tenant = f"r{number}", f"t{rnd.randrange(4)}/u{rnd.randrange(2)}"
+        tokens, deadline_ms = rnd.choice([40, 600, 3000]), rnd.choice([0.0, 0.0, 300.0])
+
+        def come(
+            name: str = name, tenant: str = tenant, tokens: int = tokens, deadline_ms: float = deadline_ms
+        ) -> None:
+            world.submit(name, tenant, tokens, max_tokens=rnd.randrange(1, 60), deadline_ms=deadline_ms)
+
+        world.at(rnd.uniform(0, 8), come)
+        if rnd.random() < 0.1:
+            world.at(rnd.uniform(0, 8), lambda name=name: world.cancel(name))  # type: ignore[misc]
+    world.run(30)
+    assert {"finished", "rejected"} <= set(world.ended.values()), seed
+    return taped(world.core)
+
+
+def tenants_world(seed: int) -> TapedCore:
+    """Quotas that deny, bands that may not be used, a tenants file that changes, and a past."""
+    rnd = random.Random(seed)
+    h = Harness.make(limits=Limits(step_tokens=16), core=TapedCore)
+    h.post(Configured(parse(TENANTS), 1e9, Past((), (("acme", 11574, 50),), (("acme", 1.0, 4),))))
+    for number in range(80):
+        h.now += rnd.uniform(0, 2)
+        request = submit(f"r{number}", rnd.randint(1, 30), max_tokens=rnd.randint(1, 20))
+        tenant, band = rnd.choice(["acme", "acme/bob", "default", "nobody"]), rnd.choice(["", "standard", "batch", "x"])
+        h.receive(1, msgspec.structs.replace(request, tenant=tenant, band=band))
+        for step in h.take(Step):
+            assert isinstance(step, Step)
+            h.receive(10, StepDone(step.step_id, step.chunks, 5.0, 0))
+        if number == 40:
+            h.post(Configured(parse(TENANTS.replace("100", "30")), 1e9 + 1))
+    assert h.core.counters["rejected_quota"] > 5 and h.core.counters["rejected_band"] > 5
+    return taped(h.core)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tenants_and_quotas_replay(seed: int) -> None:
+    assert replay(tenants_world(seed).tape()).run() is None, seed
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_world_replays_to_the_same_actions(seed: int) -> None:
+    core = random_world(seed)
+    again = replay(core.tape())
+    assert again.run() is None, seed
+    assert again.events == len(core.records) - 1 > 100 and again.actions > 100
+    assert not again.ended and again.bytes_read == len(core.tape())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_contended_world_replays_to_the_same_actions(seed: int) -> None:
+    assert replay(contended_world(seed).tape()).run() is None, seed
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_another_process_with_another_hash_seed_acts_the_same(hash_seed: str, tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("contended", "random", "tenants")]
+    for path, core in zip(paths, (contended_world(7), random_world(7), tenants_world(7)), strict=True):
+        path.write_bytes(core.tape())
+    script = (
+        "import sys; from coordinator.replay import Replay\n"
+        "sys.exit(any(Replay(open(name, 'rb')).run() is not None for name in sys.argv[1:]))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, paths)], env=environment, cwd=tmp_path, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_cut_off_at_every_byte_of_the_last_records_the_rest_replays() -> None:
+    core = random_world(3, steps=60)
+    tape = core.tape()
+    whole = len(tape) - sum(map(len, core.records[-4:]))
+    ends = [whole + sum(map(len, core.records[-4:][:count])) for count in range(5)]
+    for length in range(whole, len(tape) + 1):
+        again = replay(tape[:length])
+        assert again.run() is None
+        assert again.bytes_read == max(end for end in ends if end <= length)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flipped_bit_anywhere_is_seen(seed: int) -> None:
+    core = random_world(seed, steps=40)
+    tape = core.tape(ended=True)
+    rnd = random.Random(seed)
+    first = len(core.records[0])
+    for position in rnd.sample(range(first, len(tape)), 400):
+        changed = bytearray(tape)
+        changed[position] ^= 1 << rnd.randrange(8)
+        try:
+            again = replay(bytes(changed))
+            difference = again.run()
+        except JournalError:
+            continue
+        assert difference is not None or again.bytes_read < len(tape) or again.ended != "stopped", (seed, position)
+
+
+def test_a_record_that_is_missing_and_one_put_in_are_told_from_other_actions() -> None:
+    core = random_world(1, steps=40)
+    without = core.records[:20] + core.records[21:]
+    difference = replay(b"".join(without)).run()
+    assert difference is not None and difference.number == 20 and "changed" in difference.why
+    planted = core.records[:20] + core.records[19:]
+    difference = replay(b"".join(planted)).run()
+    assert difference is not None and difference.number == 20 and "changed" in difference.why
+
+
+def test_a_core_that_acts_differently_is_caught_at_its_first_different_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = contended_world(2)
+    monkeypatch.setattr("coordinator.overload.JITTER", 0.2)
+    difference = replay(core.tape()).run()
+    assert difference is not None and difference.why == "the actions differ"
+    assert difference.recorded != difference.replayed and difference.actions
+    assert isinstance(difference.event, Received | Tick)
+
+
+def test_the_event_at_which_the_core_failed_is_in_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness.make(core=TapedCore)
+    h.receive(1, submit("a"))
+
+    def broken(*_: object) -> None:
+        raise AssertionError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("coordinator.core.members.down", broken)
+        with pytest.raises(AssertionError, match="planted"):
+            h.post(PeerDown(10, "gone"))
+        again = replay(taped(h.core).tape())
+        assert again.run() is None and again.failed == "AssertionError('planted')"
+    difference = replay(taped(h.core).tape()).run()
+    assert difference is not None and difference.why == "the actions differ"
+    assert difference.recorded == "AssertionError('planted')"
+
+
+TENANTS = """
+[bands.standard]
+weight = 1
+floor_share = 0.1
+[bands.batch]
+weight = 0.5
+[tenants.acme]
+weight = 2
+keys = ["0000000000000000000000000000000000000000000000000000000000000000"]
+limits = { tokens_per_min = 100 }
+[tenants.acme.users.bob]
+band = "batch"
+bands = ["batch", "standard"]
+"""
+EVENTS: list[Event] = [
+    PeerUp(1, gateway_hello(1)),
+    PeerUp(10, msgspec.structs.replace(worker_hello(Role.PREFILL, 10), held=(Held("a", 1, 2, 3),))),
+    PeerDown(10, "killed"),
+    Received(1, submit("a", 3), b"\1\2\3\4" * 3),
+    Received(1, submit("b", 3), b""),
+    Received(1, Cancel("a", 1, CancelReason.DEADLINE)),
+    Received(10, Ping()),
+    Tick(),
+    Configured(
+        dataclasses.replace(parse(TENANTS), keys={}),
+        1.5,
+        Past((Opened("a", 3, "acme", "m", "standard", False, Ask(1, 2, 3)),), (("acme", 3, 7),), (("acme", 1.0, 4),)),
+    ),
+]
+
+
+def test_every_kind_of_event_comes_back_with_the_length_of_its_prompt_but_not_the_prompt() -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(Event)), "a new kind of event: add one of it here"
+    core = TapedCore()
+    for event in EVENTS:
+        core.handle(event, 2.5)
+    for event, raw in zip(EVENTS, core.records[1:], strict=True):
+        record = decode_record(msgpack.unpackb(raw))
+        assert isinstance(record, Record) and record.now == 2.5
+        blank = Received(event.epoch, event.message, bytes(len(event.blob))) if isinstance(event, Received) else event
+        assert record.event == blank
+    assert b"\1\2\3\4" not in core.tape()
+    again = replay(core.tape())
+    assert again.run() is None and again.events == len(EVENTS)
+
+
+def test_hashes_of_keys_are_not_written() -> None:
+    core = TapedCore()
+    tenants = parse(TENANTS)
+    assert tenants.keys
+    core.handle(Configured(tenants, 0.0), 1.0)
+    again = replay(core.tape())
+    assert again.run() is None and not again.core.billing.quotas.tenants.keys
+    assert b"acme" in core.tape() and not any(digest in core.tape() for digest in tenants.keys)
+
+
+def test_whole_numbers_where_fractions_may_be_change_nothing() -> None:
+    h = Harness.make(limits=Limits(quantum_tokens=1024, weights={"standard/default": 2}), core=TapedCore)
+    h.receive(1, submit("a"))
+    assert replay(taped(h.core).tape()).run() is None
+
+
+def test_options_come_back() -> None:
+    limits = Limits(step_tokens=7, weights={"a/b": 2.0}, bands={"standard": Band(1.0), "x": Band(2.0, 0.5)})
+    header = Header(limits, software="1", platform="p", process="c", unix_s=1.5, started=2.5)
+    assert decode_header(msgpack.unpackb(encode_header(header))) == header
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "no whole record"),
+        (b"hello, this is text", "not a journal"),
+        (msgpack.packb(["crossdock-journal", 99, {}]), "format 99"),
+        (msgpack.packb(["crossdock-journal", 1, {"limits": 3}]), "header cannot be read"),
+        (encode_header(Header(Limits(), protocol=1)), "protocol 1"),
+        (b"\xc1" * 9, "no record"),
+    ],
+)
+def test_what_is_no_journal_is_refused(content: bytes, why: str) -> None:
+    with pytest.raises(JournalError, match=why):
+        Replay(io.BytesIO(content))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        7,
+        [],
+        [[1.0, "Tick", {}]],
+        [[1.0, "Tock", {}], [0, 0, 0]],
+        [[1.0, "PeerDown", {}], [0, 0, 0]],
+        [[1.0, "Received", 1, None, ["Ping"]], [0, -7, 0]],
+        [[1.0, "Received", 1, None, ["Pong", 3]], [0, 0, 0]],
+        [[1.0, "Received", 1, None, ["Submit"]], [0, 0, 0]],
+        [[1.0, "Received", 1, 1 << 40, msgspec.to_builtins(submit("a"))], [0, 0, 0]],
+        [[1.0, "PeerUp", 1, ["Ping"]], [0, 0, 0]],
+        [[1.0, "Tick", {}], [0, -5, 0]],
+        ["end"],
+    ],
+)
+def test_what_is_no_record_is_refused(record: object) -> None:
+    with pytest.raises(JournalError):
+        decode_record(record)
+
+
+def test_nothing_may_follow_the_end() -> None:
+    core = random_world(0, steps=5)
+    assert decode_record(["end", "stopped"]) == End("stopped")
+    with pytest.raises(JournalError, match="behind the last"):
+        replay(core.tape(ended=True) + core.records[-1]).run()
+
+
+def test_a_peer_that_misbehaves_is_replayed_too() -> None:
+    h = Harness.make(core=TapedCore)
+    assert any(isinstance(action, Misbehaved) for action in h.receive(10, submit("a")))
+    assert replay(taped(h.core).tape()).run() is None

@@ -1,0 +1,344 @@
+"""Stories from journals: the right culprit for every reason to wait, and nothing that did not happen."""
+
+import dataclasses
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from coordinator.events import Limits, PeerDown, Tick
+from coordinator.story import (
+    Changed,
+    ChunkSent,
+    Ended,
+    Entry,
+    KeptFor,
+    Longest,
+    Passed,
+    Placed,
+    Story,
+    Submitted,
+)
+from coordinator.why import BehindNoRoom, CachedElsewhere, NoRoom, Order, OtherTurn, Reason, RoomKept, SameTenant
+from proto.messages import CacheEvents, Chunk, Finished, HandedOver, StepDone
+from runtime.tenants import Band
+from tests.coordinator.tape import TapedCore, replay, taped
+from tests.coordinator.test_cache import hashes
+from tests.coordinator.test_replay import contended_world, random_world
+from tests.coordinator.world import Harness, named, submit
+
+R = TypeVar("R")
+E = TypeVar("E")
+ONE_STEP = Limits(step_tokens=8, steps_in_flight=1, quantum_tokens=0.0)
+
+
+class Scene(Harness):
+    """Prefill workers from 10, and one decode worker, 20; what they compute is said line by line."""
+
+    @staticmethod
+    def of(limits: Limits = ONE_STEP, prefill: int = 1, **worker: int) -> "Scene":
+        harness = Harness.make(prefill, limits=limits, core=TapedCore, **worker)
+        return Scene(core=harness.core)
+
+    def come(self, name: str, tenant: str, tokens: int = 8, max_tokens: int = 4, deadline_ms: float = 0.0) -> None:
+        self.now += 0.1
+        request = submit(name, tokens, max_tokens=max_tokens)
+        self.receive(1, msgspec.structs.replace(request, tenant=tenant, deadline_ms=deadline_ms))
+
+    def step(self, number: int, *chunks: Chunk) -> None:
+        """The prefill worker has done a step."""
+        self.now += 0.1
+        self.receive(10, StepDone(number, chunks, 1.0, 0))
+
+    def hand_over(self, name: str) -> None:
+        self.receive(10, HandedOver(name, 1, 100, 3.0))
+
+    def finish(self, name: str) -> None:
+        self.now += 0.1
+        self.receive(20, Finished(name, 1, 4, 0))
+
+    def story(self, name: str) -> list[Entry]:
+        return story_of(taped(self.core), name)
+
+
+def story_of(core: TapedCore, name: str) -> list[Entry]:
+    story = Story(name)
+    assert replay(core.tape()).run(story) is None
+    return story.finish()
+
+
+def only(kind: type[E], entries: list[Entry]) -> E:
+    [found] = [entry for entry in entries if isinstance(entry, kind)]
+    return found
+
+
+def reason(kind: type[R], entries: list[Entry]) -> tuple[R, Passed]:
+    """The one reason of a kind, with how often it was so."""
+    [found] = [(e.reason, e) for e in entries if isinstance(e, Passed) and isinstance(e.reason, kind)]
+    return found
+
+
+def test_a_life_without_waiting() -> None:
+    s = Scene.of()
+    s.come("a", "acme/ann", tokens=12)
+    s.step(0, Chunk("a", 1, 0, 8))
+    s.step(1, Chunk("a", 1, 8, 4))
+    s.hand_over("a")
+    s.finish("a")
+    came, placed, first, second, computed, decoding, ended = s.story("a")
+    assert came == Submitted(0.0, 1, "standard", "acme/ann", 12, 4, 0, 0)
+    assert isinstance(placed, Placed) and placed.workers == "prefill-10 + decode-20" and not placed.kept
+    assert first == ChunkSent(0.0, "prefill-10", 0, 0, 8, 12, 0)
+    assert isinstance(second, ChunkSent) and (second.start, second.tokens) == (8, 4)
+    assert isinstance(computed, Changed) and computed.state == "handing_over"
+    assert isinstance(decoding, Changed) and (decoding.state, decoding.transfer_ms) == ("decoding", 3.0)
+    assert isinstance(ended, Ended) and ended.outcome == "finished" and ended.by is None
+
+
+def test_another_tenants_turn() -> None:
+    s = Scene.of()
+    s.come("busy1", "busy/bob")
+    s.come("busy2", "busy/bob")
+    s.come("other1", "other/olga")
+    s.come("other2", "other/olga")
+    s.step(0, Chunk("busy1", 1, 0, 8))
+    s.step(1, Chunk("other1", 1, 0, 8))
+    why, passed = reason(OtherTurn, s.story("busy2"))
+    assert (passed.times, passed.requests, passed.requests_in_all) == (1, ("other1",), 1)
+    assert (why.by.request, why.by.tenant, why.by.band) == ("other1", "other/olga", "standard")
+    assert (why.level, why.winner, why.ours) == ("organisation", "other", "busy")
+    assert why.winner_round == 0.0 < why.our_round
+    came = only(Submitted, s.story("other2"))
+    assert (came.waiting, came.waiting_of_tenant) == (2, 1)
+
+
+def test_turns_of_one_tenant_are_told_as_one_with_their_number() -> None:
+    s = Scene.of()
+    s.come("big", "busy", tokens=8, max_tokens=100)
+    s.come("next", "busy", tokens=8)
+    for number in range(5):
+        s.come(f"small{number}", "other", tokens=8, max_tokens=1)
+    s.step(0, Chunk("big", 1, 0, 8))
+    for number in range(4):
+        s.step(number + 1, Chunk(f"small{number}", 1, 0, 8))
+    why, passed = reason(OtherTurn, s.story("next"))
+    assert why.by.tenant == "other" and passed.times == 5
+    assert passed.requests == ("small0", "small1", "small2") and passed.requests_in_all == 5
+    assert passed.until_s - passed.at_s == pytest.approx(0.4)
+
+
+def test_an_earlier_deadline_in_the_same_tenant() -> None:
+    s = Scene.of()
+    s.come("first", "acme")
+    s.come("late", "acme")
+    s.come("urgent", "acme", deadline_ms=900.0)
+    s.step(0, Chunk("first", 1, 0, 8))
+    why, passed = reason(SameTenant, s.story("late"))
+    assert (why.by.request, why.order, passed.times) == ("urgent", Order.DEADLINE, 1)
+    assert why.due_before_s == pytest.approx(4.0 - 0.9 - 0.1)
+
+
+def test_one_of_the_same_tenant_that_was_overtaken_too_often() -> None:
+    s = Scene.of(Limits(step_tokens=8, steps_in_flight=1, overtaken_max=1))
+    s.come("first", "acme")
+    s.come("old", "acme")
+    s.come("urgent", "acme", deadline_ms=500.0)
+    s.come("urgent2", "acme", deadline_ms=600.0)
+    s.step(0, Chunk("first", 1, 0, 8))
+    s.step(1, Chunk("urgent", 1, 0, 8))
+    orders = [e.reason for e in s.story("urgent2") if isinstance(e, Passed)]
+    assert [(why.by.request, why.order) for why in orders if isinstance(why, SameTenant)] == [
+        ("urgent", Order.DEADLINE),
+        ("old", Order.AGED),
+    ]
+
+
+def test_one_of_the_same_tenant_that_has_fewer_chunks_left_or_came_first() -> None:
+    s = Scene.of(dataclasses.replace(ONE_STEP, bands={"standard": Band(ttft_s_per_chunk=0.0)}))
+    s.come("first", "acme")
+    s.now -= 0.1
+    s.come("long", "acme", tokens=24)
+    s.now -= 0.1
+    s.come("short", "acme")
+    s.now -= 0.1
+    s.come("second", "acme")
+    s.step(0, Chunk("first", 1, 0, 8))
+    assert [why.order for why in (reason(SameTenant, s.story(name))[0] for name in ("long", "second"))] == [
+        Order.FEWER_CHUNKS,
+        Order.CAME_FIRST,
+    ]
+
+
+def full_decode(**limits: int) -> Scene:
+    """`hog` holds 8 of the 10 blocks of the decode worker."""
+    s = Scene.of(Limits(step_tokens=16, steps_in_flight=1, quantum_tokens=0.0, **limits), kv_blocks=10)
+    s.come("hog", "hogs", tokens=10, max_tokens=20)
+    s.step(0, Chunk("hog", 1, 0, 10))
+    s.hand_over("hog")
+    return s
+
+
+def test_no_room_in_decode() -> None:
+    s = full_decode()
+    s.come("waits", "acme", tokens=10, max_tokens=20)
+    s.finish("hog")
+    entries = s.story("waits")
+    why, _ = reason(NoRoom, entries)
+    assert why == NoRoom("decode-20", 8, 2, 1, 63, "hogs", 8, kept=False)
+    assert only(Placed, entries).at_s == pytest.approx(0.1)
+
+
+def test_room_is_kept_for_one_that_others_bypassed() -> None:
+    s = full_decode(bypasses_max=1)
+    s.come("waits", "acme", tokens=10, max_tokens=20)
+    s.come("small", "other", tokens=4, max_tokens=1)
+    s.step(1, Chunk("small", 1, 0, 4))
+    s.come("after", "other", tokens=4, max_tokens=1)
+    after, _ = reason(RoomKept, s.story("after"))
+    assert (after.by.request, after.by.tenant, after.bypassed) == ("waits", "acme", 1)
+    s.receive(10, Finished("small", 1, 1, 0))
+    s.finish("hog")
+    entries = s.story("waits")
+    assert only(KeptFor, entries).bypassed == 1 and only(Placed, entries).kept
+    assert any(isinstance(e, Passed) and isinstance(e.reason, NoRoom) and e.reason.kept for e in entries)
+
+
+def test_behind_one_that_has_no_room() -> None:
+    s = full_decode()
+    s.come("waits", "acme", tokens=10, max_tokens=20)
+    s.come("behind", "acme", tokens=10, max_tokens=20)
+    why, _ = reason(BehindNoRoom, s.story("behind"))
+    assert why.by is not None and why.by.request == "waits"
+    s.step(7)
+    why, passed = reason(BehindNoRoom, s.story("behind"))
+    assert why.by is None and passed.requests == ("waits",) and passed.times == 2
+
+
+def test_waiting_for_the_worker_that_has_it_cached() -> None:
+    s = Scene.of(Limits(step_tokens=16, steps_in_flight=1), prefill=2)
+    s.receive(10, CacheEvents(hashes(200), b""))
+    for name in ("busy", "a"):
+        s.receive(1, named(submit(name, 816), 1))
+    s.now += 0.5
+    s.receive(10, StepDone(0, (Chunk("busy", 1, 800, 16),), 16.0, 0))
+    entries = s.story("a")
+    why, passed = reason(CachedElsewhere, entries)
+    assert why == CachedElsewhere("prefill-10", 800, "prefill-11", 0) and passed.at_s == 0.0
+    placed = only(Placed, entries)
+    assert (placed.at_s, placed.workers, placed.cached_tokens) == (0.5, "prefill-10 + decode-20", 800)
+
+
+def test_expired() -> None:
+    s = Scene.of()
+    s.come("first", "acme")
+    s.come("late", "acme", deadline_ms=300.0)
+    s.now += 0.4
+    s.post(Tick())
+    ended = only(Ended, s.story("late"))
+    assert (ended.outcome, ended.by) == ("expired", None)
+    assert "deadline of 300 ms" in ended.why and ended.at_s == pytest.approx(0.4) and ended.retry_after_s > 0
+
+
+def test_shed_for_whom() -> None:
+    s = Scene.of(Limits(queue_requests_max=2, step_tokens=8, steps_in_flight=1))
+    for name in ("running", "fat1", "fat2"):
+        s.come(name, "fat/joe")
+    s.come("thin", "slim/jim")
+    entries = s.story("fat2")
+    ended = only(Ended, entries)
+    assert ended.outcome == "rejected" and "overload" in ended.why and ended.retry_after_s > 0
+    assert ended.by is not None and (ended.by.request, ended.by.tenant) == ("thin", "slim/jim")
+
+
+def test_rejected_at_once() -> None:
+    s = Scene.of()
+    s.come("huge", "acme", tokens=4096, max_tokens=100)
+    came, ended = s.story("huge")
+    assert isinstance(came, Submitted) and isinstance(ended, Ended)
+    assert (ended.outcome, ended.at_s) == ("rejected", 0.0)
+    assert ended.why == "too_long: 4196 tokens in all; the context holds 4096"
+
+
+def test_interrupted_and_submitted_again() -> None:
+    s = Scene.of()
+    s.come("a", "acme")
+    s.post(PeerDown(10, "killed"))
+    s.now += 1.0
+    s.receive(1, submit("a", 8, attempt=2))
+    entries = s.story("a")
+    assert [e.attempt for e in entries if isinstance(e, Submitted)] == [1, 2]
+    interrupted = only(Changed, entries)
+    assert interrupted.state == "interrupted" and "prefill-10: killed" in interrupted.why
+    assert entries[-1].at_s == pytest.approx(1.0)
+
+
+def test_a_request_that_is_not_there_has_no_story() -> None:
+    assert story_of(random_world(0, steps=20), "nobody") == []
+
+
+def check(core: TapedCore, name: str) -> None:
+    """What every story keeps to."""
+    story = Story(name)
+    again = replay(core.tape())
+    assert again.run(story) is None, name
+    entries = story.finish()
+    assert isinstance(entries[0], Submitted)
+    times = [entry.at_s for entry in entries if not isinstance(entry, Passed)]
+    assert times == sorted(times), name
+    done = 0
+    for entry in entries:
+        if isinstance(entry, Placed):
+            done = entry.cached_tokens
+        if isinstance(entry, ChunkSent):
+            # Behind what is done; before it where less was cached than was believed.
+            assert entry.start <= done, name
+            done = entry.start + entry.tokens
+        if isinstance(entry, Passed):
+            assert entry.at_s <= entry.until_s and entry.times >= 1
+            check_reason(entry.reason, name)
+    ended = [entry for entry in entries if isinstance(entry, Ended)]
+    assert len(ended) == (name not in again.core.requests), name
+    if ended and ended[0].outcome == "finished":
+        assert entries[-1] is ended[0] and done == prompt_tokens(entries)
+
+
+def prompt_tokens(entries: list[Entry]) -> int:
+    return next(e.prompt_tokens for e in reversed(entries) if isinstance(e, Submitted))
+
+
+def check_reason(why: Reason, name: str) -> None:
+    match why:
+        case OtherTurn():
+            assert why.winner_round <= why.our_round and why.winner != why.ours
+        case NoRoom():
+            assert why.blocks_needed > why.blocks_free or why.seqs_needed > why.seqs_free, (name, why)
+        case CachedElsewhere():
+            assert why.cached_tokens > why.cached_tokens_there and why.worker != why.asked
+        case SameTenant() | RoomKept():
+            assert why.by.request != name
+        case BehindNoRoom():
+            assert why.by is None or why.by.request != name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stories_from_random_worlds_keep_to_what_happened(seed: int) -> None:
+    for core, count in ((random_world(seed), 8), (contended_world(seed), 8)):
+        longest = Longest(0.0, count)
+        assert replay(core.tape()).run(longest) is None
+        for row in longest.finish():
+            check(core, row.request)
+
+
+def test_the_longest_waits_are_those_of_the_stories() -> None:
+    core = contended_world(1)
+    longest = Longest(0.0, 6)
+    assert replay(core.tape()).run(longest) is None
+    rows = longest.finish()
+    assert len(rows) == 6 and longest.requests > 50
+    assert [row.waited_s for row in rows] == sorted((row.waited_s for row in rows), reverse=True)
+    for row in rows:
+        entries = story_of(core, row.request)
+        until = next(e.at_s for e in entries if isinstance(e, Placed | Ended))
+        assert row.waited_s == pytest.approx(until, abs=1e-6)
+        came = only(Submitted, entries)
+        assert (row.tenant, row.prompt_tokens) == (came.tenant, came.prompt_tokens)

@@ -1,0 +1,46 @@
+"""A coordinator that records, killed for real: what it wrote replays, and tells what its clients saw."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from launcher import replay as commands
+from launcher.journal_settings import ExplainSettings, ReplaySettings
+from tests.e2e.live import at_once, live
+
+
+def _replay(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    status = commands.replay(ReplaySettings(file=str(path), as_json=True))
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    assert status == 0, found
+    return found
+
+
+def test_the_journal_of_a_killed_coordinator_replays_and_so_does_the_next_ones(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "journal"
+    with live(tiny, tmp_path, "--journal", str(path), STEP_TOKENS="32", HEARTBEAT_MS="100") as up:
+        prompt = list(range(20, 220))
+        answers = at_once(lambda number: up.complete([number, *prompt], 20, ignore_eos=True), range(30, 42))
+        up.wait_idle()
+        answer_id = answers[0]["id"]
+        up.wait_for("the last event is on the disk", lambda: b"StatusRequest" in path.read_bytes())
+        up.one("coordinator").send_signal(signal.SIGKILL)
+        earlier = tmp_path / "journal.1"
+        up.wait_for("another coordinator records", lambda: earlier.exists() and path.exists())
+        up.wait_ready()
+        up.complete(prompt, 5)
+    killed = _replay(earlier, capsys)
+    recorded = killed["recorded"]
+    assert isinstance(recorded, dict) and recorded["ended"] == "" and recorded["process"] == "coordinator"
+    last = _replay(path, capsys)["recorded"]
+    assert isinstance(last, dict) and last["ended"] == "stopped"
+    assert commands.explain(ExplainSettings(file=str(earlier), request=answer_id, as_json=True)) == 0
+    story = json.loads(capsys.readouterr().out)["story"]
+    chunks = [entry for entry in story if entry["what"] == "chunk"]
+    assert sum(chunk["tokens"] for chunk in chunks) == story[0]["prompt_tokens"] == 201
+    assert [entry["state"] for entry in story if entry["what"] == "state"] == ["handing_over", "decoding"]
+    assert story[-1]["what"] == "ended" and story[-1]["outcome"] == "finished"

@@ -1,0 +1,157 @@
+"""`crossdock replay` and `crossdock explain` as a user runs them, on journals of small scenes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coordinator.journal_format import JournalError
+from coordinator.story import ChunkSent
+from launcher import replay as commands
+from launcher.explain_words import lines
+from launcher.journal_settings import ExplainSettings, ReplaySettings
+from proto.messages import Chunk
+from tests.coordinator.tape import taped
+from tests.coordinator.test_replay import contended_world
+from tests.coordinator.test_story import Scene, full_decode
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+def saved(scene: Scene, path: Path, *, ended: bool = True) -> str:
+    path.write_bytes(taped(scene.core).tape(ended=ended))
+    return str(path)
+
+
+def told(file: str, request: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert commands.explain(ExplainSettings(file=file, request=request)) == 0
+    return capsys.readouterr().out
+
+
+def test_a_story_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    s = Scene.of()
+    s.come("busy1", "busy/bob")
+    s.come("busy2", "busy/bob", tokens=12, deadline_ms=5000.0)
+    s.come("urgent", "busy/bob", deadline_ms=2000.0)
+    s.come("other1", "other")
+    s.step(0, Chunk("busy1", 1, 0, 8))
+    s.step(1, Chunk("other1", 1, 0, 8))
+    s.step(2, Chunk("urgent", 1, 0, 8))
+    s.step(3, Chunk("busy2", 1, 0, 8))
+    s.step(4, Chunk("busy2", 1, 8, 4))
+    s.hand_over("busy2")
+    s.finish("busy2")
+    text = told(saved(s, tmp_path / "j"), "busy2", capsys)
+    for line in (
+        "busy2 of busy/bob, band standard: 12 prompt tokens, up to 4 more",
+        "+0.000 s  submitted: 0 requests waited already, 0 of them of this tenant",
+        "+0.300 s  passed over once: the turn of other, band standard (other1); organisation other has had less of its"
+        " share than busy, round 0 against 16",
+        "+0.400 s  passed over once: urgent of the same tenant first: it is due 2.900 s earlier",
+        "+0.500 s  placed on prefill-10 + decode-20: its turn; 4 KV blocks reserved for its answer",
+        "+0.500 s  step 3 of prefill-10: tokens 0 to 7 of 12",
+        "+0.600 s  step 4 of prefill-10: tokens 8 to 11 of 12",
+        "+0.700 s  prompt computed; the last of its KV is on its way",
+        "KV handed over in 3 ms; decoding",
+        "+0.800 s  finished",
+        "Its first chunk was sent after 0.500 s; it was passed over 2 times: 1 × another tenant's turn,"
+        " 1 × another request of the same tenant.",
+    ):
+        assert line in text, text
+
+
+def test_waiting_for_room_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    s = full_decode(bypasses_max=1)
+    s.come("waits", "acme", tokens=10, max_tokens=20)
+    s.come("behind", "acme", tokens=10, max_tokens=20)
+    s.come("small", "other", tokens=4, max_tokens=1)
+    s.step(1, Chunk("small", 1, 0, 4))
+    s.come("after", "other", tokens=4, max_tokens=1)
+    s.finish("hog")
+    file = saved(s, tmp_path / "j")
+    waits = told(file, "waits", capsys)
+    assert "no room on decode-20: 8 KV blocks needed, 2 free; hogs holds 8" in waits
+    assert "others got room before it once: from now on what comes free is kept for it" in waits
+    assert "placed on prefill-10 + decode-20: there was room at last, kept for it" in waits
+    assert "waits before it had no room" in told(file, "behind", capsys)
+    kept = "no room; what comes free is kept for waits of acme, band standard, which others had bypassed once"
+    assert kept in told(file, "after", capsys)
+
+
+def test_ends_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    s = full_decode()
+    s.come("late", "acme", max_tokens=20, deadline_ms=50.0)
+    s.come("next", "acme")
+    text = told(saved(s, tmp_path / "j"), "late", capsys)
+    assert "expired: no first token within its deadline of 50 ms (Retry-After 1." in text
+    assert "It never ran; it was passed over once: 1 × no room." in text
+
+
+def test_long_runs_of_chunks_are_one_line() -> None:
+    run = [ChunkSent(0.1 * n, "prefill-0", n + 7, 256 * n, 256, 8192, 0) for n in range(32)]
+    [(when, text)] = lines(run)
+    assert when == "+0.000 to 3.100 s"
+    assert text == "32 chunks, tokens 0 to 8,191 of 8,192 (8,192), in steps 7 to 38 of prefill-0"
+    assert len(lines(run[:12])) == 12
+
+
+def test_the_longest_waits_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "j"
+    path.write_bytes(contended_world(1).tape())
+    assert commands.explain(ExplainSettings(file=str(path), top=3, as_json=True)) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == 3 and rows[0]["waited_s"] >= rows[1]["waited_s"] > 0
+    assert commands.explain(ExplainSettings(file=str(path), top=3)) == 0
+    shown = capsys.readouterr().out
+    assert all(row["request"] in shown and row["tenant"] in shown for row in rows)
+    assert commands.explain(ExplainSettings(file=str(path), request=rows[0]["request"], as_json=True)) == 0
+    story = json.loads(capsys.readouterr().out)["story"]
+    assert story[0]["what"] == "submitted" and story[-1]["what"] == "ended"
+    assert {entry["reason"]["kind"] for entry in story if entry["what"] == "passed_over"}
+
+
+def test_a_request_that_is_not_there_and_a_file_that_is_none(tmp_path: Path) -> None:
+    file = saved(Scene.of(), tmp_path / "j")
+    with pytest.raises(JournalError, match="no request 'nobody'"):
+        commands.explain(ExplainSettings(file=file, request="nobody"))
+    with pytest.raises(JournalError, match="No such file"):
+        commands.replay(ReplaySettings(file=str(tmp_path / "absent")))
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(JournalError, match="not a journal"):
+        commands.explain(ExplainSettings(file=str(tmp_path / "text")))
+
+
+def test_replay_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "j"
+    tape = contended_world(1).tape()
+    path.write_bytes(tape)
+    assert commands.replay(ReplaySettings(file=str(path))) == 0
+    said = capsys.readouterr().out
+    assert "Every action is the same." in said and "The recording was cut off" in said and "no whole record" not in said
+    path.write_bytes(tape[:-3])
+    assert commands.replay(ReplaySettings(file=str(path))) == 0
+    said = capsys.readouterr().out
+    assert "bytes are no whole record and were left out" in said
+    assert commands.replay(ReplaySettings(file=str(path), as_json=True)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["identical"] and found["recorded"]["cut_off_bytes"] > 0 and found["difference"] is None
+
+
+def test_replay_shows_the_first_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "j"
+    path.write_bytes(contended_world(1).tape())
+    monkeypatch.setattr("coordinator.overload.JITTER", 0.2)
+    assert commands.replay(ReplaySettings(file=str(path))) == 1
+    said = capsys.readouterr().out
+    assert "the actions differ" in said and "  event     Tick()" in said
+    assert "recorded" in said and "digest" in said and "retry_after_s=" in said and "\\x00" not in said
+    assert commands.replay(ReplaySettings(file=str(path), as_json=True)) == 1
+    difference = json.loads(capsys.readouterr().out)["difference"]
+    assert difference["why"] == "the actions differ" and difference["actions"]
+    with pytest.raises(JournalError, match="crossdock replay says more"):
+        commands.explain(ExplainSettings(file=str(path)))

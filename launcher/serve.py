@@ -49,7 +49,8 @@ async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, s
             f"Ready after {clock.now() - started_at:.1f} s. Logs: {up.log_dir}\n", highlight=False, soft_wrap=True
         )
         try:
-            await asyncio.wait_for(_ask(up, model, settings.question, console), ANSWER_TIMEOUT_S)
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await _ask(up, model, settings.question, console)
         except (AnswerFailed, httpx.HTTPError, TimeoutError) as error:
             why = str(error) or f"no answer within {ANSWER_TIMEOUT_S:.0f} s; see the logs in {up.log_dir}"
             if settings.once:

@@ -77,7 +77,8 @@ async def ask(coordinator: str, timeout_ms: int) -> StatusReport:
     )
     await link.start()
     try:
-        return await asyncio.wait_for(answer, timeout_ms / 1000)
+        async with asyncio.timeout(timeout_ms / 1000):
+            return await answer
     except TimeoutError:
         why = link.last_error or f"no answer from {coordinator}"
         raise NoAnswer(f"{why} (waited {timeout_ms} ms). Is a coordinator running there? See --coordinator.") from None

@@ -158,7 +158,8 @@ async def _stop(process: asyncio.subprocess.Process, log: ChildLog) -> None:
         return
     _signal(process, signal.SIGTERM)
     try:
-        await asyncio.wait_for(_drain(process, log), STOP_GRACE_S)
+        async with asyncio.timeout(STOP_GRACE_S):
+            await _drain(process, log)
     except TimeoutError:
         _signal(process, signal.SIGKILL)
         await process.wait()

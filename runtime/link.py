@@ -387,7 +387,8 @@ class LinkClient:
         while not self._gone.is_set():
             peer.send(Ping())
             try:
-                await asyncio.wait_for(self._gone.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._gone.wait()
             except TimeoutError:
                 now = clock.now()
                 late, woke = now - woke - pause > pause, now

@@ -54,7 +54,8 @@ class TenantsFile:
         try:
             while True:
                 try:
-                    await asyncio.wait_for(self._asked.wait(), poll_s)
+                    async with asyncio.timeout(poll_s):
+                        await self._asked.wait()
                 except TimeoutError:
                     pass
                 asked = self._asked.is_set()

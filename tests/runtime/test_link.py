@@ -133,6 +133,25 @@ def test_a_server_that_leaves_in_order_is_not_taken_for_a_loss() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_client_closed_in_the_moment_of_a_loss_is_closed(turns: int) -> None:
+    """As when a whole cluster stops: the coordinator's goodbye and our own end come together."""
+
+    async def body() -> None:
+        a, b = End(), End()
+        server = a.server()
+        client = b.client(await server.start())
+        await client.start()
+        assert await b.next() == ("up", 7)
+        client._give_up("gone")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await client.close()
+        await server.close()
+
+    run(body)
+
+
 @pytest.mark.parametrize("cause", ["role", "version"])
 def test_refusal_reaches_both_ends(cause: str) -> None:
     async def body() -> None:

@@ -141,13 +141,19 @@ class FairQueue(Generic[T]):
         if found is None:
             return None
         entry, cost, last = found
+        quantum = self.quantum
         leaf = node = entry.leaf
         while (ring := node.parent) is not None:
-            start = max(node.round, ring.now - self.quantum)
-            ring.now = max(ring.now, start)
-            due = cost + node.owed
-            node.owed = min(due, 0.0)
-            node.round = start + max(due, 0.0) / node.weight
+            # Conditions in place of min and max: this runs for every chunk and level, and calls cost.
+            start, due = node.round, cost + node.owed
+            if start > ring.now:
+                ring.now = start
+            elif start < ring.now - quantum:
+                start = ring.now - quantum
+            if due >= 0.0:
+                node.owed, node.round = 0.0, start + due / node.weight
+            else:
+                node.owed, node.round = due, start
             node = ring
         leaf.lanes.count_turn(entry, place)
         if last:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from coordinator.fairqueue import REFUSALS_MAX, Path
 from coordinator.lifecycle import State
 from coordinator.locality import Locality
@@ -12,8 +14,7 @@ from proto.messages import Capacity, Chunk, Hello, Role, Step, Submit
 WORKERS = (Role.PREFILL, Role.DECODE)
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(msgspec.Struct, frozen=True):
     """What one attempt has reserved on one worker, until that worker itself says that it has let go."""
 
     kv_blocks: int

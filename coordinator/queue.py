@@ -64,6 +64,7 @@ class WaitQueue:
         band = self._limits.bands[request.path[0]]
         due = request.arrived + (asked or band.ttft_s + chunks * band.ttft_s_per_chunk)
         request.entry = self.fair.push(request, request.path, due, chunks)
+        request.path = request.entry.leaf.path  # one for all of its tenant's
         if request.deadline is not None:
             self._deadlines_set += 1
             heappush(self._deadlines, (request.deadline, self._deadlines_set, request, request.attempt))

@@ -1,8 +1,8 @@
 """Who says what to whom: the control plane.
 
     gateway  ⇄ coordinator      Submit, Cancel              →   ← Accepted, Rejected, Interrupted
-    coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, Finished, Released, WorkFailed,
-                                                                      CacheMiss, CacheEvents
+    coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, Released,
+                                                                      WorkFailed, CacheMiss, CacheEvents
     worker   → gateway          Tokens
     anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong;  Bye
 
@@ -282,7 +282,7 @@ class Step(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Keep `kv_blocks` for this request; its KV will be offered by the prefill worker named here."""
+    """Expect this request, which will need `kv_blocks` at the most; its KV will be offered by the prefill worker named here."""
 
     request_id: RequestId
     attempt: Attempt
@@ -345,6 +345,25 @@ class HandedOver(Message, frozen=True):
     transfer_ms: DurationMs
 
 
+class Joined(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    request_id: RequestId
+    attempt: Attempt
+    step: Count
+    """It forwards its first token in the step after this one."""
+
+
+class DecodeProgress(Message, frozen=True):
+    """How far a decode worker is, a few times a second while it steps. All that runs moves on by one token in each step."""
+
+    steps: Count
+    """Begun since the process started. Every attempt that joined by then has been named, here or before."""
+    free_blocks: Count
+    short_blocks: Count
+    """What may be missing within the next steps; more than 0 only where the coordinator overcommits."""
+    joined: Annotated[tuple[Joined, ...], Meta(max_length=1 << 16)] = ()
+    """Attempts that joined the batch since the last message."""
+
+
 class Finished(Message, frozen=True):
     """All choices of this attempt have ended on this worker, and their tokens were sent to the gateway."""
 
@@ -362,7 +381,8 @@ class Released(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     output_tokens: Count = 0
-    """Emitted by this worker for this attempt, summed over choices: what its tenant is charged."""
+    """Emitted by this worker for this attempt, summed over choices: what its tenant is charged. First tokens are emitted by the
+    prefill worker and count there, if it still held the attempt."""
 
 
 class WorkFailed(Message, frozen=True):

@@ -52,6 +52,7 @@ SAMPLES: list[Message] = [
     messages.CacheMiss(*ID, 32),
     messages.CacheEvents(HASHES, b""),
     messages.HandedOver(*ID, 1 << 30, 2.5),
+    messages.DecodeProgress(900, 40, 0, (messages.Joined(*ID, 890),)),
     messages.Finished(*ID, 9, 8),
     messages.Released(*ID, 7),
     messages.WorkFailed(*ID, Interrupt.TRANSFER_FAILED, "broke"),

@@ -110,5 +110,8 @@ class Limits:
     """After so many requests got room before one that waits for it, what comes free is kept for that one."""
     orphan_s_max: float = 120.0
     """How long an open row of an earlier coordinator waits for word of its request."""
+    kv_overcommit: float = 1.0
+    """Answers may be counted with this fraction of their max_tokens on decode workers, or what their tenant's usually take if
+    that is more. 1: with max_tokens, and a decode worker never runs out of blocks."""
     remembered_max: int = 4096
     """Ended attempts kept, so that what repeats them is recognised."""

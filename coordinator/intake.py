@@ -6,6 +6,7 @@ from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
 from coordinator.request import Request
 from coordinator.state import State
+from coordinator.victims import expected_left
 from proto.errors import Reject
 from proto.messages import Accepted, Cancel, Rejected, Submit
 
@@ -46,7 +47,9 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         state.journal(tenancy.opened(state, request))
     else:
         _renew(state, request, submit, event.blob, now)
-    state.queues[submit.model].push(request, now)
+    queue = state.queues[submit.model]
+    request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
+    queue.push(request, now)
     state.pools[submit.model].full = False
     state.send(epoch, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))

@@ -58,6 +58,7 @@ class Coordinator:
                 step_tokens=settings.step_tokens,
                 steps_in_flight=settings.steps_in_flight,
                 attempts_max=settings.attempts_max,
+                kv_overcommit=settings.kv_overcommit,
             )
         )
         self.record = Journal(settings.journal, settings.journal_max_mib << 20) if settings.journal else None

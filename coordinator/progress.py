@@ -7,8 +7,19 @@ from coordinator.locality import usable_hashes
 from coordinator.pool import Worker
 from coordinator.request import Request
 from coordinator.state import State
+from coordinator.victims import relieve
 from proto.errors import Interrupt
-from proto.messages import CacheEvents, CacheMiss, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
+from proto.messages import (
+    CacheEvents,
+    CacheMiss,
+    Chunk,
+    Finished,
+    HandedOver,
+    Released,
+    StepDone,
+    WorkFailed,
+)
+from proto.progress import DecodeProgress
 
 
 def step_done(state: State, epoch: int, event: Received, now: float) -> None:
@@ -85,6 +96,23 @@ def handed_over(state: State, epoch: int, event: Received, now: float) -> None:
     request = state.current(done.request_id, done.attempt)
     if request and request.prefill_epoch == epoch and request.state in (Life.PREFILLING, Life.HANDING_OVER):
         state.move(request, Trigger.HANDED_OVER, now)
+
+
+def decode_progress(state: State, epoch: int, event: Received, now: float) -> None:
+    done = event.message
+    assert isinstance(done, DecodeProgress)
+    worker = state.workers[epoch]
+    room = worker.room
+    assert room is not None
+    for joined in done.joined:
+        room.joined((joined.request_id, joined.attempt), joined.step)
+    room.reached(done.steps)
+    was_short, room.short = room.short, done.short_blocks > 0 and state.limits.kv_overcommit > 1
+    if room.short:
+        relieve(state, worker, done.short_blocks, now)
+    elif done.joined or was_short:
+        # An attempt that runs is known to end, and counts for less than one that may come at any time.
+        state.pools[worker.hello.model].full = False
 
 
 def finished(state: State, epoch: int, event: Received, now: float) -> None:

@@ -38,7 +38,7 @@ def compose(
         if request.id in taken:
             return 0
         if request.state is State.QUEUED:
-            decode = room(request.submit, worker, pool)
+            decode = room(request, worker, pool)
             if decode is None:
                 pool.refused.append(request)
                 return 0

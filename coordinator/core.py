@@ -21,7 +21,6 @@ from proto.messages import (
     CacheEvents,
     CacheMiss,
     Cancel,
-    DecodeProgress,
     Finished,
     HandedOver,
     Hello,
@@ -33,6 +32,7 @@ from proto.messages import (
     Submit,
     WorkFailed,
 )
+from proto.progress import DecodeProgress
 
 
 def _status(state: State, epoch: int, event: Received, now: float) -> None:

@@ -13,13 +13,13 @@ from proto.messages import (
     CacheEvents,
     CacheMiss,
     Chunk,
-    DecodeProgress,
     Finished,
     HandedOver,
     Released,
     StepDone,
     WorkFailed,
 )
+from proto.progress import DecodeProgress
 
 
 def step_done(state: State, epoch: int, event: Received, now: float) -> None:

@@ -3,7 +3,8 @@
 from typing import Generic, TypeVar
 
 from decode_worker.requests import AttemptTable, Phase
-from proto.messages import DecodeProgress
+from engine.blocks import BlockAllocator
+from proto.progress import DecodeProgress
 
 S = TypeVar("S")
 
@@ -26,18 +27,22 @@ class ProgressReport(Generic[S]):
         self._said_at = now
         table = self._table
         joined, table.joined = tuple(table.joined), []
-        return DecodeProgress(table.batch.steps, table.allocator.free_count, shortage(table, WARN_STEPS), joined)
+        return DecodeProgress(table.batch.steps, _room(table.allocator), shortage(table, WARN_STEPS), joined)
+
+
+def _room(allocator: BlockAllocator) -> int:
+    return allocator.free_count + allocator.cached_count
 
 
 def shortage(table: AttemptTable[S], horizon: int) -> int:
     """Blocks that will be missing in one of the next `horizon` steps if nobody stops early; 0 if none.
 
-    To be asked with a step in flight. What ends at its max_tokens gives back its blocks; prompts that are expected and not
-    offered yet want theirs at once.
+    To be asked with a step in flight. What ends at its max_tokens gives back the blocks that are its alone; prompts that are
+    expected and not offered yet want theirs at once.
     """
     size, batch = table.block_size, table.batch
     assert batch.in_flight is not None or not batch.running
-    free = table.allocator.free_count
+    free = _room(table.allocator)
     wanted = sum(
         -(-attempt.order.prompt_tokens // size)
         for attempt in table.attempts.values()
@@ -53,9 +58,8 @@ def shortage(table: AttemptTable[S], horizon: int) -> int:
         for step in takes:
             change[step] += 1
         if to_go < horizon:
-            order = table.attempts[sequence.key].order
-            shared = order.prompt_tokens // size if order.choices > 1 else 0
-            change[to_go + 1] -= held + len(takes) - shared
+            own = sum(table.allocator.refs(block) == 1 for block in sequence.blocks.table)
+            change[to_go + 1] -= own + len(takes)
     most = total = 0
     for step in change:
         total += step

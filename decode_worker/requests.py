@@ -19,7 +19,8 @@ from engine.sequence import SequenceBlocks
 from kvtransfer.session import Accepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt
-from proto.messages import Finished, Held, Joined, Released, Reserve, WorkFailed
+from proto.messages import Finished, Held, Released, Reserve, WorkFailed
+from proto.progress import Joined
 
 S = TypeVar("S")
 Farewell = Released | WorkFailed | Finished

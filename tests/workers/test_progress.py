@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from decode_worker.progress import REPORT_S, ProgressReport, shortage
 from engine.blocks import OutOfBlocks
-from proto.messages import DecodeProgress, Joined
+from proto.progress import DecodeProgress, Joined
 from tests.workers.test_batch import World, reserve
 
 HORIZON = 8

@@ -87,8 +87,10 @@ def run(settings: RoomBenchSettings) -> int:
         f"{settings.kv_blocks} blocks of {settings.block_size} tokens, max_tokens L = {settings.max_tokens},"
         f" {settings.overload:g} x the load the pool could carry if full, {settings.steps} steps each"
     )
-    table = Table(title="KV use: blocks really held, of all", title_justify="left")
-    headings = ("outputs", "KV use", "whole life", "tok/step", "whole", "refused", "OOM")
+    table = Table(
+        title="Blocks really held, of all, and tokens: by the peak test, and by whole lives", title_justify="left"
+    )
+    headings = ("outputs", "KV use", "whole", "tok/step", "whole", "refused", "OOM")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "outputs" else "right", no_wrap=True)
     rows: dict[str, Any] = {}
@@ -117,8 +119,10 @@ def run(settings: RoomBenchSettings) -> int:
 
 
 def _show_overcommit(settings: RoomBenchSettings, found: dict[str, Draw], console: Console) -> dict[str, Any]:
-    table = Table(title=f"With --kv-overcommit {OVERCOMMIT:g}", title_justify="left")
-    headings = ("outputs", "KV use", "tok/step", "finished", "preempted", "OOM", "recomputed")
+    table = Table(
+        title=f"With --kv-overcommit {OVERCOMMIT:g} (again: prompt tokens computed for victims)", title_justify="left"
+    )
+    headings = ("outputs", "KV use", "tok/step", "ended", "victims", "OOM", "again")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "outputs" else "right", no_wrap=True)
     rows: dict[str, Any] = {}

@@ -59,7 +59,7 @@ class Worker:
     @property
     def free_blocks(self) -> int:
         """Blocks that nothing held here will ever need."""
-        taken = self.kv_blocks_taken if self.room is None else self.room.peak
+        taken = self.kv_blocks_taken if self.room is None else self.room.taken
         return max(self.capacity.kv_blocks - taken, 0)  # more may have been adopted than is sure to fit
 
     def fits(self, holding: Holding) -> bool:
@@ -129,9 +129,8 @@ class Worker:
         return Holding(-(-submit.prompt_tokens // self.capacity.block_size), 1, path)
 
     def decode_holding(self, submit: Submit, path: Path = (), expected_left: int = NEVER) -> Holding:
-        life = Life.of(submit)
-        whole = life.whole(self.capacity.block_size)
-        return Holding(whole, submit.choices, path, life._replace(expected=expected_left))
+        whole = Life.of(submit).whole(self.capacity.block_size)
+        return Holding(whole, submit.choices, path, Life.of(submit, expected_left))
 
     def check_invariants(self) -> None:
         assert self.free_seqs + sum(h.seqs for h in self.holdings.values()) == self.capacity.max_seqs

@@ -36,7 +36,7 @@ and if the blocks really run short, somebody else chooses who has to leave (`vic
 
 **Cost.** Between two ends T does not fall, so its maximum is at an end, or at "never" for the pending. One row per attempt,
 sorted by end, carries T at that end; a change adds or subtracts one term for the rows up to its own: O(n), in a few numpy
-calls.
+calls. The rows are kept only from when whole lives add up to more than the pool until they add up to half of it.
 """
 
 from bisect import bisect_left, bisect_right
@@ -68,9 +68,9 @@ class Life(NamedTuple):
     """What it is counted with if that is less than `left`: overcommit."""
 
     @staticmethod
-    def of(submit: Submit) -> "Life":
+    def of(submit: Submit, expected: int = NEVER) -> "Life":
         new_tokens = submit.sampling.max_tokens - submit.resumed_tokens
-        return Life(submit.prompt_tokens, max(new_tokens - 1, 0), submit.choices)
+        return Life(submit.prompt_tokens, max(new_tokens - 1, 0), submit.choices, expected)
 
     @property
     def counted(self) -> int:
@@ -103,6 +103,8 @@ class _Row(NamedTuple):
 
 class _Entry(NamedTuple):
     row: _Row
+    whole: int
+    """The most it is counted with."""
     life: Life | None
     """None: adopted, only its blocks are known."""
     running: bool
@@ -118,7 +120,10 @@ class Room:
         """Steps the worker is known to have begun."""
         self.short = False
         """Overcommitted, and the worker has warned: nothing more fits, or what victims leave behind would go to new ones."""
+        self.wholes = 0
+        """Blocks of all whole lives: what would be taken if nothing were known of ends."""
         self._entries: dict[Key, _Entry] = {}
+        self._has_rows = False
         self._table: Ints = np.zeros((len(_COLUMNS), 64), dtype=np.int64)
         self._ends: list[int] = []
         """The column `_END` once more, and the rows' ids: bisect on a list beats a numpy call."""
@@ -127,7 +132,7 @@ class Room:
         self._short: dict[int, Key] = {}
         """Running rows that may outlive the end they are counted with."""
         self._divisor = np.array(block_size)
-        self._peak: int | None = 0
+        self._peak: int | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -138,16 +143,25 @@ class Room:
     @property
     def peak(self) -> int:
         """Most blocks that what is here can ever hold at the same time."""
+        if not self._has_rows:
+            self._has_rows = True
+            for entry in sorted(self._entries.values(), key=lambda entry: entry.row.end):
+                self._add_row(entry.row)
         if self._peak is None:
             self._peak = int(np.maximum.reduce(self._table[_TOTAL, : len(self._ends)])) if self._ends else 0
         return self._peak
+
+    @property
+    def taken(self) -> int:
+        """`peak` where it is kept, else `wholes`, which is more."""
+        return self.peak if self._has_rows else self.wholes
 
     def fits(self, life: Life) -> bool:
         """Whether this attempt can be placed now with nobody ever left without a block."""
         if self.short:
             return False
         whole = life.whole(self.block_size)
-        if self.peak + whole <= self.kv_blocks:
+        if self.wholes + whole <= self.kv_blocks:
             return True
         if max(whole, self.peak + life.grown(0, self.block_size)) > self.kv_blocks:
             return False
@@ -158,11 +172,11 @@ class Room:
 
     def place(self, key: Key, life: Life) -> None:
         """Count an attempt which joins at an unknown step. The caller has asked `fits`, or means to go beyond the pool."""
-        self._add(key, _Entry(self._row(life, self.steps, NEVER), life, running=False))
+        self._add(key, _Entry(self._row(life, self.steps, NEVER), life.whole(self.block_size), life, running=False))
 
     def adopt(self, key: Key, kv_blocks: int) -> None:
         """Count what a worker already held when it registered: these blocks, until it lets go. May go beyond the pool."""
-        self._add(key, _Entry(_Row(NEVER, 0, 0, 0, kv_blocks, self._new_id()), None, running=False))
+        self._add(key, _Entry(_Row(NEVER, 0, 0, 0, kv_blocks, self._new_id()), kv_blocks, None, running=False))
 
     def joined(self, key: Key, step: int) -> None:
         """The attempt joined the batch after that step. Idempotent; what is not pending here is left as it is."""
@@ -174,25 +188,24 @@ class Room:
     def reached(self, steps: int) -> None:
         """The worker has begun this many steps; every attempt that joined by then has been named."""
         self.steps = max(self.steps, steps)
-        if self._short and self._ends[0] < self.steps:
-            past = self._ids[: bisect_left(self._ends, self.steps)]
-            for key in [self._short[row_id] for row_id in past if row_id in self._short]:
-                entry = self._entries[key]
-                assert entry.life is not None
-                self._run(key, entry.life._replace(expected=NEVER), entry.row.end - entry.life.counted)
+        for key in [key for key in self._short.values() if self._entries[key].row.end < self.steps]:
+            entry = self._entries[key]
+            assert entry.life is not None
+            self._run(key, entry.life._replace(expected=NEVER), entry.row.end - entry.life.counted)
 
     def let_go(self, key: Key) -> bool:
         """The worker holds nothing more for this attempt. False if there is none, as when a message is repeated."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
+        self.wholes -= entry.whole
         self._short.pop(entry.row.row_id, None)
-        at = self._ids.index(entry.row.row_id, bisect_left(self._ends, entry.row.end))
-        upto, rows = bisect_right(self._ends, entry.row.end, at), len(self._ends)
-        self._table[_TOTAL, :upto] -= self._blocks(entry.row, upto)
-        self._table[:, at : rows - 1] = self._table[:, at + 1 : rows]
-        del self._ends[at], self._ids[at]
-        self._peak = None
+        if self._has_rows and self.wholes * 2 <= self.kv_blocks:
+            self._has_rows, self._peak = False, None
+            self._ends.clear()
+            self._ids.clear()
+        elif self._has_rows:
+            self._drop_row(entry.row)
         return True
 
     def held_now(self, key: Key) -> int:
@@ -201,6 +214,7 @@ class Room:
 
     def check_invariants(self) -> None:
         """Asserts that the rows are sorted and that their totals are what a count from scratch gives."""
+        assert self.wholes == sum(entry.whole for entry in self._entries.values()) >= self.peak
         assert self._ends == sorted(self._ends) == self._table[_END, : len(self._ends)].tolist()
         assert sorted(self._ids) == sorted(entry.row.row_id for entry in self._entries.values())
         for at, end in enumerate(self._ends):
@@ -211,7 +225,7 @@ class Room:
     def _run(self, key: Key, life: Life, step: int) -> None:
         self.let_go(key)
         row = self._row(life, step, step + life.counted)
-        self._add(key, _Entry(row, life, running=True))
+        self._add(key, _Entry(row, life.whole(self.block_size), life, running=True))
         if life.counted < life.left:
             self._short[row.row_id] = key
 
@@ -246,7 +260,21 @@ class Room:
 
     def _add(self, key: Key, entry: _Entry) -> None:
         assert key not in self._entries, key
-        row, rows = entry.row, len(self._ends)
+        self._entries[key] = entry
+        self.wholes += entry.whole
+        if self._has_rows:
+            self._add_row(entry.row)
+
+    def _drop_row(self, row: _Row) -> None:
+        at = self._ids.index(row.row_id, bisect_left(self._ends, row.end))
+        upto, rows = bisect_right(self._ends, row.end, at), len(self._ends)
+        self._table[_TOTAL, :upto] -= self._blocks(row, upto)
+        self._table[:, at : rows - 1] = self._table[:, at + 1 : rows]
+        del self._ends[at], self._ids[at]
+        self._peak = None
+
+    def _add_row(self, row: _Row) -> None:
+        rows = len(self._ends)
         if rows == self._table.shape[1]:
             self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
         at = bisect_right(self._ends, row.end)
@@ -261,5 +289,4 @@ class Room:
         self._table[:, at] = (row.end, row.cap, row.offset, row.choices, row.base, total)
         self._ends.insert(at, row.end)
         self._ids.insert(at, row.row_id)
-        self._entries[key] = entry
         self._peak = None

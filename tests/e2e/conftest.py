@@ -11,7 +11,7 @@ from tests.e2e.live import Live, live
 HERE = Path(__file__).parent
 
 
-START_S = 300
+START_S = 400
 """Real processes that import torch, on a machine with other work, take their time; a test may start a cluster."""
 
 

@@ -22,7 +22,7 @@ import uvloop
 from launcher.status import NoAnswer, ask
 from proto.messages import StatusReport
 
-READY_S = 120.0
+READY_S = 180.0
 ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")
 
 

@@ -60,7 +60,8 @@ def test_tenants_are_told_limited_and_billed_through_a_kill_of_the_coordinator(t
     today = usage(db, "acme/ann")
     assert today["open"] == 0 and today["outcomes"] == {"finished": today["requests"]}
     assert today["charged_tokens"] == today["prompt_tokens"] + today["output_tokens"]
-    assert today["prompt_tokens"] == len(PROMPT) * today["requests"]
+    assert today["prompt_tokens"] + today["cached_tokens"] == len(PROMPT) * today["requests"]
+    assert today["cached_tokens"] > 0, "the same prompt again is not computed again"
     streamed = usage(db, "acme/bob")
     # If it ended while no coordinator was there, its row is open at the estimate until it is written off.
     expected = len(PROMPT) + TOKENS if streamed["outcomes"] == {"finished": 1} else len(PROMPT) + 128

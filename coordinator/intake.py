@@ -72,6 +72,8 @@ def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: flo
 def _judge(state: State, submit: Submit) -> admission.Refusal:
     if any((submit.request_id, submit.attempt) in worker.holdings for worker in state.workers.values()):
         return Reject.DUPLICATE, "a worker is still busy with this very attempt"
+    if submit.attempt == 1 and submit.request_id in state.billing.bills:
+        return Reject.DUPLICATE, "an earlier request of this id is not settled yet"
     return admission.judge(submit, state.pools.get(submit.model), state.limits)
 
 

@@ -50,7 +50,7 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
     queue = state.queues[submit.model]
     request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
     queue.push(request, now)
-    state.pools[submit.model].full = False
+    state.pools[submit.model].full.clear()
     state.send(epoch, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))
 

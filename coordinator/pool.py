@@ -107,6 +107,8 @@ class Worker:
             self.kv_blocks_taken -= holding.kv_blocks
         else:
             self.room.let_go(key)
+            if not self.holdings:
+                self.room.short = False  # nothing runs there any more that would say so
         return holding
 
     def begin_step(self, chunks: list[Chunk], requests: list[Request]) -> Step:
@@ -152,8 +154,8 @@ class Pool:
         self.locality = Locality()
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
-        self.full = False
-        """The next requests in turn had no room when last looked at, and none has come free since."""
+        self.full: set[int] = set()
+        """Prefill workers on which the next requests in turn had no room when last looked at; none has come free since."""
         self.kept_for: Request | None = None
         self.refused: list[Request] = []
         """Those that the pop in hand has found without room."""
@@ -161,11 +163,12 @@ class Pool:
     def add(self, worker: Worker) -> None:
         self._side(worker)[worker.epoch] = worker
         self.locality.join(worker.epoch, worker.capacity.kv_blocks)
-        self.full = False
+        self.full.clear()
 
     def remove(self, worker: Worker) -> None:
         del self._side(worker)[worker.epoch]
         self.locality.leave(worker.epoch)
+        self.full.discard(worker.epoch)
 
     def blame(self, worker: Worker) -> None:
         """Something failed on it."""
@@ -198,9 +201,16 @@ class Pool:
 
     # --- waiting for room -----------------------------------------------------------------------------------------------
 
-    def refusals_allowed(self) -> int:
-        """How many requests without room the next pop may look at: none while nothing has changed, or while room is kept."""
-        return 0 if self.full or self.kept_for is not None else REFUSALS_MAX
+    def refusals_allowed(self, prefill: Worker) -> int:
+        """How many requests without room its next pop may look at: none while nothing has changed, or while room is kept."""
+        return 0 if prefill.epoch in self.full or self.kept_for is not None else REFUSALS_MAX
+
+    def found_full(self, prefill: Worker) -> None:
+        """Nothing runs on it, and those `refused` had no room: on it alone, or on no decode worker, which is so for all."""
+        if any(not prefill.fits(prefill.prefill_holding(request.submit)) for request in self.refused):
+            self.full.add(prefill.epoch)
+        elif self.refused:
+            self.full.update(self.prefill)
 
     def count_bypasses(self, bypasses_max: int) -> None:
         """A request got room, and those `refused` in the same pop, which were before it, did not: not for ever."""

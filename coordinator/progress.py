@@ -112,7 +112,7 @@ def decode_progress(state: State, epoch: int, event: Received, now: float) -> No
         relieve(state, worker, done.short_blocks, now)
     elif done.joined or was_short:
         # An attempt that runs is known to end, and counts for less than one that may come at any time.
-        state.pools[worker.hello.model].full = False
+        state.pools[worker.hello.model].full.clear()
 
 
 def finished(state: State, epoch: int, event: Received, now: float) -> None:

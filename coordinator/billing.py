@@ -94,8 +94,8 @@ class Billing:
     # --- acceptance -----------------------------------------------------------------------------------------------------
 
     def adopt(self, request_id: str, resumed_tokens: int) -> Bill | None:
-        """The open bill of a request that is not known, whose gateway has come back: an orphan's, with the tokens the gateway had
-        got, or that of one which ended here, as by a loss of the link, and of which a worker has not let go yet."""
+        """The open bill of a request that is not known, whose gateway has come back: an orphan's, with the tokens the gateway
+        had got, or that of one which ended here, as by a loss of the link, and of which a worker has not let go yet."""
         bill = self.bills.get(request_id)
         if bill is None:
             return None

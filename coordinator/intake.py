@@ -8,6 +8,7 @@ from coordinator.request import Request
 from coordinator.state import State
 from coordinator.victims import expected_left
 from proto.errors import Reject
+from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Rejected, Submit
 
 
@@ -16,6 +17,10 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
     assert isinstance(submit, Submit)
     if len(event.blob) != 4 * submit.prompt_tokens:
         state.out.append(Misbehaved(epoch, f"{len(event.blob)} bytes for {submit.prompt_tokens} prompt tokens"))
+        return
+    if len(submit.block_hashes) % HASH_BYTES:
+        # A worker would hold it against us.
+        state.out.append(Misbehaved(epoch, f"{len(submit.block_hashes)} bytes are no whole number of block hashes"))
         return
     if submit.attempt <= state.ended.get(submit.request_id, 0):
         return

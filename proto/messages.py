@@ -234,7 +234,7 @@ class StatusReport(Message, frozen=True):
     """Requests by life-cycle state."""
     finished: dict[Text, Count]
     """Requests ended since start, by outcome."""
-    counters: dict[Text, Count]
+    counters: dict[Text, Annotated[int, Meta(ge=0)]]  # bytes moved are soon more than a Count
 
 
 # --- coordinator → prefill worker ----------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ def refusal(hello: Hello, pools: Mapping[str, Pool]) -> str | None:
         return None
     if hello.capacity is None or not hello.model or not hello.fingerprint:
         return f"a {hello.role} worker must state its model, fingerprint and capacity"
+    if not hello.capacity.kv_blocks:
+        return "a worker without a single KV block"
     if hello.role is Role.DECODE and not hello.address:
         return "a decode worker must state the address for its KV port"
     pool = pools.get(hello.model)

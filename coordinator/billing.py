@@ -43,6 +43,8 @@ class Bill:
     held: int = 0
     """Reservations on workers, and chunks dispatched and not heard of."""
     outcome: str = ""
+    ended: str = ""
+    """Its outcome before it was reopened."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
@@ -92,10 +94,14 @@ class Billing:
     # --- acceptance -----------------------------------------------------------------------------------------------------
 
     def adopt(self, request_id: str, resumed_tokens: int) -> Bill | None:
-        """The orphan whose gateway has come back with the tokens it had got, if it is one."""
-        if self.orphans.pop(request_id, None) is None:
+        """The open bill of a request that is not known, whose gateway has come back: an orphan's, with the tokens the gateway
+        had got, or that of one which ended here, as by a loss of the link, and of which a worker has not let go yet."""
+        bill = self.bills.get(request_id)
+        if bill is None:
             return None
-        bill = self.bills[request_id]
+        bill.ended, bill.outcome = bill.outcome, ""
+        if self.orphans.pop(request_id, None) is None:
+            return bill  # what its workers have emitted they will say
         bill.adopted, bill.output_tokens = True, resumed_tokens
         if not resumed_tokens:
             bill.prompt_tokens = 0
@@ -124,6 +130,9 @@ class Billing:
 
     def undo(self, bill: Bill, now: float, orphans_until: float) -> None:
         """It was not accepted after all; an orphan is one again, since its gateway may come once more."""
+        if bill.ended:
+            bill.outcome, bill.ended = bill.ended, ""
+            return
         if bill.adopted:
             self.orphans[bill.request_id] = orphans_until
             return
@@ -167,9 +176,8 @@ class Billing:
     def let_go(self, request_id: str, emitted_tokens: int, now: float) -> Closed | None:
         """One thing less of it is on a worker."""
         bill = self.bills.get(request_id)
-        if bill is None:
-            return None
-        assert bill.held > 0, request_id
+        if bill is None or not bill.held:
+            return None  # a worker may bring along what was not counted when this bill was opened
         bill.held -= 1
         bill.output_tokens += emitted_tokens
         return self._close_if_over(bill, now)

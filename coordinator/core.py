@@ -32,6 +32,7 @@ from proto.messages import (
     Submit,
     WorkFailed,
 )
+from proto.progress import DecodeProgress
 
 
 def _status(state: State, epoch: int, event: Received, now: float) -> None:
@@ -45,6 +46,7 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
     CacheMiss: ((Role.PREFILL,), progress.cache_miss),
     CacheEvents: (WORKERS, progress.cache_events),
     HandedOver: ((Role.PREFILL,), progress.handed_over),
+    DecodeProgress: ((Role.DECODE,), progress.decode_progress),
     Finished: (WORKERS, progress.finished),
     Released: (WORKERS, progress.released),
     WorkFailed: (WORKERS, progress.work_failed),

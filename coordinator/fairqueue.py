@@ -23,10 +23,10 @@ Inside one tenant `lanes` decides. Pure; costs are in weighted tokens.
 """
 
 from collections.abc import Callable, Mapping
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
-from coordinator.lanes import ANYWHERE, Entry, Lanes
+from coordinator.lanes import ANYWHERE, SPARE, Entry, Lanes
 
 T = TypeVar("T")
 Terms = tuple[float, bool]
@@ -141,13 +141,19 @@ class FairQueue(Generic[T]):
         if found is None:
             return None
         entry, cost, last = found
+        quantum = self.quantum
         leaf = node = entry.leaf
         while (ring := node.parent) is not None:
-            start = max(node.round, ring.now - self.quantum)
-            ring.now = max(ring.now, start)
-            due = cost + node.owed
-            node.owed = min(due, 0.0)
-            node.round = start + max(due, 0.0) / node.weight
+            # Conditions in place of min and max: this runs for every chunk and level, and calls cost.
+            start, due = node.round, cost + node.owed
+            if start > ring.now:
+                ring.now = start
+            elif start < ring.now - quantum:
+                start = ring.now - quantum
+            if due >= 0.0:
+                node.owed, node.round = 0.0, start + due / node.weight
+            else:
+                node.owed, node.round = due, start
             node = ring
         leaf.lanes.count_turn(entry, place)
         if last:
@@ -170,8 +176,7 @@ class FairQueue(Generic[T]):
                 node.round = ring.now + max(ahead + node.owed / node.weight, 0.0)
                 node.owed = min(node.owed + ahead * node.weight, 0.0)
                 for place in node.busy:
-                    slot = node.slots[place] = (node.round, node.position, node)
-                    heappush(ring.heaps[place], slot)
+                    self._enter(ring, place, node)
             node = ring
 
     def debt(self, path: Path) -> float:
@@ -250,13 +255,20 @@ class FairQueue(Generic[T]):
                 node.round = max(node.round + node.owed / node.weight, ring.now - self.quantum)
                 node.owed = 0.0
             busy[place] = 1
-            slot = node.slots[place] = (node.round, node.position, node)
-            heap = ring.heaps.get(place)
-            if heap is None:
-                ring.heaps[place] = [slot]
-            else:
-                heappush(heap, slot)
+            self._enter(ring, place, node)
             node = ring
+
+    def _enter(self, ring: Node[T], place: int, node: Node[T]) -> None:
+        """The slot it had before, if any, is void."""
+        slot = node.slots[place] = (node.round, node.position, node)
+        heap = ring.heaps.get(place)
+        if heap is None:
+            ring.heaps[place] = [slot]
+            return
+        heappush(heap, slot)
+        if len(heap) > 2 * len(ring.children) + SPARE:
+            heap[:] = [other for other in heap if other[2].slots.get(place) is other]
+            heapify(heap)
 
     def _leave(self, leaf: Node[T], place: int) -> None:
         node: Node[T] | None = leaf

@@ -6,7 +6,9 @@ from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
 from coordinator.request import Request
 from coordinator.state import State
+from coordinator.victims import expected_left
 from proto.errors import Reject
+from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Rejected, Submit
 
 
@@ -15,6 +17,10 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
     assert isinstance(submit, Submit)
     if len(event.blob) != 4 * submit.prompt_tokens:
         state.out.append(Misbehaved(epoch, f"{len(event.blob)} bytes for {submit.prompt_tokens} prompt tokens"))
+        return
+    if len(submit.block_hashes) % HASH_BYTES:
+        # A worker would hold it against us.
+        state.out.append(Misbehaved(epoch, f"{len(submit.block_hashes)} bytes are no whole number of block hashes"))
         return
     if submit.attempt <= state.ended.get(submit.request_id, 0):
         return
@@ -46,8 +52,10 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         state.journal(tenancy.opened(state, request))
     else:
         _renew(state, request, submit, event.blob, now)
-    state.queues[submit.model].push(request, now)
-    state.pools[submit.model].full = False
+    queue = state.queues[submit.model]
+    request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
+    queue.push(request, now)
+    state.pools[submit.model].full.clear()
     state.send(epoch, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))
 
@@ -69,6 +77,8 @@ def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: flo
 def _judge(state: State, submit: Submit) -> admission.Refusal:
     if any((submit.request_id, submit.attempt) in worker.holdings for worker in state.workers.values()):
         return Reject.DUPLICATE, "a worker is still busy with this very attempt"
+    if submit.attempt == 1 and submit.request_id in state.billing.bills:
+        return Reject.DUPLICATE, "an earlier request of this id is not settled yet"
     return admission.judge(submit, state.pools.get(submit.model), state.limits)
 
 

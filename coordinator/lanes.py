@@ -6,12 +6,14 @@ each chunk it gets) have gone first, the one that waited longest goes next. Coun
 count is the greatest, and each entry stores only by how much its own exceeds that of the next newer one.
 """
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 ANYWHERE = 0
 AGED = 0
+SPARE = 64
+"""Outdated entries that a heap may hold beside as many as it has valid ones; then they are cleared out."""
 
 
 class Entry(Generic[T]):
@@ -29,7 +31,7 @@ class Entry(Generic[T]):
 
 
 class _Lane(Generic[T]):
-    __slots__ = ("heap", "newest", "oldest", "overtaken")
+    __slots__ = ("heap", "newest", "oldest", "overtaken", "size")
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, int, int, Entry[T]]] = []
@@ -37,6 +39,7 @@ class _Lane(Generic[T]):
         self.newest: Entry[T] | None = None
         self.overtaken = 0
         """How often the oldest was."""
+        self.size = 0
 
     def overtake(self, by: Entry[T] | None) -> None:
         """Count one more for those older than `by`, or for all."""
@@ -52,9 +55,15 @@ class _Lane(Generic[T]):
         else:
             self.newest.newer = entry
         self.newest = entry
+        self.size += 1
+        if len(self.heap) > 2 * self.size + SPARE:
+            # Those that left far behind the head, as cancelled ones do, would stay with all they hold.
+            self.heap = [slot for slot in self.heap if slot[4].joined == slot[3]]
+            heapify(self.heap)
         heappush(self.heap, (entry.deadline, entry.chunks, entry.seq, entry.joined, entry))
 
     def leave(self, entry: Entry[T]) -> None:
+        self.size -= 1
         if entry.older is None:
             self.oldest = entry.newer
             self.overtaken -= entry.excess

@@ -58,6 +58,7 @@ class Coordinator:
                 step_tokens=settings.step_tokens,
                 steps_in_flight=settings.steps_in_flight,
                 attempts_max=settings.attempts_max,
+                kv_overcommit=settings.kv_overcommit,
             )
         )
         self.record = Journal(settings.journal, settings.journal_max_mib << 20) if settings.journal else None
@@ -173,6 +174,7 @@ class Coordinator:
         earlier = self.peers.get(peer.epoch)
         if earlier is not None:
             self.server.drop(earlier, "connected again")
+        self.outbox.forget(peer.epoch)
         self.peers[peer.epoch] = peer
         emit = self.log.debug if peer.hello.role is Role.OBSERVER else self.log.info
         emit("joined", peer=peer.hello.name, role=peer.hello.role.value, model=peer.hello.model)
@@ -181,6 +183,7 @@ class Coordinator:
     def _down(self, peer: Peer, reason: str) -> None:
         if self.peers.get(peer.epoch) is peer:
             del self.peers[peer.epoch]
+            self.outbox.forget(peer.epoch)
             quiet = peer.hello.role is Role.OBSERVER
             emit = self.log.debug if quiet else self.log.info if is_orderly(reason) else self.log.warning
             emit("left", peer=peer.hello.name, role=peer.hello.role.value, reason=reason)

@@ -54,10 +54,13 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
     """Count what the worker held through a loss of the link; streams we have given up meanwhile are to end."""
     for held in hello.held:
         holding, key = Holding(held.kv_blocks, held.seqs), (held.request_id, held.attempt)
-        if key in worker.holdings or not worker.fits(holding):
+        request = state.current(*key)
+        if request is not None and request.state is Life.QUEUED:
+            state.out.append(Misbehaved(worker.epoch, "holds an attempt that was not placed yet"))
+            return
+        if not worker.adopt(key, holding):
             state.out.append(Misbehaved(worker.epoch, "holds more than its capacity"))
             return
-        worker.hold(key, holding)
         state.billing.hold(held.request_id)
         if held.request_id in state.requests or held.request_id in state.ended:
             state.send(worker.epoch, Release(*key))

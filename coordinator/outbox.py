@@ -29,6 +29,10 @@ class Outbox:
         self.held.setdefault(send.epoch, deque()).append(send)
         return False
 
+    def forget(self, epoch: int) -> None:
+        """Its link is gone: what waits is of no use to its next one, and would be taken for orders of that."""
+        self.held.pop(epoch, None)
+
     def committed(self, request_ids: Iterable[str]) -> list[Send]:
         """What may go out now, each peer's in order."""
         self.uncommitted.difference_update(request_ids)

@@ -4,21 +4,22 @@ from coordinator.choice import best_prefill_first, choose_decode
 from coordinator.locality import usable_hashes
 from coordinator.pool import Pool, Worker
 from coordinator.request import Request
-from proto.messages import Hello, Peer, Prefill, Reserve, Submit
+from proto.messages import Hello, Peer, Prefill, Reserve
 
 
-def room(submit: Submit, prefill: Worker, pool: Pool) -> Worker | None:
+def room(request: Request, prefill: Worker, pool: Pool) -> Worker | None:
     """The best decode worker for a request that `prefill` could take, or None if it cannot run there now."""
+    submit = request.submit
     if not prefill.fits(prefill.prefill_holding(submit)):
         return None
-    decode = [w for w in pool.decode.values() if w.fits(w.decode_holding(submit))]
+    decode = [w for w in pool.decode.values() if w.fits(w.decode_holding(submit, expected_left=request.expected_left))]
     return choose_decode(submit, prefill, decode, pool)
 
 
-def room_anywhere(submit: Submit, pool: Pool) -> tuple[Worker, Worker] | None:
+def room_anywhere(request: Request, pool: Pool) -> tuple[Worker, Worker] | None:
     """The best pair with room."""
-    for prefill in best_prefill_first(submit, pool):
-        decode = room(submit, prefill, pool)
+    for prefill in best_prefill_first(request.submit, pool):
+        decode = room(request, prefill, pool)
         if decode is not None:
             return prefill, decode
     return None
@@ -26,7 +27,7 @@ def room_anywhere(submit: Submit, pool: Pool) -> tuple[Worker, Worker] | None:
 
 def reserve(request: Request, prefill: Worker, decode: Worker) -> None:
     prefill.hold(request.key, prefill.prefill_holding(request.submit, request.path))
-    decode.hold(request.key, decode.decode_holding(request.submit, request.path))
+    decode.hold(request.key, decode.decode_holding(request.submit, request.path, request.expected_left))
     request.prefill_epoch, request.decode_epoch = prefill.epoch, decode.epoch
     request.computed_tokens = request.cached_tokens
     prefill.placed[request.id] = request

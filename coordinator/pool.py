@@ -2,24 +2,29 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from coordinator.fairqueue import REFUSALS_MAX, Path
 from coordinator.lifecycle import State
 from coordinator.locality import Locality
-from coordinator.request import Request, kv_blocks_needed
+from coordinator.request import Request
+from coordinator.room import NEVER, Life, Room
 from coordinator.score import Weights
 from proto.messages import Capacity, Chunk, Hello, Role, Step, Submit
 
 WORKERS = (Role.PREFILL, Role.DECODE)
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(msgspec.Struct, frozen=True):
     """What one attempt has reserved on one worker, until that worker itself says that it has let go."""
 
     kv_blocks: int
+    """In decode: at the end of its longest life. What it holds until then is in the worker's `room`."""
     seqs: int
     path: Path = ()
     """Whom to charge what the worker says it has emitted; empty for what was adopted."""
+    life: Life | None = None
+    """In decode, but for what was adopted."""
 
 
 @dataclass(eq=False)
@@ -27,8 +32,10 @@ class Worker:
     epoch: int
     hello: Hello
     capacity: Capacity
-    free_blocks: int
     free_seqs: int
+    room: Room | None = None
+    """Decode only. What a prefill worker holds does not grow: `kv_blocks_taken` says it all."""
+    kv_blocks_taken: int = 0
     holdings: dict[tuple[str, int], Holding] = field(default_factory=dict)
     placed: dict[str, Request] = field(default_factory=dict)
     """Prefill only: prompts with tokens not yet dispatched, oldest first."""
@@ -45,27 +52,63 @@ class Worker:
     @staticmethod
     def from_hello(hello: Hello) -> "Worker":
         assert hello.capacity is not None
-        return Worker(hello.epoch, hello, hello.capacity, hello.capacity.kv_blocks, hello.capacity.max_seqs)
+        capacity = hello.capacity
+        room = Room(capacity.kv_blocks, capacity.block_size) if hello.role is Role.DECODE else None
+        return Worker(hello.epoch, hello, capacity, capacity.max_seqs, room)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nothing held here will ever need."""
+        taken = self.kv_blocks_taken if self.room is None else self.room.taken
+        return max(self.capacity.kv_blocks - taken, 0)  # more may have been adopted than is sure to fit
 
     def fits(self, holding: Holding) -> bool:
-        return holding.kv_blocks <= self.free_blocks and holding.seqs <= self.free_seqs
+        if holding.seqs > self.free_seqs:
+            return False
+        if self.room is None or holding.life is None:
+            return holding.kv_blocks <= self.free_blocks
+        return self.room.fits(holding.life)
 
     def could_ever_fit(self, holding: Holding) -> bool:
         return holding.kv_blocks <= self.capacity.kv_blocks and holding.seqs <= self.capacity.max_seqs
 
     def hold(self, key: tuple[str, int], holding: Holding) -> None:
-        assert key not in self.holdings and self.fits(holding)
+        """The caller has asked `fits`."""
+        assert holding.seqs <= self.free_seqs
+        self._count(key, holding)
+
+    def adopt(self, key: tuple[str, int], holding: Holding) -> bool:
+        """Count what the worker held before it registered; False if that cannot be. Of its decode streams only the most they
+        may need is known, and together that may be more than the pool, which their ends keep apart."""
+        blocks = self.capacity.kv_blocks if self.room is not None else self.free_blocks
+        if key in self.holdings or holding.seqs > self.free_seqs or holding.kv_blocks > blocks:
+            return False
+        self._count(key, holding)
+        return True
+
+    def _count(self, key: tuple[str, int], holding: Holding) -> None:
+        assert key not in self.holdings
         self.holdings[key] = holding
-        self.free_blocks -= holding.kv_blocks
         self.free_seqs -= holding.seqs
+        if self.room is None:
+            self.kv_blocks_taken += holding.kv_blocks
+        elif holding.life is None:
+            self.room.adopt(key, holding.kv_blocks)
+        else:
+            self.room.place(key, holding.life)
 
     def let_go(self, key: tuple[str, int]) -> Holding | None:
         """Count a holding as free again; None if there is none, as when a message is repeated."""
         holding = self.holdings.pop(key, None)
         if holding is None:
             return None
-        self.free_blocks += holding.kv_blocks
         self.free_seqs += holding.seqs
+        if self.room is None:
+            self.kv_blocks_taken -= holding.kv_blocks
+        else:
+            self.room.let_go(key)
+            if not self.holdings:
+                self.room.short = False  # nothing runs there any more that would say so
         return holding
 
     def begin_step(self, chunks: list[Chunk], requests: list[Request]) -> Step:
@@ -87,13 +130,18 @@ class Worker:
     def prefill_holding(self, submit: Submit, path: Path = ()) -> Holding:
         return Holding(-(-submit.prompt_tokens // self.capacity.block_size), 1, path)
 
-    def decode_holding(self, submit: Submit, path: Path = ()) -> Holding:
-        return Holding(kv_blocks_needed(submit, self.capacity.block_size), submit.choices, path)
+    def decode_holding(self, submit: Submit, path: Path = (), expected_left: int = NEVER) -> Holding:
+        whole = Life.of(submit).whole(self.capacity.block_size)
+        return Holding(whole, submit.choices, path, Life.of(submit, expected_left))
 
     def check_invariants(self) -> None:
-        assert self.free_blocks + sum(h.kv_blocks for h in self.holdings.values()) == self.capacity.kv_blocks
         assert self.free_seqs + sum(h.seqs for h in self.holdings.values()) == self.capacity.max_seqs
-        assert min(self.free_blocks, self.free_seqs) >= 0
+        assert self.free_seqs >= 0
+        if self.room is None:
+            assert self.kv_blocks_taken == sum(h.kv_blocks for h in self.holdings.values()) <= self.capacity.kv_blocks
+        else:
+            self.room.check_invariants()
+            assert len(self.room) == len(self.holdings) and all(key in self.room for key in self.holdings)
 
 
 class Pool:
@@ -106,8 +154,8 @@ class Pool:
         self.locality = Locality()
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
-        self.full = False
-        """The next requests in turn had no room when last looked at, and none has come free since."""
+        self.full: set[int] = set()
+        """Prefill workers on which the next requests in turn had no room when last looked at; none has come free since."""
         self.kept_for: Request | None = None
         self.refused: list[Request] = []
         """Those that the pop in hand has found without room."""
@@ -115,11 +163,12 @@ class Pool:
     def add(self, worker: Worker) -> None:
         self._side(worker)[worker.epoch] = worker
         self.locality.join(worker.epoch, worker.capacity.kv_blocks)
-        self.full = False
+        self.full.clear()
 
     def remove(self, worker: Worker) -> None:
         del self._side(worker)[worker.epoch]
         self.locality.leave(worker.epoch)
+        self.full.discard(worker.epoch)
 
     def blame(self, worker: Worker) -> None:
         """Something failed on it."""
@@ -152,9 +201,16 @@ class Pool:
 
     # --- waiting for room -----------------------------------------------------------------------------------------------
 
-    def refusals_allowed(self) -> int:
-        """How many requests without room the next pop may look at: none while nothing has changed, or while room is kept."""
-        return 0 if self.full or self.kept_for is not None else REFUSALS_MAX
+    def refusals_allowed(self, prefill: Worker) -> int:
+        """How many requests without room its next pop may look at: none while nothing has changed, or while room is kept."""
+        return 0 if prefill.epoch in self.full or self.kept_for is not None else REFUSALS_MAX
+
+    def found_full(self, prefill: Worker) -> None:
+        """Nothing runs on it, and those `refused` had no room: on it alone, or on no decode worker, which is so for all."""
+        if any(not prefill.fits(prefill.prefill_holding(request.submit)) for request in self.refused):
+            self.full.add(prefill.epoch)
+        elif self.refused:
+            self.full.update(self.prefill)
 
     def count_bypasses(self, bypasses_max: int) -> None:
         """A request got room, and those `refused` in the same pop, which were before it, did not: not for ever."""

@@ -7,8 +7,19 @@ from coordinator.locality import usable_hashes
 from coordinator.pool import Worker
 from coordinator.request import Request
 from coordinator.state import State
+from coordinator.victims import relieve
 from proto.errors import Interrupt
-from proto.messages import CacheEvents, CacheMiss, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
+from proto.messages import (
+    CacheEvents,
+    CacheMiss,
+    Chunk,
+    Finished,
+    HandedOver,
+    Released,
+    StepDone,
+    WorkFailed,
+)
+from proto.progress import DecodeProgress
 
 
 def step_done(state: State, epoch: int, event: Received, now: float) -> None:
@@ -18,6 +29,9 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
     asked = worker.end_step(done.step_id)
     if not asked:
         return
+    if not _is_part(done.computed, asked):
+        state.out.append(Misbehaved(epoch, f"step {done.step_id} computed what it was not asked for"))
+        done = StepDone(done.step_id, (), 0.0, done.tokens_forwarded)
     _refund_skipped(state, worker, asked, done.computed)
     tokens = sum(chunk.length for chunk in done.computed)
     worker.tokens_forwarded = done.tokens_forwarded
@@ -35,6 +49,12 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
             state.move(request, Trigger.PROMPT_DONE, now)
     for chunk, _ in asked:
         state.journal(state.billing.let_go(chunk.request_id, 0, now))
+
+
+def _is_part(computed: tuple[Chunk, ...], asked: tuple[tuple[Chunk, Request], ...]) -> bool:
+    """Whether these chunks are of those asked for, in their order."""
+    rest = iter(asked)
+    return all(any(chunk == other for other, _ in rest) for chunk in computed)
 
 
 def _refund_skipped(
@@ -80,11 +100,31 @@ def cache_events(state: State, epoch: int, event: Received, now: float) -> None:
 def handed_over(state: State, epoch: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, HandedOver)
+    request = state.current(done.request_id, done.attempt)
+    if request is not None and request.prefill_epoch == epoch and request.entry is not None:
+        state.out.append(Misbehaved(epoch, f"{done.request_id} is handed over before it is computed"))
+        return
     state.counters["kv_bytes_moved"] += done.kv_bytes
     state.let_go(epoch, (done.request_id, done.attempt), 0)
-    request = state.current(done.request_id, done.attempt)
     if request and request.prefill_epoch == epoch and request.state in (Life.PREFILLING, Life.HANDING_OVER):
         state.move(request, Trigger.HANDED_OVER, now)
+
+
+def decode_progress(state: State, epoch: int, event: Received, now: float) -> None:
+    done = event.message
+    assert isinstance(done, DecodeProgress)
+    worker = state.workers[epoch]
+    room = worker.room
+    assert room is not None
+    for joined in done.joined:
+        room.joined((joined.request_id, joined.attempt), joined.step)
+    room.reached(done.steps)
+    was_short, room.short = room.short, done.short_blocks > 0 and state.limits.kv_overcommit > 1
+    if room.short:
+        relieve(state, worker, done.short_blocks, now)
+    elif done.joined or was_short:
+        # An attempt that runs is known to end, and counts for less than one that may come at any time.
+        state.pools[worker.hello.model].full.clear()
 
 
 def finished(state: State, epoch: int, event: Received, now: float) -> None:

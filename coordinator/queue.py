@@ -2,13 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from coordinator.bands import ring_weights
 from coordinator.cost import OutputLength
 from coordinator.events import Limits
 from coordinator.fairqueue import REFUSALS_MAX, FairQueue, Path, Terms
-from coordinator.lanes import Entry
+from coordinator.lanes import SPARE, Entry
 from coordinator.overload import Backlog
 from coordinator.request import Request
 
@@ -48,6 +48,9 @@ class WaitQueue:
         self.backlog.add(request, now)
         self._enter(request)
         self._came.append((request.since, request))
+        if len(self._came) > 2 * len(self._waiting) + SPARE:
+            # Behind one that waits long, those that have gone would stay, with all they hold.
+            self._came = deque(entry for entry in self._came if self._still_waits(*entry))
 
     def put_back(self, request: Request, dispatched_tokens: int) -> None:
         """Its worker will skip what was dispatched behind `dispatched_tokens`, so that must be dispatched again. What it cost
@@ -64,9 +67,18 @@ class WaitQueue:
         band = self._limits.bands[request.path[0]]
         due = request.arrived + (asked or band.ttft_s + chunks * band.ttft_s_per_chunk)
         request.entry = self.fair.push(request, request.path, due, chunks)
+        request.path = request.entry.leaf.path  # one for all of its tenant's
         if request.deadline is not None:
             self._deadlines_set += 1
             heappush(self._deadlines, (request.deadline, self._deadlines_set, request, request.attempt))
+            if len(self._deadlines) > 2 * len(self.fair) + SPARE:
+                self._deadlines = [
+                    due for due in self._deadlines if due[2].entry is not None and due[2].attempt == due[3]
+                ]
+                heapify(self._deadlines)
+
+    def _still_waits(self, since: float, request: Request) -> bool:
+        return request.id in self._waiting and since == request.since
 
     def placed(self, request: Request) -> None:
         """It waits no longer; its chunks go on competing."""
@@ -85,7 +97,7 @@ class WaitQueue:
 
     def next_timer(self) -> float | None:
         came, deadlines = self._came, self._deadlines
-        while came and (came[0][1].id not in self._waiting or came[0][0] != came[0][1].since):
+        while came and not self._still_waits(*came[0]):
             came.popleft()
         while deadlines and (deadlines[0][2].entry is None or deadlines[0][2].attempt != deadlines[0][3]):
             heappop(deadlines)

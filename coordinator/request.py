@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from coordinator.billing import Bill
 from coordinator.lanes import Entry
 from coordinator.lifecycle import State, Trigger, advance
+from coordinator.room import NEVER
 from proto.messages import Submit
 
 
@@ -42,6 +43,9 @@ class Request:
     borrowed: bool = False
     """Beyond its tenant's rates, while nobody else wanted the capacity: the first to go in an overload."""
     bill: Bill | None = None
+    placed_at: float = 0.0
+    expected_left: int = NEVER
+    """Tokens its answer is counted with on a decode worker, if less than it may have."""
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
 
@@ -51,6 +55,11 @@ class Request:
         if not self.submit.deadline_ms or self.submit.resumed_tokens:
             return None
         return self.arrived + self.submit.deadline_ms / 1000
+
+    @property
+    def resumed(self) -> bool:
+        """An earlier attempt at it was interrupted. Several choices that had begun come back as requests of their own."""
+        return self.submit.attempt > 1 or self.submit.resumed_tokens > 0
 
     @property
     def attempt(self) -> int:
@@ -73,14 +82,3 @@ class Request:
         self.dispatched_tokens = self.computed_tokens = self.cached_tokens = self.bypassed = 0
         self.waits_since = None
         self.unreported = False
-
-
-def kv_blocks_needed(submit: Submit, block_size: int) -> int:
-    """Blocks that decode needs at the most: the prompt's full blocks once, and what each choice writes beyond them.
-
-    The last drawn token's KV is never written, hence the `- 1`.
-    """
-    shared = submit.prompt_tokens // block_size
-    new_tokens = submit.sampling.max_tokens - submit.resumed_tokens
-    whole = -(-(submit.prompt_tokens + max(new_tokens, 1) - 1) // block_size)
-    return shared + submit.choices * max(whole - shared, 0)

@@ -31,7 +31,7 @@ def schedule(state: State, now: float) -> None:
 def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     """A request that was bypassed too often is placed as soon as there is room, though it is not its turn yet."""
     request = pool.waits_for_room()
-    pair = room_anywhere(request.submit, pool) if request is not None else None
+    pair = room_anywhere(request, pool) if request is not None else None
     if request is None or pair is None:
         return
     pool.kept_for = None
@@ -66,6 +66,7 @@ def _place(state: State, request: Request, prefill: Worker, decode: Worker, queu
     queue.placed(request)
     reserve(request, prefill, decode)
     state.billing.hold(request.id, 2)
+    request.placed_at = now
     keep, take_in = orders(request, prefill, decode, state.peers[request.gateway_epoch])
     state.send(decode.epoch, keep)
     state.send(prefill.epoch, take_in, request.blob)

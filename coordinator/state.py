@@ -92,7 +92,7 @@ class State:
         queue.remove(request)
         queue.refund_output(request)
         if request.state is Life.QUEUED:
-            self.pools[request.submit.model].full = False
+            self.pools[request.submit.model].full.clear()
             return
         prefill = self.workers.get(request.prefill_epoch)
         if prefill is not None:
@@ -105,7 +105,7 @@ class State:
         holding = worker.let_go(key)
         if holding is None:
             return
-        self.pools[worker.hello.model].full = False
+        self.pools[worker.hello.model].full.clear()
         self.journal(self.billing.let_go(key[0], emitted_tokens, self.now))
         if holding.path:
             self.queues[worker.hello.model].emitted(holding.path, emitted_tokens)

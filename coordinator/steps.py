@@ -38,7 +38,7 @@ def compose(
         if request.id in taken:
             return 0
         if request.state is State.QUEUED:
-            decode = room(request.submit, worker, pool)
+            decode = room(request, worker, pool)
             if decode is None:
                 pool.refused.append(request)
                 return 0
@@ -51,9 +51,9 @@ def compose(
     look = length_of if watch is None else watched(length_of, watch, worker, pool, taken)
     while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
         pool.refused.clear()
-        found = queue.next_chunk(worker.epoch, look, now, pool.refusals_allowed())
+        found = queue.next_chunk(worker.epoch, look, now, pool.refusals_allowed(worker))
         if found is None:
-            pool.full = pool.full or bool(pool.refused)
+            pool.found_full(worker)
             if watch is not None:
                 watch(NothingRuns(worker))
             break

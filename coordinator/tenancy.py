@@ -20,9 +20,10 @@ Refusal = tuple[Reject | None, str, float | None]
 
 
 def configure(state: State, tenants: Tenants, utc_offset_s: float, past: Past | None, now: float) -> None:
-    """Put a tenants file in force. Requests that wait stay in the band they came in, also if the file has it no more."""
+    """Put a tenants file in force. Requests that wait stay in the band they came in, also if the file has it no more; then
+    without a floor, or all floors might leave nothing to share."""
     still = {request.path[0] for request in state.requests.values()}
-    kept = {name: band for name, band in state.limits.bands.items() if name in still}
+    kept = {name: replace(band, floor_share=0.0) for name, band in state.limits.bands.items() if name in still}
     state.limits = replace(state.limits, bands=kept | dict(tenants.bands), weights=tenants.weights())
     state.bands_lowest_first = sorted(state.limits.bands, key=lambda name: state.limits.bands[name].weight)
     for queue in state.queues.values():

@@ -125,7 +125,7 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
     if pool.kept_for is not None:
         return RoomKept(by(pool.kept_for), pool.kept_for.bypassed)
     refused = [look.request for look in looked if look.outcome is Outcome.NO_ROOM]
-    if refused or pool.full:
+    if refused or worker.epoch in pool.full:
         return BehindNoRoom(by(refused[-1]) if refused else None)
     return None
 

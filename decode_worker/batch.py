@@ -68,6 +68,8 @@ class Batch(Generic[S]):
     def __init__(self) -> None:
         self.running: list[Running[S]] = []
         self.in_flight: StepPlan[S] | None = None
+        self.steps = 0
+        """Planned so far."""
         self._left: set[Key] = set()
 
     def join(self, sequence: Running[S]) -> None:
@@ -82,30 +84,38 @@ class Batch(Generic[S]):
         self.running = [sequence for sequence in self.running if sequence.key != key]
         return True
 
-    def plan(self, on_stuck: Callable[[Running[S]], None]) -> StepPlan[S] | None:
-        """The next step; None if nothing runs. `on_stuck` gets a sequence for which there is no block: the coordinator's
-        reservation should make that impossible, so it is failed rather than waited for."""
+    def plan(self, on_stuck: Callable[[list[Running[S]]], None]) -> StepPlan[S] | None:
+        """The next step; None if nothing runs. All that run move on, always: the coordinator's count of blocks rests on it.
+
+        `on_stuck` gets all sequences of an attempt one of which finds no block, and gives back what they hold, so that the
+        others can go on. Only an overcommitted pool comes to that."""
         assert self.in_flight is None
         rows: list[Row[S]] = []
-        copies: list[BlockCopy] = []
-        stuck: list[Running[S]] = []
+        copies: list[tuple[Key, BlockCopy]] = []
+        stuck: set[Key] = set()
         for sequence in self.running:
+            if sequence.key in stuck:
+                continue
             position = sequence.blocks.length
             try:
                 copy = sequence.blocks.append_slot()
             except OutOfBlocks:
-                stuck.append(sequence)
+                key = sequence.key
+                stuck.add(key)
+                # Its blocks may go to the next sequence at once, so nothing of it may be copied or written any more.
+                rows = [row for row in rows if row.running.key != key]
+                copies = [entry for entry in copies if entry[0] != key]
+                on_stuck([other for other in self.running if other.key == key])
                 continue
             if copy is not None:
-                copies.append(copy)
+                copies.append((sequence.key, copy))
             rows.append(Row(sequence, sequence.last_token, position, tuple(sequence.blocks.table)))
         if stuck:
-            self.running = [sequence for sequence in self.running if sequence not in stuck]
-            for sequence in stuck:
-                on_stuck(sequence)
+            self.running = [sequence for sequence in self.running if sequence.key not in stuck]
         if not rows:
             return None
-        self.in_flight = StepPlan(tuple(rows), tuple(copies))
+        self.steps += 1
+        self.in_flight = StepPlan(tuple(rows), tuple(copy for _, copy in copies))
         return self.in_flight
 
     def apply(self, drawn: list[Draw]) -> StepOutcome[S]:

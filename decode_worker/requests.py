@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+import msgspec
+
 from decode_worker.batch import Batch, Key, Running
 from engine.blocks import BlockAllocator, OutOfBlocks
 from engine.sequence import SequenceBlocks
@@ -18,6 +20,7 @@ from kvtransfer.session import Accepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt
 from proto.messages import Finished, Held, Released, Reserve, WorkFailed
+from proto.progress import Joined
 
 S = TypeVar("S")
 Farewell = Released | WorkFailed | Finished
@@ -35,7 +38,10 @@ class Attempt(Generic[S]):
     phase: Phase = Phase.RESERVED
     sequences: list[Running[S]] = field(default_factory=list)
     """Those still in the batch or in a step."""
+    started: int = 0
+    """Sequences that ever ran."""
     output_tokens: int = 0
+    """Of those that ended, first tokens included."""
     hashes: list[bytes] = field(default_factory=list)
     """Of the prompt's full blocks, as far as they may be shared."""
     farewell: Farewell | None = None
@@ -60,6 +66,8 @@ class AttemptTable(Generic[S]):
         self.tokens_forwarded = tokens_forwarded
         self.prefix_cache = prefix_cache
         self.attempts: dict[Key, Attempt[S]] = {}
+        self.joined: list[Joined] = []
+        """Attempts that began to run and were not reported yet."""
 
     def reserve(self, order: Reserve) -> None:
         """Idempotent: a repeated reservation changes nothing. Raises `RemoteProtocolError` on hashes cut short."""
@@ -93,6 +101,8 @@ class AttemptTable(Generic[S]):
         assert attempt.phase is Phase.RECEIVING and attempt.farewell is None
         attempt.phase = Phase.RUNNING
         attempt.sequences = sequences
+        attempt.started = len(sequences)
+        self.joined.append(Joined(*attempt.key, self.batch.steps))
         for sequence in sequences:
             self.batch.join(sequence)
 
@@ -158,6 +168,10 @@ class AttemptTable(Generic[S]):
         assert attempt.farewell is not None
         if self.attempts.pop(attempt.key, None) is None:
             return []
+        if isinstance(attempt.farewell, Released):
+            # First tokens were emitted, and are counted, in prefill.
+            emitted = attempt.output_tokens - attempt.started
+            return [msgspec.structs.replace(attempt.farewell, output_tokens=emitted)]
         return [attempt.farewell]
 
 

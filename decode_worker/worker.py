@@ -5,6 +5,7 @@ import contextlib
 
 from decode_worker.batch import Batch, Running, StepPlan
 from decode_worker.compute import StepResult, run_step
+from decode_worker.progress import ProgressReport
 from decode_worker.requests import Attempt, AttemptTable, Farewell, Phase, failed
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
@@ -42,6 +43,7 @@ class DecodeWorker:
             lambda: engine.tokens_forwarded,
             settings.prefix_cache,
         )
+        self.progress = ProgressReport(self.table)
         self.work = asyncio.Event()
         """Set when there may be something to run."""
         self.name = name
@@ -288,6 +290,7 @@ class DecodeWorker:
         for gateway, items in outcome.by_gateway.values():
             self.gateways.send(gateway, Tokens(tuple(items)))
         self._say(farewells)
+        self._report()
         return following
 
     def _step_failed(self, error: str) -> None:
@@ -296,13 +299,18 @@ class DecodeWorker:
             self._mark_failed(sequence, f"the model failed: {error[:300]}")
         self._say(self.table.ended(ended))
 
-    def _stuck(self, sequence: Running[SamplerState]) -> None:
-        attempt = self.table.attempts.get(sequence.key)
+    def _report(self) -> None:
+        assert self.registration is not None
+        progress = self.progress.due(clock.now())
+        # A coordinator that comes back is told by the Hello what is held here, and counts that whole.
+        if progress is not None and self.registration.up:
+            self.registration.send(progress)
+
+    def _stuck(self, sequences: list[Running[SamplerState]]) -> None:
+        attempt = self.table.attempts.get(sequences[0].key)
         if attempt is not None and attempt.farewell is None:
-            # Other choices of the attempt may be in the step that is being planned: they run on, and the attempt fails with
-            # the last of them.
-            attempt.farewell = failed(attempt, Interrupt.ENGINE_ERROR, "no free KV block, though reserved")
-        self._say(self.table.ended([sequence]))
+            attempt.farewell = failed(attempt, Interrupt.PREEMPTED, "no free KV block")
+        self._say(self.table.ended(sequences))
 
     def _mark_failed(self, sequence: Running[SamplerState], why: str) -> None:
         """The attempt fails with this sequence; its other choices, if any, are taken out too."""

@@ -19,14 +19,13 @@ class KeyRing:
     def __init__(self, tenants: Tenants, api_keys: Sequence[str] = ()) -> None:
         self.tenants = tenants
         self._own = {hashlib.sha256(key.encode()).digest(): DEFAULT_TENANT for key in api_keys}
+        self.needed = bool(self._own or tenants.keys)
 
     def replace(self, tenants: Tenants) -> None:
-        """A new tenants file: keys that are no longer in it end to work with the next request."""
+        """A new tenants file: keys that are no longer in it end to work with the next request. Where keys were needed they
+        still are if it has none: a file read while it is being written must not open the door."""
         self.tenants = tenants
-
-    @property
-    def needed(self) -> bool:
-        return bool(self._own or self.tenants.keys)
+        self.needed = self.needed or bool(tenants.keys)
 
     def tenant_of(self, key: bytes) -> str | None:
         """None for a key that nobody has. The time of the lookup tells of hashes, from which no key can be approached."""

@@ -70,3 +70,17 @@ class FairnessSettings(Options):
     warmup_s: float = Field(15.0, ge=0.0, le=600.0, description="Seconds of flood before the second phase.")
     seed: int = Field(0, ge=0, le=1 << 31, description="Of times and words.")
     json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class RoomBenchSettings(Options):
+    """How full the KV pool of a decode worker gets under overload, and whether it ever runs out; in virtual time, no model."""
+
+    kv_blocks: int = Field(2048, ge=64, le=1 << 20, description="Blocks of the pool.")
+    block_size: int = Field(16, ge=1, le=4096, description="Tokens per block.")
+    max_tokens: int = Field(
+        256, ge=16, le=100_000, description="Most tokens of an answer; prompts are given in parts of it."
+    )
+    overload: float = Field(2.0, ge=0.1, le=100.0, description="Offered load, in what a pool always full could carry.")
+    steps: int = Field(1500, ge=10, le=1_000_000, description="Decode steps measured, after a warm-up.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of arrivals, lengths and delays.")
+    json_out: str = Field("", description="File for the figures as JSON.")

@@ -6,7 +6,13 @@ from typing import Annotated
 
 import typer
 
-from launcher.bench_settings import CoordinatorBenchSettings, EngineBenchSettings, FairnessSettings, IsolationSettings
+from launcher.bench_settings import (
+    CoordinatorBenchSettings,
+    EngineBenchSettings,
+    FairnessSettings,
+    IsolationSettings,
+    RoomBenchSettings,
+)
 from launcher.journal_settings import ExplainSettings, ReplaySettings
 from launcher.status import StatusSettings
 from launcher.tenants import CheckSettings, KeySettings
@@ -22,8 +28,8 @@ To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine
 process on its own: one coordinator, gateways, and any number of workers of each role.
 """
 BENCH_HELP = (
-    "Measure this machine: isolation of running streams from long prompts, a small tenant beside a flood, the"
-    " engine alone, or the coordinator alone."
+    "Measure this machine: isolation of running streams from long prompts, a small tenant beside a flood, the engine alone,"
+    " the coordinator's decisions alone, or how full KV pools get."
 )
 TENANTS_HELP = "Check a tenants file, or make a key for it."
 
@@ -120,6 +126,12 @@ def _bench_coordinator(settings: CoordinatorBenchSettings) -> int:
     return run(settings)
 
 
+def _bench_room(settings: RoomBenchSettings) -> int:
+    from launcher.bench_room import run
+
+    return run(settings)
+
+
 def build_app() -> typer.Typer:
     app = new_app(HELP)
 
@@ -148,6 +160,7 @@ def build_app() -> typer.Typer:
     add_command(bench, "engine", EngineBenchSettings, _bench_engine)
     add_command(bench, "fairness", FairnessSettings, _bench_fairness)
     add_command(bench, "coordinator", CoordinatorBenchSettings, _bench_coordinator)
+    add_command(bench, "room", RoomBenchSettings, _bench_room)
     app.add_typer(bench, name="bench")
     return app
 

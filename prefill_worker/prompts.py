@@ -10,6 +10,8 @@ known as they become full, and stay, as long as there is room, when the prompt i
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.blocks import BlockAllocator, OutOfBlocks
 from proto.codec import split_hashes
 from proto.errors import Interrupt
@@ -38,6 +40,8 @@ class Prompt:
     """Blocks passed to the KV sender."""
     in_step: bool = False
     sending: bool = False
+    output_tokens: int = 0
+    """First tokens passed on to the gateway."""
     farewell: Farewell | None = None
     """Set once the attempt is over here; what the coordinator will be told."""
 
@@ -140,4 +144,6 @@ class PromptTable:
         if self.prompts.pop(prompt.key, None) is None:
             return []
         self.allocator.free(prompt.blocks)
+        if isinstance(prompt.farewell, Released):
+            return [msgspec.structs.replace(prompt.farewell, output_tokens=prompt.output_tokens)]
         return [prompt.farewell]

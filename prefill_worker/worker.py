@@ -210,6 +210,7 @@ class PrefillWorker:
             first, blocks = self.table.fresh_blocks(prompt)
             items = result.first_tokens.get(prompt.key)
             if items is not None:
+                prompt.output_tokens = len(items)
                 gateway = prompt.order.gateway
                 by_gateway.setdefault(gateway.epoch, (gateway, []))[1].extend(items)
             self.sender.blocks_ready(*prompt.key, first, blocks)

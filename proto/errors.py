@@ -57,6 +57,8 @@ class Interrupt(StrEnum):
     TRANSFER_FAILED = "transfer_failed"
     GATEWAY_LINK_LOST = "gateway_link_lost"
     ENGINE_ERROR = "engine_error"
+    PREEMPTED = "preempted"
+    """It had to make room on its decode worker, which the coordinator had overcommitted."""
     COORDINATOR_LOST = "coordinator_lost"
 
 

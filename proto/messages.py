@@ -1,8 +1,8 @@
 """Who says what to whom: the control plane.
 
     gateway  ⇄ coordinator      Submit, Cancel              →   ← Accepted, Rejected, Interrupted
-    coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, Finished, Released, WorkFailed,
-                                                                      CacheMiss, CacheEvents
+    coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, Released,
+                                                                      WorkFailed, CacheMiss, CacheEvents
     worker   → gateway          Tokens
     anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong;  Bye
 
@@ -234,7 +234,7 @@ class StatusReport(Message, frozen=True):
     """Requests by life-cycle state."""
     finished: dict[Text, Count]
     """Requests ended since start, by outcome."""
-    counters: dict[Text, Count]
+    counters: dict[Text, Annotated[int, Meta(ge=0)]]  # bytes moved are soon more than a Count
 
 
 # --- coordinator → prefill worker ----------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class Step(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Keep `kv_blocks` for this request; its KV will be offered by the prefill worker named here."""
+    """Expect this request, which will need `kv_blocks` at the most; its KV will be offered by the prefill worker named here."""
 
     request_id: RequestId
     attempt: Attempt
@@ -362,7 +362,8 @@ class Released(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     output_tokens: Count = 0
-    """Emitted by this worker for this attempt, summed over choices: what its tenant is charged."""
+    """Emitted by this worker for this attempt, summed over choices: what its tenant is charged. First tokens are emitted by the
+    prefill worker and count there, if it still held the attempt."""
 
 
 class WorkFailed(Message, frozen=True):

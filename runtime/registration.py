@@ -58,6 +58,11 @@ class Registration:
         await self._client.close()
         self._waiting.end()
 
+    @property
+    def up(self) -> bool:
+        """Whether the coordinator is there."""
+        return self._peer is not None
+
     def send(self, message: Message) -> None:
         """Tell the coordinator, if it is there; if not, the next registration says what is still held."""
         if self._peer is not None:

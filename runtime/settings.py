@@ -179,6 +179,14 @@ class CoordinatorSettings(CommonSettings):
     journal_max_mib: int = Field(
         1024, ge=1, le=1 << 20, description="Size in MiB at which recording stops, with a warning. Serving goes on."
     )
+    kv_overcommit: float = Field(
+        1.0,
+        ge=1.0,
+        le=16.0,
+        description="How far the KV pools of decode workers may be overcommitted: answers are counted with their tenant's"
+        " usual length, but at least max_tokens divided by this. 1: with max_tokens, and no answer ever has to make room"
+        " for others; with more, those that must are computed again from where they were.",
+    )
 
 
 class _ClientSettings(CommonSettings):

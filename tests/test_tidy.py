@@ -46,6 +46,7 @@ PURE = (
     "gateway/stream_types.py",
     "gateway/streams.py",
     "decode_worker/batch.py",
+    "decode_worker/progress.py",
     "prefill_worker/prompts.py",
     "launcher/plan.py",
     "launcher/restart.py",

@@ -5,7 +5,6 @@ import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Received, Tick
 from coordinator.lifecycle import TERMINAL, TRANSITIONS, IllegalTransition, State, Trigger, advance
-from coordinator.request import kv_blocks_needed
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.messages import (
     Accepted,
@@ -342,14 +341,6 @@ def test_status() -> None:
     assert isinstance(report, StatusReport)
     assert [(w.name, w.kv_blocks_used) for w in report.workers] == [("decode-20", 4), ("prefill-10", 3)]
     assert report.running == {"prefilling": 1}
-
-
-def test_kv_blocks_needed() -> None:
-    assert kv_blocks_needed(submit("a", 8, max_tokens=1), 4) == 2
-    assert kv_blocks_needed(submit("a", 8, max_tokens=2), 4) == 3
-    assert kv_blocks_needed(submit("a", 6, max_tokens=2, choices=3), 4) == 1 + 3
-    assert kv_blocks_needed(submit("a", 6, max_tokens=5, choices=2), 4) == 1 + 2 * 2
-    assert kv_blocks_needed(submit("a", 10, max_tokens=5, resumed=4), 4) == 3
 
 
 @pytest.mark.parametrize("seed", range(150))

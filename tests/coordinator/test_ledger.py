@@ -199,3 +199,11 @@ def test_nothing_about_a_request_leaves_before_its_row_and_links_keep_their_orde
 
 def test_days_are_written_for_people() -> None:
     assert [day_text(day) for day in (0, 20_778)] == ["1970-01-01", "2026-11-21"]
+
+
+def test_what_was_held_back_for_a_lost_link_is_not_sent_on_its_next_one():
+    outbox = Outbox()
+    outbox.opened("r")
+    assert not outbox.pass_or_hold(Send(7, Release("r", 1)))
+    outbox.forget(7)
+    assert outbox.committed(["r"]) == [] and not outbox.held

@@ -115,6 +115,8 @@ def test_killing_the_launcher_takes_everything_with_it(tiny: Path, tmp_path: Pat
 
 def test_two_prefill_two_decode(tiny: Path, tmp_path: Path) -> None:
     with live(tiny, tmp_path, "--prefill", "2", "--decode", "2") as up:
+        # Ready is one of each: the others may still be loading.
+        up.wait_for("all four are up", lambda: len(up.status().workers) == 4)
         prompts = [[6 + n, *range(10, 60)] for n in range(24)]
         together = at_once(lambda prompt: up.token_ids(prompt, 8, ignore_eos=True), prompts)
         assert together == [up.token_ids(prompt, 8, ignore_eos=True) for prompt in prompts]

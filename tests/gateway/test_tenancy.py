@@ -8,6 +8,7 @@ import pytest
 
 from gateway.errors import duration_text
 from gateway.stream_types import LinkDown, LinkUp, Open, SendSubmit, StreamSpec
+from gateway.tenancy import KeyRing
 from proto.errors import Reject
 from proto.messages import Accepted, Interrupted, RateState, Rejected, Submit
 from proto.sampling import Sampling
@@ -278,3 +279,12 @@ def test_the_official_client_obeys_should_retry() -> None:
             await client.close()
 
     asyncio.run(body())
+
+
+def test_a_file_without_keys_does_not_open_the_door():
+    ring = KeyRing(parse(FILE))
+    ring.replace(parse(""))
+    assert ring.needed and ring.tenant_of(KEY.encode()) is None
+    ring.replace(parse(FILE))
+    assert ring.tenant_of(KEY.encode()) == "acme/ann"
+    assert not KeyRing(parse("")).needed

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proto import kv, limits, messages
+from proto import kv, limits, messages, progress
 from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, split_hashes, to_frames, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
 from proto.messages import Capacity, Chunk, Held, Message, Peer, Role, TokenItem, WorkerStatus
@@ -52,6 +52,7 @@ SAMPLES: list[Message] = [
     messages.CacheMiss(*ID, 32),
     messages.CacheEvents(HASHES, b""),
     messages.HandedOver(*ID, 1 << 30, 2.5),
+    progress.DecodeProgress(900, 40, 0, (progress.Joined(*ID, 890),)),
     messages.Finished(*ID, 9, 8),
     messages.Released(*ID, 7),
     messages.WorkFailed(*ID, Interrupt.TRANSFER_FAILED, "broke"),

@@ -36,7 +36,7 @@ class World:
         self.batch: Batch[str] = Batch()
         self.table = AttemptTable(BlockAllocator(pool), BLOCK, self.batch)
         self.told: list[Farewell] = []
-        self.stuck: list[Running[str]] = []
+        self.stuck: list[list[Running[str]]] = []
 
     def accept(self, order: Reserve) -> Accepted:
         self.table.reserve(order)
@@ -193,8 +193,47 @@ def test_a_sequence_without_a_block_fails_alone() -> None:
     w.run(reserve("b", 6, max_tokens=50))
     while not w.stuck:
         w.step()
-    assert [s.key for s in w.stuck] == [("a", 1)]
+    assert [[s.key for s in attempt] for attempt in w.stuck] == [[("a", 1)]]
     assert ("b", 0) in w.step()
+
+
+def test_an_attempt_that_is_stuck_leaves_whole_and_the_others_go_on_with_its_blocks() -> None:
+    w = World(pool=6)
+
+    def stuck(sequences: list[Running[str]]) -> None:
+        attempt = w.table.attempts[sequences[0].key]
+        attempt.farewell = WorkFailed(*attempt.key, Interrupt.PREEMPTED, "no block")
+        w.told += w.table.ended(sequences)
+
+    w.run(reserve("two", 4, choices=2, max_tokens=50))
+    w.run(reserve("a", 7, max_tokens=50))
+    for _ in range(3):
+        plan = w.batch.plan(stuck)
+        assert plan is not None and len(plan.rows) == 3 and not w.told
+        w.step()
+    # All 6 blocks are held. The first choice finds none for its fifth token, and neither may the second one write any more.
+    assert w.table.allocator.free_count == 0
+    while not w.told:
+        plan = w.batch.plan(stuck)
+        assert plan is not None
+        keys = [row.running.key[0] for row in plan.rows]
+        w.batch.apply([(50, None)] * len(plan.rows))
+    assert w.told == [WorkFailed("two", 1, Interrupt.PREEMPTED, "no block")]
+    assert "two" not in keys and "a" in keys and not plan.copies
+    assert w.table.allocator.held_count == sum(-(-s.blocks.length // BLOCK) for s in w.batch.running)
+
+
+def test_what_was_emitted_is_said_with_a_release_and_first_tokens_count_in_prefill() -> None:
+    w = World()
+    w.run(reserve("a", 6, choices=2, resumed=2, max_tokens=9))
+    w.step()
+    w.step()
+    w.batch.plan(w.stuck.append)
+    assert w.table.close(w.table.attempts[("a", 1)], Released("a", 1)) == []
+    w.step()
+    assert w.told == [Released("a", 1, 4)], "two choices, two tokens each; those of the step in flight were not sent"
+    w.table.reserve(reserve("b", 6))
+    assert w.table.close(w.table.attempts[("b", 1)], Released("b", 1)) == [Released("b", 1, 0)]
 
 
 def test_a_failed_step_ends_what_was_in_it() -> None:

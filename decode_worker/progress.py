@@ -1,0 +1,67 @@
+"""What the coordinator is told of the running batch: how far it is, who joined, and whether blocks run short. Pure."""
+
+from typing import Generic, TypeVar
+
+from decode_worker.requests import AttemptTable, Phase
+from engine.blocks import BlockAllocator
+from proto.progress import DecodeProgress
+
+S = TypeVar("S")
+
+REPORT_S = 0.1
+WARN_STEPS = 32
+"""How far ahead a shortage is seen. Between two reports, and until a victim has left, the batch must not come this far."""
+
+
+class ProgressReport(Generic[S]):
+    """Asked after each step that begins; nothing is said while nothing runs, since what is not said is on the safe side."""
+
+    def __init__(self, table: AttemptTable[S]) -> None:
+        self._table = table
+        self._said_at = float("-inf")
+
+    def due(self, now: float) -> DecodeProgress | None:
+        """What to tell the coordinator now; None most of the time, however many sequences run."""
+        if now - self._said_at < REPORT_S:
+            return None
+        self._said_at = now
+        table = self._table
+        joined, table.joined = tuple(table.joined), []
+        return DecodeProgress(table.batch.steps, _room(table.allocator), shortage(table, WARN_STEPS), joined)
+
+
+def _room(allocator: BlockAllocator) -> int:
+    return allocator.free_count + allocator.cached_count
+
+
+def shortage(table: AttemptTable[S], horizon: int) -> int:
+    """Blocks that will be missing in one of the next `horizon` steps if nobody stops early; 0 if none.
+
+    To be asked with a step in flight. What ends at its max_tokens gives back the blocks that are its alone; prompts that are
+    expected and not offered yet want theirs at once.
+    """
+    size, batch = table.block_size, table.batch
+    assert batch.in_flight is not None or not batch.running
+    free = _room(table.allocator)
+    wanted = sum(
+        -(-attempt.order.prompt_tokens // size)
+        for attempt in table.attempts.values()
+        if attempt.phase is Phase.RESERVED and attempt.farewell is None
+    )
+    if free >= wanted + len(batch.running) * (horizon // size + 2):
+        return 0
+    change = [wanted] + [0] * (horizon + 1)
+    for sequence in batch.running:
+        length, held = sequence.blocks.length, len(sequence.blocks.table)
+        to_go = sequence.sampling.max_tokens - sequence.index - 1
+        takes = range(held * size - length + 1, min(to_go, horizon) + 1, size)
+        for step in takes:
+            change[step] += 1
+        if to_go < horizon:
+            own = sum(table.allocator.refs(block) == 1 for block in sequence.blocks.table)
+            change[to_go + 1] -= own + len(takes)
+    most = total = 0
+    for step in change:
+        total += step
+        most = max(most, total)
+    return max(most - free, 0)

@@ -1,0 +1,28 @@
+"""How far a decode worker is: what lets the coordinator know the blocks of all that runs there from one number."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from proto.messages import Attempt, Count, Message, RequestId
+
+
+class Joined(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    request_id: RequestId
+    attempt: Attempt
+    step: Count
+    """It forwards its first token in the step after this one."""
+
+
+class DecodeProgress(Message, frozen=True):
+    """How far a decode worker is, a few times a second while it steps. All that runs moves on by one token in each step."""
+
+    steps: Count
+    """Begun since the process started. Every attempt that joined by then has been named, here or before."""
+    free_blocks: Count
+    """With what is only cached, and given up when needed."""
+    short_blocks: Count
+    """What may be missing within the next steps; more than 0 only where the coordinator overcommits."""
+    joined: Annotated[tuple[Joined, ...], Meta(max_length=1 << 16)] = ()
+    """Attempts that joined the batch since the last message."""

@@ -1,0 +1,153 @@
+"""The room of decode workers in the whole core: placing, registering again, preemption; and under overload, with the decode
+worker's own bookkeeping."""
+
+from random import Random
+
+import msgspec
+import pytest
+
+from coordinator.events import Limits, PeerUp
+from launcher.bench_room import workloads
+from launcher.room_world import Job, RoomWorld
+from proto.errors import Interrupt
+from proto.messages import (
+    HandedOver,
+    Held,
+    Interrupted,
+    Message,
+    Release,
+    Released,
+    Reserve,
+    Role,
+    Step,
+    StepDone,
+)
+from proto.progress import DecodeProgress, Joined
+from tests.coordinator.world import Harness, submit, worker_hello
+
+
+def names(messages: list[Message]) -> list[str]:
+    return [message.request_id for message in messages if isinstance(message, Reserve | Interrupted | Release)]
+
+
+def hand_over(h: Harness) -> None:
+    """All prompts with a chunk dispatched are computed and handed over."""
+    while steps := h.take(Step, 10):
+        for step in steps:
+            assert isinstance(step, Step)
+            h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
+            for chunk in step.chunks:
+                h.receive(10, HandedOver(chunk.request_id, chunk.attempt, 0, 0.0))
+
+
+def test_a_request_is_placed_once_those_running_are_known_to_end_in_time() -> None:
+    h = Harness.make(kv_blocks=13)
+    for name in ("a", "b", "c"):
+        h.receive(1, submit(name, 8, max_tokens=17))  # 2 blocks, and 6 in the end
+    assert names(h.take(Reserve)) == ["a", "b"]
+    hand_over(h)
+    h.receive(20, DecodeProgress(12, 4, 0))
+    assert not h.take(Reserve)
+    h.receive(20, DecodeProgress(12, 4, 0, (Joined("a", 1, 0), Joined("b", 1, 8))))
+    # At step 16, a's last, a holds 6, b 4 and c at the most 3; at step 24, b's last, b holds 6 and c 5.
+    assert names(h.take(Reserve)) == ["c"]
+    assert h.core.workers[20].free_blocks == 0
+
+
+def test_streams_of_a_worker_that_comes_back_may_count_for_more_than_its_pool() -> None:
+    h = Harness.make(1, 0)
+    hello = worker_hello(Role.DECODE, 22, kv_blocks=10)
+    held = tuple(Held(name, 1, 6, 1) for name in ("x", "y"))
+    h.post(PeerUp(22, msgspec.structs.replace(hello, held=held)))
+    h.receive(1, submit("new", 4, max_tokens=2))
+    assert not h.misbehaved and not h.take(Reserve)
+    h.receive(22, Released("x", 1))
+    assert names(h.take(Reserve)) == ["new"]
+    h.post(PeerUp(23, msgspec.structs.replace(hello, epoch=23, held=(Held("z", 1, 11, 1),))))
+    assert len(h.misbehaved) == 1
+
+
+def overcommitted() -> Harness:
+    h = Harness.make(limits=Limits(kv_overcommit=4.0), kv_blocks=78)
+    for name in ("a", "b"):
+        h.now += 1
+        h.receive(1, submit(name, 8, max_tokens=300))  # 77 blocks in the end; 34 for the usual 128 tokens
+    assert names(h.take(Reserve)) == ["a", "b"]
+    hand_over(h)
+    return h
+
+
+def test_the_newest_makes_room_and_counts_whole_when_it_comes_back() -> None:
+    h = overcommitted()
+    h.receive(20, DecodeProgress(5, 1, 2, (Joined("a", 1, 0), Joined("b", 1, 0))))
+    [interrupted] = h.take(Interrupted)
+    assert isinstance(interrupted, Interrupted)
+    assert (interrupted.request_id, interrupted.reason) == ("b", Interrupt.PREEMPTED)
+    assert names(h.take(Release, 20)) == ["b"]
+    h.receive(20, DecodeProgress(6, 1, 2))
+    assert not h.take(Interrupted), "what b will give back is counted"
+    h.receive(1, submit("b", 14, attempt=2, max_tokens=300, resumed=6))
+    h.receive(20, Released("b", 1, 5))
+    assert not h.take(Reserve)
+    h.receive(20, DecodeProgress(7, 5, 0))
+    assert names(h.take(Reserve)) == ["b"]
+    assert h.core.workers[20].free_blocks == 1, "not 10: it is counted with all of its 77"
+
+
+def test_nothing_is_placed_while_blocks_run_short() -> None:
+    h = overcommitted()
+    h.receive(20, DecodeProgress(5, 1, 2, (Joined("a", 1, 0), Joined("b", 1, 0))))
+    h.receive(20, Released("b", 1, 5))
+    h.receive(1, submit("c", 4, max_tokens=2))
+    assert not h.take(Reserve)
+    h.receive(20, DecodeProgress(7, 5, 0))
+    assert names(h.take(Reserve)) == ["c"]
+
+
+def test_without_overcommit_nobody_is_interrupted_whatever_the_worker_says() -> None:
+    h = Harness.make(kv_blocks=20)
+    h.receive(1, submit("a", 8, max_tokens=25))
+    h.receive(20, DecodeProgress(5, 1, 9, (Joined("a", 1, 0),)))
+    assert not h.take(Interrupted)
+
+
+@pytest.mark.parametrize("name", sorted(workloads(64)))
+def test_under_overload_nothing_is_refused_after_prefill_and_nothing_runs_out(name: str) -> None:
+    figures = RoomWorld(workloads(64)[name], 512, 16, overload=2.0, seed=3).run(128, 200)
+    assert figures.refused_after_prefill == figures.out_of_memory == figures.preempted == 0
+    assert figures.finished > 20
+
+
+def test_the_pool_is_used_to_85_percent_when_answers_average_half_of_max_tokens() -> None:
+    """Prompts as long as max_tokens; it depends on that, and `crossdock bench room` has the table."""
+
+    def draw(random: Random) -> Job:
+        return Job(256, 256, (random.randint(1, 256),))
+
+    peak = RoomWorld(draw, 2048, 16, overload=2.0).run(512, 400)
+    whole = RoomWorld(draw, 2048, 16, overload=2.0, whole_life=True).run(512, 400)
+    assert peak.refused_after_prefill == peak.out_of_memory == 0
+    assert peak.kv_use >= 0.85 > 0.75 > whole.kv_use
+    assert peak.output_tokens > 1.15 * whole.output_tokens
+
+
+def test_overcommit_uses_more_and_every_victim_comes_to_its_end() -> None:
+    def draw(random: Random) -> Job:
+        return Job(32, 128, (random.randint(1, 128),))
+
+    world = RoomWorld(draw, 512, 16, overload=2.0, overcommit=2.0)
+    over = world.run(256, 300)
+    careful = RoomWorld(draw, 512, 16, overload=2.0).run(256, 300)
+    assert over.preempted > 0 and over.kv_use > careful.kv_use
+    assert over.out_of_memory <= over.preempted / 50
+    world.rate = 1e-9
+    world.due = float("inf")
+    for _ in range(40):
+        world.run(0, 100)
+        if not world.core.requests:
+            break
+    assert (
+        not world.core.requests
+        and world.allocator.held_count == 0
+        and not world.core.counters["work_failed_engine_error"]
+    )

@@ -1,0 +1,178 @@
+"""Where the parts of the core meet: what peers may send at bad moments, and what must not wait or stay for ever."""
+
+import gc
+
+import msgspec
+import pytest
+
+from coordinator.events import Configured, Limits, PeerDown, PeerUp
+from coordinator.request import Request
+from proto.codec import decode, to_frames
+from proto.errors import CancelReason, Reject
+from proto.messages import (
+    Accepted,
+    Cancel,
+    Chunk,
+    HandedOver,
+    Held,
+    Prefill,
+    Rejected,
+    Release,
+    Released,
+    Role,
+    StatusReport,
+    StatusRequest,
+    Step,
+    StepDone,
+)
+from proto.progress import DecodeProgress, Joined
+from runtime.tenants import parse
+from tests.coordinator.world import MODEL, Harness, gateway_hello, submit, worker_hello
+
+
+def release_all(world: Harness, name: str, emitted: int = 0) -> None:
+    world.receive(20, Released(name, 1, emitted))
+    world.receive(10, Released(name, 1))
+
+
+def test_a_gateway_comes_back_before_workers_have_let_go():
+    world = Harness.make()
+    world.receive(1, submit("a"))
+    (step,) = world.take(Step)
+    world.post(PeerDown(1, "silent"))
+    world.post(PeerUp(1, gateway_hello(1)))
+    world.receive(1, Cancel("a", 1, CancelReason.ABANDONED))
+    world.receive(1, submit("a", attempt=2))
+    assert [message.attempt for message in world.take(Accepted)] == [1, 2]
+    bill = world.core.billing.bills["a"]
+    world.receive(10, StepDone(step.step_id, (), 1.0, 0))
+    release_all(world, "a", emitted=3)
+    assert world.core.billing.bills["a"] is bill and bill.output_tokens == 3, "one bill for all attempts"
+    world.receive(1, Cancel("a", 2, CancelReason.DISCONNECTED))
+    for epoch in (10, 20):
+        world.receive(epoch, Released("a", 2))
+    for step in world.take(Step):
+        world.receive(10, StepDone(step.step_id, (), 1.0, 0))
+    assert not world.core.billing.bills
+
+
+def test_a_reopened_bill_that_is_refused_ends_as_before():
+    world = Harness.make()
+    world.receive(1, submit("a"))
+    (step,) = world.take(Step)
+    world.post(PeerDown(1, "silent"))
+    world.post(PeerUp(1, gateway_hello(1)))
+    world.core.limits = type(world.core.limits)(tenant_queue_max=0)
+    world.receive(1, submit("a", attempt=2))
+    assert world.take(Rejected)[0].reason is Reject.QUEUE_FULL
+    assert world.core.billing.bills["a"].outcome == "cancelled"
+    world.receive(10, StepDone(step.step_id, (), 1.0, 0))
+    release_all(world, "a")
+    assert not world.core.billing.bills
+
+
+def test_an_id_whose_bill_is_open_is_not_taken_again():
+    world = Harness.make()
+    world.receive(1, submit("a"))
+    world.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
+    release_all(world, "a")
+    world.core.ended.clear()  # as after many more requests; its chunk is still out
+    world.receive(1, submit("a"))
+    assert world.take(Rejected)[0].reason is Reject.DUPLICATE
+
+
+def test_a_request_too_large_for_one_idle_prefill_worker_runs_on_another():
+    world = Harness.make()
+    world.post(PeerUp(9, worker_hello(Role.PREFILL, 9, kv_blocks=4)))
+    world.receive(1, submit("a", 100))
+    assert world.take(Prefill, 10), "nothing would ever come free here, and nobody would look again"
+
+
+def test_a_full_prefill_worker_does_not_keep_an_idle_one_from_work():
+    world = Harness.make(max_seqs=1)
+    world.receive(1, submit("a"))
+    (step,) = world.take(Step)
+    world.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
+    world.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
+    world.post(PeerUp(11, worker_hello(Role.PREFILL, 11)))
+    world.core.workers[11].tokens_forwarded = 1  # the full one is asked first
+    world.receive(1, submit("b"))
+    assert world.take(Prefill, 11)
+
+
+def test_a_decode_worker_that_ran_short_and_is_empty_is_used_again():
+    world = Harness.make(limits=Limits(kv_overcommit=2.0))
+    world.receive(1, submit("a", 8, max_tokens=50))
+    (step,) = world.take(Step)
+    world.receive(10, StepDone(step.step_id, step.chunks, 1.0, 8))
+    world.receive(10, HandedOver("a", 1, 1, 1.0))
+    world.receive(20, DecodeProgress(1, 0, 5, (Joined("a", 1, 0),)))
+    assert world.take(Release, 20)
+    world.receive(20, Released("a", 1, 3))
+    world.take(Prefill)
+    world.receive(1, submit("b", 8))
+    assert world.take(Prefill, 10), "no step begins there that could say that blocks are there"
+
+
+def test_bands_that_a_file_has_no_more_keep_no_floor():
+    world = Harness.make()
+    text = '[bands.{0}]\nweight = 1.0\nfloor_share = 0.6\n[tenants.default]\nband = "{0}"\n'
+    world.post(Configured(parse(text.format("old")), 0.0))
+    world.receive(1, submit("a"))
+    world.post(Configured(parse(text.format("new")), 0.0))
+    world.receive(1, submit("b"))
+    assert [message.request_id for message in world.take(Accepted)] == ["a", "b"]
+
+
+def test_a_worker_without_blocks_may_not_join():
+    assert "KV block" in str(Harness.make().core.refusal(worker_hello(Role.PREFILL, 30, kv_blocks=0)))
+
+
+def test_a_worker_that_claims_a_waiting_attempt_is_dropped():
+    world = Harness.make(decode=0)
+    world.post(PeerUp(20, worker_hello(Role.DECODE, 20, kv_blocks=4)))
+    world.receive(1, submit("a"))
+    world.receive(1, submit("b"))  # waits: there is room for one
+    hello = msgspec.structs.replace(worker_hello(Role.DECODE, 21), held=(Held("b", 1, 4, 1),))
+    world.post(PeerUp(21, hello))
+    assert [bad.epoch for bad in world.misbehaved] == [21]
+
+
+def test_a_worker_that_reports_other_chunks_is_dropped():
+    world = Harness.make(limits=Limits(step_tokens=8))
+    world.receive(1, submit("a", 100))
+    step = world.take(Step)[0]
+    world.receive(10, StepDone(step.step_id, (Chunk("a", 1, 0, 100),), 1.0, 0))
+    world.receive(10, HandedOver("a", 1, 1, 1.0))
+    assert len(world.misbehaved) == 2
+    assert world.core.requests["a"].state == "prefilling"
+
+
+def test_a_gateway_with_cut_off_hashes_is_dropped():
+    world = Harness.make()
+    world.receive(1, msgspec.structs.replace(submit("a"), block_hashes=b"123", hash_block_size=4))
+    assert len(world.misbehaved) == 1 and not world.sent
+
+
+def test_more_bytes_than_a_count_can_be_told():
+    world = Harness.make()
+    world.core.counters["kv_bytes_moved"] = 1 << 41
+    world.receive(1, StatusRequest())
+    (report,) = world.take(StatusReport)
+    assert decode(to_frames(report)) == (report, b"")
+
+
+@pytest.mark.parametrize("tenant", ["t", "u"])
+def test_what_was_cancelled_behind_one_that_waits_does_not_stay(tenant):
+    world = Harness.make(max_seqs=1)
+    world.receive(1, submit("runs"))
+    world.receive(1, msgspec.structs.replace(submit("waits"), tenant="t", deadline_ms=1e6))
+    for number in range(1000):
+        name = f"r{number}"
+        world.receive(1, msgspec.structs.replace(submit(name), tenant=tenant, deadline_ms=1e7))
+        world.receive(1, Cancel(name, 1, CancelReason.DISCONNECTED))
+    gc.collect()
+    assert sum(isinstance(thing, Request) and thing.id[0] == "r" for thing in gc.get_objects()) < 300
+    queue = world.core.queues[MODEL]
+    rings = list(queue.fair._root.children.values())
+    assert all(len(heap) < 100 for ring in rings for heap in ring.heaps.values())

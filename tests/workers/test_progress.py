@@ -1,0 +1,70 @@
+"""What a decode worker tells the coordinator of its batch."""
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from decode_worker.progress import REPORT_S, ProgressReport, shortage
+from engine.blocks import OutOfBlocks
+from proto.progress import DecodeProgress, Joined
+from tests.workers.test_batch import World, reserve
+
+HORIZON = 8
+
+
+def test_every_attempt_is_named_once_with_the_step_after_which_it_joined() -> None:
+    w = World()
+    report = ProgressReport(w.table)
+    w.run(reserve("a", 6, max_tokens=50))
+    w.batch.plan(w.stuck.append)
+    assert report.due(1.0) == DecodeProgress(1, 60 - 2, 0, (Joined("a", 1, 0),))
+    w.run(reserve("b", 3, choices=2, max_tokens=50))
+    w.step()
+    w.batch.plan(w.stuck.append)
+    assert report.due(1.0 + REPORT_S / 2) is None, "not with every step"
+    w.step()
+    w.run(reserve("c", 3, max_tokens=50))
+    w.batch.plan(w.stuck.append)
+    said = report.due(1.0 + REPORT_S)
+    assert said is not None
+    assert (said.steps, said.joined) == (3, (Joined("b", 1, 1), Joined("c", 1, 2)))
+    w.step()
+    w.batch.plan(w.stuck.append)
+    said = report.due(2.0)
+    assert said is not None and said.joined == () and said.free_blocks == w.table.allocator.free_count
+
+
+def test_a_prompt_that_is_expected_wants_its_blocks_at_once() -> None:
+    w = World(pool=5)
+    w.run(reserve("a", 4, max_tokens=2))
+    w.batch.plan(w.stuck.append)
+    w.table.reserve(reserve("b", 12))
+    assert shortage(w.table, HORIZON) == 0
+    w.table.reserve(reserve("c", 5))
+    assert shortage(w.table, HORIZON) == 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(4, 40),
+    st.lists(st.tuples(st.integers(1, 12), st.integers(2, 20), st.sampled_from([1, 1, 1, 2])), min_size=1, max_size=8),
+)
+def test_a_shortage_is_seen_when_and_only_when_a_sequence_would_find_no_block(
+    pool: int, attempts: list[tuple[int, int, int]]
+) -> None:
+    w = World(pool=pool)
+    try:
+        for number, (tokens, max_tokens, choices) in enumerate(attempts):
+            w.run(reserve(f"r{number}", tokens, max_tokens=max_tokens, choices=choices))
+            w.step()
+    except (AssertionError, OutOfBlocks):  # no block for the next prompt
+        assume(False)
+    w.batch.plan(w.stuck.append)
+    assume(not w.stuck and w.batch.in_flight)
+    missing = shortage(w.table, HORIZON)
+    for _ in range(HORIZON + 1):
+        w.step()
+    if missing == 0:
+        assert not w.stuck
+    elif all(choices == 1 for _, _, choices in attempts):
+        # Blocks that choices share come back with the last of them; the forecast leaves them out.
+        assert w.stuck

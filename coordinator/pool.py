@@ -206,18 +206,25 @@ class Pool:
         return 0 if prefill.epoch in self.full or self.kept_for is not None else REFUSALS_MAX
 
     def found_full(self, prefill: Worker) -> None:
-        """Nothing runs on it, and those `refused` had no room: on it alone, or on no decode worker, which is so for all."""
+        """Nothing runs on it, and those `refused` had no room: on it alone, or on no decode worker, which is so for all. Where
+        room is kept, nobody has looked whether others would have some."""
+        if self.kept_for is not None:
+            return
         if any(not prefill.fits(prefill.prefill_holding(request.submit)) for request in self.refused):
             self.full.add(prefill.epoch)
         elif self.refused:
             self.full.update(self.prefill)
 
-    def count_bypasses(self, bypasses_max: int) -> None:
-        """A request got room, and those `refused` in the same pop, which were before it, did not: not for ever."""
+    def refuse(self, request: Request, bypasses_max: int) -> None:
+        """It is its turn, and there is no room for it. Once it was bypassed so often, what comes free is kept for it."""
+        self.refused.append(request)
+        if request.bypassed >= bypasses_max and self.kept_for is None and self.could_ever_fit(request.submit):
+            self.kept_for = request
+
+    def count_bypasses(self) -> None:
+        """A request got room, and those `refused` in the same pop, which were before it, did not."""
         for request in self.refused:
             request.bypassed += 1
-            if request.bypassed >= bypasses_max and self.kept_for is None and self.could_ever_fit(request.submit):
-                self.kept_for = request
 
     def waits_for_room(self) -> Request | None:
         """The request for which all room that comes free is kept."""

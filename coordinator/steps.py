@@ -32,15 +32,17 @@ def compose(
     decode: Worker | None = None
 
     def length_of(request: Request) -> int:
-        """How much of a prompt fits what is left; 0 if none, or if it has no room here or a chunk in this step, or waits for
-        a worker that has more of it cached."""
+        """How much of a prompt fits what is left; 0 if none, or if it has no room here or a chunk in this step, if room is
+        kept for another, or if it waits for a worker that has more of it cached."""
         nonlocal decode
         if request.id in taken:
             return 0
         if request.state is State.QUEUED:
+            if pool.kept_for is not None:
+                return 0
             decode = room(request, worker, pool)
             if decode is None:
-                pool.refused.append(request)
+                pool.refuse(request, options.bypasses_max)
                 return 0
             if rather_waits(request, worker, pool, now):
                 return 0
@@ -61,7 +63,7 @@ def compose(
         if request.state is State.QUEUED:
             assert decode is not None
             place(request, worker, decode)
-            pool.count_bypasses(options.bypasses_max)
+            pool.count_bypasses()
         chunks.append(Chunk(request.id, request.attempt, request.dispatched_tokens - length, length))
         requests.append(request)
         taken.add(request.id)

@@ -19,6 +19,8 @@ class Outcome(StrEnum):
     """It has a chunk in this step already."""
     NO_ROOM = "no_room"
     """This prefill worker or all decode workers have no room for it."""
+    KEPT = "kept"
+    """What room there is, is kept for another."""
     WAITS = "waits"
     """It lets this worker's turn pass, for one that has more of its prompt cached."""
 
@@ -54,6 +56,8 @@ def watched(look: Look, watch: Watch, worker: Worker, pool: Pool, in_step: Conta
             outcome = Outcome.IN_STEP
         elif pool.refused and pool.refused[-1] is request:
             outcome = Outcome.NO_ROOM
+        elif pool.kept_for is not None:
+            outcome = Outcome.KEPT
         else:
             outcome = Outcome.WAITS
         watch(Looked(worker, request, outcome))

@@ -113,6 +113,8 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
         if look.request is target:
             if look.outcome is Outcome.WAITS:
                 return _cached_elsewhere(target, worker, pool)
+            if look.outcome is Outcome.KEPT:
+                break
             return no_room(target, worker, pool) if look.outcome is Outcome.NO_ROOM else None
     if winner is not None:
         reason = _goes_first(winner, target)

@@ -13,6 +13,7 @@ from proto.messages import (
     Accepted,
     Cancel,
     Chunk,
+    Finished,
     HandedOver,
     Held,
     Prefill,
@@ -24,6 +25,7 @@ from proto.messages import (
     StatusRequest,
     Step,
     StepDone,
+    Submit,
 )
 from proto.progress import DecodeProgress, Joined
 from runtime.tenants import parse
@@ -176,3 +178,40 @@ def test_what_was_cancelled_behind_one_that_waits_does_not_stay(tenant):
     queue = world.core.queues[MODEL]
     rings = list(queue.fair._root.children.values())
     assert all(len(heap) < 100 for ring in rings for heap in ring.heaps.values())
+
+
+def test_no_request_is_bypassed_more_often_than_allowed_though_several_wait_for_room() -> None:
+    """Two large requests are in turn before small ones. Room is kept for the first, then the second waits beside it."""
+    allowed, most = 3, 0
+    world = Harness.make(limits=Limits(bypasses_max=allowed), kv_blocks=40)
+    world.receive(1, one_of("hog", "h", 4, 77))  # 20 blocks
+    run_prefill(world)
+    for name in ("big1", "big2"):
+        world.receive(1, one_of(name, name, 4, 97))  # 25 blocks
+    for number in range(16):
+        world.receive(1, one_of(f"small{number}", f"s{number}", 4, 13))
+        run_prefill(world)
+        for request in list(world.core.requests.values()):
+            most = max(most, request.bypassed)
+            if request.id.startswith("small") and request.state == "decoding":
+                world.receive(20, Finished(request.id, 1, 13, 0))
+        leaving = {6: ("hog", 77), 10: ("big1", 97), 14: ("big2", 97)}.get(number)
+        if leaving is not None:
+            world.receive(20, Finished(leaving[0], 1, leaving[1], 0))
+            run_prefill(world)
+    assert {"hog", "big1", "big2"} <= set(world.ended)
+    assert most == allowed
+
+
+def one_of(name: str, tenant: str, tokens: int, max_tokens: int) -> Submit:
+    return msgspec.structs.replace(submit(name, tokens, max_tokens=max_tokens), tenant=tenant)
+
+
+def run_prefill(world: Harness) -> None:
+    """Whatever was dispatched is computed and handed over at once."""
+    while steps := world.take(Step, 10):
+        for step in steps:
+            assert isinstance(step, Step)
+            world.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
+            for chunk in step.chunks:
+                world.receive(10, HandedOver(chunk.request_id, 1, 1, 1.0))

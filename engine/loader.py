@@ -16,7 +16,7 @@ from engine import attention, linear, selfcheck
 from engine.attention import CURRENT, Recorder, UnsupportedAttention
 from engine.engine import Engine, ModelInfo
 from engine.fingerprint import model_fingerprint
-from proto.errors import CrossdockError
+from proto.errors import BadOption
 
 MIN_BLOCKS = 8
 _ALIGNMENT = 64
@@ -25,11 +25,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
-class ModelUnsupported(CrossdockError):
-    """This model or these settings cannot be served; `str()` says why in one sentence."""
+class ModelUnsupported(BadOption):
+    """This model or these settings cannot be served."""
 
     option = "--model"
-    """The option at fault."""
 
 
 class PoolTooSmall(ModelUnsupported):

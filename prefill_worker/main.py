@@ -1,10 +1,9 @@
 """The prefill worker process."""
 
 from engine.engine import Engine
-from engine.loader import ModelUnsupported, load_engine
+from engine.loader import load_engine
 from engine.thread import EngineThread, pick_device
 from prefill_worker.worker import PrefillWorker
-from runtime.exits import ConfigError
 from runtime.settings import WorkerSettings
 from runtime.worker_process import run_worker
 
@@ -14,17 +13,14 @@ def run(settings: WorkerSettings) -> int:
     thread = EngineThread(threads=settings.threads, cores=settings.cores)
 
     def load() -> Engine:
-        try:
-            engine = load_engine(
-                settings.model,
-                device=pick_device(settings.device),
-                dtype=settings.dtype,
-                block_size=settings.block_size,
-                kv_bytes=int(settings.kv_gib * (1 << 30)),
-                step_tokens_max=settings.step_tokens_max,
-            )
-        except ModelUnsupported as error:
-            raise ConfigError(f"{error.option}: {error}") from error
+        engine = load_engine(
+            settings.model,
+            device=pick_device(settings.device),
+            dtype=settings.dtype,
+            block_size=settings.block_size,
+            kv_bytes=int(settings.kv_gib * (1 << 30)),
+            step_tokens_max=settings.step_tokens_max,
+        )
         thread.be_nice(settings.nice)
         return engine
 

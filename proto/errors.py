@@ -11,6 +11,13 @@ class CrossdockError(Exception):
     """Base of the typed errors for peers and resources."""
 
 
+class BadOption(CrossdockError):
+    """A setting cannot work with this model or on this machine; `str()` says why in one sentence."""
+
+    option: str
+    """The option at fault, as on the command line."""
+
+
 class RemoteProtocolError(CrossdockError):
     """A peer sent bytes that are not a message of this protocol, or a message that is not allowed here and now."""
 

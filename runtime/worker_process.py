@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
-from proto.errors import CrossdockError
+from proto.errors import BadOption, CrossdockError
 from runtime import log, machine
 from runtime.driver import run_process, unless_stopped
 from runtime.exits import ConfigError
@@ -29,7 +29,7 @@ def run_worker(
     make: Callable[[EngineT, Log, str], RunsUntilStopped],
 ) -> int:
     """Load on `thread`, then `make(engine, log, name).run(stop)` until SIGTERM or SIGINT. Returns the exit code; raises
-    `ConfigError`, as `load` may."""
+    `ConfigError`, as `load` may, or in place of its `BadOption`."""
 
     async def main(stop: asyncio.Event) -> int:
         name = settings.name or f"{settings.role}-{os.getpid()}"
@@ -37,6 +37,8 @@ def run_worker(
         logger.info("loading", model=settings.model)
         try:
             engine = await unless_stopped(stop, thread, load)
+        except BadOption as error:
+            raise ConfigError(f"{error.option}: {error}") from error
         except ConfigError:
             raise
         except (CrossdockError, OSError, ValueError, RuntimeError) as error:

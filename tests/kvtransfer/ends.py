@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,3 +123,16 @@ class Ends:
 
 def shuffled(blocks: int, count: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(blocks), count)
+
+
+def with_ends(test: Callable[[Ends], Awaitable[None]], **options: object) -> None:
+    """Run a test on a loop of its own, and see that both ends shut down."""
+
+    async def main() -> None:
+        ends = Ends(**options)  # type: ignore[arg-type]
+        try:
+            await test(ends)
+        finally:
+            await ends.close()
+
+    asyncio.run(main())

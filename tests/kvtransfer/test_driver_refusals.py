@@ -1,0 +1,168 @@
+"""Both drivers over real gloo pairs, when the other end misbehaves, is missing, or asks for too much."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.session import KvFailed, KvSent
+from proto.errors import RemoteProtocolError
+from proto.kv import Abort, Accept, Ack, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
+from proto.messages import Ping
+from tests.kvtransfer.ends import LAYOUT, SMALL, Ends, with_ends
+
+
+def test_no_answer_to_pair_open_is_a_failure():
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", [1])
+        await ends.until(lambda: len(ends.results) == 1)
+        assert "no answer to PairOpen" in ends.results[0].reason  # type: ignore[union-attr]
+        await ends.until(lambda: len(ends.failed) == 1)
+
+    quick = replace(SMALL, rendezvous_timeout_ms=200)
+    with_ends(test, settings=quick, receiver_settings=SMALL, to_sender=lambda m: not isinstance(m, PairListen))
+
+
+def test_a_listener_that_nobody_meets_is_given_up():
+    async def test(ends: Ends) -> None:
+        ends.receiver.handle(1, PairOpen(9, "gloo"), b"")
+        ends.receiver.handle(1, Offer("r", 1, 9, 1), b"")
+        await ends.until(lambda: len(ends.failed) == 1)
+        assert ends.failed[0][:3] == ("r", 1, [0]) and ends.receiver.counters["pairs_lost"] == 1
+
+    with_ends(test, settings=replace(SMALL, rendezvous_timeout_ms=200), to_sender=lambda message: False)
+
+
+def test_another_transport_is_refused_with_its_name():
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", [1])
+        await ends.until(lambda: len(ends.results) == 1)
+        assert "transport 'nccl' is not 'gloo'" in ends.results[0].reason  # type: ignore[union-attr]
+
+    with_ends(test, settings=replace(SMALL, transport="nccl"), receiver_settings=SMALL)
+
+
+def test_limits_are_answered_not_exceeded():
+    async def test(ends: Ends) -> None:
+        for number in range(4):
+            ends.transfer(f"r{number}", [number])
+        await ends.until(lambda: len(ends.results) == 4)
+        assert [type(result) for result in ends.results[:2]] == [KvFailed, KvFailed]
+        assert {result.reason for result in ends.results[:2]} == {"too many transfers at once"}  # type: ignore[union-attr]
+        assert all(isinstance(result, KvSent) for result in ends.results[2:])
+        ends.receiver.handle(5, PairOpen(1, "gloo"), b"")
+        assert ends.strangers == [PairClosed(1, "too many pairs")]
+
+    with_ends(test, settings=replace(SMALL, sessions_max=2, pairs_max=1))
+
+
+def test_frames_out_of_place():
+    """Late, repeated, foreign and unknown frames: counted, answered where an answer helps, and nothing else changes."""
+
+    async def test(ends: Ends) -> None:
+        seen: list[object] = []
+        ends.to_sender = lambda message: seen.append(message) is None
+        ends.transfer("r", [1, 2, 3, 4])
+        await ends.ended(1)
+        kept = list(ends.frames)
+        for message in kept:
+            if not isinstance(message, Commit):
+                ends.receiver.handle(1, message, b"")
+                ends.receiver.handle(77, message, b"")  # another peer's epoch
+        await asyncio.sleep(0)
+        assert len(ends.committed) == 1 and ends.failed == []
+        seen.clear()
+        commit = next(message for message in kept if isinstance(message, Commit))
+        ends.receiver.handle(1, commit, b"")
+        assert [type(message) for message in seen] == [Ack]
+        ends.receiver.handle(1, Commit("unknown", 1, (), 0, commit.first_tokens), b"")
+        assert isinstance(seen[-1], Abort)
+        for message in (Accept("r", 1, 1), Ack("r", 1, 5), Abort("r", 1, "late"), Accept("unknown", 1, 1)):
+            ends.sender.handle(2, message, b"")
+        assert len(ends.results) == 1
+        for end, epoch in ((ends.sender, 2), (ends.receiver, 1)):
+            with pytest.raises(RemoteProtocolError):
+                end.handle(epoch, Ping(), b"")
+
+    with_ends(test)
+
+
+def test_the_same_attempt_may_come_from_another_sender_once_the_first_has_failed():
+    async def test(ends: Ends) -> None:
+        first, second = Offer("r", 1, 1, 1), Offer("r", 1, 1, 2)
+        for epoch in (7, 8):
+            ends.receiver.handle(epoch, PairOpen(1, "gloo"), b"")
+        ends.receiver.handle(7, first, b"")
+        ends.receiver.handle(8, second, b"")
+        assert ends.strangers[-1] == Decline("r", 1, "this attempt is another sender's")
+        ends.receiver.peer_lost(7, "killed")
+        ends.receiver.handle(8, second, b"")
+        assert isinstance(ends.strangers[-1], Accept)
+        ends.receiver.handle(7, Abort("r", 1, "late"), b"")
+        assert [failure[2] for failure in ends.failed] == [[0]]
+
+    with_ends(test)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Announce("r", 1, 1, 5, 0, 0, 1),  # announcements before it are missing
+        Announce("r", 1, 1, 0, 0, 0, 1_000),  # more than the receiver has room for
+    ],
+)
+def test_a_broken_order_costs_the_pair_only(frame):
+    async def test(ends: Ends) -> None:
+        ends.sender.open("r", 1, 2, 4)
+        ends.loop.call_soon(ends.receiver.handle, 1, frame, b"")
+        await ends.ended(1)
+        assert "broke the protocol" in ends.failed[0][3] and ends.receiver.counters["violations"] == 1
+        ends.transfer("next", [1, 2, 3])
+        await ends.ended(2)
+        assert isinstance(ends.results[1], KvSent)
+
+    with_ends(test)
+
+
+def test_close_ends_everything_once():
+    async def test(ends: Ends) -> None:
+        ends.sender.open("r", 1, 2, 4)
+        ends.sender.blocks_ready("r", 1, 0, [1, 2])
+        await ends.close()
+        assert ends.results == [KvFailed("r", 1, "shutting down")]
+        ends.sender.open("late", 1, 2, 1)
+        assert len(ends.results) == 1, "a result from inside open"
+        await ends.until(lambda: len(ends.results) == 2)
+        assert ends.results[1] == KvFailed("late", 1, "shutting down")
+
+    with_ends(test)
+
+
+def test_bad_pools_and_hosts_are_refused():
+    async def main() -> None:
+        def make(pool: torch.Tensor, host: str = "127.0.0.1") -> KvReceiver:
+            return KvReceiver(
+                layout=LAYOUT,
+                pool=pool,
+                epoch=1,
+                clock=lambda: 0.0,
+                send=lambda *frame: None,
+                listen_host=host,
+                accept=lambda *offer: None,
+                on_committed=lambda *commit: None,
+                on_failed=lambda *failure: None,
+                settings=SMALL,
+            )
+
+        good = torch.zeros(LAYOUT.shape(3))
+        make(good)
+        for bad in (good.half(), good[:, :1], torch.zeros(LAYOUT.shape(6))[::2], good.transpose(2, 3)):
+            with pytest.raises(ValueError, match="the layout says"):
+                make(bad)
+        for host in ("0.0.0.0", "", "::"):
+            with pytest.raises(ValueError, match="one address"):
+                make(good, host)
+
+    asyncio.run(main())

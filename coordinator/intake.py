@@ -66,10 +66,7 @@ def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: flo
     if request.state in ON_WORKERS:
         request.fire(Trigger.INTERRUPT, now)
     state.interrupted.pop(request.id, None)
-    if request.unreported:
-        more = submit.resumed_tokens - request.submit.resumed_tokens
-        state.queues[submit.model].emitted(request.path, max(more, 0))
-        state.billing.emitted(request.id, max(more, 0))
+    state.emitted(submit.model, request.path, request.id, submit.resumed_tokens, 0)
     request.renew(submit, blob)
     request.fire(Trigger.RESUBMIT, now)
 

@@ -13,6 +13,10 @@ is killed, every request that anyone has heard of has one row:
 - killed after the end but before the row is closed: the same, the row being open.
 - killed after the row is closed: done.
 
+- killed after the row is closed, and the stream's gateway resumes it, as after a worker's link was lost: the row is opened
+  again. Amounts are those of the whole answer, each of its tokens counted once, so at the end the greater of what it had
+  and what the new closing says is true, whatever came in between.
+
 Rows are found by request id; a second opening or closing of one changes nothing. The rates per minute go on from the
 rows of the last minute.
 
@@ -50,7 +54,7 @@ OPEN_MAX: Final = 1 << 17
 RECENT_MAX: Final = 1 << 18
 _LOCK_TIMEOUT_S: Final = 5.0
 _BUSY_TIMEOUT_S: Final = 10.0
-_VERSION: Final = 1
+_VERSION: Final = 2
 _EPOCH: Final = date(1970, 1, 1).toordinal()
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS usage (
@@ -67,7 +71,10 @@ CREATE TABLE IF NOT EXISTS usage (
     cached_tokens INTEGER NOT NULL DEFAULT 0,
     output_tokens INTEGER NOT NULL,
     kv_blocks INTEGER NOT NULL,
-    queue_ms REAL, prefill_ms REAL, transfer_ms REAL, decode_ms REAL
+    queue_ms REAL, prefill_ms REAL, transfer_ms REAL, decode_ms REAL,
+    from_token INTEGER NOT NULL DEFAULT 0,
+    before_prompt_tokens INTEGER NOT NULL DEFAULT 0, -- charged when it was opened again
+    before_output_tokens INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS usage_by_day ON usage (day, tenant);
 CREATE INDEX IF NOT EXISTS usage_by_time ON usage (accepted_s);
@@ -75,11 +82,25 @@ CREATE INDEX IF NOT EXISTS usage_open ON usage (request_id) WHERE outcome IS NUL
 """
 _OPEN: Final = """
 INSERT INTO usage (request_id, day, tenant, model, band, borrowed, accepted_s, charged_tokens, prompt_tokens, output_tokens,
-    kv_blocks) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (request_id) DO NOTHING
+    kv_blocks, from_token) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8 + ?9, ?8, ?9, ?10, ?11)
+ON CONFLICT (request_id) DO UPDATE SET outcome = NULL,
+    before_prompt_tokens = prompt_tokens, before_output_tokens = output_tokens, kv_blocks = ?10,
+    prompt_tokens = MAX(prompt_tokens, ?8), output_tokens = MAX(output_tokens, ?9),
+    charged_tokens = MAX(prompt_tokens, ?8) + MAX(output_tokens, ?9)
+WHERE ?12 AND outcome IS NOT NULL
 """
 _CLOSE: Final = """
-UPDATE usage SET outcome = ?, charged_tokens = ?, prompt_tokens = ?, cached_tokens = ?, output_tokens = ?, queue_ms = ?,
-    prefill_ms = ?, transfer_ms = ?, decode_ms = ? WHERE request_id = ? AND outcome IS NULL
+UPDATE usage SET outcome = ?2, prompt_tokens = MAX(before_prompt_tokens, ?3),
+    cached_tokens = CASE WHEN before_prompt_tokens > ?3 THEN cached_tokens ELSE ?4 END,
+    output_tokens = MAX(before_output_tokens, ?5 + ?6 - from_token),
+    charged_tokens = MAX(before_prompt_tokens, ?3) + MAX(before_output_tokens, ?5 + ?6 - from_token),
+    queue_ms = COALESCE(queue_ms, 0) + ?7, prefill_ms = COALESCE(prefill_ms, 0) + ?8,
+    transfer_ms = COALESCE(transfer_ms, 0) + ?9, decode_ms = COALESCE(decode_ms, 0) + ?10
+WHERE request_id = ?1 AND outcome IS NULL
+"""
+_SINCE_2: Final = ("from_token", "before_prompt_tokens", "before_output_tokens")
+_ADD: Final = """
+ALTER TABLE usage ADD COLUMN {} INTEGER NOT NULL DEFAULT 0
 """
 
 
@@ -196,23 +217,36 @@ def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value:
 
 def _prepare(db: sqlite3.Connection) -> None:
     version = db.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (0, _VERSION):
+    if version not in (0, 1, _VERSION):
         raise LedgerError(f"it is of version {version}, this program writes version {_VERSION}")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
+    if version == 1:
+        for column in _SINCE_2:
+            db.execute(_ADD.format(column))
     db.executescript(_SCHEMA)
     db.execute(f"PRAGMA user_version = {_VERSION}")
 
 
 def _read(db: sqlite3.Connection, today: int) -> Past:
     rows = db.execute(
-        "SELECT request_id, day, tenant, model, band, borrowed, prompt_tokens, output_tokens, kv_blocks FROM usage"
+        "SELECT request_id, day, tenant, model, band, borrowed, from_token, prompt_tokens, output_tokens, kv_blocks"
+        " FROM usage"
         " WHERE outcome IS NULL ORDER BY day DESC LIMIT ?",
         (OPEN_MAX,),
     )
     opened = [
-        Opened(request_id, date.fromisoformat(day).toordinal() - _EPOCH, tenant, model, band, bool(borrowed), Ask(*ask))
-        for request_id, day, tenant, model, band, borrowed, *ask in rows
+        Opened(
+            request_id,
+            date.fromisoformat(day).toordinal() - _EPOCH,
+            tenant,
+            model,
+            band,
+            bool(borrowed),
+            Ask(*ask),
+            from_token=from_token,
+        )
+        for request_id, day, tenant, model, band, borrowed, from_token, *ask in rows
     ]
     sums = db.execute("SELECT tenant, SUM(charged_tokens) FROM usage WHERE day = ? GROUP BY tenant", (day_text(today),))
     now_s = clock.unix_time()
@@ -230,10 +264,10 @@ def _read(db: sqlite3.Connection, today: int) -> Past:
 
 def _write(db: sqlite3.Connection, entry: Entry) -> None:
     match entry:
-        case Opened(request_id, day, tenant, model, band, borrowed, ask):
-            what = (ask.tokens, ask.prompt_tokens, ask.output_tokens, ask.kv_blocks)
+        case Opened(request_id, day, tenant, model, band, borrowed, ask, again, from_token):
+            what = (ask.prompt_tokens, ask.output_tokens, ask.kv_blocks, from_token, again)
             db.execute(_OPEN, (request_id, day_text(day), tenant, model, band, borrowed, clock.unix_time(), *what))
         case Closed():
-            tokens = (entry.charged_tokens, entry.prompt_tokens, entry.cached_tokens, entry.output_tokens)
+            tokens = (entry.prompt_tokens, entry.cached_tokens, entry.output_tokens, entry.from_token)
             times = (entry.queue_ms, entry.prefill_ms, entry.transfer_ms, entry.decode_ms)
-            db.execute(_CLOSE, (entry.outcome, *tokens, *times, entry.request_id))
+            db.execute(_CLOSE, (entry.request_id, entry.outcome, *tokens, *times))

@@ -7,7 +7,7 @@ from proto.limits import HASH_BYTES
 from proto.messages import Submit
 
 HASHES_MAX = 1 << 17
-"""Per worker, about 12 MB of memory. Of a larger cache no more is learnt once so much is known, until some of that is evicted."""
+"""Per worker, about 12 MB of memory. Of a larger cache no more is learnt once so much is known, until some is evicted."""
 
 
 class Locality:

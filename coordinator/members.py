@@ -39,9 +39,11 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
         for asked in worker.steps.values():
             for chunk, request in asked:
                 state.queues[hello.model].skipped(request.path, chunk.length)
-                state.journal(state.billing.let_go(request.id, 0, now))
-        for request_id, _ in worker.holdings:
-            state.journal(state.billing.let_go(request_id, 0, now))
+                state.journal(state.billing.let_go(request.id, now))
+        for key, holding in worker.holdings.items():
+            emitted = worker.forwarded(key)
+            state.emitted(hello.model, holding.path, key[0], holding.resumed_tokens, emitted, first=emitted > 0)
+            state.journal(state.billing.let_go(key[0], now))
         for request in [r for r in state.requests.values() if epoch in (r.prefill_epoch, r.decode_epoch)]:
             _worker_lost(state, request, worker, reason, now)
         state.tell_gateways()
@@ -53,7 +55,8 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
 def _adopt(state: State, worker: Worker, hello: Hello) -> None:
     """Count what the worker held through a loss of the link; streams we have given up meanwhile are to end."""
     for held in hello.held:
-        holding, key = Holding(held.kv_blocks, held.seqs), (held.request_id, held.attempt)
+        holding = Holding(held.kv_blocks, held.seqs, resumed_tokens=held.resumed_tokens)
+        key = (held.request_id, held.attempt)
         request = state.current(*key)
         if request is not None and request.state is Life.QUEUED:
             state.out.append(Misbehaved(worker.epoch, "holds an attempt that was not placed yet"))
@@ -61,7 +64,7 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
         if not worker.adopt(key, holding):
             state.out.append(Misbehaved(worker.epoch, "holds more than its capacity"))
             return
-        state.billing.hold(held.request_id)
+        state.billing.found(held, of_answer=worker.room is not None)
         if held.request_id in state.requests or held.request_id in state.ended:
             state.send(worker.epoch, Release(*key))
 
@@ -72,6 +75,5 @@ def _worker_lost(state: State, request: Request, worker: Worker, reason: str, no
     role = worker.hello.role
     if role is Role.PREFILL and request.state is Life.DECODING:
         return
-    request.unreported = role is Role.DECODE
     lost = Interrupt.PREFILL_LOST if role is Role.PREFILL else Interrupt.DECODE_LOST
     state.interrupt(request, lost, f"{worker.hello.name}: {reason}"[:500], now)

@@ -25,6 +25,8 @@ class Holding(msgspec.Struct, frozen=True):
     """Whom to charge what the worker says it has emitted; empty for what was adopted."""
     life: Life | None = None
     """In decode, but for what was adopted."""
+    resumed_tokens: int = 0
+    """Of the answer, before this attempt."""
 
 
 @dataclass(eq=False)
@@ -111,6 +113,10 @@ class Worker:
                 self.room.short = False  # nothing runs there any more that would say so
         return holding
 
+    def forwarded(self, key: tuple[str, int]) -> int:
+        """Tokens that an attempt has emitted for certain in decode, first ones aside, by the worker's steps."""
+        return self.room.forwarded(key) if self.room is not None and key in self.room else 0
+
     def begin_step(self, chunks: list[Chunk], requests: list[Request]) -> Step:
         step = Step(self.next_step_id, tuple(chunks))
         self.next_step_id += 1
@@ -128,11 +134,11 @@ class Worker:
         return sum(r.submit.prompt_tokens - r.dispatched_tokens for r in self.placed.values())
 
     def prefill_holding(self, submit: Submit, path: Path = ()) -> Holding:
-        return Holding(-(-submit.prompt_tokens // self.capacity.block_size), 1, path)
+        return Holding(-(-submit.prompt_tokens // self.capacity.block_size), 1, path, None, submit.resumed_tokens)
 
     def decode_holding(self, submit: Submit, path: Path = (), expected_left: int = NEVER) -> Holding:
         whole = Life.of(submit).whole(self.capacity.block_size)
-        return Holding(whole, submit.choices, path, Life.of(submit, expected_left))
+        return Holding(whole, submit.choices, path, Life.of(submit, expected_left), submit.resumed_tokens)
 
     def check_invariants(self) -> None:
         assert self.free_seqs + sum(h.seqs for h in self.holdings.values()) == self.capacity.max_seqs

@@ -4,6 +4,7 @@ from collections import Counter
 
 from coordinator.billing import Billing
 from coordinator.events import Action, Limits, Moved, Send
+from coordinator.fairqueue import Path
 from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as Life
 from coordinator.pool import Pool, Worker
@@ -99,16 +100,27 @@ class State:
             prefill.placed.pop(request.id, None)
         self.release_everywhere(request.key)
 
-    def let_go(self, epoch: int, key: tuple[str, int], emitted_tokens: int) -> None:
-        """A worker holds nothing more for an attempt, and has emitted so much for it."""
+    def let_go(self, epoch: int, key: tuple[str, int], emitted_tokens: int | None, *, first: bool = False) -> None:
+        """A worker holds nothing more for an attempt, and has emitted so much for it, `first`: and before that the first token
+        of each choice was; None: it does not say, and its steps must."""
         worker = self.workers[epoch]
+        if emitted_tokens is None:
+            emitted_tokens = worker.forwarded(key)
+            first = emitted_tokens > 0
         holding = worker.let_go(key)
         if holding is None:
             return
         self.pools[worker.hello.model].full.clear()
-        self.journal(self.billing.let_go(key[0], emitted_tokens, self.now))
-        if holding.path:
-            self.queues[worker.hello.model].emitted(holding.path, emitted_tokens)
+        self.emitted(worker.hello.model, holding.path, key[0], holding.resumed_tokens, emitted_tokens, first=first)
+        self.journal(self.billing.let_go(key[0], self.now))
+
+    def emitted(
+        self, model: str, path: Path, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False
+    ) -> None:
+        """An attempt that began behind `resumed_tokens` has emitted so many: charged is what is news."""
+        new = self.billing.emitted(request_id, resumed_tokens, tokens, first=first)
+        if new and path:
+            self.queues[model].emitted(path, new)
 
     def release_everywhere(self, key: tuple[str, int]) -> None:
         for worker in self.workers.values():

@@ -73,6 +73,8 @@ class Held(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     attempt: Attempt
     kv_blocks: Count
     seqs: Count
+    resumed_tokens: Tokens_ = 0
+    """As in the order it has: the answer's tokens before those of this attempt."""
 
 
 class Hello(Message, frozen=True):

@@ -22,7 +22,7 @@ key grow, so an outdated key is put right when it comes to the top, and a pop co
 Inside one tenant `lanes` decides. Pure; costs are in weighted tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
@@ -109,6 +109,19 @@ class FairQueue(Generic[T]):
             node = nodes.pop()
             node.weight = self.weights.get("/".join(node.path), 1.0)
             nodes.extend(node.children.values())
+
+    def tenants(self) -> Iterable[Path]:
+        return self._leaves.keys()
+
+    def forget(self, path: Path) -> None:
+        """Let go of a tenant that has no entries, and of what was above it for its sake; with them go its debts."""
+        node = self._leaves.get(path)
+        if node is None or node.busy:
+            return
+        del self._leaves[path]
+        while node is not None and node.parent is not None and not node.busy and not node.children:
+            del node.parent.children[node.path[-1]]
+            node = node.parent
 
     # --- entries --------------------------------------------------------------------------------------------------------
 

@@ -154,4 +154,5 @@ def expire(state: State, now: float) -> None:
         if first.since + state.limits.resubmit_s_max > now:
             break
         state.end(first, Trigger.EXPIRE, "its gateway did not resume it", now)
-    state.out.extend(state.billing.write_off(now, now + state.limits.orphan_s_max))
+    for entry in state.billing.write_off(now, now + state.limits.orphan_s_max):
+        state.journal(entry)

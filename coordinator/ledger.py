@@ -17,6 +17,8 @@ is killed, every request that anyone has heard of has one row:
   again. Amounts are those of the whole answer, each of its tokens counted once, so at the end the greater of what it had
   and what the new closing says is true, whatever came in between.
 
+Closed rows are deleted `keep_days` after their acceptance, a bounded number between any two batches.
+
 Rows are found by request id; a second opening or closing of one changes nothing. The rates per minute go on from the
 rows of the last minute.
 
@@ -41,7 +43,7 @@ from typing import Final, TypeVar
 
 from filelock import FileLock, Timeout
 
-from coordinator.quota import Ask
+from coordinator.quota import DAY_S, Ask
 from coordinator.usage import Closed, Entry, Opened, Past
 from proto.errors import CrossdockError
 from runtime import clock
@@ -52,6 +54,8 @@ BATCH_MAX: Final = 4096
 OPEN_MAX: Final = 1 << 17
 """Open rows taken over at a start."""
 RECENT_MAX: Final = 1 << 18
+PRUNE_MAX: Final = 2000
+"""Rows deleted in one transaction: some ten milliseconds."""
 _LOCK_TIMEOUT_S: Final = 5.0
 _BUSY_TIMEOUT_S: Final = 10.0
 _VERSION: Final = 2
@@ -98,6 +102,10 @@ UPDATE usage SET outcome = ?2, prompt_tokens = MAX(before_prompt_tokens, ?3),
     transfer_ms = COALESCE(transfer_ms, 0) + ?9, decode_ms = COALESCE(decode_ms, 0) + ?10
 WHERE request_id = ?1 AND outcome IS NULL
 """
+_PRUNE: Final = """
+DELETE FROM usage WHERE request_id IN
+    (SELECT request_id FROM usage WHERE accepted_s < ? AND outcome IS NOT NULL ORDER BY accepted_s LIMIT ?)
+"""
 _SINCE_2: Final = ("from_token", "before_prompt_tokens", "before_output_tokens")
 _ADD: Final = """
 ALTER TABLE usage ADD COLUMN {} INTEGER NOT NULL DEFAULT 0
@@ -118,9 +126,18 @@ class Ledger:
     after which nothing is written any more; both are called on the loop."""
 
     def __init__(
-        self, path: str | Path, *, on_committed: Callable[[list[str]], None], on_failed: Callable[[LedgerError], None]
+        self,
+        path: str | Path,
+        *,
+        on_committed: Callable[[list[str]], None],
+        on_failed: Callable[[LedgerError], None],
+        keep_days: int = 0,
     ) -> None:
+        """`keep_days`: after which closed rows are deleted; 0: never."""
         self.path = Path(path).expanduser()
+        self.keep_days = keep_days
+        self._prune_at = 0.0
+        """By the one clock: at the start, and then once a day."""
         self._on_committed, self._on_failed = on_committed, on_failed
         self._entries: queue.Queue[Entry | None] = queue.Queue(QUEUE_MAX)
         self._lock = FileLock(f"{self.path}.lock")
@@ -178,7 +195,7 @@ class Ledger:
                 _prepare(db)
                 past.set_result(_read(db, today))
                 while self._write_batch(db, loop):
-                    pass
+                    self._prune_if_due(db)
         except (sqlite3.Error, LedgerError) as error:
             failure = LedgerError(f"{self.path}: {error}")
             if past.done():
@@ -189,8 +206,11 @@ class Ledger:
             self._lock.release()
 
     def _write_batch(self, db: sqlite3.Connection, loop: asyncio.AbstractEventLoop) -> bool:
-        """Wait for entries and commit all that are there; False once told to stop."""
-        batch = [self._entries.get()]
+        """Wait for entries, or until rows are to be deleted, and commit all that are there; False once told to stop."""
+        try:
+            batch = [self._entries.get(timeout=max(self._prune_at - clock.now(), 0.0) if self.keep_days else None)]
+        except queue.Empty:
+            return True
         while batch[-1] is not None and len(batch) < BATCH_MAX:
             try:
                 batch.append(self._entries.get_nowait())
@@ -206,6 +226,12 @@ class Ledger:
             if opened:
                 _tell(loop, self._on_committed, opened)
         return batch[-1] is not None
+
+    def _prune_if_due(self, db: sqlite3.Connection) -> None:
+        if self.keep_days and clock.now() >= self._prune_at:
+            before_s = clock.unix_time() - self.keep_days * DAY_S
+            if db.execute(_PRUNE, (before_s, PRUNE_MAX)).rowcount < PRUNE_MAX:
+                self._prune_at = clock.now() + DAY_S
 
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value: T) -> None:

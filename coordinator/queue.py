@@ -40,6 +40,15 @@ class WaitQueue:
         self._limits = limits
         self.fair.reweigh({**ring_weights(limits.bands), **limits.weights})
 
+    def forget(self, tenant: str) -> None:
+        """One of which nothing waits or runs."""
+        organisation, _, user = tenant.partition("/")
+        known = {*self.fair.tenants(), *self._lengths, *self.backlog.tenants()}
+        for path in [path for path in known if path[1:] == (organisation, user)]:
+            self.fair.forget(path)
+            self.backlog.forget(path)
+            self._lengths.pop(path, None)
+
     # --- in and out -----------------------------------------------------------------------------------------------------
 
     def push(self, request: Request, now: float) -> None:

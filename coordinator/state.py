@@ -36,6 +36,8 @@ class State:
         self.ended: dict[str, int] = {}
         """The last requests that ended, with their last attempt, oldest first: what repeats them does not start them again,
         and a worker that comes back with one is told to let go."""
+        self.leaving: dict[str, None] = {}
+        """Tenants that the file does not have any more, until nothing of theirs is left."""
         self.outcomes: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
@@ -71,8 +73,18 @@ class State:
         self.journal(self.billing.end(request.id, request.state, now))
 
     def journal(self, entry: Opened | Closed | None) -> None:
-        if entry is not None:
-            self.out.append(entry)
+        if entry is None:
+            return
+        self.out.append(entry)
+        if self.leaving and isinstance(entry, Closed):
+            self.let_leave()
+
+    def let_leave(self) -> None:
+        """Forget the tenants that are gone and have nothing left here."""
+        for tenant in [tenant for tenant in self.leaving if self.billing.quotas.forget(tenant, self.now)]:
+            del self.leaving[tenant]
+            for queue in self.queues.values():
+                queue.forget(tenant)
 
     def remember(self, request_id: str, attempt: int) -> None:
         self.ended.pop(request_id, None)

@@ -28,7 +28,12 @@ def configure(state: State, tenants: Tenants, utc_offset_s: float, past: Past | 
     state.bands_lowest_first = sorted(state.limits.bands, key=lambda name: state.limits.bands[name].weight)
     for queue in state.queues.values():
         queue.replace_limits(state.limits)
+    quotas = state.billing.quotas
+    known = dict.fromkeys([*quotas.accounts, *state.leaving])
     state.billing.configure(tenants, utc_offset_s, past or Past(), now + state.limits.orphan_s_max, now)
+    known |= dict.fromkeys(quotas.accounts)
+    state.leaving = {tenant: None for tenant in known if tenants.policy(tenant) is None}
+    state.let_leave()
 
 
 def reserve(state: State, request: Request, now: float) -> Refusal:
@@ -36,6 +41,8 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
     submit, billing = request.submit, state.billing
     policy = billing.quotas.tenants.policy(submit.tenant)
     if submit.attempt > 1:
+        if policy is None:
+            state.leaving[submit.tenant] = None
         request.bill = billing.adopt(request.id, submit.resumed_tokens)
         if request.bill is None:
             ask, held = _ask(state, request), 0

@@ -170,3 +170,36 @@ def test_a_journal_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
     w.post(Tick())
     write(path, *w.journal)
     assert row(path) == ("lost", 60, 10, 50)
+
+
+def test_tenants_that_are_gone_are_forgotten_once_nothing_of_theirs_is_left() -> None:
+    text = "[tenants.a]\nlimits = { tokens_per_day = 1_000 }\n[tenants.a.users.x]\n[tenants.b.users.y]\n[tenants.c]\n"
+    w = world(text)
+    for tenant in ("a/x", "b/y", "c"):
+        w.receive(1, by(tenant, tenant, 10, max_tokens=9))
+    for tenant in ("a/x", "b/y"):
+        w.run_prompt(tenant)
+    w.receive(20, Finished("b/y", 1, 9, 0))
+    w.post(Configured(parse("[tenants.c]\n"), 0.0))
+    assert known(w) == {"a", "a/x", "c"} and set(w.core.leaving) == {"a/x", "a"}
+    w.receive(20, Finished("a/x", 1, 9, 0))
+    assert known(w) == {"a", "c"} and not w.core.leaving, "what it used of its day counts if it comes back"
+    w.post(Configured(parse("[tenants.c]\n[tenants.a]\nlimits = { tokens_per_day = 20 }\n"), 0.0))
+    w.receive(1, by("a", "more", 10))
+    assert not w.core.requests.keys() & {"more"}
+    w.post(Configured(parse("[tenants.c]\n"), 0.0))
+    w.now = 86_400.0
+    w.run_prompt("c")
+    w.receive(20, Finished("c", 1, 9, 0))
+    assert known(w) == {"c"}
+
+
+def known(w: World) -> set[str]:
+    """Tenants of which anything is in memory."""
+    found = set(w.core.billing.quotas.accounts)
+    for queue in w.core.queues.values():
+        paths = [*queue.fair.tenants(), *queue._lengths, *queue.backlog.tenants()]
+        found |= {"/".join(filter(None, path[1:])) for path in paths}
+        rings = [ring for band in queue.fair._root.children.values() for ring in (band, *band.children.values())]
+        found |= {"/".join(filter(None, node.path[1:])) for ring in rings for node in ring.children.values()}
+    return found

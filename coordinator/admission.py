@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from coordinator.events import Limits
 from coordinator.pool import WORKERS, Pool
 from coordinator.request import Request
+from proto.compatible import mismatch
 from proto.errors import Reject
 from proto.messages import Hello, Role, Submit
 
@@ -24,11 +25,11 @@ def refusal(hello: Hello, pools: Mapping[str, Pool]) -> str | None:
     if hello.role is Role.DECODE and not hello.address:
         return "a decode worker must state the address for its KV port"
     pool = pools.get(hello.model)
-    if pool is not None and (pool.prefill or pool.decode) and pool.fingerprint != hello.fingerprint:
-        return (
-            f"model {hello.model!r} is served here with fingerprint {pool.fingerprint}, yours is {hello.fingerprint}: "
-            "same weights, dtype and --block-size are needed"
-        )
+    for worker in (*pool.prefill.values(), *pool.decode.values()) if pool is not None else ():
+        there, size = worker.hello, worker.capacity.block_size
+        why = mismatch(there.name, there.fingerprint, size, hello.name, hello.fingerprint, hello.capacity.block_size)
+        if why:
+            return f"model {hello.model!r} is served here, and its workers must fit each other: {why}"
     return None
 
 

@@ -6,7 +6,7 @@ another worker has more cached of should run here at all, and then, which decode
 
 from collections.abc import Iterable
 
-from coordinator.locality import usable_hashes, usable_tokens
+from coordinator.locality import known_blocks, usable_tokens
 from coordinator.pool import Pool, Worker
 from coordinator.request import Request
 from coordinator.score import DecodeSide, PrefillSide, best_decode, patience_s, prefill_s
@@ -19,7 +19,7 @@ TOKENS_PER_S = 1000.0
 def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
     """How much of a prompt this worker is believed to have, as far as that saves work."""
     size = prefill.capacity.block_size
-    return usable_tokens(pool.locality.longest(prefill.epoch, usable_hashes(submit, size)), submit, size)
+    return usable_tokens(known_blocks(pool.locality, prefill.epoch, submit, size), submit, size)
 
 
 def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
@@ -77,7 +77,7 @@ def _decode_side(worker: Worker, submit: Submit, pool: Pool) -> DecodeSide:
     size, capacity = worker.capacity.block_size, worker.capacity
     blocks = -(-submit.prompt_tokens // size)
     return DecodeSide(
-        missing_blocks=blocks - pool.locality.longest(worker.epoch, usable_hashes(submit, size)),
+        missing_blocks=blocks - known_blocks(pool.locality, worker.epoch, submit, size),
         fullness=1 - min(worker.free_blocks / capacity.kv_blocks, worker.free_seqs / capacity.max_seqs),
         trouble=worker.trouble,
         host=worker.hello.host,

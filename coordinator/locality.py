@@ -46,31 +46,49 @@ class Locality:
         if known is not None:
             known.difference_update(_split(hashes[first * HASH_BYTES :]))
 
-    def longest(self, epoch: int, hashes: bytes) -> int:
-        """How many of a prompt's first blocks a worker has, in O(log n): it has no block without those before it.
+    def longest(self, epoch: int, hashes: bytes, every: int = 1) -> int:
+        """How many of a prompt's first blocks a worker has, in O(log n): it has no block without those before it. Every
+        `every`-th hash names a block of this worker's size.
 
         Where reports were lost this may be wrong, in either direction.
         """
         known = self._known.get(epoch)
-        count = len(hashes) // HASH_BYTES
-        if not known or not count or hashes[:HASH_BYTES] not in known:
+        step = every * HASH_BYTES
+        count = len(hashes) // step
+        if not known or not count or hashes[step - HASH_BYTES : step] not in known:
             return 0
         low, high = 1, 2  # the first `low` are there
-        while high <= count and hashes[(high - 1) * HASH_BYTES : high * HASH_BYTES] in known:
+        while high <= count and hashes[high * step - HASH_BYTES : high * step] in known:
             low, high = high, 2 * high
         high = min(high, count + 1)
         while high - low > 1:
             middle = (low + high) // 2
-            if hashes[(middle - 1) * HASH_BYTES : middle * HASH_BYTES] in known:
+            if hashes[middle * step - HASH_BYTES : middle * step] in known:
                 low = middle
             else:
                 high = middle
         return low
 
 
+def hashes_per_block(submit: Submit, block_size: int) -> int:
+    """How many of a prompt's hashes one block of this size takes; 0 if it is not a whole number."""
+    size = submit.hash_block_size
+    return block_size // size if size and block_size % size == 0 else 0
+
+
 def usable_hashes(submit: Submit, block_size: int) -> bytes:
-    """The names of a prompt's blocks where they are of blocks of this size, else none."""
-    return submit.block_hashes if submit.hash_block_size == block_size else b""
+    """The names of a prompt's blocks of this size: since hashes are chained, the last one in each block stands for all of
+    it. None if its hashes are of blocks that do not fill one of these."""
+    every = hashes_per_block(submit, block_size)
+    if every <= 1:
+        return submit.block_hashes if every else b""
+    return b"".join(_split(submit.block_hashes)[every - 1 :: every])
+
+
+def known_blocks(locality: Locality, epoch: int, submit: Submit, block_size: int) -> int:
+    """How many of a prompt's first blocks, of this size, a worker is believed to have."""
+    every = hashes_per_block(submit, block_size)
+    return locality.longest(epoch, submit.block_hashes, every) if every else 0
 
 
 def usable_tokens(blocks: int, submit: Submit, block_size: int) -> int:

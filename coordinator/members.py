@@ -17,8 +17,7 @@ def up(state: State, epoch: int, hello: Hello, now: float) -> None:
     state.peers[epoch] = hello
     if hello.role in WORKERS:
         worker = Worker.from_hello(hello)
-        pool = state.pools.setdefault(hello.model, Pool(hello.model, hello.fingerprint, state.limits.placement))
-        pool.fingerprint = hello.fingerprint
+        pool = state.pools.setdefault(hello.model, Pool(hello.model, state.limits.placement))
         pool.add(worker)
         state.queues.setdefault(hello.model, WaitQueue(state.limits))
         state.workers[epoch] = worker

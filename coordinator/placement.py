@@ -45,7 +45,9 @@ def orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: Hel
         submit.resumed_tokens,
     )
     blocks = decode.holdings[request.key].kv_blocks
-    hashes = usable_hashes(submit, decode.capacity.block_size)
-    return Reserve(*what, blocks, gateway, prefill.epoch, hashes), Prefill(
-        *what, gateway, Peer(decode.hello.address, decode.epoch), hashes, request.cached_tokens
+    size, decode_size = prefill.capacity.block_size, decode.capacity.block_size
+    hashes = usable_hashes(submit, size)
+    decode_hashes = hashes if decode_size == size else usable_hashes(submit, decode_size)
+    return Reserve(*what, blocks, gateway, prefill.epoch, decode_hashes), Prefill(
+        *what, gateway, Peer(decode.hello.address, decode.epoch), decode_size, hashes, request.cached_tokens
     )

@@ -151,11 +151,10 @@ class Worker:
 
 
 class Pool:
-    """The workers that serve one model; all of one fingerprint, so that any pair can hand over KV."""
+    """The workers that serve one model; `admission` lets in only those between which KV can cross."""
 
-    def __init__(self, model: str, fingerprint: str, weights: Weights | None = None) -> None:
+    def __init__(self, model: str, weights: Weights | None = None) -> None:
         self.model = model
-        self.fingerprint = fingerprint
         self.weights = weights or Weights()
         self.locality = Locality()
         self.prefill: dict[int, Worker] = {}
@@ -185,9 +184,9 @@ class Pool:
         for worker in (*self.prefill.values(), *self.decode.values()):
             worker.trouble = worker.trouble * 0.95 if worker.trouble > 0.01 else 0.0
 
-    def block_size(self) -> int:
-        """Tokens per KV block, which is part of the fingerprint."""
-        return next(iter(self.prefill.values())).capacity.block_size
+    def hash_block_size(self) -> int:
+        """Tokens that one hash of a prompt covers: the smallest block size, of which all others are multiples."""
+        return min(worker.capacity.block_size for worker in (*self.prefill.values(), *self.decode.values()))
 
     def servable(self) -> bool:
         return bool(self.prefill) and bool(self.decode)

@@ -145,7 +145,7 @@ class State:
 
     def cluster_state(self) -> ClusterState:
         servable = sorted(model for model, pool in self.pools.items() if pool.servable())
-        return ClusterState(tuple(servable), tuple(self.pools[model].block_size() for model in servable))
+        return ClusterState(tuple(servable), tuple(self.pools[model].hash_block_size() for model in servable))
 
     def tell_gateways(self) -> None:
         state = self.cluster_state()

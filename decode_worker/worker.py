@@ -15,6 +15,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.session import Accepted
 from kvtransfer.settings import KvSettings
+from proto.compatible import mismatch
 from proto.errors import CrossdockError, Interrupt, RemoteProtocolError
 from proto.kv import Commit, Offer
 from proto.messages import Capacity, Hello, Message, Release, Released, Reserve, Role, Tokens
@@ -169,9 +170,15 @@ class DecodeWorker:
     def _refusal(self, hello: Hello) -> str | None:
         if hello.role is not Role.PREFILL:
             return f"this is a KV port; a {hello.role} has no business here"
-        if hello.fingerprint != self.engine.info.fingerprint:
-            return f"KV of fingerprint {hello.fingerprint} does not fit {self.engine.info.fingerprint}"
-        return None
+        if hello.capacity is None:
+            return "a prefill worker must state its capacity"
+        info = self.engine.info
+        return (
+            mismatch(
+                self.name, info.fingerprint, info.block_size, hello.name, hello.fingerprint, hello.capacity.block_size
+            )
+            or None
+        )
 
     def _sender_up(self, peer: LinkPeer) -> None:
         self.senders[peer.epoch] = peer

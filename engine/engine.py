@@ -33,7 +33,7 @@ class ModelInfo:
     """Bytes of one KV block, all layers."""
     eos_token_ids: tuple[int, ...]
     fingerprint: str
-    """Equal between two workers exactly when one may decode on the other's KV."""
+    """Equal between two workers exactly when one may decode on the other's KV, block sizes apart."""
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""One short string that is equal between two workers exactly when their KV caches mean the same."""
+"""One short string that is equal between two workers exactly when their KV caches mean the same, block sizes apart."""
 
 import json
 from pathlib import Path
@@ -6,22 +6,47 @@ from typing import Any
 
 import xxhash
 
+from proto.compatible import join_fields
+
 _IGNORED = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"})
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+_ROPE_CHARS_MAX = 120
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _MAX_HEADER_BYTES = 100 << 20
 _TENSOR_PARALLEL = 1
 
 
-def model_fingerprint(folder: Path, config: dict[str, Any], dtype: str, block_size: int) -> str:
-    """XXH3 (128 bits, hex) over the configuration, the weight files and the KV layout.
+def model_fingerprint(
+    folder: Path, config: dict[str, Any], *, dtype: str, layers: int, kv_heads: int, head_dim: int
+) -> str:
+    """The fields of `proto.compatible`: XXH3 of the configuration (`model`) and of the weight files (`revision`), dtype and
+    shape of the KV, and the rotary embedding.
 
     Of each safetensors file: name, size, header, and 64 samples of 4 KiB spread over the data, so that a large model costs
     milliseconds. It tells models apart; it is no protection against a forger.
     """
-    digest = xxhash.xxh3_128()
     kept = {name: value for name, value in config.items() if name not in _IGNORED}
-    digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
-    digest.update(f"|{dtype}|block_size={block_size}|tp={_TENSOR_PARALLEL}".encode())
+    rope = _json({name: kept.pop(name) for name in _ROPE if kept.get(name)})
+    return join_fields(
+        {
+            "model": f"{config.get('model_type', '')} {xxhash.xxh3_64_hexdigest(_json(kept).encode())}",
+            "revision": _weights_digest(folder),
+            "dtype": dtype,
+            "layers": layers,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "tensor_parallel": _TENSOR_PARALLEL,
+            "rope": rope if len(rope) <= _ROPE_CHARS_MAX else xxhash.xxh3_64_hexdigest(rope.encode()),
+        }
+    )
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _weights_digest(folder: Path) -> str:
+    digest = xxhash.xxh3_128()
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"|{path.name}|{size}|".encode())

@@ -64,6 +64,7 @@ def load_engine(
     progress("checking the model")
     layers, kv_heads, head_dim, windows = _examine(loaded, model, text_config)
     weights_dtype: torch.dtype = loaded.dtype
+    kv_dtype = str(weights_dtype).removeprefix("torch.")
     block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
     blocks = kv_bytes // block_bytes
     if blocks < MIN_BLOCKS:
@@ -78,11 +79,13 @@ def load_engine(
         layers=layers,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        dtype=str(weights_dtype).removeprefix("torch."),
+        dtype=kv_dtype,
         block_size=block_size,
         block_bytes=block_bytes,
         eos_token_ids=_eos_token_ids(folder, text_config),
-        fingerprint=model_fingerprint(folder, config.to_dict(), str(weights_dtype), block_size),
+        fingerprint=model_fingerprint(
+            folder, config.to_dict(), dtype=kv_dtype, layers=layers, kv_heads=kv_heads, head_dim=head_dim
+        ),
     )
     check = selfcheck.SelfCheck(loaded, info, text_config, windows)
     check.compute_reference()

@@ -105,7 +105,7 @@ class Backend:
         self._driver: CoreDriver[Event, Action] = CoreDriver(self.keeper, perform=self._perform, tick=Tick())
         self._coordinator: Sender | None = None
         self._servable: dict[str, int] = {}
-        """Tokens per KV block of each model, 0 where that is not known."""
+        """Tokens that each hash of a prompt is to cover, for each model; 0 where that is not known."""
         self._subscriptions: dict[str, Subscription] = {}
         self._timings: dict[str, _Timing] = {}
 
@@ -119,8 +119,8 @@ class Backend:
         return None
 
     @property
-    def block_size(self) -> int:
-        """Tokens per KV block of the model's workers; 0 while that is not known."""
+    def hash_block_size(self) -> int:
+        """Tokens that each hash of a prompt is to cover; 0 while that is not known."""
         return self._servable.get(self.model, 0)
 
     # --- HTTP side --------------------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ class Backend:
         match message:
             case Accepted() | Rejected() | Interrupted():
                 self._driver.post(message)
-            case ClusterState(servable, block_sizes):
-                self._servable = dict.fromkeys(servable, 0) | dict(zip(servable, block_sizes, strict=False))
+            case ClusterState(servable, sizes):
+                self._servable = dict.fromkeys(servable, 0) | dict(zip(servable, sizes, strict=False))
             case _:
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")
 

@@ -61,7 +61,7 @@ async def _generate(
                 loop = asyncio.get_running_loop()
                 prepared, names = await loop.run_in_executor(
                     gateway.threads,
-                    partial(_prepare, prepare, wish, gateway, gateway.backend.block_size, claim.cache_group),
+                    partial(_prepare, prepare, wish, gateway, gateway.backend.hash_block_size, claim.cache_group),
                 )
                 del wish, body
             answer: Answer = answer_cls(

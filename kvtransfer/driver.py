@@ -39,6 +39,8 @@ class Route:
 
     peer_epoch: int
     pair_id: int
+    rows: PoolRows
+    """Our pool in the blocks that cross between the two."""
     pair: Pair | None = None
     sessions: "dict[Key, Live[Any, Any]]" = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
@@ -52,7 +54,7 @@ R = TypeVar("R", bound=Route)
 
 @dataclass(slots=True, eq=False)
 class Live(Generic[S, R]):
-    """A session and what belongs to it on the loop."""
+    """A session and what belongs to it on the loop. Its blocks are the route's: cells, where those are smaller."""
 
     key: Key
     session: S
@@ -81,12 +83,12 @@ class Driver(ABC, Generic[S, R]):
         self.counters: Counter[str] = Counter()
         """bytes, segments, sessions, sessions_failed, pairs, pairs_lost, stale_frames, violations: totals since
         start."""
+        self._pool = pool
         self._rows = PoolRows(pool, layout)
         self._epoch = epoch
         self._clock = clock
         self._send = send
         self._settings = settings
-        self._segment_blocks = layout.segment_blocks(settings.segment_bytes)
         self._loop = asyncio.get_running_loop()
         self._live: dict[Key, Live[S, R]] = {}
         self._ended: OrderedDict[Key, Live[S, R]] = OrderedDict()
@@ -194,6 +196,13 @@ class Driver(ABC, Generic[S, R]):
 
     # --- pairs ---
 
+    def _rows_of(self, block_size: int) -> PoolRows:
+        """The pool in blocks of this size, which divides our own."""
+        return self._rows if block_size == self.layout.block_size else PoolRows(self._pool, self.layout, block_size)
+
+    def _segment_blocks(self, route: R) -> int:
+        return route.rows.layout.segment_blocks(self._settings.segment_bytes)
+
     def _has_room(self, new_pair: bool) -> bool:
         """For one more session, and the pair it may need; dying pairs count, since each is a thread."""
         pairs = max(len(self._routes), len(self._pairs))
@@ -207,7 +216,7 @@ class Driver(ABC, Generic[S, R]):
             lambda reason: self._pair_down(route, reason),
         )
         name = f"kv-{self._epoch & 0xFFFF:04x}-{route.pair_id}"
-        route.pair = Pair(meeting, self._rows, self._segment_blocks, events, self._settings, name)
+        route.pair = Pair(meeting, route.rows, self._segment_blocks(route), events, self._settings, name)
         self._pairs.add(route.pair)
         self._all_down.clear()
         self.counters["pairs"] += 1
@@ -223,7 +232,7 @@ class Driver(ABC, Generic[S, R]):
     def _segment_answered(self, route: R, job: SegmentJob, segment_digest: bytes | None) -> None:
         if segment_digest is not None:
             self.counters["segments"] += 1
-            self.counters["bytes"] += job.blocks * self.layout.block_bytes
+            self.counters["bytes"] += job.blocks * route.rows.layout.block_bytes
         if isinstance(job.owner, Live):
             done = SegmentDropped(job.segment) if not segment_digest else SegmentDone(job.segment, segment_digest)
             self._feed(job.owner, done)

@@ -4,8 +4,14 @@
 
 Both ends of a transfer take shapes and dtypes from their own layout, never from the wire; the handshake compares
 fingerprints.
+
+Blocks of the two ends may differ in size where one size is a multiple of the other. What crosses, and what both count, are
+then *cells*: blocks of the smaller size. A pool of larger blocks is read and written as one of cells; cell `i` of block `b`
+has the number `b * ratio + i`. Positions in a prompt need no other alignment: each end's blocks are whole cells.
 """
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -48,6 +54,20 @@ class KvLayout:
         """Blocks that hold `tokens` tokens; the last may be partly filled."""
         return -(-tokens // self.block_size)
 
+    def in_blocks_of(self, block_size: int) -> "KvLayout":
+        """The same KV in blocks of another size."""
+        return dataclasses.replace(self, block_size=block_size)
+
     def segment_blocks(self, segment_bytes: int) -> int:
         """Blocks in a segment of at most `segment_bytes`; at least one, since a block is never split."""
         return max(1, segment_bytes // self.block_bytes)
+
+
+def cells_of(block_ids: Sequence[int], ratio: int) -> tuple[int, ...]:
+    """The cells of these blocks, `ratio` to a block, in order."""
+    return tuple(block * ratio + part for block in block_ids for part in range(ratio))
+
+
+def blocks_of(cells: Sequence[int], ratio: int) -> tuple[int, ...]:
+    """The blocks that these cells are in, each once, in order."""
+    return tuple(dict.fromkeys(cell // ratio for cell in cells))

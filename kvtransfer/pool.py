@@ -1,4 +1,7 @@
-"""A pool of KV blocks seen as rows of bytes: packing blocks into one buffer, spreading a buffer over blocks, digests.
+"""A pool of KV blocks seen as rows of bytes: packing cells into one buffer, spreading a buffer over cells, digests.
+
+A cell is a block, or a whole part of one where the peer's blocks are smaller (`layout`); in the buffer each lies as a block
+of the smaller size does: [layers, 2, cell tokens, kv_heads, head_dim].
 
 Called from transfer threads. What they may touch, and when, is the sessions' concern.
 """
@@ -7,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -27,28 +31,39 @@ def is_run(block_ids: Sequence[int]) -> bool:
 
 
 class PoolRows:
-    """`pool` as [blocks, words] of the same memory; raises `ValueError` unless it has exactly the layout's shape and
-    dtype."""
+    """`pool` as cells of `cell_tokens` tokens, by default whole blocks, over the same memory. `layout` is then that of
+    cells. Raises `ValueError` unless the pool has exactly the shape and dtype of `pool_layout`."""
 
-    def __init__(self, pool: torch.Tensor, layout: KvLayout) -> None:
+    def __init__(self, pool: torch.Tensor, pool_layout: KvLayout, cell_tokens: int = 0) -> None:
+        layout = pool_layout
         shape, dtype = tuple(pool.shape[1:]), TORCH_DTYPES[layout.dtype]
         if shape != layout.block_shape or pool.dtype != dtype or not pool.is_contiguous():
             raise ValueError(
                 f"the pool is {pool.dtype} blocks of {shape}; "
                 f"the layout says {dtype} blocks of {layout.block_shape}, contiguous"
             )
-        self.layout = layout
+        self.layout = layout.in_blocks_of(cell_tokens or layout.block_size)
+        assert layout.block_size % self.layout.block_size == 0, "a block is not a whole number of cells"
+        self.ratio = layout.block_size // self.layout.block_size
+        """Cells in a block."""
+        self._planes = 2 * layout.layers
         # Rows of 8-byte words where they fit: index_copy_ moves words, and bytes one by one are several times slower.
-        self._word = torch.int64 if layout.block_bytes % 8 == 0 else torch.uint8
+        self._word = torch.int64 if self.layout.block_bytes // self._planes % 8 == 0 else torch.uint8
         self._rows = pool.view(pool.shape[0], -1).view(self._word)
+        # [blocks, ratio, planes, words]: a cell's words are contiguous plane by plane only.
+        self._parts = self._rows.view(pool.shape[0], self._planes, self.ratio, -1).transpose(1, 2)
+        self._cell_words = self._rows.shape[1] // self.ratio
 
-    def buffer(self, blocks: int) -> torch.Tensor:
-        """Host memory for `blocks` packed blocks, as rows of words."""
-        return torch.empty((blocks, self._rows.shape[1]), dtype=self._word)
+    def buffer(self, cells: int) -> torch.Tensor:
+        """Host memory for `cells` packed cells, as rows of words."""
+        return torch.empty((cells, self._cell_words), dtype=self._word)
 
     def packed(self, block_ids: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
-        """The blocks one after the other in host memory: the pool itself where they lie so, else a copy in `buffer`."""
+        """The cells one after the other in host memory: the pool itself where they lie so, else a copy in `buffer`."""
         count = len(block_ids)
+        if self.ratio > 1:
+            buffer[:count].view(count, self._planes, -1).copy_(self._parts[self._places(block_ids)])
+            return buffer[:count]
         if is_run(block_ids):
             rows = self._rows[block_ids[0] : block_ids[0] + count]
             return rows if rows.device.type == "cpu" else buffer[:count].copy_(rows)
@@ -58,8 +73,10 @@ class PoolRows:
         return buffer[:count].copy_(self._rows.index_select(0, index))
 
     def spread(self, block_ids: Sequence[int], packed: torch.Tensor) -> None:
-        """Copy packed blocks to their places; done when this returns."""
-        if is_run(block_ids):
+        """Copy packed cells to their places; done when this returns."""
+        if self.ratio > 1:
+            self._parts[self._places(block_ids)] = packed.view(len(block_ids), self._planes, -1).to(self._parts.device)
+        elif is_run(block_ids):
             self._rows[block_ids[0] : block_ids[0] + len(block_ids)].copy_(packed)
         else:
             index = torch.tensor(block_ids, device=self._rows.device)
@@ -67,9 +84,16 @@ class PoolRows:
         if self._rows.is_cuda:
             torch.cuda.current_stream(self._rows.device).synchronize()
 
+    def _places(self, cells: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(blocks, parts within them), to index with."""
+        blocks, parts = np.divmod(np.asarray(cells), self.ratio)
+        return torch.from_numpy(blocks).to(self._rows.device), torch.from_numpy(parts).to(self._rows.device)
+
     def check(self, block_ids: Sequence[int]) -> None:
         """Ids come from our own allocator: one out of range is our bug, and must not become a stray copy."""
-        assert all(0 <= block < self._rows.shape[0] for block in block_ids), f"a block outside the pool in {block_ids}"
+        assert all(0 <= block < self._rows.shape[0] * self.ratio for block in block_ids), (
+            f"a block outside the pool in {block_ids}"
+        )
 
 
 def digest(packed: torch.Tensor) -> bytes:

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from kvtransfer.driver import Driver, Live, Route
-from kvtransfer.layout import KvLayout
+from kvtransfer.layout import KvLayout, blocks_of, cells_of
 from kvtransfer.pair import MAX_QUEUED_SEGMENTS, Listen, SegmentJob
 from kvtransfer.receiver_session import DECLINED, FAILED, ReceiverSession
 from kvtransfer.session import (
@@ -43,10 +44,10 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
     """One per decode worker. All methods run on the event loop; callbacks come from inside them or from the loop.
 
     `accept(peer_epoch, offer)` answers an offer with `Accepted`: target blocks, as many as offered, and how many of the
-    first hold their KV already; with a reason to refuse; or with None, and then `decide` follows. Every accepted offer
-    ends in exactly one `on_committed(peer_epoch, commit, block_ids, prompt_token_ids)` or `on_failed(request_id,
-    attempt, block_ids, reason)`. After the latter nothing writes to the blocks any more. An undecided offer that fails
-    ends in `on_failed` with no blocks; a refused one in nothing.
+    first hold their KV already; with a reason to refuse; or with None, and then `decide` follows. All these blocks are of our
+    own size, whatever the sender's is. Every accepted offer ends in exactly one `on_committed(peer_epoch, commit, block_ids,
+    prompt_token_ids)` or `on_failed(request_id, attempt, block_ids, reason)`. After the latter nothing writes to the blocks
+    any more. An undecided offer that fails ends in `on_failed` with no blocks; a refused one in nothing.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
     def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
         """The answer to an offer left undecided. If the offer has failed since (`on_failed` said so) this is
         ignored."""
-        self._feed_known((request_id, attempt), self._decision(answer))
+        live = self._live.get((request_id, attempt))
+        if live is not None:
+            self._feed(live, self._decision(live, answer))
 
     # --- from the sender ---
 
@@ -128,10 +131,12 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
             refusal = "shutting down"
         elif not self._has_room(new_pair=True):
             refusal = "too many pairs"
+        elif self.layout.block_size % message.block_size:
+            refusal = f"block size differs: {self.layout.block_size} here is no multiple of {message.block_size}"
         if refusal:
             self._send(peer_epoch, PairClosed(message.pair_id, refusal[:512]), b"")
             return
-        route = _Incoming(peer_epoch, message.pair_id)
+        route = _Incoming(peer_epoch, message.pair_id, self._rows_of(message.block_size))
         self._routes[peer_epoch] = route
         self._start_pair(route, Listen(self._listen_host, lambda port, secret: self._listens(route, port, secret)))
 
@@ -169,20 +174,24 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
             self._send(peer_epoch, Decline(*key, refusal), b"")
             return
         session = ReceiverSession(
-            offer, block_bytes=self.layout.block_bytes, settings=self._settings, now=self._clock()
+            offer, block_bytes=route.rows.layout.block_bytes, settings=self._settings, now=self._clock()
         )
         live = self._begin(key, session, route)
-        answer = self._accept(peer_epoch, offer)
+        answer = self._accept(peer_epoch, msgspec.structs.replace(offer, blocks=-(-offer.blocks // route.rows.ratio)))
         if answer is None:
             self._arm(live)
         else:
-            self._feed(live, self._decision(answer))
+            self._feed(live, self._decision(live, answer))
 
-    def _decision(self, answer: Accepted | str) -> Accepted | Refusal:
+    def _decision(self, live: _Live, answer: Accepted | str) -> Accepted | Refusal:
         if isinstance(answer, str):
             return Refusal(answer)
         self._rows.check(answer.block_ids)
-        return answer
+        ratio, blocks = live.route.rows.ratio, live.session.blocks
+        assert len(answer.block_ids) == -(-blocks // ratio), (
+            f"{len(answer.block_ids)} blocks for {blocks} parts of them"
+        )
+        return Accepted(cells_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))
 
     def _announced(self, peer_epoch: int, announce: Announce) -> None:
         """What is announced is received, wanted or not: the data plane knows no other way to skip it."""
@@ -192,8 +201,8 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
             return
         assert route.pair is not None
         fault = ""
-        if announce.blocks > self._segment_blocks:
-            fault = f"a segment of {announce.blocks} blocks where {self._segment_blocks} fit"
+        if announce.blocks > self._segment_blocks(route):
+            fault = f"a segment of {announce.blocks} blocks where {self._segment_blocks(route)} fit"
         elif route.pair.queued >= MAX_QUEUED_SEGMENTS:
             fault = f"more than {MAX_QUEUED_SEGMENTS} segments announced at once"
         elif not route.order.take(announce.sequence):
@@ -225,12 +234,14 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
             job.block_ids = None
 
     def _report(self, live: _Live, ended: Ended) -> None:
-        result = ended.result
+        result, ratio = ended.result, live.route.rows.ratio
         if isinstance(result, KvCommitted):
-            self._on_committed(live.route.peer_epoch, result.commit, list(result.block_ids), list(result.prompt))
+            block_ids = list(blocks_of(result.block_ids, ratio))
+            self._on_committed(live.route.peer_epoch, result.commit, block_ids, list(result.prompt))
         elif isinstance(result, KvReceiveFailed):
             self.counters["sessions_failed"] += 1
-            self._on_failed(result.request_id, result.attempt, list(result.block_ids), result.reason)
+            block_ids = list(blocks_of(result.block_ids, ratio))
+            self._on_failed(result.request_id, result.attempt, block_ids, result.reason)
         else:
             assert isinstance(result, KvDeclined)
             self.counters["sessions_declined"] += 1

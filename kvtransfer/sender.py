@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvtransfer.driver import Driver, Live, Route
-from kvtransfer.layout import KvLayout
+from kvtransfer.layout import KvLayout, cells_of
 from kvtransfer.pair import Connect, SegmentJob
 from kvtransfer.sender_session import SenderSession
 from kvtransfer.session import (
@@ -63,8 +63,11 @@ class KvSender(Driver[SenderSession, _Outgoing]):
 
     # --- from the worker ---
 
-    def open(self, request_id: str, attempt: int, peer_epoch: int, blocks: int) -> None:
+    def open(self, request_id: str, attempt: int, peer_epoch: int, blocks: int, block_size: int = 0) -> None:
         """Offer `blocks` blocks of KV, none of which need be ready; meets the receiver if there is no pair with it yet.
+
+        They are of `block_size` tokens: the smaller of the two ends' sizes, which must divide our own (0: is our own). A last
+        block of ours that the prompt fills in part may so count for less.
 
         Called when the request is placed, so that meeting and deciding overlap the prefill. Where there is no room
         for another transfer, `on_result` says so, soon. The same goes
@@ -72,21 +75,30 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         """
         route = self._routes.get(peer_epoch)
         repeated = (request_id, attempt) in self._ended
-        if repeated or self._closed or not self._has_room(new_pair=route is None):
-            reason = "shutting down" if self._closed else "too many transfers at once"
-            if repeated:
-                reason = "this attempt was offered before"
+        block_size = block_size or self.layout.block_size
+        reason = ""
+        if repeated:
+            reason = "this attempt was offered before"
+        elif self._closed:
+            reason = "shutting down"
+        elif not self._has_room(new_pair=route is None):
+            reason = "too many transfers at once"
+        elif self.layout.block_size % block_size:
+            reason = f"block size differs: {self.layout.block_size} here is no multiple of {block_size}"
+        elif route is not None and route.rows.layout.block_size != block_size:
+            reason = f"blocks of {block_size} tokens on a pair for those of {route.rows.layout.block_size}"
+        if reason:
             # Soon, not now, so that a caller who opens again on a failure does not call itself without end.
             self._loop.call_soon(self._on_result, KvFailed(request_id, attempt, reason))
             return
         if route is None:
-            route = self._open_route(peer_epoch)
+            route = self._open_route(peer_epoch, block_size)
         session = SenderSession(
             request_id,
             attempt,
             pair_id=route.pair_id,
             blocks=blocks,
-            block_bytes=self.layout.block_bytes,
+            block_bytes=route.rows.layout.block_bytes,
             settings=self._settings,
         )
         live = self._begin((request_id, attempt), session, route)
@@ -94,13 +106,17 @@ class KvSender(Driver[SenderSession, _Outgoing]):
 
     def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None:
         """Blocks `first_block`… of the prompt are final and lie in these blocks of the pool; consecutive from call to
-        call.
+        call. These are blocks of our own size.
 
         Ignored after the session's result, as are `commit` and `abort`: they may cross it.
         """
-        if block_ids:
+        live = self._live.get((request_id, attempt))
+        if block_ids and live is not None:
             self._rows.check(block_ids)
-            self._feed_known((request_id, attempt), BlocksReady(first_block, tuple(block_ids)))
+            ratio = live.route.rows.ratio
+            first = first_block * ratio
+            cells = cells_of(block_ids, ratio)[: live.session.blocks - first] if ratio > 1 else tuple(block_ids)
+            self._feed(live, BlocksReady(first, cells))
 
     def commit(
         self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
@@ -128,13 +144,13 @@ class KvSender(Driver[SenderSession, _Outgoing]):
 
     # --- pairs ---
 
-    def _open_route(self, peer_epoch: int) -> _Outgoing:
+    def _open_route(self, peer_epoch: int, block_size: int) -> _Outgoing:
         self._last_pair_id += 1
-        route = _Outgoing(peer_epoch, self._last_pair_id)
+        route = _Outgoing(peer_epoch, self._last_pair_id, self._rows_of(block_size))
         self._routes[peer_epoch] = route
         timeout_s = self._settings.rendezvous_timeout_ms / 1e3
         route.timer = self._loop.call_later(timeout_s, self._drop, route, "no answer to PairOpen", True)
-        self._send(peer_epoch, PairOpen(route.pair_id, self._settings.transport), b"")
+        self._send(peer_epoch, PairOpen(route.pair_id, self._settings.transport, block_size), b"")
         return route
 
     def _connect(self, peer_epoch: int, message: PairListen) -> None:

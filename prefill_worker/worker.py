@@ -132,7 +132,9 @@ class PrefillWorker:
             self.receiver_of[order.decode.epoch] = order.decode
             self.gateways.connect(order.gateway)
             prompt.sending = True
-            self.sender.open(*prompt.key, order.decode.epoch, len(prompt.blocks))
+            # Blocks cross in the smaller of the two sizes, in which ours are counted by the tokens they hold.
+            size = min(self.table.block_size, order.decode_block_size)
+            self.sender.open(*prompt.key, order.decode.epoch, -(-order.prompt_tokens // size), size)
             self.sender.blocks_ready(*prompt.key, *self.table.fresh_blocks(prompt))
             if prompt.cached_tokens < order.cached_tokens:
                 self.registration.send(CacheMiss(*prompt.key, prompt.cached_tokens))

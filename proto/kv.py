@@ -9,6 +9,7 @@ Over the control link between the two (the sender connects to the receiver):
     Abort       from either side, at any point
 
 Shapes and dtypes never travel: both sides take them from their own layout, whose fingerprint the handshake compared.
+All counts of blocks are in those of the pair, `PairOpen.block_size`: where the two ends' sizes differ, the smaller.
 """
 
 from typing import Annotated
@@ -17,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from proto import limits
-from proto.messages import Attempt, ChoiceIndex, Count, Message, RequestId, Text, Tokens_
+from proto.messages import Attempt, BlockSize, ChoiceIndex, Count, Message, RequestId, Text, Tokens_
 from proto.sampling import TokenId
 
 PairId = Annotated[int, Meta(gt=0, le=(1 << 63) - 1)]
@@ -30,6 +31,8 @@ class PairOpen(Message, frozen=True):
 
     pair_id: PairId
     transport: Text
+    block_size: BlockSize
+    """Tokens of the blocks that will cross. It must divide the block size of either end."""
 
 
 class PairListen(Message, frozen=True):

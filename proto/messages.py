@@ -35,6 +35,8 @@ ChoiceIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_CHOICES)]
 BlockHashes = Annotated[bytes, Meta(max_length=limits.MAX_BLOCK_HASHES * limits.HASH_BYTES)]
 """Names of a prompt's full KV blocks, first to last: `HASH_BYTES` each, chained, and keyed so that tenants cannot meet."""
 CacheChanges = Annotated[bytes, Meta(max_length=limits.MAX_CACHE_CHANGES * limits.HASH_BYTES)]
+BlockSize = Annotated[int, Meta(ge=1, le=4096)]
+"""Tokens per KV block."""
 DurationMs = Annotated[float, Meta(ge=0.0, le=1e12)]
 Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
 
@@ -59,8 +61,7 @@ class Capacity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """What a worker can hold."""
 
     kv_blocks: Count
-    block_size: Annotated[int, Meta(ge=1, le=4096)]
-    """Tokens per block."""
+    block_size: BlockSize
     max_seqs: Annotated[int, Meta(ge=1, le=1 << 20)]
     """Most sequences at once: in prefill, prompts being computed; in decode, the running batch."""
     context_tokens: Tokens_
@@ -88,7 +89,7 @@ class Hello(Message, frozen=True):
     model: Text = ""
     """Model id; empty where a role has none."""
     fingerprint: Text = ""
-    """Of model, revision, dtype and KV layout; two workers hand over KV only when theirs are equal."""
+    """Of model, revision, dtype and KV shape; two workers hand over KV only when theirs are equal (`proto.compatible`)."""
     address: Text = ""
     """Where others reach this process: a gateway's token port, a decode worker's KV port."""
     capacity: Capacity | None = None
@@ -150,7 +151,8 @@ class Submit(Message, frozen=True):
     block_hashes: BlockHashes = b""
     """Of the ids that follow, for the prefix cache; empty: nothing is looked up or kept."""
     hash_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
-    """Tokens that each of them covers; of another size than the workers' blocks, they are not used."""
+    """Tokens that each of them covers. A worker whose blocks are a multiple of that knows each block by its last hash; for
+    others they are of no use."""
 
 
 class Cancel(Message, frozen=True):
@@ -210,8 +212,9 @@ class ClusterState(Message, frozen=True):
 
     servable_models: Annotated[tuple[Text, ...], Meta(max_length=64)]
     """Models with at least one prefill and one decode worker."""
-    block_sizes: Annotated[tuple[Annotated[int, Meta(ge=1, le=4096)], ...], Meta(max_length=64)] = ()
-    """Tokens per KV block of each of them, in the same order."""
+    hash_block_sizes: Annotated[tuple[BlockSize, ...], Meta(max_length=64)] = ()
+    """Tokens that each hash of a prompt is to cover, for each of them in the same order: the smallest block size of its
+    workers, of which the others' are multiples."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -261,7 +264,9 @@ class Prefill(Message, frozen=True):
     resumed_tokens: Tokens_
     gateway: Peer
     decode: Peer
+    decode_block_size: BlockSize
     block_hashes: BlockHashes = b""
+    """Of blocks of this worker's size; in `Reserve`, of that one's."""
     cached_tokens: Tokens_ = 0
     """So many of the prompt's first tokens are believed to be in this worker's cache; chunks start behind them."""
 

@@ -295,7 +295,8 @@ class WorkerSettings(_ClientSettings):
         16,
         ge=1,
         le=4096,
-        description="Tokens per KV block. Prefill and decode must agree; larger wastes more in last blocks.",
+        description="Tokens per KV block; larger wastes more in last blocks. Of any two workers, one must have a multiple of"
+        " the other's.",
     )
     prefix_cache: bool = Field(
         True,

@@ -45,6 +45,8 @@ class Ends:
     layout: KvLayout = LAYOUT
     settings: KvSettings = SMALL
     receiver_settings: KvSettings | None = None
+    receiver_layout: KvLayout | None = None
+    """Where its blocks are of another size; it has `blocks` of them too."""
     blocks: int = 64
     accept: Callable[[int, Offer], Accepted | str | None] = lambda epoch, offer: Accepted(tuple(range(offer.blocks)))
     to_receiver: Hook = lambda message: True
@@ -61,7 +63,7 @@ class Ends:
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
         self.source = filled_pool(self.layout, self.blocks, seed=1)
-        self.target = filled_pool(self.layout, self.blocks, seed=2)
+        self.target = filled_pool(self.receiver_layout or self.layout, self.blocks, seed=2)
         self.sender = KvSender(
             layout=self.layout,
             pool=self.source,
@@ -72,7 +74,7 @@ class Ends:
             settings=self.settings,
         )
         self.receiver = KvReceiver(
-            layout=self.layout,
+            layout=self.receiver_layout or self.layout,
             pool=self.target,
             epoch=2,
             clock=time.monotonic,
@@ -109,9 +111,13 @@ class Ends:
     async def ended(self, sessions: int) -> None:
         await self.until(lambda: len(self.results) >= sessions and len(self.committed) + len(self.failed) >= sessions)
 
-    def transfer(self, request_id: str, block_ids: list[int], chunks: int = 1, prompt: tuple[int, ...] = ()) -> None:
-        """Open, hand over all blocks in `chunks` parts, commit."""
-        self.sender.open(request_id, 1, 2, len(block_ids))
+    def transfer(
+        self, request_id: str, block_ids: list[int], chunks: int = 1, prompt: tuple[int, ...] = (), tokens: int = 0
+    ) -> None:
+        """Open, hand over all blocks in `chunks` parts, commit. `tokens` says how many tokens they hold, if not full."""
+        size = min(self.layout.block_size, (self.receiver_layout or self.layout).block_size)
+        tokens = tokens or len(block_ids) * self.layout.block_size
+        self.sender.open(request_id, 1, 2, -(-tokens // size), size)
         cuts = [len(block_ids) * part // chunks for part in range(chunks + 1)]
         for start, end in itertools.pairwise(cuts):
             self.sender.blocks_ready(request_id, 1, start, block_ids[start:end])

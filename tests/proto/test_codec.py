@@ -44,7 +44,7 @@ SAMPLES: list[Message] = [
     messages.StatusReport(
         (WorkerStatus("w", Role.PREFILL, "m", "h", 1, 2, 1, 1, 0, 5),), ("g",), 1, {"queued": 1}, {}, {"x": 2}
     ),
-    messages.Prefill(*WORK, GATEWAY, DECODE, HASHES, 16),
+    messages.Prefill(*WORK, GATEWAY, DECODE, 16, HASHES, 16),
     messages.Step(4, (Chunk(*ID, 0, 16),)),
     messages.Reserve(*WORK, 12, GATEWAY, 79, HASHES),
     messages.Release(*ID),
@@ -57,7 +57,7 @@ SAMPLES: list[Message] = [
     messages.Released(*ID, 7),
     messages.WorkFailed(*ID, Interrupt.TRANSFER_FAILED, "broke"),
     messages.Tokens((ITEM,)),
-    kv.PairOpen(3, "gloo"),
+    kv.PairOpen(3, "gloo", 16),
     kv.PairListen(3, "127.0.0.1", 5, "secret"),
     kv.PairClosed(3, "why"),
     kv.Offer(*ID, 3, 9),

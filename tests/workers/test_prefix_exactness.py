@@ -25,7 +25,7 @@ def first_token(
     engine: Engine, table: PromptTable, name: str, tokens: list[int], *, cached: int, sampling: Sampling, chunk: int
 ) -> tuple[Prompt, TokenItem]:
     hashes = block_hashes(pack_tokens(tokens), BLOCK, "tenant:t")
-    order = Prefill(name, 1, len(tokens), sampling, 1, 0, 0, Peer("g", 1), Peer("d", 2), hashes, cached)
+    order = Prefill(name, 1, len(tokens), sampling, 1, 0, 0, Peer("g", 1), Peer("d", 2), 16, hashes, cached)
     prompt = table.take_in(order, tokens)
     assert isinstance(prompt, Prompt)
     while True:

@@ -16,7 +16,9 @@ def order(name: str, tokens: int, attempt: int = 1, text: int | None = None, cac
     """Prompts of one `text` begin alike; without one, nothing is looked up or kept."""
     blocks = range(tokens // BLOCK) if text is not None else ()
     hashes = b"".join(bytes([text or 0, block]) * 8 for block in blocks)
-    return Prefill(name, attempt, tokens, Sampling(max_tokens=5), 1, 0, 0, Peer("g", 1), Peer("d", 2), hashes, cached)
+    return Prefill(
+        name, attempt, tokens, Sampling(max_tokens=5), 1, 0, 0, Peer("g", 1), Peer("d", 2), 16, hashes, cached
+    )
 
 
 def table(blocks: int = 20) -> PromptTable:

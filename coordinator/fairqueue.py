@@ -192,6 +192,13 @@ class FairQueue(Generic[T]):
                     self._enter(ring, place, node)
             node = ring
 
+    def charge(self, path: Path, cost: float) -> None:
+        """Charge at once for something that is no chunk: the turns after it come later, whatever waits already."""
+        node = self._leaves.get(path) or self._leaf(path)
+        while (ring := node.parent) is not None:
+            node.round = max(node.round, ring.now - self.quantum) + cost / node.weight
+            node = ring
+
     def debt(self, path: Path) -> float:
         """How far a tenant is ahead of its ring, in cost; negative is credit, which it has only while it has work."""
         node = self._leaves.get(path) or self._leaf(path)

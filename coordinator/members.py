@@ -40,6 +40,7 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
                 state.queues[hello.model].skipped(request.path, chunk.length)
                 state.journal(state.billing.let_go(request.id, now))
         for key, holding in worker.holdings.items():
+            state.collect_rent(worker, key, holding)
             emitted = worker.forwarded(key)
             state.emitted(hello.model, holding.path, key[0], holding.resumed_tokens, emitted, first=emitted > 0)
             state.journal(state.billing.let_go(key[0], now))

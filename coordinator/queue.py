@@ -9,7 +9,7 @@ from coordinator.cost import OutputLength
 from coordinator.events import Limits
 from coordinator.fairqueue import REFUSALS_MAX, FairQueue, Path, Terms
 from coordinator.lanes import SPARE, Entry
-from coordinator.overload import Backlog
+from coordinator.overload import Backlog, Rate
 from coordinator.request import Request
 
 
@@ -28,6 +28,8 @@ class WaitQueue:
             limits.quantum_tokens, {**ring_weights(limits.bands), **limits.weights}, limits.overtaken_max
         )
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
+        self._served = Rate(0.0)
+        """Cost of all tenants."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -151,6 +153,7 @@ class WaitQueue:
         if found is None:
             return None
         request = found[0].item
+        self._served.add(found[1], now)
         request.dispatched_tokens += length
         self.backlog.dispatched(request.path, length, now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
@@ -163,6 +166,15 @@ class WaitQueue:
         entry: Entry[Request] | None = request.entry
         assert entry is not None
         self.fair.settle_on(entry, epoch)
+
+    def served_per_s(self, now: float) -> float:
+        """Cost per second of what was dispatched lately, answers as estimated."""
+        return self._served.per_s(now)
+
+    def charge(self, path: Path, cost: float) -> None:
+        """For room that others could not have."""
+        if cost > 0:
+            self.fair.charge(path, cost)
 
     # --- true-up --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from coordinator.events import Action, Limits, Moved, Send
 from coordinator.fairqueue import Path
 from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as Life
-from coordinator.pool import Pool, Worker
+from coordinator.pool import Holding, Pool, Worker
 from coordinator.queue import WaitQueue
 from coordinator.request import Request
 from coordinator.usage import Closed, Opened
@@ -105,7 +105,10 @@ class State:
         queue.remove(request)
         queue.refund_output(request)
         if request.state is Life.QUEUED:
-            self.pools[request.submit.model].full.clear()
+            pool = self.pools[request.submit.model]
+            pool.full.clear()
+            if pool.kept_for is request:
+                queue.charge(request.path, pool.stop_keeping(self.now))
             return
         prefill = self.workers.get(request.prefill_epoch)
         if prefill is not None:
@@ -123,8 +126,19 @@ class State:
         if holding is None:
             return
         self.pools[worker.hello.model].full.clear()
+        self.collect_rent(worker, key, holding)
         self.emitted(worker.hello.model, holding.path, key[0], holding.resumed_tokens, emitted_tokens, first=first)
         self.journal(self.billing.let_go(key[0], self.now))
+
+    def collect_rent(self, worker: Worker, key: tuple[str, int], holding: Holding) -> None:
+        """Of what had room kept for it: what else might have run there, less what it has paid for its tokens."""
+        pool = self.pools[worker.hello.model]
+        if not pool.rents or worker.room is None:
+            return
+        due, bill, prices = pool.rent_due(key, self.now), self.billing.bills.get(key[0]), self.limits.prices
+        if due and bill is not None:
+            paid = prices.prompt_token * bill.prompt_tokens + prices.output(bill.output_tokens)
+            self.queues[worker.hello.model].charge(holding.path, due - paid)
 
     def emitted(
         self, model: str, path: Path, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False

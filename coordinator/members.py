@@ -22,6 +22,7 @@ def up(state: State, epoch: int, hello: Hello, now: float) -> None:
         state.queues.setdefault(hello.model, WaitQueue(state.limits))
         state.workers[epoch] = worker
         _adopt(state, worker, hello)
+        _sort_out(state, hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
         state.send(epoch, state.cluster_state())
@@ -46,10 +47,17 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
             state.journal(state.billing.let_go(key[0], now))
         for request in [r for r in state.requests.values() if epoch in (r.prefill_epoch, r.decode_epoch)]:
             _worker_lost(state, request, worker, reason, now)
+        _sort_out(state, hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
         for request in [r for r in state.requests.values() if r.gateway_epoch == epoch]:
             state.end(request, Trigger.CANCEL, CancelReason.GATEWAY_LOST, now)
+
+
+def _sort_out(state: State, model: str) -> None:
+    pool = state.pools[model]
+    servable = pool.servable()  # else all wait alike, for whatever comes back
+    state.queues[model].sort_out(lambda request: not servable or pool.could_ever_fit(request.submit))
 
 
 def _adopt(state: State, worker: Worker, hello: Hello) -> None:

@@ -35,8 +35,7 @@ ChoiceIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_CHOICES)]
 BlockHashes = Annotated[bytes, Meta(max_length=limits.MAX_BLOCK_HASHES * limits.HASH_BYTES)]
 """Names of a prompt's full KV blocks, first to last: `HASH_BYTES` each, chained, and keyed so that tenants cannot meet."""
 CacheChanges = Annotated[bytes, Meta(max_length=limits.MAX_CACHE_CHANGES * limits.HASH_BYTES)]
-BlockSize = Annotated[int, Meta(ge=1, le=4096)]
-"""Tokens per KV block."""
+BlockSize = Annotated[int, Meta(ge=1, le=4096)]  # tokens per KV block
 DurationMs = Annotated[float, Meta(ge=0.0, le=1e12)]
 Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
 
@@ -68,14 +67,13 @@ class Capacity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a worker still holds for an attempt when it registers (again)."""
+    """What a worker still holds for an attempt when it registers (again); `resumed_tokens` as in the order it has."""
 
     request_id: RequestId
     attempt: Attempt
     kv_blocks: Count
     seqs: Count
     resumed_tokens: Tokens_ = 0
-    """As in the order it has: the answer's tokens before those of this attempt."""
 
 
 class Hello(Message, frozen=True):
@@ -285,7 +283,7 @@ class Step(Message, frozen=True):
     chunks: Annotated[tuple[Chunk, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_STEP)]
 
 
-# --- coordinator → decode worker -----------------------------------------------------------------------------------------
+# --- coordinator → decode worker; `Release` to either --------------------------------------------------------------------
 
 
 class Reserve(Message, frozen=True):
@@ -302,9 +300,6 @@ class Reserve(Message, frozen=True):
     gateway: Peer
     prefill_epoch: Epoch
     block_hashes: BlockHashes = b""
-
-
-# --- coordinator → either worker -----------------------------------------------------------------------------------------
 
 
 class Release(Message, frozen=True):
@@ -369,8 +364,7 @@ class Released(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     output_tokens: Count = 0
-    """Emitted by this worker for this attempt, summed over choices: what its tenant is charged. First tokens are emitted by the
-    prefill worker and count there, if it still held the attempt."""
+    """Emitted by this worker for this attempt, summed over choices. First tokens count in prefill, or with `HandedOver`."""
 
 
 class WorkFailed(Message, frozen=True):

@@ -261,6 +261,11 @@ class AnnounceOrder:
     def __init__(self) -> None:
         self._next = 0
 
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing was announced yet."""
+        return self._next == 0
+
     def is_repeated(self, sequence: int) -> bool:
         return sequence < self._next
 

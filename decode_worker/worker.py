@@ -12,9 +12,10 @@ from engine.engine import Engine
 from engine.sampler import SamplerState
 from engine.thread import EngineThread
 from kvtransfer.layout import KvLayout
+from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.session import Accepted
-from kvtransfer.settings import KvSettings
+from kvtransfer.settings import KvSettings, allowed_transports
 from proto.compatible import mismatch
 from proto.errors import CrossdockError, Interrupt, RemoteProtocolError
 from proto.kv import Commit, Offer
@@ -30,7 +31,16 @@ from runtime.settings import WorkerSettings
 
 
 class DecodeWorker:
-    def __init__(self, settings: WorkerSettings, engine: Engine, thread: EngineThread, log: Log, name: str) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        thread: EngineThread,
+        log: Log,
+        name: str,
+        memory: SharedMemory | None = None,
+    ) -> None:
+        """`memory` is what the KV pool lies in, if other processes may map it."""
         info = engine.info
         self.settings = settings
         self.log = log
@@ -73,7 +83,11 @@ class DecodeWorker:
             accept=self._offered,
             on_committed=self._committed,
             on_failed=self._not_received,
-            settings=KvSettings(rendezvous_timeout_ms=settings.kv_timeout_ms),
+            on_quarantined=lambda request_id, attempt, blocks: self.table.quarantine((request_id, attempt), blocks),
+            settings=KvSettings(
+                transports=allowed_transports(settings.kv_transport), rendezvous_timeout_ms=settings.kv_timeout_ms
+            ),
+            memory=memory,
         )
         self.undecided: dict[tuple[str, int], tuple[int, Offer]] = {}
         """Offers, and whose, that came before their reservations, each on a link of its own."""

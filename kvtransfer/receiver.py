@@ -21,6 +21,7 @@ from kvtransfer.session import (
     KvCommitted,
     KvDeclined,
     KvReceiveFailed,
+    Quarantine,
     Receive,
     Refusal,
 )
@@ -50,7 +51,9 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
     first hold their KV already; with a reason to refuse; or with None, and then `decide` follows. All these blocks are of our
     own size, whatever the sender's is. Every accepted offer ends in exactly one `on_committed(peer_epoch, commit, block_ids,
     prompt_token_ids)` or `on_failed(request_id, attempt, block_ids, reason)`. After the latter nothing writes to the blocks
-    any more. An undecided offer that fails ends in `on_failed` with no blocks; a refused one in nothing.
+    any more; where that takes proof first, `on_quarantined(request_id, attempt, block_ids)` says at once that it has failed,
+    and which of its blocks are in doubt. An undecided offer that fails ends in `on_failed` with no blocks; a refused one in
+    nothing.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         accept: Callable[[int, Offer], Accepted | str | None],
         on_committed: Callable[[int, Commit, list[int], list[int]], None],
         on_failed: Callable[[str, int, list[int], str], None],
+        on_quarantined: Callable[[str, int, list[int]], None] = lambda request_id, attempt, block_ids: None,
         settings: KvSettings,
         memory: SharedMemory | None = None,
     ) -> None:
@@ -78,6 +82,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         self._accept = accept
         self._on_committed = on_committed
         self._on_failed = on_failed
+        self._on_quarantined = on_quarantined
 
     # --- from the worker ---
 
@@ -263,6 +268,9 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
             self._arm(live)
 
     def _carry_out(self, live: _Live, action: Action) -> None:
+        if isinstance(action, Quarantine):
+            self._on_quarantined(*live.key, list(blocks_of(action.block_ids, live.route.rows.ratio)))
+            return
         assert isinstance(action, CancelSegments)
         assert live.route.pair is not None
         live.route.pair.cancel(live)

@@ -2,12 +2,20 @@
 
 from dataclasses import dataclass
 
+AUTO = ("shm", "gloo")
+"""Every transport, best first."""
+
+
+def allowed_transports(option: str) -> tuple[str, ...]:
+    """What `--kv-transport` stands for."""
+    return AUTO if option == "auto" else (option,)
+
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
     """Raises `ValueError` on values that cannot work together."""
 
-    transports: tuple[str, ...] = ("shm", "gloo")
+    transports: tuple[str, ...] = AUTO
     """Those allowed, best first. The sender proposes, and the receiver takes the first that it can use too."""
     demote_ms: int = 5_000
     """A transport that broke is not proposed to the same peer again for so long, and twice as long each further time."""

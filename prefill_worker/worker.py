@@ -9,7 +9,7 @@ from engine.thread import EngineThread
 from kvtransfer.layout import KvLayout
 from kvtransfer.sender import KvSender
 from kvtransfer.session import KvFailed, KvSent
-from kvtransfer.settings import KvSettings
+from kvtransfer.settings import KvSettings, allowed_transports
 from prefill_worker.compute import StepResult, run_step
 from prefill_worker.prompts import Farewell, Prompt, PromptTable
 from proto.codec import unpack_tokens
@@ -77,7 +77,11 @@ class PrefillWorker:
             clock=clock.now,
             send=self._send_kv,
             on_result=self._kv_result,
-            settings=KvSettings(ack_timeout_ms=settings.kv_timeout_ms, rendezvous_timeout_ms=settings.kv_timeout_ms),
+            settings=KvSettings(
+                transports=allowed_transports(settings.kv_transport),
+                ack_timeout_ms=settings.kv_timeout_ms,
+                rendezvous_timeout_ms=settings.kv_timeout_ms,
+            ),
         )
 
     async def run(self, stop: asyncio.Event) -> None:

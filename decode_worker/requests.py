@@ -66,6 +66,8 @@ class AttemptTable(Generic[S]):
         self.tokens_forwarded = tokens_forwarded
         self.prefix_cache = prefix_cache
         self.attempts: dict[Key, Attempt[S]] = {}
+        self.quarantined: dict[Key, list[int]] = {}
+        """Blocks of attempts that failed while a sender may still write to them."""
         self.joined: list[Joined] = []
         """Attempts that began to run and were not reported yet."""
 
@@ -115,7 +117,9 @@ class AttemptTable(Generic[S]):
 
     def received_nothing(self, key: Key, blocks: list[int], farewell: Farewell) -> list[Farewell]:
         """The receiver has given up, and `blocks` are untouched from now on."""
-        self.allocator.free(blocks)
+        quarantined = self.quarantined.pop(key, [])
+        self.allocator.unquarantine(quarantined)
+        self.allocator.free([block for block in blocks if block not in set(quarantined)])
         attempt = self.attempts.get(key)
         if attempt is None:
             return []
@@ -123,6 +127,12 @@ class AttemptTable(Generic[S]):
             attempt.farewell = farewell
         del self.attempts[key]
         return [attempt.farewell]
+
+    def quarantine(self, key: Key, blocks: list[int]) -> None:
+        """The receiver has given up, but a sender may still write to these blocks; `received_nothing` follows when it cannot.
+        The attempt counts as holding them until then."""
+        self.quarantined[key] = blocks
+        self.allocator.quarantine(blocks)
 
     def close(self, attempt: Attempt[S], farewell: Farewell) -> list[Farewell]:
         """The attempt is over for the first reason given; returns what can be said of it now. In the phase RECEIVING the

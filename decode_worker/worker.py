@@ -12,8 +12,9 @@ from engine.engine import Engine
 from engine.sampler import SamplerState
 from engine.thread import EngineThread
 from kvtransfer.layout import KvLayout
+from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.settings import KvSettings
+from kvtransfer.settings import KvSettings, allowed_transports
 from proto.compatible import mismatch
 from proto.errors import CrossdockError, RemoteProtocolError
 from proto.kv import Commit, FirstToken
@@ -29,7 +30,16 @@ from runtime.settings import WorkerSettings
 
 
 class DecodeWorker:
-    def __init__(self, settings: WorkerSettings, engine: Engine, thread: EngineThread, log: Log, name: str) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        thread: EngineThread,
+        log: Log,
+        name: str,
+        memory: SharedMemory | None = None,
+    ) -> None:
+        """`memory` is what the KV pool lies in, if other processes may map it."""
         info = engine.info
         self.settings = settings
         self.log = log
@@ -74,7 +84,11 @@ class DecodeWorker:
             accept=self.core.offered,
             on_committed=self._committed,
             on_failed=self._not_received,
-            settings=KvSettings(rendezvous_timeout_ms=settings.kv_timeout_ms),
+            on_quarantined=lambda request_id, attempt, blocks: self.table.quarantine((request_id, attempt), blocks),
+            settings=KvSettings(
+                transports=allowed_transports(settings.kv_transport), rendezvous_timeout_ms=settings.kv_timeout_ms
+            ),
+            memory=memory,
         )
         self.registration: Registration
         """Made by `run`, when the KV port's address is known."""

@@ -45,9 +45,11 @@ def load_engine(
     block_size: int = 16,
     kv_bytes: int,
     step_tokens_max: int,
+    allocate: Callable[[int], torch.Tensor] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Engine:
-    """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`.
+    """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`, on the CPU in memory from
+    `allocate(bytes)` if it is given: zeros, as a tensor of bytes.
 
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `block_size` is in tokens.
     `step_tokens_max` is the most tokens one forward will have; it says which forms of the weights pay. Raises ModelUnsupported.
@@ -93,7 +95,7 @@ def load_engine(
     if device == "cpu" and weights_dtype == torch.float32 and step_tokens_max >= linear.MIN_ROWS:
         progress("packing the weights for small batches")
         linear.pack_linears(loaded)
-    pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device)
+    pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device, allocate)
     engine = Engine(loaded, info, pool)
     progress("comparing the paged forward with the model's own")
     difference = check.compare(engine)
@@ -236,12 +238,16 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
-def _make_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _make_pool(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, allocate: Callable[[int], torch.Tensor] | None
+) -> torch.Tensor:
     """Zeros; on the CPU in pages that the kernel provides when they are first written, so that a large pool costs neither
     start-up time nor memory before it is used (`torch.zeros` writes every page)."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pool_bytes = math.prod(shape) * dtype.itemsize
+    if allocate is not None:
+        return allocate(pool_bytes).view(dtype).view(shape)
     raw = np.zeros(pool_bytes + _ALIGNMENT, dtype=np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return torch.from_numpy(raw[start : start + pool_bytes]).view(dtype).view(shape)

@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.pair import Connect, Listen, Pair, PairEvents, SegmentJob
+from kvtransfer.memory import SharedMemory
+from kvtransfer.pair import Listen, Pair, PairEvents
 from kvtransfer.pool import PoolRows
 from kvtransfer.session import (
     Action,
@@ -26,6 +27,8 @@ from kvtransfer.session import (
     Violation,
 )
 from kvtransfer.settings import KvSettings
+from kvtransfer.transport import Local, Meeting, SegmentJob
+from kvtransfer.transports import TRANSPORTS, host_id
 from proto.kv import PairClosed
 from proto.messages import Message
 
@@ -35,16 +38,25 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """The current or a dying way to one peer. `pair` is None until its thread has been started."""
+    """The current or a dying way to one peer. `pair` is None until its thread has been started; where meeting by one transport
+    fails, another one takes its place, of the same id."""
 
     peer_epoch: int
     pair_id: int
     rows: PoolRows
     """Our pool in the blocks that cross between the two."""
+    offered: tuple[str, ...]
+    """Transports that are still in question, best first."""
     pair: Pair | None = None
+    transport: str = ""
+    """That it uses, or tries to meet by; empty until that is known."""
+    why: str = ""
+    """What spoke against better ones."""
+    ready: bool = False
+    """The two have met."""
     sessions: "dict[Key, Live[Any, Any]]" = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
-    """Until when the pair must have been started."""
+    """Until when the two must have met."""
     dropped: bool = False
 
 
@@ -78,13 +90,20 @@ class Driver(ABC, Generic[S, R]):
         clock: Callable[[], float],
         send: Callable[[int, Message, bytes], None],
         settings: KvSettings,
+        listen_host: str = "",
+        memory: SharedMemory | None = None,
     ) -> None:
+        unknown = set(settings.transports) - set(TRANSPORTS)
+        if unknown:
+            raise ValueError(f"no transport is called {', '.join(sorted(unknown))}; there are {', '.join(TRANSPORTS)}")
         self.layout = layout
         self.counters: Counter[str] = Counter()
-        """bytes, segments, sessions, sessions_failed, pairs, pairs_lost, stale_frames, violations: totals since
-        start."""
+        """bytes, segments, sessions, sessions_failed, pairs, pairs_lost, stale_frames, violations; of each transport
+        pairs_NAME, broken_NAME and bytes_NAME: totals since start."""
         self._pool = pool
         self._rows = PoolRows(pool, layout)
+        self._listen_host, self._memory = listen_host, memory
+        self._host_id = host_id()
         self._epoch = epoch
         self._clock = clock
         self._send = send
@@ -116,6 +135,8 @@ class Driver(ABC, Generic[S, R]):
             self._feed(live, LocalAbort("shutting down"))
         for route in list(self._routes.values()):
             self._drop(route, "shutting down", tell_peer=True)
+        for pair in self._pairs:
+            pair.close(self._settings.segment_timeout_ms)
         limit_ms = self._settings.rendezvous_timeout_ms + self._settings.segment_timeout_ms
         async with asyncio.timeout(limit_ms / 1e3 + 1.0):
             await self._all_down.wait()
@@ -203,45 +224,63 @@ class Driver(ABC, Generic[S, R]):
     def _segment_blocks(self, route: R) -> int:
         return route.rows.layout.segment_blocks(self._settings.segment_bytes)
 
+    def _local_of(self, route: R) -> Local:
+        return Local(route.rows, self._segment_blocks(route), self._settings, self._listen_host, self._memory)
+
     def _has_room(self, new_pair: bool) -> bool:
         """For one more session, and the pair it may need; dying pairs count, since each is a thread."""
         pairs = max(len(self._routes), len(self._pairs))
         return len(self._live) < self._settings.sessions_max and not (new_pair and pairs >= self._settings.pairs_max)
 
-    def _start_pair(self, route: R, meeting: Listen | Connect) -> None:
-        self._stop_timer(route)
+    def _start_pair(self, route: R, how: Listen | Meeting) -> None:
+        def is_current() -> bool:
+            return route.pair is pair
+
         events = PairEvents(
-            lambda: self._pair_ready(route),
+            lambda: self._pair_ready(route) if is_current() and not route.dropped else None,
             lambda job, segment_digest: self._segment_answered(route, job, segment_digest),
-            lambda reason: self._pair_down(route, reason),
+            lambda reason: self._pair_broke(route, reason) if is_current() and not route.dropped else None,
+            lambda: self._pair_down(pair),
         )
-        name = f"kv-{self._epoch & 0xFFFF:04x}-{route.pair_id}"
-        route.pair = Pair(meeting, route.rows, self._segment_blocks(route), events, self._settings, name)
-        self._pairs.add(route.pair)
+        pair = Pair(how, self._local_of(route), events, f"kv-{self._epoch & 0xFFFF:04x}-{route.pair_id}")
+        route.pair = pair
+        self._pairs.add(pair)
         self._all_down.clear()
         self.counters["pairs"] += 1
 
-    @abstractmethod
+    def _give_time_to_meet(self, route: R, fault: str) -> None:
+        self._stop_timer(route)
+        timeout_s = self._settings.rendezvous_timeout_ms / 1e3
+        route.timer = self._loop.call_later(timeout_s, self._drop, route, fault, True)
+
     def _pair_ready(self, route: R) -> None:
         """The two have met."""
+        self._stop_timer(route)
+        route.ready = True
+        self.counters[f"pairs_{route.transport}"] += 1
+
+    def _pair_broke(self, route: R, reason: str) -> None:
+        """The current pair of this route is of no use any more."""
+        self.counters[f"broken_{route.transport}"] += 1
+        self._drop(route, f"pair {route.pair_id}, {route.transport}: {reason}", tell_peer=True)
 
     @abstractmethod
     def _segment_freed(self, route: R) -> None:
         """A segment of this pair was answered: there is room for another."""
 
-    def _segment_answered(self, route: R, job: SegmentJob, segment_digest: bytes | None) -> None:
-        if segment_digest is not None:
+    def _segment_answered(self, route: R, job: SegmentJob, segment_digest: bytes) -> None:
+        if segment_digest:
+            kv_bytes = job.blocks * route.rows.layout.block_bytes
             self.counters["segments"] += 1
-            self.counters["bytes"] += job.blocks * route.rows.layout.block_bytes
+            self.counters["bytes"] += kv_bytes
+            self.counters[f"bytes_{route.transport}"] += kv_bytes
         if isinstance(job.owner, Live):
             done = SegmentDropped(job.segment) if not segment_digest else SegmentDone(job.segment, segment_digest)
             self._feed(job.owner, done)
         self._segment_freed(route)
 
-    def _pair_down(self, route: R, reason: str) -> None:
-        assert route.pair is not None
-        self._drop(route, f"pair {route.pair_id}: {reason}", tell_peer=True)
-        self._pairs.discard(route.pair)
+    def _pair_down(self, pair: Pair) -> None:
+        self._pairs.discard(pair)
         if not self._pairs:
             self._all_down.set()
 
@@ -255,7 +294,8 @@ class Driver(ABC, Generic[S, R]):
             del self._routes[route.peer_epoch]
         self._stop_timer(route)
         if route.pair is not None:
-            route.pair.close()
+            # A process that ends need not know that nobody writes to its memory any more.
+            route.pair.close(self._settings.segment_timeout_ms if self._closed else None)
         if tell_peer:
             self._send(route.peer_epoch, PairClosed(route.pair_id, reason[:512]), b"")
         for live in list(route.sessions.values()):

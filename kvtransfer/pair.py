@@ -1,63 +1,40 @@
-"""One process group of two, and the one thread that owns it.
+"""One pair of processes that exchange KV, and the one thread that owns it.
 
-The thread meets the peer, then runs the pair's segments one after the other from a bounded queue, and posts what
-became of them to the event loop. Everything that can block, blocks there: gloo's receive cannot be interrupted, and
-after a peer is killed amid a message it returns only at its timeout. When anything fails, the group is dropped and
-the pair is down for good.
+The thread meets the peer, then has its channel work through the pair's segments, and posts what became of them to the event
+loop. Everything that can block, blocks there. When anything fails, the pair is broken for good: its sessions fail at once,
+but what they have in flight is answered only when nothing touches its blocks any more.
 
-Answers, all on the loop: `on_ready` at most once; `on_segment` exactly once for every submitted segment, with its
-digest, or None if it was not transferred; `on_down` exactly once, before the None answers. After `on_down` the thread
-touches nothing any more.
+Answers, all on the loop: `on_ready` at most once; `on_segment` exactly once for every submitted segment, with its digest, or
+empty if it was not transferred; `on_broken` exactly once, unless the pair was closed; `on_down` exactly once, last.
 """
 
 import asyncio
-import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-import torch
-
-from kvtransfer.pool import PoolRows, digest
-from kvtransfer.rendezvous import RECEIVER_RANK, SENDER_RANK, Group, Listener, connect
-from kvtransfer.settings import KvSettings
-
-MAX_QUEUED_SEGMENTS = 256
-"""Segments a pair holds at once. A correct sender stays within its window, of at most 64."""
-
-
-@dataclass(slots=True, eq=False)
-class SegmentJob:
-    """One segment on its way. `sequence` is its place and tag on the pair.
-
-    `block_ids` are read when sending. When receiving, they are where it goes; None while it runs means: receive and
-    discard.
-    """
-
-    owner: object
-    segment: int
-    sequence: int
-    blocks: int
-    block_ids: tuple[int, ...] | None
+from kvtransfer import transports
+from kvtransfer.transport import (
+    MAX_QUEUED_SEGMENTS,
+    Channel,
+    Inbox,
+    Listener,
+    Local,
+    Meeting,
+    PairBroken,
+    SegmentJob,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """How the receiver meets: it listens on `host` and says so on the loop through `on_listening(port, secret)`."""
+    """How the receiver meets: by the first of these transports that can listen; `on_listening` is called on the loop."""
 
-    host: str
-    on_listening: Callable[[int, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Connect:
-    """How the sender meets: it joins the receiver listening here."""
-
-    host: str
-    port: int
-    secret: str
+    transports: tuple[str, ...]
+    why: str
+    """What speaks against better ones."""
+    on_listening: Callable[[Meeting], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +42,26 @@ class PairEvents:
     """Where a pair's answers go; called on the event loop."""
 
     on_ready: Callable[[], None]
-    on_segment: Callable[[SegmentJob, bytes | None], None]
-    on_down: Callable[[str], None]
+    on_segment: Callable[[SegmentJob, bytes], None]
+    on_broken: Callable[[str], None]
+    on_down: Callable[[], None]
 
 
 class Pair:
-    """Made on the event loop, whose thread calls everything public. The thread starts at once."""
+    """Made on the event loop, whose thread calls everything public. The thread starts at once. `how` is a `Meeting` on the
+    sender."""
 
-    def __init__(
-        self,
-        meeting: Listen | Connect,
-        rows: PoolRows,
-        segment_blocks: int,
-        events: PairEvents,
-        settings: KvSettings,
-        name: str,
-    ) -> None:
+    def __init__(self, how: Listen | Meeting, local: Local, events: PairEvents, name: str) -> None:
         self.is_down = False
-        self._meeting = meeting
-        self._rows = rows
-        self._segment_blocks = segment_blocks
+        self._how = how
+        self._local = local
         self._events = events
-        self._settings = settings
-        self._timeout = timedelta(milliseconds=settings.segment_timeout_ms)
         self._loop = asyncio.get_running_loop()
-        self._jobs: queue.Queue[SegmentJob | None] = queue.Queue(MAX_QUEUED_SEGMENTS + 1)
+        self._inbox = Inbox()
         self._unanswered: dict[int, SegmentJob] = {}
-        self._closing = threading.Event()
+        self._lock = threading.Lock()
         self._listener: Listener | None = None
+        self._channel: Channel | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -101,49 +70,69 @@ class Pair:
         """Segments submitted and not answered."""
         return len(self._unanswered)
 
-    def jobs_of(self, owner: object) -> list[SegmentJob]:
-        """The unanswered segments of one session."""
-        return [job for job in self._unanswered.values() if job.owner is owner]
-
     def submit(self, job: SegmentJob) -> None:
         """Queue a segment; also while the pair is still meeting. The caller keeps within MAX_QUEUED_SEGMENTS."""
         assert not self.is_down and self.queued < MAX_QUEUED_SEGMENTS and job.sequence not in self._unanswered
-        assert job.blocks <= self._segment_blocks
+        assert job.blocks <= self._local.segment_blocks
         if job.block_ids is not None:
-            self._rows.check(job.block_ids)
+            self._local.rows.check(job.block_ids)
         self._unanswered[job.sequence] = job
-        self._jobs.put_nowait(job)
+        self._inbox.put(job)
 
-    def close(self) -> None:
-        """Let the thread end after the segment it is at; `on_down` says when it has. Repeating it does no harm."""
-        if not self._closing.is_set():
-            self._closing.set()
-            self._jobs.put_nowait(None)
+    def cancel(self, owner: object) -> None:
+        """One session's segments are not wanted any more: receive and discard. Each is still answered."""
+        for job in self._unanswered.values():
+            if job.owner is owner:
+                job.block_ids = None
+                if self._channel is not None:
+                    self._channel.revoke(job)
+
+    def close(self, settle_limit_ms: int | None = None) -> None:
+        """Let the thread end as soon as it can; `on_down` says when it has, at the latest after this limit if there is one.
+        Repeating it does no harm."""
+        if self.is_down:
+            return
+        self._inbox.close(settle_limit_ms)
+        with self._lock:
             if self._listener is not None:
                 self._listener.abandon()
 
     # --- on the loop, posted by the thread ---
 
-    def _answer(self, job: SegmentJob, segment_digest: bytes) -> None:
+    def _answered(self, job: SegmentJob, segment_digest: bytes) -> None:
         del self._unanswered[job.sequence]
         self._events.on_segment(job, segment_digest)
 
-    def _went_down(self, reason: str) -> None:
+    def _went_down(self) -> None:
         self.is_down = True
-        self._events.on_down(reason)
+        self._inbox.release()
+        self._events.on_down()
         unanswered, self._unanswered = self._unanswered, {}
         for job in unanswered.values():
-            self._events.on_segment(job, None)
+            self._events.on_segment(job, b"")
 
     # --- in the thread ---
 
     def _run(self) -> None:
-        reason = "closed"
         try:
-            self._work(self._meet())
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the sessions must learn that this thread is gone
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        self._post(self._went_down, reason)
+            self._work()
+        finally:
+            self._channel = None
+            self._post(self._went_down)
+
+    def _work(self) -> None:
+        try:
+            self._channel = self._meet()
+            self._post(self._events.on_ready)
+            self._channel.work(self._inbox, self._answer)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the sessions must learn that this pair is of no use
+            reason = str(error) if isinstance(error, PairBroken) else f"{type(error).__name__}: {error}"
+            self._post(self._events.on_broken, (reason.splitlines() or [""])[0][:300])
+        if self._channel is not None:
+            self._channel.settle(self._inbox, self._answer)
+
+    def _answer(self, job: SegmentJob, segment_digest: bytes) -> None:
+        self._post(self._answered, job, segment_digest)
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -151,41 +140,18 @@ class Pair:
         except RuntimeError:
             return  # the loop is closed: nobody is left to be told
 
-    def _meet(self) -> Group:
-        timeout_s = self._settings.rendezvous_timeout_ms / 1e3
-        if isinstance(self._meeting, Connect):
-            there = self._meeting
-            return connect(self._settings.transport, there.host, there.port, there.secret, timeout_s)
-        listener = Listener(self._meeting.host, timeout_s)
-        self._listener = listener
-        if self._closing.is_set():
-            listener.abandon()
-        self._post(self._meeting.on_listening, listener.port, listener.secret)
+    def _meet(self) -> Channel:
+        how = self._how
+        if isinstance(how, Meeting):
+            return transports.connect(self._local, how)
+        listener = transports.listen(self._local, how.transports, how.why)
+        with self._lock:
+            self._listener = listener
+            if self._inbox.closed:
+                listener.abandon()
         try:
-            return listener.meet(self._settings.transport)
+            self._post(how.on_listening, listener.meeting)
+            return listener.meet()
         finally:
-            self._listener = None
-
-    def _work(self, group: Group) -> None:
-        """Run segments until closed. Raises what the group raises; it and the buffer go with this frame."""
-        self._post(self._events.on_ready)
-        buffer = self._rows.buffer(self._segment_blocks)
-        run = self._send if isinstance(self._meeting, Connect) else self._receive
-        while (job := self._jobs.get()) is not None and not self._closing.is_set():
-            self._post(self._answer, job, run(group, job, buffer))
-
-    def _send(self, group: Group, job: SegmentJob, buffer: torch.Tensor) -> bytes:
-        assert job.block_ids is not None
-        packed = self._rows.packed(job.block_ids, buffer)
-        segment_digest = digest(packed)
-        group.send([packed], RECEIVER_RANK, job.sequence).wait(self._timeout)
-        return segment_digest
-
-    def _receive(self, group: Group, job: SegmentJob, buffer: torch.Tensor) -> bytes:
-        packed = buffer[: job.blocks]
-        group.recv([packed], SENDER_RANK, job.sequence).wait(self._timeout)
-        block_ids = job.block_ids
-        if block_ids is None:
-            return b""
-        self._rows.spread(block_ids, packed)
-        return digest(packed)
+            with self._lock:
+                self._listener = None

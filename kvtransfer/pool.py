@@ -47,12 +47,24 @@ class PoolRows:
         self.ratio = layout.block_size // self.layout.block_size
         """Cells in a block."""
         self._planes = 2 * layout.layers
+        self.cells = pool.shape[0] * self.ratio
         # Rows of 8-byte words where they fit: index_copy_ moves words, and bytes one by one are several times slower.
         self._word = torch.int64 if self.layout.block_bytes // self._planes % 8 == 0 else torch.uint8
         self._rows = pool.view(pool.shape[0], -1).view(self._word)
         # [blocks, ratio, planes, words]: a cell's words are contiguous plane by plane only.
         self._parts = self._rows.view(pool.shape[0], self._planes, self.ratio, -1).transpose(1, 2)
         self._cell_words = self._rows.shape[1] // self.ratio
+        self.is_flat = self._rows.device.type == "cpu" and self.ratio == 1
+        """Whether cell `i` is the bytes from `i * block_bytes` on, in host memory."""
+        self.address = self._rows.data_ptr()
+        self.flat_bytes: Any = as_bytes(self._rows.view(-1)) if self.is_flat else None
+
+    @classmethod
+    def of_bytes(cls, memory: torch.Tensor, cells: KvLayout, ratio: int) -> "PoolRows":
+        """A pool that fills these bytes, of blocks of `ratio` such cells."""
+        layout = cells.in_blocks_of(cells.block_size * ratio)
+        blocks = memory.shape[0] // layout.block_bytes
+        return cls(memory.view(TORCH_DTYPES[layout.dtype]).view(layout.shape(blocks)), layout, cells.block_size)
 
     def buffer(self, cells: int) -> torch.Tensor:
         """Host memory for `cells` packed cells, as rows of words."""
@@ -96,7 +108,11 @@ class PoolRows:
         )
 
 
+def as_bytes(packed: torch.Tensor) -> Any:
+    """The same memory as an array of bytes, for what takes buffers."""
+    return packed.view(torch.uint8).numpy()
+
+
 def digest(packed: torch.Tensor) -> bytes:
     """xxh3-64 of the bytes, without a copy. 8 bytes."""
-    view: Any = packed.view(torch.uint8).numpy()
-    return xxhash.xxh3_64_digest(view)
+    return xxhash.xxh3_64_digest(as_bytes(packed))

@@ -8,7 +8,8 @@ import torch
 
 from kvtransfer.driver import Driver, Live, Route
 from kvtransfer.layout import KvLayout, blocks_of, cells_of
-from kvtransfer.pair import MAX_QUEUED_SEGMENTS, Listen, SegmentJob
+from kvtransfer.memory import SharedMemory
+from kvtransfer.pair import Listen
 from kvtransfer.receiver_session import DECLINED, FAILED, ReceiverSession
 from kvtransfer.session import (
     Accepted,
@@ -20,10 +21,13 @@ from kvtransfer.session import (
     KvCommitted,
     KvDeclined,
     KvReceiveFailed,
+    Quarantine,
     Receive,
     Refusal,
 )
 from kvtransfer.settings import KvSettings
+from kvtransfer.transport import MAX_QUEUED_SEGMENTS, Meeting, SegmentJob
+from kvtransfer.transports import usable
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Message
@@ -47,7 +51,9 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
     first hold their KV already; with a reason to refuse; or with None, and then `decide` follows. All these blocks are of our
     own size, whatever the sender's is. Every accepted offer ends in exactly one `on_committed(peer_epoch, commit, block_ids,
     prompt_token_ids)` or `on_failed(request_id, attempt, block_ids, reason)`. After the latter nothing writes to the blocks
-    any more. An undecided offer that fails ends in `on_failed` with no blocks; a refused one in nothing.
+    any more; where that takes proof first, `on_quarantined(request_id, attempt, block_ids)` says at once that it has failed,
+    and which of its blocks are in doubt. An undecided offer that fails ends in `on_failed` with no blocks; a refused one in
+    nothing.
     """
 
     def __init__(
@@ -62,19 +68,21 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         accept: Callable[[int, Offer], Accepted | str | None],
         on_committed: Callable[[int, Commit, list[int], list[int]], None],
         on_failed: Callable[[str, int, list[int], str], None],
+        on_quarantined: Callable[[str, int, list[int]], None] = lambda request_id, attempt, block_ids: None,
         settings: KvSettings,
+        memory: SharedMemory | None = None,
     ) -> None:
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not, or if `listen_host` is not one address of
-        this host."""
+        this host. `memory` is what the pool lies in, from its first byte on, if other processes may map it."""
         if listen_host in ("", "*", "0.0.0.0", "::"):
             raise ValueError(
                 f"KV must be received on one address, not on {listen_host!r}: the rendezvous knows no passwords"
             )
-        super().__init__(layout, pool, epoch, clock, send, settings)
-        self._listen_host = listen_host
+        super().__init__(layout, pool, epoch, clock, send, settings, listen_host, memory)
         self._accept = accept
         self._on_committed = on_committed
         self._on_failed = on_failed
+        self._on_quarantined = on_quarantined
 
     # --- from the worker ---
 
@@ -118,16 +126,15 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
 
     def _open(self, peer_epoch: int, message: PairOpen) -> None:
         current = self._routes.get(peer_epoch)
-        if current is not None and message.pair_id <= current.pair_id:
-            if message.pair_id == current.pair_id and current.listening is not None:
-                self._send(peer_epoch, current.listening, b"")
+        if current is not None and message.pair_id < current.pair_id:
+            return
+        if current is not None and message.pair_id == current.pair_id:
+            self._meet_again(current, message)
             return
         if current is not None:
             self._drop(current, "the sender opened another pair", tell_peer=False)
         refusal = ""
-        if message.transport != self._settings.transport:
-            refusal = f"transport {message.transport!r} is not {self._settings.transport!r}, which is used here"
-        elif self._closed:
+        if self._closed:
             refusal = "shutting down"
         elif not self._has_room(new_pair=True):
             refusal = "too many pairs"
@@ -136,16 +143,47 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         if refusal:
             self._send(peer_epoch, PairClosed(message.pair_id, refusal[:512]), b"")
             return
-        route = _Incoming(peer_epoch, message.pair_id, self._rows_of(message.block_size))
-        self._routes[peer_epoch] = route
-        self._start_pair(route, Listen(self._listen_host, lambda port, secret: self._listens(route, port, secret)))
+        self._routes[peer_epoch] = _Incoming(peer_epoch, message.pair_id, self._rows_of(message.block_size), ())
+        self._meet(self._routes[peer_epoch], message)
 
-    def _listens(self, route: _Incoming, port: int, secret: str) -> None:
-        if not route.dropped:
-            route.listening = PairListen(route.pair_id, self._listen_host, port, secret)
+    def _meet_again(self, route: _Incoming, message: PairOpen) -> None:
+        """The sender repeats its proposal, or could not meet as it was told and proposes what is left."""
+        if message.transports == route.offered:
+            if route.listening is not None:
+                self._send(route.peer_epoch, route.listening, b"")
+        elif route.order.is_fresh and self._has_room(new_pair=False) and len(self._pairs) < self._settings.pairs_max:
+            assert route.pair is not None
+            route.pair.close()
+            self._meet(route, message)
+
+    def _meet(self, route: _Incoming, message: PairOpen) -> None:
+        same_host = message.host_id == self._host_id
+        names, why = usable(self._local_of(route), message.transports, self._settings.transports, same_host)
+        route.offered, route.listening, route.ready = message.transports, None, False
+        if not names:
+            self._drop(route, f"no transport that both can use: {why}", tell_peer=True)
+            return
+        self._give_time_to_meet(route, "the sender did not come to the rendezvous")
+        route.transport = names[0]
+        self._start_pair(route, Listen(tuple(names), why, lambda meeting: self._listens(route, meeting)))
+
+    def _listens(self, route: _Incoming, meeting: Meeting) -> None:
+        if not route.dropped and meeting.transport in route.offered:
+            route.transport, route.why = meeting.transport, meeting.why
+            route.listening = PairListen(
+                route.pair_id, meeting.transport, meeting.host, meeting.port, meeting.secret, meeting.why
+            )
             self._send(route.peer_epoch, route.listening, b"")
 
+    def _pair_broke(self, route: _Incoming, reason: str) -> None:
+        if route.ready:
+            super()._pair_broke(route, reason)
+        else:
+            # The sender finds out as well, and says by what other transport to meet; until then the timer runs.
+            route.listening = None
+
     def _pair_ready(self, route: _Incoming) -> None:
+        super()._pair_ready(route)
         route.listening = None
 
     def _segment_freed(self, route: _Incoming) -> None:
@@ -203,6 +241,8 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         fault = ""
         if announce.blocks > self._segment_blocks(route):
             fault = f"a segment of {announce.blocks} blocks where {self._segment_blocks(route)} fit"
+        elif route.pair.is_down:
+            fault = f"segment {announce.sequence} was announced before the two had met"
         elif route.pair.queued >= MAX_QUEUED_SEGMENTS:
             fault = f"more than {MAX_QUEUED_SEGMENTS} segments announced at once"
         elif not route.order.take(announce.sequence):
@@ -228,10 +268,12 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
             self._arm(live)
 
     def _carry_out(self, live: _Live, action: Action) -> None:
+        if isinstance(action, Quarantine):
+            self._on_quarantined(*live.key, list(blocks_of(action.block_ids, live.route.rows.ratio)))
+            return
         assert isinstance(action, CancelSegments)
         assert live.route.pair is not None
-        for job in live.route.pair.jobs_of(live):
-            job.block_ids = None
+        live.route.pair.cancel(live)
 
     def _report(self, live: _Live, ended: Ended) -> None:
         result, ratio = ended.result, live.route.rows.ratio

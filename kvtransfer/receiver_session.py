@@ -16,6 +16,7 @@ from kvtransfer.session import (
     KvReceiveFailed,
     LocalAbort,
     PairLost,
+    Quarantine,
     Receive,
     Refusal,
     SegmentDone,
@@ -98,6 +99,8 @@ class ReceiverSession(Session):
         self._cached_blocks = 0
         self._next_block = 0
         self._digests: list[bytes | None] = []
+        self._targets: dict[int, tuple[int, ...]] = {}
+        """Target blocks of the segments in flight."""
         self._commit: CommitArrived | None = None
         self._prompt: tuple[int, ...] = ()
         self._reason = ""
@@ -105,6 +108,7 @@ class ReceiverSession(Session):
 
     def forget_payload(self) -> None:
         self._block_ids, self._prompt, self._commit, self._digests = (), (), None, []
+        self._targets.clear()
 
     # --- from the local side ---
 
@@ -142,7 +146,8 @@ class ReceiverSession(Session):
         self._digests.append(None)
         self.in_flight.add(event.segment)
         self._progress(now)
-        return [Receive(event.segment, self._block_ids[event.first_block : end])]
+        self._targets[event.segment] = self._block_ids[event.first_block : end]
+        return [Receive(event.segment, self._targets[event.segment])]
 
     def _commit_arrived(self, event: CommitArrived, now: float) -> list[Action]:
         digests = event.commit.digests
@@ -168,6 +173,7 @@ class ReceiverSession(Session):
 
     def _received(self, event: SegmentDone, now: float) -> list[Action]:
         self.in_flight.remove(event.segment)
+        del self._targets[event.segment]
         self._digests[event.segment] = event.digest
         self._progress(now)
         return self._check() if self.state == CHECKING else []
@@ -217,7 +223,8 @@ class ReceiverSession(Session):
         actions: list[Action] = [Send(Abort(self.request_id, self.attempt, reason[:512]))] if tell_peer else []
         if self.in_flight:
             self.state = DRAINING
-            return [*actions, CancelSegments()]
+            touched = tuple(block for segment in sorted(self._targets) for block in self._targets[segment])
+            return [*actions, Quarantine(touched), CancelSegments()]
         return actions + self._failed()
 
     def _failed(self) -> list[Action]:

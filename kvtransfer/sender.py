@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvtransfer.choice import TransportChoice
 from kvtransfer.driver import Driver, Live, Route
 from kvtransfer.layout import KvLayout, cells_of
-from kvtransfer.pair import Connect, SegmentJob
 from kvtransfer.sender_session import SenderSession
 from kvtransfer.session import (
     Action,
@@ -22,6 +22,7 @@ from kvtransfer.session import (
     SendSegment,
 )
 from kvtransfer.settings import KvSettings
+from kvtransfer.transport import Meeting, SegmentJob
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Announce, Decline, FirstToken, PairClosed, PairListen, PairOpen
@@ -33,7 +34,6 @@ class _Outgoing(Route):
     """A way to one receiver. Segments of all its sessions leave in the order they became ready."""
 
     waiting: "deque[tuple[_Live, SendSegment]]" = field(default_factory=deque)
-    ready: bool = False
     announced: int = 0
 
 
@@ -60,6 +60,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         super().__init__(layout, pool, epoch, clock, send, settings)
         self._on_result = on_result
         self._last_pair_id = 0
+        self._choice = TransportChoice(settings.transports, settings.demote_ms, settings.demote_max_ms)
 
     # --- from the worker ---
 
@@ -73,7 +74,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         for another transfer, `on_result` says so, soon. The same goes
         for a (request_id, attempt) that was opened before: an attempt is offered once.
         """
-        route = self._routes.get(peer_epoch)
+        route = self._current_route(peer_epoch)
         repeated = (request_id, attempt) in self._ended
         block_size = block_size or self.layout.block_size
         reason = ""
@@ -134,6 +135,8 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         elif isinstance(message, PairClosed):
             route = self._routes.get(peer_epoch)
             if route is not None and route.pair_id == message.pair_id:
+                if route.transport:
+                    self._choice.broke(peer_epoch, route.transport, message.reason, self._clock())
                 self._drop(route, f"closed by the receiver: {message.reason}", tell_peer=False)
         elif isinstance(message, Accept | Decline | Ack | Abort):
             live = self._find(peer_epoch, (message.request_id, message.attempt))
@@ -144,25 +147,59 @@ class KvSender(Driver[SenderSession, _Outgoing]):
 
     # --- pairs ---
 
+    def _current_route(self, peer_epoch: int) -> _Outgoing | None:
+        """None, and the old one is given up, where nothing uses it and a better transport may be tried again."""
+        route = self._routes.get(peer_epoch)
+        if route is None or not route.ready or route.sessions:
+            return route
+        if not self._choice.better_is_due(peer_epoch, route.transport, self._clock()):
+            return route
+        self._drop(route, "a better transport is tried again", tell_peer=True)
+        return None
+
     def _open_route(self, peer_epoch: int, block_size: int) -> _Outgoing:
         self._last_pair_id += 1
-        route = _Outgoing(peer_epoch, self._last_pair_id, self._rows_of(block_size))
+        transports = self._choice.proposal(peer_epoch, self._clock())
+        route = _Outgoing(peer_epoch, self._last_pair_id, self._rows_of(block_size), transports)
         self._routes[peer_epoch] = route
-        timeout_s = self._settings.rendezvous_timeout_ms / 1e3
-        route.timer = self._loop.call_later(timeout_s, self._drop, route, "no answer to PairOpen", True)
-        self._send(peer_epoch, PairOpen(route.pair_id, self._settings.transport, block_size), b"")
+        self._propose(route)
         return route
+
+    def _propose(self, route: _Outgoing) -> None:
+        self._give_time_to_meet(route, "no answer to PairOpen")
+        self._send(
+            route.peer_epoch, PairOpen(route.pair_id, route.offered, route.rows.layout.block_size, self._host_id), b""
+        )
 
     def _connect(self, peer_epoch: int, message: PairListen) -> None:
         route = self._routes.get(peer_epoch)
         if route is None or route.pair_id != message.pair_id or route.pair is not None:
             self.counters["stale_frames"] += 1
-            return
-        self._start_pair(route, Connect(message.host, message.port, message.secret))
+        elif message.transport not in route.offered:
+            self.counters["stale_frames"] += 1  # tried already, and the receiver does not know yet
+        else:
+            self._stop_timer(route)
+            route.transport = message.transport
+            demoted = self._choice.why_not_better(peer_epoch, message.transport, self._clock())
+            route.why = "; ".join(filter(None, (message.why, demoted)))
+            self._start_pair(route, Meeting(message.transport, message.host, message.port, message.secret))
 
     def _pair_ready(self, route: _Outgoing) -> None:
-        route.ready = True
+        super()._pair_ready(route)
         self._pump(route)
+
+    def _pair_broke(self, route: _Outgoing, reason: str) -> None:
+        self._choice.broke(route.peer_epoch, route.transport, reason, self._clock())
+        route.offered = tuple(name for name in route.offered if name != route.transport)
+        if route.ready or not route.offered:
+            super()._pair_broke(route, reason)
+            return
+        # Nothing was announced yet, so another way of meeting does as well, and the sessions need not know.
+        assert route.pair is not None
+        self.counters[f"broken_{route.transport}"] += 1
+        route.pair.close()
+        route.pair, route.transport = None, ""
+        self._propose(route)
 
     def _segment_freed(self, route: _Outgoing) -> None:
         self._pump(route)
@@ -202,4 +239,6 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         assert isinstance(result, KvSent | KvFailed)
         if isinstance(result, KvFailed):
             self.counters["sessions_failed"] += 1
+        else:
+            self._choice.worked(live.route.peer_epoch, live.route.transport, self._clock())
         self._on_result(result)

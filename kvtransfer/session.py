@@ -145,6 +145,13 @@ class CancelSegments:
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantine:
+    """The session has failed, and until its result says otherwise these blocks may still be written to."""
+
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Violation:
     """The peer broke the protocol; for the counter."""
 
@@ -208,7 +215,7 @@ class Ended:
     result: KvSent | KvFailed | KvCommitted | KvReceiveFailed | KvDeclined
 
 
-Action = Send | SendSegment | Receive | CancelSegments | Violation | Ended
+Action = Send | SendSegment | Receive | CancelSegments | Quarantine | Violation | Ended
 
 
 # --- what both machines share ---------------------------------------------------------------------------------------
@@ -260,6 +267,11 @@ class AnnounceOrder:
 
     def __init__(self) -> None:
         self._next = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing was announced yet."""
+        return self._next == 0
 
     def is_repeated(self, sequence: int) -> bool:
         return sequence < self._next

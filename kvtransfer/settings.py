@@ -2,13 +2,25 @@
 
 from dataclasses import dataclass
 
+AUTO = ("shm", "gloo")
+"""Every transport, best first."""
+
+
+def allowed_transports(option: str) -> tuple[str, ...]:
+    """What `--kv-transport` stands for."""
+    return AUTO if option == "auto" else (option,)
+
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
     """Raises `ValueError` on values that cannot work together."""
 
-    transport: str = "gloo"
-    """Backend of the process groups; both ends must name the same one."""
+    transports: tuple[str, ...] = AUTO
+    """Those allowed, best first. The sender proposes, and the receiver takes the first that it can use too."""
+    demote_ms: int = 5_000
+    """A transport that broke is not proposed to the same peer again for so long, and twice as long each further time."""
+    demote_max_ms: int = 300_000
+    """But never longer."""
     segment_bytes: int = 8 << 20
     """Largest segment, on the sender: what it packs into one message; on the receiver: what it makes room for per pair.
     The smaller of the two holds. A block is never split, so a larger block makes a larger segment."""
@@ -36,8 +48,10 @@ class KvSettings:
     """Ended sessions kept to answer late frames; what is older is answered as unknown."""
 
     def __post_init__(self) -> None:
+        if not self.transports:
+            raise ValueError("no transport is allowed")
         for name in self.__dataclass_fields__:
-            if name != "transport" and getattr(self, name) < 1:
+            if name != "transports" and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
         if self.window_segments > 64:
             raise ValueError(f"window_segments is {self.window_segments}; a receiver queues at most 64")

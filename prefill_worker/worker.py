@@ -8,7 +8,7 @@ from engine.engine import Engine
 from engine.thread import EngineThread
 from kvtransfer.layout import KvLayout
 from kvtransfer.sender import KvSender
-from kvtransfer.settings import KvSettings
+from kvtransfer.settings import KvSettings, allowed_transports
 from prefill_worker.compute import run_step
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import PromptTable
@@ -60,7 +60,11 @@ class PrefillWorker:
             clock=clock.now,
             send=self._send_kv,
             on_result=self.core.kv_result,
-            settings=KvSettings(ack_timeout_ms=settings.kv_timeout_ms, rendezvous_timeout_ms=settings.kv_timeout_ms),
+            settings=KvSettings(
+                transports=allowed_transports(settings.kv_transport),
+                ack_timeout_ms=settings.kv_timeout_ms,
+                rendezvous_timeout_ms=settings.kv_timeout_ms,
+            ),
         )
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -2,7 +2,7 @@
 
 Over the control link between the two (the sender connects to the receiver):
 
-    PairOpen →  ← PairListen          once per pair of incarnations: meet in a process group of two
+    PairOpen →  ← PairListen          once per pair of incarnations: choose a transport and meet
     Offer →     ← Accept | Decline    once per attempt
     Announce →  (segment on the data plane)     per segment, in order: lengths are agreed before a byte moves
     Commit →    ← Ack                 digests; the receiver decodes only after it has checked them
@@ -23,25 +23,34 @@ from proto.sampling import TokenId
 
 PairId = Annotated[int, Meta(gt=0, le=(1 << 63) - 1)]
 """Grows with every group that one sender makes, so an older one is known as such."""
+TransportName = Annotated[str, Meta(min_length=1, max_length=16)]
 SegmentIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_SEGMENTS)]
 
 
 class PairOpen(Message, frozen=True):
-    """Asks the receiver to meet in group `pair_id` with this transport's name (`gloo`, `nccl`)."""
+    """Asks the receiver to meet as pair `pair_id`. Repeated with fewer transports when meeting by another one failed."""
 
     pair_id: PairId
-    transport: Text
+    transports: Annotated[tuple[TransportName, ...], Meta(min_length=1, max_length=8)]
+    """What the sender can do, best first; the receiver picks."""
     block_size: BlockSize
     """Tokens of the blocks that will cross. It must divide the block size of either end."""
+    host_id: Text
+    """Equal at both ends only if they run on one host, and can share memory there."""
 
 
 class PairListen(Message, frozen=True):
-    """The receiver listens for the rendezvous here; `secret` prefixes every key of the store."""
+    """The receiver waits for the sender here."""
 
     pair_id: PairId
+    transport: TransportName
     host: Text
-    port: Annotated[int, Meta(ge=1, le=65535)]
+    port: Annotated[int, Meta(ge=0, le=65535)]
+    """Of the rendezvous; 0 where the secret names all there is to know."""
     secret: Text
+    """Prefix of every key of the store, or name of the socket."""
+    why: Text
+    """What spoke against better transports; empty: nothing."""
 
 
 class PairClosed(Message, frozen=True):

@@ -320,6 +320,11 @@ class WorkerSettings(_ClientSettings):
         min_length=1,
         description="Address of this host on which KV blocks themselves are sent and received.",
     )
+    kv_transport: Literal["auto", "shm", "gloo"] = Field(
+        "auto",
+        description="How KV crosses between two workers; auto: the best that a pair can use, and the next one where that fails."
+        " shm copies within one host, straight into the other's KV cache; gloo sends over TCP, between any two hosts.",
+    )
     kv_timeout_ms: int = Field(
         10_000,
         ge=100,

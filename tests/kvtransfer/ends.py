@@ -5,12 +5,13 @@ import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from kvtransfer.layout import KvLayout
+from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session import Accepted, KvFailed, KvSent
@@ -20,6 +21,8 @@ from proto.messages import Message
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 SMALL = KvSettings(segment_bytes=3 * LAYOUT.block_bytes, rendezvous_timeout_ms=20_000, segment_timeout_ms=10_000)
+TRANSPORT = "gloo"
+"""Of pairs whose settings do not say."""
 FIRST = (FirstToken(0, 7),)
 WAIT_S = 60.0
 """A test that waits this long has hung."""
@@ -32,6 +35,12 @@ def filled_pool(layout: KvLayout, blocks: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (blocks, layout.block_bytes), dtype=torch.uint8, generator=generator)
     return raw.view(getattr(torch, layout.dtype)).view(layout.shape(blocks))
+
+
+def shared_pool(layout: KvLayout, blocks: int, seed: int, memory: SharedMemory) -> torch.Tensor:
+    """The same pool in memory that other processes can map."""
+    pool = memory.allocate(blocks * layout.block_bytes).view(getattr(torch, layout.dtype)).view(layout.shape(blocks))
+    return pool.copy_(filled_pool(layout, blocks, seed))
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -60,10 +69,15 @@ class Ends:
     """What the receiver said to other peers."""
 
     def __post_init__(self) -> None:
+        if self.settings.transports == KvSettings().transports:
+            self.settings = replace(self.settings, transports=(TRANSPORT,))
+        if self.receiver_settings and self.receiver_settings.transports == KvSettings().transports:
+            self.receiver_settings = replace(self.receiver_settings, transports=(TRANSPORT,))
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
         self.source = filled_pool(self.layout, self.blocks, seed=1)
-        self.target = filled_pool(self.receiver_layout or self.layout, self.blocks, seed=2)
+        self.memory = SharedMemory()
+        self.target = shared_pool(self.receiver_layout or self.layout, self.blocks, seed=2, memory=self.memory)
         self.sender = KvSender(
             layout=self.layout,
             pool=self.source,
@@ -84,6 +98,7 @@ class Ends:
             on_committed=lambda epoch, commit, ids, prompt: self._note(self.committed, (commit, ids, prompt)),
             on_failed=lambda *failure: self._note(self.failed, failure),
             settings=self.receiver_settings or self.settings,
+            memory=self.memory,
         )
 
     def _note(self, where: list[Any], what: object) -> None:
@@ -125,6 +140,7 @@ class Ends:
 
     async def close(self) -> None:
         await asyncio.gather(self.sender.close(), self.receiver.close())
+        self.memory.close()
 
 
 def shuffled(blocks: int, count: int, seed: int) -> list[int]:

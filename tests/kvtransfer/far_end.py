@@ -4,6 +4,7 @@ It speaks to the near end over one TCP connection, and leaves when its standard 
 """
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -11,18 +12,24 @@ from collections.abc import Callable
 import torch
 
 from kvtransfer.layout import KvLayout
+from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session import Accepted, KvFailed, KvSent
 from kvtransfer.settings import KvSettings
 from proto.codec import WITH_BLOB, decode, encode
 from proto.messages import Message
-from tests.kvtransfer.ends import FIRST, filled_pool, shuffled
+from tests.kvtransfer.ends import FIRST, filled_pool, shared_pool, shuffled
 
 LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 """64 KiB per block."""
 BLOCKS = 512
-SETTINGS = KvSettings(segment_bytes=1 << 20, segment_timeout_ms=5_000, rendezvous_timeout_ms=30_000)
+SETTINGS = KvSettings(
+    transports=(os.environ.get("CROSSDOCK_TEST_TRANSPORT", "gloo"),),
+    segment_bytes=1 << 20,
+    segment_timeout_ms=5_000,
+    rendezvous_timeout_ms=30_000,
+)
 NEAR_EPOCH = 1
 FAR_EPOCH = 2
 SOURCE_SEED = 11
@@ -98,9 +105,11 @@ async def main(role: str, port: int, attempt: int) -> None:
                 end.blocks_ready(request_id, attempt, start, ids[start : start + 50])
             end.commit(request_id, attempt, FIRST, [])
     else:
+        memory = SharedMemory()
         end = KvReceiver(
             layout=LAYOUT,
-            pool=filled_pool(LAYOUT, BLOCKS, 12),
+            pool=shared_pool(LAYOUT, BLOCKS, 12, memory),
+            memory=memory,
             epoch=FAR_EPOCH,
             clock=time.monotonic,
             send=wire.send,

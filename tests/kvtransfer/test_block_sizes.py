@@ -60,6 +60,7 @@ def test_packed_cells_of_one_pool_are_those_of_the_other(
     assert same_bytes(pools[1][others], before[others])
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize(("ours", "theirs"), [(2, 4), (4, 2), (2, 8), (6, 2), (4, 4)])
 def test_pairs_of_different_block_sizes(ours: int, theirs: int) -> None:
     """Prompts that end anywhere, decode sides that have the beginning, several at once."""
@@ -117,7 +118,7 @@ def test_a_failed_transfer_gives_the_blocks_back_as_they_were_given():
 
 def test_sizes_that_do_not_divide_are_refused_with_both_values():
     async def test(ends: Ends) -> None:
-        ends.receiver.handle(1, PairOpen(9, "gloo", 4), b"")
+        ends.receiver.handle(1, PairOpen(9, ("gloo",), 4, "here"), b"")
         ends.sender.open("r", 1, 2, 3, 4)
         await ends.until(lambda: bool(ends.results))
         [result] = ends.results

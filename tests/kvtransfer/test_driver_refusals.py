@@ -27,7 +27,7 @@ def test_no_answer_to_pair_open_is_a_failure():
 
 def test_a_listener_that_nobody_meets_is_given_up():
     async def test(ends: Ends) -> None:
-        ends.receiver.handle(1, PairOpen(9, "gloo", LAYOUT.block_size), b"")
+        ends.receiver.handle(1, PairOpen(9, ("gloo",), LAYOUT.block_size, "here"), b"")
         ends.receiver.handle(1, Offer("r", 1, 9, 1), b"")
         await ends.until(lambda: len(ends.failed) == 1)
         assert ends.failed[0][:3] == ("r", 1, [0]) and ends.receiver.counters["pairs_lost"] == 1
@@ -39,9 +39,9 @@ def test_another_transport_is_refused_with_its_name():
     async def test(ends: Ends) -> None:
         ends.transfer("r", [1])
         await ends.until(lambda: len(ends.results) == 1)
-        assert "transport 'nccl' is not 'gloo'" in ends.results[0].reason  # type: ignore[union-attr]
+        assert "no transport that both can use: shm: not allowed here" in ends.results[0].reason  # type: ignore[union-attr]
 
-    with_ends(test, settings=replace(SMALL, transport="nccl"), receiver_settings=SMALL)
+    with_ends(test, settings=replace(SMALL, transports=("shm",)), receiver_settings=SMALL)
 
 
 def test_limits_are_answered_not_exceeded():
@@ -52,7 +52,7 @@ def test_limits_are_answered_not_exceeded():
         assert [type(result) for result in ends.results[:2]] == [KvFailed, KvFailed]
         assert {result.reason for result in ends.results[:2]} == {"too many transfers at once"}  # type: ignore[union-attr]
         assert all(isinstance(result, KvSent) for result in ends.results[2:])
-        ends.receiver.handle(5, PairOpen(1, "gloo", LAYOUT.block_size), b"")
+        ends.receiver.handle(5, PairOpen(1, ("gloo",), LAYOUT.block_size, "here"), b"")
         assert ends.strangers == [PairClosed(1, "too many pairs")]
 
     with_ends(test, settings=replace(SMALL, sessions_max=2, pairs_max=1))
@@ -93,7 +93,7 @@ def test_the_same_attempt_may_come_from_another_sender_once_the_first_has_failed
     async def test(ends: Ends) -> None:
         first, second = Offer("r", 1, 1, 1), Offer("r", 1, 1, 2)
         for epoch in (7, 8):
-            ends.receiver.handle(epoch, PairOpen(1, "gloo", LAYOUT.block_size), b"")
+            ends.receiver.handle(epoch, PairOpen(1, ("gloo",), LAYOUT.block_size, "here"), b"")
         ends.receiver.handle(7, first, b"")
         ends.receiver.handle(8, second, b"")
         assert ends.strangers[-1] == Decline("r", 1, "this attempt is another sender's")

@@ -7,17 +7,22 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session import Accepted, KvFailed, KvSent
 from proto.kv import Accept, Announce, Commit, Offer
 from proto.messages import Message
-from tests.kvtransfer import far_end
-from tests.kvtransfer.ends import FIRST, filled_pool, same_bytes, shuffled
+from tests.kvtransfer import ends, far_end
+from tests.kvtransfer.ends import FIRST, filled_pool, same_bytes, shared_pool, shuffled
 from tests.kvtransfer.far_end import BLOCKS, ENDLESS_BLOCKS, FAR_EPOCH, LAYOUT, SETTINGS, SOURCE_SEED, Wire
 
+pytestmark = pytest.mark.usefixtures("transport")
 WAIT_S = 60.0
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +36,13 @@ async def far_process(role: str, attempt: int = 1) -> AsyncIterator[tuple[asynci
 
     server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "CROSSDOCK_TEST_TRANSPORT": ends.TRANSPORT,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": str(ROOT),
+    }
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -58,11 +69,13 @@ async def far_process(role: str, attempt: int = 1) -> AsyncIterator[tuple[asynci
 class NearReceiver:
     """The receiver under test, with all that it reported."""
 
-    def __init__(self) -> None:
-        self.pool = filled_pool(LAYOUT, BLOCKS, seed=12)
+    def __init__(self, segment_timeout_ms: int = SETTINGS.segment_timeout_ms) -> None:
+        self.memory = SharedMemory()
+        self.pool = shared_pool(LAYOUT, BLOCKS, 12, self.memory)
         self.free = shuffled(BLOCKS, BLOCKS, seed=13)
         self.committed: dict[str, list[int]] = {}
         self.failed: dict[str, tuple[list[int], str]] = {}
+        self.quarantined: dict[str, list[int]] = {}
         self.wire: Wire | None = None
         self.changed = asyncio.Event()
         self.receiver = KvReceiver(
@@ -75,7 +88,9 @@ class NearReceiver:
             accept=self._accept,
             on_committed=self._on_committed,
             on_failed=self._on_failed,
-            settings=SETTINGS,
+            on_quarantined=self._on_quarantined,
+            settings=replace(SETTINGS, transports=(ends.TRANSPORT,), segment_timeout_ms=segment_timeout_ms),
+            memory=self.memory,
         )
 
     def _accept(self, epoch: int, offer: Offer) -> Accepted:
@@ -89,6 +104,10 @@ class NearReceiver:
     def _on_failed(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
         self.failed[request_id] = (block_ids, reason)
         self.free += block_ids
+        self.changed.set()
+
+    def _on_quarantined(self, request_id: str, attempt: int, block_ids: list[int]) -> None:
+        self.quarantined[request_id] = block_ids
         self.changed.set()
 
     async def until_known(self, request_ids: set[str]) -> None:
@@ -166,7 +185,7 @@ def test_a_killed_receiver_is_reported_and_the_next_one_is_served():
             clock=time.monotonic,
             send=lambda epoch, message, blob: wires[epoch].send(epoch, message, blob),
             on_result=on_result,
-            settings=SETTINGS,
+            settings=replace(SETTINGS, transports=(ends.TRANSPORT,)),
         )
         for epoch in (FAR_EPOCH, FAR_EPOCH + 1):
             accepted = asyncio.Event()

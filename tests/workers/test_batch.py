@@ -62,6 +62,10 @@ class World:
             ],
         )
 
+    def table_doubts(self) -> set[str]:
+        """Requests whose transfer has failed without proof."""
+        return {request_id for request_id, _ in self.table.quarantined}
+
     def step(self, tokens: int = 50) -> dict[tuple[str, int], tuple[int, FinishReason | None]]:
         """One step in which every sequence draws `tokens`; returns (index, finish) by (request, choice)."""
         if self.batch.in_flight is None and self.batch.plan(self.stuck.append) is None:
@@ -130,6 +134,22 @@ def test_a_transfer_that_fails_gives_back_what_it_shared_and_makes_nothing_known
     w.table.received_nothing(("b", 1), blocks, WorkFailed("b", 1, Interrupt.TRANSFER_FAILED, "lost"))
     assert w.table.allocator.refs(blocks[0]) == 1
     assert w.accept(reserve("c", 16, text=1)).cached_blocks == 2
+
+
+def test_blocks_that_a_sender_may_still_write_to_are_nobodys_until_it_cannot() -> None:
+    w = World(pool=8)
+    w.run(reserve("a", 8, text=1))
+    blocks = w.receive(reserve("b", 16, text=1))
+    w.table.quarantine(("b", 1), blocks[2:])
+    allocator = w.table.allocator
+    allocator.check_invariants()
+    assert allocator.quarantined_count == 2 and ("b", 1) in w.table.attempts, "it counts as holding them"
+    fresh = w.receive(reserve("c", 16))
+    assert not set(fresh) & set(blocks)
+    assert w.table.target_blocks(("d", 1), 9, 1) is None
+    w.table.received_nothing(("b", 1), blocks, Released("b", 1))
+    allocator.check_invariants()
+    assert allocator.quarantined_count == 0 and set(w.receive(reserve("d", 8))) == set(blocks[2:])
 
 
 def test_choices_and_new_tokens_never_write_to_what_is_shared() -> None:
@@ -262,7 +282,7 @@ def test_every_attempt_is_told_of_once_and_every_block_comes_back(data: st.DataO
     receiving: dict[str, tuple[Reserve, list[int]]] = {}
     made = 0
     for _ in range(data.draw(st.integers(1, 50))):
-        match data.draw(st.sampled_from(["offer", "commit", "lose", "plan", "step", "close"])):
+        match data.draw(st.sampled_from(["offer", "commit", "doubt", "lose", "plan", "step", "close"])):
             case "offer":
                 made += 1
                 order = reserve(
@@ -274,8 +294,14 @@ def test_every_attempt_is_told_of_once_and_every_block_comes_back(data: st.DataO
                     text=data.draw(st.sampled_from([None, 1, 2])),
                 )
                 receiving[order.request_id] = (order, w.receive(order))
-            case "commit" if receiving:
-                order, blocks = receiving.pop(data.draw(st.sampled_from(sorted(receiving))))
+            case "doubt" if receiving.keys() - w.table_doubts():
+                order, blocks = receiving[data.draw(st.sampled_from(sorted(receiving.keys() - w.table_doubts())))]
+                ours = [block for block in blocks if w.table.allocator.refs(block) == 1]
+                w.table.quarantine(
+                    (order.request_id, 1), data.draw(st.lists(st.sampled_from(ours), unique=True)) if ours else []
+                )
+            case "commit" if receiving.keys() - w.table_doubts():
+                order, blocks = receiving.pop(data.draw(st.sampled_from(sorted(receiving.keys() - w.table_doubts()))))
                 if w.table.attempts[(order.request_id, 1)].farewell is None:
                     w.commit(order, blocks)
                 else:

@@ -1,0 +1,312 @@
+"""The transport `shm`: the sender copies once, straight into the receiver's blocks. For two processes of one host and user.
+
+The receiver's pool lies in an anonymous file that the sender maps. Segments cross in four moves: the announcement (control
+link), the receiver's grant of target blocks, the sender's copy and digest, and its word that it is done; then the receiver
+digests the blocks where they lie. Messages and proof of life are in `shm_socket`.
+
+What a stale write could do is prevented by order, not by trust in time: granted blocks are nobody else's until the sender
+says DONE or SKIPPED or its connection has ended. A receiver that no longer wants a segment writes its sequence to the *board*,
+a page shared by the two; the sender looks there before each piece and skips the rest. That makes the answer come sooner, but
+only the answer counts.
+"""
+
+import fcntl
+import mmap
+import os
+import select
+import struct
+import time
+from collections import deque
+
+import numpy as np
+import torch
+
+from kvtransfer.copying import Copier, Digester
+from kvtransfer.layout import blocks_of
+from kvtransfer.memory import SEALS, SharedMemory, map_shared
+from kvtransfer.pool import PoolRows
+from kvtransfer.shm_socket import (
+    DONE,
+    GRANT,
+    GRANT_BLOCKS_MAX,
+    READY,
+    SKIPPED,
+    Connection,
+    Door,
+    knock,
+    receive_with_descriptors,
+    send_with_descriptors,
+)
+from kvtransfer.transport import (
+    MAX_QUEUED_SEGMENTS,
+    Answer,
+    Channel,
+    Inbox,
+    Listener,
+    Local,
+    Meeting,
+    PairBroken,
+    SegmentJob,
+    Transport,
+)
+
+_HELLO = struct.Struct("<8sQQQQ")
+"""Magic, bytes of the pool's memory, blocks in it, cells in a block, bytes of a cell."""
+_RATIO_MAX = 4096
+_MAGIC = b"cdkvshm1"
+UNWANTED = b"\0" * 8
+"""The sender's digest of a segment that the receiver did not want: its session there is over."""
+
+
+class _Board:
+    """Revoked sequences: slot `sequence % MAX_QUEUED_SEGMENTS` holds `sequence + 1`. No more segments are under way at once."""
+
+    SIZE = 8 * MAX_QUEUED_SEGMENTS
+
+    def __init__(self, descriptor: int) -> None:
+        self._words = np.frombuffer(map_shared(descriptor, self.SIZE), dtype=np.uint64)
+
+    def revoke(self, sequence: int) -> None:
+        self._words[sequence % MAX_QUEUED_SEGMENTS] = sequence + 1
+
+    def is_revoked(self, sequence: int) -> bool:
+        return int(self._words[sequence % MAX_QUEUED_SEGMENTS]) == sequence + 1
+
+
+class _Sending(Channel):
+    def __init__(self, local: Local, connection: Connection, target: PoolRows, board: _Board) -> None:
+        self._connection = connection
+        self._timeout_s = local.settings.segment_timeout_ms / 1e3
+        self._copier: Copier | None = Copier(local.rows, target)
+        self._target_cells = target.cells
+        self._board: _Board | None = board
+
+    def work(self, inbox: Inbox, answer: Answer) -> None:
+        jobs: deque[SegmentJob] = deque()
+        grants: deque[tuple[int, list[int]]] = deque()
+        poll = select.poll()
+        poll.register(inbox, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
+        waiting_since = 0.0
+        while not inbox.closed:
+            left_s = waiting_since + self._timeout_s - time.monotonic()
+            if not poll.poll(max(0.0, left_s) * 1e3 if jobs else None):
+                raise PairBroken(f"the receiver granted no blocks in {self._timeout_s:g} s")
+            if not jobs:
+                waiting_since = time.monotonic()
+            jobs += inbox.take()
+            while (message := self._connection.receive()) is not None:
+                grants.append(self._granted(*message))
+            while jobs and grants and not inbox.closed:
+                job = jobs.popleft()
+                segment_digest = self._carry_out(job, *grants.popleft(), inbox)
+                if segment_digest:
+                    answer(job, segment_digest)
+                waiting_since = time.monotonic()
+
+    def settle(self, inbox: Inbox, answer: Answer) -> None:
+        # Unmapped first: the end of the connection says that nothing is written any more.
+        self._copier = self._board = None
+        self._connection.close()
+
+    def _granted(self, kind: int, sequence: int, payload: bytes) -> tuple[int, list[int]]:
+        if kind != GRANT or len(payload) % 4:
+            raise PairBroken(f"the receiver broke the protocol: message {kind} of {len(payload)} bytes")
+        blocks = np.frombuffer(payload, dtype="<u4")
+        if blocks.size and int(blocks.max()) >= self._target_cells:
+            raise PairBroken(f"the receiver granted block {blocks.max()} of a pool of {self._target_cells}")
+        return sequence, blocks.tolist()
+
+    def _carry_out(self, job: SegmentJob, sequence: int, target_ids: list[int], inbox: Inbox) -> bytes:
+        """The digest; `UNWANTED` if the receiver does not want it; empty if this pair is being closed."""
+        assert job.block_ids is not None and self._copier is not None and self._board is not None
+        if sequence != job.sequence or len(target_ids) not in (0, job.blocks):
+            raise PairBroken(
+                f"the receiver granted {len(target_ids)} blocks for segment {sequence}, which is segment {job.sequence}"
+                f" of {job.blocks}"
+            )
+        board = self._board
+        segment_digest = b""
+        if target_ids:
+            segment_digest = self._copier.copy(
+                job.block_ids, target_ids, lambda: not inbox.closed and not board.is_revoked(sequence)
+            )
+        if inbox.closed:
+            return b""
+        if not self._connection.send(DONE if segment_digest else SKIPPED, sequence):
+            raise PairBroken("the receiver does not read what it is told")
+        return segment_digest or UNWANTED
+
+
+class _Receiving(Channel):
+    def __init__(self, local: Local, connection: Connection, board: _Board) -> None:
+        assert local.memory is not None
+        self._connection = connection
+        self._timeout_s = local.settings.segment_timeout_ms / 1e3
+        self._rows = local.rows
+        self._memory: SharedMemory = local.memory
+        self._digester = Digester(local.rows)
+        self._board = board
+        self._outbox: deque[SegmentJob] = deque()
+        """Not granted yet."""
+        self._granted: deque[tuple[SegmentJob, bool]] = deque()
+        """In order; whether any blocks were granted, or it was called unwanted."""
+
+    def work(self, inbox: Inbox, answer: Answer) -> None:
+        poll = select.poll()
+        poll.register(inbox, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
+        heard_at = 0.0
+        while not inbox.closed:
+            left_s = heard_at + self._timeout_s - time.monotonic()
+            if not poll.poll(max(0.0, left_s) * 1e3 if self._granted or self._outbox else None):
+                raise PairBroken(f"the sender moved nothing in {self._timeout_s:g} s")
+            if not self._granted:
+                heard_at = time.monotonic()
+            self._outbox += inbox.take()
+            self._grant()
+            if self._hear(answer):
+                heard_at = time.monotonic()
+            self._grant()
+            poll.modify(self._connection, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+
+    def settle(self, inbox: Inbox, answer: Answer) -> None:
+        for job, _ in self._granted:
+            job.block_ids = None
+            self._board.revoke(job.sequence)
+        self._connection.say_no_more()
+        poll = select.poll()
+        poll.register(inbox, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
+        while self._granted and not self._connection.ended:
+            if not poll.poll(inbox.settle_limit_ms):
+                break
+            inbox.take()
+            try:
+                self._hear(answer)
+            except PairBroken:
+                continue  # a peer that talks nonsense may still write: only the end of its connection counts
+        self._connection.close()
+
+    def revoke(self, job: SegmentJob) -> None:
+        self._board.revoke(job.sequence)
+
+    def _grant(self) -> None:
+        """Name the target blocks of as many segments as the connection takes."""
+        while self._outbox:
+            job = self._outbox[0]
+            block_ids = job.block_ids or ()
+            self._memory.provide(
+                blocks_of(block_ids, self._rows.ratio), self._rows.layout.block_bytes * self._rows.ratio
+            )
+            if not self._connection.send(GRANT, job.sequence, np.array(block_ids, dtype="<u4").tobytes()):
+                return
+            self._granted.append((self._outbox.popleft(), bool(block_ids)))
+
+    def _hear(self, answer: Answer) -> bool:
+        """Take in one thing that the sender is done with, if there is one."""
+        message = self._connection.receive()
+        if message is None:
+            return False
+        kind, sequence, _ = message
+        if kind not in (DONE, SKIPPED) or not self._granted or self._granted[0][0].sequence != sequence:
+            raise PairBroken(f"the sender broke the protocol: message {kind} about segment {sequence}")
+        job, with_blocks = self._granted.popleft()
+        block_ids = job.block_ids
+        if with_blocks and block_ids is not None:
+            if kind == SKIPPED:
+                raise PairBroken(f"the sender skipped segment {sequence}, which is wanted")
+            answer(job, self._digester.digest(block_ids))
+        else:
+            answer(job, b"")
+        return True
+
+
+class _ShmListener(Listener):
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self._door = Door()
+        self.meeting = Meeting(Shm.name, "", 0, self._door.name)
+
+    def meet(self) -> Channel:
+        local, memory = self._local, self._local.memory
+        assert memory is not None
+        timeout_ms = local.settings.rendezvous_timeout_ms
+        connected = self._door.accept(timeout_ms)
+        try:
+            board_descriptor = os.memfd_create("crossdock-kv-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(board_descriptor, _Board.SIZE)
+                fcntl.fcntl(board_descriptor, fcntl.F_ADD_SEALS, SEALS)
+                board = _Board(board_descriptor)
+                rows = local.rows
+                hello = _HELLO.pack(_MAGIC, memory.bytes, rows.cells // rows.ratio, rows.ratio, rows.layout.block_bytes)
+                send_with_descriptors(connected, hello, [memory.descriptor, board_descriptor])
+            finally:
+                os.close(board_descriptor)
+            connection = Connection(connected)
+            kind, _, _ = connection.wait(timeout_ms)
+            if kind != READY:
+                raise PairBroken(f"the sender broke the protocol: message {kind} before it was ready")
+        except (OSError, PairBroken):
+            connected.close()
+            raise
+        return _Receiving(local, connection, board)
+
+    def abandon(self) -> None:
+        self._door.abandon()
+
+
+class Shm(Transport):
+    name = "shm"
+
+    def unusable(self, local: Local, same_host: bool) -> str:
+        if local.memory is None:
+            return "the KV pool is not in memory that others can map"
+        if not same_host:
+            return "another host, user or namespace"
+        if local.segment_blocks > GRANT_BLOCKS_MAX:
+            return f"segments of more than {GRANT_BLOCKS_MAX} blocks"
+        return ""
+
+    def listen(self, local: Local) -> Listener:
+        return _ShmListener(local)
+
+    def connect(self, local: Local, meeting: Meeting) -> Channel:
+        connected = knock(meeting.secret)
+        try:
+            timeout_ms = local.settings.rendezvous_timeout_ms
+            message, descriptors = receive_with_descriptors(connected, _HELLO.size, timeout_ms)
+            try:
+                target, board = _mapped(local, message, descriptors)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            connection = Connection(connected)
+            connection.send(READY, 0)
+        except (OSError, PairBroken):
+            connected.close()
+            raise
+        return _Sending(local, connection, target, board)
+
+
+def _mapped(local: Local, message: bytes, descriptors: list[int]) -> tuple[PoolRows, _Board]:
+    """The receiver's pool and board, mapped. Nothing that it says is believed before it is checked: a size that can still
+    change could end this process. Raises `PairBroken` or `OSError`."""
+    if len(message) != _HELLO.size or len(descriptors) != 2:
+        raise PairBroken(f"the receiver sent {len(message)} bytes and {len(descriptors)} descriptors for a pool")
+    magic, pool_bytes, blocks, ratio, cell_bytes = _HELLO.unpack(message)
+    if magic != _MAGIC:
+        raise PairBroken("the receiver speaks another version of shm")
+    cells = local.rows.layout
+    if cell_bytes != cells.block_bytes:
+        raise PairBroken(f"the receiver's blocks have {cell_bytes} bytes, ours {cells.block_bytes}")
+    used = blocks * ratio * cell_bytes
+    if blocks < 1 or not 1 <= ratio <= _RATIO_MAX or used > pool_bytes:
+        raise PairBroken(f"the receiver's {blocks} blocks do not fit its {pool_bytes} bytes")
+    for descriptor, size in zip(descriptors, (pool_bytes, _Board.SIZE), strict=True):
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(descriptor).st_size != size:
+            raise PairBroken("the receiver's memory is not sealed, or not of the size it says")
+    mapped: mmap.mmap = map_shared(descriptors[0], pool_bytes)
+    pool = torch.frombuffer(mapped, dtype=torch.uint8, count=used)
+    return PoolRows.of_bytes(pool, cells, ratio), _Board(descriptors[1])

@@ -1,0 +1,171 @@
+"""The Unix connection of a `shm` pair: how the two meet, and what they say to each other while data moves.
+
+    receiver → sender   Hello, with two descriptors: the pool's memory and the board
+    sender → receiver   READY                       it has mapped both
+    receiver → sender   GRANT sequence, blocks      write the segment there; no blocks: it is not wanted
+    sender → receiver   DONE sequence | SKIPPED sequence     written, or not; either way it is not touched again
+
+The connection is the proof of life. The kernel ends it when the last descriptor of the sender's end is closed, which for a
+process that dies is after its memory is gone: whoever reads the end of it knows that nothing is written any more.
+
+The listening socket has an unguessable name in the abstract namespace: nothing in any file system, gone with its process,
+and only for processes of one network namespace. Whoever connects must run as our own user.
+"""
+
+import array
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from typing import Final
+
+from kvtransfer.transport import PairBroken
+
+READY: Final = 1
+GRANT: Final = 2
+DONE: Final = 3
+SKIPPED: Final = 4
+MESSAGE_BYTES_MAX: Final = 128 << 10
+"""Well below what a socket buffer takes at once."""
+GRANT_BLOCKS_MAX: Final = (MESSAGE_BYTES_MAX - 16) // 4
+
+_HEAD = struct.Struct("<II")
+_CREDENTIALS = struct.Struct("iII")
+
+
+class Connection:
+    """Messages in both directions; every call returns at once, unless it says otherwise. Raises `PairBroken` when the other
+    end is gone; `ended` is then True."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self.ended = False
+        self._socket = connected
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, kind: int, sequence: int, payload: bytes = b"") -> bool:
+        """False if there is no room for it now."""
+        try:
+            self._socket.send(_HEAD.pack(kind, sequence) + payload)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            # Not an end that was read: what was written before it may still wait to be read.
+            raise PairBroken(f"the peer is gone: {error.strerror}") from None
+        return True
+
+    def receive(self) -> tuple[int, int, bytes] | None:
+        """(kind, sequence, payload) of the next message; None if there is none now."""
+        try:
+            message = self._socket.recv(MESSAGE_BYTES_MAX)
+        except BlockingIOError:
+            return None
+        except OSError:
+            message = b""
+        if not message:
+            self.ended = True
+            raise PairBroken("the peer is gone: its connection has ended")
+        if len(message) < _HEAD.size:
+            raise PairBroken(f"the peer sent {len(message)} bytes that are no message")
+        kind, sequence = _HEAD.unpack_from(message)
+        return kind, sequence, message[_HEAD.size :]
+
+    def wait(self, timeout_ms: int) -> tuple[int, int, bytes]:
+        """The next message; waits for it."""
+        deadline = time.monotonic() + timeout_ms / 1e3
+        while (message := self.receive()) is None:
+            _poll(self._socket, deadline, "the peer said nothing")
+        return message
+
+    def say_no_more(self) -> None:
+        """The other end reads our end of the connection as ended."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # it was gone before
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Door:
+    """The receiver's listening socket. `name` is what a sender must know."""
+
+    def __init__(self) -> None:
+        self.name = secrets.token_hex(16)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(_address(self.name))
+        self._socket.listen(4)
+        self._socket.setblocking(False)
+
+    def accept(self, timeout_ms: int) -> socket.socket:
+        """The first connection of our own user. Closes the door. Raises `PairBroken` or `OSError`."""
+        deadline = time.monotonic() + timeout_ms / 1e3
+        try:
+            while True:
+                _poll(self._socket, deadline, "the sender did not come")
+                connected, _ = self._socket.accept()
+                if is_ours(connected):
+                    return connected
+                connected.close()
+        finally:
+            self._socket.close()
+
+    def abandon(self) -> None:
+        """Make `accept` fail now, from any thread."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # closed already
+
+
+def knock(name: str) -> socket.socket:
+    """Connect to a door of this host. Raises `OSError`, or `PairBroken` if it is not our own user's."""
+    connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connecting.connect(_address(name))
+        if not is_ours(connecting):
+            raise PairBroken("the receiver runs as another user")
+    except (OSError, PairBroken):
+        connecting.close()
+        raise
+    return connecting
+
+
+def is_ours(connected: socket.socket) -> bool:
+    """Whether the process at the other end runs as our own user."""
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(raw)
+    return bool(uid == os.geteuid())
+
+
+def send_with_descriptors(connected: socket.socket, message: bytes, descriptors: list[int]) -> None:
+    socket.send_fds(connected, [message], descriptors)
+
+
+def receive_with_descriptors(connected: socket.socket, size: int, timeout_ms: int) -> tuple[bytes, list[int]]:
+    """A message of at most `size` bytes and the descriptors with it, at most two; the caller closes them."""
+    connected.setblocking(False)
+    _poll(connected, time.monotonic() + timeout_ms / 1e3, "the receiver said nothing")
+    room = socket.CMSG_SPACE(2 * array.array("i").itemsize)
+    message, ancillary, _, _ = connected.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return message, descriptors.tolist()
+
+
+def _address(name: str) -> str:
+    return f"\0crossdock-kv-{name}"
+
+
+def _poll(waiting: socket.socket, deadline: float, fault: str) -> None:
+    poll = select.poll()
+    poll.register(waiting, select.POLLIN)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+        raise PairBroken(f"{fault} in time")

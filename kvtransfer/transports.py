@@ -1,0 +1,56 @@
+"""Which transports there are, and which of them two peers can use. Best first."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import xxhash
+
+from kvtransfer.gloo import Gloo
+from kvtransfer.shm import Shm
+from kvtransfer.transport import Channel, Listener, Local, Meeting, PairBroken, Transport
+
+TRANSPORTS: dict[str, Transport] = {transport.name: transport for transport in (Shm(), Gloo())}
+
+
+def host_id() -> str:
+    """Equal for two processes only if they run on one host, for one user, and can reach each other by Unix sockets: boot id,
+    network and user namespace, user id. Equality is a hint; meeting is the test."""
+    parts = [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(), str(os.getuid())]
+    parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "user")]
+    return xxhash.xxh3_128_hexdigest("|".join(parts).encode())
+
+
+def usable(local: Local, offered: tuple[str, ...], allowed: tuple[str, ...], same_host: bool) -> tuple[list[str], str]:
+    """Of the offered transports, those that the receiver can use, in the sender's order; and what speaks against others."""
+    found, against = [], []
+    for name in offered:
+        transport = TRANSPORTS.get(name)
+        why = "not known here" if transport is None else "" if name in allowed else "not allowed here"
+        if transport is not None and not why:
+            why = transport.unusable(local, same_host)
+        if why:
+            against.append(f"{name}: {why}")
+        else:
+            found.append(name)
+    return found, "; ".join(against)
+
+
+def listen(local: Local, names: tuple[str, ...], why: str) -> Listener:
+    """By the first of these that can. Raises what the last one raises."""
+    assert names
+    for name in names[:-1]:
+        try:
+            return _because(TRANSPORTS[name].listen(local), why)
+        except (OSError, RuntimeError, PairBroken) as error:
+            why = "; ".join(filter(None, (why, f"{name}: {error}")))
+    return _because(TRANSPORTS[names[-1]].listen(local), why)
+
+
+def connect(local: Local, meeting: Meeting) -> Channel:
+    return TRANSPORTS[meeting.transport].connect(local, meeting)
+
+
+def _because(listener: Listener, why: str) -> Listener:
+    listener.meeting = replace(listener.meeting, why=why[:400])
+    return listener

@@ -1,0 +1,12 @@
+"""What the tests of transfers share."""
+
+import pytest
+
+from tests.kvtransfer import ends
+
+
+@pytest.fixture(params=["gloo", "shm"])
+def transport(request, monkeypatch):
+    """Runs a test once for each transport that this machine has; `Ends` uses it where the settings do not say."""
+    monkeypatch.setattr(ends, "TRANSPORT", request.param)
+    return request.param

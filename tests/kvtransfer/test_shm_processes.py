@@ -1,0 +1,119 @@
+"""`shm` between two real processes: what a sender that is killed or stopped amid a segment does to the receiver's blocks, and
+that nothing is left of it."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.copying import PIECE_BYTES
+from proto.kv import Announce
+from proto.messages import Message
+from tests.kvtransfer import ends, far_end
+from tests.kvtransfer.far_end import LAYOUT
+from tests.kvtransfer.test_two_processes import WAIT_S, NearReceiver, far_process
+
+EPOCH = 41
+
+
+@pytest.fixture(autouse=True)
+def only_shm(monkeypatch):
+    monkeypatch.setattr(ends, "TRANSPORT", "shm")
+
+
+def what_is_open() -> tuple[Counter[str], list[str], list[str]]:
+    """(descriptors of the kinds that pairs use, mappings of their memory, their threads) of this process."""
+    descriptors: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+            if target.startswith("socket"):
+                with socket.socket(fileno=os.dup(int(entry.name))) as one:
+                    target = one.type.name
+        except OSError:
+            continue  # that of the listing itself
+        descriptors[target] += any(kind in target for kind in ("crossdock-kv", "eventfd", "SEQPACKET"))
+    maps = [
+        line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "crossdock-kv" in line
+    ]
+    return +descriptors, sorted(maps), [t.name for t in threading.enumerate() if t.name.startswith("kv-")]
+
+
+async def amid_a_segment(near: NearReceiver, attempt: int, strike: int, at: int) -> tuple[object, object]:
+    """Serve a far sender, and strike it with a signal when it has announced segment `at` of `endless`, before anything of
+    it was granted. Returns its process's context, to be left, and the process."""
+    struck = asyncio.Event()
+    context = far_process("sender", attempt)
+    process, wire = await context.__aenter__()
+
+    def handle(message: Message, blob: bytes) -> None:
+        if isinstance(message, Announce) and message.request_id == "endless" and message.segment == at:
+            os.kill(process.pid, strike)
+            struck.set()
+        near.receiver.handle(EPOCH + attempt, message, blob)
+
+    near.wire = wire
+    near.pump = asyncio.create_task(wire.pump(handle))
+    async with asyncio.timeout(WAIT_S):
+        await struck.wait()
+    return context, process
+
+
+def test_a_sender_killed_amid_a_segment_gives_all_back_at_once_and_leaves_nothing():
+    async def main() -> None:
+        near = NearReceiver()
+        for attempt in (1, 2):
+            context, process = await amid_a_segment(near, attempt, signal.SIGKILL, at=2)
+            began = time.monotonic()
+            await process.wait()
+            await near.until_known({"endless"})  # no word of it from anybody: the connection has ended
+            assert time.monotonic() - began < 2.0
+            assert near.failed["endless"][1].startswith("pair 1, shm: the peer is gone")
+            await context.__aexit__(None, None, None)
+            await near.pump
+            await near.receiver._all_down.wait()
+            near.free, near.failed, near.committed = list(range(far_end.BLOCKS)), {}, {}
+            descriptors, maps, threads = what_is_open()
+            # The pool's own, and the one that Python's mmap keeps of it.
+            assert descriptors == {"/memfd:crossdock-kv (deleted)": 2} and len(maps) == 1 and threads == [], descriptors
+        assert not [name for name in os.listdir("/dev/shm") if "crossdock" in name]
+        await near.receiver.close()
+
+    asyncio.run(main())
+
+
+def test_a_stopped_sender_keeps_its_blocks_in_quarantine_until_it_goes_on():
+    async def main() -> None:
+        near = NearReceiver(segment_timeout_ms=300)
+        context, process = await amid_a_segment(near, 1, signal.SIGSTOP, at=2)
+        async with asyncio.timeout(WAIT_S):
+            while "endless" not in near.quarantined:
+                near.changed.clear()
+                await near.changed.wait()
+        in_doubt = near.quarantined["endless"]
+        assert in_doubt and "endless" not in near.failed
+        before = near.pool[in_doubt].clone()
+        # The word of others that it is lost proves nothing either.
+        near.receiver.peer_lost(EPOCH + 1, "no heartbeat")
+        await asyncio.sleep(0.7)
+        assert "endless" not in near.failed, "given back while a stopped process may still write"
+        os.kill(process.pid, signal.SIGCONT)
+        await near.until_known({"endless"})
+        block_ids, _ = near.failed["endless"]
+        assert set(in_doubt) < set(block_ids)
+        after = near.pool[in_doubt].clone()
+        changed = sum(not ends.same_bytes(one, other) for one, other in zip(before, after, strict=True))
+        assert changed <= PIECE_BYTES // LAYOUT.block_bytes + 1, "it went on for more than the piece it was at"
+        await asyncio.sleep(0.3)
+        assert ends.same_bytes(near.pool[in_doubt], after), "it wrote to blocks that were given back"
+        await context.__aexit__(None, None, None)
+        await near.receiver.close()
+        assert what_is_open()[2] == []
+
+    asyncio.run(main())

@@ -54,7 +54,10 @@ def tenants_of(settings: LoadSettings) -> list[Tenant]:
     """At least one. Raises `SettingsError`."""
     if settings.tenant and settings.tenants_mix:
         raise SettingsError("--tenants-mix: --tenant says the same; give one of them")
-    found = read_mix(settings.tenants_mix) if settings.tenants_mix else parse_tenants(settings.tenant)
+    try:  # here and not in the settings, whose errors show the value, and so the keys
+        found = read_mix(settings.tenants_mix) if settings.tenants_mix else parse_tenants(settings.tenant)
+    except ValueError as error:
+        raise SettingsError(f"--tenant: {error}") from None
     if not any(tenant.share for tenant in found):
         found.insert(0, Tenant("default"))
     if settings.abuser:

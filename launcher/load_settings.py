@@ -5,18 +5,13 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from launcher.load_lengths import Lengths
-from launcher.load_tenants import Ratio, parse_priorities, parse_tenants
+from launcher.load_tenants import Ratio, parse_priorities
 from runtime.settings import CommaList, Device, Options
 
 
 def _check_lengths(value: str) -> str:
     if value:
         Lengths.parse(value)
-    return value
-
-
-def _check_tenants(value: list[str]) -> list[str]:
-    parse_tenants(value)
     return value
 
 
@@ -34,7 +29,6 @@ def _check_ratios(value: list[str]) -> list[str]:
 
 
 LengthText = Annotated[str, AfterValidator(_check_lengths)]
-TenantList = Annotated[CommaList, AfterValidator(_check_tenants)]
 PriorityList = Annotated[CommaList, AfterValidator(_check_priorities)]
 RatioList = Annotated[CommaList, AfterValidator(_check_ratios)]
 _LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
@@ -78,7 +72,7 @@ class LoadSettings(Options):
     prefix_tokens: int = Field(
         64, ge=1, le=1_000_000, description="Length of each; prompts are at least one token longer."
     )
-    tenant: TenantList = Field(
+    tenant: CommaList = Field(
         default_factory=list,
         description="NAME:KEY:SHARE[:WEIGHT[:PRIORITY]], repeated: who sends, with which key ($NAME is read from the"
         " environment; a cluster started here makes its own keys: leave it empty), how much of the load, with which weight.",

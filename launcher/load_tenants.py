@@ -67,7 +67,7 @@ def parse_tenants(texts: Sequence[str]) -> list[Tenant]:
         if not 3 <= len(parts) <= 5:
             raise ValueError("must be NAME:KEY:SHARE[:WEIGHT[:PRIORITY]]")
         name, key, share, weight, priority = parts + ["1", ""][len(parts) - 3 :]
-        found.append(Tenant(_name(name), key, _number(share, "share"), _number(weight, "weight"), priority))
+        found.append(Tenant(_name(name), key, _number(share, "share"), _number(weight or "1", "weight"), priority))
     if len({tenant.name for tenant in found}) != len(found) or len(found) > TENANTS_MAX:
         raise ValueError(f"names a tenant twice, or more than {TENANTS_MAX}")
     return found

@@ -89,7 +89,7 @@ def bottleneck(figures: Mapping[str, Any]) -> str:
 
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    headings = ("goodput/s", "good %", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "queue p50", "fails", "bottleneck")
+    headings = ("goodput/s", "good %", "TTFT p50", "p99", "ITL p50", "p99", "queue p50", "fails", "bottleneck")
     shown = load_show.table("Goodput by ratio; times in ms", "", *headings)
     best = max((one["goodput_requests_per_s"] or 0.0 for one in rows), default=0.0)
     for one in rows:

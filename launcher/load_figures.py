@@ -14,7 +14,7 @@ from launcher.load_records import CANCELLED, INTERRUPTED, OK, Record
 RANKS: Final = (50, 90, 95, 99)
 OUTPUT_COST: Final = 2.0
 """Of an answer's token, where a prompt's costs 1: what the coordinator charges."""
-METRICS: Final = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "request", "queue_ms": "queue wait"}
+METRICS: Final = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "request", "queue_ms": "queue"}
 
 
 class Slo:

@@ -13,7 +13,8 @@ LATE_MS_BAD = 10.0
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
+    """Four digits and more say enough without a fraction."""
+    return "–" if value is None else f"{value:,.{0 if abs(value) >= 1000 else digits}f}"
 
 
 def table(title: str, *headings: str) -> Table:
@@ -76,8 +77,8 @@ def _goodput(figures: Mapping[str, Any], console: Console) -> None:
 
 
 def _fairness(fairness: Mapping[str, Any], console: Console) -> None:
-    title = "Tenants (service: prompt tokens + 2 × answer tokens, as charged)"
-    headings = ("requests", "ok", "service / weight", "of asked %", "TTFT p50", "TTFT p99", "ITL p99", "good %")
+    title = "Tenants (service: prompt tokens + 2 × answer tokens, by weight; times in ms)"
+    headings = ("asked", "ok", "service", "served %", "TTFT p50", "TTFT p99", "ITL p99", "good %")
     rows = table(title, "", *headings)
     for name, row in fairness["tenants"].items():
         ttft, itl, good = row["ttft_ms"] or {}, row["itl_ms"] or {}, row["goodput"]["attainment"]

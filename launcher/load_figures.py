@@ -78,8 +78,8 @@ def jain(shares: Sequence[float]) -> float | None:
 
 
 def service(record: Record) -> float:
-    """What it cost, in the coordinator's unit: what is not asked again is not charged."""
-    if record.outcome not in (OK, CANCELLED) or record.first_s is None:
+    """What it got, in the coordinator's unit, however it ended; prompt tokens from the cache cost nothing."""
+    if record.first_s is None:
         return 0.0
     prompt = (record.prompt_tokens or record.prompt_asked) - record.cached_tokens
     return prompt + OUTPUT_COST * record.tokens

@@ -145,6 +145,10 @@ class DecodeCore(Generic[S]):
             return "a token id outside the vocabulary"
         return ""
 
+    def not_yet_free(self, request_id: str, attempt: int, blocks: list[int]) -> None:
+        """The receiver has given up, but the sender may still write to `blocks`; `not_received` follows when it cannot."""
+        self.table.quarantine((request_id, attempt), blocks)
+
     def not_received(self, request_id: str, attempt: int, blocks: list[int]) -> None:
         """The receiver has given up, and `blocks` are untouched from now on."""
         self.undecided.pop((request_id, attempt), None)

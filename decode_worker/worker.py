@@ -84,7 +84,7 @@ class DecodeWorker:
             accept=self.core.offered,
             on_committed=self._committed,
             on_failed=self._not_received,
-            on_quarantined=lambda request_id, attempt, blocks: self.table.quarantine((request_id, attempt), blocks),
+            on_quarantined=self.core.not_yet_free,
             settings=KvSettings(
                 transports=allowed_transports(settings.kv_transport), rendezvous_timeout_ms=settings.kv_timeout_ms
             ),

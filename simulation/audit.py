@@ -1,0 +1,121 @@
+"""What must be left when everything has healed and ended: nothing held, nothing owed, every row closed and worth what was done."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from coordinator import invariants
+from coordinator.billing import LOST
+from coordinator.core import Core
+from coordinator.lifecycle import State
+from simulation.coordinator_process import DAY, Row
+from simulation.oracles import stream_of
+from simulation.worker_processes import DecodeProcess, PrefillProcess
+from simulation.world import Violation
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+
+def unsettled(cluster: "Cluster") -> str:
+    """What is still going on; empty when nothing is."""
+    for stream_id, stream in cluster.oracles.streams.items():
+        if not stream.outcome:
+            return f"stream {stream_id} has {stream.got} of {[len(a.tokens) for a in stream.answers]} tokens"
+    core = cluster.coordinator.core
+    if core.requests:
+        return f"requests {[(r.id, r.attempt, r.state.value) for r in core.requests.values()]}"
+    if core.billing.bills:
+        return f"open bills {list(core.billing.bills)}"
+    missing = [worker.name for worker in cluster.workers if worker.epoch not in core.workers]
+    if missing:
+        return f"not registered: {missing}"
+    for worker in cluster.workers:
+        if left := left_on(worker):
+            return f"{worker.name} has {left}"
+    still_open = [request_id for request_id, row in cluster.journal.rows.items() if row.closed is None]
+    return f"open rows {still_open}" if still_open else ""
+
+
+def left_on(worker: PrefillProcess | DecodeProcess) -> str:
+    core = worker.core
+    if isinstance(worker, PrefillProcess):
+        held, transfers = list(worker.core.table.prompts), worker.sender
+    else:
+        held, transfers = [*worker.core.table.attempts, *worker.core.undecided], worker.receiver
+    if held:
+        return f"attempts {held}"
+    if not transfers.idle:
+        return "transfers"
+    return f"{worker.allocator.held_count} blocks held" if core.table.allocator.held_count else ""
+
+
+def check_blocks(cluster: "Cluster") -> None:
+    """Conservation on every worker."""
+    for worker in cluster.workers:
+        worker.allocator.check_invariants()
+
+
+def audit(cluster: "Cluster") -> None:
+    """Raises `Violation`, or an assertion of the production code. To be called when nothing is `unsettled`."""
+    core = cluster.coordinator.core
+    invariants.check(core)
+    check_blocks(cluster)
+    for worker in cluster.workers:
+        counted = core.workers[worker.epoch]
+        if counted.holdings or counted.steps or counted.free_blocks != cluster.plan.kv_blocks:
+            raise Violation("block conservation", f"the coordinator counts {counted.holdings} on {worker.name}, idle")
+    _check_quotas(cluster, core)
+    for request_id in cluster.oracles.accepted:
+        if request_id not in cluster.journal.rows:
+            raise Violation("one row", "it was accepted and has no row", stream_of(request_id))
+    _check_rows(cluster)
+
+
+def _check_quotas(cluster: "Cluster", core: Core) -> None:
+    charged: Counter[str] = Counter()
+    for row in cluster.journal.rows.values():
+        organisation, _, user = row.opened.tenant.partition("/")
+        charged[organisation] += row.charged_tokens
+        if user:
+            charged[row.opened.tenant] += row.charged_tokens
+    for name, account in core.billing.quotas.accounts.items():
+        if not account.idle:
+            raise Violation("quotas", f"{name} holds something and nothing runs")
+        if account.day == DAY and account.day_tokens != charged[name]:
+            why = f"{name} is counted {account.day_tokens} tokens today, its rows say {charged[name]}"
+            raise Violation("quotas", why)
+
+
+def _check_rows(cluster: "Cluster") -> None:
+    """Nobody is charged for more than was done, whatever happened; and for just that, where nothing did."""
+    output: Counter[str] = Counter()
+    prompt: Counter[str] = Counter()
+    lost: set[str] = set()
+    for request_id, row in cluster.journal.rows.items():
+        stream_id = stream_of(request_id)
+        assert row.closed is not None
+        if row.closed.outcome == LOST:
+            lost.add(stream_id)
+            continue
+        output[stream_id] += row.closed.output_tokens
+        prompt[stream_id] += row.closed.prompt_tokens
+        _check_row(request_id, row)
+    for stream_id, stream in cluster.oracles.streams.items():
+        done = cluster.oracles.drawn_tokens[stream_id]
+        if output[stream_id] > done:
+            raise Violation("bills", f"{output[stream_id]} output tokens charged, {done} computed", stream_id)
+        if prompt[stream_id] > len(stream.asked.prompt):
+            why = f"{prompt[stream_id]} prompt tokens charged of a prompt of {len(stream.asked.prompt)}"
+            raise Violation("bills", why, stream_id)
+        undisturbed = not cluster.plan.faults and cluster.plan.hostility is None and not cluster.plan.corrupt
+        if undisturbed and stream.outcome == "well" and output[stream_id] != done:
+            raise Violation("bills", f"{output[stream_id]} output tokens charged, {done} computed", stream_id)
+
+
+def _check_row(request_id: str, row: Row) -> None:
+    closed = row.closed
+    assert closed is not None
+    if closed.charged_tokens != closed.prompt_tokens + closed.output_tokens or min(closed.cached_tokens, 0):
+        raise Violation("bills", f"the row of {request_id} does not add up", stream_of(request_id))
+    if closed.outcome == State.REJECTED and closed.charged_tokens:
+        raise Violation("bills", f"{request_id} was turned away and charged", stream_of(request_id))

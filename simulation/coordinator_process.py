@@ -2,7 +2,7 @@
 of usage is its rows only: what the thread has committed outlives the process, what it has not is lost with it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from coordinator import invariants
@@ -10,7 +10,7 @@ from coordinator.core import Core
 from coordinator.events import Action, Configured, Event, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
 from coordinator.lifecycle import TERMINAL
 from coordinator.outbox import Outbox
-from coordinator.quota import DAY_S
+from coordinator.quota import DAY_S, Ask
 from coordinator.usage import Closed, Entry, Opened, Past
 from proto.errors import RemoteProtocolError
 from proto.messages import Message, Role
@@ -30,28 +30,43 @@ CHECK_EVERY = 16
 
 @dataclass
 class Row:
+    """One request; amounts are of its whole answer, from `opened.from_token` on."""
+
     opened: Opened
     accepted_at: float
-    closed: Closed | None = None
+    prompt_tokens: int
+    output_tokens: int
+    outcome: str = ""
+    """Empty while it is open; then the amounts are the estimate."""
+    before: tuple[int, int] = (0, 0)
+    """Prompt and output tokens when it was opened again."""
 
     @property
     def charged_tokens(self) -> int:
-        return self.opened.ask.tokens if self.closed is None else self.closed.charged_tokens
+        return self.prompt_tokens + self.output_tokens
 
 
 @dataclass
 class Journal:
-    """The file of `coordinator.ledger`: a second opening or closing of a row changes nothing."""
+    """The file of `coordinator.ledger`, whose statements are said again here."""
 
     rows: dict[str, Row] = field(default_factory=dict)
 
     def write(self, entry: Entry, now: float) -> None:
-        if isinstance(entry, Opened):
-            self.rows.setdefault(entry.request_id, Row(entry, now))
-            return
         row = self.rows.get(entry.request_id)
-        if row is not None and row.closed is None:
-            row.closed = entry
+        if isinstance(entry, Opened):
+            ask = entry.ask
+            if row is None:
+                self.rows[entry.request_id] = Row(entry, now, ask.prompt_tokens, ask.output_tokens)
+            elif entry.again and row.outcome:
+                row.outcome, row.before = "", (row.prompt_tokens, row.output_tokens)
+                row.prompt_tokens = max(row.prompt_tokens, ask.prompt_tokens)
+                row.output_tokens = max(row.output_tokens, ask.output_tokens)
+        elif row is not None and not row.outcome:
+            row.outcome = entry.outcome
+            row.prompt_tokens = max(row.before[0], entry.prompt_tokens)
+            output_tokens = entry.output_tokens + entry.from_token - row.opened.from_token
+            row.output_tokens = max(row.before[1], output_tokens)
 
     def past(self, now: float) -> Past:
         charged: dict[str, int] = {}
@@ -61,11 +76,18 @@ class Journal:
             (row for row in self.rows.values() if not row.opened.borrowed and row.accepted_at >= now - RECENT_S),
             key=lambda row: row.accepted_at,
         )
+        still_open = [_as_opened(row) for row in self.rows.values() if not row.outcome]
         return Past(
-            tuple(row.opened for row in self.rows.values() if row.closed is None),
+            tuple(still_open),
             tuple((tenant, DAY, tokens) for tenant, tokens in sorted(charged.items())),
             tuple((row.opened.tenant, now - row.accepted_at, row.charged_tokens) for row in recent),
         )
+
+
+def _as_opened(row: Row) -> Opened:
+    opened = row.opened
+    ask = Ask(row.prompt_tokens, row.output_tokens, opened.ask.kv_blocks)
+    return replace(opened, ask=ask, again=False)
 
 
 class CoordinatorProcess(Process):

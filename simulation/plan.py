@@ -110,6 +110,10 @@ class Plan:
         return [f"prefill-{i}" for i in range(self.prefill)] + [f"decode-{i}" for i in range(self.decode)]
 
     @property
+    def disturbed(self) -> bool:
+        return bool(self.faults or self.corrupt or self.hostility is not None)
+
+    @property
     def processes(self) -> list[str]:
         return ["coordinator", *(f"gateway-{i}" for i in range(self.gateways)), *self.workers]
 

@@ -42,6 +42,8 @@ class Expectation:
     outcome: str = ""
     """What became of it: `well`, a kind of failure, `left`, `gateway lost`."""
     attempts: int = 0
+    losses: int = 0
+    """Of its gateway's link: what was on its way then is sent again under another number."""
 
 
 @dataclass
@@ -106,9 +108,11 @@ class Oracles:
             return stream.attempts >= limits.attempts_max
         if failure.kind is FailKind.UNREACHABLE:
             return not stream.admitted
-        if failure.kind is not FailKind.REJECTED or stream.admitted or failure.reject is None:
+        if failure.kind is not FailKind.REJECTED or failure.reject is None:
             return False
         reason = failure.reject.reason
+        if stream.admitted:
+            return reason is Reject.SHED and not any(stream.got)
         return reason in _PASSING or (reason is Reject.QUOTA and stream.asked.tenant in LIMITED)
 
     def left(self, stream_id: str) -> None:
@@ -128,6 +132,8 @@ class Oracles:
     def interrupted(self, event: Interrupted | LinkDown, gateway: "GatewayProcess") -> None:
         if isinstance(event, LinkDown):
             self._backoff.clear()  # what is due then is not due to backoff
+            for stream in self.streams.values():
+                stream.losses += stream.gateway == gateway.name
             return
         submission = gateway.keeper.submissions.get(event.request_id)
         if submission is not None and submission.attempt == event.attempt and submission.sent:
@@ -137,7 +143,7 @@ class Oracles:
         stream = self.streams[stream_of(submit.request_id)]
         limits = self.cluster.plan.stream_limits
         stream.attempts = max(stream.attempts, submit.attempt)
-        if submit.attempt > limits.attempts_max:
+        if submit.attempt > limits.attempts_max + stream.losses:
             raise Violation("bounded retries", f"attempt {submit.attempt}", stream.asked.stream_id)
         attempt, since = self._backoff.pop(submit.request_id, (0, 0.0))
         if attempt and submit.attempt == attempt + 1:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from decode_worker.batch import Batch, Draw, StepPlan
 from decode_worker.core import DecodeCore
 from decode_worker.requests import AttemptTable
+from decode_worker.senders import Senders
 from engine.blocks import BlockAllocator
 from engine.finish import finish_reason
 from kvtransfer.session import KvFailed, KvSent
@@ -185,13 +186,13 @@ class DecodeProcess(WorkerProcess):
             on_lost=self.core.coordinator_lost,
         )
         self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost)
-        self.senders: dict[int, Link] = {}
+        self.senders: Senders[Link] = Senders()
         self.server = Server(
             self,
             f"{name}/kv",
             accept=lambda hello: None if hello.role is Role.PREFILL else "this is a KV port",
-            on_up=self._sender_up,
-            on_message=lambda link, message, blob: self.receiver.handle(link.epoch, message, blob),
+            on_up=lambda link: None,
+            on_message=self._kv_message,
             on_down=self._sender_down,
         )
         self.receiver = Receiver(
@@ -204,16 +205,16 @@ class DecodeProcess(WorkerProcess):
         )
         self._computing = False
 
-    def _sender_up(self, link: Link) -> None:
-        self.senders[link.epoch] = link
+    def _kv_message(self, link: Link, message: Message, blob: bytes) -> None:
+        self.senders.heard(link.epoch, link)
+        self.receiver.handle(link.epoch, message, blob)
 
     def _sender_down(self, link: Link, reason: str) -> None:
-        if self.senders.get(link.epoch) is link:
-            del self.senders[link.epoch]
+        if self.senders.lost(link.epoch, link):
             self.receiver.peer_lost(link.epoch, reason)
 
     def _send_kv(self, epoch: int, message: Message, blob: bytes) -> None:
-        link = self.senders.get(epoch)
+        link = self.senders.link(epoch)
         if link is not None:
             link.send(message, blob)
 

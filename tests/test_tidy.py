@@ -49,6 +49,7 @@ PURE = (
     "decode_worker/core.py",
     "decode_worker/progress.py",
     "decode_worker/requests.py",
+    "decode_worker/senders.py",
     "prefill_worker/core.py",
     "prefill_worker/prompts.py",
     "runtime/ports.py",

@@ -8,9 +8,9 @@ from coordinator.lifecycle import State as Life
 from coordinator.request import Request
 from coordinator.state import State
 from coordinator.victims import expected_left
-from proto.errors import Reject
+from proto.errors import Interrupt, Reject
 from proto.limits import HASH_BYTES
-from proto.messages import Accepted, Cancel, Rejected, Submit
+from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 
 
 def submit(state: State, epoch: int, event: Received, now: float) -> None:
@@ -23,7 +23,11 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         # A worker would hold it against us.
         state.out.append(Misbehaved(epoch, f"{len(submit.block_hashes)} bytes are no whole number of block hashes"))
         return
-    if submit.attempt <= state.ended.get(submit.request_id, 0):
+    ended = state.ended.get(submit.request_id, 0)
+    if submit.attempt <= ended:
+        if submit.attempt == ended:
+            why = "this attempt has ended; its tokens were lost on their way if they have not come"
+            state.send(epoch, Interrupted(submit.request_id, submit.attempt, Interrupt.GATEWAY_LINK_LOST, why))
         return
     known = state.requests.get(submit.request_id)
     if known is not None and known.gateway_epoch != epoch:

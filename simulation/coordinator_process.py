@@ -13,7 +13,7 @@ from coordinator.outbox import Outbox
 from coordinator.quota import DAY_S, Ask
 from coordinator.usage import Closed, Entry, Opened, Past
 from proto.errors import RemoteProtocolError
-from proto.messages import Message, Role
+from proto.messages import Message, WorkFailed
 from simulation.links import Link, Server
 from simulation.world import Process, Timer
 
@@ -210,6 +210,8 @@ class CoordinatorProcess(Process):
     def _message(self, link: Link, message: Message, blob: bytes) -> None:
         if self.links.get(link.epoch) is not link:
             raise RemoteProtocolError("this link was replaced by a newer one")
+        if isinstance(message, WorkFailed):
+            self.cluster.oracles.failed(message)
         self.post(Received(link.epoch, message, blob))
 
     def _send(self, send: Send) -> None:
@@ -217,6 +219,3 @@ class CoordinatorProcess(Process):
         if link is not None:
             self.cluster.oracles.said(send.message)
             link.send(send.message, send.blob)
-
-    def gateway_epochs(self) -> list[int]:
-        return [epoch for epoch, link in self.links.items() if link.hello.role is Role.GATEWAY]

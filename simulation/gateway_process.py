@@ -27,8 +27,8 @@ from proto.limits import PROTOCOL_VERSION
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
 from simulation.links import Client, Link, Server
 from simulation.plan import Asked
-from simulation.world import Process, Timer
 from simulation.worker_processes import MODEL
+from simulation.world import Process, Timer
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster

@@ -1,11 +1,11 @@
 """What must hold, whatever happens: judged from outside, while a run goes on and when it is over.
 
-    exactly once      each stream's tokens are the known function's, in order, none lost, repeated or changed
-    one outcome       each request ends once, for its client and for the coordinator
-    no stale act      tokens of an older attempt change nothing
-    bounded retries   no more attempts than allowed, none sooner than the backoff
-    blocks, bills     see `audit`
-    work conserving   nothing waits while all that could serve it lies idle
+exactly once      each stream's tokens are the known function's, in order, none lost, repeated or changed
+one outcome       each request ends once, for its client and for the coordinator
+no stale act      tokens of an older attempt change nothing
+bounded retries   no more attempts than allowed, none sooner than the backoff
+blocks, bills     see `audit`
+work conserving   nothing waits while all that could serve it lies idle
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from coordinator.events import Moved
 from coordinator.lifecycle import State
 from gateway.stream_types import Action, Deliver, Ended, FailKind, Finish, LinkDown
 from proto.errors import FinishReason, Reject
-from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens
+from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens, WorkFailed
 from simulation.plan import LIMITED, Asked
 from simulation.toy import Answer, expected
 from simulation.world import Violation
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED})
 """Why a new request may be turned away in a small cluster with short queues, whatever its tenant."""
+LEFT_S = 0.1
+"""Until nothing more is computed for a client that left, where nothing is disturbed."""
+_NO_ROOM = ("no free KV block", "KV blocks wanted")
 
 
 @dataclass
@@ -42,6 +45,7 @@ class Expectation:
     outcome: str = ""
     """What became of it: `well`, a kind of failure, `left`, `gateway lost`."""
     attempts: int = 0
+    left_at: float = 1e9
     losses: int = 0
     """Of its gateway's link: what was on its way then is sent again under another number."""
 
@@ -117,6 +121,7 @@ class Oracles:
 
     def left(self, stream_id: str) -> None:
         self.streams[stream_id].outcome = "left"
+        self.streams[stream_id].left_at = self.cluster.now
 
     def gateway_died(self, name: str) -> None:
         for stream in self.streams.values():
@@ -127,7 +132,9 @@ class Oracles:
 
     def tokens_came(self, item: TokenItem, stale: bool, actions: list[Action]) -> None:
         if stale and any(isinstance(action, Deliver) for action in actions):
-            raise Violation("no stale act", f"tokens of attempt {item.attempt} were delivered", stream_of(item.request_id))
+            raise Violation(
+                "no stale act", f"tokens of attempt {item.attempt} were delivered", stream_of(item.request_id)
+            )
 
     def interrupted(self, event: Interrupted | LinkDown, gateway: "GatewayProcess") -> None:
         if isinstance(event, LinkDown):
@@ -155,7 +162,15 @@ class Oracles:
     # --- workers --------------------------------------------------------------------------------------------------------
 
     def drawn(self, request_id: str, tokens: int) -> None:
-        self.drawn_tokens[stream_of(request_id)] += tokens
+        stream_id = stream_of(request_id)
+        self.drawn_tokens[stream_id] += tokens
+        if self.cluster.now - self.streams[stream_id].left_at > LEFT_S and not self.cluster.plan.disturbed:
+            raise Violation("no work for nobody", f"tokens {LEFT_S:g} s after its client left", stream_id)
+
+    def failed(self, message: WorkFailed) -> None:
+        """What was placed has room: the coordinator never counts a block as free that its worker has not."""
+        if any(words in message.message for words in _NO_ROOM) and self.cluster.plan.hostility is None:
+            raise Violation("reservation before work", message.message, stream_of(message.request_id))
 
     def emitted(self, worker: str, message: Tokens) -> None:
         for item in message.items:

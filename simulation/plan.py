@@ -146,13 +146,15 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
     beginnings = [tuple(random.randrange(1, VOCAB) for _ in range(12)) for _ in range(2)]
     plan.asked = [_asked(plan, random, number, beginnings, "leave" in kinds) for number in range(requests)]
     chaos = Random(seed ^ 0x5EED)
-    chosen = [kind for kind in ("crash", "crash", "pause", "partition", "cut", "slow", "step", "transfer") if kind in kinds]
+    chosen = [
+        kind for kind in ("crash", "crash", "pause", "partition", "cut", "slow", "step", "transfer") if kind in kinds
+    ]
     if chosen:
         plan.faults = [_fault(plan, chaos, chaos.choice(chosen)) for _ in range(chaos.choice((0, 1, 1, 2, 3, 4)))]
         plan.faults.sort(key=lambda fault: fault.at_s)
     if "transfer" in kinds and chaos.random() < 0.15:
-        plan.corrupt = 0.1
-    if "hostile" in kinds and chaos.random() < 0.2:
+        plan.corrupt = chaos.choice((0.1, 0.1, 0.8))
+    if "hostile" in kinds and (kinds == {"hostile"} or chaos.random() < 0.2):
         plan.hostility = Hostility(*(chaos.choice((0.0, 0.01, 0.05)) for _ in range(3)))
     return plan
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from dataclasses import field as field
 
 from proto.messages import CacheEvents, Message, Step, StepDone, Tokens
+from proto.progress import DecodeProgress
+from proto.sampling import Sampling
 from simulation.audit import audit, check_blocks, unsettled
 from simulation.cluster import Cluster
 from simulation.oracles import stream_of
 from simulation.plan import FAULTS, Asked, Plan, draw
 from simulation.world import Violation
-from proto.progress import DecodeProgress
-from proto.sampling import Sampling
 
 HEAL_S_MAX = 100.0
 """Virtual seconds in which everything must have ended. The longest wait of the product's own is 30 s."""
@@ -81,7 +81,16 @@ def _probe(cluster: Cluster, plan: Plan) -> None:
     """After all has healed, a new request at each gateway must do well."""
     for number in range(plan.gateways):
         asked = Asked(
-            f"probe{number}", 0.0, number, "lab", "", tuple(range(1, 10)), Sampling(max_tokens=5, seed=number), 1, -1, None
+            f"probe{number}",
+            0.0,
+            number,
+            "lab",
+            "",
+            tuple(range(1, 10)),
+            Sampling(max_tokens=5, seed=number),
+            1,
+            -1,
+            None,
         )
         cluster.after(PROBE_AFTER_S, cluster.ask, asked)
 
@@ -117,14 +126,25 @@ def _words(about: Message | str) -> str:
         return about
     match about:
         case Tokens(items):
-            parts = [f"{i.request_id}/{i.attempt}.{i.choice}[{i.index}]={list(i.tokens)}{i.finish or ''}" for i in items]
+            parts = [
+                f"{i.request_id}/{i.attempt}.{i.choice}[{i.index}]={list(i.tokens)}{i.finish or ''}" for i in items
+            ]
             return "Tokens " + ", ".join(parts)
         case Step(step_id, chunks) | StepDone(step_id, chunks):
             parts = [f"{c.request_id}/{c.attempt}[{c.start}:{c.start + c.length}]" for c in chunks]
             return f"{type(about).__name__} {step_id}: " + ", ".join(parts)
     fields = {name: getattr(about, name) for name in about.__struct_fields__}
     shown = [f"{fields['request_id']}/{fields['attempt']}"] if "attempt" in fields else []
-    for name in ("reason", "message", "held", "output_tokens", "resumed_tokens", "kv_blocks", "cached_tokens", "segment"):
+    for name in (
+        "reason",
+        "message",
+        "held",
+        "output_tokens",
+        "resumed_tokens",
+        "kv_blocks",
+        "cached_tokens",
+        "segment",
+    ):
         if fields.get(name):
             shown.append(f"{name}={fields[name]}")
     return f"{type(about).__name__} {' '.join(map(str, shown))}".strip()

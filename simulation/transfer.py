@@ -228,9 +228,7 @@ class Sender(Driver):
             timeout_s = SETTINGS.rendezvous_timeout_ms / 1e3
             route.timer = self.process.after(timeout_s, self._drop, route, "no answer to PairOpen", True)
             self._send(peer_epoch, PairOpen(route.pair_id, SETTINGS.transport), b"")
-        session = SenderSession(
-            *key, pair_id=route.pair_id, blocks=blocks, block_bytes=BLOCK_BYTES, settings=SETTINGS
-        )
+        session = SenderSession(*key, pair_id=route.pair_id, blocks=blocks, block_bytes=BLOCK_BYTES, settings=SETTINGS)
         live = self._begin(key, session, route)
         self._perform(live, session.start(self.process.now()))
 

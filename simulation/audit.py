@@ -1,4 +1,4 @@
-"""What must be left when everything has healed and ended: nothing held, nothing owed, every row closed and worth what was done."""
+"""What must be left when all has healed and ended: nothing held, nothing owed, every row closed and worth what was done."""
 
 from collections import Counter
 from typing import TYPE_CHECKING

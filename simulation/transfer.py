@@ -1,7 +1,7 @@
 """KV hand-over between simulated workers: the production sessions under a thin model of their drivers.
 
-`kvtransfer.sender`, `receiver` and `driver` hold tensors, threads and an event loop, so what they do around the sessions is said
-again here, in the same order of effects: pairs are opened, used, dropped and told of as there, ended sessions answer late
+`kvtransfer.sender`, `receiver` and `driver` hold tensors, threads and an event loop, so what they do around the sessions is
+said again here, in the same order of effects: pairs are opened, used, dropped and told of as there, ended sessions answer late
 frames, what is announced is sent and received, a job's blocks are read when the thread gets to it. `pairs.Pair` stands for
 the process group and its thread.
 """

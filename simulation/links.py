@@ -13,7 +13,7 @@ from proto import limits
 from proto.errors import RemoteProtocolError
 from proto.messages import Bye, CacheEvents, Held, Hello, Message, Refused, Role, Welcome
 from proto.messages import Peer as Destination
-from simulation.network import Handler, Side, Wire
+from simulation.network import CLIENT, SERVER, Handler, Wire
 from simulation.world import Process, Timer
 
 CLOSED_NOTICE_S = 0.02
@@ -29,7 +29,7 @@ class Link:
     epoch: int
     hello: Hello
     wire: Wire
-    side: Side
+    side: int
     open: bool = True
 
     def send(self, message: Message, blob: bytes = b"") -> bool:
@@ -64,7 +64,7 @@ class Server:
         if self.links.pop(link.wire, None) is None:
             return
         link.open = False
-        link.wire.send(Side.SERVER, Refused(reason[:500]))
+        link.wire.send(SERVER, Refused(reason[:500]))
         self.process.log(f"drops {link.hello.name}", reason)
         self._on_down(link, reason)
 
@@ -86,16 +86,16 @@ class Server:
 
     def _shake_hands(self, wire: Wire, message: Message) -> None:
         if not isinstance(message, Hello):
-            wire.send(Side.SERVER, Refused("say Hello first"))
+            wire.send(SERVER, Refused("say Hello first"))
             return
         refusal = self._accept(message)
         if refusal is not None:
-            wire.send(Side.SERVER, Refused(refusal[:500]))
+            wire.send(SERVER, Refused(refusal[:500]))
             return
-        link = self.links[wire] = Link(message.epoch, message, wire, Side.SERVER)
+        link = self.links[wire] = Link(message.epoch, message, wire, SERVER)
         link.send(Welcome(self.process.epoch, HEARTBEAT_MS))
         self._on_up(link)
-        self.process.world.network.suspect(wire, Side.SERVER)
+        self.process.world.network.suspect(wire, SERVER)
 
     def _closed(self, wire: Wire) -> None:
         self.process.after(CLOSED_NOTICE_S, self._gone, wire, "send failed")
@@ -139,7 +139,7 @@ class Client:
         if self._wire is None:
             self.process.after(0.001, self._again)
             return
-        self._wire.send(Side.CLIENT, self._hello())
+        self._wire.send(CLIENT, self._hello())
         self._timer = self.process.after(HANDSHAKE_S, self._give_up, self._wire, "no answer")
 
     def close(self) -> None:
@@ -177,10 +177,10 @@ class Client:
             self._give_up(wire, f"answered with {type(message).__name__}")
             return
         self._pause_s = RECONNECT_S
-        self._link = Link(message.epoch, self._hello_of(message), wire, Side.CLIENT)
+        self._link = Link(message.epoch, self._hello_of(message), wire, CLIENT)
         self._on_up(self._link)
-        if wire.silent(Side.CLIENT):
-            self.process.world.network.suspect(wire, Side.CLIENT)
+        if wire.silent(CLIENT):
+            self.process.world.network.suspect(wire, CLIENT)
 
     def _hello_of(self, welcome: Welcome) -> Hello:
         return Hello(limits.PROTOCOL_VERSION, Role.COORDINATOR, welcome.epoch, self.address)
@@ -221,7 +221,7 @@ class Client:
             self._timer.cancel()
         wire, self._wire = self._wire, None
         if wire is not None:
-            wire.close(Side.CLIENT)
+            wire.close(CLIENT)
 
 
 @dataclass(eq=False)

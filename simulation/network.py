@@ -11,7 +11,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 
 from proto.messages import Hello, Message, Welcome
 from simulation.world import Process, World
@@ -19,13 +18,7 @@ from simulation.world import Process, World
 Frame = tuple[Message, bytes]
 
 
-class Side(IntEnum):
-    CLIENT = 0
-    SERVER = 1
-
-    @property
-    def other(self) -> "Side":
-        return Side(1 - self)
+CLIENT, SERVER = SIDES = 0, 1
 
 
 @dataclass
@@ -65,7 +58,7 @@ class Wire:
     def processes(self) -> tuple[Process, Process]:
         return self.ends[0].process, self.ends[1].process
 
-    def send(self, side: Side, message: Message, blob: bytes = b"") -> None:
+    def send(self, side: int, message: Message, blob: bytes = b"") -> None:
         if self.closed[side] or self.hole[side]:
             return
         hostility, random = self.network.hostility, self.network.world.random
@@ -86,7 +79,7 @@ class Wire:
                 return
         self._pass(side, (message, blob))
 
-    def close(self, side: Side) -> None:
+    def close(self, side: int) -> None:
         """This end closes; the other hears of it behind what was sent before."""
         if not self.closed[side]:
             self.closed[side] = True
@@ -96,59 +89,59 @@ class Wire:
 
     def cut(self, lose: float) -> None:
         """Both ends hear that the connection is gone; of what is on its way, the last part may be lost."""
-        for side in Side:
+        for side in SIDES:
             if self.network.world.random.random() < lose:
                 self.hole[side] = True
             self.network.world.after(self.network.latency(self, side), self._reset, side)
 
-    def release(self, side: Side) -> None:
+    def release(self, side: int) -> None:
         """What was held back by a partition goes on."""
         stuck = self._stuck[side][:]
         self._stuck[side].clear()
         for frame in stuck:
             self._pass(side, frame)
 
-    def silent(self, side: Side) -> bool:
+    def silent(self, side: int) -> bool:
         """Whether this side hears nothing of the other."""
-        other = self.ends[side.other]
+        other = self.ends[1 - side]
         return (
-            self.hole[side.other]
+            self.hole[1 - side]
             or not other.process.alive
             or other.process.paused
             or self.network.blocked(other.process, self.ends[side].process)
             or not other.is_up(self)
         )
 
-    def _reset(self, side: Side) -> None:
+    def _reset(self, side: int) -> None:
         if not self.closed[side]:
             self.closed[side] = True
             self.ends[side].process.call(self.ends[side].on_closed, self)
         self.network.forget_if_over(self)
 
-    def _pass(self, side: Side, frame: Frame | None, more_s: float = 0.0, keep_order: bool = True) -> None:
+    def _pass(self, side: int, frame: Frame | None, more_s: float = 0.0, keep_order: bool = True) -> None:
         network = self.network
         at = network.world.now + network.latency(self, side) + more_s
         if keep_order:
             at = self._last[side] = max(at, self._last[side] + 1e-6)
         network.world.at(at, self._arrive, side, frame)
 
-    def _arrive(self, side: Side, frame: Frame | None) -> None:
-        receiver = self.ends[side.other]
-        if self.closed[side.other] or self.hole[side] or not receiver.process.alive:
+    def _arrive(self, side: int, frame: Frame | None) -> None:
+        receiver = self.ends[1 - side]
+        if self.closed[1 - side] or self.hole[side] or not receiver.process.alive:
             return
         if self._stuck[side] or self.network.blocked(self.ends[side].process, receiver.process):
             self._stuck[side].append(frame)
         elif frame is None:
-            receiver.process.call(self._hear_close, side.other)
+            receiver.process.call(self._hear_close, 1 - side)
         else:
-            receiver.process.call(self._hear, side.other, frame)
+            receiver.process.call(self._hear, 1 - side, frame)
 
-    def _hear(self, side: Side, frame: Frame) -> None:
+    def _hear(self, side: int, frame: Frame) -> None:
         if not self.closed[side]:
-            self.ends[side].process.log("<- " + self.ends[side.other].process.name, frame[0])
+            self.ends[side].process.log("<- " + self.ends[1 - side].process.name, frame[0])
             self.ends[side].on_frame(self, *frame)
 
-    def _hear_close(self, side: Side) -> None:
+    def _hear_close(self, side: int) -> None:
         if not self.closed[side]:
             self.closed[side] = True
             self.ends[side].on_closed(self)
@@ -176,7 +169,7 @@ class Network:
         self.wires.append(wire)
         return wire
 
-    def latency(self, wire: Wire, side: Side) -> float:
+    def latency(self, wire: Wire, side: int) -> float:
         base = self.world.random.uniform(0.0001, 0.001)
         return base + self.slow.get(wire.ends[side].process.name, 0.0) if self.slow else base
 
@@ -193,22 +186,22 @@ class Network:
         for way in ways:
             self._cuts.remove(way)
         for wire in list(self.wires):
-            for side in Side:
-                if not self.blocked(wire.ends[side].process, wire.ends[side.other].process):
+            for side in SIDES:
+                if not self.blocked(wire.ends[side].process, wire.ends[1 - side].process):
                     wire.release(side)
 
     def suspect_all(self) -> None:
         """Somebody may be silent from now on: have those who listen notice, two to two and a half seconds later."""
         for wire in list(self.wires):
-            for side in Side:
+            for side in SIDES:
                 if wire.silent(side):
                     self.suspect(wire, side)
 
-    def suspect(self, wire: Wire, side: Side) -> None:
+    def suspect(self, wire: Wire, side: int) -> None:
         since, end = self.world.now, wire.ends[side]
         end.process.after(self.world.random.uniform(2.0, 2.5), self._look, wire, side, since)
 
-    def _look(self, wire: Wire, side: Side, since: float) -> None:
+    def _look(self, wire: Wire, side: int, since: float) -> None:
         end = wire.ends[side]
         if wire.closed[side] or not end.is_up(wire) or not wire.silent(side):
             return
@@ -224,7 +217,7 @@ class Network:
             if handler.process is process:
                 del self.listeners[address]
         for wire in list(self.wires):
-            for side in Side:
+            for side in SIDES:
                 if wire.ends[side].process is process:
                     if self.world.random.random() < 0.5:
                         wire.cut(0.5)

@@ -20,8 +20,9 @@ from proto.limits import PROTOCOL_VERSION
 from proto.messages import Capacity, Hello, Message, Reserve, Role, TokenItem, Tokens
 from proto.messages import Peer as Destination
 from simulation.links import Link, Outbound, Registration, Server
+from simulation.receiver import Receiver
+from simulation.sender import Sender
 from simulation.toy import VOCAB, Toy, ToyState
-from simulation.transfer import Receiver, Sender
 from simulation.world import Process, Violation
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The cluster's own code in the simulated world: a thousand seeds, and what makes a seed worth having: it always tells the same."""
+"""The cluster's own code in the simulated world: a thousand seeds, and what makes a seed worth having: it tells one story."""
 
 import os
 import subprocess

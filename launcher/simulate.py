@@ -51,8 +51,8 @@ def _one(seed: int, kinds: frozenset[str], request_id: str, console: Console) ->
     assert result.cluster is not None
     plan = result.cluster.plan
     console.print(
-        f"Seed {seed}: {plan.gateways} gateways, {plan.prefill} prefill and {plan.decode} decode workers of {plan.kv_blocks}"
-        f" blocks, {len(plan.asked)} requests",
+        f"Seed {seed}: {plan.gateways} gateways, {plan.prefill} prefill and {plan.decode} decode workers,"
+        f" {len(plan.asked)} requests",
         soft_wrap=True,
     )
     for fault in plan.faults:

@@ -62,7 +62,7 @@ def audit(cluster: "Cluster") -> None:
     check_blocks(cluster)
     for worker in cluster.workers:
         counted = core.workers[worker.epoch]
-        if counted.holdings or counted.steps or counted.free_blocks != cluster.plan.kv_blocks:
+        if counted.holdings or counted.steps or counted.free_blocks != worker.kv_blocks:
             raise Violation("block conservation", f"the coordinator counts {counted.holdings} on {worker.name}, idle")
     _check_quotas(cluster, core)
     for request_id in cluster.oracles.accepted:

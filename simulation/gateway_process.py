@@ -87,7 +87,7 @@ class GatewayProcess(Process):
 
     def ask(self, asked: Asked) -> None:
         packed = pack_tokens(asked.prompt)
-        names = BlockNames.of(packed, self.cluster.plan.block_size, asked.tenant.partition("/")[0])
+        names = BlockNames.of(packed, min(self.cluster.plan.block_size.values()), asked.tenant.partition("/")[0])
         self.log("client asks", asked.stream_id)
         self.cluster.oracles.opened(asked, self.name)
         self.post(

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvtransfer.layout import blocks_of
 from simulation.toy import Toy, mix
 from simulation.world import Process, Timer
 
@@ -41,6 +42,7 @@ class Pair:
         toy: Toy,
         *,
         sends: bool,
+        ratio: int,
         on_ready: Callable[[], None],
         on_segment: Callable[[Job, bytes | None], None],
         on_down: Callable[[str], None],
@@ -48,6 +50,8 @@ class Pair:
         self.process = process
         self.toy = toy
         self.sends = sends
+        self.ratio = ratio
+        """Of our blocks to those that cross."""
         self.is_down = False
         self._ready = False
         self.far: Pair | None = None
@@ -156,15 +160,15 @@ class Pair:
         source, target = ends if self.sends else ends[::-1]
         job, into = source._jobs[0], target._jobs[0]
         assert job.block_ids is not None and job.blocks == into.blocks
-        content = source.toy.packed(job.block_ids)
+        content = source.toy.packed(job.block_ids, source.ratio)
         sent = digest(content)
         if world.random.random() < world.corrupt:
             world.injected["segment corrupted"] += 1
             content = ((content[0][0] ^ 1, *content[0][1:]), *content[1:])
         received = b""
         if into.block_ids is not None:
-            target.process.check_writable(into.block_ids)
-            target.toy.spread(into.block_ids, content)
+            target.process.check_writable(blocks_of(into.block_ids, target.ratio))
+            target.toy.spread(into.block_ids, target.ratio, content)
             received = digest(content)
         source.process.call(source._done, job, sent)
         target.process.call(target._done, into, received)

@@ -89,8 +89,9 @@ class Plan:
     prefill: int
     decode: int
     gateways: int
-    kv_blocks: int
-    block_size: int
+    kv_blocks: dict[str, int]
+    """By role, as the next."""
+    block_size: dict[str, int]
     max_seqs: int
     prefix_cache: bool
     limits: Limits
@@ -127,8 +128,8 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
         prefill=random.choice((1, 1, 2)),
         decode=random.choice((1, 1, 2)),
         gateways=random.choice((1, 1, 2)),
-        kv_blocks=random.choice((24, 32, 48)),
-        block_size=4,
+        kv_blocks={"prefill": random.choice((24, 48)), "decode": random.choice((24, 32, 48))},
+        block_size=dict(zip(("prefill", "decode"), random.choice(((4, 4), (4, 4), (4, 8), (8, 4))), strict=True)),
         max_seqs=random.choice((4, 8)),
         prefix_cache=random.random() < 0.7,
         limits=Limits(

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import msgspec
+
+from kvtransfer.layout import blocks_of, cells_of
 from kvtransfer.receiver_session import DECLINED, FAILED, ReceiverSession
 from kvtransfer.session import Accepted, Action, CommitArrived, Ended, KvCommitted, KvReceiveFailed, Receive, Refusal
 from proto.errors import RemoteProtocolError
@@ -9,7 +12,7 @@ from proto.kv import Abort, Announce, Commit, Decline, Offer, PairClosed, PairLi
 from proto.messages import Message
 from simulation.pairs import Job, Pair
 from simulation.toy import Toy
-from simulation.transfer import BLOCK_BYTES, SETTINGS, Driver, Live, Route
+from simulation.transfer import SETTINGS, Driver, Live, Route
 from simulation.world import Process
 
 
@@ -30,7 +33,9 @@ class Receiver(Driver):
         self._accept, self._on_committed, self._on_failed = accept, on_committed, on_failed
 
     def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
-        self._feed_known((request_id, attempt), Refusal(answer) if isinstance(answer, str) else answer)
+        live = self._live.get((request_id, attempt))
+        if live is not None:
+            self._feed(live, _decision(live, answer))
 
     def handle(self, peer_epoch: int, message: Message, blob: bytes) -> None:
         if isinstance(message, PairOpen):
@@ -60,11 +65,14 @@ class Receiver(Driver):
             return
         if current is not None:
             self._drop(current, "the sender opened another pair", tell_peer=False)
-        route = self._routes[peer_epoch] = Route(peer_epoch, message.pair_id)
+        route = self._routes[peer_epoch] = Route(
+            peer_epoch, message.pair_id, message.block_size, self.toy.block_size // message.block_size
+        )
         route.pair = Pair(
             self.process,
             self.toy,
             sends=False,
+            ratio=route.ratio,
             on_ready=lambda: setattr(route, "listening", None),
             on_segment=lambda job, digest: self._answered(route, job, digest),
             on_down=lambda reason: self._pair_down(route, reason),
@@ -93,13 +101,13 @@ class Receiver(Driver):
             refusal = "this attempt is another sender's" if known else f"there is no pair {offer.pair_id}"
             self._send(peer_epoch, Decline(*key, refusal), b"")
             return
-        session = ReceiverSession(offer, block_bytes=BLOCK_BYTES, settings=SETTINGS, now=self.process.now())
+        session = ReceiverSession(offer, block_bytes=route.block_bytes, settings=SETTINGS, now=self.process.now())
         live = self._begin(key, session, route)
-        answer = self._accept(peer_epoch, offer)
+        answer = self._accept(peer_epoch, msgspec.structs.replace(offer, blocks=-(-offer.blocks // route.ratio)))
         if answer is None:
             self._arm(live)
         else:
-            self._feed(live, Refusal(answer) if isinstance(answer, str) else answer)
+            self._feed(live, _decision(live, answer))
 
     def _announced(self, peer_epoch: int, announce: Announce) -> None:
         route = self._routes.get(peer_epoch)
@@ -131,8 +139,17 @@ class Receiver(Driver):
             job.block_ids = None
 
     def _report(self, live: Live, ended: Ended) -> None:
-        result = ended.result
+        result, ratio = ended.result, live.route.ratio
         if isinstance(result, KvCommitted):
-            self._on_committed(live.route.peer_epoch, result.commit, list(result.block_ids), list(result.prompt))
+            blocks = list(blocks_of(result.block_ids, ratio))
+            self._on_committed(live.route.peer_epoch, result.commit, blocks, list(result.prompt))
         elif isinstance(result, KvReceiveFailed):
-            self._on_failed(result.request_id, result.attempt, list(result.block_ids))
+            self._on_failed(result.request_id, result.attempt, list(blocks_of(result.block_ids, ratio)))
+
+
+def _decision(live: Live, answer: Accepted | str) -> Accepted | Refusal:
+    """In the blocks that cross."""
+    if isinstance(answer, str):
+        return Refusal(answer)
+    ratio, blocks = live.route.ratio, live.session.blocks
+    return Accepted(cells_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvtransfer.layout import cells_of
 from kvtransfer.sender_session import SenderSession
 from kvtransfer.session import Action, BlocksReady, CommitReady, Ended, KvFailed, KvSent, SegmentDropped, SendSegment
 from proto.codec import pack_tokens
@@ -11,7 +12,7 @@ from proto.kv import Abort, Accept, Ack, Announce, Decline, FirstToken, PairClos
 from proto.messages import Message
 from simulation.pairs import Job, Pair
 from simulation.toy import Toy
-from simulation.transfer import BLOCK_BYTES, SETTINGS, Driver, Live, Route
+from simulation.transfer import SETTINGS, Driver, Live, Route
 from simulation.world import Process
 
 
@@ -29,24 +30,30 @@ class Sender(Driver):
         self._on_result = on_result
         self._last_pair_id = 0
 
-    def open(self, request_id: str, attempt: int, peer_epoch: int, blocks: int) -> None:
+    def open(self, request_id: str, attempt: int, peer_epoch: int, blocks: int, block_size: int) -> None:
         key, route = (request_id, attempt), self._routes.get(peer_epoch)
         if key in self._ended:
             self.process.after(0.0, self._on_result, KvFailed(request_id, attempt, "this attempt was offered before"))
             return
         if route is None:
             self._last_pair_id += 1
-            route = self._routes[peer_epoch] = Route(peer_epoch, self._last_pair_id)
+            ratio = self.toy.block_size // block_size
+            route = self._routes[peer_epoch] = Route(peer_epoch, self._last_pair_id, block_size, ratio)
             timeout_s = SETTINGS.rendezvous_timeout_ms / 1e3
             route.timer = self.process.after(timeout_s, self._drop, route, "no answer to PairOpen", True)
-            self._send(peer_epoch, PairOpen(route.pair_id, SETTINGS.transport), b"")
-        session = SenderSession(*key, pair_id=route.pair_id, blocks=blocks, block_bytes=BLOCK_BYTES, settings=SETTINGS)
+            self._send(peer_epoch, PairOpen(route.pair_id, SETTINGS.transport, block_size), b"")
+        session = SenderSession(
+            *key, pair_id=route.pair_id, blocks=blocks, block_bytes=route.block_bytes, settings=SETTINGS
+        )
         live = self._begin(key, session, route)
         self._perform(live, session.start(self.process.now()))
 
     def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None:
-        if block_ids:
-            self._feed_known((request_id, attempt), BlocksReady(first_block, tuple(block_ids)))
+        live = self._live.get((request_id, attempt))
+        if block_ids and live is not None:
+            first = first_block * live.route.ratio
+            cells = cells_of(block_ids, live.route.ratio)[: live.session.blocks - first]
+            self._feed(live, BlocksReady(first, cells))
 
     def commit(
         self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
@@ -78,6 +85,7 @@ class Sender(Driver):
             self.process,
             self.toy,
             sends=True,
+            ratio=route.ratio,
             on_ready=lambda: self._pair_ready(route),
             on_segment=lambda job, digest: self._answered(route, job, digest),
             on_down=lambda reason: self._pair_down(route, reason),

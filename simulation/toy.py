@@ -44,12 +44,15 @@ class Toy:
     def copy(self, source: int, target: int) -> None:
         self.pool[target][:] = self.pool[source]
 
-    def packed(self, blocks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(self.pool[block]) for block in blocks)
+    def packed(self, cells: Iterable[int], ratio: int) -> tuple[tuple[int, ...], ...]:
+        """Of cells, `ratio` to a block."""
+        size = self.block_size // ratio
+        return tuple(tuple(self.pool[c // ratio][c % ratio * size : (c % ratio + 1) * size]) for c in cells)
 
-    def spread(self, blocks: Iterable[int], content: Iterable[Sequence[int]]) -> None:
-        for block, slots in zip(blocks, content, strict=True):
-            self.pool[block][:] = slots
+    def spread(self, cells: Iterable[int], ratio: int, content: Iterable[Sequence[int]]) -> None:
+        size = self.block_size // ratio
+        for cell, slots in zip(cells, content, strict=True):
+            self.pool[cell // ratio][cell % ratio * size : (cell % ratio + 1) * size] = slots
 
 
 @dataclass

@@ -34,8 +34,8 @@ from simulation.pairs import Job, Pair
 from simulation.toy import Toy
 from simulation.world import Process, Timer
 
-BLOCK_BYTES = 1024
-SETTINGS = KvSettings(segment_bytes=3 * BLOCK_BYTES)
+TOKEN_BYTES = 256
+SETTINGS = KvSettings(segment_bytes=12 * TOKEN_BYTES)
 Key = tuple[str, int]
 
 
@@ -43,6 +43,10 @@ Key = tuple[str, int]
 class Route:
     peer_epoch: int
     pair_id: int
+    block_size: int
+    """Of the blocks that cross."""
+    ratio: int
+    """Of ours to those."""
     pair: Pair | None = None
     sessions: "dict[Key, Live]" = field(default_factory=dict)
     timer: Timer | None = None
@@ -54,6 +58,10 @@ class Route:
     # of a receiver's
     order: AnnounceOrder = field(default_factory=AnnounceOrder)
     listening: PairListen | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * TOKEN_BYTES
 
 
 @dataclass(eq=False)

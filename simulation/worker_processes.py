@@ -51,14 +51,15 @@ class WorkerProcess(Process):
         super().__init__(cluster, name)
         self.cluster = cluster
         plan = cluster.plan
+        self.kv_blocks, self.block_size = plan.kv_blocks[self.role], plan.block_size[self.role]
         self.slow = 1.0
         self.fail_step = ""
         """The next step fails: in the model (`error`), or its logits are not finite (`nan`)."""
-        self.toy = Toy(plan.kv_blocks, plan.block_size)
-        self.allocator = BlockAllocator(plan.kv_blocks)
+        self.toy = Toy(self.kv_blocks, self.block_size)
+        self.allocator = BlockAllocator(self.kv_blocks)
         self.hello = Hello(
             PROTOCOL_VERSION, self.role, self.epoch, name, MODEL, FINGERPRINT, f"{name}/kv",
-            Capacity(plan.kv_blocks, plan.block_size, plan.max_seqs, plan.context_tokens),
+            Capacity(self.kv_blocks, self.block_size, plan.max_seqs, plan.context_tokens),
         )  # fmt: skip
 
     def start(self) -> None:
@@ -86,7 +87,7 @@ class PrefillProcess(WorkerProcess):
         super().__init__(cluster, name)
         self.core = PrefillCore(
             self,
-            PromptTable(self.allocator, cluster.plan.block_size, cluster.plan.prefix_cache),
+            PromptTable(self.allocator, self.block_size, cluster.plan.prefix_cache),
             vocab_size=VOCAB,
             step_tokens_max=STEP_TOKENS_MAX,
             tokens_forwarded=lambda: self.toy.tokens_forwarded,
@@ -173,7 +174,7 @@ class DecodeProcess(WorkerProcess):
         batch: Batch[ToyState] = Batch()
         table = AttemptTable(
             self.allocator,
-            cluster.plan.block_size,
+            self.block_size,
             batch,
             lambda: self.toy.tokens_forwarded,
             cluster.plan.prefix_cache,

@@ -98,7 +98,8 @@ class Submission:
 
     def backoff_s(self, limits: StreamLimits) -> float:
         """Before the next attempt: twice as long after each."""
-        return min(limits.resume_delay_s * 2 ** (self.attempt - 1), limits.resume_delay_s_max) * self.jitter()
+        delay_s: float = min(limits.resume_delay_s * 2 ** (self.attempt - 1), limits.resume_delay_s_max)
+        return delay_s * self.jitter()
 
     def retry_s(self, retry_after_s: float) -> float:
         """Before a rejection that passes is tried again."""

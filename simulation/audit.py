@@ -3,9 +3,9 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from coordinator import invariants
 from coordinator.billing import LOST
 from coordinator.core import Core
+from coordinator.invariants import check
 from coordinator.lifecycle import State
 from simulation.coordinator_process import DAY
 from simulation.oracles import stream_of
@@ -58,7 +58,7 @@ def check_blocks(cluster: "Cluster") -> None:
 def audit(cluster: "Cluster") -> None:
     """Raises `Violation`, or an assertion of the production code. To be called when nothing is `unsettled`."""
     core = cluster.coordinator.core
-    invariants.check(core)
+    check(core)
     check_blocks(cluster)
     for worker in cluster.workers:
         counted = core.workers[worker.epoch]

@@ -4,7 +4,6 @@ from simulation.coordinator_process import CoordinatorProcess, Journal
 from simulation.gateway_process import GatewayProcess
 from simulation.network import Network
 from simulation.oracles import Oracles
-from simulation.pairs import Pair
 from simulation.plan import Asked, Fault, Plan
 from simulation.worker_processes import DecodeProcess, PrefillProcess
 from simulation.world import Process, World
@@ -18,10 +17,9 @@ class Cluster(World):
         self.plan = plan
         self.network = Network(self)
         self.network.hostility = plan.hostility
-        self.corrupt = plan.corrupt
+        self.network.corrupt = plan.corrupt
         self.slow_disk_s = 0.0
         self.journal = Journal()
-        self.rendezvous: dict[str, Pair] = {}
         self.oracles = Oracles(self)
         self.processes: dict[str, Process] = {}
         self.healing = False
@@ -150,7 +148,7 @@ class Cluster(World):
         self.healing = True
         self.log("world", "healing")
         self.network.hostility = None
-        self.corrupt = self.slow_disk_s = 0.0
+        self.network.corrupt = self.slow_disk_s = 0.0
         self.network.slow.clear()
         self._mend(*self._partitions)
         for process in list(self.processes.values()):

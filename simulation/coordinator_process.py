@@ -5,9 +5,9 @@ of usage is its rows only: what the thread has committed outlives the process, w
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from coordinator import invariants
 from coordinator.core import Core
 from coordinator.events import Action, Configured, Event, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
+from coordinator.invariants import check
 from coordinator.lifecycle import TERMINAL
 from coordinator.outbox import Outbox
 from coordinator.quota import DAY_S, Ask
@@ -138,7 +138,7 @@ class CoordinatorProcess(Process):
     def _check(self) -> None:
         self.events += 1
         if self.events % CHECK_EVERY == 0:
-            invariants.check(self.core)
+            check(self.core)
         self.cluster.oracles.after_decision(self.core)
 
     def _arm(self) -> None:

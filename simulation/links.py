@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from proto import limits
 from proto.errors import RemoteProtocolError
+from proto.limits import MAX_CACHE_CHANGES, PROTOCOL_VERSION
 from proto.messages import Bye, CacheEvents, Held, Hello, Message, Refused, Role, Welcome
 from proto.messages import Peer as Destination
 from simulation.network import CLIENT, SERVER, Handler, Wire
@@ -183,7 +183,7 @@ class Client:
             self.process.world.network.suspect(wire, CLIENT)
 
     def _hello_of(self, welcome: Welcome) -> Hello:
-        return Hello(limits.PROTOCOL_VERSION, Role.COORDINATOR, welcome.epoch, self.address)
+        return Hello(PROTOCOL_VERSION, Role.COORDINATOR, welcome.epoch, self.address)
 
     def _wire_closed(self, wire: Wire) -> None:
         self.process.after(CLOSED_NOTICE_S, self._give_up, wire, "connection closed")
@@ -330,7 +330,7 @@ class Registration:
     def report_cache(self, take_changes: Callable[[int], tuple[bytes, bytes]]) -> None:
         if self._link is None:
             return
-        inserted, evicted = take_changes(limits.MAX_CACHE_CHANGES)
+        inserted, evicted = take_changes(MAX_CACHE_CHANGES)
         if inserted or evicted:
             self._link.send(CacheEvents(inserted, evicted))
 

@@ -11,6 +11,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from proto.messages import Hello, Message, Welcome
 from simulation.world import Process, World
@@ -155,6 +156,10 @@ class Network:
         self.listeners: dict[str, Handler] = {}
         """By address."""
         self.wires: list[Wire] = []
+        self.corrupt = 0.0
+        """Chance that a segment arrives damaged."""
+        self.rendezvous: dict[str, Any] = {}
+        """Ends of pairs that wait for their other end, by secret."""
         self.slow: dict[str, float] = {}
         """Added latency of all that a process (by name) sends, in seconds."""
         self._cuts: list[tuple[str, str]] = []

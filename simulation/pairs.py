@@ -3,7 +3,7 @@ it; what goes wrong breaks the pair for good; and until an answer a thread may t
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.layout import blocks_of
@@ -13,6 +13,14 @@ from simulation.world import Process, Timer
 RENDEZVOUS_S = 10.0
 SEGMENT_S = 3.0
 Content = tuple[tuple[int, ...], ...]
+
+
+class PoolProcess(Process):
+    """A process with a pool of KV blocks."""
+
+    def check_writable(self, blocks: Sequence[int]) -> None:
+        """Raises `Violation` where these blocks are not its own to receive into."""
+        raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -38,7 +46,7 @@ class Pair:
 
     def __init__(
         self,
-        process: Process,
+        process: PoolProcess,
         toy: Toy,
         *,
         sends: bool,
@@ -71,7 +79,7 @@ class Pair:
         return [job for job in self._jobs if job.owner is owner]
 
     def meet(self, secret: str) -> None:
-        meeting = self.process.world.rendezvous
+        meeting = self.process.world.network.rendezvous
         other = meeting.pop(secret, None)
         if other is None:
             meeting[secret] = self
@@ -162,7 +170,7 @@ class Pair:
         assert job.block_ids is not None and job.blocks == into.blocks
         content = source.toy.packed(job.block_ids, source.ratio)
         sent = digest(content)
-        if world.random.random() < world.corrupt:
+        if world.random.random() < world.network.corrupt:
             world.injected["segment corrupted"] += 1
             content = ((content[0][0] ^ 1, *content[0][1:]), *content[1:])
         received = b""

@@ -10,10 +10,9 @@ from kvtransfer.session import Accepted, Action, CommitArrived, Ended, KvCommitt
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Message
-from simulation.pairs import Job, Pair
+from simulation.pairs import Job, Pair, PoolProcess
 from simulation.toy import Toy
 from simulation.transfer import SETTINGS, Driver, Live, Route
-from simulation.world import Process
 
 
 class Receiver(Driver):
@@ -21,7 +20,7 @@ class Receiver(Driver):
 
     def __init__(
         self,
-        process: Process,
+        process: PoolProcess,
         toy: Toy,
         send: Callable[[int, Message, bytes], None],
         *,

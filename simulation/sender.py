@@ -10,10 +10,9 @@ from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Announce, Decline, FirstToken, PairClosed, PairListen, PairOpen
 from proto.messages import Message
-from simulation.pairs import Job, Pair
+from simulation.pairs import Job, Pair, PoolProcess
 from simulation.toy import Toy
 from simulation.transfer import SETTINGS, Driver, Live, Route
-from simulation.world import Process
 
 
 class Sender(Driver):
@@ -21,7 +20,7 @@ class Sender(Driver):
 
     def __init__(
         self,
-        process: Process,
+        process: PoolProcess,
         toy: Toy,
         send: Callable[[int, Message, bytes], None],
         on_result: Callable[[KvSent | KvFailed], None],

@@ -30,9 +30,9 @@ from proto.kv import (
     PairListen,
 )
 from proto.messages import Message
-from simulation.pairs import Job, Pair
+from simulation.pairs import Job, Pair, PoolProcess
 from simulation.toy import Toy
-from simulation.world import Process, Timer
+from simulation.world import Timer
 
 TOKEN_BYTES = 256
 SETTINGS = KvSettings(segment_bytes=12 * TOKEN_BYTES)
@@ -76,7 +76,7 @@ class Live:
 class Driver:
     """What both ends share; as `kvtransfer.driver.Driver`."""
 
-    def __init__(self, process: Process, toy: Toy, send: Callable[[int, Message, bytes], None]) -> None:
+    def __init__(self, process: PoolProcess, toy: Toy, send: Callable[[int, Message, bytes], None]) -> None:
         self.process = process
         self.toy = toy
         self.violations = 0

@@ -3,6 +3,7 @@ drive them, with the toy model on the engine thread. A step takes time, during w
 writes its blocks when it ends, so that a block given away too early shows.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from decode_worker.batch import Batch, Draw, StepPlan
@@ -20,10 +21,11 @@ from proto.limits import PROTOCOL_VERSION
 from proto.messages import Capacity, Hello, Message, Reserve, Role, TokenItem, Tokens
 from proto.messages import Peer as Destination
 from simulation.links import Link, Outbound, Registration, Server
+from simulation.pairs import PoolProcess
 from simulation.receiver import Receiver
 from simulation.sender import Sender
 from simulation.toy import VOCAB, Toy, ToyState
-from simulation.world import Process, Violation
+from simulation.world import Violation
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -35,13 +37,15 @@ STEP_TOKENS_MAX = 64
 class Gateways(Outbound):
     """Every token a worker sends passes here, so that none is sent twice."""
 
+    process: "WorkerProcess"
+
     def send(self, to: Destination, message: Message, blob: bytes = b"") -> None:
         assert isinstance(message, Tokens)
         self.process.cluster.oracles.emitted(self.process.name, message)
         super().send(to, message, blob)
 
 
-class WorkerProcess(Process):
+class WorkerProcess(PoolProcess):
     """What both kinds share."""
 
     role: Role
@@ -68,7 +72,7 @@ class WorkerProcess(Process):
     def step_s(self, least: float, most: float) -> float:
         return self.world.random.uniform(least, most) * self.slow
 
-    def check_writable(self, blocks: tuple[int, ...]) -> None:
+    def check_writable(self, blocks: Sequence[int]) -> None:
         """Nobody else may hold what is received into, and nobody may find it in the cache."""
         for block in blocks:
             if self.allocator.refs(block) != 1:

@@ -10,10 +10,13 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 from random import Random
 from struct import Struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from proto.codec import encode
 from proto.messages import Message
+
+if TYPE_CHECKING:
+    from simulation.network import Network
 
 _STAMP = Struct("<dI")
 
@@ -107,6 +110,8 @@ class Process:
 
 
 class World:
+    network: "Network"
+
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.now = 0.0

@@ -39,12 +39,12 @@ def unsettled(cluster: "Cluster") -> str:
 def left_on(worker: PrefillProcess | DecodeProcess) -> str:
     core = worker.core
     if isinstance(worker, PrefillProcess):
-        held, transfers = list(worker.core.table.prompts), worker.sender
+        held = list(worker.core.table.prompts)
     else:
-        held, transfers = [*worker.core.table.attempts, *worker.core.undecided], worker.receiver
+        held = [*worker.core.table.attempts, *worker.core.undecided]
     if held:
         return f"attempts {held}"
-    if not transfers.idle:
+    if not worker.transfers.idle:
         return "transfers"
     return f"{worker.allocator.held_count} blocks held" if core.table.allocator.held_count else ""
 

@@ -86,10 +86,8 @@ class Cluster(World):
                 assert isinstance(process, PrefillProcess | DecodeProcess)
                 process.fail_step = fault.how
             case "transfer":
-                driver = process.sender if isinstance(process, PrefillProcess) else None
-                driver = process.receiver if isinstance(process, DecodeProcess) else driver
-                assert driver is not None
-                process.call(driver.break_pair)
+                assert isinstance(process, PrefillProcess | DecodeProcess)
+                process.call(process.transfers.break_pair)
 
     def _crash(self, process: Process, for_s: float) -> None:
         process.stop()

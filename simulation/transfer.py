@@ -97,13 +97,11 @@ class Driver:
     def abort(self, request_id: str, attempt: int, reason: str) -> None:
         self._feed_known((request_id, attempt), LocalAbort(reason))
 
-    def break_pair(self) -> bool:
+    def break_pair(self) -> None:
         """A fault: the group of one pair fails."""
-        for route in self._routes.values():
-            if route.pair is not None and not route.pair.is_down:
-                route.pair.fail("connection reset")
-                return True
-        return False
+        pairs = [r.pair for r in self._routes.values() if r.pair is not None and not r.pair.is_down]
+        if pairs:
+            pairs[0].fail("connection reset")
 
     def _begin(self, key: Key, session: Any, route: Route) -> Live:
         assert key not in self._live and key not in self._ended

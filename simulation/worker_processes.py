@@ -37,10 +37,8 @@ STEP_TOKENS_MAX = 64
 class Gateways(Outbound):
     """Every token a worker sends passes here, so that none is sent twice."""
 
-    process: "WorkerProcess"
-
     def send(self, to: Destination, message: Message, blob: bytes = b"") -> None:
-        assert isinstance(message, Tokens)
+        assert isinstance(message, Tokens) and isinstance(self.process, WorkerProcess)
         self.process.cluster.oracles.emitted(self.process.name, message)
         super().send(to, message, blob)
 
@@ -105,7 +103,7 @@ class PrefillProcess(WorkerProcess):
         )
         self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost)
         self.receivers = Outbound(self, self.hello, self._kv_message, self._receiver_lost)
-        self.sender = Sender(self, self.toy, self._send_kv, self._kv_result)
+        self.sender = self.transfers = Sender(self, self.toy, self._send_kv, self._kv_result)
         self._computing = False
 
     def _order(self, _: Link, message: Message, blob: bytes) -> None:
@@ -201,7 +199,7 @@ class DecodeProcess(WorkerProcess):
             on_message=self._kv_message,
             on_down=self._sender_down,
         )
-        self.receiver = Receiver(
+        self.receiver = self.transfers = Receiver(
             self,
             self.toy,
             self._send_kv,

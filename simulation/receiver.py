@@ -6,13 +6,23 @@ import msgspec
 
 from kvtransfer.layout import blocks_of, cells_of
 from kvtransfer.receiver_session import DECLINED, FAILED, ReceiverSession
-from kvtransfer.session import Accepted, Action, CommitArrived, Ended, KvCommitted, KvReceiveFailed, Receive, Refusal
+from kvtransfer.session import (
+    Accepted,
+    Action,
+    CommitArrived,
+    Ended,
+    KvCommitted,
+    KvReceiveFailed,
+    Quarantine,
+    Receive,
+    Refusal,
+)
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Message
 from simulation.pairs import Job, Pair, PoolProcess
 from simulation.toy import Toy
-from simulation.transfer import SETTINGS, Driver, Live, Route
+from simulation.transfer import SETTINGS, TRANSPORT, Driver, Live, Route
 
 
 class Receiver(Driver):
@@ -27,9 +37,11 @@ class Receiver(Driver):
         accept: Callable[[int, Offer], Accepted | str | None],
         on_committed: Callable[[int, Commit, list[int], list[int]], None],
         on_failed: Callable[[str, int, list[int]], None],
+        on_quarantined: Callable[[str, int, list[int]], None],
     ) -> None:
         super().__init__(process, toy, send)
         self._accept, self._on_committed, self._on_failed = accept, on_committed, on_failed
+        self._on_quarantined = on_quarantined
 
     def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
         live = self._live.get((request_id, attempt))
@@ -83,7 +95,7 @@ class Receiver(Driver):
             assert route.pair is not None
             secret = f"{self.process.epoch}.{route.peer_epoch}.{route.pair_id}"
             route.pair.meet(secret)
-            route.listening = PairListen(route.pair_id, "host", 1, secret)
+            route.listening = PairListen(route.pair_id, TRANSPORT, "host", 1, secret, "")
             self._send(route.peer_epoch, route.listening, b"")
 
     def _offered(self, peer_epoch: int, offer: Offer) -> None:
@@ -133,6 +145,9 @@ class Receiver(Driver):
             self._arm(live)
 
     def _carry_out(self, live: Live, action: Action) -> None:
+        if isinstance(action, Quarantine):
+            self._on_quarantined(*live.key, list(blocks_of(action.block_ids, live.route.ratio)))
+            return
         assert live.route.pair is not None
         for job in live.route.pair.jobs_of(live):
             job.block_ids = None

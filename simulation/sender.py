@@ -40,7 +40,7 @@ class Sender(Driver):
             route = self._routes[peer_epoch] = Route(peer_epoch, self._last_pair_id, block_size, ratio)
             timeout_s = SETTINGS.rendezvous_timeout_ms / 1e3
             route.timer = self.process.after(timeout_s, self._drop, route, "no answer to PairOpen", True)
-            self._send(peer_epoch, PairOpen(route.pair_id, SETTINGS.transport, block_size), b"")
+            self._send(peer_epoch, PairOpen(route.pair_id, SETTINGS.transports, block_size, ""), b"")
         session = SenderSession(
             *key, pair_id=route.pair_id, blocks=blocks, block_bytes=route.block_bytes, settings=SETTINGS
         )

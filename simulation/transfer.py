@@ -3,7 +3,7 @@
 `kvtransfer.sender`, `receiver` and `driver` hold tensors, threads and an event loop, so what they do around the sessions is
 said again here, in the same order of effects: pairs are opened, used, dropped and told of as there, ended sessions answer late
 frames, what is announced is sent and received, a job's blocks are read when the thread gets to it. `pairs.Pair` stands for
-the process group and its thread.
+a transport and its thread. There is one transport; choosing and demoting them is not modelled.
 """
 
 from collections import deque
@@ -35,7 +35,8 @@ from simulation.toy import Toy
 from simulation.world import Timer
 
 TOKEN_BYTES = 256
-SETTINGS = KvSettings(segment_bytes=12 * TOKEN_BYTES)
+TRANSPORT = "gloo"
+SETTINGS = KvSettings(transports=(TRANSPORT,), segment_bytes=12 * TOKEN_BYTES)
 Key = tuple[str, int]
 
 

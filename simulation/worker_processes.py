@@ -73,7 +73,7 @@ class WorkerProcess(PoolProcess):
     def check_writable(self, blocks: Sequence[int]) -> None:
         """Nobody else may hold what is received into, and nobody may find it in the cache."""
         for block in blocks:
-            if self.allocator.refs(block) != 1:
+            if self.allocator.refs(block) != 1 and not self.allocator.is_quarantined(block):
                 raise Violation("no block is freed early", f"{self.name} receives KV into block {block}, not its own")
 
     def check_held(self, blocks: list[int] | tuple[int, ...], request_id: str) -> None:
@@ -205,7 +205,8 @@ class DecodeProcess(WorkerProcess):
             self._send_kv,
             accept=self.core.offered,
             on_committed=self._committed,
-            on_failed=lambda request_id, attempt, blocks: self.core.not_received(request_id, attempt, blocks),
+            on_failed=self.core.not_received,
+            on_quarantined=self.core.not_yet_free,
         )
         self._computing = False
 

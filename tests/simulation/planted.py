@@ -24,7 +24,7 @@ from kvtransfer.sender_session import SenderSession
 from kvtransfer.session import Ended, KvCommitted, Session
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import Prompt, PromptTable
-from proto.messages import Release, Released, StepDone, TokenItem, Tokens
+from proto.messages import Release, Released, TokenItem, Tokens
 from simulation.coordinator_process import Journal
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -191,12 +191,6 @@ def an_interrupted_gateway_is_not_told(m: pytest.MonkeyPatch) -> None:
 
 
 @bug
-def attempts_are_not_told_apart(m: pytest.MonkeyPatch) -> None:
-    """Word of an old attempt ends the new one."""
-    m.setattr(state.State, "current", lambda self, request_id, attempt: self.requests.get(request_id))
-
-
-@bug
 def a_lost_gateway_is_not_cancelled(m: pytest.MonkeyPatch) -> None:
     """Its requests run on."""
     original = members.down
@@ -275,12 +269,6 @@ def a_grant_is_settled_without_its_blocks(m: pytest.MonkeyPatch) -> None:
 
 
 @bug
-def a_worker_that_comes_back_is_not_asked_what_it_holds(m: pytest.MonkeyPatch) -> None:
-    """Its streams' blocks are given away a second time."""
-    m.setattr(members, "_adopt", lambda state, worker, hello: None)
-
-
-@bug
 def an_expired_wait_for_a_resume_is_never_noticed(m: pytest.MonkeyPatch) -> None:
     """Requests whose gateway does not come back stay for ever."""
     m.setattr(intake, "expire", lambda state, now: None)
@@ -355,16 +343,6 @@ def the_first_token_is_sent_twice(m: pytest.MonkeyPatch) -> None:
         self._ports.gateways.send(prompt.order.gateway, Tokens(tuple(items)))
 
     m.setattr(PrefillCore, "_first_tokens_drawn", drawn)
-
-
-@bug
-def a_step_of_a_lost_link_is_reported_on_the_next(m: pytest.MonkeyPatch) -> None:
-    """The new coordinator takes its number for one of its own."""
-
-    def done(self: PrefillCore, link: int, step: Any, done: Any, step_ms: float) -> None:
-        self._ports.registration.send(StepDone(step.step_id, done, step_ms, self._tokens_forwarded()))
-
-    m.setattr(PrefillCore, "_step_done", done)
 
 
 # --- decode worker ----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def test_nothing_is_lost(part: int) -> None:
 
 
 def test_each_kind_of_fault_comes_up() -> None:
-    injected = {name for seed in range(200) for name in run(seed).injected}
+    injected = {name for seed in range(100) for name in run(seed).injected}
     for kind in ("crash", "pause", "partition", "cut", "slow", "step", "transfer", "frame", "client", "segment"):
         assert any(name.startswith(kind) for name in injected), kind
 

@@ -37,5 +37,7 @@ class SimulateSettings(Options):
             return []
         unknown = [name for name in value if name not in FAULTS]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}: not a kind of fault; there are {', '.join(FAULTS)} and none")
+            raise ValueError(
+                f"names no kind of fault with {', '.join(unknown)}; there are {', '.join(FAULTS)} and none"
+            )
         return value

@@ -5,10 +5,11 @@ import pytest
 from simulation.run import run
 from tests.simulation.planted import BUGS
 
-SEEDS = 200
+SEEDS = 400
 """Most are found within the first ten."""
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)

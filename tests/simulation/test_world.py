@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DIGESTS = "import sys; from simulation.run import run; sys.stdout.write(' '.join(run(s).digest for s in range(12)))"
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_nothing_is_lost(part: int) -> None:
     for seed in range(part * SEEDS // PARTS, (part + 1) * SEEDS // PARTS):
@@ -28,6 +29,7 @@ def test_nothing_is_lost(part: int) -> None:
             )
 
 
+@pytest.mark.timeout(600)
 def test_each_kind_of_fault_comes_up() -> None:
     injected = {name for seed in range(100) for name in run(seed).injected}
     for kind in ("crash", "pause", "partition", "cut", "slow", "step", "transfer", "frame", "client", "segment"):

@@ -4,7 +4,7 @@ Two senders and two receivers. In each round one transfer from the first to the 
 pair, which shares the process that stays whole, goes on. Then the request is tried again. What must hold:
 
 - bytes that were committed are those of the attempt that was sent, whatever was done;
-- a survivor hears of a killed or stopped peer within `DETECTION_S`;
+- a survivor hears of a killed peer within `KILL_NOTICED_S`, of a stopped one within `STOP_NOTICED_S`;
 - every block is back when the round is over, and the innocent pair's transfers all arrive;
 - the second attempt arrives.
 """
@@ -37,7 +37,9 @@ MESSAGES = ("corrupt", "wrong_length", "duplicate", "reorder", "late_epoch", "un
 FAULTS = KILLS + STOPS + MESSAGES
 TRANSPORTS = ("gloo",)
 
-DETECTION_S = 2.0
+KILL_NOTICED_S = 2.0
+STOP_NOTICED_S = 3.0
+"""By missed heartbeats alone."""
 STOPPED_S = 5.0
 WAIT_S = 60.0
 INNOCENT_TRANSFERS = 3
@@ -216,6 +218,8 @@ class Cluster:
         struck = (await victim.event("struck"))["at"]
         lost = await survivor.event("lost", peer=victim.incarnation)
         tally.detection_s.append(lost["at"] - struck)
+        if tally.detection_s[-1] > (STOP_NOTICED_S if stops else KILL_NOTICED_S):
+            raise Broken(f"the {victim.role}'s loss was noticed after {tally.detection_s[-1]:.2f} s")
         ends = ("result",) if survivor is sender else ("committed", "failed")
         begun = survivor is sender or point not in ("before_offer",)
         if begun:
@@ -257,9 +261,6 @@ class Cluster:
             wrong = [e for e in handle.events if e["event"] == "committed" and not e["right"]]
             if wrong:
                 raise Broken(f"{name} committed wrong bytes: {wrong}")
-        for tally in self.tallies.values():
-            if tally.detection_s and tally.detection_s[-1] > DETECTION_S:
-                raise Broken(f"a loss was noticed after {tally.detection_s[-1]:.2f} s")
 
 
 def _send(sender: Handle, receiver: Handle, request_id: str, attempt: int, blocks: int, fault: str = "") -> None:
@@ -302,18 +303,21 @@ def main() -> int:
     console, status = Console(), 0
     faults = tuple(asked.fault or FAULTS)
     for transport in asked.transport or TRANSPORTS:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task(transport, total=len(faults) * asked.rounds)
-            work = run(transport, faults, asked.rounds, asked.seed, lambda fault: progress.advance(task))
-            try:
-                tallies = asyncio.run(work)
-            except Broken as error:
-                console.print(f"[red]broken[/red] {error}", highlight=False)
-                status = 1
-                continue
-        _show(transport, tallies, console)
+        try:
+            _show(transport, _with_progress(transport, faults, asked.rounds, asked.seed, console), console)
+        except Broken as error:
+            console.print(f"[red]broken[/red] {error}", highlight=False)
+            status = 1
     return status
+
+
+def _with_progress(
+    transport: str, faults: tuple[str, ...], rounds: int, seed: int, console: Console
+) -> dict[str, Tally]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(transport, total=len(faults) * rounds)
+        return asyncio.run(run(transport, faults, rounds, seed, lambda fault: progress.advance(task)))
 
 
 def _show(transport: str, tallies: dict[str, Tally], console: Console) -> None:

@@ -40,12 +40,12 @@ from proto.messages import Hello, Message, Role
 from proto.messages import Peer as Destination
 from runtime.link import LinkServer, LinkSettings, Peer
 from runtime.outbound import Outbound
-from tests.kvtransfer.ends import FIRST, filled_pool, same_bytes, shuffled
+from tests.kvtransfer.ends import FIRST, same_bytes, shuffled
 
 LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 """64 KiB per block."""
 BLOCKS = 256
-LINKS = LinkSettings(heartbeat_ms=300)
+LINKS = LinkSettings(heartbeat_ms=500)
 MID_SEGMENT_S = 0.004
 """In which random moments lie; a segment takes about as long."""
 _SENDER_POINTS = {"before_offer": Offer, "mid_segment": Announce, "before_commit": Commit, "after_commit": Commit}
@@ -59,8 +59,9 @@ def settings(transport: str) -> KvSettings:
 
 
 def source_pool(incarnation: int) -> torch.Tensor:
-    """What a sender has: nothing that another one has."""
-    return filled_pool(LAYOUT, BLOCKS, 1_000 + incarnation)
+    """What a sender or a receiver has at first: nothing that another one has. Cheap, since a loop waits for it."""
+    words = torch.arange(incarnation, incarnation + BLOCKS * LAYOUT.block_bytes // 8)
+    return words.mul_(incarnation * 0x9E3779B97F4A7C15 % (1 << 63) | 1).view(torch.float32).view(LAYOUT.shape(BLOCKS))
 
 
 def source_blocks(request_id: str, attempt: int, blocks: int) -> list[int]:
@@ -266,7 +267,7 @@ class ReceiverNode(Node):
         self.peers: dict[int, Peer] = {}
         self.sources: dict[int, torch.Tensor] = {}
         self.unreachable = False
-        self.pool = filled_pool(LAYOUT, BLOCKS, self.incarnation)
+        self.pool = source_pool(self.incarnation)
         self.server = LinkServer(
             bind="tcp://127.0.0.1:0",
             hello=self.hello,
@@ -348,7 +349,6 @@ class ReceiverNode(Node):
         self.say("failed", request_id=request_id, attempt=attempt, reason=reason)
 
     def _free(self, block_ids: list[int]) -> None:
-        """And sees that nothing writes to them any more: they are changed, and must stay so."""
         self.allocator.free(block_ids)
         self.allocator.check_invariants()
 

@@ -33,9 +33,9 @@ from tests.kvtransfer import node
 POINTS = ("before_offer", "after_accept", "mid_segment", "before_commit", "after_commit")
 KILLS = tuple(f"{side}_killed_{point}" for side in ("sender", "receiver") for point in POINTS)
 STOPS = ("sender_stopped", "receiver_stopped")
-MESSAGES = ("corrupt", "wrong_length", "duplicate", "reorder", "late_epoch", "unreachable")
+MESSAGES = ("corrupt", "wrong_length", "duplicate", "reorder", "late_epoch", "unreachable", "cut")
 FAULTS = KILLS + STOPS + MESSAGES
-TRANSPORTS = ("gloo",)
+TRANSPORTS = ("gloo", "shm")
 
 KILL_NOTICED_S = 2.0
 STOP_NOTICED_S = 3.0
@@ -176,11 +176,11 @@ class Cluster:
             await self._hurt(fault, victim, survivor, sender, receiver, request_id, blocks, tally)
         elif fault == "late_epoch":
             await self._late(sender, receiver, request_id, blocks)
-            sender = self.nodes["s1"]
         else:
-            if fault == "unreachable":  # a rendezvous comes first
-                receiver = await self.ready("r1", fresh=True)
-                receiver.tell("unreachable")
+            if fault in ("unreachable", "cut"):
+                if fault == "unreachable":  # a rendezvous comes first
+                    receiver = await self.ready("r1", fresh=True)
+                    receiver.tell("unreachable")
                 innocent = (other_sender, other_receiver)
                 names = names[1:]
             sender.tell("harm", request_id=request_id)
@@ -192,7 +192,8 @@ class Cluster:
         done = sender.find("result", request_id=request_id, attempt=1)
         tally.first_attempts_arrived += bool(done and done["ok"])
         sender, receiver = await self.ready("s1"), await self.ready("r1")
-        _send(sender, receiver, request_id, 2, blocks)
+        if fault != "late_epoch":
+            _send(sender, receiver, request_id, 2, blocks)
         again = await sender.event("result", request_id=request_id, attempt=2)
         if not again["ok"]:
             raise Broken(f"the second attempt failed: {again['reason']}")
@@ -239,15 +240,23 @@ class Cluster:
             victim.process.join(10)
 
     async def _late(self, sender: Handle, receiver: Handle, request_id: str, blocks: int) -> None:
-        """Killed amid a transfer; what it had said is said again by the next incarnation, and must be nothing to anyone."""
+        """Stopped amid a transfer, it is replaced, and comes back while its successor is at the second attempt. The receiver
+        also gets all that it had said once more, as if it had been under way for so long."""
+        sender.tell("harm", request_id=request_id, point=self.random.choice(POINTS), action="stop", segments_left=0)
         _send(sender, receiver, request_id, 1, blocks)
-        await sender.event("result", request_id=request_id, attempt=1)
-        sender.tell("recall")
-        spoken = (await sender.event("spoken"))["frames"]
-        sender = await self.ready("s1", fresh=True)
-        await receiver.until(lambda: receiver.find("lost"), "the loss of the first incarnation")
-        self.random.shuffle(spoken)
-        sender.tell("repeat", frames=spoken, epoch=receiver.incarnation, address=receiver.address)
+        await sender.event("struck")
+        await receiver.event("lost", peer=sender.incarnation)
+        del self.nodes["s1"]
+        successor = await self.ready("s1")
+        try:
+            _send(successor, receiver, request_id, 2, blocks)
+            receiver.tell("replay", epoch=sender.incarnation)
+            assert sender.process.pid is not None
+            os.kill(sender.process.pid, signal.SIGCONT)
+            await successor.event("result", request_id=request_id, attempt=2)
+            await sender.event("result", request_id=request_id, attempt=1)
+        finally:
+            sender.end()
 
     async def _all_back(self) -> None:
         for name, handle in self.nodes.items():

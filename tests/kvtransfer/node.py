@@ -11,29 +11,33 @@ itself at a named point of the protocol, since only it knows when it is there:
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
+import psutil
 import torch
 import xxhash
 
 from engine.blocks import BlockAllocator, OutOfBlocks
-from kvtransfer import pair
+from kvtransfer import gloo, shm
+from kvtransfer.copying import Copier
 from kvtransfer.layout import KvLayout
+from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session import Accepted, KvFailed, KvSent
 from kvtransfer.settings import KvSettings
-from proto.codec import decode, to_frames
 from proto.kv import Accept, Ack, Announce, Commit, Offer, PairListen
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Role
@@ -55,7 +59,13 @@ Say = Callable[..., None]
 
 
 def settings(transport: str) -> KvSettings:
-    return KvSettings(transport=transport, segment_bytes=1 << 20, segment_timeout_ms=1_500, rendezvous_timeout_ms=1_500)
+    return KvSettings(
+        transports=(transport,),
+        segment_bytes=1 << 20,
+        segment_timeout_ms=1_500,
+        rendezvous_timeout_ms=1_500,
+        demote_ms=1,
+    )
 
 
 def source_pool(incarnation: int) -> torch.Tensor:
@@ -141,7 +151,8 @@ class Node:
     def do_report(self) -> None:
         self.allocator.check_invariants()
         counters = self.end.counters
-        self.say("report", held=self.allocator.held_count, free=self.allocator.free_count, **counters)
+        held = self.allocator.held_count + self.allocator.quarantined_count
+        self.say("report", held=held, free=self.allocator.free_count, **counters)
 
     def do_close(self) -> None:
         self.done.set()
@@ -160,7 +171,6 @@ class SenderNode(Node):
         self.outbound = Outbound(hello=self.hello, on_message=self._heard, on_lost=self._lost, settings=LINKS)
         self.to: dict[int, Destination] = {}
         self.held: dict[tuple[str, int], list[int]] = {}
-        self.spoken: list[list[str]] = []
         self.kept: tuple[int, Message, bytes] | None = None
         self.fault = ""
         self.end = self.sender = KvSender(
@@ -183,22 +193,14 @@ class SenderNode(Node):
         self.to[epoch] = Destination(address, epoch)
         if fault == "corrupt":
             self._corrupt_one()
+        elif fault == "cut":
+            asyncio.get_running_loop().call_later(self.harm.dice.uniform(0.0, 0.02), self._cut, urlsplit(address).port)
         self.held[(request_id, attempt)] = self.allocator.allocate(blocks)
         ids = source_blocks(request_id, attempt, blocks)
         self.sender.open(request_id, attempt, epoch, blocks)
         for start in range(0, blocks, 40):
             self.sender.blocks_ready(request_id, attempt, start, ids[start : start + 40])
         self.sender.commit(request_id, attempt, FIRST, [])
-
-    def do_recall(self) -> None:
-        """Hand out what was said, for a later incarnation to say again."""
-        self.say("spoken", frames=self.spoken[-40:])
-
-    def do_repeat(self, frames: list[list[str]], epoch: int, address: str) -> None:
-        self.to[epoch] = Destination(address, epoch)
-        for parts in frames:
-            message, blob = decode([bytes.fromhex(part) for part in parts])
-            self.outbound.send(self.to[epoch], message, blob)
 
     def _result(self, result: KvSent | KvFailed) -> None:
         ok = isinstance(result, KvSent)
@@ -219,7 +221,6 @@ class SenderNode(Node):
 
     def _send(self, epoch: int, message: Message, blob: bytes) -> None:
         """Through the faults to the link. Some are late, and then those after them come first."""
-        self.spoken.append([frame.hex() for frame in to_frames(message, blob)])
         request_id = getattr(message, "request_id", "")
         mine = bool(self.fault) and request_id == self.harm.request_id
         for point in ("before_offer", "before_commit"):
@@ -249,25 +250,52 @@ class SenderNode(Node):
         if epoch in self.to:
             self.outbound.send(self.to[epoch], message, blob)
 
-    def _corrupt_one(self) -> None:
-        """The next digest is of bytes that are changed right afterwards, before or while they are sent."""
-        right = pair.digest
+    def _cut(self, link_port: int) -> None:
+        """Shut all of the data plane's connections, as a broken cable would."""
+        for one in self.sender._pairs:
+            if isinstance(one._channel, shm._Sending):
+                one._channel._connection._socket.shutdown(socket.SHUT_RDWR)
+        for connection in psutil.Process().net_connections("tcp"):
+            if connection.raddr and connection.raddr.port != link_port and connection.fd >= 0:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as cut:
+                    cut.shutdown(socket.SHUT_RDWR)
 
-        def digest_and_spoil(packed: torch.Tensor) -> bytes:
-            pair.digest = right
-            made = right(packed)
-            packed.view(torch.uint8).view(-1)[self.harm.dice.randrange(packed.nbytes)] ^= 0x40
+    def _corrupt_one(self) -> None:
+        """The next segment is another one where it arrives than where it was digested."""
+        digest, copy = gloo.digest, Copier.copy
+
+        def other_digest(packed: torch.Tensor) -> bytes:
+            gloo.digest = digest
+            spoiled = packed.clone()
+            _spoil(spoiled, self.harm.dice)
+            return digest(spoiled)
+
+        def copy_and_spoil(
+            copier: Copier, source: Sequence[int], target: Sequence[int], go_on: Callable[[], bool]
+        ) -> bytes:
+            Copier.copy = copy  # type: ignore[method-assign]
+            made = copy(copier, source, target, go_on)
+            where = copier._target.flat_bytes[target[0] * LAYOUT.block_bytes :][: LAYOUT.block_bytes]
+            _spoil(torch.from_numpy(where), self.harm.dice)
             return made
 
-        pair.digest = digest_and_spoil
+        gloo.digest, Copier.copy = other_digest, copy_and_spoil  # type: ignore[method-assign]
+
+
+def _spoil(data: torch.Tensor, dice: random.Random) -> None:
+    flat = data.view(torch.uint8).view(-1)
+    flat[dice.randrange(flat.numel())] ^= 0x40
 
 
 class ReceiverNode(Node):
     async def start(self) -> None:
+        self.heard: dict[int, list[tuple[Message, bytes]]] = {}
+        self.doubtful: dict[tuple[str, int], list[int]] = {}
+        self.memory = SharedMemory()
         self.peers: dict[int, Peer] = {}
         self.sources: dict[int, torch.Tensor] = {}
         self.unreachable = False
-        self.pool = source_pool(self.incarnation)
+        self.pool = self.memory.allocate(BLOCKS * LAYOUT.block_bytes).view(torch.float32).view(LAYOUT.shape(BLOCKS))
         self.server = LinkServer(
             bind="tcp://127.0.0.1:0",
             hello=self.hello,
@@ -287,7 +315,9 @@ class ReceiverNode(Node):
             accept=self._accept,
             on_committed=self._committed,
             on_failed=self._failed,
+            on_quarantined=self._quarantined,
             settings=self.settings,
+            memory=self.memory,
         )
         self.say("up", address=await self.server.start())
 
@@ -308,8 +338,17 @@ class ReceiverNode(Node):
             self.receiver.peer_lost(peer.epoch, reason)
             self.say("lost", peer=peer.epoch, reason=reason)
 
+    def do_replay(self, epoch: int) -> None:
+        """What this incarnation of a sender had said, once more and in any order, though it is gone."""
+        late = self.heard.get(epoch, [])[-60:]
+        self.harm.dice.shuffle(late)
+        for message, blob in late:
+            self.receiver.handle(epoch, message, blob)
+        self.say("replayed", frames=len(late), stale=self.receiver.counters["stale_frames"])
+
     def _heard(self, peer: Peer, message: Message, blob: bytes) -> None:
         request_id = getattr(message, "request_id", "")
+        self.heard.setdefault(peer.epoch, []).append((message, blob))
         for point, kind in _RECEIVER_POINTS.items():
             if isinstance(message, kind):
                 self.harm.reach(point, request_id)
@@ -320,7 +359,7 @@ class ReceiverNode(Node):
             self.unreachable = False
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
-                message = msgspec.structs.replace(message, port=free.getsockname()[1])
+                message = msgspec.structs.replace(message, port=free.getsockname()[1], secret="nobody")
         peer = self.peers.get(epoch)
         if peer is not None:
             peer.send(message, blob)
@@ -344,8 +383,15 @@ class ReceiverNode(Node):
         self._free(block_ids)
         self.say("committed", request_id=commit.request_id, attempt=commit.attempt, right=right)
 
+    def _quarantined(self, request_id: str, attempt: int, block_ids: list[int]) -> None:
+        self.doubtful[(request_id, attempt)] = block_ids
+        self.allocator.quarantine(block_ids)
+        self.allocator.check_invariants()
+
     def _failed(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
-        self._free(block_ids)
+        doubtful = self.doubtful.pop((request_id, attempt), [])
+        self.allocator.unquarantine(doubtful)
+        self._free([block for block in block_ids if block not in doubtful])
         self.say("failed", request_id=request_id, attempt=attempt, reason=reason)
 
     def _free(self, block_ids: list[int]) -> None:

@@ -27,7 +27,7 @@ from runtime.link import Peer as LinkPeer
 from runtime.log import Log
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
-from runtime.settings import WorkerSettings
+from runtime.settings import WorkerSettings, advertised
 
 
 class DecodeWorker:
@@ -107,7 +107,7 @@ class DecodeWorker:
         bound = await self.server.start()
         self.registration = Registration(
             settings=self.settings,
-            hello=self._hello(self.settings.advertise or bound),
+            hello=self._hello(advertised(self.settings.advertise, bound)),
             held=self.table.held,
             on_message=self._order,
             on_lost=self._coordinator_lost,

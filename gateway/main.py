@@ -25,7 +25,7 @@ from runtime import clock, log, machine
 from runtime.driver import cancelled, run_process, unless_stopped, watched
 from runtime.exits import ConfigError
 from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
-from runtime.settings import GatewaySettings
+from runtime.settings import GatewaySettings, advertised
 from runtime.tenants import TenantsError, open_tenants
 from runtime.tenants_file import TenantsFile
 from runtime.waiting import WaitNotice
@@ -92,7 +92,7 @@ class GatewayProcess:
             try:
                 tokenizer = await self._load(stop)
                 if tokenizer is not None:
-                    await self._run(tokenizer, settings.advertise or address, listener, stop)
+                    await self._run(tokenizer, advertised(settings.advertise, address), listener, stop)
             finally:
                 await self.tokens.close()
                 self.backend.close()

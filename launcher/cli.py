@@ -56,7 +56,7 @@ def _gateway(settings: GatewaySettings) -> int:
 
 
 def _worker(settings: WorkerSettings) -> int:
-    machine.check(settings)
+    settings = machine.prepare(settings)
     if settings.role == "prefill":
         from prefill_worker.main import run as run_prefill
 

@@ -34,7 +34,23 @@ def _check_address(value: str) -> str:
 
 
 def _check_advertised(value: str) -> str:
-    return _check_address(value) if value else value
+    """In full: a host alone stands for port 0 there."""
+    if not value:
+        return value
+    full = value if value.startswith("tcp://") else f"tcp://{value}"
+    for address in (full, f"{full}:0"):
+        match = _ADDRESS.match(address)
+        if match is not None and match["host"] not in _EVERY_INTERFACE:
+            return _check_address(address)
+    raise ValueError("is not an address that others can connect to, like 10.0.0.5 or tcp://10.0.0.5:7070")
+
+
+def advertised(asked: str, bound: str) -> str:
+    """What others are told to connect to: what was asked for, with the bound port where it names none."""
+    if not asked:
+        return bound
+    host, _, port = asked.rpartition(":")
+    return asked if port != "0" else f"{host}:{bound.rpartition(':')[2]}"
 
 
 def _check_cores(value: str) -> str:
@@ -202,7 +218,8 @@ class _ClientSettings(CommonSettings):
     )
     advertise: AdvertisedAddress = Field(
         "",
-        description="Address others reach this process at; empty: the bound one. Needed where it binds all interfaces.",
+        description="Address others are told to reach this process at, like 10.0.0.5 or tcp://10.0.0.5:7070; without a port,"
+        " the bound one. Empty: the bound address. Needed where it binds all interfaces, or is reached through another.",
     )
 
     @property
@@ -312,7 +329,14 @@ class WorkerSettings(_ClientSettings):
     transfer_host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="Address of this host on which KV blocks themselves are sent and received.",
+        description="Address of this host on which KV blocks themselves are received; only this one is listened on.",
+    )
+    kv_interface: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9_.:@-]*$",
+        description="Network interface for KV blocks, like eth1: its address is the default of --transfer-host, and gloo and"
+        " NCCL are told of it once, at the start. Empty: none is preferred.",
     )
     kv_transport: Literal["auto", "shm", "gloo"] = Field(
         "auto",

@@ -11,27 +11,19 @@ itself at a named point of the protocol, since only it knows when it is there:
 """
 
 import asyncio
-import contextlib
 import json
 import os
-import random
-import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import psutil
 import torch
 import xxhash
 
 from engine.blocks import BlockAllocator, OutOfBlocks
-from kvtransfer import gloo, shm
-from kvtransfer.copying import Copier
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
@@ -45,6 +37,7 @@ from proto.messages import Peer as Destination
 from runtime.link import LinkServer, LinkSettings, Peer
 from runtime.outbound import Outbound
 from tests.kvtransfer.ends import FIRST, same_bytes, shuffled
+from tests.kvtransfer.harm import Harm, corrupt_one, cut
 
 LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 """64 KiB per block."""
@@ -54,8 +47,6 @@ MID_SEGMENT_S = 0.004
 """In which random moments lie; a segment takes about as long."""
 _SENDER_POINTS = {"before_offer": Offer, "mid_segment": Announce, "before_commit": Commit, "after_commit": Commit}
 _RECEIVER_POINTS = {"before_offer": Offer, "mid_segment": Announce, "before_commit": Commit}
-
-Say = Callable[..., None]
 
 
 def settings(transport: str) -> KvSettings:
@@ -79,36 +70,6 @@ def source_blocks(request_id: str, attempt: int, blocks: int) -> list[int]:
     seed = xxhash.xxh32_intdigest(f"{request_id} {attempt}".encode())
     start = seed % (BLOCKS - blocks)
     return list(range(start, start + blocks)) if seed & 1 else shuffled(BLOCKS, blocks, seed)
-
-
-@dataclass
-class Harm:
-    """What this node is to do to itself, once, for one request."""
-
-    say: Say
-    request_id: str = ""
-    point: str = ""
-    action: str = ""
-    delay_s: float = 0.0
-    dice: random.Random = field(default_factory=random.Random)
-    segments_left: int = 0
-
-    def reach(self, point: str, request_id: str) -> None:
-        if not self.action or point != self.point or request_id != self.request_id:
-            return
-        if point == "mid_segment" and self.segments_left:
-            self.segments_left -= 1
-            return
-        if self.delay_s:
-            asyncio.get_running_loop().call_later(self.delay_s, self._strike)
-        else:
-            self._strike()
-
-    def _strike(self) -> None:
-        action, self.action = self.action, ""
-        if action:
-            self.say("struck", action=action)
-            os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
 
 class Node:
@@ -192,9 +153,11 @@ class SenderNode(Node):
         self.fault = fault
         self.to[epoch] = Destination(address, epoch)
         if fault == "corrupt":
-            self._corrupt_one()
+            corrupt_one(self.harm.dice)
         elif fault == "cut":
-            asyncio.get_running_loop().call_later(self.harm.dice.uniform(0.0, 0.02), self._cut, urlsplit(address).port)
+            asyncio.get_running_loop().call_later(
+                self.harm.dice.uniform(0.0, 0.02), cut, self.sender, urlsplit(address).port
+            )
         self.held[(request_id, attempt)] = self.allocator.allocate(blocks)
         ids = source_blocks(request_id, attempt, blocks)
         self.sender.open(request_id, attempt, epoch, blocks)
@@ -249,42 +212,6 @@ class SenderNode(Node):
     def _pass_on(self, epoch: int, message: Message, blob: bytes) -> None:
         if epoch in self.to:
             self.outbound.send(self.to[epoch], message, blob)
-
-    def _cut(self, link_port: int) -> None:
-        """Shut all of the data plane's connections, as a broken cable would."""
-        for one in self.sender._pairs:
-            if isinstance(one._channel, shm._Sending):
-                one._channel._connection._socket.shutdown(socket.SHUT_RDWR)
-        for connection in psutil.Process().net_connections("tcp"):
-            if connection.raddr and connection.raddr.port != link_port and connection.fd >= 0:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as cut:
-                    cut.shutdown(socket.SHUT_RDWR)
-
-    def _corrupt_one(self) -> None:
-        """The next segment is another one where it arrives than where it was digested."""
-        digest, copy = gloo.digest, Copier.copy
-
-        def other_digest(packed: torch.Tensor) -> bytes:
-            gloo.digest = digest
-            spoiled = packed.clone()
-            _spoil(spoiled, self.harm.dice)
-            return digest(spoiled)
-
-        def copy_and_spoil(
-            copier: Copier, source: Sequence[int], target: Sequence[int], go_on: Callable[[], bool]
-        ) -> bytes:
-            Copier.copy = copy  # type: ignore[method-assign]
-            made = copy(copier, source, target, go_on)
-            where = copier._target.flat_bytes[target[0] * LAYOUT.block_bytes :][: LAYOUT.block_bytes]
-            _spoil(torch.from_numpy(where), self.harm.dice)
-            return made
-
-        gloo.digest, Copier.copy = other_digest, copy_and_spoil  # type: ignore[method-assign]
-
-
-def _spoil(data: torch.Tensor, dice: random.Random) -> None:
-    flat = data.view(torch.uint8).view(-1)
-    flat[dice.randrange(flat.numel())] ^= 0x40
 
 
 class ReceiverNode(Node):

@@ -51,10 +51,10 @@ def test_cores_that_are_not_there_are_named_and_the_affinity_stays() -> None:
 def test_device_and_memory(has_gpu: bool, device: str, kv_gib: float, refused_with: str, refused_without: str) -> None:
     settings, expected = _settings(device=device, kv_gib=kv_gib), refused_with if has_gpu else refused_without
     if not expected:
-        machine.check(settings)
+        machine.prepare(settings)
         return
     with pytest.raises(ConfigError) as caught:
-        machine.check(settings)
+        machine.prepare(settings)
     assert str(caught.value).startswith(expected)
 
 

@@ -5,6 +5,7 @@ import contextlib
 
 from decode_worker.batch import Batch, Running, StepPlan
 from decode_worker.compute import StepResult, run_step
+from decode_worker.leases import QUARANTINE_WARN_S, leases
 from decode_worker.progress import ProgressReport
 from decode_worker.requests import Attempt, AttemptTable, Farewell, Phase, failed
 from engine.blocks import BlockAllocator
@@ -83,7 +84,7 @@ class DecodeWorker:
             accept=self._offered,
             on_committed=self._committed,
             on_failed=self._not_received,
-            on_quarantined=lambda request_id, attempt, blocks: self.table.quarantine((request_id, attempt), blocks),
+            on_quarantined=self._in_doubt,
             settings=KvSettings(
                 transports=allowed_transports(settings.kv_transport), rendezvous_timeout_ms=settings.kv_timeout_ms
             ),
@@ -275,6 +276,29 @@ class DecodeWorker:
         # with its first token.
         farewell = Released(request_id, attempt)
         self._say(self.table.received_nothing((request_id, attempt), blocks, farewell))
+
+    def _in_doubt(self, request_id: str, attempt: int, blocks: list[int]) -> None:
+        self.table.quarantine((request_id, attempt), blocks)
+        asyncio.get_running_loop().call_later(QUARANTINE_WARN_S, self._still_in_doubt, (request_id, attempt))
+
+    def _still_in_doubt(self, key: tuple[str, int]) -> None:
+        blocks = self.table.quarantined.get(key)
+        if blocks is None:
+            return
+        epochs = [
+            lease.peer_epoch
+            for lease in leases(self.table, self.receiver.receiving())
+            if (lease.request_id, lease.attempt) == key
+        ]
+        self.log.warning(
+            f"{len(blocks)} KV blocks cannot be used: their sender stopped amid a transfer and may still write to them;"
+            " ending that prefill worker frees them",
+            request_id=key[0],
+            attempt=key[1],
+            peer_epochs=epochs,
+            blocks_in_quarantine=self.table.allocator.quarantined_count,
+        )
+        asyncio.get_running_loop().call_later(QUARANTINE_WARN_S, self._still_in_doubt, key)
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 

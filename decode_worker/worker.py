@@ -22,13 +22,14 @@ from proto.errors import CrossdockError, Interrupt, RemoteProtocolError
 from proto.kv import Commit, Offer
 from proto.messages import Capacity, Hello, Message, Release, Released, Reserve, Role, Tokens
 from runtime import clock
+from runtime.addresses import advertised
 from runtime.driver import watched
 from runtime.link import LinkServer, LinkSettings
 from runtime.link import Peer as LinkPeer
 from runtime.log import Log
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
-from runtime.settings import WorkerSettings, advertised
+from runtime.settings import WorkerSettings
 
 
 class DecodeWorker:
@@ -60,7 +61,6 @@ class DecodeWorker:
         """Set when there may be something to run."""
         self.name = name
         self.epoch = clock.new_epoch()
-        self.capacity = Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens)
         self.links = LinkSettings(heartbeat_ms=settings.heartbeat_ms)
         hello = self._hello("")
         self.gateways = Outbound(hello=hello, on_message=_unexpected, on_lost=self._gateway_lost, settings=self.links)
@@ -95,12 +95,13 @@ class DecodeWorker:
         self.registration: Registration | None = None
 
     def _hello(self, address: str) -> Hello:
+        info = self.engine.info
         return worker_hello(
             self.settings,
             epoch=self.epoch,
             name=self.name,
-            fingerprint=self.engine.info.fingerprint,
-            capacity=self.capacity,
+            fingerprint=info.fingerprint,
+            capacity=Capacity(self.engine.blocks, info.block_size, self.settings.max_seqs, info.context_tokens),
             address=address,
         )
 

@@ -68,11 +68,7 @@ def load_engine(
     weights_dtype: torch.dtype = loaded.dtype
     kv_dtype = str(weights_dtype).removeprefix("torch.")
     block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
-    blocks = kv_bytes // block_bytes
-    if blocks < MIN_BLOCKS:
-        raise PoolTooSmall(
-            f"{kv_bytes} bytes of KV pool hold {blocks} blocks of {block_bytes} bytes; at least {MIN_BLOCKS} are needed"
-        )
+    blocks = _pool_blocks(kv_bytes, block_bytes)
     info = ModelInfo(
         model_path=str(folder),
         model_type=str(config.model_type),
@@ -85,9 +81,7 @@ def load_engine(
         block_size=block_size,
         block_bytes=block_bytes,
         eos_token_ids=_eos_token_ids(folder, text_config),
-        fingerprint=model_fingerprint(
-            folder, config.to_dict(), dtype=kv_dtype, layers=layers, kv_heads=kv_heads, head_dim=head_dim
-        ),
+        fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim)),
     )
     check = selfcheck.SelfCheck(loaded, info, text_config, windows)
     check.compute_reference()
@@ -102,6 +96,15 @@ def load_engine(
     if difference is not None:
         raise ModelUnsupported(f"{model}: {difference}")
     return engine
+
+
+def _pool_blocks(kv_bytes: int, block_bytes: int) -> int:
+    blocks = kv_bytes // block_bytes
+    if blocks < MIN_BLOCKS:
+        raise PoolTooSmall(
+            f"{kv_bytes} bytes of KV pool hold {blocks} blocks of {block_bytes} bytes; at least {MIN_BLOCKS} are needed"
+        )
+    return blocks
 
 
 def _resolve(model: str, progress: Callable[[str], None]) -> Path:

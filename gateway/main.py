@@ -22,10 +22,11 @@ from gateway.tokenizer import ModelFilesError, ModelTokenizer, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
 from runtime import clock, log, machine
+from runtime.addresses import advertised
 from runtime.driver import cancelled, run_process, unless_stopped, watched
 from runtime.exits import ConfigError
 from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
-from runtime.settings import GatewaySettings, advertised
+from runtime.settings import GatewaySettings
 from runtime.tenants import TenantsError, open_tenants
 from runtime.tenants_file import TenantsFile
 from runtime.waiting import WaitNotice

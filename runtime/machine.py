@@ -40,7 +40,9 @@ def interface_address(settings: WorkerSettings) -> str:
     there = psutil.net_if_addrs()
     if settings.kv_interface not in there:
         raise ConfigError(f"--kv-interface: there is no {settings.kv_interface} here, but {', '.join(sorted(there))}")
-    found: list[str] = [one.address for family in _FAMILIES for one in there[settings.kv_interface] if one.family == family]
+    found: list[str] = [
+        one.address for family in _FAMILIES for one in there[settings.kv_interface] if one.family == family
+    ]
     found = [address for address in found if "%" not in address]  # of one link only
     if "transfer_host" in settings.model_fields_set:
         if settings.transfer_host not in found:

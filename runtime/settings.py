@@ -12,45 +12,16 @@ has a section per role, its keys the option names with underscores:
 Making an instance directly (`WorkerSettings(role="decode", model="…")`) reads neither environment nor file.
 """
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from runtime.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, host_of
 from runtime.cores import parse_cores
 
 ENV_PREFIX = "CROSSDOCK_"
-_ADDRESS = re.compile(r"^tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.*_-]+):(?P<port>\d{1,5})$")
-_EVERY_INTERFACE = ("*", "0.0.0.0", "[::]")
-
-
-def _check_address(value: str) -> str:
-    match = _ADDRESS.match(value)
-    if match is None or int(match["port"]) > 65535:
-        raise ValueError("is not an address like tcp://127.0.0.1:7070")
-    return value
-
-
-def _check_advertised(value: str) -> str:
-    """In full: a host alone stands for port 0 there."""
-    if not value:
-        return value
-    full = value if value.startswith("tcp://") else f"tcp://{value}"
-    for address in (full, f"{full}:0"):
-        match = _ADDRESS.match(address)
-        if match is not None and match["host"] not in _EVERY_INTERFACE:
-            return _check_address(address)
-    raise ValueError("is not an address that others can connect to, like 10.0.0.5 or tcp://10.0.0.5:7070")
-
-
-def advertised(asked: str, bound: str) -> str:
-    """What others are told to connect to: what was asked for, with the bound port where it names none."""
-    if not asked:
-        return bound
-    host, _, port = asked.rpartition(":")
-    return asked if port != "0" else f"{host}:{bound.rpartition(':')[2]}"
 
 
 def _check_cores(value: str) -> str:
@@ -62,8 +33,6 @@ def _split_commas(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-Address = Annotated[str, AfterValidator(_check_address)]
-AdvertisedAddress = Annotated[str, AfterValidator(_check_advertised)]
 Cores = Annotated[str, AfterValidator(_check_cores)]
 CommaList = Annotated[list[str], NoDecode, BeforeValidator(_split_commas)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -227,8 +196,7 @@ class _ClientSettings(CommonSettings):
         return model_id_of(self.model, self.model_id)
 
     def _check_reachable(self, option: str, bound: str) -> None:
-        match = _ADDRESS.match(bound)
-        if match is not None and match["host"] in _EVERY_INTERFACE and not self.advertise:
+        if host_of(bound) in EVERY_INTERFACE and not self.advertise:
             raise ValueError(f"--advertise: needed, since {option} {bound} is not an address others can connect to")
 
 
@@ -366,7 +334,7 @@ class WorkerSettings(_ClientSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.transfer_host in (*_EVERY_INTERFACE, "::"):
+        if self.transfer_host in (*EVERY_INTERFACE, "::"):
             raise ValueError(f"--transfer-host: {self.transfer_host} is every address; name the one KV is sent to")
         if self.role == "decode":
             self._check_reachable("--kv-bind", self.kv_bind)

@@ -7,9 +7,10 @@ import socket
 import pytest
 
 from runtime import machine
+from runtime.addresses import advertised
 from runtime.cores import cores_text
 from runtime.exits import ConfigError
-from runtime.settings import WorkerSettings, advertised
+from runtime.settings import WorkerSettings
 
 GPU_BYTES, HOST_BYTES = 8 << 30, 4 << 30
 
@@ -82,7 +83,7 @@ def test_the_interface_for_kv_is_told_to_the_libraries_and_its_address_is_listen
     assert os.environ["GLOO_SOCKET_IFNAME"] == "before", "nothing was asked for"
     assert machine.prepare(_settings(device="cpu", kv_interface="lo")).transfer_host == "127.0.0.1"
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
-    with pytest.raises(ConfigError, match="--kv-interface: there is no absent0 here, but .*lo"):
+    with pytest.raises(ConfigError, match=r"--kv-interface: there is no absent0 here, but .*lo"):
         machine.prepare(_settings(kv_interface="absent0"))
     with pytest.raises(ConfigError, match=r"--transfer-host: 10.1.2.3 is not an address of lo"):
         machine.prepare(_settings(kv_interface="lo", transfer_host="10.1.2.3"))

@@ -37,6 +37,23 @@ class IsolationSettings(Options):
     json_out: str = Field("", description="File for all figures, gaps included, as JSON.")
 
 
+class HandoverSettings(Options):
+    """What does moving a prompt's KV to decode cost the one who waits for it?
+
+    Sends long prompts one by one to a cluster of its own. Measures how much of the transfer prefill did not hide, and the gap
+    before the second token beside the gaps that follow.
+    """
+
+    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    device: Device = Field("auto", description="Where to compute.")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of each worker; 0: as the cores allow.")
+    prompts: int = Field(10, ge=1, le=10_000, description="Prompts measured; one more comes first and is not counted.")
+    prompt_words: int = Field(1400, ge=1, le=100_000, description="Words of each, about one token each.")
+    output_tokens: int = Field(32, ge=4, le=100_000, description="Tokens of each answer.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of the words.")
+    json_out: str = Field("", description="File for the figures as JSON.")
+
+
 class EngineBenchSettings(Options):
     """The engine alone against plain transformers: single-stream decode, and prefill of 1,000 tokens."""
 

@@ -10,6 +10,7 @@ from launcher.bench_settings import (
     CoordinatorBenchSettings,
     EngineBenchSettings,
     FairnessSettings,
+    HandoverSettings,
     IsolationSettings,
     RoomBenchSettings,
 )
@@ -28,8 +29,8 @@ To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine
 process on its own: one coordinator, gateways, and any number of workers of each role.
 """
 BENCH_HELP = (
-    "Measure this machine: isolation of running streams from long prompts, a small tenant beside a flood, the engine alone,"
-    " the coordinator's decisions alone, or how full KV pools get."
+    "Measure this machine: isolation of running streams from long prompts, what a hand-over of KV costs, a small tenant beside"
+    " a flood, the engine alone, the coordinator's decisions alone, or how full KV pools get."
 )
 TENANTS_HELP = "Check a tenants file, or make a key for it."
 
@@ -108,6 +109,12 @@ def _bench_isolation(settings: IsolationSettings) -> int:
     return run(settings)
 
 
+def _bench_handover(settings: HandoverSettings) -> int:
+    from launcher.bench_handover import run
+
+    return run(settings)
+
+
 def _bench_engine(settings: EngineBenchSettings) -> int:
     from launcher.bench_report import run_engine
 
@@ -157,6 +164,7 @@ def build_app() -> typer.Typer:
     add_command(app, "replay", ReplaySettings, _replay)
     bench = new_app(BENCH_HELP)
     add_command(bench, "isolation", IsolationSettings, _bench_isolation)
+    add_command(bench, "handover", HandoverSettings, _bench_handover)
     add_command(bench, "engine", EngineBenchSettings, _bench_engine)
     add_command(bench, "fairness", FairnessSettings, _bench_fairness)
     add_command(bench, "coordinator", CoordinatorBenchSettings, _bench_coordinator)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from coordinator.choice import uncached_tokens
 from coordinator.events import Limits
 from coordinator.pool import WORKERS, Pool
 from coordinator.request import Request
@@ -53,12 +54,16 @@ def judge(submit: Submit, pool: Pool | None, limits: Limits) -> Refusal:
 
 
 def feasible(request: Request, pool: Pool) -> Refusal:
-    """Whether a request's deadline can be met at the rates measured, if nothing else were waiting."""
+    """Whether a request's deadline can be met at the rates measured, if nothing else were waiting and no more of its prompt had
+    to be computed than is believed."""
     if request.deadline is None:
         return None, ""
     rated = [worker for worker in pool.prefill.values() if worker.tokens_per_s > 0]
-    tokens = request.submit.prompt_tokens
+    tokens = uncached_tokens(request.submit, pool)
     soonest_s = min(((worker.tokens_in_flight + tokens) / worker.tokens_per_s for worker in rated), default=0.0)
     if soonest_s * 1000 <= request.submit.deadline_ms:
         return None, ""
-    return Reject.DEADLINE, f"{tokens} prompt tokens take {soonest_s * 1000:.0f} ms here; deadline_ms is less"
+    return (
+        Reject.DEADLINE,
+        f"{tokens} prompt tokens to compute take {soonest_s * 1000:.0f} ms here; deadline_ms is less",
+    )

@@ -4,8 +4,13 @@ A bill stays open while the request lives, and after its end while a worker stil
 it: what a cancelled attempt has emitted is only known when its worker lets go (`Released`). Until then its concurrency and its
 blocks count as taken, because they are.
 
-Charged are the prompt tokens computed, once, however often a lost worker made us compute them again, and the tokens emitted.
-What nobody reports is not charged: tokens of an attempt whose worker was lost and whose client then left.
+Charged are the prompt tokens computed, once, however often a lost worker made us compute them again, and the tokens emitted,
+each once, whichever attempt it came from: what is counted is how far the answer is known to have got, by its workers' word, by
+its gateway's (`resumed_tokens`), or by the steps of a worker that was lost. So it does not matter who speaks first, or twice.
+(Of several choices on a lost worker it is not known which have ended: charged are their first tokens and the steps of one.)
+
+A request that comes back after its bill was settled, as a stream does that its gateway gave up and resumes, gets another one,
+which goes on from there, and its row in the journal is opened again.
 
 A bill of an earlier coordinator is an *orphan*: its row in the journal is open, and a worker's or the gateway's word closes it.
 If none comes in `orphan_s`, it is written off at its estimate.
@@ -16,13 +21,15 @@ from dataclasses import dataclass
 from coordinator.lifecycle import State
 from coordinator.quota import NO_RATES, Ask, Denial, Grant, Quotas
 from coordinator.usage import Closed, Past
-from proto.messages import RateState
+from proto.messages import Held, RateState, Submit
 from runtime.tenants import Tenants
 
 LOST = "lost"
 """Outcome of an orphan that nobody could tell about."""
 _UNSERVED = frozenset({State.REJECTED, State.EXPIRED, State.FAILED})
 """Ends that are ours: where nothing was computed either, it is as if the request had not been."""
+_SETTLED_MAX = 4096
+"""Bills kept to go on from; of older ones the journal alone knows what they came to."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +45,14 @@ class Bill:
     prompt_done: bool = False
     """All of the prompt was computed or cached, in some attempt: what a later one computes of it again is not charged."""
     output_tokens: int = 0
+    """Of the answer, known to be emitted, summed over choices."""
+    from_token: int = 0
+    """Of the answer: those before it are on another bill."""
+    choices: int = 1
+    charged_tokens: int = 0
+    """By an earlier bill of this request."""
+    again: bool = False
+    """Its row in the journal may be closed."""
     adopted: bool = False
     """It was an orphan, and its row is in the journal."""
     held: int = 0
@@ -52,8 +67,13 @@ class Bill:
 
     @property
     def estimate(self) -> Ask:
-        """What was reserved."""
-        return Ask(self.prompt_tokens_max, self.grant.tokens - self.prompt_tokens_max, self.grant.kv_blocks)
+        """What was reserved, with what was charged before."""
+        prompt_tokens = self.prompt_tokens if self.prompt_done else self.prompt_tokens_max
+        return Ask(prompt_tokens, self.charged_tokens + self.grant.tokens - prompt_tokens, self.grant.kv_blocks)
+
+    @property
+    def used_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens - self.from_token
 
     def spend(self, state: State, seconds: float) -> None:
         """Time passed in a state of the request."""
@@ -74,6 +94,8 @@ class Billing:
         self.bills: dict[str, Bill] = {}
         self.orphans: dict[str, float] = {}
         """Request → when it is written off; soonest first."""
+        self.settled: dict[str, Bill] = {}
+        """The last ones, oldest first."""
 
     # --- what is configured, what was before ----------------------------------------------------------------------------
 
@@ -87,7 +109,12 @@ class Billing:
             assert row.request_id not in self.bills, "the past comes before anything else"
             grant = self.quotas.restore(row.tenant, row.ask, row.day, now)
             self.bills[row.request_id] = Bill(
-                row.request_id, grant, row.ask.prompt_tokens, prompt_tokens=row.ask.prompt_tokens
+                row.request_id,
+                grant,
+                row.ask.prompt_tokens,
+                prompt_tokens=row.ask.prompt_tokens,
+                output_tokens=row.from_token,
+                from_token=row.from_token,
             )
             self.orphans[row.request_id] = orphans_until
 
@@ -100,32 +127,49 @@ class Billing:
         if bill is None:
             return None
         bill.ended, bill.outcome = bill.outcome, ""
-        if self.orphans.pop(request_id, None) is None:
-            return bill  # what its workers have emitted they will say
-        bill.adopted, bill.output_tokens = True, resumed_tokens
-        if not resumed_tokens:
-            bill.prompt_tokens = 0
+        bill.output_tokens = max(bill.output_tokens, resumed_tokens)
+        if self.orphans.pop(request_id, None) is not None:
+            bill.adopted = True
+            if not resumed_tokens:
+                bill.prompt_tokens = 0
         return bill
 
-    def open(self, request_id: str, tenant: str, ask: Ask, now: float, *, idle: bool) -> Bill | Denial:
+    def open(
+        self, request_id: str, tenant: str, ask: Ask, now: float, *, idle: bool, choices: int = 1
+    ) -> Bill | Denial:
         grant = self.quotas.reserve(tenant, ask, now, idle=idle)
         if isinstance(grant, Denial):
             return grant
-        return self._add(request_id, grant, ask.prompt_tokens)
-
-    def open_promised(
-        self, request_id: str, tenant: str, output_tokens: int, kv_blocks: int, held: int, now: float
-    ) -> Bill:
-        """For a request in its second or a later attempt of which no bill is known: its client was promised an answer, and its
-        prompt has been paid for. `held`: reservations that workers brought along."""
-        ask = Ask(0, output_tokens, kv_blocks)
-        bill = self._add(request_id, self.quotas.restore(tenant, ask, self.quotas.day(now), now, counted=False), 0)
-        bill.held = held
+        assert request_id not in self.bills
+        bill = self.bills[request_id] = Bill(request_id, grant, ask.prompt_tokens, choices=choices)
         return bill
 
-    def _add(self, request_id: str, grant: Grant, prompt_tokens_max: int) -> Bill:
+    def open_promised(self, submit: Submit, output_tokens: int, kv_blocks: int, held: int, now: float) -> Bill:
+        """For a request in its second or a later attempt of which no bill is open: its client was promised an answer, and no
+        limit is asked. Of what it was charged before nothing is charged again; where that is forgotten, the journal knows, and
+        tokens that were sent are taken to be charged. `held`: reservations that workers brought along."""
+        request_id, resumed_tokens = submit.request_id, submit.resumed_tokens
         assert request_id not in self.bills
-        bill = self.bills[request_id] = Bill(request_id, grant, prompt_tokens_max)
+        before = self.settled.get(request_id)
+        of_choice = submit.choices == 1 and request_id.endswith(f".c{submit.first_choice}")
+        done = before.prompt_done if before is not None else of_choice or resumed_tokens > 0
+        prompt_tokens_max = 0 if done else submit.prompt_tokens - resumed_tokens
+        if before is not None:
+            prompt_tokens_max = before.prompt_tokens_max
+        due = prompt_tokens_max - before.prompt_tokens if before is not None else prompt_tokens_max
+        ask = Ask(0 if done else due, output_tokens, kv_blocks)
+        grant = self.quotas.restore(submit.tenant, ask, self.quotas.day(now), now, counted=False)
+        bill = self.bills[request_id] = Bill(request_id, grant, prompt_tokens_max, prompt_done=done, held=held)
+        bill.again, bill.choices, bill.output_tokens = True, submit.choices, resumed_tokens
+        if before is not None:
+            bill.attempt, bill.computed_tokens = before.attempt, before.computed_tokens
+            bill.prompt_tokens, bill.from_token = before.prompt_tokens, before.from_token
+            bill.output_tokens = max(before.output_tokens, resumed_tokens)
+            bill.charged_tokens = before.used_tokens
+        elif of_choice:
+            bill.from_token = resumed_tokens
+        else:
+            bill.charged_tokens = resumed_tokens
         return bill
 
     def undo(self, bill: Bill, now: float, orphans_until: float) -> None:
@@ -148,6 +192,14 @@ class Billing:
 
     # --- life -----------------------------------------------------------------------------------------------------------
 
+    def found(self, held: Held, of_answer: bool) -> None:
+        """A worker has registered with this; `of_answer`: a decode worker."""
+        bill = self.bills.get(held.request_id)
+        if bill is not None:
+            bill.held += 1
+            bill.choices = max(bill.choices, held.seqs if of_answer else 1)
+            bill.output_tokens = max(bill.output_tokens, held.resumed_tokens)
+
     def hold(self, request_id: str, count: int = 1) -> None:
         """So much more of it is on workers."""
         bill = self.bills.get(request_id)
@@ -168,18 +220,24 @@ class Billing:
         if bill is not None:
             bill.prompt_done = True
 
-    def emitted(self, request_id: str, tokens: int) -> None:
+    def emitted(self, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False) -> int:
+        """The attempt that began behind `resumed_tokens` has emitted so many; `first`: and besides the first token of each
+        choice. Returns how many of them are new."""
         bill = self.bills.get(request_id)
-        if bill is not None:
-            bill.output_tokens += tokens
+        if bill is None:
+            return 0
+        new = resumed_tokens + tokens + (bill.choices if first else 0) - bill.output_tokens
+        if new <= 0:
+            return 0
+        bill.output_tokens += new
+        return new
 
-    def let_go(self, request_id: str, emitted_tokens: int, now: float) -> Closed | None:
+    def let_go(self, request_id: str, now: float) -> Closed | None:
         """One thing less of it is on a worker."""
         bill = self.bills.get(request_id)
         if bill is None or not bill.held:
             return None  # a worker may bring along what was not counted when this bill was opened
         bill.held -= 1
-        bill.output_tokens += emitted_tokens
         return self._close_if_over(bill, now)
 
     # --- ends -----------------------------------------------------------------------------------------------------------
@@ -205,7 +263,8 @@ class Billing:
             if bill.held:
                 self.orphans[request_id] = orphans_until
                 continue
-            bill.outcome, bill.output_tokens = LOST, bill.estimate.output_tokens
+            bill.outcome = LOST
+            bill.output_tokens = max(bill.output_tokens, bill.from_token + bill.estimate.output_tokens)
             closed.append(self._close(bill, now))
         return closed
 
@@ -220,20 +279,25 @@ class Billing:
         self.orphans.pop(bill.request_id, None)
         whole = bill.prompt_done or bill.outcome == State.FINISHED
         cached_tokens = max(bill.prompt_tokens_max - bill.prompt_tokens, 0) if whole else 0
-        used_tokens = bill.prompt_tokens + bill.output_tokens
+        used_tokens = bill.used_tokens
         if used_tokens or bill.outcome not in _UNSERVED:
-            self.quotas.settle(bill.grant, used_tokens, now)
+            self.quotas.settle(bill.grant, used_tokens - bill.charged_tokens, now)
         else:
             self.quotas.undo(bill.grant, now)
+        self.settled.pop(bill.request_id, None)
+        self.settled[bill.request_id] = bill
+        if len(self.settled) > _SETTLED_MAX:
+            del self.settled[next(iter(self.settled))]
         return Closed(
             bill.request_id,
             bill.outcome,
             used_tokens,
             bill.prompt_tokens,
             cached_tokens,
-            bill.output_tokens,
+            bill.output_tokens - bill.from_token,
             1000 * bill.queue_s,
             1000 * bill.prefill_s,
             1000 * bill.transfer_s,
             1000 * bill.decode_s,
+            bill.from_token,
         )

@@ -22,6 +22,14 @@ def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
     return usable_tokens(known_blocks(pool.locality, prefill.epoch, submit, size), submit, size)
 
 
+def uncached_tokens(submit: Submit, pool: Pool) -> int:
+    """What the best prefill worker would have to compute of it, as far as is believed."""
+    if not submit.block_hashes:
+        return submit.prompt_tokens
+    cached = max((cached_tokens(submit, worker, pool) for worker in pool.prefill.values()), default=0)
+    return submit.prompt_tokens - cached
+
+
 def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
     """Should it be placed here, its chunks start behind what is believed to be cached."""
     request.cached_tokens = request.dispatched_tokens = cached_tokens(request.submit, prefill, pool)

@@ -22,7 +22,7 @@ key grow, so an outdated key is put right when it comes to the top, and a pop co
 Inside one tenant `lanes` decides. Pure; costs are in weighted tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
@@ -110,6 +110,19 @@ class FairQueue(Generic[T]):
             node.weight = self.weights.get("/".join(node.path), 1.0)
             nodes.extend(node.children.values())
 
+    def tenants(self) -> Iterable[Path]:
+        return self._leaves.keys()
+
+    def forget(self, path: Path) -> None:
+        """Let go of a tenant that has no entries, and of what was above it for its sake; with them go its debts."""
+        node = self._leaves.get(path)
+        if node is None or node.busy:
+            return
+        del self._leaves[path]
+        while node is not None and node.parent is not None and not node.busy and not node.children:
+            del node.parent.children[node.path[-1]]
+            node = node.parent
+
     # --- entries --------------------------------------------------------------------------------------------------------
 
     def push(self, item: T, path: Path, deadline: float, chunks: int) -> Entry[T]:
@@ -177,6 +190,13 @@ class FairQueue(Generic[T]):
                 node.owed = min(node.owed + ahead * node.weight, 0.0)
                 for place in node.busy:
                     self._enter(ring, place, node)
+            node = ring
+
+    def charge(self, path: Path, cost: float) -> None:
+        """Charge at once for something that is no chunk: the turns after it come later, whatever waits already."""
+        node = self._leaves.get(path) or self._leaf(path)
+        while (ring := node.parent) is not None:
+            node.round = max(node.round, ring.now - self.quantum) + cost / node.weight
             node = ring
 
     def debt(self, path: Path) -> float:

@@ -1,6 +1,7 @@
 """What gateways ask for: a request comes in, is cancelled, or has waited too long."""
 
 from coordinator import admission, report, tenancy
+from coordinator.choice import uncached_tokens
 from coordinator.events import Misbehaved, Moved, Received
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
@@ -66,10 +67,7 @@ def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: flo
     if request.state in ON_WORKERS:
         request.fire(Trigger.INTERRUPT, now)
     state.interrupted.pop(request.id, None)
-    if request.unreported:
-        more = submit.resumed_tokens - request.submit.resumed_tokens
-        state.queues[submit.model].emitted(request.path, max(more, 0))
-        state.billing.emitted(request.id, max(more, 0))
+    state.emitted(submit.model, request.path, request.id, submit.resumed_tokens, 0)
     request.renew(submit, blob)
     request.fire(Trigger.RESUBMIT, now)
 
@@ -91,12 +89,25 @@ def _admit(state: State, request: Request, now: float) -> admission.Refusal:
         return reason, why
     if queue.backlog.waiting(request.path) >= limits.tenant_queue_max:
         return Reject.QUEUE_FULL, f"{limits.tenant_queue_max} requests of this tenant are waiting already"
-    while len(queue) >= limits.queue_requests_max or (
+    victims: list[Request] = []
+    while len(queue) - len(victims) >= limits.queue_requests_max or (
         queue.backlog.tokens + submit.prompt_tokens > limits.queue_tokens_max
     ):
-        victim = queue.too_late(now, pool.tokens_per_s()) or queue.backlog.victim(request, state.bands_lowest_first)
+        late = queue.too_late(now, pool.tokens_per_s(), lambda other: uncached_tokens(other, pool))
+        if late is not None and late not in victims:
+            _shed(state, late, now)
+            continue
+        victim = queue.backlog.victim(request, state.bands_lowest_first)
         if victim is None:
-            return Reject.QUEUE_FULL, f"{len(queue)} requests of {queue.backlog.tokens} tokens are waiting already"
+            reason = Reject.QUEUE_FULL
+            break
+        queue.backlog.remove(victim)
+        victims.append(victim)
+    for victim in reversed(victims):
+        queue.backlog.add(victim, now)  # until it is decided, nobody goes
+    if reason is not None:
+        return reason, f"{len(queue)} requests of {queue.backlog.tokens} tokens are waiting already"
+    for victim in victims:
         _shed(state, victim, now)
     return None, ""
 
@@ -157,4 +168,5 @@ def expire(state: State, now: float) -> None:
         if first.since + state.limits.resubmit_s_max > now:
             break
         state.end(first, Trigger.EXPIRE, "its gateway did not resume it", now)
-    state.out.extend(state.billing.write_off(now, now + state.limits.orphan_s_max))
+    for entry in state.billing.write_off(now, now + state.limits.orphan_s_max):
+        state.journal(entry)

@@ -13,6 +13,12 @@ is killed, every request that anyone has heard of has one row:
 - killed after the end but before the row is closed: the same, the row being open.
 - killed after the row is closed: done.
 
+- killed after the row is closed, and the stream's gateway resumes it, as after a worker's link was lost: the row is opened
+  again. Amounts are those of the whole answer, each of its tokens counted once, so at the end the greater of what it had
+  and what the new closing says is true, whatever came in between.
+
+Closed rows are deleted `keep_days` after their acceptance, a bounded number between any two batches.
+
 Rows are found by request id; a second opening or closing of one changes nothing. The rates per minute go on from the
 rows of the last minute.
 
@@ -37,7 +43,7 @@ from typing import Final, TypeVar
 
 from filelock import FileLock, Timeout
 
-from coordinator.quota import Ask
+from coordinator.quota import DAY_S, Ask
 from coordinator.usage import Closed, Entry, Opened, Past
 from proto.errors import CrossdockError
 from runtime import clock
@@ -48,9 +54,11 @@ BATCH_MAX: Final = 4096
 OPEN_MAX: Final = 1 << 17
 """Open rows taken over at a start."""
 RECENT_MAX: Final = 1 << 18
+PRUNE_MAX: Final = 2000
+"""Rows deleted in one transaction: some ten milliseconds."""
 _LOCK_TIMEOUT_S: Final = 5.0
 _BUSY_TIMEOUT_S: Final = 10.0
-_VERSION: Final = 1
+_VERSION: Final = 2
 _EPOCH: Final = date(1970, 1, 1).toordinal()
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS usage (
@@ -67,7 +75,10 @@ CREATE TABLE IF NOT EXISTS usage (
     cached_tokens INTEGER NOT NULL DEFAULT 0,
     output_tokens INTEGER NOT NULL,
     kv_blocks INTEGER NOT NULL,
-    queue_ms REAL, prefill_ms REAL, transfer_ms REAL, decode_ms REAL
+    queue_ms REAL, prefill_ms REAL, transfer_ms REAL, decode_ms REAL,
+    from_token INTEGER NOT NULL DEFAULT 0,
+    before_prompt_tokens INTEGER NOT NULL DEFAULT 0, -- charged when it was opened again
+    before_output_tokens INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS usage_by_day ON usage (day, tenant);
 CREATE INDEX IF NOT EXISTS usage_by_time ON usage (accepted_s);
@@ -75,11 +86,29 @@ CREATE INDEX IF NOT EXISTS usage_open ON usage (request_id) WHERE outcome IS NUL
 """
 _OPEN: Final = """
 INSERT INTO usage (request_id, day, tenant, model, band, borrowed, accepted_s, charged_tokens, prompt_tokens, output_tokens,
-    kv_blocks) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (request_id) DO NOTHING
+    kv_blocks, from_token) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8 + ?9, ?8, ?9, ?10, ?11)
+ON CONFLICT (request_id) DO UPDATE SET outcome = NULL,
+    before_prompt_tokens = prompt_tokens, before_output_tokens = output_tokens, kv_blocks = ?10,
+    prompt_tokens = MAX(prompt_tokens, ?8), output_tokens = MAX(output_tokens, ?9),
+    charged_tokens = MAX(prompt_tokens, ?8) + MAX(output_tokens, ?9)
+WHERE ?12 AND outcome IS NOT NULL
 """
 _CLOSE: Final = """
-UPDATE usage SET outcome = ?, charged_tokens = ?, prompt_tokens = ?, cached_tokens = ?, output_tokens = ?, queue_ms = ?,
-    prefill_ms = ?, transfer_ms = ?, decode_ms = ? WHERE request_id = ? AND outcome IS NULL
+UPDATE usage SET outcome = ?2, prompt_tokens = MAX(before_prompt_tokens, ?3),
+    cached_tokens = CASE WHEN before_prompt_tokens > ?3 THEN cached_tokens ELSE ?4 END,
+    output_tokens = MAX(before_output_tokens, ?5 + ?6 - from_token),
+    charged_tokens = MAX(before_prompt_tokens, ?3) + MAX(before_output_tokens, ?5 + ?6 - from_token),
+    queue_ms = COALESCE(queue_ms, 0) + ?7, prefill_ms = COALESCE(prefill_ms, 0) + ?8,
+    transfer_ms = COALESCE(transfer_ms, 0) + ?9, decode_ms = COALESCE(decode_ms, 0) + ?10
+WHERE request_id = ?1 AND outcome IS NULL
+"""
+_PRUNE: Final = """
+DELETE FROM usage WHERE request_id IN
+    (SELECT request_id FROM usage WHERE accepted_s < ? AND outcome IS NOT NULL ORDER BY accepted_s LIMIT ?)
+"""
+_SINCE_2: Final = ("from_token", "before_prompt_tokens", "before_output_tokens")
+_ADD: Final = """
+ALTER TABLE usage ADD COLUMN {} INTEGER NOT NULL DEFAULT 0
 """
 
 
@@ -97,9 +126,18 @@ class Ledger:
     after which nothing is written any more; both are called on the loop."""
 
     def __init__(
-        self, path: str | Path, *, on_committed: Callable[[list[str]], None], on_failed: Callable[[LedgerError], None]
+        self,
+        path: str | Path,
+        *,
+        on_committed: Callable[[list[str]], None],
+        on_failed: Callable[[LedgerError], None],
+        keep_days: int = 0,
     ) -> None:
+        """`keep_days`: after which closed rows are deleted; 0: never."""
         self.path = Path(path).expanduser()
+        self.keep_days = keep_days
+        self._prune_at = 0.0
+        """By the one clock: at the start, and then once a day."""
         self._on_committed, self._on_failed = on_committed, on_failed
         self._entries: queue.Queue[Entry | None] = queue.Queue(QUEUE_MAX)
         self._lock = FileLock(f"{self.path}.lock")
@@ -157,7 +195,7 @@ class Ledger:
                 _prepare(db)
                 past.set_result(_read(db, today))
                 while self._write_batch(db, loop):
-                    pass
+                    self._prune_if_due(db)
         except (sqlite3.Error, LedgerError) as error:
             failure = LedgerError(f"{self.path}: {error}")
             if past.done():
@@ -168,8 +206,11 @@ class Ledger:
             self._lock.release()
 
     def _write_batch(self, db: sqlite3.Connection, loop: asyncio.AbstractEventLoop) -> bool:
-        """Wait for entries and commit all that are there; False once told to stop."""
-        batch = [self._entries.get()]
+        """Wait for entries, or until rows are to be deleted, and commit all that are there; False once told to stop."""
+        try:
+            batch = [self._entries.get(timeout=max(self._prune_at - clock.now(), 0.0) if self.keep_days else None)]
+        except queue.Empty:
+            return True
         while batch[-1] is not None and len(batch) < BATCH_MAX:
             try:
                 batch.append(self._entries.get_nowait())
@@ -186,6 +227,12 @@ class Ledger:
                 _tell(loop, self._on_committed, opened)
         return batch[-1] is not None
 
+    def _prune_if_due(self, db: sqlite3.Connection) -> None:
+        if self.keep_days and clock.now() >= self._prune_at:
+            before_s = clock.unix_time() - self.keep_days * DAY_S
+            if db.execute(_PRUNE, (before_s, PRUNE_MAX)).rowcount < PRUNE_MAX:
+                self._prune_at = clock.now() + DAY_S
+
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value: T) -> None:
     try:
@@ -196,23 +243,36 @@ def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value:
 
 def _prepare(db: sqlite3.Connection) -> None:
     version = db.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (0, _VERSION):
+    if version not in (0, 1, _VERSION):
         raise LedgerError(f"it is of version {version}, this program writes version {_VERSION}")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
+    if version == 1:
+        for column in _SINCE_2:
+            db.execute(_ADD.format(column))
     db.executescript(_SCHEMA)
     db.execute(f"PRAGMA user_version = {_VERSION}")
 
 
 def _read(db: sqlite3.Connection, today: int) -> Past:
     rows = db.execute(
-        "SELECT request_id, day, tenant, model, band, borrowed, prompt_tokens, output_tokens, kv_blocks FROM usage"
+        "SELECT request_id, day, tenant, model, band, borrowed, from_token, prompt_tokens, output_tokens, kv_blocks"
+        " FROM usage"
         " WHERE outcome IS NULL ORDER BY day DESC LIMIT ?",
         (OPEN_MAX,),
     )
     opened = [
-        Opened(request_id, date.fromisoformat(day).toordinal() - _EPOCH, tenant, model, band, bool(borrowed), Ask(*ask))
-        for request_id, day, tenant, model, band, borrowed, *ask in rows
+        Opened(
+            request_id,
+            date.fromisoformat(day).toordinal() - _EPOCH,
+            tenant,
+            model,
+            band,
+            bool(borrowed),
+            Ask(*ask),
+            from_token=from_token,
+        )
+        for request_id, day, tenant, model, band, borrowed, from_token, *ask in rows
     ]
     sums = db.execute("SELECT tenant, SUM(charged_tokens) FROM usage WHERE day = ? GROUP BY tenant", (day_text(today),))
     now_s = clock.unix_time()
@@ -230,10 +290,10 @@ def _read(db: sqlite3.Connection, today: int) -> Past:
 
 def _write(db: sqlite3.Connection, entry: Entry) -> None:
     match entry:
-        case Opened(request_id, day, tenant, model, band, borrowed, ask):
-            what = (ask.tokens, ask.prompt_tokens, ask.output_tokens, ask.kv_blocks)
+        case Opened(request_id, day, tenant, model, band, borrowed, ask, again, from_token):
+            what = (ask.prompt_tokens, ask.output_tokens, ask.kv_blocks, from_token, again)
             db.execute(_OPEN, (request_id, day_text(day), tenant, model, band, borrowed, clock.unix_time(), *what))
         case Closed():
-            tokens = (entry.charged_tokens, entry.prompt_tokens, entry.cached_tokens, entry.output_tokens)
+            tokens = (entry.prompt_tokens, entry.cached_tokens, entry.output_tokens, entry.from_token)
             times = (entry.queue_ms, entry.prefill_ms, entry.transfer_ms, entry.decode_ms)
-            db.execute(_CLOSE, (entry.outcome, *tokens, *times, entry.request_id))
+            db.execute(_CLOSE, (entry.request_id, entry.outcome, *tokens, *times))

@@ -7,21 +7,21 @@ from proto.limits import HASH_BYTES
 from proto.messages import Submit
 
 HASHES_MAX = 1 << 17
-"""Per worker, about 12 MB of memory; a larger cache is known in part."""
+"""Per worker, about 12 MB of memory. Of a larger cache no more is learnt once so much is known, until some is evicted."""
 
 
 class Locality:
     def __init__(self) -> None:
         self._known: dict[int, set[bytes]] = {}
-        self._most: dict[int, int] = {}
+        self._blocks: dict[int, int] = {}
 
     def join(self, epoch: int, kv_blocks: int) -> None:
         self._known[epoch] = set()
-        self._most[epoch] = min(kv_blocks, HASHES_MAX)
+        self._blocks[epoch] = kv_blocks
 
     def leave(self, epoch: int) -> None:
         self._known.pop(epoch, None)
-        self._most.pop(epoch, None)
+        self._blocks.pop(epoch, None)
 
     def count(self, epoch: int) -> int:
         return len(self._known.get(epoch, ()))
@@ -32,8 +32,12 @@ class Locality:
         if known is None:
             return
         known.difference_update(_split(evicted))
-        known.update(_split(inserted))
-        if len(known) > self._most[epoch]:
+        fresh = _split(inserted)
+        if self._blocks[epoch] > HASHES_MAX:
+            known.update(fresh[: HASHES_MAX - len(known)])
+            return
+        known.update(fresh)
+        if len(known) > self._blocks[epoch]:
             known.clear()  # more than it can hold: reports of evictions were lost, and what is true here is not known
 
     def forget(self, epoch: int, hashes: bytes, first: int) -> None:

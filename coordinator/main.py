@@ -136,7 +136,12 @@ class Coordinator:
         tenants = self.tenants.tenants if self.tenants is not None else open_tenants()
         past = None
         if settings.usage_db:
-            self.ledger = Ledger(settings.usage_db, on_committed=self._committed, on_failed=self._ledger_failed)
+            self.ledger = Ledger(
+                settings.usage_db,
+                on_committed=self._committed,
+                on_failed=self._ledger_failed,
+                keep_days=settings.usage_keep_days,
+            )
             past = await self.ledger.start(int(clock.unix_time() // DAY_S))
         elif any(level.limits.tokens_per_day for policy in tenants.policies.values() for level in policy.levels):
             self.log.warning("tokens_per_day begins anew at each start: no --usage-db is given")

@@ -22,6 +22,7 @@ def up(state: State, epoch: int, hello: Hello, now: float) -> None:
         state.queues.setdefault(hello.model, WaitQueue(state.limits))
         state.workers[epoch] = worker
         _adopt(state, worker, hello)
+        _sort_out(state, hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
         state.send(epoch, state.cluster_state())
@@ -38,21 +39,32 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
         for asked in worker.steps.values():
             for chunk, request in asked:
                 state.queues[hello.model].skipped(request.path, chunk.length)
-                state.journal(state.billing.let_go(request.id, 0, now))
-        for request_id, _ in worker.holdings:
-            state.journal(state.billing.let_go(request_id, 0, now))
+                state.journal(state.billing.let_go(request.id, now))
+        for key, holding in worker.holdings.items():
+            state.collect_rent(worker, key, holding)
+            emitted = worker.forwarded(key)
+            state.emitted(hello.model, holding.path, key[0], holding.resumed_tokens, emitted, first=emitted > 0)
+            state.journal(state.billing.let_go(key[0], now))
         for request in [r for r in state.requests.values() if epoch in (r.prefill_epoch, r.decode_epoch)]:
             _worker_lost(state, request, worker, reason, now)
+        _sort_out(state, hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
         for request in [r for r in state.requests.values() if r.gateway_epoch == epoch]:
             state.end(request, Trigger.CANCEL, CancelReason.GATEWAY_LOST, now)
 
 
+def _sort_out(state: State, model: str) -> None:
+    pool = state.pools[model]
+    servable = pool.servable()  # else all wait alike, for whatever comes back
+    state.queues[model].sort_out(lambda request: not servable or pool.could_ever_fit(request.submit))
+
+
 def _adopt(state: State, worker: Worker, hello: Hello) -> None:
     """Count what the worker held through a loss of the link; streams we have given up meanwhile are to end."""
     for held in hello.held:
-        holding, key = Holding(held.kv_blocks, held.seqs), (held.request_id, held.attempt)
+        holding = Holding(held.kv_blocks, held.seqs, resumed_tokens=held.resumed_tokens)
+        key = (held.request_id, held.attempt)
         request = state.current(*key)
         if request is not None and request.state is Life.QUEUED:
             state.out.append(Misbehaved(worker.epoch, "holds an attempt that was not placed yet"))
@@ -60,7 +72,7 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
         if not worker.adopt(key, holding):
             state.out.append(Misbehaved(worker.epoch, "holds more than its capacity"))
             return
-        state.billing.hold(held.request_id)
+        state.billing.found(held, of_answer=worker.room is not None)
         if held.request_id in state.requests or held.request_id in state.ended:
             state.send(worker.epoch, Release(*key))
 
@@ -71,6 +83,5 @@ def _worker_lost(state: State, request: Request, worker: Worker, reason: str, no
     role = worker.hello.role
     if role is Role.PREFILL and request.state is Life.DECODING:
         return
-    request.unreported = role is Role.DECODE
     lost = Interrupt.PREFILL_LOST if role is Role.PREFILL else Interrupt.DECODE_LOST
     state.interrupt(request, lost, f"{worker.hello.name}: {reason}"[:500], now)

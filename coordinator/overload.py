@@ -119,6 +119,16 @@ class Backlog:
             found = self._tenants[path] = Tenant(Rate(now))
         return found
 
+    def tenants(self) -> Iterable[Path]:
+        return self._tenants.keys()
+
+    def forget(self, path: Path) -> None:
+        """A tenant of which nothing waits."""
+        self._tenants.pop(path, None)
+        users = self._users.get(path[:2])
+        if users is not None and not users:
+            del self._users[path[:2]]
+
     def _count(self, request: Request, sign: int, tenant: Tenant) -> None:
         tokens = sign * request.submit.prompt_tokens
         tenant.tokens += tokens

@@ -1,11 +1,11 @@
 """Workers, and what is reserved on them. A pool is the workers of one model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from coordinator.fairqueue import REFUSALS_MAX, Path
-from coordinator.lifecycle import State
 from coordinator.locality import Locality
 from coordinator.request import Request
 from coordinator.room import NEVER, Life, Room
@@ -25,6 +25,8 @@ class Holding(msgspec.Struct, frozen=True):
     """Whom to charge what the worker says it has emitted; empty for what was adopted."""
     life: Life | None = None
     """In decode, but for what was adopted."""
+    resumed_tokens: int = 0
+    """Of the answer, before this attempt."""
 
 
 @dataclass(eq=False)
@@ -111,6 +113,10 @@ class Worker:
                 self.room.short = False  # nothing runs there any more that would say so
         return holding
 
+    def forwarded(self, key: tuple[str, int]) -> int:
+        """Tokens that an attempt has emitted for certain in decode, first ones aside, by the worker's steps."""
+        return self.room.forwarded(key) if self.room is not None and key in self.room else 0
+
     def begin_step(self, chunks: list[Chunk], requests: list[Request]) -> Step:
         step = Step(self.next_step_id, tuple(chunks))
         self.next_step_id += 1
@@ -128,11 +134,11 @@ class Worker:
         return sum(r.submit.prompt_tokens - r.dispatched_tokens for r in self.placed.values())
 
     def prefill_holding(self, submit: Submit, path: Path = ()) -> Holding:
-        return Holding(-(-submit.prompt_tokens // self.capacity.block_size), 1, path)
+        return Holding(-(-submit.prompt_tokens // self.capacity.block_size), 1, path, None, submit.resumed_tokens)
 
     def decode_holding(self, submit: Submit, path: Path = (), expected_left: int = NEVER) -> Holding:
         whole = Life.of(submit).whole(self.capacity.block_size)
-        return Holding(whole, submit.choices, path, Life.of(submit, expected_left))
+        return Holding(whole, submit.choices, path, Life.of(submit, expected_left), submit.resumed_tokens)
 
     def check_invariants(self) -> None:
         assert self.free_seqs + sum(h.seqs for h in self.holdings.values()) == self.capacity.max_seqs
@@ -156,6 +162,12 @@ class Pool:
         self.full: set[int] = set()
         """Prefill workers on which the next requests in turn had no room when last looked at; none has come free since."""
         self.kept_for: Request | None = None
+        self.kept_since = 0.0
+        self.kept_rate = 0.0
+        """Cost per second at which tenants were served when it began."""
+        self.rents: dict[tuple[str, int], tuple[float, float, float]] = {}
+        """Attempts for which room had been kept: the cost of that, since when they have it, and what would run there else per
+        second."""
         self.refused: list[Request] = []
         """Those that the pop in hand has found without room."""
 
@@ -214,11 +226,29 @@ class Pool:
         elif self.refused:
             self.full.update(self.prefill)
 
-    def refuse(self, request: Request, bypasses_max: int) -> None:
-        """It is its turn, and there is no room for it. Once it was bypassed so often, what comes free is kept for it."""
+    def refuse(self, request: Request, bypasses_max: int, served: Callable[[float], float], now: float) -> None:
+        """It is its turn, and there is no room for it. Once it was bypassed so often, what comes free is kept for it.
+
+        `served`: cost per second at which tenants are served."""
         self.refused.append(request)
         if request.bypassed >= bypasses_max and self.kept_for is None and self.could_ever_fit(request.submit):
-            self.kept_for = request
+            self.kept_for, self.kept_since, self.kept_rate = request, now, served(now)
+
+    def stop_keeping(self, now: float) -> float:
+        """Room is kept no longer; the cost of what might have been placed meanwhile."""
+        self.kept_for = None
+        return self.kept_rate * (now - self.kept_since)
+
+    def rent(self, key: tuple[str, int], decode: Worker, now: float) -> None:
+        """It has got the room that was kept for it. It pays when it lets go: a debt would not outlast its own chunks, which may
+        be all that can run, so that the ring comes round to them at once."""
+        share = decode.holdings[key].kv_blocks / sum(worker.capacity.kv_blocks for worker in self.decode.values())
+        self.rents[key] = (self.stop_keeping(now), now, self.kept_rate * share)
+
+    def rent_due(self, key: tuple[str, int], now: float) -> float:
+        """It has let go of it."""
+        kept, since, rate = self.rents.pop(key, (0.0, now, 0.0))
+        return kept + rate * (now - since)
 
     def count_bypasses(self) -> None:
         """A request got room, and those `refused` in the same pop, which were before it, did not."""
@@ -227,10 +257,8 @@ class Pool:
 
     def waits_for_room(self) -> Request | None:
         """The request for which all room that comes free is kept."""
-        if self.kept_for is not None and (
-            self.kept_for.state is not State.QUEUED or not self.could_ever_fit(self.kept_for.submit)
-        ):
-            self.kept_for = None
+        if self.kept_for is not None and not self.could_ever_fit(self.kept_for.submit):
+            self.kept_for = None  # a worker was lost, which is nobody's fault
         return self.kept_for
 
     def _side(self, worker: Worker) -> dict[int, Worker]:

@@ -48,7 +48,7 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
     for chunk, _ in asked:
-        state.journal(state.billing.let_go(chunk.request_id, 0, now))
+        state.journal(state.billing.let_go(chunk.request_id, now))
 
 
 def _is_part(computed: tuple[Chunk, ...], asked: tuple[tuple[Chunk, Request], ...]) -> bool:
@@ -106,7 +106,7 @@ def handed_over(state: State, epoch: int, event: Received, now: float) -> None:
         return
     state.counters["kv_bytes_moved"] += done.kv_bytes
     state.counters["kv_exposed_us"] += round(1000 * done.transfer_ms)  # what prefill did not hide
-    state.let_go(epoch, (done.request_id, done.attempt), 0)
+    state.let_go(epoch, (done.request_id, done.attempt), 0, first=True)
     if request and request.prefill_epoch == epoch and request.state in (Life.PREFILLING, Life.HANDING_OVER):
         state.move(request, Trigger.HANDED_OVER, now)
 
@@ -148,7 +148,9 @@ def finished(state: State, epoch: int, event: Received, now: float) -> None:
 def released(state: State, epoch: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, Released)
-    state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens)
+    # A decode worker does not count first tokens, which came before what it has emitted.
+    first = done.output_tokens > 0 and state.workers[epoch].room is not None
+    state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens, first=first)
     state.journal(state.billing.end_orphan(done.request_id, Life.CANCELLED, now))
 
 
@@ -156,7 +158,7 @@ def work_failed(state: State, epoch: int, event: Received, now: float) -> None:
     failed = event.message
     assert isinstance(failed, WorkFailed)
     worker = state.workers[epoch]
-    state.let_go(epoch, (failed.request_id, failed.attempt), 0)
+    state.let_go(epoch, (failed.request_id, failed.attempt), None)
     state.counters[f"work_failed_{failed.reason}"] += 1
     request = state.current(failed.request_id, failed.attempt)
     if request is None or request.state not in ON_WORKERS or epoch not in (request.prefill_epoch, request.decode_epoch):
@@ -164,7 +166,6 @@ def work_failed(state: State, epoch: int, event: Received, now: float) -> None:
     if epoch == request.prefill_epoch and request.state is Life.DECODING:
         return
     _blame(state, request, worker, failed.reason)
-    request.unreported = epoch == request.decode_epoch
     state.interrupt(request, failed.reason, f"{worker.hello.name}: {failed.message}"[:500], now)
 
 

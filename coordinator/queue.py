@@ -9,8 +9,9 @@ from coordinator.cost import OutputLength
 from coordinator.events import Limits
 from coordinator.fairqueue import REFUSALS_MAX, FairQueue, Path, Terms
 from coordinator.lanes import SPARE, Entry
-from coordinator.overload import Backlog
+from coordinator.overload import Backlog, Rate
 from coordinator.request import Request
+from proto.messages import Submit
 
 
 class WaitQueue:
@@ -28,6 +29,8 @@ class WaitQueue:
             limits.quantum_tokens, {**ring_weights(limits.bands), **limits.weights}, limits.overtaken_max
         )
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
+        self._served = Rate(0.0)
+        """Cost of all tenants."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -39,6 +42,15 @@ class WaitQueue:
         """Other bands and weights, from the next turn on."""
         self._limits = limits
         self.fair.reweigh({**ring_weights(limits.bands), **limits.weights})
+
+    def forget(self, tenant: str) -> None:
+        """One of which nothing waits or runs."""
+        organisation, _, user = tenant.partition("/")
+        known = {*self.fair.tenants(), *self._lengths, *self.backlog.tenants()}
+        for path in [path for path in known if path[1:] == (organisation, user)]:
+            self.fair.forget(path)
+            self.backlog.forget(path)
+            self._lengths.pop(path, None)
 
     # --- in and out -----------------------------------------------------------------------------------------------------
 
@@ -72,10 +84,22 @@ class WaitQueue:
             self._deadlines_set += 1
             heappush(self._deadlines, (request.deadline, self._deadlines_set, request, request.attempt))
             if len(self._deadlines) > 2 * len(self.fair) + SPARE:
-                self._deadlines = [
-                    due for due in self._deadlines if due[2].entry is not None and due[2].attempt == due[3]
-                ]
+                self._deadlines = [due for due in self._deadlines if self._is_due(due[2], due[3])]
                 heapify(self._deadlines)
+
+    def _is_due(self, request: Request, attempt: int) -> bool:
+        """Whether it has something to dispatch yet."""
+        return request.attempt == attempt and (request.entry is not None or request.id in self._waiting)
+
+    def sort_out(self, can_run: Callable[[Request], bool]) -> None:
+        """Workers have come or gone: what none can hold any more waits without a turn, until one comes that can."""
+        for request in self._waiting.values():
+            if can_run(request) != (request.entry is not None):
+                if request.entry is None:
+                    self._enter(request)
+                else:
+                    self.fair.remove(request.entry)
+                    request.entry = None
 
     def _still_waits(self, since: float, request: Request) -> bool:
         return request.id in self._waiting and since == request.since
@@ -99,7 +123,7 @@ class WaitQueue:
         came, deadlines = self._came, self._deadlines
         while came and not self._still_waits(*came[0]):
             came.popleft()
-        while deadlines and (deadlines[0][2].entry is None or deadlines[0][2].attempt != deadlines[0][3]):
+        while deadlines and not self._is_due(deadlines[0][2], deadlines[0][3]):
             heappop(deadlines)
         waited = came[0][0] + self._limits.queue_wait_s_max if came else None
         if not deadlines:
@@ -112,14 +136,15 @@ class WaitQueue:
             late = self._deadlines and self._deadlines[0][0] <= now
             yield heappop(self._deadlines)[2] if late else self._came.popleft()[1]
 
-    def too_late(self, now: float, tokens_per_s: float) -> Request | None:
+    def too_late(self, now: float, tokens_per_s: float, uncached: Callable[[Submit], int]) -> Request | None:
         """One that waits and cannot have its first token by its deadline any more, of those due first."""
         self.next_timer()
         if not self._deadlines or tokens_per_s <= 0:
             return None
         due, _, request, attempt = self._deadlines[0]
-        late = now + request.submit.prompt_tokens / tokens_per_s > due
-        return request if late and attempt == 1 and request.id in self._waiting else None
+        if attempt > 1 or request.id not in self._waiting:
+            return None
+        return request if now + uncached(request.submit) / tokens_per_s > due else None
 
     # --- service --------------------------------------------------------------------------------------------------------
 
@@ -142,6 +167,7 @@ class WaitQueue:
         if found is None:
             return None
         request = found[0].item
+        self._served.add(found[1], now)
         request.dispatched_tokens += length
         self.backlog.dispatched(request.path, length, now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
@@ -154,6 +180,15 @@ class WaitQueue:
         entry: Entry[Request] | None = request.entry
         assert entry is not None
         self.fair.settle_on(entry, epoch)
+
+    def served_per_s(self, now: float) -> float:
+        """Cost per second of what was dispatched lately, answers as estimated."""
+        return self._served.per_s(now)
+
+    def charge(self, path: Path, cost: float) -> None:
+        """For room that others could not have."""
+        if cost > 0:
+            self.fair.charge(path, cost)
 
     # --- true-up --------------------------------------------------------------------------------------------------------
 

@@ -157,6 +157,8 @@ class Quotas:
     accounts: dict[str, Account] = field(default_factory=dict)
     _of: dict[str, tuple[Account, ...]] = field(default_factory=dict, repr=False)
     """By tenant: its levels."""
+    _spent: dict[str, int] = field(default_factory=dict, repr=False)
+    """Levels that are gone but for what they used of a daily budget, and that day: it counts if they come back."""
 
     # --- taking and giving back ---------------------------------------------------------------------------------------
 
@@ -232,8 +234,30 @@ class Quotas:
             level = levels.get(name)
             if level is not None:
                 account.set(level, now_ns)
-            elif account.idle and account.day < day:
-                del self.accounts[name]
+                self._spent.pop(name, None)
+            else:
+                self._drop(name, day)
+
+    def forget(self, tenant: str, now: float) -> bool:
+        """Let a tenant go that the file does not have; False while something is held by it."""
+        account = self.accounts.get(tenant)
+        if account is not None and not account.idle:
+            return False
+        self._of.pop(tenant, None)
+        levels = {level.name for policy in self.tenants.policies.values() for level in policy.levels}
+        for name in {tenant, tenant.partition("/")[0]} - levels:
+            self._drop(name, self.day(now))
+        return True
+
+    def _drop(self, name: str, day: int) -> None:
+        account = self.accounts.get(name)
+        if account is None or not account.idle:
+            return
+        if account.limits.tokens_per_day is not None and account.day_tokens and account.day >= day:
+            self._spent[name] = account.day
+        else:
+            del self.accounts[name]
+            self._spent.pop(name, None)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -311,6 +335,9 @@ class Quotas:
             if account.day == grant.day:
                 account.day_tokens += more
         grant.accounts = ()
+        if self._spent and next(iter(self._spent.values())) < day:
+            for name in list(self._spent):
+                self._drop(name, day)
 
 
 def _levels_of_unknown(tenant: str) -> Iterator[Level]:

@@ -38,8 +38,6 @@ class Request:
     """Its place in the fair queue while it has chunks to dispatch."""
     output_charged: float = 0.0
     """What its tenant was charged for output, as estimated."""
-    unreported: bool = False
-    """What its attempt has emitted is not known from its worker; the next attempt's `resumed_tokens` will tell."""
     borrowed: bool = False
     """Beyond its tenant's rates, while nobody else wanted the capacity: the first to go in an overload."""
     bill: Bill | None = None
@@ -81,4 +79,3 @@ class Request:
         self.prefill_epoch = self.decode_epoch = 0
         self.dispatched_tokens = self.computed_tokens = self.cached_tokens = self.bypassed = 0
         self.waits_since = None
-        self.unreported = False

@@ -212,6 +212,14 @@ class Room:
         """Blocks the attempt holds at the most at the step the worker is known to have reached."""
         return self._entries[key].row.at(self.steps, self.block_size)
 
+    def forwarded(self, key: Key) -> int:
+        """Tokens that one choice of an attempt which still runs has emitted for certain, its first one aside."""
+        entry = self._entries[key]
+        if not entry.running or entry.life is None:
+            return 0
+        joined = entry.row.cap - entry.life.counted
+        return max(min(self.steps - joined - 1, entry.life.left), 0)  # the last step begun may not be over
+
     def check_invariants(self) -> None:
         """Asserts that the rows are sorted and that their totals are what a count from scratch gives."""
         assert self.wholes == sum(entry.whole for entry in self._entries.values()) >= self.peak

@@ -29,14 +29,16 @@ def schedule(state: State, now: float) -> None:
 
 
 def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
-    """A request that was bypassed too often is placed as soon as there is room, though it is not its turn yet."""
+    """A request that was bypassed too often is placed as soon as there is room, though it is not its turn yet. Its tenant pays
+    for what could not be placed meanwhile, and for the room as long as it has it, at what others were served before: so it
+    waits for its next turn until they have had as much."""
     request = pool.waits_for_room()
     pair = room_anywhere(request, pool) if request is not None else None
     if request is None or pair is None:
         return
-    pool.kept_for = None
     expect_cached(request, pair[0], pool)
     _place(state, request, *pair, queue, now)
+    pool.rent(request.key, pair[1], now)
     queue.settle_on(request, pair[0].epoch)
 
 

@@ -4,9 +4,10 @@ from collections import Counter
 
 from coordinator.billing import Billing
 from coordinator.events import Action, Limits, Moved, Send
+from coordinator.fairqueue import Path
 from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as Life
-from coordinator.pool import Pool, Worker
+from coordinator.pool import Holding, Pool, Worker
 from coordinator.queue import WaitQueue
 from coordinator.request import Request
 from coordinator.usage import Closed, Opened
@@ -35,6 +36,8 @@ class State:
         self.ended: dict[str, int] = {}
         """The last requests that ended, with their last attempt, oldest first: what repeats them does not start them again,
         and a worker that comes back with one is told to let go."""
+        self.leaving: dict[str, None] = {}
+        """Tenants that the file does not have any more, until nothing of theirs is left."""
         self.outcomes: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
@@ -70,8 +73,18 @@ class State:
         self.journal(self.billing.end(request.id, request.state, now))
 
     def journal(self, entry: Opened | Closed | None) -> None:
-        if entry is not None:
-            self.out.append(entry)
+        if entry is None:
+            return
+        self.out.append(entry)
+        if self.leaving and isinstance(entry, Closed):
+            self.let_leave()
+
+    def let_leave(self) -> None:
+        """Forget the tenants that are gone and have nothing left here."""
+        for tenant in [tenant for tenant in self.leaving if self.billing.quotas.forget(tenant, self.now)]:
+            del self.leaving[tenant]
+            for queue in self.queues.values():
+                queue.forget(tenant)
 
     def remember(self, request_id: str, attempt: int) -> None:
         self.ended.pop(request_id, None)
@@ -92,23 +105,48 @@ class State:
         queue.remove(request)
         queue.refund_output(request)
         if request.state is Life.QUEUED:
-            self.pools[request.submit.model].full.clear()
+            pool = self.pools[request.submit.model]
+            pool.full.clear()
+            if pool.kept_for is request:
+                queue.charge(request.path, pool.stop_keeping(self.now))
             return
         prefill = self.workers.get(request.prefill_epoch)
         if prefill is not None:
             prefill.placed.pop(request.id, None)
         self.release_everywhere(request.key)
 
-    def let_go(self, epoch: int, key: tuple[str, int], emitted_tokens: int) -> None:
-        """A worker holds nothing more for an attempt, and has emitted so much for it."""
+    def let_go(self, epoch: int, key: tuple[str, int], emitted_tokens: int | None, *, first: bool = False) -> None:
+        """A worker holds nothing more for an attempt, and has emitted so much for it, `first`: and before that the first token
+        of each choice was; None: it does not say, and its steps must."""
         worker = self.workers[epoch]
+        if emitted_tokens is None:
+            emitted_tokens = worker.forwarded(key)
+            first = emitted_tokens > 0
         holding = worker.let_go(key)
         if holding is None:
             return
         self.pools[worker.hello.model].full.clear()
-        self.journal(self.billing.let_go(key[0], emitted_tokens, self.now))
-        if holding.path:
-            self.queues[worker.hello.model].emitted(holding.path, emitted_tokens)
+        self.collect_rent(worker, key, holding)
+        self.emitted(worker.hello.model, holding.path, key[0], holding.resumed_tokens, emitted_tokens, first=first)
+        self.journal(self.billing.let_go(key[0], self.now))
+
+    def collect_rent(self, worker: Worker, key: tuple[str, int], holding: Holding) -> None:
+        """Of what had room kept for it: what else might have run there, less what it has paid for its tokens."""
+        pool = self.pools[worker.hello.model]
+        if not pool.rents or worker.room is None:
+            return
+        due, bill, prices = pool.rent_due(key, self.now), self.billing.bills.get(key[0]), self.limits.prices
+        if due and bill is not None:
+            paid = prices.prompt_token * bill.prompt_tokens + prices.output(bill.output_tokens)
+            self.queues[worker.hello.model].charge(holding.path, due - paid)
+
+    def emitted(
+        self, model: str, path: Path, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False
+    ) -> None:
+        """An attempt that began behind `resumed_tokens` has emitted so many: charged is what is news."""
+        new = self.billing.emitted(request_id, resumed_tokens, tokens, first=first)
+        if new and path:
+            self.queues[model].emitted(path, new)
 
     def release_everywhere(self, key: tuple[str, int]) -> None:
         for worker in self.workers.values():

@@ -42,7 +42,7 @@ def compose(
                 return 0
             decode = room(request, worker, pool)
             if decode is None:
-                pool.refuse(request, options.bypasses_max)
+                pool.refuse(request, options.bypasses_max, queue.served_per_s, now)
                 return 0
             if rather_waits(request, worker, pool, now):
                 return 0

@@ -28,7 +28,12 @@ def configure(state: State, tenants: Tenants, utc_offset_s: float, past: Past | 
     state.bands_lowest_first = sorted(state.limits.bands, key=lambda name: state.limits.bands[name].weight)
     for queue in state.queues.values():
         queue.replace_limits(state.limits)
+    quotas = state.billing.quotas
+    known = dict.fromkeys([*quotas.accounts, *state.leaving])
     state.billing.configure(tenants, utc_offset_s, past or Past(), now + state.limits.orphan_s_max, now)
+    known |= dict.fromkeys(quotas.accounts)
+    state.leaving = {tenant: None for tenant in known if tenants.policy(tenant) is None}
+    state.let_leave()
 
 
 def reserve(state: State, request: Request, now: float) -> Refusal:
@@ -36,19 +41,21 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
     submit, billing = request.submit, state.billing
     policy = billing.quotas.tenants.policy(submit.tenant)
     if submit.attempt > 1:
+        if policy is None:
+            state.leaving[submit.tenant] = None
         request.bill = billing.adopt(request.id, submit.resumed_tokens)
         if request.bill is None:
             ask, held = _ask(state, request), 0
             for worker in state.workers.values():
                 held += sum(key[0] == request.id for key in worker.holdings)
-            request.bill = billing.open_promised(request.id, submit.tenant, ask.output_tokens, ask.kv_blocks, held, now)
+            request.bill = billing.open_promised(submit, ask.output_tokens, ask.kv_blocks, held, now)
         return None, "", None
     if policy is None:
         return Reject.QUOTA, f"tenant {submit.tenant} is not known here", RELOAD_S
     if submit.band and submit.band not in policy.bands:
         return Reject.BAND, f"tenant {submit.tenant} may not use the band {submit.band}", 0.0
     idle = not state.queues[submit.model].fair.size
-    bill = billing.open(request.id, submit.tenant, _ask(state, request), now, idle=idle)
+    bill = billing.open(request.id, submit.tenant, _ask(state, request), now, idle=idle, choices=submit.choices)
     if isinstance(bill, Denial):
         return Reject.QUOTA, str(bill), _retry_after_s(bill, submit)
     request.bill, request.borrowed = bill, bill.grant.borrowed
@@ -59,7 +66,15 @@ def opened(state: State, request: Request) -> Opened:
     bill, submit = request.bill, request.submit
     assert bill is not None
     return Opened(
-        request.id, bill.grant.day, submit.tenant, submit.model, request.path[0], request.borrowed, bill.estimate
+        request.id,
+        bill.grant.day,
+        submit.tenant,
+        submit.model,
+        request.path[0],
+        request.borrowed,
+        bill.estimate,
+        bill.again,
+        bill.from_token,
     )
 
 

@@ -17,6 +17,10 @@ class Opened:
     band: str
     borrowed: bool
     ask: Ask
+    again: bool = False
+    """It may have been closed, and comes back: what it is charged in the end is not less than what it was."""
+    from_token: int = 0
+    """Of the answer: those before it are charged to another request, of which this one is the rest of a choice."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Closed:
     prefill_ms: float
     transfer_ms: float
     decode_ms: float
+    from_token: int = 0
+    """`output_tokens` are counted from here."""
 
 
 Entry = Opened | Closed

@@ -168,7 +168,9 @@ class AttemptTable(Generic[S]):
         return [attempt for attempt in self.attempts.values() if attempt.order.gateway.epoch == epoch]
 
     def held(self) -> tuple[Held, ...]:
-        return tuple(Held(*key, a.order.kv_blocks, a.order.choices) for key, a in self.attempts.items())
+        return tuple(
+            Held(*key, a.order.kv_blocks, a.order.choices, a.order.resumed_tokens) for key, a in self.attempts.items()
+        )
 
     def coordinator_lost(self) -> list[Attempt[S]]:
         """Reservations that nothing was offered for yet; nobody will, since their prompts are given up too."""

@@ -75,14 +75,17 @@ def run_engine(settings: EngineBenchSettings) -> int:
     return 0
 
 
-def check_writable(path: str) -> None:
+def check_writable(path: str, option: str = "--json-out") -> None:
     """Before minutes are spent. Raises `SettingsError`."""
     if path and not Path(path).expanduser().absolute().parent.is_dir():
-        raise SettingsError(f"--json-out: there is no folder {Path(path).expanduser().parent}")
+        raise SettingsError(f"{option}: there is no folder {Path(path).expanduser().parent}")
+
+
+def machine() -> dict[str, Any]:
+    return {"python": platform.python_version(), "cores": os.cpu_count(), "machine": platform.machine()}
 
 
 def write_json(path: str, result: dict[str, Any]) -> None:
     if not path:
         return
-    machine = {"python": platform.python_version(), "cores": os.cpu_count(), "machine": platform.machine()}
-    Path(path).expanduser().write_text(json.dumps(result | {"machine": machine}, indent=1) + "\n", encoding="utf-8")
+    Path(path).expanduser().write_text(json.dumps(result | {"machine": machine()}, indent=1) + "\n", encoding="utf-8")

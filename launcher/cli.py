@@ -15,6 +15,7 @@ from launcher.bench_settings import (
     RoomBenchSettings,
 )
 from launcher.journal_settings import ExplainSettings, ReplaySettings
+from launcher.load_settings import CompareSettings, RatioSettings, ServeBenchSettings
 from launcher.status import StatusSettings
 from launcher.tenants import CheckSettings, KeySettings
 from launcher.usage import UsageSettings
@@ -29,8 +30,9 @@ To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine
 process on its own: one coordinator, gateways, and any number of workers of each role.
 """
 BENCH_HELP = (
-    "Measure this machine: isolation of running streams from long prompts, what a hand-over of KV costs, a small tenant beside"
-    " a flood, the engine alone, the coordinator's decisions alone, or how full KV pools get."
+    "Send a load to a server, compare runs, compare ratios of workers. Or measure this machine: isolation of running streams"
+    " from long prompts, what a hand-over of KV costs, a small tenant beside a flood, the engine alone, the coordinator's"
+    " decisions alone, or how full KV pools get."
 )
 TENANTS_HELP = "Check a tenants file, or make a key for it."
 
@@ -139,6 +141,24 @@ def _bench_room(settings: RoomBenchSettings) -> int:
     return run(settings)
 
 
+def _bench_serve(settings: ServeBenchSettings) -> int:
+    from launcher.bench_serve import run
+
+    return run(settings)
+
+
+def _bench_compare(settings: CompareSettings) -> int:
+    from launcher.bench_compare import run
+
+    return run(settings)
+
+
+def _bench_ratio(settings: RatioSettings) -> int:
+    from launcher.bench_ratio import run
+
+    return run(settings)
+
+
 def build_app() -> typer.Typer:
     app = new_app(HELP)
 
@@ -163,6 +183,9 @@ def build_app() -> typer.Typer:
     add_command(app, "explain", ExplainSettings, _explain)
     add_command(app, "replay", ReplaySettings, _replay)
     bench = new_app(BENCH_HELP)
+    add_command(bench, "serve", ServeBenchSettings, _bench_serve)
+    add_command(bench, "compare", CompareSettings, _bench_compare)
+    add_command(bench, "ratio", RatioSettings, _bench_ratio)
     add_command(bench, "isolation", IsolationSettings, _bench_isolation)
     add_command(bench, "handover", HandoverSettings, _bench_handover)
     add_command(bench, "engine", EngineBenchSettings, _bench_engine)

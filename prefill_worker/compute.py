@@ -2,22 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from engine.engine import Engine, SeqChunk
 from engine.finish import finish_reason
 from engine.sampler import SamplerState, sample
+from prefill_worker.core import StepResult
 from prefill_worker.prompts import Prompt
 from proto.messages import Chunk, TokenItem
-
-
-@dataclass(frozen=True)
-class StepResult:
-    step_ms: float
-    first_tokens: dict[tuple[str, int], list[TokenItem]]
-    """For each prompt that is complete now: the first token of each choice."""
-    broken: frozenset[tuple[str, int]]
-    """Prompts whose logits were not finite, so that nothing could be drawn."""
 
 
 def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]]) -> StepResult:

@@ -130,7 +130,9 @@ class PromptTable:
         return self.close(prompt, farewell)
 
     def held(self) -> tuple[Held, ...]:
-        return tuple(Held(*prompt.key, len(prompt.blocks), 1) for prompt in self.prompts.values())
+        return tuple(
+            Held(*prompt.key, len(prompt.blocks), 1, prompt.order.resumed_tokens) for prompt in self.prompts.values()
+        )
 
     def _make_known(self, prompt: Prompt) -> None:
         full = min(prompt.computed_tokens // self.block_size, len(prompt.hashes))

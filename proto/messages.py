@@ -67,12 +67,13 @@ class Capacity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a worker still holds for an attempt when it registers (again)."""
+    """What a worker still holds for an attempt when it registers (again); `resumed_tokens` as in the order it has."""
 
     request_id: RequestId
     attempt: Attempt
     kv_blocks: Count
     seqs: Count
+    resumed_tokens: Tokens_ = 0
 
 
 class Hello(Message, frozen=True):
@@ -279,7 +280,7 @@ class Step(Message, frozen=True):
     chunks: Annotated[tuple[Chunk, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_STEP)]
 
 
-# --- coordinator → decode worker -----------------------------------------------------------------------------------------
+# --- coordinator → decode worker; `Release` to either --------------------------------------------------------------------
 
 
 class Reserve(Message, frozen=True):
@@ -296,9 +297,6 @@ class Reserve(Message, frozen=True):
     gateway: Peer
     prefill_epoch: Epoch
     block_hashes: BlockHashes = b""
-
-
-# --- coordinator → either worker -----------------------------------------------------------------------------------------
 
 
 class Release(Message, frozen=True):
@@ -363,8 +361,7 @@ class Released(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     output_tokens: Count = 0
-    """Emitted by this worker for this attempt, summed over choices: what its tenant is charged. First tokens are emitted by the
-    prefill worker and count there, if it still held the attempt."""
+    """Emitted by this worker for this attempt, summed over choices. First tokens count in prefill, or with `HandedOver`."""
 
 
 class WorkFailed(Message, frozen=True):

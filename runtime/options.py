@@ -211,6 +211,10 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
         ]
     elif not option.startswith("-"):
         annotation = Annotated[str | None, typer.Argument(help=_help_text(field), metavar=option, show_default=False)]
+    elif field.annotation == list[str]:
+        annotation = Annotated[
+            list[str] | None, typer.Option(option, help=_help_text(field), metavar="TEXT", show_default=False)
+        ]
     else:
         # Text as it comes: the settings class is the one place that converts and checks, whatever the source.
         annotation = Annotated[
@@ -236,7 +240,9 @@ def add_command(
         for line in environment.notes(os.environ, environment.known_names()):
             print(f"crossdock: {line}", file=sys.stderr)  # noqa: T201
         config = values.pop("config", None) or ""
-        flags = {key: value for key, value in values.items() if value is not None}
+        # An option that is repeated is the same as one with commas.
+        texts = {key: ",".join(value) if isinstance(value, list) and value else value for key, value in values.items()}
+        flags = {key: value for key, value in texts.items() if value is not None and value != []}
         return run(load(cls, {**flags, **fixed}, config))
 
     fields = [(key, field) for key, field in cls.model_fields.items() if key not in fixed]

@@ -153,6 +153,12 @@ class CoordinatorSettings(CommonSettings):
         description="SQLite file to which every request is written before it is acknowledged, for budgets that outlive a"
         " restart and for crossdock usage. Empty: no record, and budgets begin anew at each start.",
     )
+    usage_keep_days: int = Field(
+        400,
+        ge=0,
+        le=36_500,
+        description="Days after which a request's row is deleted from --usage-db; 0: never.",
+    )
     attempts_max: int = Field(
         8, ge=1, le=1_000, description="Attempts at one request, the first included, before it fails for good."
     )

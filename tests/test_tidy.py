@@ -46,8 +46,12 @@ PURE = (
     "gateway/stream_types.py",
     "gateway/streams.py",
     "decode_worker/batch.py",
+    "decode_worker/core.py",
     "decode_worker/progress.py",
+    "decode_worker/requests.py",
+    "prefill_worker/core.py",
     "prefill_worker/prompts.py",
+    "runtime/ports.py",
     "launcher/plan.py",
     "launcher/restart.py",
 )

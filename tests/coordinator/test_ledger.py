@@ -21,11 +21,13 @@ from tests.coordinator.ledger_words import closed, opened
 ROOT = Path(__file__).parents[2]
 
 
-def with_ledger(path: Path, work: Callable[[Ledger, Past, list[str]], Awaitable[None]], today: int = 0) -> None:
+def with_ledger(
+    path: Path, work: Callable[[Ledger, Past, list[str]], Awaitable[None]], today: int = 0, keep_days: int = 0
+) -> None:
     async def body() -> None:
         committed: list[str] = []
         failures: list[LedgerError] = []
-        ledger = Ledger(path, on_committed=committed.extend, on_failed=failures.append)
+        ledger = Ledger(path, on_committed=committed.extend, on_failed=failures.append, keep_days=keep_days)
         past = await ledger.start(today)
         try:
             await work(ledger, past, committed)
@@ -195,6 +197,29 @@ def test_nothing_about_a_request_leaves_before_its_row_and_links_keep_their_orde
     assert not outbox.pass_or_hold(status)
     assert outbox.committed(["later"]) == [last, status]
     assert not outbox.held and outbox.pass_or_hold(one)
+
+
+@pytest.mark.parametrize("keep_days", [0, 30])
+def test_closed_rows_are_deleted_after_their_days_and_open_ones_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_days: int
+) -> None:
+    monkeypatch.setattr("coordinator.ledger.PRUNE_MAX", 7)
+    path = tmp_path / "usage.sqlite"
+    names = [f"r{n}" for n in range(30)]
+    write(path, *map(opened, names), *map(closed, names), opened("open"), opened("new"), closed("new"))
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE usage SET accepted_s = accepted_s - 31 * 86400 WHERE request_id <> 'new'")
+        db.commit()
+    left = {"open", "new", "last"} | (set() if keep_days else set(names))
+
+    async def work(ledger: Ledger, _past: Past, committed: list[str]) -> None:
+        ledger.write(opened("last"))
+        async with asyncio.timeout(60):
+            while not committed or set(rows(path)) != left:
+                await asyncio.wait_for(asyncio.sleep(0.01), 60)
+
+    with_ledger(path, work, keep_days=keep_days)
+    assert set(rows(path)) == left
 
 
 def test_days_are_written_for_people() -> None:

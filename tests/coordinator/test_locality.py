@@ -98,6 +98,20 @@ def test_a_worker_is_believed_to_have_no_more_than_it_can_hold(monkeypatch: pyte
             assert known.count(epoch) <= {7: 3, 8: 5}[epoch]
 
 
+def test_of_a_cache_larger_than_the_table_what_is_known_stays_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locality, "HASHES_MAX", 5)
+    known = Locality()
+    known.join(8, 100)
+    first, later = chain(1, 1, 1), chain(2, 2, 2, 2)
+    known.learn(8, b"".join(first), b"")
+    for part in range(3, 50):
+        known.learn(8, b"".join(chain(part)), b"")
+    known.learn(8, b"".join(later), b"")
+    assert known.longest(8, b"".join(first)) == 3 and known.count(8) == 5
+    known.learn(8, b"".join(later), b"".join(reversed(first)))
+    assert known.longest(8, b"".join(later)) == 3, "as much as there is room for, from its beginning on"
+
+
 def test_names_of_other_blocks_are_not_used_and_the_last_token_is_computed() -> None:
     submit = Submit("r", 1, "m", 32, Sampling(max_tokens=1), block_hashes=bytes(32), hash_block_size=16)
     assert usable_hashes(submit, 16) == bytes(32) and usable_hashes(submit, 24) == b""

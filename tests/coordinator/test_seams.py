@@ -49,7 +49,7 @@ def test_a_gateway_comes_back_before_workers_have_let_go():
     bill = world.core.billing.bills["a"]
     world.receive(10, StepDone(step.step_id, (), 1.0, 0))
     release_all(world, "a", emitted=3)
-    assert world.core.billing.bills["a"] is bill and bill.output_tokens == 3, "one bill for all attempts"
+    assert world.core.billing.bills["a"] is bill and bill.output_tokens == 1 + 3, "one bill for all attempts"
     world.receive(1, Cancel("a", 2, CancelReason.DISCONNECTED))
     for epoch in (10, 20):
         world.receive(epoch, Released("a", 2))

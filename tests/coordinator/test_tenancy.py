@@ -175,7 +175,7 @@ def test_cancel_in_queue_costs_nothing_in_prefill_its_chunks_in_decode_its_token
     w.receive(1, Cancel("decode", 1, CancelReason.STOP_STRING))
     assert w.held("a/y")[0] == 1
     w.receive(20, Released("decode", 1, 7))
-    assert w.closed("decode").charged_tokens == 17
+    assert w.closed("decode").charged_tokens == 18, "the first token came from prefill"
     assert w.held("a") == w.held("a/y") == (0, 0, 0)
 
 
@@ -290,7 +290,7 @@ def test_the_gateways_word_ends_an_orphan_as_cancelled() -> None:
     w.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), held=(Held("r", 1, 5, 1),))))
     w.receive(1, Cancel("r", 1, CancelReason.DISCONNECTED))
     w.receive(20, Released("r", 1, 12))
-    assert (w.closed("r").outcome, w.closed("r").charged_tokens) == ("cancelled", 112)
+    assert (w.closed("r").outcome, w.closed("r").charged_tokens) == ("cancelled", 113)
 
 
 @pytest.mark.parametrize("resumed", [0, 8])

@@ -142,7 +142,8 @@ class Virtual:
                 key = (message.request_id, message.attempt)
                 if key in self.held[epoch]:
                     self.held[epoch].discard(key)
-                    emitted = self.emitted(key) if epoch in self.decoding.get(key, ()) else 0
+                    # First tokens are counted in prefill.
+                    emitted = self.emitted(key) - 1 if epoch in self.decoding.get(key, ()) else 0
                     self.at(self.now, lambda: self.post(Received(epoch, Released(*key, emitted))))
             case _:
                 pass
@@ -189,7 +190,7 @@ class Virtual:
     def emitted(self, key: tuple[str, int]) -> int:
         """What a decode that ends now has emitted; counted once."""
         _, start, tokens = self.decoding.pop(key)
-        passed = tokens if self.itl_s == 0 else min(round((self.now - start) / self.itl_s), tokens)
+        passed = tokens if self.itl_s == 0 else min(max(round((self.now - start) / self.itl_s), 1), tokens)
         self.emitted_tokens[self.submitted[key[0]][1].tenant] += passed
         return passed
 

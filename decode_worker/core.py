@@ -1,0 +1,200 @@
+"""What a decode worker does with its orders, offers and steps. Pure: the driver in `worker` runs steps and owns links."""
+
+from collections.abc import Callable
+from typing import Generic, Protocol
+
+from decode_worker.batch import Draw, Running, S, StepOutcome, StepPlan
+from decode_worker.progress import ProgressReport
+from decode_worker.requests import Attempt, AttemptTable, Farewell, Phase, failed
+from kvtransfer.session import Accepted
+from proto.errors import Interrupt, RemoteProtocolError
+from proto.kv import Commit, FirstToken, Offer
+from proto.messages import Message, Release, Released, Reserve, Tokens
+from runtime.ports import Coordinator, Gateways
+
+MakeState = Callable[[Reserve, FirstToken, list[int]], S]
+"""A choice's sampler, its first token taken in; the prompt's ids, resumed output among them, are there where needed."""
+
+
+class KvIn(Protocol):
+    """`kvtransfer.receiver.KvReceiver` is the real one."""
+
+    def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None: ...
+
+    def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
+
+
+class Ports(Protocol):
+    """What the driver has for the core."""
+
+    @property
+    def registration(self) -> Coordinator: ...
+    @property
+    def gateways(self) -> Gateways: ...
+    @property
+    def receiver(self) -> KvIn: ...
+
+
+class DecodeCore(Generic[S]):
+    def __init__(self, ports: Ports, table: AttemptTable[S], *, vocab_size: int, make_state: MakeState[S]) -> None:
+        self.table = table
+        self.batch = table.batch
+        self.undecided: dict[tuple[str, int], tuple[int, Offer]] = {}
+        """Offers, and whose, that came before their reservations, each on a link of its own."""
+        self._progress = ProgressReport(table)
+        self._ports = ports
+        self._vocab_size = vocab_size
+        self._make_state = make_state
+
+    # --- orders ---------------------------------------------------------------------------------------------------------
+
+    def order(self, message: Message) -> None:
+        """From the coordinator. Raises `RemoteProtocolError`."""
+        match message:
+            case Reserve():
+                self._reserve(message)
+            case Release():
+                self._release(message)
+            case _:
+                raise RemoteProtocolError(f"unexpected {type(message).__name__}")
+
+    def _reserve(self, order: Reserve) -> None:
+        self.table.reserve(order)
+        self._ports.gateways.connect(order.gateway)
+        waiting = self.undecided.pop((order.request_id, order.attempt), None)
+        if waiting is not None:
+            answer = self.table.target_blocks((order.request_id, order.attempt), waiting[0], waiting[1].blocks)
+            assert answer is not None
+            self._ports.receiver.decide(order.request_id, order.attempt, answer)
+
+    def _release(self, message: Release) -> None:
+        attempt = self.table.attempts.get((message.request_id, message.attempt))
+        released = Released(message.request_id, message.attempt)
+        if attempt is None:
+            self._say([released])
+        else:
+            self._close(attempt, released, "released")
+
+    def coordinator_lost(self, _: str) -> None:
+        self.table.allocator.report_all()
+        for attempt in self.table.coordinator_lost():
+            self._close(attempt, Released(*attempt.key), "coordinator lost")
+
+    def gateway_lost(self, epoch: int, reason: str) -> None:
+        for attempt in self.table.of_gateway(epoch):
+            self._close(attempt, failed(attempt, Interrupt.GATEWAY_LINK_LOST, reason), reason)
+
+    def _close(self, attempt: Attempt[S], farewell: Farewell, why: str) -> None:
+        self._say(self.table.close(attempt, farewell))
+        if attempt.phase is Phase.RECEIVING:
+            self._ports.receiver.abort(*attempt.key, why)
+
+    def _say(self, farewells: list[Farewell]) -> None:
+        for farewell in farewells:
+            self._ports.registration.send(farewell)
+
+    # --- KV in ----------------------------------------------------------------------------------------------------------
+
+    def offered(self, epoch: int, offer: Offer) -> Accepted | str | None:
+        """Asked for a session that exists; one that ends before it is decided is taken out again by `not_received`."""
+        answer = self.table.target_blocks((offer.request_id, offer.attempt), epoch, offer.blocks)
+        if answer is None:
+            self.undecided[(offer.request_id, offer.attempt)] = (epoch, offer)
+        return answer
+
+    def committed(self, _: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
+        """The KV is verified and here: the attempt's choices join the batch."""
+        attempt = self.table.attempts.get((commit.request_id, commit.attempt))
+        if attempt is None or attempt.farewell is not None:
+            farewell = Released(commit.request_id, commit.attempt)
+            self._say(self.table.received_nothing((commit.request_id, commit.attempt), blocks, farewell))
+            return
+        order = attempt.order
+        fault = self._fault(order, commit, prompt_tokens)
+        if fault:
+            broken = failed(attempt, Interrupt.TRANSFER_FAILED, fault)
+            self._say(self.table.received_nothing(attempt.key, blocks, broken))
+            return
+        tables = self.table.fork(attempt, blocks, len(commit.first_tokens))
+        sequences = [
+            Running(
+                attempt.key,
+                first.choice,
+                order.gateway,
+                order.sampling,
+                table,
+                self._make_state(order, first, prompt_tokens),
+                first.token,
+                order.resumed_tokens + 1,
+            )
+            for first, table in zip(commit.first_tokens, tables, strict=True)
+        ]
+        self.table.start(attempt, sequences)
+        self._ports.registration.report_cache(self.table.allocator.take_changes)
+
+    def _fault(self, order: Reserve, commit: Commit, prompt_tokens: list[int]) -> str:
+        """What of a commit does not fit its reservation; empty if all does."""
+        choices = [first.choice for first in commit.first_tokens]
+        if len(set(choices)) < len(choices) or not set(choices) <= set(
+            range(order.first_choice, order.first_choice + order.choices)
+        ):
+            return f"choices {choices} committed"
+        if prompt_tokens and len(prompt_tokens) != order.prompt_tokens:
+            return f"{len(prompt_tokens)} prompt tokens committed, {order.prompt_tokens} reserved"
+        if max([*prompt_tokens, *(first.token for first in commit.first_tokens)]) >= self._vocab_size:
+            return "a token id outside the vocabulary"
+        return ""
+
+    def not_yet_free(self, request_id: str, attempt: int, blocks: list[int]) -> None:
+        """The receiver has given up, but the sender may still write to `blocks`; `not_received` follows when it cannot."""
+        self.table.quarantine((request_id, attempt), blocks)
+
+    def not_received(self, request_id: str, attempt: int, blocks: list[int]) -> None:
+        """The receiver has given up, and `blocks` are untouched from now on."""
+        self.undecided.pop((request_id, attempt), None)
+        # Whether the attempt failed is the prefill worker's to say, whose session ends with ours: it may have ended well,
+        # with its first token.
+        farewell = Released(request_id, attempt)
+        self._say(self.table.received_nothing((request_id, attempt), blocks, farewell))
+
+    # --- steps ----------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan[S] | None:
+        """The next step to run; None while nothing runs."""
+        return self.batch.plan(self._stuck)
+
+    def apply(self, drawn: list[Draw]) -> tuple[StepOutcome[S], list[Farewell]]:
+        """The step is computed. What ended is freed now, for the next plan, and said with `pass_on`, once that runs."""
+        outcome = self.batch.apply(drawn)
+        for broken in outcome.broken:
+            self.table.allocator.forget(broken.blocks.table)
+            self._mark_failed(broken, "the model's logits are not finite")
+        return outcome, self.table.ended(outcome.ended)
+
+    def pass_on(self, outcome: StepOutcome[S], farewells: list[Farewell], now: float) -> None:
+        """Tokens to gateways, and what the coordinator is to know."""
+        for gateway, items in outcome.by_gateway.values():
+            self._ports.gateways.send(gateway, Tokens(tuple(items)))
+        self._say(farewells)
+        progress = self._progress.due(now)
+        # A coordinator that comes back is told by the Hello what is held here, and counts that whole.
+        if progress is not None and self._ports.registration.up:
+            self._ports.registration.send(progress)
+
+    def step_failed(self, error: str) -> None:
+        ended = self.batch.abandon()
+        for sequence in ended:
+            self._mark_failed(sequence, f"the model failed: {error[:300]}")
+        self._say(self.table.ended(ended))
+
+    def _stuck(self, sequences: list[Running[S]]) -> None:
+        attempt = self.table.attempts.get(sequences[0].key)
+        if attempt is not None and attempt.farewell is None:
+            attempt.farewell = failed(attempt, Interrupt.PREEMPTED, "no free KV block")
+        self._say(self.table.ended(sequences))
+
+    def _mark_failed(self, sequence: Running[S], why: str) -> None:
+        """The attempt fails with this sequence; its other choices, if any, are taken out too."""
+        attempt = self.table.attempts.get(sequence.key)
+        if attempt is not None:
+            self._say(self.table.close(attempt, failed(attempt, Interrupt.ENGINE_ERROR, why)))

@@ -1,0 +1,258 @@
+"""What a prefill worker does with its orders, its steps and the results of its transfers. Pure: the driver in `worker` runs
+the steps and owns the links.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.session import KvFailed, KvSent
+from prefill_worker.prompts import Farewell, Key, Prompt, PromptTable
+from proto.codec import unpack_tokens
+from proto.errors import Interrupt, RemoteProtocolError
+from proto.kv import FirstToken
+from proto.messages import (
+    CacheMiss,
+    Chunk,
+    Finished,
+    HandedOver,
+    Message,
+    Peer,
+    Prefill,
+    Release,
+    Released,
+    Step,
+    StepDone,
+    TokenItem,
+    Tokens,
+    WorkFailed,
+)
+from proto.sampling import Sampling
+from runtime.ports import Coordinator, Gateways
+
+STEPS_QUEUED_MAX = 64
+Work = list[tuple[Prompt, Chunk]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    step_ms: float
+    first_tokens: dict[Key, list[TokenItem]]
+    """For each prompt that is complete now: the first token of each choice."""
+    broken: frozenset[Key]
+    """Prompts whose logits were not finite, so that nothing could be drawn."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A step to run. Until its result comes, the blocks of its prompts may be written to."""
+
+    step: Step
+    work: Work
+    link: int
+    """Which of the coordinator's links asked for it."""
+
+
+class KvOut(Protocol):
+    """`kvtransfer.sender.KvSender` is the real one."""
+
+    def open(self, request_id: str, attempt: int, peer_epoch: int, blocks: int, block_size: int) -> None: ...
+
+    def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None: ...
+
+    def commit(
+        self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
+    ) -> None: ...
+
+    def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
+
+
+class Ports(Protocol):
+    """What the driver has for the core."""
+
+    @property
+    def registration(self) -> Coordinator: ...
+    @property
+    def gateways(self) -> Gateways: ...
+    @property
+    def sender(self) -> KvOut: ...
+
+
+class PrefillCore:
+    def __init__(
+        self,
+        ports: Ports,
+        table: PromptTable,
+        *,
+        vocab_size: int,
+        step_tokens_max: int,
+        tokens_forwarded: Callable[[], int],
+    ) -> None:
+        self.table = table
+        self.steps: deque[Step] = deque()
+        self.links_lost = 0
+        self.receiver_of: dict[int, Peer] = {}
+        """Decode workers by epoch, as the coordinator named them."""
+        self._ports = ports
+        self._vocab_size = vocab_size
+        self._step_tokens_max = step_tokens_max
+        self._tokens_forwarded = tokens_forwarded
+
+    # --- orders ---------------------------------------------------------------------------------------------------------
+
+    def order(self, message: Message, blob: bytes) -> None:
+        """From the coordinator. Raises `RemoteProtocolError`."""
+        match message:
+            case Prefill():
+                self._take_in(message, blob)
+            case Step():
+                if len(self.steps) >= STEPS_QUEUED_MAX:
+                    raise RemoteProtocolError(f"more than {STEPS_QUEUED_MAX} steps in flight")
+                self.steps.append(message)
+            case Release():
+                self._release(message)
+            case _:
+                raise RemoteProtocolError(f"unexpected {type(message).__name__}")
+
+    def _take_in(self, order: Prefill, blob: bytes) -> None:
+        try:
+            tokens = unpack_tokens(blob, order.prompt_tokens)
+            fault = "a token id outside the vocabulary" if max(tokens) >= self._vocab_size else ""
+        except RemoteProtocolError as error:
+            # A gateway's fault: the coordinator passed the ids on unread, and its link is not the one to end.
+            tokens, fault = [], str(error)
+        if fault:
+            self._say([WorkFailed(order.request_id, order.attempt, Interrupt.ENGINE_ERROR, fault)])
+            return
+        prompt = self.table.take_in(order, tokens)
+        if isinstance(prompt, WorkFailed):
+            self._say([prompt])
+        elif prompt is not None:
+            self.receiver_of[order.decode.epoch] = order.decode
+            self._ports.gateways.connect(order.gateway)
+            prompt.sending = True
+            # Blocks cross in the smaller of the two sizes, in which ours are counted by the tokens they hold.
+            size = min(self.table.block_size, order.decode_block_size)
+            self._ports.sender.open(*prompt.key, order.decode.epoch, -(-order.prompt_tokens // size), size)
+            self._ports.sender.blocks_ready(*prompt.key, *self.table.fresh_blocks(prompt))
+            if prompt.cached_tokens < order.cached_tokens:
+                self._ports.registration.send(CacheMiss(*prompt.key, prompt.cached_tokens))
+
+    def _release(self, message: Release) -> None:
+        prompt = self.table.prompts.get((message.request_id, message.attempt))
+        released = Released(message.request_id, message.attempt)
+        if prompt is None:
+            self._say([released])
+        else:
+            self._close(prompt, released, "released")
+
+    def coordinator_lost(self, _: str) -> None:
+        """Steps will not come any more; what is already on its way to decode goes on."""
+        self.links_lost += 1
+        self.table.allocator.report_all()
+        self.steps.clear()
+        for prompt in list(self.table.prompts.values()):
+            if not prompt.done:
+                self._close(prompt, Released(*prompt.key), "coordinator lost")
+
+    def gateway_lost(self, epoch: int, reason: str) -> None:
+        for prompt in [p for p in self.table.prompts.values() if p.order.gateway.epoch == epoch]:
+            self._fail(prompt, Interrupt.GATEWAY_LINK_LOST, reason)
+
+    # --- steps ----------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> Begun | None:
+        """The next step to run; one in which nothing is left to do is answered at once. None if there is none."""
+        while self.steps:
+            step = self.steps.popleft()
+            work = self.table.runnable(step.chunks)
+            if sum(chunk.length for _, chunk in work) > self._step_tokens_max:
+                for prompt, _ in work:
+                    self._fail(prompt, Interrupt.ENGINE_ERROR, f"a step over --step-tokens-max {self._step_tokens_max}")
+                work = []
+            if work:
+                self.table.begin_step(work)
+                return Begun(step, work, self.links_lost)
+            self._step_done(self.links_lost, step, (), 0.0)
+        return None
+
+    def step_done(self, begun: Begun, result: StepResult) -> None:
+        done = tuple(chunk for _, chunk in begun.work)
+        self._step_done(begun.link, begun.step, done, result.step_ms)
+        self._say(self.table.end_step(begun.work, result.broken))
+        self._ports.registration.report_cache(self.table.allocator.take_changes)
+        self._pass_on(begun.work, result)
+
+    def step_failed(self, begun: Begun, error: str) -> None:
+        self._step_done(begun.link, begun.step, (), 0.0)
+        for prompt, _ in begun.work:
+            prompt.in_step = False
+            self._fail(prompt, Interrupt.ENGINE_ERROR, f"the model failed: {error[:300]}")
+
+    def _step_done(self, link: int, step: Step, done: tuple[Chunk, ...], step_ms: float) -> None:
+        """Step ids begin anew with each registration: one from before the last loss means nothing to the coordinator now."""
+        if link == self.links_lost:
+            self._ports.registration.send(StepDone(step.step_id, done, step_ms, self._tokens_forwarded()))
+
+    def _pass_on(self, work: Work, result: StepResult) -> None:
+        """Blocks to the KV sender, first tokens to gateways."""
+        by_gateway: dict[int, tuple[Peer, list[TokenItem]]] = {}
+        for prompt, _ in work:
+            if prompt.farewell is not None:
+                continue
+            if prompt.key in result.broken:
+                self._fail(prompt, Interrupt.ENGINE_ERROR, "the model's logits are not finite")
+                continue
+            first, blocks = self.table.fresh_blocks(prompt)
+            items = result.first_tokens.get(prompt.key)
+            if items is not None:
+                prompt.output_tokens = len(items)
+                gateway = prompt.order.gateway
+                by_gateway.setdefault(gateway.epoch, (gateway, []))[1].extend(items)
+            self._ports.sender.blocks_ready(*prompt.key, first, blocks)
+            if items is not None:
+                self._first_tokens_drawn(prompt, items)
+        for gateway, tokens in by_gateway.values():
+            self._ports.gateways.send(gateway, Tokens(tuple(tokens)))
+
+    def _first_tokens_drawn(self, prompt: Prompt, items: list[TokenItem]) -> None:
+        going_on = [FirstToken(item.choice, item.tokens[0]) for item in items if item.finish is None]
+        if going_on:
+            needs_prompt = penalised(prompt.order.sampling, prompt.order.resumed_tokens)
+            self._ports.sender.commit(*prompt.key, going_on, prompt.tokens if needs_prompt else ())
+        else:
+            self._close(
+                prompt, Finished(*prompt.key, len(items), self._tokens_forwarded()), "ended with its first token"
+            )
+
+    # --- the end of an attempt ------------------------------------------------------------------------------------------
+
+    def kv_result(self, result: KvSent | KvFailed) -> None:
+        """The KV sender has let go of a prompt's blocks."""
+        prompt = self.table.prompts.get((result.request_id, result.attempt))
+        if prompt is None:
+            return
+        if isinstance(result, KvSent):
+            farewell: Farewell = HandedOver(*prompt.key, result.kv_bytes, result.transfer_ms)
+        else:
+            farewell = WorkFailed(*prompt.key, Interrupt.TRANSFER_FAILED, result.reason[:500])
+        self._say(self.table.sent(prompt, farewell))
+
+    def _fail(self, prompt: Prompt, reason: Interrupt, message: str) -> None:
+        self._close(prompt, WorkFailed(*prompt.key, reason, message[:500]), message)
+
+    def _close(self, prompt: Prompt, farewell: Farewell, why: str) -> None:
+        self._say(self.table.close(prompt, farewell))
+        if prompt.sending:
+            self._ports.sender.abort(*prompt.key, why)
+
+    def _say(self, farewells: list[Farewell]) -> None:
+        for farewell in farewells:
+            self._ports.registration.send(farewell)
+
+
+def penalised(sampling: Sampling, resumed_tokens: int) -> bool:
+    """Whether decode must know the prompt's ids (or the resumed output among them) to sample."""
+    output = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+    return sampling.repetition_penalty != 1.0 or (output and resumed_tokens > 0)

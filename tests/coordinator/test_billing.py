@@ -1,0 +1,205 @@
+"""What a request is charged in the journal, whatever the order in which its end is told, and after restarts between."""
+
+import sqlite3
+from contextlib import closing as shut
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.events import Configured, PeerDown, PeerUp, Tick
+from coordinator.quota import Ask
+from coordinator.usage import Opened
+from proto.errors import CancelReason, Interrupt
+from proto.messages import Cancel, Finished, Held, Released, Role, Step, StepDone, WorkFailed
+from proto.progress import DecodeProgress, Joined
+from runtime.tenants import parse
+from tests.coordinator.test_ledger import past_of, write
+from tests.coordinator.test_tenancy import FILE, World, by, world
+from tests.coordinator.world import worker_hello
+
+PROMPT = 100
+
+
+def row(path: Path, name: str = "r") -> tuple[Any, ...]:
+    with shut(sqlite3.connect(path)) as db:
+        what = "outcome, charged_tokens, prompt_tokens, output_tokens"
+        return tuple(db.execute(f"SELECT {what} FROM usage WHERE request_id = ?", (name,)).fetchone())
+
+
+def restart(path: Path, before: World | None = None, *held: Held) -> World:
+    """The next coordinator, with the journal that the one before has left, and a decode worker that holds what it holds."""
+    if before is not None:
+        write(path, *before.journal)
+    w = world(past=past_of(path), workers=False)
+    w.post(PeerUp(10, worker_hello(Role.PREFILL, 10)))
+    w.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), held=held)))
+    w.sent.clear()
+    return w
+
+
+def go_on(w: World, attempt: int, resumed: int, name: str = "r") -> None:
+    prompt = PROMPT + resumed if ".c" not in name else 20
+    w.receive(1, by("a/x", name, prompt, attempt=attempt, max_tokens=50, resumed=resumed))
+    assert w.core.requests[name].attempt == attempt
+
+
+@pytest.mark.parametrize("order", ["submit first", "released first", "restart after release", "restart after submit"])
+def test_a_stream_that_stalls_after_a_restart_and_resumes_is_charged_each_token_once(
+    tmp_path: Path, order: str
+) -> None:
+    """It has emitted 12 tokens, 8 of which its gateway has got; the next attempt emits 20 more from there."""
+    path = tmp_path / "usage.sqlite"
+    write(path, Opened("r", 0, "a/x", "m", "standard", False, Ask(PROMPT, 50, 5)))
+    w = restart(path, None, Held("r", 1, 5, 1))
+    w.receive(1, Cancel("r", 1, CancelReason.ABANDONED))
+    if order == "submit first":
+        go_on(w, 2, 8)
+    if order != "restart after submit":
+        w.receive(20, Released("r", 1, 11))
+    if order == "restart after release":
+        w = restart(path, w)
+    if order != "submit first":
+        go_on(w, 2, 8)
+    if order == "restart after submit":
+        w = restart(path, w, Held("r", 2, 5, 1, 8))
+    else:
+        w.run_prompt("r", 2)
+    w.receive(20, Finished("r", 2, 20, 0))
+    write(path, *w.journal)
+    assert row(path) == ("finished", PROMPT + 28, PROMPT, 28)
+    assert past_of(path).open == ()
+
+
+def test_a_stream_given_up_and_resumed_has_its_row_opened_again_with_what_it_had(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    w = world()
+    w.receive(1, by("a/y", "r", 10, max_tokens=50))
+    w.run_prompt("r")
+    w.receive(1, Cancel("r", 1, CancelReason.ABANDONED))
+    w.receive(20, Released("r", 1, 11))
+    w.receive(1, by("a/y", "r", 18, attempt=2, max_tokens=50, resumed=8))
+    write(path, *w.journal)
+    assert row(path) == (None, 10 + 12 + 42, 10, 54), "open again, at the estimate of its rest"
+    w.run_prompt("r", 2)
+    w.receive(20, Finished("r", 2, 20, 0))
+    write(path, *w.journal)
+    assert row(path) == ("finished", 38, 10, 28) and w.day_tokens("a") == 38 and w.held("a") == (0, 0, 0)
+
+
+def test_a_request_given_up_before_its_prompt_was_computed_pays_for_it_when_it_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    w = world()
+    w.receive(1, by("a/y", "r", 10, max_tokens=50))
+    steps = w.take(Step)
+    w.receive(1, Cancel("r", 1, CancelReason.ABANDONED))
+    for epoch in (10, 20):
+        w.receive(epoch, Released("r", 1))
+    for step in steps:
+        assert isinstance(step, Step)
+        w.receive(10, StepDone(step.step_id, step.chunks[:1] if step is steps[0] else (), 1.0, 0))
+    w.receive(1, by("a/y", "r", 10, attempt=2, max_tokens=50))
+    w.run_prompt("r", 2)
+    w.receive(20, Finished("r", 2, 20, 0))
+    write(path, *w.journal)
+    assert row(path) == ("finished", 30, 10, 20) and w.day_tokens("a") == 30
+
+
+def test_a_choice_that_is_resumed_by_itself_pays_for_its_rest_also_after_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    w = world()
+    go_on(w, 2, 10, "r.c0")
+    w.run_prompt("r.c0", 2)
+    w = restart(path, w, Held("r.c0", 2, 5, 1, 10))
+    w.receive(20, Released("r.c0", 2, 5))
+    write(path, *w.journal)
+    assert row(path, "r.c0") == ("cancelled", 6, 0, 6)
+    w = restart(path)
+    go_on(w, 3, 14, "r.c0")
+    w.run_prompt("r.c0", 3)
+    w.receive(20, Finished("r.c0", 3, 10, 0))
+    write(path, *w.journal)
+    assert row(path, "r.c0") == ("finished", 14, 0, 14)
+
+
+def test_the_first_token_is_charged_though_the_client_left_right_after_hand_over() -> None:
+    w = world()
+    w.receive(1, by("a/y", "r", 10, max_tokens=90, choices=2))
+    w.run_prompt("r")
+    w.receive(1, Cancel("r", 1, CancelReason.DISCONNECTED))
+    w.receive(20, Released("r", 1, 0))
+    assert (w.closed("r").output_tokens, w.closed("r").charged_tokens) == (2, 12)
+
+
+@pytest.mark.parametrize("end", ["lost", "failed"])
+@pytest.mark.parametrize("resumes", [True, False])
+def test_what_a_lost_worker_has_emitted_is_charged_as_far_as_its_steps_tell(end: str, resumes: bool) -> None:
+    w = world()
+    w.receive(1, by("a/y", "r", 10, max_tokens=90))
+    w.run_prompt("r")
+    w.receive(20, DecodeProgress(30, 100, 0, (Joined("r", 1, 5),)))
+    if end == "lost":
+        w.post(PeerDown(20, "killed"))
+        w.post(PeerUp(20, worker_hello(Role.DECODE, 20)))
+    else:
+        w.receive(20, WorkFailed("r", 1, Interrupt.ENGINE_ERROR, "planted"))
+    if not resumes:
+        w.receive(1, Cancel("r", 1, CancelReason.DISCONNECTED))
+        assert w.closed("r").charged_tokens == 10 + 1 + 24, "of 25 steps begun the last may not be over"
+        return
+    w.sent.clear()
+    w.receive(1, by("a/y", "r", 10 + 28, attempt=2, max_tokens=90, resumed=28))
+    w.run_prompt("r", 2)
+    w.receive(20, Finished("r", 2, 62, 0))
+    assert w.closed("r").charged_tokens == 10 + 90
+
+
+def test_a_journal_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    old = Opened("r", 0, "a/x", "m", "standard", False, Ask(10, 50, 5))
+    write(path, old)
+    with shut(sqlite3.connect(path)) as db:
+        for column in ("from_token", "before_prompt_tokens", "before_output_tokens"):
+            db.execute(f"ALTER TABLE usage DROP COLUMN {column}")
+        db.execute("PRAGMA user_version = 1")
+    assert past_of(path).open == (old,)
+    w = World()
+    w.post(Configured(parse(FILE), 0.0, past_of(path)))
+    w.now = 500.0
+    w.post(Tick())
+    write(path, *w.journal)
+    assert row(path) == ("lost", 60, 10, 50)
+
+
+def test_tenants_that_are_gone_are_forgotten_once_nothing_of_theirs_is_left() -> None:
+    text = "[tenants.a]\nlimits = { tokens_per_day = 1_000 }\n[tenants.a.users.x]\n[tenants.b.users.y]\n[tenants.c]\n"
+    w = world(text)
+    for tenant in ("a/x", "b/y", "c"):
+        w.receive(1, by(tenant, tenant, 10, max_tokens=9))
+    for tenant in ("a/x", "b/y"):
+        w.run_prompt(tenant)
+    w.receive(20, Finished("b/y", 1, 9, 0))
+    w.post(Configured(parse("[tenants.c]\n"), 0.0))
+    assert known(w) == {"a", "a/x", "c"} and set(w.core.leaving) == {"a/x", "a"}
+    w.receive(20, Finished("a/x", 1, 9, 0))
+    assert known(w) == {"a", "c"} and not w.core.leaving, "what it used of its day counts if it comes back"
+    w.post(Configured(parse("[tenants.c]\n[tenants.a]\nlimits = { tokens_per_day = 20 }\n"), 0.0))
+    w.receive(1, by("a", "more", 10))
+    assert not w.core.requests.keys() & {"more"}
+    w.post(Configured(parse("[tenants.c]\n"), 0.0))
+    w.now = 86_400.0
+    w.run_prompt("c")
+    w.receive(20, Finished("c", 1, 9, 0))
+    assert known(w) == {"c"}
+
+
+def known(w: World) -> set[str]:
+    """Tenants of which anything is in memory."""
+    found = set(w.core.billing.quotas.accounts)
+    for queue in w.core.queues.values():
+        paths = [*queue.fair.tenants(), *queue._lengths, *queue.backlog.tenants()]
+        found |= {"/".join(filter(None, path[1:])) for path in paths}
+        rings = [ring for band in queue.fair._root.children.values() for ring in (band, *band.children.values())]
+        found |= {"/".join(filter(None, node.path[1:])) for ring in rings for node in ring.children.values()}
+    return found

@@ -1,0 +1,86 @@
+"""Room kept for a request that was bypassed too often: what an attacker can make of it, in virtual time."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from coordinator.events import Limits
+from coordinator.queue import WaitQueue
+from tests.coordinator.virtual import Virtual, p99
+from tests.coordinator.world import MODEL
+
+SECONDS = 80.0
+TENANTS = 9
+PER_S = 14.5
+"""Requests of all victims; the pool runs about 16 of one second each."""
+
+
+@dataclass
+class Found:
+    ttft_s: list[float]
+    room_share: float
+    """Of the decode pool's time: kept for the attacker, or held by it."""
+
+
+def run(seed: int, attack: str = "") -> Found:
+    """Nine tenants use most of a decode worker. The attacker's requests would fill it each, and run for a second; "back to
+    back" has always three of them here, "cancel" leaves while room is kept for it."""
+    world = Virtual(
+        Limits(bypasses_max=16),
+        step_s=0.002,
+        itl_s=0.01,
+        kv_blocks=320,
+        output=lambda submit: 100 if submit.tenant == "attacker" else submit.sampling.max_tokens // 2,
+    )
+    rnd, now, sent, held = random.Random(seed), 0.0, 0, []
+    pool = world.core.pools[MODEL]
+
+    def attacker() -> None:
+        nonlocal sent
+        alive = [r for r in world.core.requests.values() if r.path[1] == "attacker"]
+        for _ in range(3 - len(alive)):
+            sent += 1
+            world.submit(f"a{sent}", "attacker", 64, max_tokens=5000)
+        kept = pool.kept_for
+        if attack == "cancel" and kept is not None and rnd.random() < 0.2:
+            world.cancel(kept.id)
+        blocks = sum(h.kv_blocks for w in pool.decode.values() for h in w.holdings.values() if h.path[1] == "attacker")
+        held.append(1.0 if kept is not None else blocks / 320)
+
+    n = 0
+    while (now := now + rnd.expovariate(PER_S)) < SECONDS:
+        n += 1
+        who, length = f"v{n % TENANTS}", rnd.choice([100, 200, 300])
+        world.at(now, lambda n=n, who=who, length=length: world.submit(f"v{n}", who, 64, max_tokens=length))  # type: ignore[misc]
+    for tick in range(int(SECONDS / 0.02)) if attack else ():
+        world.at(0.02 * tick, attacker)
+    world.run(SECONDS + 30.0)
+    ttft_s = [t for name, t in world.ttft_s.items() if name.startswith("v")]
+    ttft_s += [float("inf")] * (n - len(ttft_s))  # refused, or expired in the queue
+    return Found(ttft_s, sum(held) / max(len(held), 1))
+
+
+SEEDS = range(2)
+
+
+def everything(attack: str = "") -> Found:
+    found = [run(seed, attack) for seed in SEEDS]
+    return Found([t for one in found for t in one.ttft_s], sum(one.room_share for one in found) / len(found))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Found:
+    return everything()
+
+
+@pytest.mark.parametrize("attack", ["back to back", "cancel"])
+def test_pool_sized_requests_take_no_more_room_time_than_their_tenants_share(alone: Found, attack: str) -> None:
+    beside = everything(attack)
+    assert beside.room_share <= 1 / (TENANTS + 1) + 0.05, "the first one is free, and the last one not paid yet"
+    assert p99(beside.ttft_s) <= 2.5 * p99(alone.ttft_s), (p99(alone.ttft_s), p99(beside.ttft_s))
+
+
+def test_were_kept_room_free_of_charge_they_would_take_most_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitQueue, "charge", lambda self, path, cost: None)
+    assert run(0, "back to back").room_share > 0.5

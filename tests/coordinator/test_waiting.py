@@ -1,0 +1,58 @@
+"""Those who wait: what nobody can hold any more, what is cached before a deadline, and who goes in an overload."""
+
+import msgspec
+
+from coordinator.events import Limits, PeerDown, PeerUp, Tick
+from proto.errors import Reject
+from proto.messages import Prefill, Rejected, Role
+from tests.coordinator.test_seams import one_of, run_prefill
+from tests.coordinator.virtual import Virtual
+from tests.coordinator.world import MODEL, Harness, submit, worker_hello
+
+
+def test_what_no_worker_can_hold_any_more_takes_no_turns_from_others() -> None:
+    world = Harness.make(kv_blocks=8)
+    world.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=40)))
+    world.receive(1, one_of("fills", "f", 4, 150))
+    run_prefill(world)
+    for number in range(9):
+        deadline_ms = 5000.0 if number == 0 else 0.0
+        large = msgspec.structs.replace(one_of(f"big{number}", f"b{number}", 4, 97), deadline_ms=deadline_ms)
+        world.receive(1, large)
+    assert world.core.requests["fills"].decode_epoch == 21
+    world.post(PeerDown(21, "killed"))
+    world.take(Prefill)
+    world.receive(1, one_of("small", "s", 4, 3))
+    assert world.take(Prefill), "nine that nobody can hold stood before it"
+    run_prefill(world)
+    world.now = 6.0
+    world.post(Tick())
+    assert world.ended["big0"] == ["expired"] and len(world.core.queues[MODEL]) == 8
+    world.post(PeerUp(22, worker_hello(Role.DECODE, 22, kv_blocks=400)))
+    assert len(world.take(Prefill)) == 8, "all are placed once a worker comes that can hold them"
+
+
+def test_nobody_is_shed_for_a_newcomer_that_is_refused_all_the_same() -> None:
+    world = Harness.make(limits=Limits(queue_tokens_max=1000, queue_requests_max=100), decode=1, max_seqs=1)
+    world.receive(1, one_of("runs", "r", 10, 4))
+    for number in range(3):
+        world.receive(1, one_of(f"a{number}", "a", 300, 4))
+    world.receive(1, one_of("huge", "h", 700, 4))
+    assert [(m.request_id, m.reason) for m in world.take(Rejected)] == [("huge", Reject.QUEUE_FULL)]
+    world.receive(1, one_of("small", "h", 200, 4))
+    assert [(m.request_id, m.reason) for m in world.take(Rejected)] == [("a2", Reject.SHED)]
+
+
+def test_a_deadline_counts_what_is_not_cached() -> None:
+    for cached in (False, True):
+        world = Virtual(tokens_per_s=1000.0)
+        world.submit("measured", "o", 1000)
+        world.run(5.0)
+        size = next(iter(world.core.workers.values())).capacity.block_size
+        names = b"".join(bytes([n]) * 16 for n in range(1000 // size))
+        if cached:
+            world.core.pools[MODEL].locality.learn(100, names, b"")
+        wanted = msgspec.structs.replace(submit("r", 1000), deadline_ms=500.0, block_hashes=names, hash_block_size=size)
+        harness = Harness(world.core, world.now)
+        harness.receive(1, wanted)
+        assert bool(harness.take(Rejected)) != cached

@@ -1,0 +1,52 @@
+"""`crossdock bench serve` as a user runs it, on a tiny model, ended by itself and by Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from launcher import load_records
+from tests.e2e.live import Live
+
+LOAD = ["--prompt-tokens", "uniform:10-60", "--output-tokens", "uniform:4-12", "--timeout-s", "120"]
+ROOT = Path(__file__).parents[2]
+
+
+def bench(cluster: Live, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "launcher.cli", "bench", "serve", "--url", cluster.base_url, *LOAD, *arguments]
+    environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def test_a_short_load_is_measured_and_written(cluster: Live, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    load = ["--rate", "8", "--duration", "5", "--warmup-s", "1", "--cancel-share", "0.2", "--prefix-share", "0.5"]
+    process = bench(cluster, *load, "--prefix-tokens", "32", "--token-ids", "--json", str(file))
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert "Goodput" in said and "The generator itself fell behind" in said
+    run = load_records.read(str(file))
+    outcomes = {record.outcome for record in run.requests}
+    assert outcomes == {"ok", "cancelled"}, run.figures["error_details"]
+    ended = [record for record in run.requests if record.outcome == "ok"]
+    assert all(record.prompt_tokens == record.prompt_asked for record in ended), "prompts have their exact lengths"
+    assert all(record.tokens == record.output_asked for record in ended), "and so have answers"
+    assert any(record.cached_tokens for record in ended), "common prefixes are found in the cache"
+    assert all(record.request_id.startswith("cmpl-") for record in ended)
+    assert run.about["token_id_prompts"] and not run.about["interrupted"]
+    cluster.wait_idle()
+
+
+def test_ctrl_c_prints_what_was_measured(cluster: Live, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    process = bench(cluster, "--rate", "20", "--duration", "600", "--warmup-s", "0", "--json", str(file))
+    cluster.wait_for("requests run", lambda: bool(cluster.status().running))
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "Latency at the client" in said or "Ended:" in said
+    assert load_records.read(str(file)).about["interrupted"]
+    cluster.wait_idle()

@@ -1,0 +1,185 @@
+"""Does the load generator measure what one that others wrote measures? `scripts/agree_with` starts this.
+
+Both send the same requests (bodies as long, at the same times) to the same server, in turn, several rounds, the order changing
+from round to round. The other one is AIPerf (`pip install aiperf`, into an environment of its own); it plays the plan as a
+trace with its fixed schedule. Without --url the server is one of known timing, which also tells when it wrote each token.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import uvloop
+from pydantic import Field
+from rich.console import Console
+
+from launcher import load_plan, load_run, load_show
+from launcher.load_figures import tails, values
+from launcher.load_plan import Plan
+from launcher.load_probe import Probed, probe
+from launcher.load_prompts import Prompts
+from launcher.load_settings import LoadSettings
+from launcher.load_tenants import Tenant
+from runtime.options import SettingsError, run_role
+
+WITHIN = 0.03
+OTHER_S_MAX = 900.0
+SHOWN = ("mean", "p50", "p90", "p95")
+Measured = dict[str, list[float]]
+
+
+class AgreeSettings(LoadSettings):
+    """Compare this load generator with AIPerf, on the same server and load; exit status 1 if they differ by over 3 %."""
+
+    url: str = Field("", description="Server, like http://127.0.0.1:8000; empty: one of known timing, started here.")
+    api_key: str = Field("", description="Key, if the server wants one.")
+    aiperf: str = Field("aiperf", description="The other generator's command.")
+    aiperf_tokenizer: str = Field(
+        "", description="Folder of a tokenizer, which it wants although it is told all counts."
+    )
+    rounds: int = Field(3, ge=1, le=100, description="Rounds; each sends the load twice.")
+
+
+@asynccontextmanager
+async def timed_server() -> AsyncIterator[str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.launcher.timed_server", stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        port = int(await process.stdout.readline())
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def ours(probed: Probed, plan: Plan, prompts: Prompts, console: Console) -> Measured:
+    async with load_run.new_session() as session:
+        run = await load_run.drive(session, probed.target, plan.requests, prompts, 10_000, console)
+    bad = [record for record in run.records if record.outcome != "ok"]
+    if bad:
+        raise SettingsError(f"{len(bad)} requests failed: {bad[0].outcome} {bad[0].detail}")
+    counted = [record for record in run.records if record.counted]
+    return {"ttft": values(counted, "ttft_ms"), "itl": values(counted, "itl_ms"), "tpot": values(counted, "tpot_ms")}
+
+
+async def theirs(settings: AgreeSettings, base_url: str, probed: Probed, plan: Plan, prompts: Prompts) -> Measured:
+    with TemporaryDirectory(prefix="crossdock-") as folder:
+        await asyncio.to_thread(_write_trace, Path(folder) / "trace.jsonl", probed, plan, prompts)
+        arguments = [settings.aiperf, "profile", "-m", probed.target.model, "--url", base_url, "--streaming"]
+        arguments += ["--endpoint-type", "completions", "--input-file", f"{folder}/trace.jsonl", "--fixed-schedule"]
+        arguments += ["--custom-dataset-type", "mooncake-trace", "--tokenizer", settings.aiperf_tokenizer]
+        arguments += ["--use-server-token-count", "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics"]
+        arguments += ["--output-artifact-dir", f"{folder}/out", "--workers-max", "1"]
+        arguments += ["--api-key", settings.api_key] if settings.api_key else []
+        process = await asyncio.create_subprocess_exec(
+            *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=folder
+        )
+        try:
+            async with asyncio.timeout(OTHER_S_MAX):
+                said, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            raise SettingsError(f"--aiperf: ended with {process.returncode}:\n{said[-3000:].decode(errors='replace')}")
+        return await asyncio.to_thread(_read_export, Path(folder) / "out" / "profile_export.jsonl", plan)
+
+
+def _write_trace(file: Path, probed: Probed, plan: Plan, prompts: Prompts) -> None:
+    with file.open("w") as stream:
+        for one in plan.requests:
+            payload = json.loads(probed.target.body(one, prompts.make(one)))
+            stream.write(json.dumps({"timestamp": 1000 * one.due_s, "payload": payload}) + "\n")
+
+
+def _read_export(file: Path, plan: Plan) -> Measured:
+    """Requests of the warm-up are left out here too: exported in the order of their times."""
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    found.sort(key=lambda one: one["metadata"]["credit_issued_ns"])
+    if len(found) != len(plan.requests) or any(one.get("error") for one in found):
+        raise SettingsError(f"--aiperf: {len(found)} of {len(plan.requests)} requests, or some that failed")
+    measured: Measured = {"ttft": [], "itl": [], "tpot": []}
+    for one, planned in zip(found, plan.requests, strict=True):
+        if planned.counted:
+            metrics = one["metrics"]
+            measured["ttft"].append(metrics["time_to_first_token"]["value"])
+            measured["itl"] += metrics.get("inter_chunk_latency", {"value": []})["value"]
+            measured["tpot"] += [metrics["inter_token_latency"]["value"]] if "inter_token_latency" in metrics else []
+    return measured
+
+
+async def _agree(settings: AgreeSettings, base_url: str, console: Console) -> int:
+    async with load_run.new_session() as session:
+        probed = await probe(session, base_url, settings.api_key, "", settings)
+    plan = load_plan.make(settings, [Tenant("default", settings.api_key)], probed.target.context_tokens)
+    rounds: list[dict[str, Measured]] = []
+    for number in range(settings.rounds):
+        found: dict[str, Measured] = {}
+        for side in ("ours", "theirs") if number % 2 == 0 else ("theirs", "ours"):
+            # As long, but never the same: what the first one sent must not be in the server's cache for the second.
+            prompts = replace(probed.prompts(settings, plan), seed=settings.seed * 1000 + 2 * number + (side == "ours"))
+            if side == "ours":
+                found[side] = await ours(probed, plan, prompts, console)
+            else:
+                found[side] = await theirs(settings, base_url, probed, plan, prompts)
+            means = ", ".join(f"{name} {sum(got) / len(got):.2f}" for name, got in found[side].items())
+            console.print(f"round {number + 1}, {side}: mean ms {means}", highlight=False)
+        rounds.append(found)
+    if not settings.url:
+        await _truth(base_url, console)
+    return 0 if show(rounds, console) else 1
+
+
+async def _truth(base_url: str, console: Console) -> None:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        times = (await client.get(f"{base_url}/times", timeout=30.0)).json()
+    real = [1000 * (one[1] - one[0]) for one in times]
+    console.print(f"the server itself, over all: TTFT mean {sum(real) / len(real):.2f} ms", highlight=False)
+
+
+def show(rounds: Sequence[dict[str, Measured]], console: Console) -> bool:
+    """Whether means and medians of all rounds together agree."""
+    rows = load_show.table("Ours beside AIPerf, all rounds, ms", "", "ours", "theirs", "ratio", "in each round")
+    agree = True
+    for name in ("ttft", "itl", "tpot"):
+        for what in SHOWN:
+            one, other = (_figure(rounds, side, name, what) for side in ("ours", "theirs"))
+            each = [_figure([found], "ours", name, what) / _figure([found], "theirs", name, what) for found in rounds]
+            rows.add_row(
+                f"{name.upper()} {what}",
+                f"{one:.2f}",
+                f"{other:.2f}",
+                f"{one / other:.4f}",
+                *[" ".join(f"{r:.3f}" for r in each)],
+            )
+            agree = agree and (what not in ("mean", "p50") or abs(one / other - 1) <= WITHIN)
+    console.print(rows)
+    console.print(f"Means and medians {'agree' if agree else 'do not agree'} within {100 * WITHIN:.0f} %")
+    return agree
+
+
+def _figure(rounds: Sequence[dict[str, Measured]], side: str, name: str, what: str) -> float:
+    found: Any = tails([value for one in rounds for value in one[side][name]])
+    return float(found[what])
+
+
+async def _run(settings: AgreeSettings) -> int:
+    console = Console(width=120)
+    if settings.url:
+        return await _agree(settings, settings.url.rstrip("/").removesuffix("/v1"), console)
+    async with timed_server() as base_url:
+        return await _agree(settings, base_url, console)
+
+
+if __name__ == "__main__":
+    sys.exit(run_role("tests.launcher.agree", AgreeSettings, lambda settings: uvloop.run(_run(settings))))

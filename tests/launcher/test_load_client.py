@@ -1,0 +1,189 @@
+"""The load generator against a server that does exactly what it is told: times, counts, and every way to fail."""
+
+import asyncio
+import io
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launcher import load_client, load_run
+from launcher.load_client import StreamFailed, StreamReader, Target
+from launcher.load_plan import Planned
+from launcher.load_prompts import Prompts
+from launcher.load_records import Record
+from launcher.load_tenants import Tenant
+from runtime import clock
+from tests.launcher.scripted_server import (
+    DONE,
+    HANG,
+    RESET,
+    STREAM,
+    Scripted,
+    chat,
+    event,
+    refusal,
+    serving,
+    token,
+    usage,
+)
+
+END = [(0.0, usage(9, 3)), (0.0, DONE)]
+TOKENS = [(0.0, token()), (0.0, token()), (0.0, token())]
+
+
+def planned(index: int = 0, due_s: float = 0.0, **more: Any) -> Planned:
+    return Planned(index, due_s, Tenant("t", "sk-1"), "", 9, 3, **more)
+
+
+def target(url: str, **more: Any) -> Target:
+    values: dict[str, Any] = {"chat": False, "ignore_eos": True, "token_ids": False, "timeout_s": 5.0, **more}
+    return Target(url=f"{url}/v1/completions", model="m", **values)
+
+
+def ask(script: list[tuple[float, bytes]], one: Planned | None = None, **more: Any) -> tuple[Record, Scripted]:
+    """One request, and what became of it."""
+
+    async def scene() -> tuple[Record, Scripted]:
+        async with serving(script) as server, load_run.new_session() as session:
+            where, record = target(server.url, **more), Record(0, "t", 0.0, 9, 3)
+            wish = one or planned()
+            body = where.body(wish, [1, 2])
+            await load_client.send(session, where, wish, body, record, clock.now())
+            await asyncio.sleep(0.05)
+            return record, server
+
+    return asyncio.run(scene())
+
+
+def test_times_are_those_of_the_server() -> None:
+    gaps = [0.12, 0.02, 0.05, 0.01, 0.08, 0.03]
+    script = [(0.0, STREAM), *[(gap, token()) for gap in gaps], (0.0, usage(9, len(gaps))), (0.0, DONE)]
+    record, server = ask(script)
+    assert (record.outcome, record.tokens, record.prompt_tokens) == ("ok", len(gaps), 9)
+    wrote = server.wrote[1 : 1 + len(gaps)]
+    real = [1000 * (later - earlier) for earlier, later in pairwise(wrote)]
+    assert median(abs(got - want) for got, want in zip(record.gaps_ms, real, strict=True)) < 10.0
+    assert record.ttft_ms is not None
+    assert 0 <= record.ttft_ms - 1000 * (wrote[0] - server.came[0]) < 200.0, "with the connection's making"
+    assert sum(real) == pytest.approx(record.tpot_ms * (len(gaps) - 1), abs=50.0)  # type: ignore[operator]
+    assert server.bodies[0]["max_tokens"] == 3 and server.bodies[0]["ignore_eos"] is True
+
+
+def test_events_cut_anywhere_are_put_together_again() -> None:
+    whole = b": ping\r\n\r\n" + token("ä") + token("") + chat("b") + usage(7, 5, 2) + DONE + b"data: nonsense\n\n"
+    for size in (1, 2, 3, 7, 50, 10_000):
+        record = Record(0, "t", 0.0, 9, 3)
+        reader = StreamReader(record, 0.0)
+        for at, start in enumerate(range(0, len(whole), size)):
+            reader.feed(whole[start : start + size], float(at))
+        assert reader.done
+        assert (record.tokens, record.prompt_tokens, record.cached_tokens, len(record.gaps_ms)) == (5, 7, 2, 1)
+
+
+def test_several_tokens_of_one_chunk_are_one_wait_and_counted_each() -> None:
+    record = Record(0, "t", 0.0, 9, 3)
+    reader = StreamReader(record, 10.0)
+    reader.feed(token(token_ids=[1]), 11.0)
+    reader.feed(token(token_ids=[2, 3, 4]), 11.3)
+    reader.feed(token("", token_ids=[5]) + DONE, 11.4)
+    assert record.first_s == 1.0
+    assert record.gaps_ms == [300.0, 100.0]
+    assert record.tokens == 5
+    assert record.tpot_ms == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        ([(0.0, refusal(429, "Retry-After: 7"))], "http_429"),
+        ([(0.0, refusal(500, body=b"<html>"))], "http_500"),
+        ([(0.0, refusal(200))], "garbage"),
+        ([(0.0, b"nonsense\r\n\r\n")], "garbage"),
+        ([(0.0, STREAM), *TOKENS, (0.0, event({"error": {"message": "lost"}}))], "error_event"),
+        ([(0.0, STREAM), *TOKENS, (0.0, b"data: {broken\n\n")], "garbage"),
+        ([(0.0, STREAM), *TOKENS, (0.0, event([1, 2]))], "garbage"),
+        ([(0.0, STREAM), *TOKENS], "cut_short"),
+        ([(0.0, STREAM), *TOKENS, (0.0, RESET)], "disconnect"),
+        ([(0.0, RESET)], "disconnect"),
+        ([(0.0, STREAM), *END], "empty"),
+        ([(0.0, STREAM), *TOKENS, (0.0, HANG)], "timeout"),
+        ([(0.0, HANG)], "timeout"),
+        ([(0.0, STREAM), *TOKENS, *END], "ok"),
+    ],
+)
+def test_every_end_has_its_name(script: list[tuple[float, bytes]], outcome: str) -> None:
+    record, _ = ask(script, timeout_s=0.4)
+    assert record.outcome == outcome, record.detail
+    assert record.ended_s >= record.sent_s
+    if outcome == "http_429":
+        assert (record.retry_after_s, record.detail) == (7.0, "busy")
+
+
+def test_nobody_listening_is_a_kind_of_its_own() -> None:
+    async def scene() -> Record:
+        async with load_run.new_session() as session:
+            record, where = Record(0, "t", 0.0, 9, 3), target("http://127.0.0.1:1")
+            await load_client.send(session, where, planned(), where.body(planned(), "x"), record, clock.now())
+            return record
+
+    assert asyncio.run(scene()).outcome == "connect"
+
+
+def test_a_line_without_end_is_not_kept() -> None:
+    reader = StreamReader(Record(0, "t", 0.0, 9, 3), 0.0)
+    for _ in range(16):
+        reader.feed(b"x" * (1 << 16), 1.0)
+    with pytest.raises(StreamFailed, match="without end"):
+        reader.feed(b"x", 1.0)
+
+
+def test_a_client_that_leaves_is_cancelled_and_closes() -> None:
+    many = [(0.0, STREAM), *[(0.01, token())] * 500]
+    record, server = ask(many, planned(cancel_tokens=4))
+    assert record.outcome == "cancelled" and 4 <= record.tokens < 100
+    assert server.left == 1 or len(server.wrote) < 200
+    record, server = ask([(0.0, HANG)], planned(cancel_s=0.1))
+    assert record.outcome == "cancelled" and record.first_s is None and server.left == 1
+    record, _ = ask([(0.0, STREAM), *TOKENS, *END], planned(cancel_s=3.0, cancel_tokens=3000))
+    assert record.outcome == "ok", "it had its answer before it would have left"
+
+
+def drive(
+    server_script: list[tuple[float, bytes]], requests: list[Planned], in_flight: int, cancel_s: float = 0.0
+) -> Any:
+    async def scene() -> Any:
+        async with serving(server_script) as server, load_run.new_session() as session:
+            prompts = Prompts(0, (1, 2, 3), 512, 4)
+            console = Console(file=io.StringIO())
+            work = load_run.drive(session, target(server.url), requests, prompts, in_flight, console)
+            task = asyncio.get_running_loop().create_task(work)
+            if cancel_s:
+                await asyncio.sleep(cancel_s)
+                task.cancel()
+            return await task
+
+    return asyncio.run(scene())
+
+
+def test_requests_leave_on_time_while_none_is_answered() -> None:
+    requests = [planned(index, 0.02 * index) for index in range(20)]
+    run = drive([(2.0, STREAM), *TOKENS, *END], requests, 100)
+    assert [record.outcome for record in run.records] == ["ok"] * 20
+    assert all(record.sent_s >= record.due_s for record in run.records)
+    assert max(record.sent_s for record in run.records) < min(record.ended_s for record in run.records)
+
+
+def test_too_many_at_once_are_not_sent_and_said() -> None:
+    run = drive([(0.3, STREAM), *TOKENS, *END], [planned(index) for index in range(10)], 4)
+    assert sorted(record.outcome for record in run.records) == ["not_sent"] * 6 + ["ok"] * 4
+
+
+def test_a_run_that_is_ended_early_keeps_what_it_has() -> None:
+    requests = [planned(0, 0.0), planned(1, 0.01), planned(2, 60.0)]
+    run = drive([(0.0, STREAM), *TOKENS, (0.0, HANG)], requests, 10, cancel_s=0.5)
+    assert run.interrupted
+    assert [record.outcome for record in run.records] == ["interrupted"] * 2
+    assert all(record.first_s is not None and record.ended_s > 0 for record in run.records)

@@ -1,8 +1,13 @@
 """Options of `crossdock bench`."""
 
-from pydantic import Field
+from typing import Annotated, Self
 
-from runtime.settings import Device, Options
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode
+
+from runtime.settings import CommaList, Device, Options, split_commas
+
+Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas)]
 
 
 class IsolationSettings(Options):
@@ -101,3 +106,31 @@ class RoomBenchSettings(Options):
     steps: int = Field(1500, ge=10, le=1_000_000, description="Decode steps measured, after a warm-up.")
     seed: int = Field(0, ge=0, le=1 << 31, description="Of arrivals, lengths and delays.")
     json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class KvBenchSettings(Options):
+    """How fast KV moves from one process to another, by each transport, beside memcpy and a raw TCP socket.
+
+    Two real processes on this machine; no model needed.
+    """
+
+    transports: CommaList = Field(default=["shm", "gloo"], description="Transports to measure, separated by commas.")
+    segment_kib: Sizes = Field(
+        default=[64, 512, 4096, 16384, 65536], description="Sizes of one message in KiB, separated by commas."
+    )
+    block_kib: Sizes = Field(default=[64, 512], description="Sizes of one KV block in KiB, multiples of 8, likewise.")
+    rounds: int = Field(7, ge=1, le=1000, description="Rounds; the figures are medians.")
+    pool_mib: int = Field(
+        512, ge=256, le=65_536, description="KV pool of each process: large, so that sources are cold."
+    )
+    scattered: bool = Field(False, description="Blocks in random places, not one after the other.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of the places of blocks.")
+    json_out: str = Field("", description="File for the figures as JSON.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(not 8 <= size <= 65_536 or size % 8 for size in self.block_kib):
+            raise ValueError("--block-kib: each must be a multiple of 8, up to 65536")
+        if any(not 8 <= size <= 65_536 for size in self.segment_kib):
+            raise ValueError("--segment-kib: each must be between 8 and 65536")
+        return self

@@ -12,6 +12,7 @@ from launcher.bench_settings import (
     FairnessSettings,
     HandoverSettings,
     IsolationSettings,
+    KvBenchSettings,
     RoomBenchSettings,
 )
 from launcher.journal_settings import ExplainSettings, ReplaySettings
@@ -32,7 +33,7 @@ process on its own: one coordinator, gateways, and any number of workers of each
 BENCH_HELP = (
     "Send a load to a server, compare runs, compare ratios of workers. Or measure this machine: isolation of running streams"
     " from long prompts, what a hand-over of KV costs, a small tenant beside a flood, the engine alone, the coordinator's"
-    " decisions alone, or how full KV pools get."
+    " decisions alone, KV transfers alone, or how full KV pools get."
 )
 TENANTS_HELP = "Check a tenants file, or make a key for it."
 
@@ -135,6 +136,12 @@ def _bench_coordinator(settings: CoordinatorBenchSettings) -> int:
     return run(settings)
 
 
+def _bench_kv(settings: KvBenchSettings) -> int:
+    from launcher.bench_kv import run
+
+    return run(settings)
+
+
 def _bench_room(settings: RoomBenchSettings) -> int:
     from launcher.bench_room import run
 
@@ -191,6 +198,7 @@ def build_app() -> typer.Typer:
     add_command(bench, "engine", EngineBenchSettings, _bench_engine)
     add_command(bench, "fairness", FairnessSettings, _bench_fairness)
     add_command(bench, "coordinator", CoordinatorBenchSettings, _bench_coordinator)
+    add_command(bench, "kv", KvBenchSettings, _bench_kv)
     add_command(bench, "room", RoomBenchSettings, _bench_room)
     app.add_typer(bench, name="bench")
     return app

@@ -29,12 +29,12 @@ def _check_cores(value: str) -> str:
     return value
 
 
-def _split_commas(value: Any) -> Any:
+def split_commas(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
 Cores = Annotated[str, AfterValidator(_check_cores)]
-CommaList = Annotated[list[str], NoDecode, BeforeValidator(_split_commas)]
+CommaList = Annotated[list[str], NoDecode, BeforeValidator(split_commas)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

@@ -226,6 +226,11 @@ def sockets_between(one: psutil.Process, other: psutil.Process, but_ports: set[i
     ]
 
 
+def shm_connections(process: psutil.Process) -> list[int]:
+    """Descriptors of its connections with peers that it shares memory with."""
+    return [c.fd for c in process.net_connections("unix") if c.type == socket.SOCK_SEQPACKET]
+
+
 def cut(process: psutil.Process, descriptor: int) -> None:
     """Shut a socket of another process down, as a broken cable would (needs the right to trace it)."""
     libc = ctypes.CDLL(None, use_errno=True)

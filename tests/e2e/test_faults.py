@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.live import Live, Served, cut, live, sockets_between
+from tests.e2e.live import Live, Served, cut, live, shm_connections, sockets_between
 
 PROMPT = list(range(20, 90))
 TOKENS = 300
@@ -106,7 +106,7 @@ def test_a_cut_transfer_group_is_retried_on_a_new_one(up: Live) -> None:
     cuts = 0
     for prefill in up.processes()["prefill_worker"]:
         for decode in up.processes()["decode_worker"]:
-            for descriptor in sockets_between(prefill, decode, known):
+            for descriptor in [*sockets_between(prefill, decode, known), *shm_connections(prefill)]:
                 try:
                     cut(prefill, descriptor)
                 except PermissionError:

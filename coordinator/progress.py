@@ -105,6 +105,7 @@ def handed_over(state: State, epoch: int, event: Received, now: float) -> None:
         state.out.append(Misbehaved(epoch, f"{done.request_id} is handed over before it is computed"))
         return
     state.counters["kv_bytes_moved"] += done.kv_bytes
+    state.counters["kv_exposed_us"] += round(1000 * done.transfer_ms)  # what prefill did not hide
     state.let_go(epoch, (done.request_id, done.attempt), 0, first=True)
     if request and request.prefill_epoch == epoch and request.state in (Life.PREFILLING, Life.HANDING_OVER):
         state.move(request, Trigger.HANDED_OVER, now)

@@ -6,6 +6,7 @@ import contextlib
 from decode_worker.batch import Batch
 from decode_worker.compute import StepResult, run_step
 from decode_worker.core import DecodeCore
+from decode_worker.leases import QUARANTINE_WARN_S, leases
 from decode_worker.requests import AttemptTable
 from decode_worker.senders import Senders
 from engine.blocks import BlockAllocator
@@ -21,6 +22,7 @@ from proto.errors import CrossdockError, RemoteProtocolError
 from proto.kv import Commit, FirstToken
 from proto.messages import Capacity, Hello, Message, Reserve, Role
 from runtime import clock
+from runtime.addresses import advertised
 from runtime.driver import watched
 from runtime.link import LinkServer, LinkSettings
 from runtime.link import Peer as LinkPeer
@@ -59,7 +61,6 @@ class DecodeWorker:
         """Set when there may be something to run."""
         self.name = name
         self.epoch = clock.new_epoch()
-        self.capacity = Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens)
         self.links = LinkSettings(heartbeat_ms=settings.heartbeat_ms)
         hello = self._hello("")
         self.gateways = Outbound(
@@ -85,22 +86,21 @@ class DecodeWorker:
             accept=self.core.offered,
             on_committed=self._committed,
             on_failed=self._not_received,
-            on_quarantined=self.core.not_yet_free,
-            settings=KvSettings(
-                transports=allowed_transports(settings.kv_transport), rendezvous_timeout_ms=settings.kv_timeout_ms
-            ),
+            on_quarantined=self._in_doubt,
+            settings=_kv_settings(settings),
             memory=memory,
         )
         self.registration: Registration
         """Made by `run`, when the KV port's address is known."""
 
     def _hello(self, address: str) -> Hello:
+        info = self.engine.info
         return worker_hello(
             self.settings,
             epoch=self.epoch,
             name=self.name,
-            fingerprint=self.engine.info.fingerprint,
-            capacity=self.capacity,
+            fingerprint=info.fingerprint,
+            capacity=Capacity(self.engine.blocks, info.block_size, self.settings.max_seqs, info.context_tokens),
             address=address,
         )
 
@@ -108,7 +108,7 @@ class DecodeWorker:
         bound = await self.server.start()
         self.registration = Registration(
             settings=self.settings,
-            hello=self._hello(self.settings.advertise or bound),
+            hello=self._hello(advertised(self.settings.advertise, bound)),
             held=self.core.table.held,
             on_message=lambda _, message, __: self.core.order(message),
             on_lost=self.core.coordinator_lost,
@@ -178,6 +178,29 @@ class DecodeWorker:
         state.accept(first.token)
         return state
 
+    def _in_doubt(self, request_id: str, attempt: int, blocks: list[int]) -> None:
+        self.core.not_yet_free(request_id, attempt, blocks)
+        asyncio.get_running_loop().call_later(QUARANTINE_WARN_S, self._still_in_doubt, (request_id, attempt))
+
+    def _still_in_doubt(self, key: tuple[str, int]) -> None:
+        blocks = self.core.table.quarantined.get(key)
+        if blocks is None:
+            return
+        epochs = [
+            lease.peer_epoch
+            for lease in leases(self.core.table, self.receiver.receiving())
+            if (lease.request_id, lease.attempt) == key
+        ]
+        self.log.warning(
+            f"{len(blocks)} KV blocks cannot be used: their sender stopped amid a transfer and may still write to them;"
+            " ending that prefill worker frees them",
+            request_id=key[0],
+            attempt=key[1],
+            peer_epochs=epochs,
+            blocks_in_quarantine=self.core.table.allocator.quarantined_count,
+        )
+        asyncio.get_running_loop().call_later(QUARANTINE_WARN_S, self._still_in_doubt, key)
+
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     async def _run_steps(self) -> None:
@@ -207,6 +230,12 @@ class DecodeWorker:
         following = self._start_step()
         self.core.pass_on(outcome, farewells, clock.now())
         return following
+
+
+def _kv_settings(settings: WorkerSettings) -> KvSettings:
+    return KvSettings(
+        transports=allowed_transports(settings.kv_transport), rendezvous_timeout_ms=settings.kv_timeout_ms
+    )
 
 
 def _unexpected(_: LinkPeer, message: Message, __: bytes) -> None:

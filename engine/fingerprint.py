@@ -16,11 +16,9 @@ _MAX_HEADER_BYTES = 100 << 20
 _TENSOR_PARALLEL = 1
 
 
-def model_fingerprint(
-    folder: Path, config: dict[str, Any], *, dtype: str, layers: int, kv_heads: int, head_dim: int
-) -> str:
+def model_fingerprint(folder: Path, config: dict[str, Any], dtype: str, shape: tuple[int, int, int]) -> str:
     """The fields of `proto.compatible`: XXH3 of the configuration (`model`) and of the weight files (`revision`), dtype and
-    shape of the KV, and the rotary embedding.
+    shape (layers, KV heads, size of a head) of the KV, and the rotary embedding.
 
     Of each safetensors file: name, size, header, and 64 samples of 4 KiB spread over the data, so that a large model costs
     milliseconds. It tells models apart; it is no protection against a forger.
@@ -32,9 +30,7 @@ def model_fingerprint(
             "model": f"{config.get('model_type', '')} {xxhash.xxh3_64_hexdigest(_json(kept).encode())}",
             "revision": _weights_digest(folder),
             "dtype": dtype,
-            "layers": layers,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
+            **dict(zip(("layers", "kv_heads", "head_dim"), shape, strict=True)),
             "tensor_parallel": _TENSOR_PARALLEL,
             "rope": rope if len(rope) <= _ROPE_CHARS_MAX else xxhash.xxh3_64_hexdigest(rope.encode()),
         }

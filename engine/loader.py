@@ -81,9 +81,7 @@ def load_engine(
         block_size=block_size,
         block_bytes=block_bytes,
         eos_token_ids=_eos_token_ids(folder, text_config),
-        fingerprint=model_fingerprint(
-            folder, config.to_dict(), dtype=kv_dtype, layers=layers, kv_heads=kv_heads, head_dim=head_dim
-        ),
+        fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim)),
     )
     check = selfcheck.SelfCheck(loaded, info, text_config, windows)
     check.compute_reference()

@@ -22,6 +22,7 @@ from gateway.tokenizer import ModelFilesError, ModelTokenizer, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
 from runtime import clock, log, machine
+from runtime.addresses import advertised
 from runtime.driver import cancelled, run_process, unless_stopped, watched
 from runtime.exits import ConfigError
 from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
@@ -92,7 +93,7 @@ class GatewayProcess:
             try:
                 tokenizer = await self._load(stop)
                 if tokenizer is not None:
-                    await self._run(tokenizer, settings.advertise or address, listener, stop)
+                    await self._run(tokenizer, advertised(settings.advertise, address), listener, stop)
             finally:
                 await self.tokens.close()
                 self.backend.close()

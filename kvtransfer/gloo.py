@@ -45,8 +45,9 @@ class _Sending(_GlooChannel):
 
 class _Receiving(_GlooChannel):
     def _run(self, job: SegmentJob) -> bytes:
+        # Always room for the largest segment: a message over its buffer would end this process, whoever announced it wrongly.
+        self._group.recv([self._buffer], SENDER_RANK, job.sequence).wait(self._timeout)
         packed = self._buffer[: job.blocks]
-        self._group.recv([packed], SENDER_RANK, job.sequence).wait(self._timeout)
         block_ids = job.block_ids
         if block_ids is None:
             return b""

@@ -23,6 +23,7 @@ from kvtransfer.session import (
     KvReceiveFailed,
     Quarantine,
     Receive,
+    Receiving,
     Refusal,
 )
 from kvtransfer.settings import KvSettings
@@ -92,6 +93,14 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         live = self._live.get((request_id, attempt))
         if live is not None:
             self._feed(live, self._decision(live, answer))
+
+    def receiving(self) -> list[Receiving]:
+        """The sessions that have target blocks now."""
+        return [
+            Receiving(*key, live.route.peer_epoch, live.session.state, blocks_of(cells, live.route.rows.ratio))
+            for key, live in self._live.items()
+            if (cells := live.session.block_ids)
+        ]
 
     # --- from the sender ---
 

@@ -106,6 +106,11 @@ class ReceiverSession(Session):
         self._reason = ""
         self._deadline = now + settings.decide_timeout_ms / 1e3
 
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Its target blocks; empty before the offer is accepted."""
+        return self._block_ids
+
     def forget_payload(self) -> None:
         self._block_ids, self._prompt, self._commit, self._digests = (), (), None, []
         self._targets.clear()

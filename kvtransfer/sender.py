@@ -29,6 +29,15 @@ from proto.kv import Abort, Accept, Ack, Announce, Decline, FirstToken, PairClos
 from proto.messages import Message
 
 
+@dataclass(frozen=True, slots=True)
+class PairState:
+    """Which transport a pair uses, and what spoke against better ones (empty: nothing)."""
+
+    peer_epoch: int
+    transport: str
+    why: str
+
+
 @dataclass(slots=True, eq=False)
 class _Outgoing(Route):
     """A way to one receiver. Segments of all its sessions leave in the order they became ready."""
@@ -125,6 +134,10 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         """All blocks are ready. `prompt_tokens` are the prompt's ids where decode needs them, else empty."""
         event = CommitReady(tuple(first_tokens), len(prompt_tokens), pack_tokens(prompt_tokens))
         self._feed_known((request_id, attempt), event)
+
+    def transports(self) -> list[PairState]:
+        """Of each receiver that there is a pair with."""
+        return [PairState(epoch, route.transport, route.why) for epoch, route in self._routes.items() if route.ready]
 
     # --- from the receiver ---
 

@@ -218,6 +218,17 @@ class Ended:
 Action = Send | SendSegment | Receive | CancelSegments | Quarantine | Violation | Ended
 
 
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """A session that has target blocks, as it stands."""
+
+    request_id: str
+    attempt: int
+    peer_epoch: int
+    state: str
+    block_ids: tuple[int, ...]
+
+
 # --- what both machines share ---------------------------------------------------------------------------------------
 
 

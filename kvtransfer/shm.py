@@ -5,7 +5,7 @@ link), the receiver's grant of target blocks, the sender's copy and digest, and 
 digests the blocks where they lie. Messages and proof of life are in `shm_socket`.
 
 What a stale write could do is prevented by order, not by trust in time: granted blocks are nobody else's until the sender
-says DONE or SKIPPED or its connection has ended. A receiver that no longer wants a segment writes its sequence to the *board*,
+says DONE or SKIPPED or its lifeline has ended. A receiver that no longer wants a segment writes its sequence to the *board*,
 a page shared by the two; the sender looks there before each piece and skips the rest. That makes the answer come sooner, but
 only the answer counts.
 """
@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import select
+import socket
 import struct
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from kvtransfer.layout import blocks_of
 from kvtransfer.memory import SEALS, SharedMemory, map_shared
 from kvtransfer.pool import PoolRows
 from kvtransfer.shm_socket import (
+    DESCRIPTORS,
     DONE,
     GRANT,
     GRANT_BLOCKS_MAX,
@@ -74,8 +76,9 @@ class _Board:
 
 
 class _Sending(Channel):
-    def __init__(self, local: Local, connection: Connection, target: PoolRows, board: _Board) -> None:
+    def __init__(self, local: Local, connection: Connection, target: PoolRows, board: _Board, lifeline: int) -> None:
         self._connection = connection
+        self._lifeline = lifeline
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._copier: Copier | None = Copier(local.rows, target)
         self._target_cells = target.cells
@@ -105,8 +108,9 @@ class _Sending(Channel):
                 waiting_since = time.monotonic()
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
-        # Unmapped first: the end of the connection says that nothing is written any more.
+        # Unmapped first: the end of the lifeline says that nothing is written any more.
         self._copier = self._board = None
+        os.close(self._lifeline)
         self._connection.close()
 
     def _granted(self, kind: int, sequence: int, payload: bytes) -> tuple[int, list[int]]:
@@ -139,9 +143,10 @@ class _Sending(Channel):
 
 
 class _Receiving(Channel):
-    def __init__(self, local: Local, connection: Connection, board: _Board) -> None:
+    def __init__(self, local: Local, connection: Connection, board: _Board, lifeline: int) -> None:
         assert local.memory is not None
         self._connection = connection
+        self._lifeline = lifeline
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._rows = local.rows
         self._memory: SharedMemory = local.memory
@@ -174,18 +179,22 @@ class _Receiving(Channel):
         for job, _ in self._granted:
             job.block_ids = None
             self._board.revoke(job.sequence)
-        self._connection.say_no_more()
+        self._connection.hang_up()
         poll = select.poll()
-        poll.register(inbox, select.POLLIN)
-        poll.register(self._connection, select.POLLIN)
-        while self._granted and not self._connection.ended:
-            if not poll.poll(inbox.settle_limit_ms):
-                break
+        for source in (inbox, self._connection, self._lifeline):
+            poll.register(source, select.POLLIN)
+        while self._granted:
+            ready = dict(poll.poll(inbox.settle_limit_ms))
             inbox.take()
             try:
-                self._hear(answer)
+                if self._connection.fileno() in ready:
+                    self._hear(answer)
+                elif not ready or self._lifeline in ready:
+                    break
             except PairBroken:
-                continue  # a peer that talks nonsense may still write: only the end of its connection counts
+                # Whatever it says now, or if it says nothing any more, it may still write: only its lifeline counts.
+                poll.unregister(self._connection)
+        os.close(self._lifeline)
         self._connection.close()
 
     def revoke(self, job: SegmentJob) -> None:
@@ -233,25 +242,32 @@ class _ShmListener(Listener):
         assert memory is not None
         timeout_ms = local.settings.rendezvous_timeout_ms
         connected = self._door.accept(timeout_ms)
+        lifeline, their_lifeline = os.pipe()
         try:
-            board_descriptor = os.memfd_create("crossdock-kv-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            try:
-                os.ftruncate(board_descriptor, _Board.SIZE)
-                fcntl.fcntl(board_descriptor, fcntl.F_ADD_SEALS, SEALS)
-                board = _Board(board_descriptor)
-                rows = local.rows
-                hello = _HELLO.pack(_MAGIC, memory.bytes, rows.cells // rows.ratio, rows.ratio, rows.layout.block_bytes)
-                send_with_descriptors(connected, hello, [memory.descriptor, board_descriptor])
-            finally:
-                os.close(board_descriptor)
+            board = self._greet(connected, memory, their_lifeline)
             connection = Connection(connected)
             kind, _, _ = connection.wait(timeout_ms)
             if kind != READY:
                 raise PairBroken(f"the sender broke the protocol: message {kind} before it was ready")
         except (OSError, PairBroken):
+            os.close(lifeline)
             connected.close()
             raise
-        return _Receiving(local, connection, board)
+        return _Receiving(local, connection, board, lifeline)
+
+    def _greet(self, connected: socket.socket, memory: SharedMemory, their_lifeline: int) -> _Board:
+        """Send Hello. Our copies of what is only the sender's are closed here."""
+        rows = self._local.rows
+        board_memory = os.memfd_create("crossdock-kv-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(board_memory, _Board.SIZE)
+            fcntl.fcntl(board_memory, fcntl.F_ADD_SEALS, SEALS)
+            hello = _HELLO.pack(_MAGIC, memory.bytes, rows.cells // rows.ratio, rows.ratio, rows.layout.block_bytes)
+            send_with_descriptors(connected, hello, [memory.descriptor, board_memory, their_lifeline])
+            return _Board(board_memory)
+        finally:
+            os.close(board_memory)
+            os.close(their_lifeline)
 
     def abandon(self) -> None:
         self._door.abandon()
@@ -279,21 +295,22 @@ class Shm(Transport):
             message, descriptors = receive_with_descriptors(connected, _HELLO.size, timeout_ms)
             try:
                 target, board = _mapped(local, message, descriptors)
+                connection = Connection(connected)
+                connection.send(READY, 0)
+                lifeline = descriptors.pop()
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-            connection = Connection(connected)
-            connection.send(READY, 0)
         except (OSError, PairBroken):
             connected.close()
             raise
-        return _Sending(local, connection, target, board)
+        return _Sending(local, connection, target, board, lifeline)
 
 
 def _mapped(local: Local, message: bytes, descriptors: list[int]) -> tuple[PoolRows, _Board]:
     """The receiver's pool and board, mapped. Nothing that it says is believed before it is checked: a size that can still
     change could end this process. Raises `PairBroken` or `OSError`."""
-    if len(message) != _HELLO.size or len(descriptors) != 2:
+    if len(message) != _HELLO.size or len(descriptors) != DESCRIPTORS:
         raise PairBroken(f"the receiver sent {len(message)} bytes and {len(descriptors)} descriptors for a pool")
     magic, pool_bytes, blocks, ratio, cell_bytes = _HELLO.unpack(message)
     if magic != _MAGIC:
@@ -304,7 +321,7 @@ def _mapped(local: Local, message: bytes, descriptors: list[int]) -> tuple[PoolR
     used = blocks * ratio * cell_bytes
     if blocks < 1 or not 1 <= ratio <= _RATIO_MAX or used > pool_bytes:
         raise PairBroken(f"the receiver's {blocks} blocks do not fit its {pool_bytes} bytes")
-    for descriptor, size in zip(descriptors, (pool_bytes, _Board.SIZE), strict=True):
+    for descriptor, size in zip(descriptors[:2], (pool_bytes, _Board.SIZE), strict=True):
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(descriptor).st_size != size:
             raise PairBroken("the receiver's memory is not sealed, or not of the size it says")
     mapped: mmap.mmap = map_shared(descriptors[0], pool_bytes)

@@ -1,12 +1,13 @@
 """The Unix connection of a `shm` pair: how the two meet, and what they say to each other while data moves.
 
-    receiver → sender   Hello, with two descriptors: the pool's memory and the board
-    sender → receiver   READY                       it has mapped both
+    receiver → sender   Hello, with three descriptors: the pool's memory, the board and the lifeline
+    sender → receiver   READY                       it has mapped the memory
     receiver → sender   GRANT sequence, blocks      write the segment there; no blocks: it is not wanted
     sender → receiver   DONE sequence | SKIPPED sequence     written, or not; either way it is not touched again
 
-The connection is the proof of life. The kernel ends it when the last descriptor of the sender's end is closed, which for a
-process that dies is after its memory is gone: whoever reads the end of it knows that nothing is written any more.
+The end of the connection says that the pair is over. The proof that nothing is written any more is the end of the *lifeline*,
+a pipe whose only writing end is the sender's: it closes it after it has unmapped the pool, and for a process that dies the
+kernel closes it after its memory is gone. Unlike a connection, a pipe cannot be shut down while its ends live.
 
 The listening socket has an unguessable name in the abstract namespace: nothing in any file system, gone with its process,
 and only for processes of one network namespace. Whoever connects must run as our own user.
@@ -29,6 +30,8 @@ DONE: Final = 3
 SKIPPED: Final = 4
 MESSAGE_BYTES_MAX: Final = 128 << 10
 """Well below what a socket buffer takes at once."""
+DESCRIPTORS: Final = 3
+"""With Hello."""
 GRANT_BLOCKS_MAX: Final = (MESSAGE_BYTES_MAX - 16) // 4
 
 _HEAD = struct.Struct("<II")
@@ -36,12 +39,10 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 class Connection:
-    """Messages in both directions; every call returns at once, unless it says otherwise. Raises `PairBroken` when the other
-    end is gone; `ended` is then True."""
+    """Messages in both directions. Calls return at once, unless they say otherwise, and raise `PairBroken` when it is over."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
-        self.ended = False
         self._socket = connected
 
     def fileno(self) -> int:
@@ -67,8 +68,7 @@ class Connection:
         except OSError:
             message = b""
         if not message:
-            self.ended = True
-            raise PairBroken("the peer is gone: its connection has ended")
+            raise PairBroken("the peer is gone, or has ended the connection")
         if len(message) < _HEAD.size:
             raise PairBroken(f"the peer sent {len(message)} bytes that are no message")
         kind, sequence = _HEAD.unpack_from(message)
@@ -81,7 +81,7 @@ class Connection:
             _poll(self._socket, deadline, "the peer said nothing")
         return message
 
-    def say_no_more(self) -> None:
+    def hang_up(self) -> None:
         """The other end reads our end of the connection as ended."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
@@ -148,10 +148,10 @@ def send_with_descriptors(connected: socket.socket, message: bytes, descriptors:
 
 
 def receive_with_descriptors(connected: socket.socket, size: int, timeout_ms: int) -> tuple[bytes, list[int]]:
-    """A message of at most `size` bytes and the descriptors with it, at most two; the caller closes them."""
+    """A message of at most `size` bytes and the descriptors with it, at most DESCRIPTORS; the caller closes them."""
     connected.setblocking(False)
     _poll(connected, time.monotonic() + timeout_ms / 1e3, "the receiver said nothing")
-    room = socket.CMSG_SPACE(2 * array.array("i").itemsize)
+    room = socket.CMSG_SPACE(DESCRIPTORS * array.array("i").itemsize)
     message, ancillary, _, _ = connected.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")
     for level, kind, data in ancillary:

@@ -1,8 +1,13 @@
 """Options of `crossdock bench`."""
 
-from pydantic import Field
+from typing import Annotated, Self
 
-from runtime.settings import Device, Options
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode
+
+from runtime.settings import CommaList, Device, Options, split_commas
+
+Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas)]
 
 
 class IsolationSettings(Options):
@@ -35,6 +40,23 @@ class IsolationSettings(Options):
     )
     seed: int = Field(0, ge=0, le=1 << 31, description="Of the words of the prompts.")
     json_out: str = Field("", description="File for all figures, gaps included, as JSON.")
+
+
+class HandoverSettings(Options):
+    """What does moving a prompt's KV to decode cost the one who waits for it?
+
+    Sends long prompts one by one to a cluster of its own. Measures how much of the transfer prefill did not hide, and the gap
+    before the second token beside the gaps that follow.
+    """
+
+    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    device: Device = Field("auto", description="Where to compute.")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of each worker; 0: as the cores allow.")
+    prompts: int = Field(10, ge=1, le=10_000, description="Prompts measured; one more comes first and is not counted.")
+    prompt_words: int = Field(1400, ge=1, le=100_000, description="Words of each, about one token each.")
+    output_tokens: int = Field(32, ge=4, le=100_000, description="Tokens of each answer.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of the words.")
+    json_out: str = Field("", description="File for the figures as JSON.")
 
 
 class EngineBenchSettings(Options):
@@ -84,3 +106,31 @@ class RoomBenchSettings(Options):
     steps: int = Field(1500, ge=10, le=1_000_000, description="Decode steps measured, after a warm-up.")
     seed: int = Field(0, ge=0, le=1 << 31, description="Of arrivals, lengths and delays.")
     json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class KvBenchSettings(Options):
+    """How fast KV moves from one process to another, by each transport, beside memcpy and a raw TCP socket.
+
+    Two real processes on this machine; no model needed.
+    """
+
+    transports: CommaList = Field(default=["shm", "gloo"], description="Transports to measure, separated by commas.")
+    segment_kib: Sizes = Field(
+        default=[64, 512, 4096, 16384, 65536], description="Sizes of one message in KiB, separated by commas."
+    )
+    block_kib: Sizes = Field(default=[64, 512], description="Sizes of one KV block in KiB, multiples of 8, likewise.")
+    rounds: int = Field(7, ge=1, le=1000, description="Rounds; the figures are medians.")
+    pool_mib: int = Field(
+        512, ge=256, le=65_536, description="KV pool of each process: large, so that sources are cold."
+    )
+    scattered: bool = Field(False, description="Blocks in random places, not one after the other.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of the places of blocks.")
+    json_out: str = Field("", description="File for the figures as JSON.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(not 8 <= size <= 65_536 or size % 8 for size in self.block_kib):
+            raise ValueError("--block-kib: each must be a multiple of 8, up to 65536")
+        if any(not 8 <= size <= 65_536 for size in self.segment_kib):
+            raise ValueError("--segment-kib: each must be between 8 and 65536")
+        return self

@@ -10,7 +10,9 @@ from launcher.bench_settings import (
     CoordinatorBenchSettings,
     EngineBenchSettings,
     FairnessSettings,
+    HandoverSettings,
     IsolationSettings,
+    KvBenchSettings,
     RoomBenchSettings,
 )
 from launcher.journal_settings import ExplainSettings, ReplaySettings
@@ -31,8 +33,8 @@ process on its own: one coordinator, gateways, and any number of workers of each
 """
 BENCH_HELP = (
     "Send a load to a server, compare runs, compare ratios of workers. Or measure this machine: isolation of running streams"
-    " from long prompts, a small tenant beside a flood, the engine alone, the coordinator's decisions alone, or how full KV"
-    " pools get."
+    " from long prompts, what a hand-over of KV costs, a small tenant beside a flood, the engine alone, the coordinator's"
+    " decisions alone, KV transfers alone, or how full KV pools get."
 )
 TENANTS_HELP = "Check a tenants file, or make a key for it."
 
@@ -59,7 +61,7 @@ def _gateway(settings: GatewaySettings) -> int:
 
 
 def _worker(settings: WorkerSettings) -> int:
-    machine.check(settings)
+    settings = machine.prepare(settings)
     if settings.role == "prefill":
         from prefill_worker.main import run as run_prefill
 
@@ -117,6 +119,12 @@ def _bench_isolation(settings: IsolationSettings) -> int:
     return run(settings)
 
 
+def _bench_handover(settings: HandoverSettings) -> int:
+    from launcher.bench_handover import run
+
+    return run(settings)
+
+
 def _bench_engine(settings: EngineBenchSettings) -> int:
     from launcher.bench_report import run_engine
 
@@ -131,6 +139,12 @@ def _bench_fairness(settings: FairnessSettings) -> int:
 
 def _bench_coordinator(settings: CoordinatorBenchSettings) -> int:
     from launcher.bench_coordinator import run
+
+    return run(settings)
+
+
+def _bench_kv(settings: KvBenchSettings) -> int:
+    from launcher.bench_kv import run
 
     return run(settings)
 
@@ -188,9 +202,11 @@ def build_app() -> typer.Typer:
     add_command(bench, "compare", CompareSettings, _bench_compare)
     add_command(bench, "ratio", RatioSettings, _bench_ratio)
     add_command(bench, "isolation", IsolationSettings, _bench_isolation)
+    add_command(bench, "handover", HandoverSettings, _bench_handover)
     add_command(bench, "engine", EngineBenchSettings, _bench_engine)
     add_command(bench, "fairness", FairnessSettings, _bench_fairness)
     add_command(bench, "coordinator", CoordinatorBenchSettings, _bench_coordinator)
+    add_command(bench, "kv", KvBenchSettings, _bench_kv)
     add_command(bench, "room", RoomBenchSettings, _bench_room)
     app.add_typer(bench, name="bench")
     return app

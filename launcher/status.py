@@ -18,8 +18,9 @@ from proto import limits
 from proto.errors import CrossdockError
 from proto.messages import Hello, Message, Role, StatusReport, StatusRequest, Welcome
 from runtime import clock
+from runtime.addresses import AddressOrEmpty
 from runtime.link import LinkClient, LinkSettings, Peer
-from runtime.settings import AdvertisedAddress, CoordinatorSettings, Options
+from runtime.settings import CoordinatorSettings, Options
 
 _ENDLESS = 10_000
 """Columns: no line is cut."""
@@ -31,7 +32,7 @@ class StatusSettings(Options):
     """Show workers, queues and running requests of a cluster: of the one that `crossdock serve` runs on this machine, or of
     any other by its coordinator."""
 
-    coordinator: AdvertisedAddress = Field(
+    coordinator: AddressOrEmpty = Field(
         "",
         description="Address of the coordinator; empty: the cluster running on this machine, or else the coordinator at"
         f" {DEFAULT_COORDINATOR}.",

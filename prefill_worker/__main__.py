@@ -7,7 +7,7 @@ from runtime.settings import WorkerSettings
 
 
 def _run(settings: WorkerSettings) -> int:
-    machine.check(settings)
+    settings = machine.prepare(settings)
     from prefill_worker.main import run  # here, so that --help and a wrong option answer at once
 
     return run(settings)

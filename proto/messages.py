@@ -33,7 +33,7 @@ Tokens_ = Annotated[int, Meta(ge=0, le=limits.MAX_CONTEXT_TOKENS)]
 Choices = Annotated[int, Meta(ge=1, le=limits.MAX_CHOICES)]
 ChoiceIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_CHOICES)]
 BlockHashes = Annotated[bytes, Meta(max_length=limits.MAX_BLOCK_HASHES * limits.HASH_BYTES)]
-"""Names of a prompt's full KV blocks, first to last: `HASH_BYTES` each, chained, and keyed so that tenants cannot meet."""
+"""Names of a prompt's full KV blocks, in the size of the worker they go to: `HASH_BYTES` each, chained, and keyed by tenant."""
 CacheChanges = Annotated[bytes, Meta(max_length=limits.MAX_CACHE_CHANGES * limits.HASH_BYTES)]
 BlockSize = Annotated[int, Meta(ge=1, le=4096)]  # tokens per KV block
 DurationMs = Annotated[float, Meta(ge=0.0, le=1e12)]
@@ -149,8 +149,7 @@ class Submit(Message, frozen=True):
     block_hashes: BlockHashes = b""
     """Of the ids that follow, for the prefix cache; empty: nothing is looked up or kept."""
     hash_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
-    """Tokens that each of them covers. A worker whose blocks are a multiple of that knows each block by its last hash; for
-    others they are of no use."""
+    """Tokens that each of them covers. Workers whose blocks are a multiple know each by its last hash; others use none."""
 
 
 class Cancel(Message, frozen=True):
@@ -211,8 +210,7 @@ class ClusterState(Message, frozen=True):
     servable_models: Annotated[tuple[Text, ...], Meta(max_length=64)]
     """Models with at least one prefill and one decode worker."""
     hash_block_sizes: Annotated[tuple[BlockSize, ...], Meta(max_length=64)] = ()
-    """Tokens that each hash of a prompt is to cover, for each of them in the same order: the smallest block size of its
-    workers, of which the others' are multiples."""
+    """Tokens that each hash of a prompt is to cover: for each of them, its workers' smallest block size."""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -264,7 +262,6 @@ class Prefill(Message, frozen=True):
     decode: Peer
     decode_block_size: BlockSize
     block_hashes: BlockHashes = b""
-    """Of blocks of this worker's size; in `Reserve`, of that one's."""
     cached_tokens: Tokens_ = 0
     """So many of the prompt's first tokens are believed to be in this worker's cache; chunks start behind them."""
 

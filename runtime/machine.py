@@ -7,21 +7,50 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from runtime.cores import cores_text
 from runtime.exits import ConfigError
 from runtime.settings import WorkerSettings
 
 GIB: Final = 1 << 30
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Read by these libraries when they start; never changed later, since that would be while threads read them."""
 _PASSING = (errno.EADDRINUSE, socket.EAI_AGAIN)
 _CORES_MAX: Final = 8192
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Of a container, version 2 and 1, as seen from inside."""
 
 
-def check(settings: WorkerSettings) -> None:
-    """Before anything is loaded. Raises `ConfigError`."""
+def prepare(settings: WorkerSettings) -> WorkerSettings:
+    """Before anything is loaded: checks what is asked of this machine, and tells the libraries that will be loaded which
+    network interface to use. Returns the settings with what was found here filled in. Raises `ConfigError`."""
     check_cores(settings)
+    if settings.kv_interface:
+        settings = settings.model_copy(update={"transfer_host": interface_address(settings)})
+        for name in _INTERFACE_VARIABLES:
+            os.environ[name] = settings.kv_interface
     check_device(settings)
+    return settings
+
+
+def interface_address(settings: WorkerSettings) -> str:
+    """The address of `--kv-interface`: `--transfer-host` if it was given, else the first. Raises `ConfigError`."""
+    there = psutil.net_if_addrs()
+    if settings.kv_interface not in there:
+        raise ConfigError(f"--kv-interface: there is no {settings.kv_interface} here, but {', '.join(sorted(there))}")
+    found: list[str] = [
+        one.address for family in _FAMILIES for one in there[settings.kv_interface] if one.family == family
+    ]
+    found = [address for address in found if "%" not in address]  # of one link only
+    if "transfer_host" in settings.model_fields_set:
+        if settings.transfer_host not in found:
+            raise ConfigError(f"--transfer-host: {settings.transfer_host} is not an address of {settings.kv_interface}")
+        return settings.transfer_host
+    if not found:
+        raise ConfigError(f"--kv-interface: {settings.kv_interface} has no address")
+    return found[0]
 
 
 def check_cores(settings: WorkerSettings) -> None:

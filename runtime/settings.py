@@ -12,29 +12,16 @@ has a section per role, its keys the option names with underscores:
 Making an instance directly (`WorkerSettings(role="decode", model="…")`) reads neither environment nor file.
 """
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from runtime.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, host_of
 from runtime.cores import parse_cores
 
 ENV_PREFIX = "CROSSDOCK_"
-_ADDRESS = re.compile(r"^tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.*_-]+):(?P<port>\d{1,5})$")
-_EVERY_INTERFACE = ("*", "0.0.0.0", "[::]")
-
-
-def _check_address(value: str) -> str:
-    match = _ADDRESS.match(value)
-    if match is None or int(match["port"]) > 65535:
-        raise ValueError("is not an address like tcp://127.0.0.1:7070")
-    return value
-
-
-def _check_advertised(value: str) -> str:
-    return _check_address(value) if value else value
 
 
 def _check_cores(value: str) -> str:
@@ -42,14 +29,12 @@ def _check_cores(value: str) -> str:
     return value
 
 
-def _split_commas(value: Any) -> Any:
+def split_commas(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-Address = Annotated[str, AfterValidator(_check_address)]
-AdvertisedAddress = Annotated[str, AfterValidator(_check_advertised)]
 Cores = Annotated[str, AfterValidator(_check_cores)]
-CommaList = Annotated[list[str], NoDecode, BeforeValidator(_split_commas)]
+CommaList = Annotated[list[str], NoDecode, BeforeValidator(split_commas)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -208,7 +193,8 @@ class _ClientSettings(CommonSettings):
     )
     advertise: AdvertisedAddress = Field(
         "",
-        description="Address others reach this process at; empty: the bound one. Needed where it binds all interfaces.",
+        description="Address others are told to reach this process at, like 10.0.0.5 or tcp://10.0.0.5:7070; without a port,"
+        " the bound one. Empty: the bound address. Needed where it binds all interfaces, or is reached through another.",
     )
 
     @property
@@ -216,8 +202,7 @@ class _ClientSettings(CommonSettings):
         return model_id_of(self.model, self.model_id)
 
     def _check_reachable(self, option: str, bound: str) -> None:
-        match = _ADDRESS.match(bound)
-        if match is not None and match["host"] in _EVERY_INTERFACE and not self.advertise:
+        if host_of(bound) in EVERY_INTERFACE and not self.advertise:
             raise ValueError(f"--advertise: needed, since {option} {bound} is not an address others can connect to")
 
 
@@ -318,7 +303,14 @@ class WorkerSettings(_ClientSettings):
     transfer_host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="Address of this host on which KV blocks themselves are sent and received.",
+        description="Address of this host on which KV blocks themselves are received; only this one is listened on.",
+    )
+    kv_interface: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9_.:@-]*$",
+        description="Network interface for KV blocks, like eth1: its address is the default of --transfer-host, and gloo and"
+        " NCCL are told of it once, at the start. Empty: none is preferred.",
     )
     kv_transport: Literal["auto", "shm", "gloo"] = Field(
         "auto",
@@ -348,7 +340,7 @@ class WorkerSettings(_ClientSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.transfer_host in (*_EVERY_INTERFACE, "::"):
+        if self.transfer_host in (*EVERY_INTERFACE, "::"):
             raise ValueError(f"--transfer-host: {self.transfer_host} is every address; name the one KV is sent to")
         if self.role == "decode":
             self._check_reachable("--kv-bind", self.kv_bind)

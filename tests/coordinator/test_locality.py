@@ -114,7 +114,7 @@ def test_of_a_cache_larger_than_the_table_what_is_known_stays_known(monkeypatch:
 
 def test_names_of_other_blocks_are_not_used_and_the_last_token_is_computed() -> None:
     submit = Submit("r", 1, "m", 32, Sampling(max_tokens=1), block_hashes=bytes(32), hash_block_size=16)
-    assert usable_hashes(submit, 16) == bytes(32) and usable_hashes(submit, 32) == b""
+    assert usable_hashes(submit, 16) == bytes(32) and usable_hashes(submit, 24) == b""
     assert (
         usable_tokens(2, submit, 16) == 16 and usable_tokens(1, submit, 16) == 16 and usable_tokens(0, submit, 16) == 0
     )

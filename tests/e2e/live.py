@@ -26,17 +26,83 @@ READY_S = 180.0
 ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")
 
 
-class Live:
-    """Ready once made, on ports of its own choice. `base_url` is the gateway's; `coordinator` and `tokens` are ZeroMQ
-    addresses."""
+class Served:
+    """A cluster that serves, however it was started. `base_url` is the gateway's; `coordinator` is a ZeroMQ address."""
+
+    model_id = ""
+    base_url = ""
+    coordinator = ""
+
+    def __init__(self) -> None:
+        self.output: list[str] = []
+
+    def status(self) -> StatusReport:
+        return uvloop.run(ask(self.coordinator, 5_000))
+
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
+        """Until `condition()` is true; it is polled, since the processes it looks at are not ours to be told by. A coordinator
+        that does not answer `status` makes it false."""
+        deadline = time.monotonic() + timeout_s
+        while not _holds(condition):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not in {timeout_s} s: {what}\n" + "".join(self.output[-30:]))
+            time.sleep(0.05)
+
+    def wait_ready(self) -> None:
+        self.wait_for("ready", self._is_ready, READY_S)
+
+    def wait_registered(self, workers: int) -> None:
+        """Until a coordinator knows of the gateway and so many workers, and the gateway of it."""
+
+        def registered() -> bool:
+            report = self.status()
+            return len(report.workers) == workers and len(report.gateways) == 1
+
+        self.wait_for(f"{workers} workers and the gateway are registered", registered, READY_S)
+        self.wait_ready()
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.base_url}/ready", timeout=5.0, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def wait_idle(self) -> StatusReport:
+        """Nothing queued, nothing running, no block held."""
+
+        def idle() -> bool:
+            report = self.status()
+            return (
+                not report.queued
+                and not report.running
+                and not any(w.kv_blocks_used or w.requests for w in report.workers)
+            )
+
+        self.wait_for("everything released", idle)
+        return self.status()
+
+    def complete(self, prompt: Any, max_tokens: int, **options: Any) -> dict[str, Any]:
+        body = {"model": self.model_id, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **options}
+        answer = httpx.post(f"{self.base_url}/v1/completions", json=body, timeout=120.0, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def token_ids(self, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
+        """The tokens of one greedy answer."""
+        choices = self.complete(prompt, max_tokens, return_token_ids=True, **options)["choices"]
+        ids: list[int] = choices[0]["token_ids"]
+        return ids
+
+
+class Live(Served):
+    """`crossdock serve`; ready once made, on ports of its own choice."""
 
     def __init__(self, model: Path, home: Path, *arguments: str, **settings: str) -> None:
+        super().__init__()
         self.model = model
         self.home = home
         self.model_id = model.name
-        self.base_url = ""
-        self.coordinator = ""
-        self.output: list[str] = []
         environment = {
             **os.environ,
             "XDG_STATE_HOME": str(home),
@@ -105,7 +171,7 @@ class Live:
 
     @property
     def tokens(self) -> str:
-        """The gateway's other listening port."""
+        """The gateway's other listening port, as a ZeroMQ address."""
         connections = self.one("gateway").net_connections("tcp")
         (port,) = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN} - {self.port}
         return f"tcp://127.0.0.1:{port}"
@@ -124,66 +190,6 @@ class Live:
             raise
         self._reader.join(60)
         return code
-
-    # --- asking ---------------------------------------------------------------------------------------------------------
-
-    def status(self) -> StatusReport:
-        return uvloop.run(ask(self.coordinator, 5_000))
-
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
-        """Until `condition()` is true; it is polled, since the processes it looks at are not ours to be told by. A coordinator
-        that does not answer `status` makes it false."""
-        deadline = time.monotonic() + timeout_s
-        while not _holds(condition):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"not in {timeout_s} s: {what}\n" + "".join(self.output[-30:]))
-            time.sleep(0.05)
-
-    def wait_ready(self) -> None:
-        self.wait_for("ready", self._is_ready, READY_S)
-
-    def wait_registered(self, workers: int) -> None:
-        """Until a coordinator knows of the gateway and so many workers, and the gateway of it."""
-
-        def registered() -> bool:
-            report = self.status()
-            return len(report.workers) == workers and len(report.gateways) == 1
-
-        self.wait_for(f"{workers} workers and the gateway are registered", registered, READY_S)
-        self.wait_ready()
-
-    def _is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.base_url}/ready", timeout=5.0, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def wait_idle(self) -> StatusReport:
-        """Nothing queued, nothing running, no block held."""
-
-        def idle() -> bool:
-            report = self.status()
-            return (
-                not report.queued
-                and not report.running
-                and not any(w.kv_blocks_used or w.requests for w in report.workers)
-            )
-
-        self.wait_for("everything released", idle)
-        return self.status()
-
-    def complete(self, prompt: Any, max_tokens: int, **options: Any) -> dict[str, Any]:
-        body = {"model": self.model_id, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **options}
-        answer = httpx.post(f"{self.base_url}/v1/completions", json=body, timeout=120.0, trust_env=False)
-        assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
-
-    def token_ids(self, prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
-        """The tokens of one greedy answer."""
-        choices = self.complete(prompt, max_tokens, return_token_ids=True, **options)["choices"]
-        ids: list[int] = choices[0]["token_ids"]
-        return ids
 
 
 def _holds(condition: Callable[[], bool]) -> bool:
@@ -218,6 +224,11 @@ def sockets_between(one: psutil.Process, other: psutil.Process, but_ports: set[i
         for c in one.net_connections("tcp")
         if c.raddr and (c.raddr, c.laddr) in theirs and not {c.laddr.port, c.raddr.port} & but_ports
     ]
+
+
+def shm_connections(process: psutil.Process) -> list[int]:
+    """Descriptors of its connections with peers that it shares memory with."""
+    return [c.fd for c in process.net_connections("unix") if c.type == socket.SOCK_SEQPACKET]
 
 
 def cut(process: psutil.Process, descriptor: int) -> None:

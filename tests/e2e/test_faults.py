@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.live import Live, cut, live, sockets_between
+from tests.e2e.live import Live, Served, cut, live, shm_connections, sockets_between
 
 PROMPT = list(range(20, 90))
 TOKENS = 300
@@ -26,7 +26,7 @@ def up(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 class Background(threading.Thread):
     """A request that runs while the test breaks something."""
 
-    def __init__(self, up: Live, **options: Any) -> None:
+    def __init__(self, up: Served, **options: Any) -> None:
         super().__init__()
         self.up = up
         self.options = options
@@ -46,7 +46,7 @@ class Background(threading.Thread):
         return self.ids
 
 
-def busy(up: Live, state: str) -> bool:
+def busy(up: Served, state: str) -> bool:
     return up.status().running.get(state, 0) > 0
 
 
@@ -106,7 +106,7 @@ def test_a_cut_transfer_group_is_retried_on_a_new_one(up: Live) -> None:
     cuts = 0
     for prefill in up.processes()["prefill_worker"]:
         for decode in up.processes()["decode_worker"]:
-            for descriptor in sockets_between(prefill, decode, known):
+            for descriptor in [*sockets_between(prefill, decode, known), *shm_connections(prefill)]:
                 try:
                     cut(prefill, descriptor)
                 except PermissionError:

@@ -22,7 +22,7 @@ from proto.messages import Message
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 SMALL = KvSettings(segment_bytes=3 * LAYOUT.block_bytes, rendezvous_timeout_ms=20_000, segment_timeout_ms=10_000)
 TRANSPORT = "gloo"
-"""Of pairs whose settings do not say."""
+"""Of pairs whose settings do not say; empty: they choose."""
 FIRST = (FirstToken(0, 7),)
 WAIT_S = 60.0
 """A test that waits this long has hung."""
@@ -69,9 +69,9 @@ class Ends:
     """What the receiver said to other peers."""
 
     def __post_init__(self) -> None:
-        if self.settings.transports == KvSettings().transports:
+        if TRANSPORT and self.settings.transports == KvSettings().transports:
             self.settings = replace(self.settings, transports=(TRANSPORT,))
-        if self.receiver_settings and self.receiver_settings.transports == KvSettings().transports:
+        if TRANSPORT and self.receiver_settings and self.receiver_settings.transports == KvSettings().transports:
             self.receiver_settings = replace(self.receiver_settings, transports=(TRANSPORT,))
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from runtime import machine
+from runtime.addresses import advertised
 from runtime.cores import cores_text
 from runtime.exits import ConfigError
 from runtime.settings import WorkerSettings
@@ -51,10 +52,10 @@ def test_cores_that_are_not_there_are_named_and_the_affinity_stays() -> None:
 def test_device_and_memory(has_gpu: bool, device: str, kv_gib: float, refused_with: str, refused_without: str) -> None:
     settings, expected = _settings(device=device, kv_gib=kv_gib), refused_with if has_gpu else refused_without
     if not expected:
-        machine.check(settings)
+        machine.prepare(settings)
         return
     with pytest.raises(ConfigError) as caught:
-        machine.check(settings)
+        machine.prepare(settings)
     assert str(caught.value).startswith(expected)
 
 
@@ -71,3 +72,40 @@ def test_an_address_in_use_may_become_free_one_of_another_machine_will_not() -> 
 
 def test_a_refusal_is_one_line() -> None:
     assert str(ConfigError("--model: a\n  b")) == "--model: a b"
+
+
+def test_the_interface_for_kv_is_told_to_the_libraries_and_its_address_is_listened_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "before")
+    assert machine.prepare(_settings(device="cpu")).transfer_host == "127.0.0.1"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "before", "nothing was asked for"
+    assert machine.prepare(_settings(device="cpu", kv_interface="lo")).transfer_host == "127.0.0.1"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    with pytest.raises(ConfigError, match=r"--kv-interface: there is no absent0 here, but .*lo"):
+        machine.prepare(_settings(kv_interface="absent0"))
+    with pytest.raises(ConfigError, match=r"--transfer-host: 10.1.2.3 is not an address of lo"):
+        machine.prepare(_settings(kv_interface="lo", transfer_host="10.1.2.3"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("", "tcp://0.0.0.0:77"),
+        ("10.0.0.5", "tcp://10.0.0.5:77"),
+        ("tcp://10.0.0.5", "tcp://10.0.0.5:77"),
+        ("tcp://[fd00::5]", "tcp://[fd00::5]:77"),
+        ("node-5:88", "tcp://node-5:88"),
+        ("tcp://[fd00::5]:88", "tcp://[fd00::5]:88"),
+    ],
+)
+def test_what_is_advertised_takes_the_bound_port_where_it_names_none(asked: str, told: str) -> None:
+    settings = _settings(kv_bind="tcp://0.0.0.0:0", advertise=asked or "127.0.0.1:1")
+    assert advertised(settings.advertise if asked else "", "tcp://0.0.0.0:77") == told
+
+
+@pytest.mark.parametrize("asked", ["tcp://", "*", "0.0.0.0:5", "10.0.0.5:70000", "a b", "http://x"])
+def test_what_nobody_can_connect_to_is_not_advertised(asked: str) -> None:
+    with pytest.raises(ValueError, match="advertise"):
+        _settings(advertise=asked)

@@ -1,0 +1,316 @@
+"""`crossdock bench kv`: KV between two real processes, by every transport, beside what this machine can do at all.
+
+Floors, for S bytes:
+- `shm`: the copy reads S and writes S, as memcpy does. The sender's digest reads each piece again, from its core's cache; the
+  receiver's reads S once, on another core and at the same time, so it does not add up unless the two share a core or the
+  memory is busy. With a digest of 25 GB/s from the cache beside a copy of 4 GB/s, 0.86 of memcpy is the most there can be.
+- `gloo`: S crosses a socket (a copy in the kernel at each end), is digested at both ends, and is copied from the buffer to its
+  blocks: two reads and a copy more than a raw socket.
+All figures of a row are medians of rounds in which everything is measured once, in turn, on cold sources.
+"""
+
+import asyncio
+import json
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvtransfer import rendezvous
+from kvtransfer.copying import Copier
+from kvtransfer.layout import KvLayout
+from kvtransfer.memory import SharedMemory
+from kvtransfer.pool import PoolRows
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.session import Accepted
+from kvtransfer.settings import AUTO, KvSettings
+from launcher.bench_client import BenchFailed
+from launcher.bench_kv_far import RECEIVER_EPOCH, filled
+from launcher.bench_report import check_writable, write_json
+from launcher.bench_settings import KvBenchSettings
+from proto import limits
+from proto.messages import Hello, Message, Role
+from runtime.link import LinkServer, LinkSettings, Peer
+
+_LAYER_KIB = 8
+"""K and V of 16 tokens of one head of 64 float32 numbers."""
+_SMALL_SESSIONS = 60
+_WAIT_S = 120.0
+
+
+class Near:
+    """The receiving process, and the orders to the other one."""
+
+    def __init__(self, settings: KvBenchSettings) -> None:
+        self.settings = settings
+        self.random = Random(settings.seed)
+        self.memory = SharedMemory()
+        self.pool = self.memory.allocate(settings.pool_mib << 20)
+        self.pool.fill_(1)
+        self.source = torch.from_numpy(filled(settings.pool_mib << 20))
+        self.staging = torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
+        self.receivers: dict[str, KvReceiver] = {}
+        self.peers: dict[int, Peer] = {}
+        self.targets: tuple[int, ...] = ()
+        hello = Hello(version=limits.PROTOCOL_VERSION, role=Role.DECODE, epoch=RECEIVER_EPOCH, name="bench")
+        self.server = LinkServer(
+            bind="tcp://127.0.0.1:0",
+            hello=hello,
+            accept=lambda hello: None,
+            on_up=lambda peer: self.peers.update({peer.epoch: peer}),
+            on_message=self._on_message,
+            on_down=lambda peer, reason: None,
+            settings=LinkSettings(heartbeat_ms=10_000),
+        )
+
+    def _on_message(self, peer: Peer, message: Message, blob: bytes) -> None:
+        self.receivers[peer.hello.name].handle(peer.epoch, message, blob)
+
+    def _send(self, epoch: int, message: Message, blob: bytes) -> None:
+        self.peers[epoch].send(message, blob)
+
+    async def start(self) -> None:
+        address = await self.server.start()
+        self.far = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "launcher.bench_kv_far",
+            address,
+            str(self.settings.pool_mib << 20),
+            cwd=Path(__file__).parents[1],
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+
+    async def close(self) -> None:
+        for receiver in self.receivers.values():
+            await receiver.close()
+        assert self.far.stdin is not None
+        self.far.stdin.close()
+        await self.far.wait()
+        await self.server.close()
+        self.memory.close()
+
+    async def order(self, what: str, **fields: Any) -> Any:
+        """Have the other process do something. Raises `BenchFailed` if it cannot."""
+        assert self.far.stdin is not None and self.far.stdout is not None
+        self.far.stdin.write((json.dumps({"do": what, **fields}) + "\n").encode())
+        async with asyncio.timeout(_WAIT_S):
+            line = await self.far.stdout.readline()
+        if not line:
+            raise BenchFailed("the sending process has failed; what it said is above")
+        return json.loads(line)
+
+    async def set_up(self, layout: KvLayout, segment_bytes: int) -> None:
+        for receiver in self.receivers.values():
+            await receiver.close()
+        rows = self.pool[: self.pool.shape[0] // layout.block_bytes * layout.block_bytes]
+        for name in self.settings.transports:
+            self.receivers[name] = KvReceiver(
+                layout=layout,
+                pool=rows.view(torch.float32).view(layout.shape(rows.shape[0] // layout.block_bytes)),
+                epoch=RECEIVER_EPOCH,
+                clock=time.monotonic,
+                send=self._send,
+                listen_host="127.0.0.1",
+                accept=lambda epoch, offer: Accepted(self.targets[: offer.blocks]),
+                on_committed=lambda *commit: None,
+                on_failed=lambda *failure: None,
+                settings=KvSettings(transports=(name,), segment_bytes=segment_bytes, segment_timeout_ms=30_000),
+                memory=self.memory,
+            )
+        shape = {name: getattr(layout, name) for name in layout.__dataclass_fields__}
+        await self.order("set_up", layout=shape, segment_bytes=segment_bytes, transports=self.settings.transports)
+
+    # --- measurements: GB/s of `total` bytes in pieces of `size` ---
+
+    def starts(self, size: int, total: int) -> list[int]:
+        """Where pieces begin that follow each other in the pool, from a random place on."""
+        first = self.random.randrange(0, (self.pool.shape[0] - total) // 4096 + 1) * 4096
+        return list(range(first, first + total, size))
+
+    def memcpy(self, size: int, total: int) -> float:
+        to, from_ = self.pool.numpy(), self.source.numpy()
+        targets, sources = self.starts(size, total), self.starts(size, total)
+        began = time.perf_counter()
+        for target, source in zip(targets, sources, strict=True):
+            np.copyto(to[target : target + size], from_[source : source + size])
+        return total / (time.perf_counter() - began) / 1e9
+
+    def copy_and_digest(self, size: int, total: int, layout: KvLayout) -> float:
+        """What `shm`'s sender does, without any other process."""
+        used = self.pool.shape[0] // layout.block_bytes * layout.block_bytes
+        copier = Copier(*(PoolRows.of_bytes(memory[:used], layout, 1) for memory in (self.source, self.pool)))
+        sources, targets = self.blocks(total, layout), self.blocks(total, layout)
+        count = max(1, size // layout.block_bytes)
+        began = time.perf_counter()
+        for start in range(0, len(sources), count):
+            copier.copy(sources[start : start + count], targets[start : start + count], lambda: True)
+        return total / (time.perf_counter() - began) / 1e9
+
+    def blocks(self, total: int, layout: KvLayout) -> list[int]:
+        count, there = total // layout.block_bytes, self.pool.shape[0] // layout.block_bytes
+        if self.settings.scattered:
+            return self.random.sample(range(there), count)
+        first = self.random.randrange(there - count + 1)
+        return list(range(first, first + count))
+
+    async def kv(self, transport: str, total: int, layout: KvLayout) -> float:
+        """Seconds of one session."""
+        self.targets = tuple(self.blocks(total, layout))
+        took: float = await self.order("session", transport=transport, block_ids=self.blocks(total, layout))
+        return took
+
+    async def tcp(self, size: int, total: int) -> float:
+        buffer: Any = self.staging[:size].numpy()
+
+        def serve(listening: socket.socket) -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(b"!")
+                for _ in range(total // size):
+                    got = 0
+                    while got < size:
+                        got += connection.recv_into(buffer[got:])
+                connection.sendall(b"!")
+
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.settimeout(_WAIT_S)
+            serving = asyncio.get_running_loop().run_in_executor(None, serve, listening)
+            port = listening.getsockname()[1]
+            took = await self.order("tcp", port=port, size=size, starts=self.starts(size, total))
+            await serving
+        return float(total / took / 1e9)
+
+    async def gloo(self, size: int, total: int) -> float:
+        listener = rendezvous.Listener("127.0.0.1", 30.0)
+
+        def serve() -> None:
+            group, limit = listener.meet("gloo"), timedelta(seconds=30)
+            word = torch.zeros(1, dtype=torch.uint8)
+            group.send([word], rendezvous.SENDER_RANK, 1 << 20).wait(limit)
+            for tag in range(total // size):
+                group.recv([self.staging[:size]], rendezvous.SENDER_RANK, tag).wait(limit)
+            group.send([word], rendezvous.SENDER_RANK, 1 << 21).wait(limit)
+
+        serving = asyncio.get_running_loop().run_in_executor(None, serve)
+        starts = self.starts(size, total)
+        took = await self.order("gloo", port=listener.port, secret=listener.secret, size=size, starts=starts)
+        await serving
+        return float(total / took / 1e9)
+
+
+async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]) -> dict[str, Any]:
+    """Everything about segments of one size, in rounds."""
+    settings = near.settings
+    total = min(max(8 * size, 16 << 20), 128 << 20) // max(size, layout.block_bytes) * max(size, layout.block_bytes)
+    await near.set_up(layout, size)
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, gb_per_s: float) -> None:
+        found.setdefault(name, []).append(gb_per_s)
+
+    for number in range(settings.rounds + 1):
+        figures = {"memcpy": near.memcpy(size, total), "copy+digest": near.copy_and_digest(size, total, layout)}
+        for transport in settings.transports:
+            figures[transport] = total / await near.kv(transport, total, layout) / 1e9
+        figures |= {"tcp": await near.tcp(size, total), "bare gloo": await near.gloo(size, total)}
+        for name, figure in figures.items():
+            if number:  # the first one meets, touches pages, and warms up
+                note(name, figure)
+        done()
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    ratios = {name: statistics.median(a / b for a, b in _beside(found, name)) for name in settings.transports}
+    return {"segment_bytes": size, "block_bytes": layout.block_bytes, "total_bytes": total} | {
+        "gb_per_s": medians,
+        "ratio": ratios,
+        "rounds": found,
+    }
+
+
+def _beside(found: dict[str, list[float]], transport: str) -> list[tuple[float, float]]:
+    """A transport's figures, each with that of what it is measured against, of the same round."""
+    return list(zip(found[transport], found["memcpy" if transport == "shm" else "tcp"], strict=True))
+
+
+async def _overheads(near: Near, layout: KvLayout, done: Callable[[], None]) -> dict[str, float]:
+    """Median ms of a session of one block, offer to acknowledgement, less the copy of that block."""
+    await near.set_up(layout, layout.block_bytes)
+    took: dict[str, list[float]] = {name: [] for name in near.settings.transports}
+    for _ in range(_SMALL_SESSIONS):
+        copy_s = layout.block_bytes / near.memcpy(layout.block_bytes, layout.block_bytes) / 1e9
+        for transport, values in took.items():
+            values.append(await near.kv(transport, layout.block_bytes, layout) - copy_s)
+        done()
+    return {name: statistics.median(values) * 1e3 for name, values in took.items()}
+
+
+async def measure(settings: KvBenchSettings, console: Console) -> dict[str, Any]:
+    cases = [
+        (size << 10, KvLayout(block // _LAYER_KIB, 1, 64, 16, "float32"))
+        for block in settings.block_kib
+        for size in settings.segment_kib
+        if size % block == 0
+    ]
+    if not cases:
+        raise BenchFailed("no segment size is a multiple of a block size")
+    near = Near(settings)
+    await near.start()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task("KV transfers", total=len(cases) * (settings.rounds + 1) + _SMALL_SESSIONS)
+            overheads = await _overheads(near, cases[0][1], lambda: progress.advance(bar))
+            rows = [await _row(near, size, layout, lambda: progress.advance(bar)) for size, layout in cases]
+    finally:
+        await near.close()
+    return {"rows": rows, "overhead_ms_p50": overheads}
+
+
+def run(settings: KvBenchSettings) -> int:
+    """Raises `BenchFailed`."""
+    check_writable(settings.json_out)
+    unknown = set(settings.transports) - set(AUTO)
+    if unknown:
+        raise BenchFailed(f"--transports: there is no {', '.join(sorted(unknown))}; there are {', '.join(AUTO)}")
+    console = Console()
+    torch.set_num_threads(1)
+    result = uvloop.run(measure(settings, console))
+    show(result, settings, console)
+    write_json(settings.json_out, result | {"settings": settings.model_dump()})
+    return 0
+
+
+def show(result: dict[str, Any], settings: KvBenchSettings, console: Console) -> None:
+    names = ["memcpy", "copy+digest", *settings.transports, "tcp", "bare gloo"]
+    short = {"copy+digest": "+digest", "bare gloo": "bare"}
+    against = {"shm": "shm/mem", "gloo": "gloo/tcp"}
+    table = Table(
+        title="GB/s, medians (+digest: memcpy and digest in one thread; tcp: raw; bare: gloo's send alone)",
+        title_justify="left",
+        padding=(0, 0),
+    )
+    headings = ("segment", "block", *(short.get(name, name) for name in names))
+    for heading in (*headings, *(against[name] for name in settings.transports)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        table.add_row(
+            *(f"{row[what] >> 10:,} KiB" for what in ("segment_bytes", "block_bytes")),
+            *(f"{row['gb_per_s'][name]:.2f}" for name in names),
+            *(f"{row['ratio'][name]:.2f}" for name in settings.transports),
+        )
+    console.print(table)
+    words = ", ".join(f"{name} {ms:.2f} ms" for name, ms in result["overhead_ms_p50"].items())
+    console.print(f"A session of one block, offer to acknowledgement less the copy, p50: {words}")

@@ -1,0 +1,46 @@
+"""Addresses in settings: of sockets, as ZeroMQ writes them, and what others are told of them."""
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+_ADDRESS = re.compile(r"^tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.*_-]+):(?P<port>\d{1,5})$")
+EVERY_INTERFACE = ("*", "0.0.0.0", "[::]")
+
+
+def host_of(address: str) -> str:
+    """Of an address that has been checked; empty otherwise."""
+    match = _ADDRESS.match(address)
+    return match["host"] if match is not None else ""
+
+
+def advertised(asked: str, bound: str) -> str:
+    """What others are told to connect to: what was asked for, with the bound port where it names none."""
+    if not asked:
+        return bound
+    host, _, port = asked.rpartition(":")
+    return asked if port != "0" else f"{host}:{bound.rpartition(':')[2]}"
+
+
+def _check_address(value: str) -> str:
+    match = _ADDRESS.match(value)
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError("is not an address like tcp://127.0.0.1:7070")
+    return value
+
+
+def _check_advertised(value: str) -> str:
+    """In full: a host alone stands for port 0 there."""
+    if not value:
+        return value
+    full = value if value.startswith("tcp://") else f"tcp://{value}"
+    for address in (full, f"{full}:0"):
+        if host_of(address) not in ("", *EVERY_INTERFACE):
+            return _check_address(address)
+    raise ValueError("is not an address that others can connect to, like 10.0.0.5 or tcp://10.0.0.5:7070")
+
+
+Address = Annotated[str, AfterValidator(_check_address)]
+AddressOrEmpty = Annotated[str, AfterValidator(lambda value: _check_address(value) if value else value)]
+AdvertisedAddress = Annotated[str, AfterValidator(_check_advertised)]

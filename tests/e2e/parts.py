@@ -1,0 +1,89 @@
+"""A cluster started process by process, as on several machines: each with options of its own, and a place to run in."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from launcher.cluster import free_port
+from tests.e2e.live import Served
+
+ROOT = Path(__file__).parents[2]
+STOP_S = 30.0
+
+
+class Parts(Served):
+    """Coordinator and gateway on loopback, unless told otherwise; `start` each process, then `wait_registered`."""
+
+    def __init__(self, model: Path, host: str = "127.0.0.1", gateway_host: str = "127.0.0.1") -> None:
+        super().__init__()
+        self.model = model
+        self.model_id = model.name
+        self.coordinator = f"tcp://{host}:{free_port('127.0.0.1')}"
+        self.port = free_port("127.0.0.1")
+        self.base_url = f"http://{gateway_host}:{self.port}"
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self._readers: list[threading.Thread] = []
+
+    def start(self, role: str, *arguments: str, name: str = "", inside: Sequence[str] = ()) -> None:
+        """`role` is a module; `inside` is a command that runs another in some place, like `ip netns exec NAME`."""
+        options = ["--heartbeat-ms", "300"]
+        if role == "coordinator":
+            options += ["--bind", self.coordinator]
+        else:
+            options += ["--coordinator", self.coordinator, "--model", str(self.model)]
+        if role == "gateway":
+            options += ["--port", str(self.port)]
+        elif role.endswith("_worker"):
+            options += ["--kv-gib", "0.25"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        name = name or role
+        process = subprocess.Popen(
+            [*inside, sys.executable, "-m", role, "--name", name, *options, *arguments],
+            env=environment,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.processes[name] = process
+        self._readers.append(threading.Thread(target=self._read, args=(name, process), daemon=True))
+        self._readers[-1].start()
+
+    def _read(self, name: str, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.output.append(f"{name}: {line}")
+
+    def kill(self, name: str) -> None:
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait(STOP_S)
+
+    def stop(self) -> None:
+        """All of them, kindly first."""
+        for process in self.processes.values():
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_S)
+        for reader in self._readers:
+            reader.join(STOP_S)
+
+
+@contextmanager
+def parts(model: Path, host: str = "127.0.0.1", gateway_host: str = "127.0.0.1") -> Iterator[Parts]:
+    cluster = Parts(model, host, gateway_host)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()

@@ -1,0 +1,89 @@
+"""What a node of the fault tests does to itself and to what it sends."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from kvtransfer import gloo, shm
+from kvtransfer.copying import Copier
+from kvtransfer.sender import KvSender
+
+Say = Callable[..., None]
+
+
+@dataclass
+class Harm:
+    """What this node is to do to itself, once, for one request."""
+
+    say: Say
+    request_id: str = ""
+    point: str = ""
+    action: str = ""
+    delay_s: float = 0.0
+    dice: random.Random = field(default_factory=random.Random)
+    segments_left: int = 0
+
+    def reach(self, point: str, request_id: str) -> None:
+        if not self.action or point != self.point or request_id != self.request_id:
+            return
+        if point == "mid_segment" and self.segments_left:
+            self.segments_left -= 1
+            return
+        if self.delay_s:
+            asyncio.get_running_loop().call_later(self.delay_s, self._strike)
+        else:
+            self._strike()
+
+    def _strike(self) -> None:
+        action, self.action = self.action, ""
+        if action:
+            self.say("struck", action=action)
+            os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+
+
+def cut(sender: KvSender, link_port: int) -> None:
+    """Shut all of the data plane's connections, as a broken cable would."""
+    for one in sender._pairs:
+        if isinstance(one._channel, shm._Sending):
+            one._channel._connection._socket.shutdown(socket.SHUT_RDWR)
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port != link_port and connection.fd >= 0:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as broken:
+                broken.shutdown(socket.SHUT_RDWR)
+
+
+def corrupt_one(dice: random.Random) -> None:
+    """The next segment is another one where it arrives than where it was digested."""
+    digest, copy = gloo.digest, Copier.copy
+
+    def other_digest(packed: torch.Tensor) -> bytes:
+        gloo.digest = digest
+        spoiled = packed.clone()
+        _spoil(spoiled, dice)
+        return digest(spoiled)
+
+    def copy_and_spoil(
+        copier: Copier, source: Sequence[int], target: Sequence[int], go_on: Callable[[], bool]
+    ) -> bytes:
+        Copier.copy = copy  # type: ignore[method-assign]
+        made = copy(copier, source, target, go_on)
+        where = copier._target.flat_bytes[target[0] * copier._target.layout.block_bytes :][
+            : copier._target.layout.block_bytes
+        ]
+        _spoil(torch.from_numpy(where), dice)
+        return made
+
+    gloo.digest, Copier.copy = other_digest, copy_and_spoil  # type: ignore[method-assign]
+
+
+def _spoil(data: torch.Tensor, dice: random.Random) -> None:
+    flat = data.view(torch.uint8).view(-1)
+    flat[dice.randrange(flat.numel())] ^= 0x40

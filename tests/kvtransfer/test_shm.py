@@ -1,0 +1,248 @@
+"""What is particular to `shm`: memory that leaves nothing behind, peers that are not believed, and ways out when it fails."""
+
+import asyncio
+import gc
+import os
+import socket
+import struct
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer import shm_socket, transports
+from kvtransfer.copying import PIECE_BYTES, Copier, Digester
+from kvtransfer.layout import KvLayout
+from kvtransfer.memory import SharedMemory
+from kvtransfer.pool import PoolRows, digest
+from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.settings import AUTO
+from kvtransfer.shm import _HELLO, _MAGIC, _mapped
+from kvtransfer.shm_socket import GRANT, READY, Connection, Door, knock
+from kvtransfer.transport import Local, PairBroken
+from proto.kv import PairListen, PairOpen
+from proto.messages import Message
+from tests.kvtransfer import ends as ends_module
+from tests.kvtransfer.ends import LAYOUT, SMALL, Ends, filled_pool, same_bytes, shared_pool, shuffled, with_ends
+
+
+@pytest.fixture(autouse=True)
+def only_shm(monkeypatch):
+    monkeypatch.setattr(ends_module, "TRANSPORT", "shm")
+
+
+@pytest.fixture
+def both(monkeypatch):
+    monkeypatch.setattr(ends_module, "TRANSPORT", "")
+
+
+def open_things() -> tuple[int, int, int]:
+    """Descriptors, threads of pairs, mappings of pools."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text(encoding="ascii").count("crossdock-kv")
+    return len(os.listdir("/proc/self/fd")), sum(t.name.startswith("kv-") for t in threading.enumerate()), maps
+
+
+def test_pairs_leave_no_descriptor_no_thread_and_no_mapping():
+    async def main() -> None:
+        ends = Ends()
+        before = open_things()
+        for number in range(3):
+            ends.transfer(f"r{number}", shuffled(64, 20, number))
+            await ends.ended(number + 1)
+            ends.sender.peer_lost(2, "test")
+            ends.receiver.peer_lost(1, "test")
+            async with asyncio.timeout(20):
+                await ends.sender._all_down.wait()
+                await ends.receiver._all_down.wait()
+        assert open_things() == before
+        await ends.close()
+
+    asyncio.run(main())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([64, 4096, 40_000, PIECE_BYTES, PIECE_BYTES + 64]),
+    st.integers(1, 12),
+    st.integers(0, 1 << 20),
+    st.booleans(),
+)
+def test_copies_and_digests_are_those_of_the_bytes(block_bytes: int, count: int, seed: int, contiguous: bool) -> None:
+    layout = KvLayout(layers=1, kv_heads=1, head_dim=block_bytes // 8, block_size=1, dtype="float32")
+    source, target = filled_pool(layout, 16, seed), filled_pool(layout, 16, seed + 1)
+    before = target.clone()
+    from_, to = (
+        (list(range(2, 2 + count)), list(range(count))) if contiguous else (shuffled(16, count, n) for n in (seed, 1))
+    )
+    copier = Copier(PoolRows(source, layout), PoolRows(target, layout))
+    expected = digest(source[from_].contiguous())
+    assert copier.copy(from_, to, lambda: True) == expected == Digester(PoolRows(target, layout)).digest(to)
+    assert same_bytes(target[to], source[from_])
+    rest = sorted(set(range(16)) - set(to))
+    assert same_bytes(target[rest], before[rest])
+
+
+def test_a_copy_that_is_not_wanted_any_more_stops_at_the_next_piece():
+    layout = KvLayout(layers=1, kv_heads=1, head_dim=PIECE_BYTES // 8, block_size=1, dtype="float32")
+    source, target = filled_pool(layout, 4, 1), filled_pool(layout, 4, 2)
+    before = target.clone()
+    asked = iter([True, True, False])
+    copier = Copier(PoolRows(source, layout), PoolRows(target, layout))
+    assert copier.copy([0, 1, 2, 3], [0, 1, 2, 3], lambda: next(asked)) == b""
+    assert same_bytes(target[:2], source[:2]) and same_bytes(target[2:], before[2:])
+
+
+def test_the_memory_cannot_be_cut_short_and_is_nowhere_to_be_found():
+    names = set(os.listdir("/dev/shm"))
+    memory = SharedMemory()
+    memory.allocate(1 << 20)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.descriptor, 0)
+    memory.provide([0, 3], 4096)
+    assert set(os.listdir("/dev/shm")) == names
+    memory.close()
+
+
+def hello(memory: SharedMemory, **wrong: int) -> bytes:
+    fields = {"size": memory.bytes, "blocks": 8, "ratio": 1, "cell": LAYOUT.block_bytes} | wrong
+    return _HELLO.pack(_MAGIC, *fields.values())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fault"),
+    [
+        ({"size": 1 << 40}, "not of the size it says"),
+        ({"blocks": 9}, "do not fit"),
+        ({"blocks": 0}, "do not fit"),
+        ({"ratio": 0}, "do not fit"),
+        ({"ratio": 1 << 60}, "do not fit"),
+        ({"cell": LAYOUT.block_bytes // 2}, "ours"),
+    ],
+)
+def test_what_a_receiver_says_of_its_memory_is_checked(wrong: dict[str, int], fault: str) -> None:
+    memory = SharedMemory()
+    shared_pool(LAYOUT, 8, 1, memory)
+    local = Local(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 3, SMALL)
+    board = os.memfd_create("b", os.MFD_ALLOW_SEALING)
+    descriptors = [memory.descriptor, board, board]
+    with pytest.raises(PairBroken, match=fault):
+        _mapped(local, hello(memory, **wrong), descriptors)
+    with pytest.raises(PairBroken, match="sealed"):
+        _mapped(local, hello(memory), descriptors)
+    with pytest.raises(PairBroken, match="descriptors"):
+        _mapped(local, hello(memory), descriptors[:1])
+    os.close(board)
+    memory.close()
+
+
+def test_another_user_is_not_let_in(monkeypatch):
+    credentials = struct.Struct("iII")
+    theirs = credentials.pack(os.getpid(), os.geteuid() + 1, os.getegid())
+
+    class Foreign(socket.socket):
+        def getsockopt(self, level: int, option: int, *rest: int) -> object:
+            return theirs if option == socket.SO_PEERCRED else super().getsockopt(level, option, *rest)
+
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    assert shm_socket.is_ours(one)
+    assert not shm_socket.is_ours(Foreign(fileno=other.detach()))
+    one.close()
+    door = Door()
+    monkeypatch.setattr(shm_socket, "is_ours", lambda connected: False)
+    with pytest.raises(PairBroken, match="another user"):
+        knock(door.name)
+    with pytest.raises(PairBroken, match="did not come"):
+        door.accept(100)
+
+
+@pytest.mark.parametrize("payload", [struct.pack("<I", 64), b"abc", struct.pack("<2I", 1, 2)])
+def test_a_grant_outside_the_pool_or_of_another_size_breaks_the_pair(payload, monkeypatch):
+    plain = Connection.send
+
+    def send(self: Connection, kind: int, sequence: int, given: bytes = b"") -> bool:
+        return plain(self, kind, sequence, payload if kind == GRANT else given)
+
+    monkeypatch.setattr(Connection, "send", send)
+
+    async def test(ends: Ends) -> None:
+        before = ends.target.clone()
+        ends.transfer("r", [5])
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvFailed) and "the receiver" in ends.results[0].reason
+        assert same_bytes(ends.target, before)
+
+    with_ends(test)
+
+
+def test_a_pair_that_cannot_meet_by_shm_meets_by_gloo(both, monkeypatch):
+    """The sessions, offered before, need not know."""
+    monkeypatch.setattr(
+        "kvtransfer.shm.knock", lambda name: (_ for _ in ()).throw(ConnectionRefusedError(111, "refused"))
+    )
+
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", shuffled(64, 20, 1))
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvSent)
+        assert [frame.transports for frame in ends.frames if isinstance(frame, PairOpen)] == [
+            ("shm", "gloo"),
+            ("gloo",),
+        ]
+        assert ends.sender.counters["bytes_gloo"] == ends.sender.counters["bytes"] > 0
+        (state,) = ends.sender.transports()
+        assert state.transport == "gloo" and "refused" in state.why
+
+    with_ends(test)
+
+
+def test_another_host_is_served_by_gloo(both, monkeypatch):
+    monkeypatch.setattr("kvtransfer.driver.host_id", lambda: os.urandom(4).hex())
+
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", [1, 2, 3])
+        await ends.ended(1)
+        (state,) = ends.sender.transports()
+        assert isinstance(ends.results[0], KvSent) and state.transport == "gloo" and "shm: another host" in state.why
+
+    with_ends(test)
+
+
+def test_a_broken_transport_is_left_out_and_tried_again(both):
+    def no_grant(self: Connection, kind: int, sequence: int, payload: bytes = b"") -> bool:
+        return True if broken and kind not in (READY,) else plain(self, kind, sequence, payload)
+
+    plain, broken = Connection.send, [True]
+    listened: list[str] = []
+
+    def watch(message: Message) -> bool:
+        if isinstance(message, PairListen):
+            listened.append(message.transport)
+        return True
+
+    async def test(ends: Ends) -> None:
+        ends.transfer("r0", [1, 2])
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvFailed) and "shm" in ends.results[0].reason
+        ends.transfer("r1", [1, 2])
+        await ends.ended(2)
+        broken.clear()
+        ends.sender._choice._records[2]["shm"].until = 0.0  # as if that time had passed
+        ends.transfer("r2", [1, 2])
+        await ends.ended(3)
+        assert [type(result) for result in ends.results[1:]] == [KvSent, KvSent]
+        assert listened == ["shm", "gloo", "shm"]
+        assert ends.sender.counters["broken_shm"] + ends.receiver.counters["broken_shm"] >= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "send", no_grant)
+        quick = replace(SMALL, segment_timeout_ms=400)
+        with_ends(test, to_sender=watch, settings=quick)
+
+
+def test_the_host_is_the_same_for_this_host_only():
+    assert transports.host_id() == transports.host_id()
+    assert set(transports.TRANSPORTS) == set(AUTO)

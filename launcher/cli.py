@@ -31,7 +31,7 @@ process on its own: one coordinator, gateways, and any number of workers of each
 """
 BENCH_HELP = (
     "Send a load to a server, compare runs, compare ratios of workers. Or measure this machine: isolation of running streams"
-    " from long prompts, a small tenant beside a flood, the engine alone, the coordinator's decisions alone, KV transfers alone, or"
+    " from long prompts, a small tenant beside a flood, the engine alone, the coordinator's decisions alone, KV transfers, or"
     " how full KV pools get."
 )
 TENANTS_HELP = "Check a tenants file, or make a key for it."

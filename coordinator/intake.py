@@ -152,6 +152,8 @@ def cancel(state: State, epoch: int, event: Received, now: float) -> None:
 
 def expire(state: State, now: float) -> None:
     for queue in state.queues.values():
+        if now < queue.nothing_due_before:
+            continue
         for request in queue.overdue(now):
             late = request.deadline is not None and request.deadline <= now
             reason = Reject.DEADLINE if late else Reject.EXPIRED
@@ -168,5 +170,6 @@ def expire(state: State, now: float) -> None:
         if first.since + state.limits.resubmit_s_max > now:
             break
         state.end(first, Trigger.EXPIRE, "its gateway did not resume it", now)
-    for entry in state.billing.write_off(now, now + state.limits.orphan_s_max):
-        state.journal(entry)
+    if state.billing.orphans:
+        for entry in state.billing.write_off(now, now + state.limits.orphan_s_max):
+            state.journal(entry)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from coordinator.bands import ring_weights
 from coordinator.cost import OutputLength
@@ -25,6 +26,8 @@ class WaitQueue:
         """In the order in which they came to wait, also those that wait no longer until they are first."""
         self._deadlines: list[tuple[float, int, Request, int]] = []
         self._deadlines_set = 0
+        self.nothing_due_before = 0.0
+        """A lower bound of `next_timer`: what leaves only makes that later."""
         self.fair: FairQueue[Request] = FairQueue(
             limits.quantum_tokens, {**ring_weights(limits.bands), **limits.weights}, limits.overtaken_max
         )
@@ -41,6 +44,7 @@ class WaitQueue:
     def replace_limits(self, limits: Limits) -> None:
         """Other bands and weights, from the next turn on."""
         self._limits = limits
+        self.nothing_due_before = 0.0
         self.fair.reweigh({**ring_weights(limits.bands), **limits.weights})
 
     def forget(self, tenant: str) -> None:
@@ -60,6 +64,7 @@ class WaitQueue:
         self.backlog.add(request, now)
         self._enter(request)
         self._came.append((request.since, request))
+        self.nothing_due_before = min(self.nothing_due_before, request.since + self._limits.queue_wait_s_max)
         if len(self._came) > 2 * len(self._waiting) + SPARE:
             # Behind one that waits long, those that have gone would stay, with all they hold.
             self._came = deque(entry for entry in self._came if self._still_waits(*entry))
@@ -82,6 +87,7 @@ class WaitQueue:
         request.path = request.entry.leaf.path  # one for all of its tenant's
         if request.deadline is not None:
             self._deadlines_set += 1
+            self.nothing_due_before = min(self.nothing_due_before, request.deadline)
             heappush(self._deadlines, (request.deadline, self._deadlines_set, request, request.attempt))
             if len(self._deadlines) > 2 * len(self.fair) + SPARE:
                 self._deadlines = [due for due in self._deadlines if self._is_due(due[2], due[3])]
@@ -135,6 +141,7 @@ class WaitQueue:
         while (due := self.next_timer()) is not None and due <= now:
             late = self._deadlines and self._deadlines[0][0] <= now
             yield heappop(self._deadlines)[2] if late else self._came.popleft()[1]
+        self.nothing_due_before = inf if due is None else due
 
     def too_late(self, now: float, tokens_per_s: float, uncached: Callable[[Submit], int]) -> Request | None:
         """One that waits and cannot have its first token by its deadline any more, of those due first."""
@@ -152,16 +159,17 @@ class WaitQueue:
         self, epoch: int, length_of: Callable[[Request], int], now: float, refusals_max: int = REFUSALS_MAX
     ) -> tuple[Request, int] | None:
         """Charge the next chunk for this prefill worker; `length_of` says how much of a prompt can run there now, or 0."""
-        length = 0
+        length, output_cost, prices = 0, 0.0, self._limits.prices
 
         def offer(request: Request) -> Terms | None:
-            nonlocal length
+            nonlocal length, output_cost
             length = length_of(request)
             if length == 0:
                 return None
-            cost = self._limits.prices.chunk(length)
-            last = request.dispatched_tokens + length == request.submit.prompt_tokens
-            return (cost + self._output_cost(request), True) if last else (cost, False)
+            if request.dispatched_tokens + length < request.submit.prompt_tokens:
+                return prices.chunk(length), False
+            output_cost = prices.output(self.output_estimate(request))
+            return prices.chunk(length) + output_cost, True
 
         found = self.fair.pop(epoch, offer, refusals_max)
         if found is None:
@@ -171,7 +179,7 @@ class WaitQueue:
         request.dispatched_tokens += length
         self.backlog.dispatched(request.path, length, now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
-            request.output_charged = self._output_cost(request)
+            request.output_charged = output_cost
             request.entry = None
         return request, length
 
@@ -213,11 +221,5 @@ class WaitQueue:
     def output_estimate(self, request: Request) -> float:
         return self._length(request.path).estimate(request.submit)
 
-    def _output_cost(self, request: Request) -> float:
-        return self._limits.prices.output(self.output_estimate(request))
-
     def _length(self, path: Path) -> OutputLength:
-        found = self._lengths.get(path)
-        if found is None:
-            found = self._lengths[path] = OutputLength()
-        return found
+        return self._lengths.get(path) or self._lengths.setdefault(path, OutputLength())

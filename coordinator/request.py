@@ -1,6 +1,6 @@
 """What the coordinator knows of one request."""
 
-from dataclasses import dataclass
+import msgspec
 
 from coordinator.billing import Bill
 from coordinator.lanes import Entry
@@ -9,8 +9,7 @@ from coordinator.room import NEVER
 from proto.messages import Submit
 
 
-@dataclass(eq=False, slots=True)
-class Request:
+class Request(msgspec.Struct, eq=False):
     """One request over all its attempts; the fields from `submit` on belong to the current one."""
 
     id: str

@@ -177,11 +177,11 @@ class FairQueue(Generic[T]):
         leaf = node = entry.leaf
         while (ring := node.parent) is not None:
             # Conditions in place of min and max: this runs for every chunk and level, and calls cost.
-            start, due = node.round, cost + node.owed
-            if start > ring.now:
+            start, due, now = node.round, cost + node.owed, ring.now
+            if start > now:
                 ring.now = start
-            elif start < ring.now - quantum:
-                start = ring.now - quantum
+            elif start < now - quantum:
+                start = now - quantum
             if due >= 0.0:
                 node.owed, node.round = 0.0, start + due / node.weight
             else:
@@ -245,7 +245,8 @@ class FairQueue(Generic[T]):
             heap, child = own, _first(own, place) if own else None
             if free and self._refusals > 0:
                 other = _first(free, ANYWHERE)
-                if child is None or (other is not None and other.before(child)):
+                # A child may stand in both, and often does.
+                if other is not child and (child is None or (other is not None and other.before(child))):
                     heap, child = free, other
             if heap is None or child is None:
                 break

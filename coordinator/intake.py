@@ -5,7 +5,7 @@ from coordinator.choice import uncached_tokens
 from coordinator.events import Misbehaved, Moved, Received
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
-from coordinator.request import Request
+from coordinator.request import Request, share
 from coordinator.state import State
 from coordinator.victims import expected_left
 from proto.errors import Reject
@@ -49,6 +49,7 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         return
     assert request is not None
     if known is None:
+        share(submit)
         state.requests[request.id] = request
         state.journal(tenancy.opened(state, request))
     else:

@@ -21,9 +21,9 @@ class Entry(Generic[T]):
 
     __slots__ = ("chunks", "deadline", "excess", "item", "joined", "lane", "leaf", "newer", "older", "seq")
 
-    def __init__(self, item: T, leaf: Any, deadline: float, chunks: int, seq: int) -> None:
-        self.item, self.leaf, self.deadline, self.chunks, self.seq = item, leaf, deadline, chunks, seq
-        self.joined = 0
+    def __init__(self, item: T, leaf: Any, deadline: float, chunks: int) -> None:
+        self.item, self.leaf, self.deadline, self.chunks = item, leaf, deadline, chunks
+        self.seq = self.joined = 0
         self.lane = ANYWHERE
         self.older: Entry[T] | None = None
         self.newer: Entry[T] | None = None
@@ -104,7 +104,7 @@ class Lanes(Generic[T]):
 
     def add(self, item: T, leaf: Any, deadline: float, chunks: int) -> Entry[T]:
         assert chunks >= 1
-        entry = Entry(item, leaf, deadline, chunks, self._joins + 1)
+        entry = Entry(item, leaf, deadline, chunks)
         self._join(entry, ANYWHERE)
         self.size += 1
         return entry
@@ -130,11 +130,9 @@ class Lanes(Generic[T]):
             self._leave(entry)
             self._join(entry, place)
             return
-        lane = self._lanes[place]
-        lane.leave(entry)
-        self._joins += 1
-        entry.joined = self._joins
-        lane.join(entry)
+        # Without losing the lane, should there be nothing else in it.
+        self._lanes[place].leave(entry)
+        self._join(entry, place)
 
     def heads(self, place: int, anywhere: bool) -> list[Entry[T]]:
         """What may run on `place` next, in order: the first of those placed there and the first of those not placed yet.
@@ -160,6 +158,7 @@ class Lanes(Generic[T]):
     def _join(self, entry: Entry[T], number: int) -> None:
         self._joins += 1
         entry.joined, entry.lane = self._joins, number
+        entry.seq = entry.seq or entry.joined
         lane = self._lanes.get(number)
         if lane is None:
             lane = self._lanes[number] = _Lane()

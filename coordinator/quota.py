@@ -212,13 +212,12 @@ class Quotas:
 
     def rates(self, tenant: str, now: float) -> RateState:
         """Of each rate the level with the least left."""
-        accounts = self._of.get(tenant) or self._accounts(tenant, now)
+        accounts = self._accounts(tenant, now)
         for account in accounts:
-            if account.requests or account.tokens:
+            if account.requests is not None or account.tokens is not None:
                 break
         else:
             return NO_RATES
-        accounts = self._accounts(tenant, now)
         requests = _tightest([account.requests for account in accounts])
         return RateState(*requests, *_tightest([account.tokens for account in accounts]))
 

@@ -50,9 +50,7 @@ class Role(StrEnum):
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages: one MessagePack array, its first element the type's name.
-
-    None holds what could lead back to it, so the garbage collector need not look at them (`gc=False`)."""
+    """Base of all messages: one MessagePack array, its first element the type's name. None can be part of a cycle."""
 
 
 # --- any link ---------------------------------------------------------------------------------------------------------

@@ -96,11 +96,15 @@ class Wire:
             self.network.world.after(self.network.latency(self, side), self._reset, side)
 
     def release(self, side: int) -> None:
-        """What was held back by a partition goes on."""
+        """What was held back by a partition goes on; what comes meanwhile waits behind it."""
+        if self._stuck[side]:
+            self.network.world.after(self.network.latency(self, side), self._drain, side)
+
+    def _drain(self, side: int) -> None:
         stuck = self._stuck[side][:]
         self._stuck[side].clear()
         for frame in stuck:
-            self._pass(side, frame)
+            self._arrive(side, frame)
 
     def silent(self, side: int) -> bool:
         """Whether this side hears nothing of the other."""

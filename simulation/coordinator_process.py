@@ -2,8 +2,10 @@
 of usage is its rows only: what the thread has committed outlives the process, what it has not is lost with it.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from coordinator.core import Core
 from coordinator.events import Action, Configured, Event, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
@@ -87,7 +89,7 @@ class Journal:
 def _as_opened(row: Row) -> Opened:
     opened = row.opened
     ask = Ask(row.prompt_tokens, row.output_tokens, opened.ask.kv_blocks)
-    return replace(opened, ask=ask, again=False)
+    return msgspec.structs.replace(opened, ask=ask, again=False)
 
 
 class CoordinatorProcess(Process):

@@ -33,6 +33,7 @@ from proto.messages import (
     WorkFailed,
 )
 from proto.progress import DecodeProgress
+from proto.status import KvPairs
 
 
 def _status(state: State, epoch: int, event: Received, now: float) -> None:
@@ -50,6 +51,7 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
     Finished: (WORKERS, progress.finished),
     Released: (WORKERS, progress.released),
     WorkFailed: (WORKERS, progress.work_failed),
+    KvPairs: ((Role.PREFILL,), progress.kv_pairs),
     StatusRequest: ((Role.OBSERVER, Role.GATEWAY), _status),
 }
 """Who may send what, and who takes it."""

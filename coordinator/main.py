@@ -28,7 +28,8 @@ from coordinator.quota import DAY_S
 from coordinator.usage import Closed, Opened
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
-from proto.messages import Hello, Message, Rejected, Role, StatusReport, Submit
+from proto.messages import Hello, Message, Rejected, Role, Submit
+from proto.status import StatusReport
 from runtime import clock, log, machine
 from runtime.driver import CoreDriver, cancelled, run_process, watched
 from runtime.exits import ConfigError

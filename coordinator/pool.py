@@ -11,6 +11,7 @@ from coordinator.request import Request
 from coordinator.room import NEVER, Life, Room
 from coordinator.score import Weights
 from proto.messages import Capacity, Chunk, Hello, Role, Step, Submit
+from proto.status import KvPair
 
 WORKERS = (Role.PREFILL, Role.DECODE)
 
@@ -44,6 +45,8 @@ class Worker:
     steps: dict[int, tuple[tuple[Chunk, Request], ...]] = field(default_factory=dict)
     """Steps in flight, by id."""
     tokens_in_flight: int = 0
+    kv_pairs: tuple[KvPair, ...] = ()
+    """Prefill only, as it last reported."""
     next_step_id: int = 0
     tokens_forwarded: int = 0
     tokens_per_s: float = 0.0

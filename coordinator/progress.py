@@ -20,6 +20,7 @@ from proto.messages import (
     WorkFailed,
 )
 from proto.progress import DecodeProgress
+from proto.status import KvPairs
 
 
 def step_done(state: State, epoch: int, event: Received, now: float) -> None:
@@ -109,6 +110,11 @@ def handed_over(state: State, epoch: int, event: Received, now: float) -> None:
     state.let_go(epoch, (done.request_id, done.attempt), 0, first=True)
     if request and request.prefill_epoch == epoch and request.state in (Life.PREFILLING, Life.HANDING_OVER):
         state.move(request, Trigger.HANDED_OVER, now)
+
+
+def kv_pairs(state: State, epoch: int, event: Received, now: float) -> None:
+    assert isinstance(event.message, KvPairs)
+    state.workers[epoch].kv_pairs = event.message.pairs
 
 
 def decode_progress(state: State, epoch: int, event: Received, now: float) -> None:

@@ -3,7 +3,8 @@
 from collections import Counter
 
 from coordinator.state import State
-from proto.messages import Role, StatusReport, Submit, WorkerStatus
+from proto.messages import Role, Submit
+from proto.status import PairStatus, StatusReport, WorkerStatus
 
 NO_CAPACITY_S = 5.0
 """About what a supervised worker takes to come back."""
@@ -42,4 +43,14 @@ def status(state: State) -> StatusReport:
         running=dict(Counter(request.state.value for request in state.requests.values())),
         finished=dict(state.outcomes),
         counters=dict(state.counters),
+        kv_pairs=tuple(sorted(_pairs(state), key=lambda pair: (pair.prefill, pair.decode))),
     )
+
+
+def _pairs(state: State) -> list[PairStatus]:
+    return [
+        PairStatus(worker.hello.name, state.workers[pair.decode_epoch].hello.name, pair.transport, pair.why)
+        for worker in state.workers.values()
+        for pair in worker.kv_pairs
+        if pair.decode_epoch in state.workers
+    ]

@@ -39,7 +39,7 @@ class DecodeWorker:
         thread: EngineThread,
         log: Log,
         name: str,
-        memory: SharedMemory | None = None,
+        memory: SharedMemory | None,
     ) -> None:
         """`memory` is what the KV pool lies in, if other processes may map it."""
         info = engine.info

@@ -48,9 +48,8 @@ def load_engine(
     allocate: Callable[[int], torch.Tensor] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Engine:
-    """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`, on the CPU in memory from
-    `allocate(bytes)` if it is given: zeros, as a tensor of bytes.
-
+    """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`; on the CPU
+    `allocate(bytes)` may provide its memory, as a tensor of zero bytes.
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `block_size` is in tokens.
     `step_tokens_max` is the most tokens one forward will have; it says which forms of the weights pay. Raises ModelUnsupported.
     """

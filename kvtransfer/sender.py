@@ -63,11 +63,13 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         send: Callable[[int, Message, bytes], None],
         on_result: Callable[[KvSent | KvFailed], None],
         settings: KvSettings,
+        on_pairs: Callable[[list[PairState]], None] = lambda pairs: None,
     ) -> None:
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not. `on_result` says that the blocks may be
         reused."""
         super().__init__(layout, pool, epoch, clock, send, settings)
         self._on_result = on_result
+        self._on_pairs = on_pairs
         self._last_pair_id = 0
         self._choice = TransportChoice(settings.transports, settings.demote_ms, settings.demote_max_ms)
 
@@ -184,6 +186,12 @@ class KvSender(Driver[SenderSession, _Outgoing]):
             route.peer_epoch, PairOpen(route.pair_id, route.offered, route.rows.layout.block_size, self._host_id), b""
         )
 
+    def _drop(self, route: _Outgoing, reason: str, tell_peer: bool) -> None:
+        was_ready = route.ready and not route.dropped
+        super()._drop(route, reason, tell_peer)
+        if was_ready:
+            self._on_pairs(self.transports())
+
     def _connect(self, peer_epoch: int, message: PairListen) -> None:
         route = self._routes.get(peer_epoch)
         if route is None or route.pair_id != message.pair_id or route.pair is not None:
@@ -199,6 +207,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
 
     def _pair_ready(self, route: _Outgoing) -> None:
         super()._pair_ready(route)
+        self._on_pairs(self.transports())
         self._pump(route)
 
     def _pair_broke(self, route: _Outgoing, reason: str) -> None:

@@ -16,7 +16,8 @@ from rich.table import Table
 from launcher import here
 from proto import limits
 from proto.errors import CrossdockError
-from proto.messages import Hello, Message, Role, StatusReport, StatusRequest, Welcome
+from proto.messages import Hello, Message, Role, StatusRequest, Welcome
+from proto.status import StatusReport
 from runtime import clock
 from runtime.addresses import AddressOrEmpty
 from runtime.link import LinkClient, LinkSettings, Peer
@@ -111,7 +112,8 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     """Field names for everything; on the wire structs are arrays."""
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
     workers = [{name: getattr(worker, name) for name in worker.__struct_fields__} for worker in report.workers]
-    return fields | {"workers": workers}
+    pairs = [{name: getattr(pair, name) for name in pair.__struct_fields__} for pair in report.kv_pairs]
+    return fields | {"workers": workers, "kv_pairs": pairs}
 
 
 def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
@@ -121,6 +123,9 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
         console.print(_wide_table(report) if wide else _table(report))
     else:
         console.print("No workers are connected.")
+    for pair in report.kv_pairs:
+        why = f" ({escape(pair.why)})" if pair.why else ""
+        console.print(f"KV {escape(pair.prefill)} → {escape(pair.decode)}: {pair.transport}{why}", highlight=False)
     console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
     console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
     if report.counters:

@@ -14,6 +14,7 @@ from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import PromptTable
 from proto.errors import CrossdockError, RemoteProtocolError
 from proto.messages import Capacity, Message
+from proto.status import KvPair, KvPairs
 from runtime import clock
 from runtime.driver import watched
 from runtime.link import LinkSettings
@@ -39,6 +40,7 @@ class PrefillWorker:
         )
         self.work = asyncio.Event()
         """Set when there may be a step to run."""
+        self.pairs_reported_at = 0
         epoch = clock.new_epoch()
         capacity = Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens)
         hello = worker_hello(settings, epoch=epoch, name=name, fingerprint=info.fingerprint, capacity=capacity)
@@ -60,6 +62,7 @@ class PrefillWorker:
             clock=clock.now,
             send=self._send_kv,
             on_result=self.core.kv_result,
+            on_pairs=lambda pairs: self._report_pairs(),
             settings=KvSettings(
                 transports=allowed_transports(settings.kv_transport),
                 ack_timeout_ms=settings.kv_timeout_ms,
@@ -88,6 +91,8 @@ class PrefillWorker:
             stepping.result()
 
     def _order(self, _: LinkPeer, message: Message, blob: bytes) -> None:
+        if self.pairs_reported_at != self.core.links_lost:
+            self._report_pairs()  # a coordinator that has started anew does not know them
         self.core.order(message, blob)
         self.work.set()
 
@@ -106,6 +111,11 @@ class PrefillWorker:
                 self.core.step_failed(begun, str(error))
                 continue
             self.core.step_done(begun, result)
+
+    def _report_pairs(self) -> None:
+        pairs = self.sender.transports()
+        self.registration.send(KvPairs(tuple(KvPair(p.peer_epoch, p.transport, p.why[:512]) for p in pairs)))
+        self.pairs_reported_at = self.core.links_lost
 
     # --- KV control -----------------------------------------------------------------------------------------------------
 

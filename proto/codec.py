@@ -15,7 +15,7 @@ from typing import Union
 
 import msgspec
 
-from proto import kv, limits, messages, progress
+from proto import kv, limits, messages, progress, status
 from proto.errors import RemoteProtocolError
 from proto.messages import Message
 
@@ -28,7 +28,9 @@ def _defined_in(module: ModuleType) -> list[type[Message]]:
     return [value for value in values if value is not Message and value.__module__ == module.__name__]
 
 
-ALL_MESSAGES: tuple[type[Message], ...] = (*_defined_in(messages), *_defined_in(progress), *_defined_in(kv))
+ALL_MESSAGES: tuple[type[Message], ...] = tuple(
+    message for module in (messages, progress, kv, status) for message in _defined_in(module)
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[ALL_MESSAGES])

@@ -213,31 +213,6 @@ class ClusterState(Message, frozen=True):
     """Tokens that each hash of a prompt is to cover: for each of them, its workers' smallest block size."""
 
 
-class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
-    name: Text
-    role: Role
-    model: Text
-    host: Text
-    pid: Count
-    kv_blocks: Count
-    kv_blocks_used: Count
-    requests: Count
-    steps_in_flight: Count
-    tokens_forwarded: Count
-    """By its model since it started, as last heard."""
-
-
-class StatusReport(Message, frozen=True):
-    workers: tuple[WorkerStatus, ...]
-    gateways: tuple[Text, ...]
-    queued: Count
-    running: dict[Text, Count]
-    """Requests by life-cycle state."""
-    finished: dict[Text, Count]
-    """Requests ended since start, by outcome."""
-    counters: dict[Text, Annotated[int, Meta(ge=0)]]  # bytes moved are soon more than a Count
-
-
 # --- coordinator → prefill worker ----------------------------------------------------------------------------------------
 
 

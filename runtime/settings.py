@@ -288,9 +288,7 @@ class WorkerSettings(_ClientSettings):
         description="Keep the KV of prompts that are done, as long as nobody needs the room, and do not compute (prefill)"
         " or receive (decode) again what a new prompt of the same tenant begins with.",
     )
-    max_seqs: int = Field(
-        64, ge=1, le=65_536, description="Most sequences at once. A larger batch slows each stream in it."
-    )
+    max_seqs: int = Field(64, ge=1, le=65_536, description="Most sequences at once. More slow each stream down.")
     step_tokens_max: int = Field(
         2048,
         ge=1,
@@ -314,8 +312,7 @@ class WorkerSettings(_ClientSettings):
     )
     kv_transport: Literal["auto", "shm", "gloo"] = Field(
         "auto",
-        description="How KV crosses between two workers; auto: the best that a pair can use, and the next one where that fails."
-        " shm copies within one host, straight into the other's KV cache; gloo sends over TCP, between any two hosts.",
+        description="How KV crosses: shm within one host, gloo between any two; auto: the best that a pair can use.",
     )
     kv_timeout_ms: int = Field(
         10_000,

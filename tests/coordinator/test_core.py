@@ -23,12 +23,12 @@ from proto.messages import (
     Released,
     Reserve,
     Role,
-    StatusReport,
     StatusRequest,
     Step,
     StepDone,
     WorkFailed,
 )
+from proto.status import StatusReport
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 
 

@@ -21,13 +21,13 @@ from proto.messages import (
     Release,
     Released,
     Role,
-    StatusReport,
     StatusRequest,
     Step,
     StepDone,
     Submit,
 )
 from proto.progress import DecodeProgress, Joined
+from proto.status import StatusReport
 from runtime.tenants import parse
 from tests.coordinator.world import MODEL, Harness, gateway_hello, submit, worker_hello
 

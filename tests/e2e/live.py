@@ -20,7 +20,7 @@ import psutil
 import uvloop
 
 from launcher.status import NoAnswer, ask
-from proto.messages import StatusReport
+from proto.status import StatusReport
 
 READY_S = 180.0
 ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")

@@ -14,12 +14,14 @@ from rich.console import Console
 from launcher import here, status
 from launcher.status import NoAnswer, SeveralClusters, StatusSettings, as_dict, ask, show
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Hello, Message, Role, StatusReport, StatusRequest, WorkerStatus
+from proto.messages import Hello, Message, Role, StatusRequest
+from proto.status import PairStatus, StatusReport, WorkerStatus
 from runtime import clock
 from runtime.link import LinkServer, Peer
 
 WORKER = WorkerStatus("decode-0", Role.DECODE, "tiny", "here", 7, 100, 3, 2, 0, 12_345)
-REPORT = StatusReport((WORKER,), ("gateway-0",), 4, {"decoding": 2}, {"finished": 9}, {"protocol_errors": 1})
+PAIR = PairStatus("prefill-0", "decode-0", "gloo", "shm: another host, user or namespace")
+REPORT = StatusReport((WORKER,), ("gateway-0",), 4, {"decoding": 2}, {"finished": 9}, {"protocol_errors": 1}, (PAIR,))
 
 
 def test_the_answer_of_the_coordinator_is_what_is_shown() -> None:

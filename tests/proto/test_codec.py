@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proto import kv, limits, messages, progress
+from proto import kv, limits, messages, progress, status
 from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, split_hashes, to_frames, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
-from proto.messages import Capacity, Chunk, Held, Message, Peer, Role, TokenItem, WorkerStatus
+from proto.messages import Capacity, Chunk, Held, Message, Peer, Role, TokenItem
 from proto.sampling import Sampling, TokenLogprobs
 
 SAMPLING = Sampling(
@@ -41,8 +41,14 @@ SAMPLES: list[Message] = [
     messages.Rejected(*ID, Reject.QUEUE_FULL, "full", 1.5, RATES),
     messages.Interrupted(*ID, Interrupt.DECODE_LOST, "gone"),
     messages.ClusterState(("a", "b"), (16, 32)),
-    messages.StatusReport(
-        (WorkerStatus("w", Role.PREFILL, "m", "h", 1, 2, 1, 1, 0, 5),), ("g",), 1, {"queued": 1}, {}, {"x": 2}
+    status.StatusReport(
+        (status.WorkerStatus("w", Role.PREFILL, "m", "h", 1, 2, 1, 1, 0, 5),),
+        ("g",),
+        1,
+        {"queued": 1},
+        {},
+        {"x": 2},
+        (status.PairStatus("p", "d", "shm", ""),),
     ),
     messages.Prefill(*WORK, GATEWAY, DECODE, 16, HASHES, 16),
     messages.Step(4, (Chunk(*ID, 0, 16),)),
@@ -57,6 +63,7 @@ SAMPLES: list[Message] = [
     messages.Released(*ID, 7),
     messages.WorkFailed(*ID, Interrupt.TRANSFER_FAILED, "broke"),
     messages.Tokens((ITEM,)),
+    status.KvPairs((status.KvPair(9, "gloo", "shm: another host"),)),
     kv.PairOpen(3, ("shm", "gloo"), 16, "host"),
     kv.PairListen(3, "gloo", "127.0.0.1", 5, "secret", "shm: another host"),
     kv.PairClosed(3, "why"),

@@ -1,0 +1,57 @@
+"""What people are told of a cluster, and what workers report for that alone."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from proto.kv import TransportName
+from proto.messages import Count, Epoch, Message, Role, Text
+
+
+class KvPair(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How a prefill worker reaches one decode worker."""
+
+    decode_epoch: Epoch
+    transport: TransportName
+    why: Text
+    """What spoke against better transports; empty: nothing."""
+
+
+class KvPairs(Message, frozen=True):
+    """All pairs of a prefill worker, sent when they change."""
+
+    pairs: Annotated[tuple[KvPair, ...], Meta(max_length=1024)]
+
+
+class PairStatus(msgspec.Struct, frozen=True, array_like=True):
+    prefill: Text
+    decode: Text
+    transport: Text
+    why: Text
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
+    name: Text
+    role: Role
+    model: Text
+    host: Text
+    pid: Count
+    kv_blocks: Count
+    kv_blocks_used: Count
+    requests: Count
+    steps_in_flight: Count
+    tokens_forwarded: Count
+    """By its model since it started, as last heard."""
+
+
+class StatusReport(Message, frozen=True):
+    workers: tuple[WorkerStatus, ...]
+    gateways: tuple[Text, ...]
+    queued: Count
+    running: dict[Text, Count]
+    """Requests by life-cycle state."""
+    finished: dict[Text, Count]
+    """Requests ended since start, by outcome."""
+    counters: dict[Text, Annotated[int, Meta(ge=0)]]  # bytes moved are soon more than a Count
+    kv_pairs: tuple[PairStatus, ...] = ()

@@ -16,7 +16,7 @@ A bill of an earlier coordinator is an *orphan*: its row in the journal is open,
 If none comes in `orphan_s`, it is written off at its estimate.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from coordinator.lifecycle import State
 from coordinator.quota import NO_RATES, Ask, Denial, Grant, Quotas
@@ -32,8 +32,7 @@ _SETTLED_MAX = 4096
 """Bills kept to go on from; of older ones the journal alone knows what they came to."""
 
 
-@dataclass(eq=False, slots=True)
-class Bill:
+class Bill(msgspec.Struct, eq=False, gc=False):
     request_id: str
     grant: Grant
     prompt_tokens_max: int

@@ -4,7 +4,7 @@ A prefill worker asks for work when it has a step to fill, so the choice is made
 another worker has more cached of should run here at all, and then, which decode worker goes with it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from coordinator.locality import known_blocks, usable_tokens
 from coordinator.pool import Pool, Worker
@@ -18,6 +18,8 @@ TOKENS_PER_S = 1000.0
 
 def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
     """How much of a prompt this worker is believed to have, as far as that saves work."""
+    if not submit.block_hashes:
+        return 0
     size = prefill.capacity.block_size
     return usable_tokens(known_blocks(pool.locality, prefill.epoch, submit, size), submit, size)
 
@@ -62,8 +64,10 @@ def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
     return sorted(pool.prefill.values(), key=order)
 
 
-def choose_decode(submit: Submit, prefill: Worker, decode: Iterable[Worker], pool: Pool) -> Worker | None:
+def choose_decode(submit: Submit, prefill: Worker, decode: Sequence[Worker], pool: Pool) -> Worker | None:
     """The best of these decode workers, which have room for it."""
+    if len(decode) < 2:
+        return decode[0] if decode else None
     spread = sorted(decode, key=lambda w: (w.tokens_forwarded, w.epoch))  # of equals, the one that has done least
     sides = ((worker.epoch, _decode_side(worker, submit, pool)) for worker in spread)
     epoch = best_decode(sides, prefill.hello.host, pool.weights)

@@ -66,12 +66,12 @@ class Core(State):
         self.out, self.now = [], now
         intake.expire(self, now)
         match event:
+            case Received():
+                self._received(event, now)
             case PeerUp(epoch, hello):
                 members.up(self, epoch, hello, now)
             case PeerDown(epoch, reason):
                 members.down(self, epoch, reason, now)
-            case Received():
-                self._received(event, now)
             case Configured(tenants, utc_offset_s, past):
                 tenancy.configure(self, tenants, utc_offset_s, past, now)
             case Tick():

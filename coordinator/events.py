@@ -16,19 +16,19 @@ from proto.messages import Hello, Message
 from runtime.tenants import DEFAULT_BANDS, Band, Tenants
 
 
-class PeerUp(msgspec.Struct, frozen=True):
+class PeerUp(msgspec.Struct, frozen=True, gc=False):
     """A process whose Hello `Core.refusal` had nothing against."""
 
     epoch: int
     hello: Hello
 
 
-class PeerDown(msgspec.Struct, frozen=True):
+class PeerDown(msgspec.Struct, frozen=True, gc=False):
     epoch: int
     reason: str
 
 
-class Received(msgspec.Struct, frozen=True):
+class Received(msgspec.Struct, frozen=True, gc=False):
     epoch: int
     message: Message
     blob: bytes = b""
@@ -53,13 +53,13 @@ class Configured:
 Event = PeerUp | PeerDown | Received | Configured | Tick
 
 
-class Send(msgspec.Struct, frozen=True):
+class Send(msgspec.Struct, frozen=True, gc=False):
     epoch: int
     message: Message
     blob: bytes = b""
 
 
-class Moved(msgspec.Struct, frozen=True):
+class Moved(msgspec.Struct, frozen=True, gc=False):
     """For the log and for metrics: a request changed state."""
 
     request_id: str
@@ -68,7 +68,7 @@ class Moved(msgspec.Struct, frozen=True):
     why: str
 
 
-class Misbehaved(msgspec.Struct, frozen=True):
+class Misbehaved(msgspec.Struct, frozen=True, gc=False):
     """A peer broke the protocol; the driver counts it and ends the link."""
 
     epoch: int

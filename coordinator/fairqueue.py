@@ -75,9 +75,28 @@ class Node(Generic[T]):
         self.heaps: dict[int, list[tuple[float, int, Node[T]]]] = {}
         self.children: dict[str, Node[T]] = {}
 
+    def before(self, other: "Node[T]") -> bool:
+        """Whether its turn comes before that of another child of the same ring."""
+        return self.round < other.round or (self.round == other.round and self.position < other.position)
+
 
 Slot = tuple[float, int, Node[T]]
 """(round, ring position, child)."""
+
+
+def _first(heap: list[Slot[T]], place: int) -> Node[T] | None:
+    """Whose turn comes first, after putting outdated slots right; alone, one may stay as it is."""
+    while heap:
+        slot = heap[0]
+        node = slot[2]
+        if node.slots.get(place) is not slot:
+            heappop(heap)
+        elif slot[0] < node.round and len(heap) > 1:
+            fresh = node.slots[place] = (node.round, node.position, node)
+            heapreplace(heap, fresh)
+        else:
+            return node
+    return None
 
 
 class FairQueue(Generic[T]):
@@ -158,11 +177,11 @@ class FairQueue(Generic[T]):
         leaf = node = entry.leaf
         while (ring := node.parent) is not None:
             # Conditions in place of min and max: this runs for every chunk and level, and calls cost.
-            start, due = node.round, cost + node.owed
-            if start > ring.now:
+            start, due, now = node.round, cost + node.owed, ring.now
+            if start > now:
                 ring.now = start
-            elif start < ring.now - quantum:
-                start = ring.now - quantum
+            elif start < now - quantum:
+                start = now - quantum
             if due >= 0.0:
                 node.owed, node.round = 0.0, start + due / node.weight
             else:
@@ -219,38 +238,25 @@ class FairQueue(Generic[T]):
                     self._refusals -= 1
             return None
         own = node.heaps.get(place)
-        free = node.heaps.get(ANYWHERE) if self._refusals > 0 else None
+        free = node.heaps.get(ANYWHERE) if self._refusals > 0 and place != ANYWHERE else None
         passed: list[tuple[list[Slot[T]], Slot[T]]] = []
         found = None
         while True:
-            heap, slot = own, self._top(own, place) if own else None
-            if free and self._refusals > 0 and place != ANYWHERE:
-                other = self._top(free, ANYWHERE)
-                if slot is None or (other is not None and other < slot):
-                    heap, slot = free, other
-            if heap is None or slot is None:
+            heap, child = own, _first(own, place) if own else None
+            if free and self._refusals > 0:
+                other = _first(free, ANYWHERE)
+                # A child may stand in both, and often does.
+                if other is not child and (child is None or (other is not None and other.before(child))):
+                    heap, child = free, other
+            if heap is None or child is None:
                 break
-            found = self._find(slot[2], place, offer)
+            found = self._find(child, place, offer)
             if found is not None:
                 break
             passed.append((heap, heappop(heap)))
         for heap, slot in passed:
             heappush(heap, slot)
         return found
-
-    def _top(self, heap: "list[Slot[T]]", place: int) -> "Slot[T] | None":
-        """The first slot that holds, after putting outdated ones right."""
-        while heap:
-            slot = heap[0]
-            due, position, node = slot
-            if node.slots.get(place) is not slot:
-                heappop(heap)
-            elif due < node.round:
-                fresh = node.slots[place] = (node.round, position, node)
-                heapreplace(heap, fresh)
-            else:
-                return slot
-        return None
 
     # --- idle and busy --------------------------------------------------------------------------------------------------
 

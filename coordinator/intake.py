@@ -5,12 +5,12 @@ from coordinator.choice import uncached_tokens
 from coordinator.events import Misbehaved, Moved, Received
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
-from coordinator.request import Request
+from coordinator.request import Request, share
 from coordinator.state import State
 from coordinator.victims import expected_left
-from proto.errors import Reject
+from proto.errors import Interrupt, Reject
 from proto.limits import HASH_BYTES
-from proto.messages import Accepted, Cancel, Rejected, Submit
+from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 
 
 def submit(state: State, epoch: int, event: Received, now: float) -> None:
@@ -23,7 +23,11 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         # A worker would hold it against us.
         state.out.append(Misbehaved(epoch, f"{len(submit.block_hashes)} bytes are no whole number of block hashes"))
         return
-    if submit.attempt <= state.ended.get(submit.request_id, 0):
+    ended = state.ended.get(submit.request_id, 0)
+    if submit.attempt <= ended:
+        if submit.attempt == ended:
+            why = "this attempt has ended; its tokens were lost on their way if they have not come"
+            state.send(epoch, Interrupted(submit.request_id, submit.attempt, Interrupt.GATEWAY_LINK_LOST, why))
         return
     known = state.requests.get(submit.request_id)
     if known is not None and known.gateway_epoch != epoch:
@@ -49,6 +53,7 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         return
     assert request is not None
     if known is None:
+        share(submit)
         state.requests[request.id] = request
         state.journal(tenancy.opened(state, request))
     else:
@@ -152,6 +157,8 @@ def cancel(state: State, epoch: int, event: Received, now: float) -> None:
 
 def expire(state: State, now: float) -> None:
     for queue in state.queues.values():
+        if now < queue.nothing_due_before:
+            continue
         for request in queue.overdue(now):
             late = request.deadline is not None and request.deadline <= now
             reason = Reject.DEADLINE if late else Reject.EXPIRED
@@ -168,5 +175,6 @@ def expire(state: State, now: float) -> None:
         if first.since + state.limits.resubmit_s_max > now:
             break
         state.end(first, Trigger.EXPIRE, "its gateway did not resume it", now)
-    for entry in state.billing.write_off(now, now + state.limits.orphan_s_max):
-        state.journal(entry)
+    if state.billing.orphans:
+        for entry in state.billing.write_off(now, now + state.limits.orphan_s_max):
+            state.journal(entry)

@@ -13,7 +13,7 @@ def check(core: Core) -> None:
         assert len(worker.steps) <= core.limits.steps_in_flight
         assert all(core.requests.get(r.id) is r and r.prefill_epoch == worker.epoch for r in worker.placed.values())
         assert all(r.entry is not None for r in worker.placed.values())
-        assert worker.tokens_in_flight == sum(c.length for asked in worker.steps.values() for c, _ in asked)
+        assert worker.tokens_in_flight == sum(c.length for step, _ in worker.steps.values() for c in step.chunks)
     queued = [request.id for queue in core.queues.values() for request in queue]
     assert len(queued) == len(set(queued))
     for queue in core.queues.values():
@@ -40,7 +40,7 @@ def _check_bills(core: Core) -> None:
     billing, out = core.billing, Counter[str]()
     for worker in core.workers.values():
         out.update(request_id for request_id, _ in worker.holdings)
-        out.update(chunk.request_id for asked in worker.steps.values() for chunk, _ in asked)
+        out.update(chunk.request_id for step, _ in worker.steps.values() for chunk in step.chunks)
     concurrency: Counter[str] = Counter()
     for request_id, bill in billing.bills.items():
         assert bill.held == out[request_id]

@@ -21,9 +21,9 @@ class Entry(Generic[T]):
 
     __slots__ = ("chunks", "deadline", "excess", "item", "joined", "lane", "leaf", "newer", "older", "seq")
 
-    def __init__(self, item: T, leaf: Any, deadline: float, chunks: int, seq: int) -> None:
-        self.item, self.leaf, self.deadline, self.chunks, self.seq = item, leaf, deadline, chunks, seq
-        self.joined = 0
+    def __init__(self, item: T, leaf: Any, deadline: float, chunks: int) -> None:
+        self.item, self.leaf, self.deadline, self.chunks = item, leaf, deadline, chunks
+        self.seq = self.joined = 0
         self.lane = ANYWHERE
         self.older: Entry[T] | None = None
         self.newer: Entry[T] | None = None
@@ -77,13 +77,17 @@ class _Lane(Generic[T]):
         entry.older = entry.newer = None
         entry.excess = entry.joined = 0
 
-    def first(self, overtaken_max: int) -> Entry[T] | None:
+    def first(self, overtaken_max: int) -> Entry[T]:
+        """A lane is gone when nothing is left in it."""
         if self.overtaken >= overtaken_max:
+            assert self.oldest is not None
             return self.oldest
         heap = self.heap
-        while heap and heap[0][4].joined != heap[0][3]:
+        while True:
+            _, _, _, joined, entry = heap[0]
+            if entry.joined == joined:
+                return entry
             heappop(heap)
-        return heap[0][4] if heap else None
 
 
 class Lanes(Generic[T]):
@@ -100,7 +104,7 @@ class Lanes(Generic[T]):
 
     def add(self, item: T, leaf: Any, deadline: float, chunks: int) -> Entry[T]:
         assert chunks >= 1
-        entry = Entry(item, leaf, deadline, chunks, self._joins + 1)
+        entry = Entry(item, leaf, deadline, chunks)
         self._join(entry, ANYWHERE)
         self.size += 1
         return entry
@@ -122,7 +126,12 @@ class Lanes(Generic[T]):
 
     def move(self, entry: Entry[T], place: int) -> None:
         """It waits on `place` for its next chunk, as the newest there."""
-        self._leave(entry)
+        if entry.lane != place:
+            self._leave(entry)
+            self._join(entry, place)
+            return
+        # Without losing the lane, should there be nothing else in it.
+        self._lanes[place].leave(entry)
         self._join(entry, place)
 
     def heads(self, place: int, anywhere: bool) -> list[Entry[T]]:
@@ -130,20 +139,14 @@ class Lanes(Generic[T]):
 
         One that waits for room lets nothing else of its tenant in before it, but does not hold up what is placed already.
         """
+        most = self._max
         own = self._lanes.get(place)
         free = self._lanes.get(ANYWHERE) if anywhere else None
         if own is None or free is None:
-            only = free if own is None else own
-            entry = only.first(self._max) if only is not None else None
-            return [] if entry is None else [entry]
-        ordered = []
-        for lane in (own, free):
-            entry = lane.first(self._max)
-            if entry is not None:
-                ordered.append((self.order(entry), entry))
-        if len(ordered) == 2 and ordered[1][0] < ordered[0][0]:
-            ordered.reverse()
-        return [entry for _, entry in ordered]
+            only = own or free
+            return [only.first(most)] if only is not None else []
+        one, other = own.first(most), free.first(most)
+        return [one, other] if self.order(one) < self.order(other) else [other, one]
 
     def order(self, entry: Entry[T]) -> tuple[int, float, int, int]:
         """The least goes first. Begins with `AGED` where it goes because it was overtaken often enough."""
@@ -155,6 +158,7 @@ class Lanes(Generic[T]):
     def _join(self, entry: Entry[T], number: int) -> None:
         self._joins += 1
         entry.joined, entry.lane = self._joins, number
+        entry.seq = entry.seq or entry.joined
         lane = self._lanes.get(number)
         if lane is None:
             lane = self._lanes[number] = _Lane()

@@ -36,8 +36,8 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
     if worker is not None:
         state.counters[f"{hello.role}_lost"] += 1
         state.pools[hello.model].remove(worker)
-        for asked in worker.steps.values():
-            for chunk, request in asked:
+        for step, requests in worker.steps.values():
+            for chunk, request in zip(step.chunks, requests, strict=True):
                 state.queues[hello.model].skipped(request.path, chunk.length)
                 state.journal(state.billing.let_go(request.id, now))
         for key, holding in worker.holdings.items():

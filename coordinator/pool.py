@@ -16,7 +16,7 @@ from proto.status import KvPair
 WORKERS = (Role.PREFILL, Role.DECODE)
 
 
-class Holding(msgspec.Struct, frozen=True):
+class Holding(msgspec.Struct, frozen=True, gc=False):
     """What one attempt has reserved on one worker, until that worker itself says that it has let go."""
 
     kv_blocks: int
@@ -42,8 +42,8 @@ class Worker:
     holdings: dict[tuple[str, int], Holding] = field(default_factory=dict)
     placed: dict[str, Request] = field(default_factory=dict)
     """Prefill only: prompts with tokens not yet dispatched, oldest first."""
-    steps: dict[int, tuple[tuple[Chunk, Request], ...]] = field(default_factory=dict)
-    """Steps in flight, by id."""
+    steps: dict[int, tuple[Step, list[Request]]] = field(default_factory=dict)
+    """Steps in flight, by id, with the request of each chunk."""
     tokens_in_flight: int = 0
     kv_pairs: tuple[KvPair, ...] = ()
     """Prefill only, as it last reported."""
@@ -74,8 +74,10 @@ class Worker:
             return holding.kv_blocks <= self.free_blocks
         return self.room.fits(holding.life)
 
-    def could_ever_fit(self, holding: Holding) -> bool:
-        return holding.kv_blocks <= self.capacity.kv_blocks and holding.seqs <= self.capacity.max_seqs
+    def could_ever_take(self, submit: Submit) -> bool:
+        """Whether it has room if nothing else is there."""
+        seqs = 1 if self.room is None else submit.choices
+        return self.whole_blocks(submit) <= self.capacity.kv_blocks and seqs <= self.capacity.max_seqs
 
     def hold(self, key: tuple[str, int], holding: Holding) -> None:
         """The caller has asked `fits`."""
@@ -123,25 +125,35 @@ class Worker:
     def begin_step(self, chunks: list[Chunk], requests: list[Request]) -> Step:
         step = Step(self.next_step_id, tuple(chunks))
         self.next_step_id += 1
-        self.steps[step.step_id] = tuple(zip(chunks, requests, strict=True))
-        self.tokens_in_flight += sum(chunk.length for chunk in chunks)
+        self.steps[step.step_id] = step, requests
+        for chunk in chunks:
+            self.tokens_in_flight += chunk.length
         return step
 
-    def end_step(self, step_id: int) -> tuple[tuple[Chunk, Request], ...]:
-        """What was asked for in a step that is over; empty if it is not known."""
-        step = self.steps.pop(step_id, ())
-        self.tokens_in_flight -= sum(chunk.length for chunk, _ in step)
-        return step
+    def end_step(self, step_id: int) -> tuple[tuple[Chunk, ...], list[Request]]:
+        """What was asked for in a step that is over, and whose it is; empty if it is not known."""
+        found = self.steps.pop(step_id, None)
+        if found is None:
+            return (), []
+        step, requests = found
+        for chunk in step.chunks:
+            self.tokens_in_flight -= chunk.length
+        return step.chunks, requests
 
     def undispatched_tokens(self) -> int:
         return sum(r.submit.prompt_tokens - r.dispatched_tokens for r in self.placed.values())
 
+    def whole_blocks(self, submit: Submit) -> int:
+        """The most blocks it comes to hold here."""
+        size = self.capacity.block_size
+        return -(-submit.prompt_tokens // size) if self.room is None else Life.of(submit).whole(size)
+
     def prefill_holding(self, submit: Submit, path: Path = ()) -> Holding:
-        return Holding(-(-submit.prompt_tokens // self.capacity.block_size), 1, path, None, submit.resumed_tokens)
+        return Holding(self.whole_blocks(submit), 1, path, None, submit.resumed_tokens)
 
     def decode_holding(self, submit: Submit, path: Path = (), expected_left: int = NEVER) -> Holding:
-        whole = Life.of(submit).whole(self.capacity.block_size)
-        return Holding(whole, submit.choices, path, Life.of(submit, expected_left), submit.resumed_tokens)
+        life = Life.of(submit, expected_left)
+        return Holding(self.whole_blocks(submit), submit.choices, path, life, submit.resumed_tokens)
 
     def check_invariants(self) -> None:
         assert self.free_seqs + sum(h.seqs for h in self.holdings.values()) == self.capacity.max_seqs
@@ -209,8 +221,8 @@ class Pool:
         return sum(worker.tokens_per_s for worker in self.prefill.values())
 
     def could_ever_fit(self, submit: Submit) -> bool:
-        return any(w.could_ever_fit(w.prefill_holding(submit)) for w in self.prefill.values()) and any(
-            w.could_ever_fit(w.decode_holding(submit)) for w in self.decode.values()
+        return any(worker.could_ever_take(submit) for worker in self.prefill.values()) and any(
+            worker.could_ever_take(submit) for worker in self.decode.values()
         )
 
     # --- waiting for room -----------------------------------------------------------------------------------------------

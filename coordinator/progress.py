@@ -27,18 +27,18 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, StepDone)
     worker = state.workers[epoch]
-    asked = worker.end_step(done.step_id)
+    asked, requests = worker.end_step(done.step_id)
     if not asked:
         return
-    if not _is_part(done.computed, asked):
-        state.out.append(Misbehaved(epoch, f"step {done.step_id} computed what it was not asked for"))
-        done = StepDone(done.step_id, (), 0.0, done.tokens_forwarded)
-    _refund_skipped(state, worker, asked, done.computed)
-    tokens = sum(chunk.length for chunk in done.computed)
+    if done.computed != asked:
+        if not _is_part(done.computed, asked):
+            state.out.append(Misbehaved(epoch, f"step {done.step_id} computed what it was not asked for"))
+            done = StepDone(done.step_id, (), 0.0, done.tokens_forwarded)
+        _refund_skipped(state, worker, asked, requests, done.computed)
     worker.tokens_forwarded = done.tokens_forwarded
-    if tokens and done.step_ms > 0:
-        worker.tokens_per_s += 0.2 * (tokens * 1000 / done.step_ms - worker.tokens_per_s)
+    tokens = 0
     for chunk in done.computed:
+        tokens += chunk.length
         state.billing.computed(chunk.request_id, chunk.attempt, chunk.length)
         request = state.current(chunk.request_id, chunk.attempt)
         if request is None or request.prefill_epoch != epoch:
@@ -48,23 +48,23 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
             state.counters["prompt_tokens_cached"] += request.cached_tokens
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
-    for chunk, _ in asked:
+    if tokens and done.step_ms > 0:
+        worker.tokens_per_s += 0.2 * (tokens * 1000 / done.step_ms - worker.tokens_per_s)
+    for chunk in asked:
         state.journal(state.billing.let_go(chunk.request_id, now))
 
 
-def _is_part(computed: tuple[Chunk, ...], asked: tuple[tuple[Chunk, Request], ...]) -> bool:
+def _is_part(computed: tuple[Chunk, ...], asked: tuple[Chunk, ...]) -> bool:
     """Whether these chunks are of those asked for, in their order."""
     rest = iter(asked)
-    return all(any(chunk == other for other, _ in rest) for chunk in computed)
+    return all(any(chunk == other for other in rest) for chunk in computed)
 
 
 def _refund_skipped(
-    state: State, worker: Worker, asked: tuple[tuple[Chunk, Request], ...], computed: tuple[Chunk, ...]
+    state: State, worker: Worker, asked: tuple[Chunk, ...], requests: list[Request], computed: tuple[Chunk, ...]
 ) -> None:
-    if len(asked) == len(computed):
-        return
     done = {(chunk.request_id, chunk.attempt) for chunk in computed}
-    for chunk, request in asked:
+    for chunk, request in zip(asked, requests, strict=True):
         if (chunk.request_id, chunk.attempt) not in done:
             state.queues[worker.hello.model].skipped(request.path, chunk.length)
 

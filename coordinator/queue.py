@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from coordinator.bands import ring_weights
 from coordinator.cost import OutputLength
@@ -19,12 +20,16 @@ class WaitQueue:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._waiting: dict[str, Request] = {}
+        self._waiting = 0
         self._lengths: dict[Path, OutputLength] = {}
-        self._came: deque[tuple[float, Request]] = deque()
-        """In the order in which they came to wait, also those that wait no longer until they are first."""
+        self._came: deque[Request] = deque()
+        """In the order in which they came to wait, also those that wait no longer until they are first ..."""
+        self._came_at: deque[float] = deque()
+        """... and when each of them did."""
         self._deadlines: list[tuple[float, int, Request, int]] = []
         self._deadlines_set = 0
+        self.nothing_due_before = 0.0
+        """A lower bound of `next_timer`: what leaves only makes that later."""
         self.fair: FairQueue[Request] = FairQueue(
             limits.quantum_tokens, {**ring_weights(limits.bands), **limits.weights}, limits.overtaken_max
         )
@@ -33,14 +38,16 @@ class WaitQueue:
         """Cost of all tenants."""
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._waiting
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._waiting.values())
+        came = zip(self._came_at, self._came, strict=True)
+        return iter(dict.fromkeys(request for since, request in came if _waits(since, request)))
 
     def replace_limits(self, limits: Limits) -> None:
         """Other bands and weights, from the next turn on."""
         self._limits = limits
+        self.nothing_due_before = 0.0
         self.fair.reweigh({**ring_weights(limits.bands), **limits.weights})
 
     def forget(self, tenant: str) -> None:
@@ -55,14 +62,18 @@ class WaitQueue:
     # --- in and out -----------------------------------------------------------------------------------------------------
 
     def push(self, request: Request, now: float) -> None:
-        assert request.id not in self._waiting and request.entry is None
-        self._waiting[request.id] = request
+        assert not request.waits and request.entry is None
+        request.waits = True
+        self._waiting += 1
         self.backlog.add(request, now)
         self._enter(request)
-        self._came.append((request.since, request))
-        if len(self._came) > 2 * len(self._waiting) + SPARE:
+        self._came.append(request)
+        self._came_at.append(request.since)
+        self.nothing_due_before = min(self.nothing_due_before, request.since + self._limits.queue_wait_s_max)
+        if len(self._came) > 2 * self._waiting + SPARE:
             # Behind one that waits long, those that have gone would stay, with all they hold.
-            self._came = deque(entry for entry in self._came if self._still_waits(*entry))
+            self._came = deque(self)
+            self._came_at = deque(waiting.since for waiting in self._came)
 
     def put_back(self, request: Request, dispatched_tokens: int) -> None:
         """Its worker will skip what was dispatched behind `dispatched_tokens`, so that must be dispatched again. What it cost
@@ -82,6 +93,7 @@ class WaitQueue:
         request.path = request.entry.leaf.path  # one for all of its tenant's
         if request.deadline is not None:
             self._deadlines_set += 1
+            self.nothing_due_before = min(self.nothing_due_before, request.deadline)
             heappush(self._deadlines, (request.deadline, self._deadlines_set, request, request.attempt))
             if len(self._deadlines) > 2 * len(self.fair) + SPARE:
                 self._deadlines = [due for due in self._deadlines if self._is_due(due[2], due[3])]
@@ -89,11 +101,11 @@ class WaitQueue:
 
     def _is_due(self, request: Request, attempt: int) -> bool:
         """Whether it has something to dispatch yet."""
-        return request.attempt == attempt and (request.entry is not None or request.id in self._waiting)
+        return request.attempt == attempt and (request.entry is not None or request.waits)
 
     def sort_out(self, can_run: Callable[[Request], bool]) -> None:
         """Workers have come or gone: what none can hold any more waits without a turn, until one comes that can."""
-        for request in self._waiting.values():
+        for request in self:
             if can_run(request) != (request.entry is not None):
                 if request.entry is None:
                     self._enter(request)
@@ -101,17 +113,15 @@ class WaitQueue:
                     self.fair.remove(request.entry)
                     request.entry = None
 
-    def _still_waits(self, since: float, request: Request) -> bool:
-        return request.id in self._waiting and since == request.since
-
     def placed(self, request: Request) -> None:
         """It waits no longer; its chunks go on competing."""
-        del self._waiting[request.id]
+        request.waits = False
+        self._waiting -= 1
         self.backlog.remove(request)
 
     def remove(self, request: Request) -> None:
         """No chunk of it is to be dispatched any more. Repeating it does no harm."""
-        if request.id in self._waiting:
+        if request.waits:
             self.placed(request)
         if request.entry is not None:
             self.fair.remove(request.entry)
@@ -120,12 +130,13 @@ class WaitQueue:
     # --- time -----------------------------------------------------------------------------------------------------------
 
     def next_timer(self) -> float | None:
-        came, deadlines = self._came, self._deadlines
-        while came and not self._still_waits(*came[0]):
+        came, came_at, deadlines = self._came, self._came_at, self._deadlines
+        while came and not _waits(came_at[0], came[0]):
             came.popleft()
+            came_at.popleft()
         while deadlines and not self._is_due(deadlines[0][2], deadlines[0][3]):
             heappop(deadlines)
-        waited = came[0][0] + self._limits.queue_wait_s_max if came else None
+        waited = came_at[0] + self._limits.queue_wait_s_max if came else None
         if not deadlines:
             return waited
         return deadlines[0][0] if waited is None else min(waited, deadlines[0][0])
@@ -133,8 +144,12 @@ class WaitQueue:
     def overdue(self, now: float) -> Iterator[Request]:
         """Those that waited too long, or whose own deadline is past with chunks yet to dispatch; the caller ends each."""
         while (due := self.next_timer()) is not None and due <= now:
-            late = self._deadlines and self._deadlines[0][0] <= now
-            yield heappop(self._deadlines)[2] if late else self._came.popleft()[1]
+            if self._deadlines and self._deadlines[0][0] <= now:
+                yield heappop(self._deadlines)[2]
+            else:
+                self._came_at.popleft()
+                yield self._came.popleft()
+        self.nothing_due_before = inf if due is None else due
 
     def too_late(self, now: float, tokens_per_s: float, uncached: Callable[[Submit], int]) -> Request | None:
         """One that waits and cannot have its first token by its deadline any more, of those due first."""
@@ -142,7 +157,7 @@ class WaitQueue:
         if not self._deadlines or tokens_per_s <= 0:
             return None
         due, _, request, attempt = self._deadlines[0]
-        if attempt > 1 or request.id not in self._waiting:
+        if attempt > 1 or not request.waits:
             return None
         return request if now + uncached(request.submit) / tokens_per_s > due else None
 
@@ -152,16 +167,17 @@ class WaitQueue:
         self, epoch: int, length_of: Callable[[Request], int], now: float, refusals_max: int = REFUSALS_MAX
     ) -> tuple[Request, int] | None:
         """Charge the next chunk for this prefill worker; `length_of` says how much of a prompt can run there now, or 0."""
-        length = 0
+        length, output_cost, prices = 0, 0.0, self._limits.prices
 
         def offer(request: Request) -> Terms | None:
-            nonlocal length
+            nonlocal length, output_cost
             length = length_of(request)
             if length == 0:
                 return None
-            cost = self._limits.prices.chunk(length)
-            last = request.dispatched_tokens + length == request.submit.prompt_tokens
-            return (cost + self._output_cost(request), True) if last else (cost, False)
+            if request.dispatched_tokens + length < request.submit.prompt_tokens:
+                return prices.chunk(length), False
+            output_cost = prices.output(self.output_estimate(request))
+            return prices.chunk(length) + output_cost, True
 
         found = self.fair.pop(epoch, offer, refusals_max)
         if found is None:
@@ -171,7 +187,7 @@ class WaitQueue:
         request.dispatched_tokens += length
         self.backlog.dispatched(request.path, length, now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
-            request.output_charged = self._output_cost(request)
+            request.output_charged = output_cost
             request.entry = None
         return request, length
 
@@ -213,11 +229,10 @@ class WaitQueue:
     def output_estimate(self, request: Request) -> float:
         return self._length(request.path).estimate(request.submit)
 
-    def _output_cost(self, request: Request) -> float:
-        return self._limits.prices.output(self.output_estimate(request))
-
     def _length(self, path: Path) -> OutputLength:
-        found = self._lengths.get(path)
-        if found is None:
-            found = self._lengths[path] = OutputLength()
-        return found
+        return self._lengths.get(path) or self._lengths.setdefault(path, OutputLength())
+
+
+def _waits(since: float, request: Request) -> bool:
+    """Whether it has waited from then on: it may have been placed, and come back."""
+    return request.waits and since == request.since

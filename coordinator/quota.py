@@ -17,6 +17,8 @@ it exceeds, neither now nor in the true-up, and is marked: what was borrowed goe
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from proto.messages import RateState
 from runtime.tenants import Level, QuotaLimits, Tenants
 
@@ -32,8 +34,7 @@ _PER_MIN = 60 * _NS
 """A limit of n per minute is n units per nanosecond when one token is this many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, gc=False):
     """What a request needs. Output is the estimate; the truth comes with `settle`."""
 
     prompt_tokens: int
@@ -133,8 +134,7 @@ class Account:
         return not (self.concurrency or self.tokens_in_flight or self.kv_blocks)
 
 
-@dataclass(eq=False, slots=True)
-class Grant:
+class Grant(msgspec.Struct, eq=False, gc=False):
     """What one request has taken. There are as many as requests, hence small."""
 
     accounts: tuple[Account, ...]
@@ -213,7 +213,10 @@ class Quotas:
     def rates(self, tenant: str, now: float) -> RateState:
         """Of each rate the level with the least left."""
         accounts = self._accounts(tenant, now)
-        if not any(account.requests or account.tokens for account in accounts):
+        for account in accounts:
+            if account.requests is not None or account.tokens is not None:
+                break
+        else:
             return NO_RATES
         requests = _tightest([account.requests for account in accounts])
         return RateState(*requests, *_tightest([account.tokens for account in accounts]))
@@ -273,7 +276,8 @@ class Quotas:
                     self.accounts[level.name] = Account(level, now_ns)
             found = self._of[tenant] = tuple(self.accounts[level.name] for level in levels)
         for account in found:
-            account.refresh(now_ns, day)
+            if account.requests is not None or account.tokens is not None or account.day < day:
+                account.refresh(now_ns, day)
         return found
 
     def _denials(self, account: Account, ask: Ask, now: float, idle: bool) -> Iterator[Denial]:

@@ -1,16 +1,33 @@
 """What the coordinator knows of one request."""
 
-from dataclasses import dataclass
+from sys import intern
+
+import msgspec
+from msgspec.structs import force_setattr
 
 from coordinator.billing import Bill
 from coordinator.lanes import Entry
 from coordinator.lifecycle import State, Trigger, advance
 from coordinator.room import NEVER
 from proto.messages import Submit
+from proto.sampling import Sampling
+
+_COMMON = {value: value for value in (0.0, 1.0)}
+_FLOATS = tuple(name for name, kind in Sampling.__annotations__.items() if kind.__origin__ is float)
 
 
-@dataclass(eq=False, slots=True)
-class Request:
+def share(submit: Submit) -> None:
+    """Make what most requests have alike one object for all of them: a third of the memory of one that waits. The decoder makes
+    each string and number anew; the message stays equal to what it was."""
+    force_setattr(submit, "model", intern(submit.model))
+    force_setattr(submit, "tenant", intern(submit.tenant))
+    for part, names in ((submit, ("deadline_ms",)), (submit.sampling, _FLOATS)):
+        for name in names:
+            value = getattr(part, name)
+            force_setattr(part, name, _COMMON.get(value, value))
+
+
+class Request(msgspec.Struct, eq=False):
     """One request over all its attempts; the fields from `submit` on belong to the current one."""
 
     id: str
@@ -32,6 +49,8 @@ class Request:
     """Likewise."""
     cached_tokens: int = 0
     """Of the prompt's first tokens, those that its prefill worker has: they are neither computed nor charged."""
+    waits: bool = False
+    """In its model's queue, and not placed."""
     waits_since: float | None = None
     """When it first let a worker's turn pass, for one with more of it cached."""
     entry: "Entry[Request] | None" = None

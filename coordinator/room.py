@@ -84,7 +84,9 @@ class Life(NamedTuple):
 
     def whole(self, block_size: int) -> int:
         """Blocks held at the end of the longest life counted with."""
-        return self.grown(self.counted, block_size)
+        prompt_tokens, left, choices, expected = self
+        shared = prompt_tokens // block_size
+        return shared + choices * (-(-(prompt_tokens + min(left, expected)) // block_size) - shared)
 
 
 class _Row(NamedTuple):

@@ -15,16 +15,17 @@ def schedule(state: State, now: float) -> None:
     for model, queue in state.queues.items():
         if not queue.fair.size:
             continue
-        pool = state.pools[model]
-        _place_kept(state, pool, queue, now)
-        free = [w for w in pool.prefill.values() if len(w.steps) < state.limits.steps_in_flight]
+        pool, most = state.pools[model], state.limits.steps_in_flight
+        if pool.kept_for is not None:
+            _place_kept(state, pool, queue, now)
+        free = [worker for worker in pool.prefill.values() if len(worker.steps) < most]
         while free and queue.fair.size:
             # The one with the least to do first, or the first in the table would get two steps before another got one; of
             # those with nothing to do, the one that has done least.
             worker = (
                 min(free, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.epoch)) if len(free) > 1 else free[0]
             )
-            if not _fill(state, worker, pool, queue, now) or len(worker.steps) >= state.limits.steps_in_flight:
+            if not _fill(state, worker, pool, queue, now) or len(worker.steps) >= most:
                 free.remove(worker)
 
 
@@ -56,9 +57,8 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
     if step is None:
         return False
     state.send(worker.epoch, step)
-    for chunk in step.chunks:
-        state.billing.hold(chunk.request_id)
-        request = state.requests[chunk.request_id]
+    for request in worker.steps[step.step_id][1]:
+        state.billing.hold(request.id)
         if request.state is Life.PLACED:
             state.move(request, Trigger.DISPATCH, now)
     return True

@@ -89,5 +89,5 @@ def _ask(state: State, request: Request) -> Ask:
     submit = request.submit
     output_tokens = ceil(state.queues[submit.model].output_estimate(request))
     decode = next(iter(state.pools[submit.model].decode.values()), None)
-    kv_blocks = decode.decode_holding(submit).kv_blocks if decode is not None else 0
+    kv_blocks = decode.whole_blocks(submit) if decode is not None else 0
     return Ask(submit.prompt_tokens, output_tokens, kv_blocks)

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from coordinator.quota import Ask
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True, gc=False):
     """A request is accepted: charged at its estimate until it ends."""
 
     request_id: str
@@ -23,8 +24,7 @@ class Opened:
     """Of the answer: those before it are charged to another request, of which this one is the rest of a choice."""
 
 
-@dataclass(frozen=True)
-class Closed:
+class Closed(msgspec.Struct, frozen=True, gc=False):
     """A request has ended, with what was really computed and emitted. Times are over all attempts."""
 
     request_id: str

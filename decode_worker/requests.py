@@ -160,7 +160,9 @@ class AttemptTable(Generic[S]):
             attempt.output_tokens += sequence.index - attempt.order.resumed_tokens
             if not attempt.sequences:
                 if attempt.farewell is None:
-                    attempt.farewell = Finished(*attempt.key, attempt.output_tokens, self.tokens_forwarded())
+                    # A choice that ended with its first token, in prefill, never came here.
+                    output_tokens = attempt.output_tokens + attempt.order.choices - attempt.started
+                    attempt.farewell = Finished(*attempt.key, output_tokens, self.tokens_forwarded())
                 said += self._forget(attempt)
         return said
 

@@ -8,6 +8,7 @@ from decode_worker.compute import StepResult, run_step
 from decode_worker.core import DecodeCore
 from decode_worker.leases import QUARANTINE_WARN_S, leases
 from decode_worker.requests import AttemptTable
+from decode_worker.senders import Senders
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
 from engine.sampler import SamplerState
@@ -69,12 +70,12 @@ class DecodeWorker:
             bind=settings.kv_bind,
             hello=hello,
             accept=self._refusal,
-            on_up=self._sender_up,
+            on_up=lambda peer: None,
             on_message=self._kv_message,
             on_down=self._sender_down,
             settings=self.links,
         )
-        self.senders: dict[int, LinkPeer] = {}
+        self.senders: Senders[LinkPeer] = Senders()
         self.receiver = KvReceiver(
             layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
             pool=engine.pool,
@@ -147,20 +148,17 @@ class DecodeWorker:
             or None
         )
 
-    def _sender_up(self, peer: LinkPeer) -> None:
-        self.senders[peer.epoch] = peer
-
     def _sender_down(self, peer: LinkPeer, reason: str) -> None:
-        if self.senders.get(peer.epoch) is peer:
-            del self.senders[peer.epoch]
+        if self.senders.lost(peer.epoch, peer):
             self.receiver.peer_lost(peer.epoch, reason)
 
     def _send_kv(self, epoch: int, message: Message, blob: bytes) -> None:
-        peer = self.senders.get(epoch)
+        peer = self.senders.link(epoch)
         if peer is not None:
             peer.send(message, blob)
 
     def _kv_message(self, peer: LinkPeer, message: Message, blob: bytes) -> None:
+        self.senders.heard(peer.epoch, peer)
         self.receiver.handle(peer.epoch, message, blob)
 
     def _committed(self, epoch: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:

@@ -117,6 +117,9 @@ class BlockAllocator:
         """References to a block; 0 when nobody holds it."""
         return self._refs.get(block, 0)
 
+    def is_quarantined(self, block: int) -> bool:
+        return block in self._quarantined
+
     def check_invariants(self) -> None:
         """Asserts conservation, and that no block is in two states."""
         free, held = set(self._free), set(self._refs)

@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from zlib import crc32
 
-from gateway.stream_types import StreamSpec, TextSink
+from gateway.stream_types import StreamLimits, StreamSpec, TextSink
 from proto.codec import pack_tokens
 from proto.messages import Submit, TokenItem
+
+_RETRY_S = (0.25, 2.0)
 
 
 class Phase(Enum):
@@ -93,6 +95,15 @@ class Submission:
         if not spec.deadline_ms or any(choice.tokens for choice in self.stream.choices):
             return 0.0
         return max(1.0, spec.deadline_ms - 1000.0 * (now - self.stream.opened_at))
+
+    def backoff_s(self, limits: StreamLimits) -> float:
+        """Before the next attempt: twice as long after each."""
+        delay_s: float = min(limits.resume_delay_s * 2 ** (self.attempt - 1), limits.resume_delay_s_max)
+        return delay_s * self.jitter()
+
+    def retry_s(self, retry_after_s: float) -> float:
+        """Before a rejection that passes is tried again."""
+        return min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1]) * self.jitter()
 
     def jitter(self) -> float:
         """0.5 to 1.5, the same for the same attempt: spread without randomness, which a pure core has none of."""

@@ -40,8 +40,6 @@ from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, T
 
 _PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL)
 """Rejections that a moment's wait may cure. The gateway has checked the model's name: unknown means no worker was up yet."""
-_RETRY_S = (0.25, 2.0)
-"""Bounds of the pause before such a rejection is tried again."""
 
 
 class StreamKeeper:
@@ -179,11 +177,10 @@ class StreamKeeper:
         until = submission.wait_until if submission.is_new else resume_until
         passing = _PASSING if submission.is_new else (*_PASSING, Reject.QUEUE_FULL, Reject.SHED)
         if event.reason in passing and until is not None and now < until:
-            pause = min(max(event.retry_after_s, _RETRY_S[0]), _RETRY_S[1]) * submission.jitter()
             # An attempt that had been accepted, and was shed since, is spent.
             submission.resuming |= submission.phase is Phase.RUNNING
             submission.phase = Phase.PENDING
-            submission.not_before = now + pause
+            submission.not_before = now + submission.retry_s(event.retry_after_s)
             self._schedule(submission.stream)
             return
         self._drop(submission)
@@ -191,18 +188,16 @@ class StreamKeeper:
 
     def _resume(self, submission: Submission, why: str, now: float) -> None:
         """Submit what is not finished again, a little later, with the tokens that were delivered."""
-        limits, stream = self.limits, submission.stream
-        if submission.attempt >= limits.attempts_max:
+        if submission.attempt >= self.limits.attempts_max:
             message = f"interrupted {submission.attempt} times, at last by {why}"
-            self._fail(stream, Failure(FailKind.INTERRUPTED, message))
+            self._fail(submission.stream, Failure(FailKind.INTERRUPTED, message))
             return
-        delay = min(limits.resume_delay_s * 2 ** (submission.attempt - 1), limits.resume_delay_s_max)
         submission.phase = Phase.PENDING
         submission.resuming = True
         submission.interrupted_at = now
-        submission.not_before = now + delay * submission.jitter()
+        submission.not_before = now + submission.backoff_s(self.limits)
         submission.stall_at = None
-        self._schedule(stream)
+        self._schedule(submission.stream)
 
     def _split(self, submission: Submission, now: float) -> None:
         """Resume each choice that is not finished by itself; the coordinator need not wait for the whole any more."""
@@ -330,9 +325,9 @@ class StreamKeeper:
             self._schedule(submission.stream)
 
     def _worker_is_down(self, now: float) -> None:
-        """Tokens may have died with the connection; a stream that lives on shows it with its next one."""
+        """Tokens may have died with the connection, all of them perhaps; a stream that lives on shows it with its next one."""
         for submission in self.submissions.values():
-            if submission.got_tokens and submission.phase is Phase.RUNNING:
+            if submission.phase is Phase.RUNNING:
                 submission.stall_at = now + self.limits.stall_s
                 self._schedule(submission.stream)
 
@@ -369,6 +364,11 @@ class StreamKeeper:
                 self._fail(stream, Failure(FailKind.UNREACHABLE, "the coordinator cannot be reached"))
                 return
             elif not pending and self.link_up and submission.stall_at is not None and now >= submission.stall_at:
+                if not submission.got_tokens:
+                    # It may wait for its turn, or be over: said once more, its Submit is answered with what it is.
+                    submission.stall_at = now + self.limits.stall_s
+                    self._out.append(SendSubmit(*submission.to_submit(now)))
+                    continue
                 self._broken(submission, "silent since a connection was lost", now)
                 if stream.id not in self.streams:
                     return

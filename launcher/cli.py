@@ -17,6 +17,7 @@ from launcher.bench_settings import (
 )
 from launcher.journal_settings import ExplainSettings, ReplaySettings
 from launcher.load_settings import CompareSettings, RatioSettings, ServeBenchSettings
+from launcher.simulate_settings import SimulateSettings
 from launcher.status import StatusSettings
 from launcher.tenants import CheckSettings, KeySettings
 from launcher.usage import UsageSettings
@@ -106,6 +107,12 @@ def _explain(settings: ExplainSettings) -> int:
     return explain(settings)
 
 
+def _simulate(settings: SimulateSettings) -> int:
+    from launcher.simulate import run
+
+    return run(settings)
+
+
 def _bench_isolation(settings: IsolationSettings) -> int:
     from launcher.bench_isolation import run
 
@@ -189,6 +196,7 @@ def build_app() -> typer.Typer:
     app.add_typer(tenants, name="tenants")
     add_command(app, "explain", ExplainSettings, _explain)
     add_command(app, "replay", ReplaySettings, _replay)
+    add_command(app, "simulate", SimulateSettings, _simulate)
     bench = new_app(BENCH_HELP)
     add_command(bench, "serve", ServeBenchSettings, _bench_serve)
     add_command(bench, "compare", CompareSettings, _bench_compare)

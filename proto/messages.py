@@ -49,14 +49,14 @@ class Role(StrEnum):
     """`crossdock status`: may ask, may not act."""
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages: one MessagePack array, its first element the type's name."""
+class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages: one MessagePack array, its first element the type's name. None can be part of a cycle."""
 
 
 # --- any link ---------------------------------------------------------------------------------------------------------
 
 
-class Capacity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """What a worker can hold."""
 
     kv_blocks: Count
@@ -66,7 +66,7 @@ class Capacity(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     context_tokens: Tokens_
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Held(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """What a worker still holds for an attempt when it registers (again); `resumed_tokens` as in the order it has."""
 
     request_id: RequestId
@@ -165,7 +165,7 @@ class StatusRequest(Message, frozen=True):
 # --- coordinator → gateway --------------------------------------------------------------------------------------------
 
 
-class RateState(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """What is left of a tenant's rates, for the `x-ratelimit-*` headers; a limit of 0 means that there is none."""
 
     limit_requests: Count
@@ -216,7 +216,7 @@ class ClusterState(Message, frozen=True):
 # --- coordinator → prefill worker ----------------------------------------------------------------------------------------
 
 
-class Peer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Peer(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """Where another process is and which incarnation of it is meant."""
 
     address: Text
@@ -241,7 +241,7 @@ class Prefill(Message, frozen=True):
     """So many of the prompt's first tokens are believed to be in this worker's cache; chunks start behind them."""
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Chunk(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     request_id: RequestId
     attempt: Attempt
     start: Tokens_
@@ -351,7 +351,7 @@ class WorkFailed(Message, frozen=True):
 # --- worker → gateway --------------------------------------------------------------------------------------------------------
 
 
-class TokenItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TokenItem(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """Consecutive tokens of one choice, `tokens[0]` being number `index` of the answer."""
 
     request_id: RequestId

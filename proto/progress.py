@@ -8,7 +8,7 @@ from msgspec import Meta
 from proto.messages import Attempt, Count, Message, RequestId
 
 
-class Joined(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Joined(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     request_id: RequestId
     attempt: Attempt
     step: Count

@@ -10,7 +10,7 @@ from proto import limits
 TokenId = Annotated[int, Meta(ge=0, lt=limits.MAX_VOCAB)]
 
 
-class Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Sampling(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """Sampling parameters of one request. Ranges are those of the OpenAI API and vLLM.
 
     Random numbers are a function of (`seed`, choice, token index), so that a resumed stream draws what it would have drawn.
@@ -40,7 +40,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """The model's end-of-sequence ids are among them unless the user asked to ignore them."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Natural-log probabilities at one position: of the drawn token, and of the likeliest, best first."""
 
     logprob: float

@@ -17,7 +17,7 @@ LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 
 EVERYTHING = frozenset(
-    "proto runtime kvtransfer engine coordinator gateway prefill_worker decode_worker launcher".split()
+    "proto runtime kvtransfer engine coordinator gateway prefill_worker decode_worker simulation launcher".split()
 )
 MAY_IMPORT = {
     "proto": frozenset[str](),
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "gateway": frozenset({"proto", "runtime"}),
     "prefill_worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
     "decode_worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
+    "simulation": EVERYTHING - {"launcher"},
     "launcher": EVERYTHING,
 }
 
@@ -36,6 +37,7 @@ PURE = (
     "coordinator/*.py",
     "kvtransfer/layout.py",
     "kvtransfer/*session.py",
+    "kvtransfer/settings.py",
     "runtime/tenants.py",
     "engine/blocks.py",
     "engine/finish.py",
@@ -49,6 +51,7 @@ PURE = (
     "decode_worker/core.py",
     "decode_worker/progress.py",
     "decode_worker/requests.py",
+    "decode_worker/senders.py",
     "prefill_worker/core.py",
     "prefill_worker/prompts.py",
     "runtime/ports.py",
@@ -110,6 +113,22 @@ def check_pure(path: str, source: str) -> list[str]:
     return found
 
 
+def check_only_pure(path: str, source: str) -> list[str]:
+    """The simulation runs what decides, and nothing that does: no socket, thread or tensor comes in with an import."""
+    if PurePosixPath(path).parts[0] != "simulation":
+        return []
+    found = []
+    for line, name in _imports(ast.parse(source)):
+        module = name.replace(".", "/") + ".py"
+        if name.split(".")[0] in EVERYTHING - {"simulation"} and (
+            module in DRIVERS or not any(PurePosixPath(module).match(pattern) for pattern in PURE)
+        ):
+            found.append(f"{path}:{line}: the simulation may import pure modules only, not {name}")
+        elif name.split(".")[0] in IMPURE_MODULES - {"random"}:
+            found.append(f"{path}:{line}: the simulation may not import {name}")
+    return found
+
+
 def check_bans(path: str, source: str) -> list[str]:
     tree = ast.parse(source)
     found = [
@@ -137,7 +156,7 @@ def check_sizes(path: str, source: str) -> list[str]:
     return found
 
 
-CHECKS: tuple[Check, ...] = (check_import_table, check_pure, check_bans, check_sizes)
+CHECKS: tuple[Check, ...] = (check_import_table, check_pure, check_only_pure, check_bans, check_sizes)
 
 
 def _sources() -> list[tuple[str, str]]:
@@ -171,6 +190,9 @@ PLANTED = [
     (check_pure, "proto/codec.py", "from time import monotonic", "may not import time"),
     (check_pure, "kvtransfer/sender_session.py", "def f():\n    import torch.nn", "may not import torch"),
     (check_pure, "decode_worker/batch.py", "async def f(): ...", "may not await"),
+    (check_only_pure, "simulation/x.py", "from kvtransfer.sender import KvSender", "pure modules only"),
+    (check_only_pure, "simulation/x.py", "from coordinator.main import run", "pure modules only"),
+    (check_only_pure, "simulation/x.py", "import time", "may not import time"),
     (check_bans, "engine/x.py", "import pickle", "pickle is banned"),
     (check_bans, "engine/x.py", "import torch\ntorch.load('x')", "torch.load is banned"),
     (check_bans, "engine/x.py", "from torch import load", "torch.load is banned"),

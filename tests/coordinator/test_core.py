@@ -239,6 +239,17 @@ def test_repeated_submit_is_accepted_once() -> None:
     assert len(h.take(Accepted)) == 2 and len(h.take(Prefill)) == 1
 
 
+def test_a_submit_of_an_attempt_that_has_ended_is_told_so() -> None:
+    """Its tokens may have been lost on their way, and the gateway waits for them."""
+    h = Harness.make()
+    h.receive(1, submit("a"))
+    h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
+    h.receive(1, submit("a"))
+    assert [(m.request_id, m.attempt) for m in h.take(Interrupted)] == [("a", 1)]
+    h.receive(1, submit("a", attempt=2))
+    assert h.core.requests["a"].attempt == 2
+
+
 def test_finish_may_overtake_the_hand_over() -> None:
     h = dict(states_of_a_life())[State.HANDING_OVER]
     h.receive(20, Finished("a", 1, 4, 0))

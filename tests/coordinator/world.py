@@ -281,6 +281,8 @@ class RandomWorld(Harness):
                     self.replies[epoch].append(WorkFailed(*key, Interrupt.TRANSFER_FAILED, "no receiver"))
 
     def resubmit(self, message: Interrupted) -> None:
+        if self.ended.get(message.request_id):
+            return  # it had asked what became of it, and meanwhile its tokens have come
         request = self.live.get(message.request_id)
         if request is not None and request.attempt == message.attempt:
             again = msgspec.structs.replace(request, attempt=request.attempt + 1)

@@ -12,8 +12,8 @@ from gateway.stream_types import (
     WorkerDown,
 )
 from gateway.streams import StreamKeeper
-from proto.errors import CancelReason, FinishReason, Reject
-from proto.messages import Accepted, Rejected
+from proto.errors import CancelReason, FinishReason, Interrupt, Reject
+from proto.messages import Accepted, Interrupted, Rejected
 from tests.gateway.keeper_world import LIMITS, Bench, cancels, failures, submits, texts
 
 
@@ -92,6 +92,24 @@ def test_a_stream_that_stays_silent_after_its_workers_connection_ended_is_resume
     bench.now += LIMITS.stall_s + 1
     assert cancels(bench.do(Tick())) == [("dead", 1, CancelReason.ABANDONED)]
     assert submits(bench.wait()) == [("dead", 2, [1, 2, 3, 5], 1, 1, 0)]
+
+
+def test_a_stream_that_may_have_lost_all_its_tokens_asks_what_became_of_it() -> None:
+    """It may as well be waiting for its turn, and then a new attempt would put it at the end of the queue."""
+    bench = Bench()
+    bench.open()
+    bench.do(Accepted("r", 1))
+    bench.do(WorkerDown())
+    for _ in range(2):
+        bench.now += LIMITS.stall_s + 1
+        asked = bench.do(Tick())
+        assert submits(asked) == [("r", 1, [1, 2, 3], 0, 1, 0)] and not cancels(asked)
+        bench.do(Accepted("r", 1))
+    bench.do(Interrupted("r", 1, Interrupt.GATEWAY_LINK_LOST))
+    assert submits(bench.wait()) == [("r", 2, [1, 2, 3], 0, 1, 0)]
+    bench.tokens(0, 5, attempt=2)
+    bench.now += LIMITS.stall_s + 1
+    assert bench.do(Tick()) == []
 
 
 def test_streams_go_on_without_link_and_over_a_new_coordinator() -> None:

@@ -104,6 +104,23 @@ def test_choices_share_the_prompt_and_copy_only_what_they_write() -> None:
     assert w.told == [Finished("a", 1, 15, 0)] and w.table.allocator.free_count == POOL
 
 
+def test_a_choice_that_ended_with_its_first_token_counts_as_output_too() -> None:
+    """It ended in prefill, and only the others came here."""
+    w = World()
+    order = reserve("a", 6, choices=3, max_tokens=4)
+    blocks = w.receive(order)
+    attempt = w.table.attempts[("a", 1)]
+    tables = w.table.fork(attempt, blocks, 2)
+    going_on = [
+        Running(attempt.key, choice, order.gateway, order.sampling, table, "state", 100, 1)
+        for choice, table in zip((0, 2), tables, strict=True)
+    ]
+    w.table.start(attempt, going_on)
+    for _ in range(3):
+        w.step()
+    assert w.told == [Finished("a", 1, 4 + 1 + 4, 0)]
+
+
 def test_resumed_tokens_count_towards_the_limit_but_not_as_this_attempts_output() -> None:
     w = World()
     w.run(reserve("a", 10, max_tokens=5, resumed=3))

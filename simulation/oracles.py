@@ -1,0 +1,228 @@
+"""What must hold, whatever happens: judged from outside, while a run goes on and when it is over.
+
+exactly once      each stream's tokens are the known function's, in order, none lost, repeated or changed
+one outcome       each request ends once, for its client and for the coordinator
+no stale act      tokens of an older attempt change nothing
+bounded retries   no more attempts than allowed, none sooner than the backoff
+blocks, bills     see `audit`
+work conserving   nothing waits while all that could serve it lies idle
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from coordinator.core import Core
+from coordinator.events import Moved
+from coordinator.lifecycle import State
+from gateway.stream_types import Action, Deliver, Ended, FailKind, Finish, LinkDown
+from proto.errors import FinishReason, Reject
+from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens, WorkFailed
+from simulation.plan import LIMITED, Asked
+from simulation.toy import Answer, expected
+from simulation.world import Violation
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+    from simulation.gateway_process import GatewayProcess
+
+_PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED})
+"""Why a new request may be turned away in a small cluster with short queues, whatever its tenant."""
+LEFT_S = 0.1
+"""Until nothing more is computed for a client that left, where nothing is disturbed."""
+_NO_ROOM = ("no free KV block", "KV blocks wanted")
+
+
+@dataclass
+class Expectation:
+    asked: Asked
+    gateway: str
+    answers: list[Answer]
+    got: list[int]
+    """Tokens delivered, by choice."""
+    done: list[bool]
+    admitted: bool = False
+    outcome: str = ""
+    """What became of it: `well`, a kind of failure, `left`, `gateway lost`."""
+    attempts: int = 0
+    left_at: float = 1e9
+    losses: int = 0
+    """Of its gateway's link: what was on its way then is sent again under another number."""
+
+
+@dataclass
+class Oracles:
+    cluster: "Cluster"
+    streams: dict[str, Expectation] = field(default_factory=dict)
+    drawn_tokens: Counter[str] = field(default_factory=Counter)
+    """By stream, over all attempts and workers."""
+    accepted: set[str] = field(default_factory=set)
+    """Request ids whose acceptance left the coordinator."""
+    delivered_tokens: int = 0
+    _sent: set[tuple[str, int, int, int]] = field(default_factory=set)
+    _ends: set[tuple[int, str, int]] = field(default_factory=set)
+    _backoff: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    # --- clients --------------------------------------------------------------------------------------------------------
+
+    def opened(self, asked: Asked, gateway: str) -> None:
+        answers = [expected(asked.prompt, asked.sampling, c, asked.stop_word) for c in range(asked.choices)]
+        self.streams[asked.stream_id] = Expectation(
+            asked, gateway, answers, [0] * asked.choices, [False] * asked.choices
+        )
+
+    def admitted(self, stream_id: str) -> None:
+        self.streams[stream_id].admitted = True
+
+    def delivered(self, part: Deliver) -> None:
+        stream = self.streams[part.stream_id]
+        if stream.outcome:
+            raise Violation("one outcome", f"tokens after the end ({stream.outcome})", part.stream_id)
+        answer, have = stream.answers[part.choice], stream.got[part.choice]
+        wanted = answer.tokens[have : have + len(part.tokens)]
+        if stream.done[part.choice] or part.tokens != wanted:
+            why = f"choice {part.choice}: {part.tokens} from token {have} on, which should be {wanted}"
+            raise Violation("exactly once", why, part.stream_id)
+        stream.got[part.choice] += len(part.tokens)
+        self.delivered_tokens += len(part.tokens)
+        is_last = stream.got[part.choice] == len(answer.tokens)
+        finish = (Finish.STOP if answer.finish is FinishReason.STOP else Finish.LENGTH) if is_last else None
+        if part.finish is not finish:
+            why = f"choice {part.choice} ends with {part.finish} where {finish} is right"
+            raise Violation("exactly once", why, part.stream_id)
+        stream.done[part.choice] = is_last
+
+    def ended(self, end: Ended) -> None:
+        stream = self.streams[end.stream_id]
+        if stream.outcome:
+            raise Violation("one outcome", f"it ended before ({stream.outcome})", end.stream_id)
+        if end.failure is None:
+            stream.outcome = "well"
+            if not all(stream.done):
+                raise Violation("exactly once", f"a clean end after {stream.got} tokens", end.stream_id)
+            return
+        stream.outcome = end.failure.kind
+        if not self._may_fail(stream, end):
+            raise Violation("every request finishes", f"it failed: {end.failure.message}", end.stream_id)
+
+    def _may_fail(self, stream: Expectation, end: Ended) -> bool:
+        failure, limits = end.failure, self.cluster.plan.stream_limits
+        assert failure is not None
+        if failure.kind is FailKind.INTERRUPTED:
+            return stream.attempts >= limits.attempts_max
+        if failure.kind is FailKind.UNREACHABLE:
+            return not stream.admitted
+        if failure.kind is not FailKind.REJECTED or failure.reject is None:
+            return False
+        reason = failure.reject.reason
+        if stream.admitted:
+            return reason is Reject.SHED and not any(stream.got)
+        return reason in _PASSING or (reason is Reject.QUOTA and stream.asked.tenant in LIMITED)
+
+    def left(self, stream_id: str) -> None:
+        self.streams[stream_id].outcome = "left"
+        self.streams[stream_id].left_at = self.cluster.now
+
+    def gateway_died(self, name: str) -> None:
+        for stream in self.streams.values():
+            if stream.gateway == name and not stream.outcome:
+                stream.outcome = "gateway lost"
+
+    # --- gateways -------------------------------------------------------------------------------------------------------
+
+    def tokens_came(self, item: TokenItem, stale: bool, actions: list[Action]) -> None:
+        if stale and any(isinstance(action, Deliver) for action in actions):
+            raise Violation(
+                "no stale act", f"tokens of attempt {item.attempt} were delivered", stream_of(item.request_id)
+            )
+
+    def interrupted(self, event: Interrupted | LinkDown, gateway: "GatewayProcess") -> None:
+        if isinstance(event, LinkDown):
+            self._backoff.clear()  # what is due then is not due to backoff
+            for stream in self.streams.values():
+                stream.losses += stream.gateway == gateway.name
+            return
+        submission = gateway.keeper.submissions.get(event.request_id)
+        if submission is not None and submission.attempt == event.attempt and submission.sent:
+            self._backoff[event.request_id] = event.attempt, gateway.now()
+
+    def submitted(self, submit: Submit, gateway: "GatewayProcess") -> None:
+        stream = self.streams[stream_of(submit.request_id)]
+        limits = self.cluster.plan.stream_limits
+        stream.attempts = max(stream.attempts, submit.attempt)
+        if submit.attempt > limits.attempts_max + stream.losses:
+            raise Violation("bounded retries", f"attempt {submit.attempt}", stream.asked.stream_id)
+        attempt, since = self._backoff.pop(submit.request_id, (0, 0.0))
+        if attempt and submit.attempt == attempt + 1:
+            least_s = 0.499 * min(limits.resume_delay_s * 2 ** (attempt - 1), limits.resume_delay_s_max)
+            if gateway.now() - since < least_s:
+                why = f"attempt {submit.attempt} {gateway.now() - since:.3f} s after the last one's end"
+                raise Violation("bounded retries", why, stream.asked.stream_id)
+
+    # --- workers --------------------------------------------------------------------------------------------------------
+
+    def drawn(self, request_id: str, tokens: int) -> None:
+        stream_id = stream_of(request_id)
+        self.drawn_tokens[stream_id] += tokens
+        if self.cluster.now - self.streams[stream_id].left_at > LEFT_S and not self.cluster.plan.disturbed:
+            raise Violation("no work for nobody", f"tokens {LEFT_S:g} s after its client left", stream_id)
+
+    def failed(self, message: WorkFailed) -> None:
+        """What was placed has room: the coordinator never counts a block as free that its worker has not."""
+        if any(words in message.message for words in _NO_ROOM) and self.cluster.plan.hostility is None:
+            raise Violation("reservation before work", message.message, stream_of(message.request_id))
+
+    def emitted(self, worker: str, message: Tokens) -> None:
+        for item in message.items:
+            for index in range(item.index, item.index + len(item.tokens)):
+                key = (item.request_id, item.attempt, item.choice, index)
+                if key in self._sent:
+                    why = f"{worker} sends token {index} of attempt {item.attempt} again"
+                    raise Violation("exactly once", why, stream_of(item.request_id))
+                self._sent.add(key)
+
+    # --- the coordinator ------------------------------------------------------------------------------------------------
+
+    def said(self, message: Message) -> None:
+        """To a gateway or a worker: nothing of a request before its row is in the journal."""
+        if isinstance(message, Accepted | Prefill | Reserve):
+            if message.request_id not in self.cluster.journal.rows:
+                why = f"{type(message).__name__} leaves before its row is in the journal"
+                raise Violation("journalled first", why, stream_of(message.request_id))
+            if isinstance(message, Accepted):
+                self.accepted.add(message.request_id)
+
+    def moved(self, epoch: int, moved: Moved) -> None:
+        if moved.state is State.REJECTED:
+            return
+        key = (epoch, moved.request_id, moved.attempt)
+        if key in self._ends:
+            raise Violation("one outcome", f"attempt {moved.attempt} ends again", stream_of(moved.request_id))
+        self._ends.add(key)
+
+    def misbehaved(self, epoch: int, reason: str) -> None:
+        if self.cluster.plan.hostility is None:
+            raise Violation("peers behave", f"the coordinator says of {epoch}: {reason}")
+
+    def after_decision(self, core: Core) -> None:
+        for account in core.billing.quotas.accounts.values():
+            limits = account.limits
+            if limits.concurrency is not None and account.concurrency > limits.concurrency and not _promised(core):
+                raise Violation("quotas", f"{account.name} has {account.concurrency} requests of {limits.concurrency}")
+        for model, queue in core.queues.items():
+            if queue.fair.size and not any(w.steps or w.holdings for w in core.workers.values()):
+                pool = core.pools[model]
+                if pool.servable():
+                    waiting = next((r for r in core.requests.values() if r.entry is not None), None)
+                    why = f"{queue.fair.size} wait while every worker lies idle"
+                    raise Violation("work conserving", why, stream_of(waiting.id) if waiting else "")
+
+
+def _promised(core: Core) -> bool:
+    """Whether some bill was opened without asking a limit: for a request that an earlier coordinator had accepted."""
+    return any(bill.attempt > 1 or bill.adopted or not bill.grant.rated for bill in core.billing.bills.values())
+
+
+def stream_of(request_id: str) -> str:
+    """Choices that are resumed one by one are requests of their own."""
+    return request_id.partition(".")[0]

@@ -1,0 +1,212 @@
+"""What one seed stands for: a small cluster, its requests, and what will go wrong when. Drawn before anything runs."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from random import Random
+from typing import Final
+
+from coordinator.events import Limits
+from gateway.stream_types import StreamLimits
+from proto.sampling import Sampling
+from runtime.tenants import Tenants, parse
+from simulation.network import Hostility
+from simulation.toy import EOS, VOCAB
+
+FAULTS: Final = {
+    "crash": "a process is killed and started again",
+    "pause": "a process is stopped and goes on",
+    "partition": "two processes cannot reach each other, in one direction or both",
+    "cut": "the connections of a process break, with or without a word",
+    "slow": "a worker, a process's frames or the journal's disk are slow",
+    "step": "a step of a worker fails, or its logits are not finite",
+    "transfer": "segments arrive damaged, pairs break",
+    "hostile": "single frames of live connections are lost, doubled or swapped",
+    "leave": "clients leave early",
+}
+"""What `--faults` can name."""
+
+TENANTS: Final = """
+[tenants.acme]
+weight = 2.0
+bands = ["interactive", "standard", "batch"]
+band = "standard"
+cache_group = "acme"
+[tenants.acme.limits]
+concurrency = 6
+tokens_in_flight = 400
+kv_blocks = 90
+tokens_per_day = 100_000
+[tenants.acme.users.ann]
+limits = { concurrency = 3 }
+[tenants.acme.users.bob]
+[tenants.lab]
+[tenants.lab.users.eve]
+"""
+LIMITED: Final = frozenset({"acme", "acme/ann", "acme/bob"})
+"""Tenants whose requests a quota may turn away."""
+
+
+@cache
+def tenants() -> Tenants:
+    return parse(TENANTS)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of a client."""
+
+    stream_id: str
+    at_s: float
+    gateway: int
+    tenant: str
+    band: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    choices: int
+    stop_word: int
+    leaves_after_s: float | None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`who` and `other` are names of processes; `how` depends on the kind."""
+
+    at_s: float
+    kind: str
+    who: str
+    other: str = ""
+    for_s: float = 0.0
+    how: str = ""
+
+    def __str__(self) -> str:
+        words = [f"{self.at_s:.3f} s: {self.kind}", self.how, self.who, self.other]
+        return " ".join(word for word in words if word) + (f" for {self.for_s:.3f} s" if self.for_s else "")
+
+
+@dataclass
+class Plan:
+    seed: int
+    prefill: int
+    decode: int
+    gateways: int
+    kv_blocks: dict[str, int]
+    """By role, as the next."""
+    block_size: dict[str, int]
+    max_seqs: int
+    prefix_cache: bool
+    limits: Limits
+    stream_limits: StreamLimits
+    tenants: Tenants
+    fault_s: float
+    """How long the first phase lasts."""
+    context_tokens: int = 256
+    asked: list[Asked] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    hostility: Hostility | None = None
+    corrupt: float = 0.0
+    """Chance that a segment arrives damaged."""
+
+    @property
+    def workers(self) -> list[str]:
+        return [f"prefill-{i}" for i in range(self.prefill)] + [f"decode-{i}" for i in range(self.decode)]
+
+    @property
+    def disturbed(self) -> bool:
+        return bool(self.faults or self.corrupt or self.hostility is not None)
+
+    @property
+    def processes(self) -> list[str]:
+        return ["coordinator", *(f"gateway-{i}" for i in range(self.gateways)), *self.workers]
+
+
+def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
+    """The plan of a seed; the same with fewer kinds of faults has the same cluster and requests."""
+    random = Random(seed)
+    attempts_max = random.choice((4, 60, 60))
+    plan = Plan(
+        seed=seed,
+        prefill=random.choice((1, 1, 2)),
+        decode=random.choice((1, 1, 2)),
+        gateways=random.choice((1, 1, 2)),
+        kv_blocks={"prefill": random.choice((24, 48)), "decode": random.choice((24, 32, 48))},
+        block_size=dict(zip(("prefill", "decode"), random.choice(((4, 4), (4, 4), (4, 8), (8, 4))), strict=True)),
+        max_seqs=random.choice((4, 8)),
+        prefix_cache=random.random() < 0.7,
+        limits=Limits(
+            queue_requests_max=random.choice((3, 64)),
+            step_tokens=random.choice((8, 16)),
+            attempts_max=2 * attempts_max,
+            orphan_s_max=15.0,
+            resubmit_s_max=10.0,
+        ),
+        stream_limits=StreamLimits(attempts_max=attempts_max),
+        tenants=tenants(),
+        fault_s=random.uniform(1.0, 3.0),
+    )
+    requests = random.randint(3, 8)
+    beginnings = [tuple(random.randrange(1, VOCAB) for _ in range(12)) for _ in range(2)]
+    plan.asked = [_asked(plan, random, number, beginnings, "leave" in kinds) for number in range(requests)]
+    chaos = Random(seed ^ 0x5EED)
+    chosen = [
+        kind for kind in ("crash", "crash", "pause", "partition", "cut", "slow", "step", "transfer") if kind in kinds
+    ]
+    if chosen:
+        plan.faults = [_fault(plan, chaos, chaos.choice(chosen)) for _ in range(chaos.choice((0, 1, 1, 2, 3, 4)))]
+        plan.faults.sort(key=lambda fault: fault.at_s)
+    if "transfer" in kinds and chaos.random() < 0.15:
+        plan.corrupt = chaos.choice((0.1, 0.1, 0.8))
+    if "hostile" in kinds and (kinds == {"hostile"} or chaos.random() < 0.2):
+        plan.hostility = Hostility(*(chaos.choice((0.0, 0.01, 0.05)) for _ in range(3)))
+    return plan
+
+
+def _asked(plan: Plan, random: Random, number: int, beginnings: list[tuple[int, ...]], leave: bool) -> Asked:
+    own = tuple(random.randrange(1, VOCAB) for _ in range(random.randint(1, 16)))
+    prompt = (*random.choice(beginnings), *own) if random.random() < 0.5 else own
+    sampling = Sampling(
+        max_tokens=random.choice((1, 2, 4, 8, 12, 20)),
+        seed=random.getrandbits(32),
+        repetition_penalty=random.choice((1.0, 1.0, 1.1)),
+        presence_penalty=random.choice((0.0, 0.0, 0.5)),
+        stop_token_ids=(EOS,) if random.random() < 0.7 else (),
+    )
+    tenant = random.choice(("acme/ann", "acme/bob", "acme", "lab", "lab/eve"))
+    leaves = random.random() < 0.12
+    after_s = random.choice((0.0005, random.uniform(0.0, 0.05), random.uniform(0.0, 0.6)))
+    return Asked(
+        stream_id=f"r{number}",
+        at_s=random.uniform(0.05, plan.fault_s * 0.8),
+        gateway=random.randrange(plan.gateways),
+        tenant=tenant,
+        band=random.choice(("", "", "batch")) if tenant.startswith("acme") else "",
+        prompt=prompt,
+        sampling=sampling,
+        choices=random.choice((1, 1, 1, 2, 3)),
+        stop_word=random.randrange(1, VOCAB) if random.random() < 0.2 else -1,
+        leaves_after_s=after_s if leaves and leave else None,
+    )
+
+
+def _fault(plan: Plan, random: Random, kind: str) -> Fault:
+    at_s = random.uniform(0.05, plan.fault_s)
+    who = random.choice(plan.processes)
+    other = random.choice([name for name in plan.processes if name != who])
+    briefly = random.choice((random.uniform(0.01, 0.3), random.uniform(0.3, 2.5), random.uniform(2.0, 6.0)))
+    match kind:
+        case "crash":
+            return Fault(at_s, kind, who, for_s=random.choice((0.05, random.uniform(0.05, 0.5), 3.0)))
+        case "pause":
+            return Fault(at_s, kind, who, for_s=briefly)
+        case "partition":
+            how = random.choice(("one way", "both ways", "from everyone"))
+            return Fault(at_s, kind, who, other if how != "from everyone" else "", briefly, how)
+        case "cut":
+            return Fault(at_s, kind, who, how=random.choice(("reset", "reset", "hole")))
+        case "slow":
+            how = random.choice(("steps", "frames", "disk"))
+            where = {"steps": random.choice(plan.workers), "frames": who, "disk": "coordinator"}[how]
+            return Fault(at_s, kind, where, for_s=briefly, how=how)
+        case "step":
+            return Fault(at_s, kind, random.choice(plan.workers), how=random.choice(("error", "nan")))
+        case _:
+            return Fault(at_s, "transfer", random.choice(plan.workers), how="broken pair")

@@ -1,0 +1,150 @@
+"""One run: faults, then healing, then the audit; and what to say when it fails."""
+
+from collections import Counter
+from dataclasses import dataclass
+from dataclasses import field as field
+
+from proto.messages import CacheEvents, Message, Step, StepDone, Tokens
+from proto.progress import DecodeProgress
+from proto.sampling import Sampling
+from simulation.audit import audit, check_blocks, unsettled
+from simulation.cluster import Cluster
+from simulation.oracles import stream_of
+from simulation.plan import FAULTS, Asked, Plan, draw
+from simulation.world import Violation
+
+HEAL_S_MAX = 100.0
+"""Virtual seconds in which everything must have ended. The longest wait of the product's own is 30 s."""
+PROBE_AFTER_S = 3.0
+STORY_EVENTS = 60
+CHECK_S = 0.25
+
+
+@dataclass
+class Result:
+    seed: int
+    digest: str
+    events: int
+    virtual_s: float
+    tokens: int
+    outcomes: Counter[str]
+    injected: Counter[str]
+    failure: BaseException | None = None
+    cluster: Cluster | None = field(default=None, repr=False)
+    """Kept for the story, where asked for or where the run failed."""
+
+
+def run(seed: int, kinds: frozenset[str] = frozenset(FAULTS), keep: bool = False) -> Result:
+    plan = draw(seed, kinds)
+    cluster: Cluster | None = None
+    failure: BaseException | None = None
+    try:
+        cluster = Cluster(plan)
+        _live(cluster, plan)
+    except Exception as error:  # noqa: BLE001 -- whatever production code raises is what is looked for
+        failure = error
+    assert cluster is not None
+    return Result(
+        seed,
+        cluster.digest,
+        len(cluster.events),
+        cluster.now,
+        cluster.oracles.delivered_tokens,
+        Counter(stream.outcome or "unfinished" for stream in cluster.oracles.streams.values()),
+        cluster.injected,
+        failure,
+        cluster if keep or failure is not None else None,
+    )
+
+
+def _live(cluster: Cluster, plan: Plan) -> None:
+    while cluster.step(plan.fault_s):
+        pass
+    check_blocks(cluster)
+    cluster.heal()
+    _probe(cluster, plan)
+    look_at = until = plan.fault_s + PROBE_AFTER_S + 0.1
+    until = plan.fault_s + HEAL_S_MAX
+    while look_at < until:
+        while cluster.step(look_at):
+            pass
+        look_at += CHECK_S
+        if not unsettled(cluster):
+            audit(cluster)
+            return
+    left = unsettled(cluster)
+    concerned = next((s for s, stream in cluster.oracles.streams.items() if s in left and not stream.outcome), "")
+    raise Violation("every request finishes", f"{HEAL_S_MAX:g} s after the last fault, {left}", concerned)
+
+
+def _probe(cluster: Cluster, plan: Plan) -> None:
+    """After all has healed, a new request at each gateway must do well."""
+    for number in range(plan.gateways):
+        asked = Asked(
+            f"probe{number}",
+            0.0,
+            number,
+            "lab",
+            "",
+            tuple(range(1, 10)),
+            Sampling(max_tokens=5, seed=number),
+            1,
+            -1,
+            None,
+        )
+        cluster.after(PROBE_AFTER_S, cluster.ask, asked)
+
+
+# --- telling ------------------------------------------------------------------------------------------------------------
+
+
+def story(cluster: Cluster, request_id: str = "", most: int = STORY_EVENTS) -> list[str]:
+    """The last events that concern a request, or everything where none is named; one line each."""
+    told = [
+        f"{at:9.4f} s  {where:<12} {what} {_words(about)}".rstrip()
+        for at, where, what, about in cluster.events
+        if not request_id or _concerns(about, request_id) or what in ("fault", "starts", "healing", "resumes")
+    ]
+    return told[-most:]
+
+
+def _concerns(about: Message | str, request_id: str) -> bool:
+    match about:
+        case str():
+            return request_id in about.replace("/", " ").replace(".", " ").split()
+        case Tokens():
+            return any(stream_of(item.request_id) == request_id for item in about.items)
+        case Step(_, chunks) | StepDone(_, chunks):
+            return any(stream_of(chunk.request_id) == request_id for chunk in chunks)
+        case CacheEvents() | DecodeProgress():
+            return False
+    return stream_of(str(getattr(about, "request_id", ""))) == request_id
+
+
+def _words(about: Message | str) -> str:
+    if isinstance(about, str):
+        return about
+    match about:
+        case Tokens(items):
+            parts = [
+                f"{i.request_id}/{i.attempt}.{i.choice}[{i.index}]={list(i.tokens)}{i.finish or ''}" for i in items
+            ]
+            return "Tokens " + ", ".join(parts)
+        case Step(step_id, chunks) | StepDone(step_id, chunks):
+            parts = [f"{c.request_id}/{c.attempt}[{c.start}:{c.start + c.length}]" for c in chunks]
+            return f"{type(about).__name__} {step_id}: " + ", ".join(parts)
+    fields = {name: getattr(about, name) for name in about.__struct_fields__}
+    shown = [f"{fields['request_id']}/{fields['attempt']}"] if "attempt" in fields else []
+    for name in (
+        "reason",
+        "message",
+        "held",
+        "output_tokens",
+        "resumed_tokens",
+        "kv_blocks",
+        "cached_tokens",
+        "segment",
+    ):
+        if fields.get(name):
+            shown.append(f"{name}={fields[name]}")
+    return f"{type(about).__name__} {' '.join(map(str, shown))}".strip()

@@ -1,0 +1,43 @@
+"""`crossdock simulate`: one seed told, many summed up, and what is wrong with its options."""
+
+import pytest
+
+from launcher.cli import build_app
+from runtime.options import invoke
+
+
+def simulate(*arguments: str) -> int:
+    return invoke(build_app(), ["simulate", *arguments], "crossdock")
+
+
+def test_one_seed_is_told_twice_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--seed", "7", "--story", "r0") == 0
+    told = capsys.readouterr().out
+    assert "client asks r0" in told and "All promises held." in told
+    assert simulate("--seed", "7", "--story", "r0") == 0
+    assert capsys.readouterr().out == told
+
+
+def test_many_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--seeds", "24", "--processes", "2", "--faults", "crash,pause") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "What was injected into 24 seeds" in told and "crash" in told and "partition" not in told
+    assert "seeds/s" in told and "Violations: 0." in told
+
+
+def test_an_unknown_kind_of_fault_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--faults", "meteor") == 2
+    assert "--faults: meteor names no kind of fault with meteor; there are crash," in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+def test_a_failure_is_told_with_its_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from gateway.stream_state import Submission
+
+    monkeypatch.setattr(Submission, "backoff_s", lambda self, limits: 0.0)
+    statuses = {seed: simulate("--seed", str(seed)) for seed in range(6)}
+    told = capsys.readouterr().out
+    assert 1 in statuses.values()
+    failed = min(seed for seed, status in statuses.items() if status == 1)
+    assert f"crossdock simulate --seed {failed} --story r" in told and "bounded retries" in told

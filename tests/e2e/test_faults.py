@@ -26,9 +26,10 @@ def up(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 class Background(threading.Thread):
     """A request that runs while the test breaks something."""
 
-    def __init__(self, up: Served, **options: Any) -> None:
+    def __init__(self, up: Served, prompt: list[int] = PROMPT, tokens: int = TOKENS, **options: Any) -> None:
         super().__init__()
         self.up = up
+        self.prompt, self.tokens = prompt, tokens
         self.options = options
         self.ids: list[int] = []
         self.error = ""
@@ -36,7 +37,7 @@ class Background(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.ids = self.up.token_ids(PROMPT, TOKENS, ignore_eos=True, **self.options)
+            self.ids = self.up.token_ids(self.prompt, self.tokens, ignore_eos=True, **self.options)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
 
@@ -99,10 +100,9 @@ def test_a_killed_coordinator_does_not_break_running_streams(up: Live) -> None:
     up.wait_idle()
 
 
-def test_a_cut_transfer_group_is_retried_on_a_new_one(up: Live) -> None:
-    expected = up.token_ids(PROMPT, 20, ignore_eos=True)
+def cut_transfers(up: Live) -> int:
+    """Every connection of the data plane; how many there were."""
     known = {int(up.coordinator.rsplit(":", 1)[1]), int(up.tokens.rsplit(":", 1)[1]), up.port}
-    moved_before = up.wait_idle().counters["kv_bytes_moved"]
     cuts = 0
     for prefill in up.processes()["prefill_worker"]:
         for decode in up.processes()["decode_worker"]:
@@ -114,10 +114,30 @@ def test_a_cut_transfer_group_is_retried_on_a_new_one(up: Live) -> None:
                 except OSError:
                     continue
                 cuts += 1
-    assert cuts > 0, "there was no connection to cut"
+    return cuts
+
+
+def test_a_cut_transfer_group_is_retried_on_a_new_one(up: Live) -> None:
+    expected = up.token_ids(PROMPT, 20, ignore_eos=True)
+    moved_before = up.wait_idle().counters["kv_bytes_moved"]
+    assert cut_transfers(up) > 0, "there was no connection to cut"
     for _ in range(4):
         assert up.token_ids(PROMPT, 20, ignore_eos=True) == expected
     assert up.wait_idle().counters["kv_bytes_moved"] > moved_before
+
+
+def test_transfers_broken_midway_change_no_token(up: Live) -> None:
+    prompts = [[20 + (number + at) % 200 for at in range(400)] for number in range(6)]
+    expected = [up.token_ids(prompt, 30, ignore_eos=True) for prompt in prompts]
+    up.wait_idle()
+    again = [[5 + number, *prompt[1:]] for number, prompt in enumerate(prompts)]  # nothing of these is cached
+    alone = [up.token_ids(prompt, 30, ignore_eos=True) for prompt in again[:1]]
+    streams = [Background(up, prompt=prompt, tokens=30) for prompt in again + prompts]
+    up.wait_for("prompts are computed and sent", lambda: busy(up, "prefilling"))
+    cut_transfers(up)
+    answers = [stream.result() for stream in streams]
+    assert answers[6:] == expected and answers[:1] == alone
+    up.wait_idle()
 
 
 def test_without_any_decode_worker_requests_are_told_at_once_and_later_served(up: Live) -> None:

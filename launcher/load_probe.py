@@ -13,6 +13,8 @@ from launcher.load_prompts import Prompts, words_with_a_tokenizer
 from launcher.load_settings import LoadSettings
 
 ANSWER_BYTES_MAX = 8 << 20
+PROBE_WORDS = 30
+"""They must fit small contexts, even with a token for each letter."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ async def probe(
 
 async def _learn(session: aiohttp.ClientSession, probed: Probed, key: str) -> Probed:
     """Which of the extensions it takes, and how many tokens words are."""
-    words = list(WORDS)
+    words = list(WORDS[:PROBE_WORDS])
     target = probed.target
     extensions = {"return_token_ids": True, "ignore_eos": True}
     status, content = await _ask(session, target, words, extensions, key)

@@ -10,8 +10,10 @@ import random
 from typing import Any
 
 from runtime import clock
-from tests.launcher.scripted_server import DONE, STREAM, token, usage
+from tests.launcher.scripted_server import DONE, STREAM, event
 
+HEAD = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "timed"}
+TOKEN = event({**HEAD, "choices": [{"index": 0, "text": " a", "logprobs": None, "finish_reason": None}]})
 TIMES: list[list[float]] = []
 """Of each answer: when its request was read, and when its tokens were written."""
 
@@ -50,11 +52,12 @@ async def _generate(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.write(STREAM)
     for _ in range(count):
         await asyncio.sleep(max(0.0, due - clock.now()))
-        _chunk(writer, token())
+        _chunk(writer, TOKEN)
         times.append(clock.now())
         due += source.uniform(0.02, 0.06)
     TIMES.append(times)
-    _chunk(writer, usage(len(prompt), count) + DONE)
+    counts = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
+    _chunk(writer, event({**HEAD, "choices": [], "usage": counts}) + DONE)
     writer.write(b"0\r\n\r\n")
 
 

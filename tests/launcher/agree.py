@@ -7,6 +7,8 @@ trace with its fixed schedule. Without --url the server is one of known timing, 
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -28,6 +30,8 @@ from launcher.load_probe import Probed, probe
 from launcher.load_prompts import Prompts
 from launcher.load_settings import LoadSettings
 from launcher.load_tenants import Tenant
+from launcher.local import until_interrupted
+from runtime.exits import INTERRUPTED_EXIT
 from runtime.options import SettingsError, run_role
 
 WITHIN = 0.03
@@ -82,14 +86,18 @@ async def theirs(settings: AgreeSettings, base_url: str, probed: Probed, plan: P
         arguments += ["--output-artifact-dir", f"{folder}/out", "--workers-max", "1"]
         arguments += ["--api-key", settings.api_key] if settings.api_key else []
         process = await asyncio.create_subprocess_exec(
-            *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=folder
+            *arguments,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=folder,
+            start_new_session=True,
         )
         try:
             async with asyncio.timeout(OTHER_S_MAX):
                 said, _ = await process.communicate()
         finally:
             if process.returncode is None:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # it has processes of its own
                 await process.wait()
         if process.returncode:
             raise SettingsError(f"--aiperf: ended with {process.returncode}:\n{said[-3000:].decode(errors='replace')}")
@@ -183,13 +191,18 @@ def _figure(rounds: Sequence[dict[str, Measured]], side: str, name: str, what: s
     return float(found[what])
 
 
-async def _run(settings: AgreeSettings) -> int:
-    console = Console(width=120)
+async def _run(settings: AgreeSettings, console: Console) -> int:
     if settings.url:
         return await _agree(settings, settings.url.rstrip("/").removesuffix("/v1"), console)
     async with timed_server() as base_url:
         return await _agree(settings, base_url, console)
 
 
+def run(settings: AgreeSettings) -> int:
+    console = Console(width=140)
+    status = uvloop.run(until_interrupted(_run(settings, console), console))
+    return INTERRUPTED_EXIT if status is None else status
+
+
 if __name__ == "__main__":
-    sys.exit(run_role("tests.launcher.agree", AgreeSettings, lambda settings: uvloop.run(_run(settings))))
+    sys.exit(run_role("tests.launcher.agree", AgreeSettings, run))

@@ -59,16 +59,16 @@ def ask(script: list[tuple[float, bytes]], one: Planned | None = None, **more: A
 
 
 def test_times_are_those_of_the_server() -> None:
-    gaps = [0.12, 0.02, 0.05, 0.01, 0.08, 0.03]
+    gaps = [0.4, 0.15, 0.3, 0.15, 0.3]
     script = [(0.0, STREAM), *[(gap, token()) for gap in gaps], (0.0, usage(9, len(gaps))), (0.0, DONE)]
     record, server = ask(script)
     assert (record.outcome, record.tokens, record.prompt_tokens) == ("ok", len(gaps), 9)
     wrote = server.wrote[1 : 1 + len(gaps)]
     real = [1000 * (later - earlier) for earlier, later in pairwise(wrote)]
-    assert median(abs(got - want) for got, want in zip(record.gaps_ms, real, strict=True)) < 10.0
+    assert median(abs(got - want) for got, want in zip(record.gaps_ms, real, strict=True)) < 75.0
     assert record.ttft_ms is not None
-    assert 0 <= record.ttft_ms - 1000 * (wrote[0] - server.came[0]) < 200.0, "with the connection's making"
-    assert sum(real) == pytest.approx(record.tpot_ms * (len(gaps) - 1), abs=50.0)  # type: ignore[operator]
+    assert 0 <= record.ttft_ms - 1000 * (wrote[0] - server.came[0]) < 250.0, "with the connection's making"
+    assert sum(real) == pytest.approx(record.tpot_ms * (len(gaps) - 1), abs=100.0)  # type: ignore[operator]
     assert server.bodies[0]["max_tokens"] == 3 and server.bodies[0]["ignore_eos"] is True
 
 

@@ -15,7 +15,7 @@ from launcher.load_plan import NEVER
 from launcher.load_prompts import Prompts
 from launcher.load_settings import LoadSettings, RatioSettings
 from launcher.load_tenants import Ratio, Tenant, parse_tenants, read_mix
-from runtime.options import SettingsError, load
+from runtime.options import SettingsError, add_command, invoke, load, new_app
 
 AZURE = Path("/work/shared/data/azure23_conv.csv")
 
@@ -202,6 +202,22 @@ def test_a_bad_tenant_is_told_without_its_key(text: str) -> None:
     with pytest.raises(SettingsError, match="--tenant: ") as caught:
         load_plan.tenants_of(load(LoadSettings, {"tenant": text}))
     assert "secret" not in str(caught.value)
+
+
+def test_an_option_with_several_values_is_repeated_or_has_commas(capsys: pytest.CaptureFixture[str]) -> None:
+    found: list[LoadSettings] = []
+
+    def keep(settings: LoadSettings) -> int:
+        found.append(settings)
+        return 0
+
+    app = new_app()
+    add_command(app, "load", LoadSettings, keep)
+    for arguments in (["--tenant", "a:k:1", "--tenant", "b:k:2"], ["--tenant", "a:k:1,b:k:2"], []):
+        assert invoke(app, arguments, "load") == 0
+    assert [settings.tenant for settings in found] == [["a:k:1", "b:k:2"]] * 2 + [[]]
+    assert invoke(app, ["--duration", "5", "--warmup-s", "9"], "load") == 2
+    assert "--warmup-s: 9 leaves nothing" in capsys.readouterr().err
 
 
 def test_ratios() -> None:

@@ -15,7 +15,7 @@ from launcher.load_settings import LoadSettings
 def learn(
     known: set[str], *, status: int = 200, counts: bool = True, **values: Any
 ) -> tuple[Probed, list[dict[str, Any]]]:
-    """Probe a server that takes the fields in `known` beside OpenAI's; a word is two tokens there, behind three of a template."""
+    """Probe a server that takes the fields in `known` beside OpenAI's; a word is two tokens there, a template three."""
     bodies: list[dict[str, Any]] = []
 
     async def models(_: web.Request) -> web.Response:

@@ -119,11 +119,15 @@ async def started(
             file = Path(folder) / "tenants.toml"
             file.write_text(_tenants_toml(keyed), encoding="utf-8")
             serve |= {"tenants": str(file), "usage_db": str(Path(folder) / "usage.db")}
+        cores = os.sched_getaffinity(0)
         async with running(ServeSettings(**serve), model, console) as up:
-            if up.cluster.plan.control:
-                # The client must not take time from the streams it measures.
-                os.sched_setaffinity(0, up.cluster.plan.control)
-            yield Site(up.cluster.base_url, up.cluster.key, keyed, str(journal))
+            try:
+                if up.cluster.plan.control:
+                    # The client must not take time from the streams it measures.
+                    os.sched_setaffinity(0, up.cluster.plan.control)
+                yield Site(up.cluster.base_url, up.cluster.key, keyed, str(journal))
+            finally:
+                os.sched_setaffinity(0, cores)  # the next cluster is planned for all of them
 
 
 def _tenants_toml(tenants: Sequence[Tenant]) -> str:

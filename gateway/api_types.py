@@ -73,6 +73,8 @@ class _Model(BaseModel):
 
 class StreamOptions(_Model):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: every chunk says how many tokens there are so far. Without effect unless `include_usage` is on."""
     include_obfuscation: bool | None = None
     """Accepted, without effect: no padding is added."""
 

@@ -37,6 +37,8 @@ class Prepared:
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    """Every chunk has it."""
     return_token_ids: bool
 
 
@@ -233,6 +235,11 @@ def _finish(
         stops=tuple(stop_strings(request.stop)),
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        continuous_usage=bool(
+            request.stream_options
+            and request.stream_options.include_usage
+            and request.stream_options.continuous_usage_stats
+        ),
         return_token_ids=bool(request.return_token_ids),
     )
 

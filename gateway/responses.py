@@ -25,7 +25,15 @@ def _event(content: object) -> bytes:
 class Exchange:
     """One generation request while it is answered: its streams, and what has been said of each choice."""
 
-    def __init__(self, subscription: Subscription, stream_ids: list[str], answer: Answer, choices_each: int) -> None:
+    def __init__(
+        self,
+        subscription: Subscription,
+        stream_ids: list[str],
+        answer: Answer,
+        choices_each: int,
+        *,
+        continuous_usage: bool,
+    ) -> None:
         self.subscription = subscription
         self.answer = answer
         self.completion_tokens = 0
@@ -35,6 +43,7 @@ class Exchange:
         self.unended = set(stream_ids)
         self.rates: RateState | None = None
         """As the coordinator last told it."""
+        self.continuous_usage = continuous_usage
         self.choices = [
             ChoiceState(number * choices_each + index, number)
             for number in range(len(stream_ids))
@@ -79,7 +88,11 @@ class Exchange:
         return delivered
 
     def encode(self, delivered: Iterable[tuple[ChoiceState, Deliver]]) -> bytes:
-        return b"".join(_event(chunk) for choice, part in delivered for chunk in self.answer.chunks(choice, part))
+        chunks = [chunk for choice, part in delivered for chunk in self.answer.chunks(choice, part)]
+        if self.continuous_usage:
+            usage = self.answer.usage_chunk(self.completion_tokens, sum(self.cached_tokens.values()))["usage"]
+            chunks = [chunk | {"usage": usage} for chunk in chunks]
+        return b"".join(map(_event, chunks))
 
     def closing(self, include_usage: bool) -> bytes:
         if not include_usage:

@@ -140,7 +140,13 @@ def _submit(
         )
         for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))
     ]
-    return Exchange(gateway.backend.open(specs), [spec.stream_id for spec in specs], answer, prepared.choices)
+    return Exchange(
+        gateway.backend.open(specs),
+        [spec.stream_id for spec in specs],
+        answer,
+        prepared.choices,
+        continuous_usage=prepared.continuous_usage,
+    )
 
 
 @asynccontextmanager

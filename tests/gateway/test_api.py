@@ -131,6 +131,21 @@ def test_chat_stream_begins_with_the_role() -> None:
     on_site(test)
 
 
+def test_usage_so_far_rides_on_every_chunk_where_asked_for() -> None:
+    async def test(site: Site) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks, done = await events(site, "/v1/completions", prompt=[9, 8, 7], stream_options=options)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert done and counts == sorted(counts) and len(set(counts)) > 2
+        assert counts[-1] == ANSWER_TOKENS
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
+        alone = {"continuous_usage_stats": True}
+        chunks, _ = await events(site, "/v1/completions", prompt=[9, 8, 7], stream_options=alone)
+        assert all("usage" not in chunk for chunk in chunks)
+
+    on_site(test)
+
+
 def test_several_choices_and_prompts() -> None:
     async def test(site: Site) -> None:
         encode = site.gateway.tokenizer.encode

@@ -89,8 +89,8 @@ def bottleneck(figures: Mapping[str, Any]) -> str:
 
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    headings = ("goodput/s", "good %", "TTFT p50", "p99", "ITL p50", "p99", "queue p50", "fails", "bottleneck")
-    shown = load_show.table("Goodput by ratio; times in ms", "", *headings)
+    headings = ("good/s", "%", "TTFT p50", "p99", "ITL p50", "p99", "queue", "fails", "short of")
+    shown = load_show.table("Goodput by ratio; times in ms, queue p50", "", *headings)
     best = max((one["goodput_requests_per_s"] or 0.0 for one in rows), default=0.0)
     for one in rows:
         bold = "bold" if one["goodput_requests_per_s"] == best else ""

@@ -33,6 +33,7 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     token_ids: list[int] | None = None
+    finish_reason: str | None = None
 
 
 class _Cached(msgspec.Struct):
@@ -119,6 +120,8 @@ class StreamReader:
             carries |= bool(text or choice.token_ids)
         if carries:
             self._arrived(now)
+        elif self._chunks and any(choice.finish_reason for choice in event.choices or ()):
+            self._record.tail_ms = round(1000 * (now - self._last), 3)
 
     def _arrived(self, now: float) -> None:
         self._chunks += 1

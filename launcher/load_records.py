@@ -32,6 +32,8 @@ class Record(msgspec.Struct):
     """The first chunk with a token."""
     gaps_ms: list[float] = []
     """Between chunks with tokens."""
+    tail_ms: float = 0.0
+    """From the last of them to a chunk that only ends the answer: with the last token, if that has no text."""
     ended_s: float = 0.0
     tokens: int = 0
     """Of the answer: as the server counts them, or else the chunks that carried some."""
@@ -53,7 +55,8 @@ class Record(msgspec.Struct):
     @property
     def tpot_ms(self) -> float | None:
         """Mean time per token after the first (chunk: what it carried beyond one token counts as sent after it)."""
-        return sum(self.gaps_ms) / (self.tokens - 1) if self.tokens > 1 and self.gaps_ms else None
+        spent_ms = sum(self.gaps_ms) + self.tail_ms
+        return spent_ms / (self.tokens - 1) if self.tokens > 1 and spent_ms else None
 
     @property
     def e2e_ms(self) -> float:

@@ -42,8 +42,10 @@ def test_a_short_load_is_measured_and_written(cluster: Live, tmp_path: Path) -> 
 
 def test_ctrl_c_prints_what_was_measured(cluster: Live, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
+    ended = sum(cluster.status().finished.values())
     process = bench(cluster, "--rate", "20", "--duration", "600", "--warmup-s", "0", "--json", str(file))
-    cluster.wait_for("requests run", lambda: bool(cluster.status().running))
+    # More than the probe's own, so that the load itself has begun.
+    cluster.wait_for("requests ended", lambda: sum(cluster.status().finished.values()) >= ended + 5)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 130, said

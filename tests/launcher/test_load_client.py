@@ -95,6 +95,15 @@ def test_several_tokens_of_one_chunk_are_one_wait_and_counted_each() -> None:
     assert record.tpot_ms == pytest.approx(100.0)
 
 
+def test_a_last_token_without_text_counts_for_tpot_and_not_as_a_gap() -> None:
+    record = Record(0, "t", 0.0, 9, 3)
+    reader = StreamReader(record, 10.0)
+    reader.feed(token() + token(), 11.0)
+    reader.feed(token("", finish_reason="length") + usage(9, 3) + DONE, 11.4)
+    assert record.gaps_ms == [0.0]
+    assert record.tpot_ms == pytest.approx(200.0)
+
+
 @pytest.mark.parametrize(
     ("script", "outcome"),
     [

@@ -208,7 +208,16 @@ def a_lost_gateway_is_not_cancelled(m: pytest.MonkeyPatch) -> None:
 @bug
 def steps_in_flight_are_not_counted_down(m: pytest.MonkeyPatch) -> None:
     """After two steps a prefill worker gets nothing more."""
-    m.setattr(Worker, "end_step", lambda self, step_id: self.steps.get(step_id, ()))
+    original = Worker.end_step
+
+    def end_step(self: Worker, step_id: int) -> Any:
+        kept = self.steps.get(step_id)
+        asked = original(self, step_id)
+        if kept is not None:
+            self.steps[step_id] = kept
+        return asked
+
+    m.setattr(Worker, "end_step", end_step)
 
 
 @bug

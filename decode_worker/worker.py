@@ -49,13 +49,8 @@ class DecodeWorker:
         self.engine = engine
         self.thread = thread
         batch: Batch[SamplerState] = Batch()
-        table = AttemptTable(
-            BlockAllocator(engine.blocks),
-            info.block_size,
-            batch,
-            lambda: engine.tokens_forwarded,
-            settings.prefix_cache,
-        )
+        blocks, forwarded = BlockAllocator(engine.blocks), lambda: engine.tokens_forwarded
+        table = AttemptTable(blocks, info.block_size, batch, forwarded, settings.prefix_cache)
         self.core = DecodeCore(self, table, vocab_size=info.vocab_size, make_state=self._sampler_state)
         self.work = asyncio.Event()
         """Set when there may be something to run."""

@@ -35,6 +35,7 @@ MAY_IMPORT = {
 PURE = (
     "proto/*.py",
     "coordinator/*.py",
+    "kvtransfer/choice.py",
     "kvtransfer/layout.py",
     "kvtransfer/*session.py",
     "kvtransfer/settings.py",

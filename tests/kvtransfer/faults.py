@@ -227,6 +227,11 @@ class Cluster:
         tally.detection_s.append(lost["at"] - struck)
         if tally.detection_s[-1] > (STOP_NOTICED_S if stops else KILL_NOTICED_S):
             raise Broken(f"the {victim.role}'s loss was noticed after {tally.detection_s[-1]:.2f} s")
+        if stops:
+            # What a stopped process may still write to stays in quarantine until it says or is proven to be done.
+            await asyncio.sleep(max(0.0, struck + STOPPED_S - time.monotonic()))
+            assert victim.process.pid is not None
+            os.kill(victim.process.pid, signal.SIGCONT)
         ends = ("result",) if survivor is sender else ("committed", "failed")
         begun = survivor is sender or point not in ("before_offer",)
         if begun:
@@ -236,9 +241,6 @@ class Cluster:
             )
             tally.recovery_s.append(max(0.0, end["at"] - struck))
         if stops:
-            await asyncio.sleep(max(0.0, struck + STOPPED_S - time.monotonic()))
-            assert victim.process.pid is not None
-            os.kill(victim.process.pid, signal.SIGCONT)
             await victim.event("lost", peer=survivor.incarnation)
             if victim is sender:
                 await sender.event("result", request_id=request_id, attempt=1)

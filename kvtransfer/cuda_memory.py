@@ -33,7 +33,7 @@ class CudaError(RuntimeError):
 class _Handle(ctypes.Structure):
     """Passed by value, as the driver wants it."""
 
-    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
 @lru_cache(maxsize=1)
@@ -186,7 +186,7 @@ class Mapping:
             if not users:
                 _enter(torch.device("cuda", index))
                 opened = _POINTER()
-                _call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), _Handle(handle), _PEER_ACCESS)
+                _call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), _Handle.from_buffer_copy(handle), _PEER_ACCESS)
                 address = opened.value
             _mapped[self._key] = (address, users + 1)
             return address

@@ -11,6 +11,15 @@ def allowed_transports(option: str) -> tuple[str, ...]:
     return AUTO if option == "auto" else (option,)
 
 
+def segment_bytes_on(device: str) -> int:
+    """Largest segment for pools on a device of this type. A GPU copies it in less time than a hand-over of it takes."""
+    return (8 << 20) if device == "cpu" else (64 << 20)
+
+
+DIGEST_EVERY = {"full": 1, "sampled": 16}
+"""What `--kv-digest` stands for."""
+
+
 @dataclass(frozen=True, slots=True)
 class KvSettings:
     """Raises `ValueError` on values that cannot work together."""

@@ -52,7 +52,9 @@ done."""
 
 
 class _Writes(Writes):
-    def __init__(self, local: Local, connection: Connection, mapping: Mapping, target: PoolRows, told: "_Told", lifeline: int) -> None:
+    def __init__(
+        self, local: Local, connection: Connection, mapping: Mapping, target: PoolRows, told: "_Told", lifeline: int
+    ) -> None:
         copier = DeviceCopier(local.rows, target, told.digest_every)
         super().__init__(local, connection, copier, target.cells, told.board, lifeline)
         self._mapping = mapping

@@ -198,7 +198,7 @@ class Near:
         listener = rendezvous.Listener("127.0.0.1", 30.0)
 
         def serve() -> None:
-            group, limit = listener.meet("gloo"), timedelta(seconds=30)
+            group, limit = listener.meet(rendezvous.gloo_group), timedelta(seconds=30)
             word = torch.zeros(1, dtype=torch.uint8)
             group.send([word], rendezvous.SENDER_RANK, 1 << 20).wait(limit)
             for tag in range(total // size):

@@ -312,7 +312,7 @@ class WorkerSettings(_ClientSettings):
     )
     kv_transport: Literal["auto", "shm", "cuda_ipc", "nccl", "gloo"] = Field(
         "auto",
-        description="How KV crosses: shm within one host, cuda_ipc on one GPU, nccl between GPUs, gloo between any two; auto: the"
+        description="How KV crosses: shm in one host, cuda_ipc on one GPU, nccl between GPUs, gloo between any two; auto: the"
         " best that a pair can use.",
     )
     kv_digest: Literal["full", "sampled"] = Field(

@@ -4,10 +4,9 @@ from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.thread import EngineThread, pick_device
-from kvtransfer.memory import SharedMemory
-from kvtransfer.settings import allowed_transports
+from kvtransfer.transports import allowed_on, memory_for
 from runtime.settings import WorkerSettings
-from runtime.worker_process import run_worker
+from runtime.worker_process import as_config_error, run_worker
 
 
 def run(settings: WorkerSettings) -> int:
@@ -15,8 +14,8 @@ def run(settings: WorkerSettings) -> int:
     thread = EngineThread(threads=settings.threads, cores=settings.cores)
 
     device = pick_device(settings.device)
-    shared = device == "cpu" and "shm" in allowed_transports(settings.kv_transport)
-    memory = SharedMemory() if shared else None
+    with as_config_error():
+        memory = memory_for(allowed_on(settings.kv_transport, device), device)
 
     def load() -> Engine:
         engine = load_engine(

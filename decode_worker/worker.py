@@ -14,9 +14,10 @@ from engine.engine import Engine
 from engine.sampler import SamplerState
 from engine.thread import EngineThread
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.settings import KvSettings, allowed_transports
+from kvtransfer.settings import DIGEST_EVERY, KvSettings, segment_bytes_on
+from kvtransfer.transport import PoolMemory
+from kvtransfer.transports import allowed_on
 from proto.compatible import mismatch
 from proto.errors import CrossdockError, RemoteProtocolError
 from proto.kv import Commit, FirstToken
@@ -40,7 +41,7 @@ class DecodeWorker:
         thread: EngineThread,
         log: Log,
         name: str,
-        memory: SharedMemory | None,
+        memory: PoolMemory | None,
     ) -> None:
         """`memory` is what the KV pool lies in, if other processes may map it."""
         info = engine.info
@@ -82,7 +83,7 @@ class DecodeWorker:
             on_committed=self._committed,
             on_failed=self._not_received,
             on_quarantined=self._in_doubt,
-            settings=_kv_settings(settings),
+            settings=_kv_settings(settings, engine.pool.device.type),
             memory=memory,
         )
         self.registration: Registration
@@ -227,9 +228,12 @@ class DecodeWorker:
         return following
 
 
-def _kv_settings(settings: WorkerSettings) -> KvSettings:
+def _kv_settings(settings: WorkerSettings, device: str) -> KvSettings:
     return KvSettings(
-        transports=allowed_transports(settings.kv_transport), rendezvous_timeout_ms=settings.kv_timeout_ms
+        transports=allowed_on(settings.kv_transport, device),
+        rendezvous_timeout_ms=settings.kv_timeout_ms,
+        segment_bytes=segment_bytes_on(device),
+        digest_every=DIGEST_EVERY[settings.kv_digest],
     )
 
 

@@ -69,6 +69,12 @@ class Engine:
         logits: torch.Tensor = output.logits[0] if self._keeps_rows else output.logits[0, plan.wanted]
         return logits.float()
 
+    def finish(self) -> None:
+        """Wait until all that was enqueued on a GPU is done. From then on other threads, on streams of their own, may read what
+        a forward wrote; before, nothing orders the two."""
+        if self.pool.is_cuda:
+            torch.cuda.current_stream(self.pool.device).synchronize()
+
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block's KV, for copy on write."""

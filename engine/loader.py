@@ -48,8 +48,8 @@ def load_engine(
     allocate: Callable[[int], torch.Tensor] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Engine:
-    """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`; on the CPU
-    `allocate(bytes)` may provide its memory, as a tensor of zero bytes.
+    """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`; `allocate(bytes)` may
+    provide its memory, as a tensor of zero bytes on the device.
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `block_size` is in tokens.
     `step_tokens_max` is the most tokens one forward will have; it says which forms of the weights pay. Raises ModelUnsupported.
     """
@@ -245,11 +245,11 @@ def _make_pool(
 ) -> torch.Tensor:
     """Zeros; on the CPU in pages that the kernel provides when they are first written, so that a large pool costs neither
     start-up time nor memory before it is used (`torch.zeros` writes every page)."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     pool_bytes = math.prod(shape) * dtype.itemsize
     if allocate is not None:
         return allocate(pool_bytes).view(dtype).view(shape)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros(pool_bytes + _ALIGNMENT, dtype=np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return torch.from_numpy(raw[start : start + pool_bytes]).view(dtype).view(shape)

@@ -30,7 +30,7 @@ class Copier:
         """Copies blocks one for one; xxh3-64 of what was copied. `go_on` is asked before each piece; when it says no, the rest
         is not copied, and nothing is returned."""
         hasher = xxhash.xxh3_64()
-        runs = _runs(source_ids, target_ids)
+        runs = runs_of(source_ids, target_ids)
         if not self._staging.is_better(runs, len(source_ids)) and self._target.is_flat:
             return hasher.digest() if self._move(runs, hasher, go_on) else b""
         for start in range(0, len(source_ids), self._staging.blocks):
@@ -65,7 +65,7 @@ class Digester:
 
     def digest(self, block_ids: Sequence[int]) -> bytes:
         hasher = xxhash.xxh3_64()
-        runs = _runs(block_ids, block_ids)
+        runs = runs_of(block_ids, block_ids)
         if self._staging.is_better(runs, len(block_ids)):
             for start in range(0, len(block_ids), self._staging.blocks):
                 part = block_ids[start : start + self._staging.blocks]
@@ -89,7 +89,7 @@ class _Staging:
         return not self._rows.is_flat or blocks * self._rows.layout.block_bytes < RUN_BYTES_MIN * len(runs)
 
 
-def _runs(source_ids: Sequence[int], target_ids: Sequence[int]) -> "list[tuple[int, int, int]]":
+def runs_of(source_ids: Sequence[int], target_ids: Sequence[int]) -> "list[tuple[int, int, int]]":
     """(first source block, first target block, blocks) of stretches that are contiguous in both."""
     runs: list[tuple[int, int, int]] = []
     for source, target in zip(source_ids, target_ids, strict=True):

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from kvtransfer.idle import PairUse, to_give_up
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import SharedMemory
 from kvtransfer.pair import Listen, Pair, PairEvents
 from kvtransfer.pool import PoolRows
 from kvtransfer.session import (
@@ -27,7 +27,7 @@ from kvtransfer.session import (
     Violation,
 )
 from kvtransfer.settings import KvSettings
-from kvtransfer.transport import Local, Meeting, SegmentJob
+from kvtransfer.transport import Local, Meeting, PoolMemory, SegmentJob
 from kvtransfer.transports import TRANSPORTS, host_id
 from proto.kv import PairClosed
 from proto.messages import Message
@@ -58,6 +58,8 @@ class Route:
     timer: asyncio.TimerHandle | None = None
     """Until when the two must have met."""
     dropped: bool = False
+    used_at: float = 0.0
+    """When its last session began or ended."""
 
 
 S = TypeVar("S", bound=Session)
@@ -91,7 +93,7 @@ class Driver(ABC, Generic[S, R]):
         send: Callable[[int, Message, bytes], None],
         settings: KvSettings,
         listen_host: str = "",
-        memory: SharedMemory | None = None,
+        memory: PoolMemory | None = None,
     ) -> None:
         unknown = set(settings.transports) - set(TRANSPORTS)
         if unknown:
@@ -156,6 +158,7 @@ class Driver(ABC, Generic[S, R]):
         live = Live(key, session, route)
         self._live[key] = live
         route.sessions[key] = live
+        route.used_at = self._clock()
         self.counters["sessions"] += 1
         return live
 
@@ -194,6 +197,7 @@ class Driver(ABC, Generic[S, R]):
             live.timer = None
         del self._live[live.key]
         del live.route.sessions[live.key]
+        live.route.used_at = self._clock()
         self._ended[live.key] = live
         if len(self._ended) > self._settings.remembered_max:
             self._ended.popitem(last=False)
@@ -231,6 +235,20 @@ class Driver(ABC, Generic[S, R]):
         """For one more session, and the pair it may need; dying pairs count, since each is a thread."""
         pairs = max(len(self._routes), len(self._pairs))
         return len(self._live) < self._settings.sessions_max and not (new_pair and pairs >= self._settings.pairs_max)
+
+    def _make_room(self, offered: tuple[str, ...]) -> None:
+        """For one pair more, by the costliest of these transports: idle ones may go for it."""
+
+        def pair_bytes(names: tuple[str, ...]) -> int:
+            known = [TRANSPORTS[name] for name in names if name in TRANSPORTS]
+            return max((one.pair_bytes(self._settings.segment_bytes) for one in known), default=0)
+
+        uses = [
+            PairUse(r.peer_epoch, pair_bytes((r.transport,) if r.transport else r.offered), r.used_at, not r.sessions)
+            for r in self._routes.values()
+        ]
+        for peer_epoch in to_give_up(uses, pair_bytes(offered), self._settings.pairs_bytes):
+            self._drop(self._routes[peer_epoch], "idle, and another pair needs its memory", tell_peer=True)
 
     def _start_pair(self, route: R, how: Listen | Meeting) -> None:
         def is_current() -> bool:

@@ -62,7 +62,7 @@ class _GlooListener(Listener):
         self.meeting = Meeting(Gloo.name, local.listen_host, self._store.port, self._store.secret)
 
     def meet(self) -> Channel:
-        return _Receiving(self._local, self._store.meet("gloo"))
+        return _Receiving(self._local, self._store.meet(rendezvous.gloo_group))
 
     def abandon(self) -> None:
         self._store.abandon()
@@ -79,4 +79,6 @@ class Gloo(Transport):
 
     def connect(self, local: Local, meeting: Meeting) -> Channel:
         timeout_s = local.settings.rendezvous_timeout_ms / 1e3
-        return _Sending(local, rendezvous.connect("gloo", meeting.host, meeting.port, meeting.secret, timeout_s))
+        return _Sending(
+            local, rendezvous.connect(rendezvous.gloo_group, meeting.host, meeting.port, meeting.secret, timeout_s)
+        )

@@ -8,6 +8,7 @@ Called from transfer threads. What they may touch, and when, is the sessions' co
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ import xxhash
 
 from kvtransfer.layout import KvLayout
 
+_cuda: Any = torch.cuda
+"""It has no types in part."""
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -51,10 +54,12 @@ class PoolRows:
         # Rows of 8-byte words where they fit: index_copy_ moves words, and bytes one by one are several times slower.
         self._word = torch.int64 if self.layout.block_bytes // self._planes % 8 == 0 else torch.uint8
         self._rows = pool.view(pool.shape[0], -1).view(self._word)
+        self.device = self._rows.device
+        self._stream: Any = _cuda.Stream(self.device) if self._rows.is_cuda else None
         # [blocks, ratio, planes, words]: a cell's words are contiguous plane by plane only.
         self._parts = self._rows.view(pool.shape[0], self._planes, self.ratio, -1).transpose(1, 2)
         self._cell_words = self._rows.shape[1] // self.ratio
-        self.is_flat = self._rows.device.type == "cpu" and self.ratio == 1
+        self.is_flat = self.device.type == "cpu" and self.ratio == 1
         """Whether cell `i` is the bytes from `i * block_bytes` on, in host memory."""
         self.address = self._rows.data_ptr()
         self.flat_bytes: Any = as_bytes(self._rows.view(-1)) if self.is_flat else None
@@ -66,40 +71,67 @@ class PoolRows:
         blocks = memory.shape[0] // layout.block_bytes
         return cls(memory.view(TORCH_DTYPES[layout.dtype]).view(layout.shape(blocks)), layout, cells.block_size)
 
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """What is done inside is enqueued on a stream of this pool's transfers, beside the one that computes. Nothing
+        orders the two but the host: KV is handed over when the step that wrote it has ended (`Engine.finish`)."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def wait(self) -> None:
+        """Until all that was enqueued on that stream is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def buffer(self, cells: int) -> torch.Tensor:
-        """Host memory for `cells` packed cells, as rows of words."""
-        return torch.empty((cells, self._cell_words), dtype=self._word)
+        """Host memory for `cells` packed cells, as rows of words; pinned where the pool is on a GPU."""
+        return torch.empty((cells, self._cell_words), dtype=self._word, pin_memory=self._stream is not None)
+
+    def device_buffer(self, cells: int) -> torch.Tensor:
+        """The same on the pool's device."""
+        return torch.empty((cells, self._cell_words), dtype=self._word, device=self.device)
 
     def packed(self, block_ids: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
         """The cells one after the other in host memory: the pool itself where they lie so, else a copy in `buffer`."""
+        if self._stream is None:
+            return self.rows_or_gather(block_ids, buffer)
+        with self.on_stream():
+            return buffer[: len(block_ids)].copy_(self.rows_or_gather(block_ids, self.device_buffer(len(block_ids))))
+
+    def spread(self, block_ids: Sequence[int], packed: torch.Tensor) -> None:
+        """Copy packed cells of host memory to their places; done when this returns."""
+        with self.on_stream():
+            self.scatter(block_ids, packed.to(self.device))
+        self.wait()
+
+    def rows_or_gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
+        """The cells one after the other on the pool's device: the pool itself where they lie so, else a copy in `buffer`. On a
+        GPU it is only enqueued."""
         count = len(block_ids)
         if self.ratio > 1:
             buffer[:count].view(count, self._planes, -1).copy_(self._parts[self._places(block_ids)])
             return buffer[:count]
         if is_run(block_ids):
-            rows = self._rows[block_ids[0] : block_ids[0] + count]
-            return rows if rows.device.type == "cpu" else buffer[:count].copy_(rows)
-        index = torch.tensor(block_ids, device=self._rows.device)
-        if self._rows.device.type == "cpu":
-            return torch.index_select(self._rows, 0, index, out=buffer[:count])
-        return buffer[:count].copy_(self._rows.index_select(0, index))
+            return self.run(block_ids[0], count)
+        index = torch.tensor(block_ids, device=self.device)
+        return torch.index_select(self._rows, 0, index, out=buffer[:count])
 
-    def spread(self, block_ids: Sequence[int], packed: torch.Tensor) -> None:
-        """Copy packed cells to their places; done when this returns."""
+    def scatter(self, block_ids: Sequence[int], packed: torch.Tensor) -> None:
+        """Copy packed cells of the pool's device to their places. On a GPU it is only enqueued."""
         if self.ratio > 1:
-            self._parts[self._places(block_ids)] = packed.view(len(block_ids), self._planes, -1).to(self._parts.device)
+            self._parts[self._places(block_ids)] = packed.view(len(block_ids), self._planes, -1)
         elif is_run(block_ids):
-            self._rows[block_ids[0] : block_ids[0] + len(block_ids)].copy_(packed)
+            self.run(block_ids[0], len(block_ids)).copy_(packed)
         else:
-            index = torch.tensor(block_ids, device=self._rows.device)
-            self._rows.index_copy_(0, index, packed.to(self._rows.device))
-        if self._rows.is_cuda:
-            torch.cuda.current_stream(self._rows.device).synchronize()
+            self._rows.index_copy_(0, torch.tensor(block_ids, device=self.device), packed)
+
+    def run(self, first: int, count: int) -> torch.Tensor:
+        """Blocks that follow each other, where they lie; only where cells are whole blocks."""
+        assert self.ratio == 1
+        return self._rows[first : first + count]
 
     def _places(self, cells: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(blocks, parts within them), to index with."""
         blocks, parts = np.divmod(np.asarray(cells), self.ratio)
-        return torch.from_numpy(blocks).to(self._rows.device), torch.from_numpy(parts).to(self._rows.device)
+        return torch.from_numpy(blocks).to(self.device), torch.from_numpy(parts).to(self.device)
 
     def check(self, block_ids: Sequence[int]) -> None:
         """Ids come from our own allocator: one out of range is our bug, and must not become a stray copy."""

@@ -8,7 +8,6 @@ import torch
 
 from kvtransfer.driver import Driver, Live, Route
 from kvtransfer.layout import KvLayout, blocks_of, cells_of
-from kvtransfer.memory import SharedMemory
 from kvtransfer.pair import Listen
 from kvtransfer.receiver_session import DECLINED, FAILED, ReceiverSession
 from kvtransfer.session import (
@@ -27,7 +26,7 @@ from kvtransfer.session import (
     Refusal,
 )
 from kvtransfer.settings import KvSettings
-from kvtransfer.transport import MAX_QUEUED_SEGMENTS, Meeting, SegmentJob
+from kvtransfer.transport import MAX_QUEUED_SEGMENTS, Meeting, PoolMemory, SegmentJob
 from kvtransfer.transports import usable
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
@@ -71,7 +70,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         on_failed: Callable[[str, int, list[int], str], None],
         on_quarantined: Callable[[str, int, list[int]], None] = lambda request_id, attempt, block_ids: None,
         settings: KvSettings,
-        memory: SharedMemory | None = None,
+        memory: PoolMemory | None = None,
     ) -> None:
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not, or if `listen_host` is not one address of
         this host. `memory` is what the pool lies in, from its first byte on, if other processes may map it."""
@@ -152,6 +151,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         if refusal:
             self._send(peer_epoch, PairClosed(message.pair_id, refusal[:512]), b"")
             return
+        self._make_room(message.transports)
         self._routes[peer_epoch] = _Incoming(peer_epoch, message.pair_id, self._rows_of(message.block_size), ())
         self._meet(self._routes[peer_epoch], message)
 

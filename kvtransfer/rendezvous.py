@@ -9,8 +9,9 @@ a pair's own thread; it raises `RuntimeError` (torch's errors are such) or `OSEr
 import contextlib
 import secrets
 import socket
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import distributed
@@ -41,6 +42,11 @@ class Group(Protocol):
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
 
 
+Met = TypeVar("Met")
+Make = Callable[[Any, int, str, float], Met]
+"""Makes what the two share, of (store, own rank, own address, timeout_s). The store is theirs alone, and both are there."""
+
+
 class Listener:
     """The receiver's end: listens from the start, on `host`, until `meet` returns or the listener is dropped."""
 
@@ -63,14 +69,14 @@ class Listener:
         waker = _c10d.TCPStore(host, self.port, is_master=False, timeout=timeout)
         self._waker: Any = _c10d.PrefixStore(self.secret, waker)
 
-    def meet(self, backend: str) -> Group:
-        """Wait for the sender, then make the group. Called once."""
+    def meet(self, make: "Make[Met]") -> Met:
+        """Wait for the sender, then make what the two share. Called once."""
         store, self._store = self._store, None
         assert store is not None, "a listener meets once"
         try:
             if store.get(_ARRIVED) != _HERE.encode():
                 raise RuntimeError("the rendezvous was abandoned")
-            return _group(backend, store, RECEIVER_RANK, self._host, self._timeout_s)
+            return make(store, RECEIVER_RANK, self._host, self._timeout_s)
         finally:
             self._waker = None
 
@@ -82,12 +88,12 @@ class Listener:
                 waker.set(_ARRIVED, _ABANDONED)
 
 
-def connect(backend: str, host: str, port: int, secret: str, timeout_s: float) -> Group:
+def connect(make: "Make[Met]", host: str, port: int, secret: str, timeout_s: float) -> Met:
     """The sender's end: join the receiver that listens at `host`:`port`."""
     server = _c10d.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     store = _c10d.PrefixStore(secret, server)
     store.set(_ARRIVED, _HERE)
-    return _group(backend, store, SENDER_RANK, _address_towards(host, port), timeout_s)
+    return make(store, SENDER_RANK, _address_towards(host, port), timeout_s)
 
 
 def _address_towards(host: str, port: int) -> str:
@@ -99,10 +105,8 @@ def _address_towards(host: str, port: int) -> str:
         return name
 
 
-def _group(backend: str, store: Any, rank: int, host: str, timeout_s: float) -> Group:
-    """A group of two over `backend`, its sockets on `host`. Blocks until the other rank is there too."""
-    if backend != "gloo":
-        raise RuntimeError(f"there is no transport {backend!r}")
+def gloo_group(store: Any, rank: int, host: str, timeout_s: float) -> Group:
+    """A gloo group of two, its sockets on `host`. Blocks until the other rank is there too."""
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)

@@ -23,6 +23,7 @@ from kvtransfer.session import (
 )
 from kvtransfer.settings import KvSettings
 from kvtransfer.transport import Meeting, SegmentJob
+from kvtransfer.transports import suited
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Announce, Decline, FirstToken, PairClosed, PairListen, PairOpen
@@ -71,7 +72,9 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         self._on_result = on_result
         self._on_pairs = on_pairs
         self._last_pair_id = 0
-        self._choice = TransportChoice(settings.transports, settings.demote_ms, settings.demote_max_ms)
+        self._choice = TransportChoice(
+            suited(settings.transports, pool.device.type), settings.demote_ms, settings.demote_max_ms
+        )
 
     # --- from the worker ---
 
@@ -150,7 +153,9 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         elif isinstance(message, PairClosed):
             route = self._routes.get(peer_epoch)
             if route is not None and route.pair_id == message.pair_id:
-                if route.transport:
+                if route.transport and (
+                    route.sessions or not route.ready
+                ):  # an idle one may be given up for its memory
                     self._choice.broke(peer_epoch, route.transport, message.reason, self._clock())
                 self._drop(route, f"closed by the receiver: {message.reason}", tell_peer=False)
         elif isinstance(message, Accept | Decline | Ack | Abort):
@@ -175,6 +180,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
     def _open_route(self, peer_epoch: int, block_size: int) -> _Outgoing:
         self._last_pair_id += 1
         transports = self._choice.proposal(peer_epoch, self._clock())
+        self._make_room(transports)
         route = _Outgoing(peer_epoch, self._last_pair_id, self._rows_of(block_size), transports)
         self._routes[peer_epoch] = route
         self._propose(route)

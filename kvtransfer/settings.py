@@ -2,13 +2,22 @@
 
 from dataclasses import dataclass
 
-AUTO = ("shm", "gloo")
+AUTO = ("shm", "cuda_ipc", "nccl", "gloo")
 """Every transport, best first."""
 
 
 def allowed_transports(option: str) -> tuple[str, ...]:
     """What `--kv-transport` stands for."""
     return AUTO if option == "auto" else (option,)
+
+
+def segment_bytes_on(device: str) -> int:
+    """Largest segment for pools on a device of this type. A GPU copies it in less time than a hand-over of it takes."""
+    return (8 << 20) if device == "cpu" else (64 << 20)
+
+
+DIGEST_EVERY = {"full": 1, "sampled": 16}
+"""What `--kv-digest` stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +33,11 @@ class KvSettings:
     segment_bytes: int = 8 << 20
     """Largest segment, on the sender: what it packs into one message; on the receiver: what it makes room for per pair.
     The smaller of the two holds. A block is never split, so a larger block makes a larger segment."""
+    digest_every: int = 1
+    """Where KV is digested on a GPU: one segment in so many, as the receiver says. Digests made by the CPU are always made."""
+    pairs_bytes: int = 2 << 30
+    """Memory that pairs may take for buffers of their own, as estimated. Over it, idle ones are given up, those first whose
+    last transfer is longest ago."""
     window_segments: int = 4
     """Segments announced and not yet sent, per pair. One would leave the receiver idle while the next is packed."""
     rendezvous_timeout_ms: int = 10_000
@@ -53,5 +67,7 @@ class KvSettings:
         for name in self.__dataclass_fields__:
             if name != "transports" and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
+        if self.digest_every > 1024:
+            raise ValueError(f"digest_every is {self.digest_every}, and must be at most 1024")
         if self.window_segments > 64:
             raise ValueError(f"window_segments is {self.window_segments}; a receiver queues at most 64")

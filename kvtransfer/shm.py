@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from kvtransfer.copying import Copier, Digester
-from kvtransfer.layout import blocks_of
+from kvtransfer.device_copy import DeviceCopier, DeviceDigester
+from kvtransfer.layout import KvLayout, blocks_of
 from kvtransfer.memory import SEALS, SharedMemory, map_shared
 from kvtransfer.pool import PoolRows
 from kvtransfer.shm_socket import (
@@ -60,8 +61,9 @@ UNWANTED = b"\0" * 8
 """The sender's digest of a segment that the receiver did not want: its session there is over."""
 
 
-class _Board:
-    """Revoked sequences: slot `sequence % MAX_QUEUED_SEGMENTS` holds `sequence + 1`. No more segments are under way at once."""
+class Board:
+    """Revoked sequences: slot `sequence % MAX_QUEUED_SEGMENTS` holds `sequence + 1`. No more segments are under way at
+    once."""
 
     SIZE = 8 * MAX_QUEUED_SEGMENTS
 
@@ -75,14 +77,24 @@ class _Board:
         return int(self._words[sequence % MAX_QUEUED_SEGMENTS]) == sequence + 1
 
 
-class _Sending(Channel):
-    def __init__(self, local: Local, connection: Connection, target: PoolRows, board: _Board, lifeline: int) -> None:
+class Writes(Channel):
+    """The sender's end: writes to the blocks that it is granted."""
+
+    def __init__(
+        self,
+        local: Local,
+        connection: Connection,
+        copier: Copier | DeviceCopier,
+        target_cells: int,
+        board: Board,
+        lifeline: int,
+    ) -> None:
         self._connection = connection
         self._lifeline = lifeline
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
-        self._copier: Copier | None = Copier(local.rows, target)
-        self._target_cells = target.cells
-        self._board: _Board | None = board
+        self._copier: Copier | DeviceCopier | None = copier
+        self._target_cells = target_cells
+        self._board: Board | None = board
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
         jobs: deque[SegmentJob] = deque()
@@ -142,15 +154,18 @@ class _Sending(Channel):
         return segment_digest or UNWANTED
 
 
-class _Receiving(Channel):
-    def __init__(self, local: Local, connection: Connection, board: _Board, lifeline: int) -> None:
-        assert local.memory is not None
+class Grants(Channel):
+    """The receiver's end: grants target blocks, and digests them when they are written."""
+
+    def __init__(
+        self, local: Local, connection: Connection, digester: Digester | DeviceDigester, board: Board, lifeline: int
+    ) -> None:
         self._connection = connection
         self._lifeline = lifeline
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._rows = local.rows
-        self._memory: SharedMemory = local.memory
-        self._digester = Digester(local.rows)
+        self._memory = local.memory
+        self._digester = digester
         self._board = board
         self._outbox: deque[SegmentJob] = deque()
         """Not granted yet."""
@@ -205,9 +220,10 @@ class _Receiving(Channel):
         while self._outbox:
             job = self._outbox[0]
             block_ids = job.block_ids or ()
-            self._memory.provide(
-                blocks_of(block_ids, self._rows.ratio), self._rows.layout.block_bytes * self._rows.ratio
-            )
+            if isinstance(self._memory, SharedMemory):
+                self._memory.provide(
+                    blocks_of(block_ids, self._rows.ratio), self._rows.layout.block_bytes * self._rows.ratio
+                )
             if not self._connection.send(GRANT, job.sequence, np.array(block_ids, dtype="<u4").tobytes()):
                 return
             self._granted.append((self._outbox.popleft(), bool(block_ids)))
@@ -231,6 +247,45 @@ class _Receiving(Channel):
         return True
 
 
+def send_hello(connected: socket.socket, hello: bytes, descriptors: list[int], their_lifeline: int) -> Board:
+    """The receiver's first word, with these descriptors, that of a new board, and the sender's end of the lifeline, of
+    which our own copy is closed."""
+    board_memory = os.memfd_create("crossdock-kv-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(board_memory, Board.SIZE)
+        fcntl.fcntl(board_memory, fcntl.F_ADD_SEALS, SEALS)
+        send_with_descriptors(connected, hello, [*descriptors, board_memory, their_lifeline])
+        return Board(board_memory)
+    finally:
+        os.close(board_memory)
+        os.close(their_lifeline)
+
+
+def ready(connected: socket.socket, timeout_ms: int) -> Connection:
+    """The connection, when the sender has said that it can begin. Raises `PairBroken`."""
+    connection = Connection(connected)
+    kind, _, _ = connection.wait(timeout_ms)
+    if kind != READY:
+        raise PairBroken(f"the sender broke the protocol: message {kind} before it was ready")
+    return connection
+
+
+def check_sealed(descriptor: int, size: int) -> None:
+    """Raises `PairBroken` unless this memory has this size for good: one that can still change could end this process."""
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(descriptor).st_size != size:
+        raise PairBroken("the receiver's memory is not sealed, or not of the size it says")
+
+
+def check_fit(cells: KvLayout, pool_bytes: int, blocks: int, ratio: int, cell_bytes: int) -> int:
+    """The bytes that the receiver's blocks take. Raises `PairBroken` if what it says of its pool cannot be so."""
+    if cell_bytes != cells.block_bytes:
+        raise PairBroken(f"the receiver's blocks have {cell_bytes} bytes, ours {cells.block_bytes}")
+    used = blocks * ratio * cell_bytes
+    if blocks < 1 or not 1 <= ratio <= _RATIO_MAX or used > pool_bytes:
+        raise PairBroken(f"the receiver's {blocks} blocks do not fit its {pool_bytes} bytes")
+    return used
+
+
 class _ShmListener(Listener):
     def __init__(self, local: Local) -> None:
         self._local = local
@@ -239,35 +294,20 @@ class _ShmListener(Listener):
 
     def meet(self) -> Channel:
         local, memory = self._local, self._local.memory
-        assert memory is not None
+        assert isinstance(memory, SharedMemory)
         timeout_ms = local.settings.rendezvous_timeout_ms
         connected = self._door.accept(timeout_ms)
         lifeline, their_lifeline = os.pipe()
         try:
-            board = self._greet(connected, memory, their_lifeline)
-            connection = Connection(connected)
-            kind, _, _ = connection.wait(timeout_ms)
-            if kind != READY:
-                raise PairBroken(f"the sender broke the protocol: message {kind} before it was ready")
+            rows = local.rows
+            hello = _HELLO.pack(_MAGIC, memory.bytes, rows.cells // rows.ratio, rows.ratio, rows.layout.block_bytes)
+            board = send_hello(connected, hello, [memory.descriptor], their_lifeline)
+            connection = ready(connected, timeout_ms)
         except (OSError, PairBroken):
             os.close(lifeline)
             connected.close()
             raise
-        return _Receiving(local, connection, board, lifeline)
-
-    def _greet(self, connected: socket.socket, memory: SharedMemory, their_lifeline: int) -> _Board:
-        """Send Hello. Our copies of what is only the sender's are closed here."""
-        rows = self._local.rows
-        board_memory = os.memfd_create("crossdock-kv-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(board_memory, _Board.SIZE)
-            fcntl.fcntl(board_memory, fcntl.F_ADD_SEALS, SEALS)
-            hello = _HELLO.pack(_MAGIC, memory.bytes, rows.cells // rows.ratio, rows.ratio, rows.layout.block_bytes)
-            send_with_descriptors(connected, hello, [memory.descriptor, board_memory, their_lifeline])
-            return _Board(board_memory)
-        finally:
-            os.close(board_memory)
-            os.close(their_lifeline)
+        return Grants(local, connection, Digester(local.rows), board, lifeline)
 
     def abandon(self) -> None:
         self._door.abandon()
@@ -275,9 +315,10 @@ class _ShmListener(Listener):
 
 class Shm(Transport):
     name = "shm"
+    devices = ("cpu",)
 
     def unusable(self, local: Local, same_host: bool) -> str:
-        if local.memory is None:
+        if not isinstance(local.memory, SharedMemory):
             return "the KV pool is not in memory that others can map"
         if not same_host:
             return "another host, user or namespace"
@@ -304,10 +345,10 @@ class Shm(Transport):
         except (OSError, PairBroken):
             connected.close()
             raise
-        return _Sending(local, connection, target, board, lifeline)
+        return Writes(local, connection, Copier(local.rows, target), target.cells, board, lifeline)
 
 
-def _mapped(local: Local, message: bytes, descriptors: list[int]) -> tuple[PoolRows, _Board]:
+def _mapped(local: Local, message: bytes, descriptors: list[int]) -> tuple[PoolRows, Board]:
     """The receiver's pool and board, mapped. Nothing that it says is believed before it is checked: a size that can still
     change could end this process. Raises `PairBroken` or `OSError`."""
     if len(message) != _HELLO.size or len(descriptors) != DESCRIPTORS:
@@ -316,14 +357,9 @@ def _mapped(local: Local, message: bytes, descriptors: list[int]) -> tuple[PoolR
     if magic != _MAGIC:
         raise PairBroken("the receiver speaks another version of shm")
     cells = local.rows.layout
-    if cell_bytes != cells.block_bytes:
-        raise PairBroken(f"the receiver's blocks have {cell_bytes} bytes, ours {cells.block_bytes}")
-    used = blocks * ratio * cell_bytes
-    if blocks < 1 or not 1 <= ratio <= _RATIO_MAX or used > pool_bytes:
-        raise PairBroken(f"the receiver's {blocks} blocks do not fit its {pool_bytes} bytes")
-    for descriptor, size in zip(descriptors[:2], (pool_bytes, _Board.SIZE), strict=True):
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(descriptor).st_size != size:
-            raise PairBroken("the receiver's memory is not sealed, or not of the size it says")
+    used = check_fit(cells, pool_bytes, blocks, ratio, cell_bytes)
+    for descriptor, size in zip(descriptors[:2], (pool_bytes, Board.SIZE), strict=True):
+        check_sealed(descriptor, size)
     mapped: mmap.mmap = map_shared(descriptors[0], pool_bytes)
     pool = torch.frombuffer(mapped, dtype=torch.uint8, count=used)
-    return PoolRows.of_bytes(pool, cells, ratio), _Board(descriptors[1])
+    return PoolRows.of_bytes(pool, cells, ratio), Board(descriptors[1])

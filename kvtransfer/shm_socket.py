@@ -143,6 +143,17 @@ def is_ours(connected: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
+def peer_process(connected: socket.socket) -> int:
+    """A descriptor of the process at the other end, readable when that has ended; -1 where there can be none: it has ended
+    already, or its number means nothing here (another namespace, an old kernel). The caller closes it."""
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, _, _ = _CREDENTIALS.unpack(raw)
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
 def send_with_descriptors(connected: socket.socket, message: bytes, descriptors: list[int]) -> None:
     socket.send_fds(connected, [message], descriptors)
 

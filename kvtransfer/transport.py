@@ -8,9 +8,10 @@ the pair. All of it runs in the pair's own thread and may block there, within th
 What differs between transports:
 - `gloo` (and what else sends messages): data lands in a buffer of the channel, is digested there and copied to its blocks.
   The control link's announcement is all that the receiver needs to post the receive.
-- `shm` (and what else writes to the receiver's memory): data lands in the target blocks themselves. The receiver's channel
-  grants them, segment by segment, and until the sender says that it is done with a granted segment, or is proven to be gone,
-  they are nobody else's. `Channel.settle` waits for that proof.
+- `nccl` does so between GPUs, with an exchange of its own before each message (`nccl`).
+- `shm` and `cuda_ipc` (and what else writes to the receiver's memory): data lands in the target blocks themselves. The
+  receiver's channel grants them, segment by segment, and until the sender says that it is done with a granted segment, or
+  is proven to be gone, they are nobody else's. `Channel.settle` waits for that proof.
 """
 
 import os
@@ -21,12 +22,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvtransfer.cuda_memory import DeviceMemory
 from kvtransfer.memory import SharedMemory
 from kvtransfer.pool import PoolRows
 from kvtransfer.settings import KvSettings
 
 MAX_QUEUED_SEGMENTS = 256
 """Segments a pair holds at once. A correct sender stays within its window, of at most 64."""
+
+
+PoolMemory = SharedMemory | DeviceMemory
+"""What a pool lies in, if other processes of this host may map it."""
 
 
 class PairBroken(Exception):
@@ -68,7 +74,7 @@ class Local:
     segment_blocks: int
     settings: KvSettings
     listen_host: str = ""
-    memory: SharedMemory | None = None
+    memory: PoolMemory | None = None
 
 
 class Inbox:
@@ -154,10 +160,16 @@ class Transport(ABC):
     """Stateless. `listen` and `connect` raise as `Channel.work` does."""
 
     name: ClassVar[str]
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    """Where a pool may be that it sends from, and receives into."""
 
     @abstractmethod
     def unusable(self, local: Local, same_host: bool) -> str:
         """Why the receiver cannot use it with a peer that is, or is not, on this host; empty if it can."""
+
+    def pair_bytes(self, segment_bytes: int) -> int:
+        """About how much memory one end of a pair takes for itself."""
+        return segment_bytes
 
     @abstractmethod
     def listen(self, local: Local) -> Listener: ...

@@ -6,11 +6,17 @@ from pathlib import Path
 
 import xxhash
 
+from kvtransfer.cuda_ipc import CudaIpc
+from kvtransfer.cuda_memory import DeviceMemory
 from kvtransfer.gloo import Gloo
+from kvtransfer.memory import SharedMemory
+from kvtransfer.nccl import Nccl
+from kvtransfer.settings import AUTO, allowed_transports
 from kvtransfer.shm import Shm
-from kvtransfer.transport import Channel, Listener, Local, Meeting, PairBroken, Transport
+from kvtransfer.transport import Channel, Listener, Local, Meeting, PairBroken, PoolMemory, Transport
+from proto.errors import BadOption
 
-TRANSPORTS: dict[str, Transport] = {transport.name: transport for transport in (Shm(), Gloo())}
+TRANSPORTS: dict[str, Transport] = {transport.name: transport for transport in (Shm(), CudaIpc(), Nccl(), Gloo())}
 
 
 def host_id() -> str:
@@ -21,13 +27,42 @@ def host_id() -> str:
     return xxhash.xxh3_128_hexdigest("|".join(parts).encode())
 
 
+def memory_for(names: tuple[str, ...], device: str) -> PoolMemory | None:
+    """For the pool of a receiver that may use these transports; None: no other process need map it."""
+    if device == "cpu":
+        return SharedMemory() if "shm" in names else None
+    return DeviceMemory(device) if "cuda_ipc" in names else None
+
+
+def suited(names: tuple[str, ...], device: str) -> tuple[str, ...]:
+    """Those of them that can send from, and receive into, a pool on a device of this type."""
+    return tuple(name for name in names if device in TRANSPORTS[name].devices)
+
+
+def allowed_on(option: str, device: str) -> tuple[str, ...]:
+    """What `--kv-transport` stands for in a worker whose KV is on a device of this type. Raises `WrongTransport`."""
+    found = suited(allowed_transports(option), device)
+    if not found:
+        there = " or ".join(suited(AUTO, device))
+        raise WrongTransport(f"{option} cannot be used with KV on {device}; there are {there}")
+    return found
+
+
+class WrongTransport(BadOption):
+    """Before anything is allocated."""
+
+    option = "--kv-transport"
+
+
 def usable(local: Local, offered: tuple[str, ...], allowed: tuple[str, ...], same_host: bool) -> tuple[list[str], str]:
     """Of the offered transports, those that the receiver can use, in the sender's order; and what speaks against others."""
     found, against = [], []
     for name in offered:
         transport = TRANSPORTS.get(name)
         why = "not known here" if transport is None else "" if name in allowed else "not allowed here"
-        if transport is not None and not why:
+        if transport is not None and not why and local.rows.device.type not in transport.devices:
+            why = f"the receiver's KV is on {local.rows.device.type}"
+        elif transport is not None and not why:
             why = transport.unusable(local, same_host)
         if why:
             against.append(f"{name}: {why}")

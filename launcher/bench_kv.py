@@ -36,6 +36,7 @@ from kvtransfer.pool import PoolRows
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.session import Accepted
 from kvtransfer.settings import AUTO, KvSettings
+from kvtransfer.transports import suited
 from launcher.bench_client import BenchFailed
 from launcher.bench_kv_far import RECEIVER_EPOCH, filled
 from launcher.bench_report import check_writable, write_json
@@ -198,7 +199,7 @@ class Near:
         listener = rendezvous.Listener("127.0.0.1", 30.0)
 
         def serve() -> None:
-            group, limit = listener.meet("gloo"), timedelta(seconds=30)
+            group, limit = listener.meet(rendezvous.gloo_group), timedelta(seconds=30)
             word = torch.zeros(1, dtype=torch.uint8)
             group.send([word], rendezvous.SENDER_RANK, 1 << 20).wait(limit)
             for tag in range(total // size):
@@ -282,9 +283,9 @@ async def measure(settings: KvBenchSettings, console: Console) -> dict[str, Any]
 def run(settings: KvBenchSettings) -> int:
     """Raises `BenchFailed`."""
     check_writable(settings.json_out)
-    unknown = set(settings.transports) - set(AUTO)
+    unknown = set(settings.transports) - set(suited(AUTO, "cpu"))
     if unknown:
-        raise BenchFailed(f"--transports: there is no {', '.join(sorted(unknown))}; there are {', '.join(AUTO)}")
+        raise BenchFailed(f"--transports: there is no {', '.join(sorted(unknown))}; there are {', '.join(suited(AUTO, 'cpu'))}")
     console = Console()
     torch.set_num_threads(1)
     result = uvloop.run(measure(settings, console))

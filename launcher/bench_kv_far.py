@@ -113,7 +113,7 @@ def over_tcp(memory: torch.Tensor, port: int, size: int, starts: list[int]) -> f
 
 def over_gloo(memory: torch.Tensor, port: int, secret: str, size: int, starts: list[int]) -> float:
     """Bare: gloo's send alone, no announcements, digests or copies to blocks."""
-    group = rendezvous.connect("gloo", "127.0.0.1", port, secret, 30.0)
+    group = rendezvous.connect(rendezvous.gloo_group, "127.0.0.1", port, secret, 30.0)
     limit = timedelta(seconds=30)
     answer = torch.zeros(1, dtype=torch.uint8)
     group.recv([answer], rendezvous.RECEIVER_RANK, 1 << 20).wait(limit)

@@ -51,6 +51,7 @@ def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]]) -> StepResult
                 completing[row].cached_tokens,
             )
         )
+    engine.finish()  # a step that completes no prompt draws nothing, and so has not waited for its KV yet
     return StepResult((time.perf_counter() - started) * 1000, first, frozenset(broken))
 
 

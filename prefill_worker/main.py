@@ -3,19 +3,24 @@
 from engine.engine import Engine
 from engine.loader import load_engine
 from engine.thread import EngineThread, pick_device
+from kvtransfer.transports import allowed_on
 from prefill_worker.worker import PrefillWorker
 from runtime.settings import WorkerSettings
-from runtime.worker_process import run_worker
+from runtime.worker_process import as_config_error, run_worker
 
 
 def run(settings: WorkerSettings) -> int:
     """Compute prompts until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
     thread = EngineThread(threads=settings.threads, cores=settings.cores)
 
+    device = pick_device(settings.device)
+    with as_config_error():
+        allowed_on(settings.kv_transport, device)
+
     def load() -> Engine:
         engine = load_engine(
             settings.model,
-            device=pick_device(settings.device),
+            device=device,
             dtype=settings.dtype,
             block_size=settings.block_size,
             kv_bytes=int(settings.kv_gib * (1 << 30)),

@@ -8,7 +8,8 @@ from engine.engine import Engine
 from engine.thread import EngineThread
 from kvtransfer.layout import KvLayout
 from kvtransfer.sender import KvSender
-from kvtransfer.settings import KvSettings, allowed_transports
+from kvtransfer.settings import KvSettings, segment_bytes_on
+from kvtransfer.transports import allowed_on
 from prefill_worker.compute import run_step
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import PromptTable
@@ -64,7 +65,8 @@ class PrefillWorker:
             on_result=self.core.kv_result,
             on_pairs=lambda pairs: self._report_pairs(),
             settings=KvSettings(
-                transports=allowed_transports(settings.kv_transport),
+                transports=allowed_on(settings.kv_transport, engine.pool.device.type),
+                segment_bytes=segment_bytes_on(engine.pool.device.type),
                 ack_timeout_ms=settings.kv_timeout_ms,
                 rendezvous_timeout_ms=settings.kv_timeout_ms,
             ),

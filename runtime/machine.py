@@ -9,6 +9,7 @@ from typing import Final
 
 import psutil
 
+from runtime import gpu_environment
 from runtime.cores import cores_text
 from runtime.exits import ConfigError
 from runtime.settings import WorkerSettings
@@ -24,13 +25,15 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def prepare(settings: WorkerSettings) -> WorkerSettings:
-    """Before anything is loaded: checks what is asked of this machine, and tells the libraries that will be loaded which
-    network interface to use. Returns the settings with what was found here filled in. Raises `ConfigError`."""
+    """Before anything is loaded, torch included: checks what is asked of this machine, and tells the libraries that will be
+    loaded which network interface to use, and how. Returns the settings with what was found here filled in. Raises
+    `ConfigError`."""
     check_cores(settings)
     if settings.kv_interface:
         settings = settings.model_copy(update={"transfer_host": interface_address(settings)})
         for name in _INTERFACE_VARIABLES:
             os.environ[name] = settings.kv_interface
+    gpu_environment.prepare(settings.transfer_host, settings.kv_timeout_ms)
     check_device(settings)
     return settings
 

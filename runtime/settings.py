@@ -310,9 +310,13 @@ class WorkerSettings(_ClientSettings):
         description="Network interface for KV blocks, like eth1: its address is the default of --transfer-host, and gloo and"
         " NCCL are told of it once, at the start. Empty: none is preferred.",
     )
-    kv_transport: Literal["auto", "shm", "gloo"] = Field(
+    kv_transport: Literal["auto", "shm", "cuda_ipc", "nccl", "gloo"] = Field(
         "auto",
-        description="How KV crosses: shm within one host, gloo between any two; auto: the best that a pair can use.",
+        description="How KV crosses: shm in one host, cuda_ipc on one GPU, nccl between GPUs, gloo between any two; auto: the"
+        " best that a pair can use.",
+    )
+    kv_digest: Literal["full", "sampled"] = Field(
+        "full", description="KV segments a decode worker on a GPU verifies: all, or one in 16. On the CPU always all."
     )
     kv_timeout_ms: int = Field(
         10_000,

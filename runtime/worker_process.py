@@ -1,8 +1,9 @@
 """What both worker processes do around their worker: load on the engine thread, run until told to stop."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
@@ -21,6 +22,15 @@ class RunsUntilStopped(Protocol):
     async def run(self, stop: asyncio.Event) -> None: ...
 
 
+@contextlib.contextmanager
+def as_config_error() -> Iterator[None]:
+    """A `BadOption` raised inside is a `ConfigError` outside."""
+    try:
+        yield
+    except BadOption as error:
+        raise ConfigError(f"{error.option}: {error}") from error
+
+
 def run_worker(
     settings: WorkerSettings,
     *,
@@ -36,9 +46,8 @@ def run_worker(
         logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
         logger.info("loading", model=settings.model)
         try:
-            engine = await unless_stopped(stop, thread, load)
-        except BadOption as error:
-            raise ConfigError(f"{error.option}: {error}") from error
+            with as_config_error():
+                engine = await unless_stopped(stop, thread, load)
         except ConfigError:
             raise
         except (CrossdockError, OSError, ValueError, RuntimeError) as error:

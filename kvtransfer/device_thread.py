@@ -1,0 +1,196 @@
+"""The one thread of a process that starts and ends NCCL operations on a device, whichever pair they belong to.
+
+Operations of several communicators on one device that are started from several threads can wait for each other for ever.
+Here all are started in the order in which they were asked for, by one thread, and then only looked after: several may be
+under way, and one that hangs keeps none of the others from ending.
+
+To start one can block (NCCL sets up communicators then). That this ends is a matter of who goes first: the receiver begins,
+and the sender begins only when it knows that the receiver has. So a sender's thread is never held up by a receiver that
+waits for somebody else, whatever goes round: follow the waiting from process to process, and it ends at a sender that can
+go on.
+
+`DeviceQueue` is all of it but the thread, and takes the time from outside.
+"""
+
+import os
+import select
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+POLL_S = 100e-6
+"""While something is under way. A GPU has no descriptor to wait for."""
+IDLE_S = 60.0
+
+
+class Bell:
+    """Rung on any thread, waited for in a `poll`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        return self._event
+
+    def ring(self) -> None:
+        """Also when nobody listens any more."""
+        with self._lock:
+            if self._event >= 0:
+                os.eventfd_write(self._event, 1)
+
+    def hush(self) -> None:
+        try:
+            os.eventfd_read(self._event)
+        except BlockingIOError:
+            return
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is rung, or so long."""
+        poll = select.poll()
+        poll.register(self._event, select.POLLIN)
+        poll.poll(max(0.0, timeout_s) * 1e3)
+        self.hush()
+
+    def close(self) -> None:
+        with self._lock:
+            event, self._event = self._event, -1
+        os.close(event)
+
+
+class Operation(ABC):
+    """Called on the device's thread only. Whatever it raises, it has failed, and its communicator is of no more use."""
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Start it. May block, for a bounded time."""
+
+    @abstractmethod
+    def is_done(self, now: float) -> bool:
+        """Whether it has ended well."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Make it end now. What it used is not touched any more when this returns."""
+
+
+class Ticket:
+    """One operation asked for. Written by the device's thread; read anywhere."""
+
+    def __init__(self, operation: Operation, timeout_s: float, notify: Callable[[], None]) -> None:
+        self.launched = False
+        self.ended = False
+        """Well, or with an `error`."""
+        self.error = ""
+        self._operation = operation
+        self._timeout_s = timeout_s
+        self._notify = notify
+        self._deadline = 0.0
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Not wanted any more: it is not started, or aborted. It still ends."""
+        self._cancelled = True
+
+    # --- on the device's thread ---
+
+    def begin(self, clock: Callable[[], float]) -> None:
+        if self._cancelled:
+            self._end("it was given up before it began")
+            return
+        try:
+            self._operation.launch()
+        except Exception as error:  # noqa: BLE001 -- whatever it is, who asked must learn it, and this thread goes on
+            self._abort(f"{type(error).__name__}: {error}")
+            return
+        self._deadline = clock() + self._timeout_s
+        self.launched = True
+        self._notify()
+
+    def look(self, now: float) -> None:
+        try:
+            if self._operation.is_done(now):
+                self._end("")
+                return
+        except Exception as error:  # noqa: BLE001 -- whatever it is, who asked must learn it, and this thread goes on
+            self._abort(f"{type(error).__name__}: {error}")
+            return
+        if self._cancelled:
+            self._abort("it was given up")
+        elif now >= self._deadline:
+            self._abort(f"it did not end in {self._timeout_s:g} s")
+
+    def _abort(self, reason: str) -> None:
+        try:
+            self._operation.abort()
+        except Exception as error:  # noqa: BLE001 -- whatever it is, who asked must learn it, and this thread goes on
+            reason = f"{reason}; and it could not be aborted: {error}"
+        self._end(reason)
+
+    def _end(self, error: str) -> None:
+        self.error, self.ended = error, True
+        self._notify()
+
+
+class DeviceQueue:
+    """`submit` from any thread, `step` from one."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting: deque[Ticket] = deque()
+        self._under_way: list[Ticket] = []
+
+    def submit(self, ticket: Ticket) -> None:
+        self._waiting.append(ticket)
+
+    def step(self) -> bool:
+        """Start what waits, look after what is under way. Whether there is anything left to look after."""
+        while self._waiting:
+            ticket = self._waiting.popleft()
+            ticket.begin(self._clock)
+            if not ticket.ended:
+                self._under_way.append(ticket)
+            self._look()  # between two that may block
+        self._look()
+        return bool(self._under_way)
+
+    def _look(self) -> None:
+        for ticket in self._under_way:
+            ticket.look(self._clock())
+        self._under_way = [ticket for ticket in self._under_way if not ticket.ended]
+
+
+class DeviceThread:
+    """Lives as long as the process."""
+
+    def __init__(self, name: str) -> None:
+        self._queue = DeviceQueue(time.monotonic)
+        self._asked = threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, operation: Operation, timeout_s: float, notify: Callable[[], None]) -> Ticket:
+        """`notify` is called, on the device's thread, when it has begun and when it has ended. It must not raise."""
+        ticket = Ticket(operation, timeout_s, notify)
+        self._queue.submit(ticket)
+        self._asked.set()
+        return ticket
+
+    def _run(self) -> None:
+        while True:
+            busy = self._queue.step()
+            self._asked.wait(POLL_S if busy else IDLE_S)
+            self._asked.clear()
+
+
+_threads: dict[int, DeviceThread] = {}
+_lock = threading.Lock()
+
+
+def device_thread(index: int) -> DeviceThread:
+    """That of this device, for the whole process."""
+    with _lock:
+        if index not in _threads:
+            _threads[index] = DeviceThread(f"nccl-{index}")
+        return _threads[index]

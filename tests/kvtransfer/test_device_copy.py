@@ -1,0 +1,90 @@
+"""Copy and checksum of GPU pools, on CPU tensors: the same code."""
+
+import random
+
+import pytest
+import torch
+
+from kvtransfer.device_copy import UNSAMPLED, DeviceCopier, DeviceDigester, cell_sums, checksum, is_sampled
+from kvtransfer.layout import KvLayout
+from kvtransfer.pool import PoolRows
+from tests.kvtransfer.ends import filled_pool, same_bytes
+
+LAYOUTS = [
+    KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32"),
+    KvLayout(layers=3, kv_heads=1, head_dim=5, block_size=2, dtype="bfloat16"),  # no whole words
+    KvLayout(layers=2, kv_heads=8, head_dim=128, block_size=128, dtype="float32"),  # 2 MiB: moved as runs
+]
+
+
+def rows(layout: KvLayout, blocks: int, seed: int, cell_tokens: int = 0) -> PoolRows:
+    return PoolRows(filled_pool(layout, blocks, seed), layout, cell_tokens)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.dtype + str(layout.block_bytes))
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_are_copied_and_both_ends_come_to_the_same_checksum(layout, seed):
+    generator = random.Random(seed)
+    source, target = filled_pool(layout, 24, 1), filled_pool(layout, 16, 2)
+    before = target.clone()
+    count = generator.randint(1, 12)
+    from_, to = generator.sample(range(24), count), generator.sample(range(16), count)
+    if seed == 0:
+        from_, to = list(range(count)), list(range(count))
+    copied = DeviceCopier(PoolRows(source, layout), PoolRows(target, layout), 1).copy(from_, to, lambda: True)
+    digest = DeviceDigester(PoolRows(target, layout), 1).digest(to)
+    assert copied == digest and len(digest) == 8
+    assert same_bytes(target[to], source[from_])
+    others = [block for block in range(16) if block not in to]
+    assert same_bytes(target[others], before[others])
+
+
+def test_larger_blocks_are_copied_cell_by_cell():
+    small, large = LAYOUTS[0], LAYOUTS[0].in_blocks_of(8)
+    from_, to = [5, 1, 2, 9], [3, 2, 7, 0]
+    source = rows(large, 6, 1, small.block_size)
+    target = rows(small, 12, 2)
+    copied = DeviceCopier(source, target, 1).copy(from_, to, lambda: True)
+    assert copied == DeviceDigester(target, 1).digest(to) == DeviceDigester(source, 1).checksum(from_)
+
+
+def test_the_checksum_is_the_sum_that_its_description_says():
+    words = torch.randint(-(2**63), 2**63 - 1, (3, 5), dtype=torch.int64)
+    ones = torch.zeros(3, 5, dtype=torch.int64)
+    weights = []
+    for index in range(15):
+        unit = ones.clone()
+        unit.view(-1)[index] = 1
+        weights.append(int.from_bytes(checksum([cell_sums(unit)]), "little"))
+    assert all(weight % 2 for weight in weights) and len(set(weights)) == 15
+    expected = sum(weight * word for weight, word in zip(weights, words.view(-1).tolist(), strict=True)) % 2**64
+    assert int.from_bytes(checksum([cell_sums(words)]), "little") == expected
+    assert checksum([cell_sums(words[:1]), cell_sums(words[1:])]) == checksum([cell_sums(words)])
+
+
+def test_a_changed_word_and_swapped_cells_show():
+    pool = filled_pool(LAYOUTS[0], 8, 3)
+    digester = DeviceDigester(PoolRows(pool, LAYOUTS[0]), 1)
+    before = digester.digest([1, 2, 3])
+    assert digester.digest([1, 3, 2]) != before
+    pool[2].view(torch.uint8).view(-1)[77] ^= 1
+    assert digester.digest([1, 2, 3]) != before
+
+
+def test_one_in_so_many_is_sampled_and_both_ends_agree_which():
+    layout, ids = LAYOUTS[0], [[random.Random(seed).randrange(8) for _ in range(3)] for seed in range(400)]
+    sampled = [is_sampled(one, 16) for one in ids]
+    assert 5 < sum(sampled) < 80
+    source, target = rows(layout, 8, 1), rows(layout, 8, 2)
+    left_out = ids[sampled.index(False)]
+    assert DeviceCopier(source, target, 16).copy([0, 1, 2], left_out, lambda: True) == UNSAMPLED
+    assert DeviceDigester(target, 16).digest(left_out) == UNSAMPLED
+    assert DeviceDigester(target, 1).digest(left_out) != UNSAMPLED
+
+
+def test_nothing_is_written_when_it_may_not_go_on():
+    layout = LAYOUTS[0]
+    pool = filled_pool(layout, 8, 2)
+    before = pool.clone()
+    assert DeviceCopier(rows(layout, 8, 1), PoolRows(pool, layout), 1).copy([1, 5], [2, 3], lambda: False) == b""
+    assert same_bytes(pool, before)

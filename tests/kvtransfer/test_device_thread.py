@@ -1,0 +1,101 @@
+"""The thread that owns a device's NCCL operations: what it starts when, and what becomes of those that hang or fail."""
+
+import threading
+
+from kvtransfer.device_thread import DeviceQueue, DeviceThread, Operation, Ticket
+
+
+class Fake(Operation):
+    def __init__(self, name: str, log: list[str], fails: str = "") -> None:
+        self.name, self.log, self.fails = name, log, fails
+        self.done = False
+
+    def _note(self, what: str) -> None:
+        self.log.append(f"{what} {self.name}")
+        if self.fails == what:
+            raise ValueError(f"cannot {what}")
+
+    def launch(self) -> None:
+        self._note("launch")
+
+    def is_done(self, now: float) -> bool:
+        if self.fails == "look":
+            raise RuntimeError("NCCL says no")
+        return self.done
+
+    def abort(self) -> None:
+        self._note("abort")
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+        self.rings = 0
+        self.queue = DeviceQueue(lambda: self.now)
+
+    def ask(self, name: str, fails: str = "") -> tuple[Fake, Ticket]:
+        operation = Fake(name, self.log, fails)
+        ticket = Ticket(operation, 3.0, self._ring)
+        self.queue.submit(ticket)
+        return operation, ticket
+
+    def _ring(self) -> None:
+        self.rings += 1
+
+
+def test_all_are_started_in_order_and_one_that_hangs_keeps_no_other_from_ending():
+    world = World()
+    (_, hangs), (second, ends) = world.ask("a"), world.ask("b")
+    assert world.queue.step()
+    assert world.log == ["launch a", "launch b"] and hangs.launched and not hangs.ended
+    second.done = True
+    assert world.queue.step()
+    assert ends.ended and not ends.error and not hangs.ended
+    world.now = 3.0
+    assert not world.queue.step()
+    assert world.log[2:] == ["abort a"] and hangs.ended and "3 s" in hangs.error
+    assert world.rings == 4
+
+
+def test_what_is_given_up_is_aborted_or_never_started():
+    world = World()
+    _, early = world.ask("early")
+    early.cancel()
+    world.queue.step()
+    assert world.log == [] and early.ended and early.error
+    _, late = world.ask("late")
+    world.queue.step()
+    late.cancel()
+    assert not world.queue.step()
+    assert world.log == ["launch late", "abort late"] and late.error == "it was given up"
+
+
+def test_failures_reach_the_one_who_asked_and_nobody_else():
+    world = World()
+    failing = [world.ask(what, what)[1] for what in ("launch", "look")]
+    _, stubborn = world.ask("abort", "abort")
+    good, ticket = world.ask("good")
+    stubborn.cancel()
+    stubborn._cancelled = False  # it begins, and is given up afterwards
+    world.queue.step()
+    stubborn.cancel()
+    good.done = True
+    assert not world.queue.step()
+    assert [t.error for t in failing] == ["ValueError: cannot launch", "RuntimeError: NCCL says no"]
+    assert "could not be aborted" in stubborn.error
+    assert ticket.ended and not ticket.error
+
+
+def test_the_thread_tells_when_it_has_begun_and_ended():
+    told: list[str] = []
+    begun, ended = threading.Event(), threading.Event()
+    operation = Fake("a", told)
+
+    def notify() -> None:
+        (ended if begun.is_set() else begun).set()
+
+    ticket = DeviceThread("nccl-test").submit(operation, 60.0, notify)
+    assert begun.wait(20)
+    operation.done = True
+    assert ended.wait(20) and ticket.ended and not ticket.error

@@ -1,0 +1,212 @@
+"""The two ends of a `nccl` pair, over real sockets; the communicator is played by host memory."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kvtransfer import nccl
+from kvtransfer.device_thread import DeviceThread
+from kvtransfer.layout import KvLayout
+from kvtransfer.line import Door, Line, call
+from kvtransfer.pool import PoolRows
+from kvtransfer.settings import KvSettings
+from kvtransfer.shm import UNWANTED
+from kvtransfer.transport import Channel, Inbox, Local, PairBroken, SegmentJob
+from tests.kvtransfer.ends import filled_pool, same_bytes
+
+LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+SETTINGS = KvSettings(segment_timeout_ms=400, rendezvous_timeout_ms=20_000)
+
+
+class Wire:
+    """What one sends lands at the other, when both have begun."""
+
+    def __init__(self) -> None:
+        self.posted: list[torch.Tensor] = []
+        self.crossed = 0
+        self.stuck = False
+        self.aborted: set[bool] = set()
+
+
+class Played:
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+
+    def begin(self, tensor: torch.Tensor, sending: bool) -> None:
+        self.sending = sending
+        if sending:
+            assert self.wire.posted, "sent before the receiver had posted"
+            if not self.wire.stuck:
+                self.wire.posted.pop().copy_(tensor)
+                self.wire.crossed += 1
+            self.waits_for = self.wire.crossed + (1 if self.wire.stuck else 0)
+        else:
+            self.wire.posted.append(tensor)
+            self.waits_for = self.wire.crossed + 1
+
+    def has_ended(self, now: float) -> bool:
+        return self.wire.crossed >= self.waits_for
+
+    def abort(self) -> None:
+        self.wire.aborted.add(getattr(self, "sending", False))
+
+
+class End:
+    """A channel at work on a thread of its own, as in a pair."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.inbox = Inbox()
+        self.answers: list[tuple[int, bytes]] = []
+        self.fault = ""
+        self._changed = threading.Condition()
+        self._channel = channel
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._channel.work(self.inbox, self._answer)
+        except PairBroken as error:
+            self.fault = str(error)
+        self._channel.settle(self.inbox, self._answer)
+
+    def _answer(self, job: SegmentJob, digest: bytes) -> None:
+        with self._changed:
+            self.answers.append((job.sequence, digest))
+            self._changed.notify_all()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, 30)
+
+    def join(self) -> None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+def connected() -> tuple[Line, Line]:
+    door = Door("127.0.0.1")
+    lines: list[Line] = []
+    answering = threading.Thread(target=lambda: lines.append(door.accept(20)))
+    answering.start()
+    ours = call("127.0.0.1", door.port, door.secret, 20)
+    answering.join()
+    return ours, lines[0]
+
+
+class World:
+    def __init__(self, every: int = 1) -> None:
+        self.source, self.target = filled_pool(LAYOUT, 32, 1), filled_pool(LAYOUT, 32, 2)
+        self.wire = Wire()
+        self.lines = connected()
+        sends, receives = (
+            kind(
+                Local(PoolRows(pool, LAYOUT), 8, SETTINGS), line, Played(self.wire), DeviceThread("nccl-test"), every
+            )
+            for kind, pool, line in zip(
+                (nccl.Sends, nccl.Receives), (self.source, self.target), self.lines, strict=True
+            )
+        )
+        self.sender, self.receiver = End(sends), End(receives)
+
+    def segment(self, sequence: int, from_: list[int], to: list[int] | None) -> None:
+        self.receiver.inbox.put(SegmentJob(None, 0, sequence, len(from_), tuple(to) if to else None))
+        self.sender.inbox.put(SegmentJob(None, 0, sequence, len(from_), tuple(from_)))
+
+
+@contextmanager
+def world(every: int = 1) -> Iterator[World]:
+    one = World(every)
+    try:
+        yield one
+    finally:
+        for end in (one.sender, one.receiver):
+            end.inbox.close(None)
+        for end in (one.sender, one.receiver):
+            end.join()
+            end.inbox.release()
+
+
+def test_segments_cross_in_order_and_those_not_wanted_are_skipped():
+    with world() as w:
+        w.segment(0, [3, 1, 7], [10, 11, 2])
+        w.segment(1, [4, 5], None)
+        w.segment(2, [8, 9, 10, 11], [20, 21, 22, 23])
+        w.sender.until(lambda: len(w.sender.answers) == 3)
+        w.receiver.until(lambda: len(w.receiver.answers) == 3)
+        assert same_bytes(w.target[[10, 11, 2]], w.source[[3, 1, 7]])
+        assert same_bytes(w.target[20:24], w.source[8:12])
+        (_, first), skipped, (_, third) = w.sender.answers
+        assert w.receiver.answers == [(0, first), (1, b""), (2, third)] and len({first, third}) == 2
+        assert skipped == (1, UNWANTED) and w.wire.crossed == 2
+    assert w.sender.fault == w.receiver.fault == "" and w.wire.aborted == {True, False}
+
+
+def test_only_the_sampled_segments_are_digested():
+    with world(every=2) as w:
+        for sequence in range(3):
+            w.segment(sequence, [sequence, 9], [sequence, 12])
+        w.receiver.until(lambda: len(w.receiver.answers) == 3)
+        w.sender.until(lambda: len(w.sender.answers) == 3)
+        digests = [digest for _, digest in w.receiver.answers]
+        assert w.sender.answers == w.receiver.answers
+        assert [digest == nccl.UNSAMPLED for digest in digests] == [False, True, False]
+
+
+def test_a_message_that_hangs_is_aborted_and_its_blocks_are_not_touched():
+    with world() as w:
+        before = w.target.clone()
+        w.wire.stuck = True
+        w.segment(0, [1, 2], [3, 4])
+        w.sender.join()
+        w.receiver.join()
+        assert "0.4 s" in w.sender.fault or "0.4 s" in w.receiver.fault, (w.sender.fault, w.receiver.fault)
+        assert w.wire.aborted == {True, False}
+        assert w.sender.answers == w.receiver.answers == [] and same_bytes(w.target, before)
+
+
+def test_the_end_of_the_line_is_the_end_of_the_pair_at_once():
+    with world() as w:
+        w.receiver.inbox.put(SegmentJob(None, 0, 0, 2, (3, 4)))
+        w.lines[0]._socket.shutdown(socket.SHUT_RDWR)
+        w.receiver.join()
+        assert w.receiver.fault == "the peer is gone: its connection has ended"
+
+
+@pytest.mark.parametrize("word", [(nccl.POSTED, 0), (nccl.OFFERED, 5), (77, 0)])
+def test_a_sender_that_says_what_no_sender_says_is_left(word):
+    with world() as w:
+        w.receiver.inbox.put(SegmentJob(None, 0, 0, 2, (3, 4)))
+        w.lines[0].say(*word)
+        w.receiver.join()
+        assert "protocol" in w.receiver.fault or "offered segment 5" in w.receiver.fault
+
+
+def test_a_caller_without_the_secret_is_not_let_in():
+    door = Door("127.0.0.1")
+    wrong = call("127.0.0.1", door.port, "0" * 32, 20)
+    caught: list[str] = []
+
+    def accept() -> None:
+        try:
+            door.accept(0.5)
+        except PairBroken as error:
+            caught.append(str(error))
+
+    answering = threading.Thread(target=accept)
+    answering.start()
+    answering.join(30)
+    wrong.close()
+    assert caught == ["the sender did not come in time"]
+
+
+def test_a_process_that_torch_would_end_does_not_use_nccl():
+    assert "build" in nccl.cannot_run(False, "0")
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in nccl.cannot_run(True, "")
+    assert nccl.cannot_run(True, "0") == ""
+    assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") is None, "set for this process by a test"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+WINDOW_SEGMENTS_MAX = 64
 AUTO = ("shm", "gloo")
 """Every transport, best first."""
 
@@ -26,6 +27,9 @@ class KvSettings:
     The smaller of the two holds. A block is never split, so a larger block makes a larger segment."""
     window_segments: int = 4
     """Segments announced and not yet sent, per pair. One would leave the receiver idle while the next is packed."""
+    window_bytes: int = 32 << 20
+    """Small segments may be more than `window_segments` (at most 64), up to so many bytes: a round trip of the control link
+    takes as long whatever their size. What is announced is sent even if its session is aborted, so this bounds the waste."""
     rendezvous_timeout_ms: int = 10_000
     """A pair that is not up by then is given up, and its sessions fail."""
     segment_timeout_ms: int = 3_000
@@ -53,5 +57,7 @@ class KvSettings:
         for name in self.__dataclass_fields__:
             if name != "transports" and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
-        if self.window_segments > 64:
-            raise ValueError(f"window_segments is {self.window_segments}; a receiver queues at most 64")
+        if self.window_segments > WINDOW_SEGMENTS_MAX:
+            raise ValueError(
+                f"window_segments is {self.window_segments}; a receiver queues at most {WINDOW_SEGMENTS_MAX}"
+            )

@@ -21,7 +21,7 @@ from kvtransfer.session import (
     SegmentDropped,
     SendSegment,
 )
-from kvtransfer.settings import KvSettings
+from kvtransfer.settings import WINDOW_SEGMENTS_MAX, KvSettings
 from kvtransfer.transport import Meeting, SegmentJob
 from kvtransfer.transports import suited
 from proto.codec import pack_tokens
@@ -232,12 +232,18 @@ class KvSender(Driver[SenderSession, _Outgoing]):
     def _segment_freed(self, route: _Outgoing) -> None:
         self._pump(route)
 
+    def _window(self, route: _Outgoing) -> int:
+        """Segments that may be on their way at once."""
+        segment_bytes = self._segment_blocks(route) * route.rows.layout.block_bytes
+        small = min(WINDOW_SEGMENTS_MAX, self._settings.window_bytes // segment_bytes)
+        return max(self._settings.window_segments, small)
+
     def _pump(self, route: _Outgoing) -> None:
         """Announce and send what waits, while the pair's window has room."""
         if route.dropped or not route.ready:
             return
         assert route.pair is not None
-        while route.waiting and route.pair.queued < self._settings.window_segments:
+        while route.waiting and route.pair.queued < self._window(route):
             live, part = route.waiting.popleft()
             sequence, blocks = route.announced, len(part.block_ids)
             route.announced += 1

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass
 
+<<<<<<< HEAD
 AUTO = ("shm", "cuda_ipc", "nccl", "gloo")
+=======
+WINDOW_SEGMENTS_MAX = 64
+AUTO = ("shm", "gloo")
+>>>>>>> 810d3b13a312f036d74c1bafe49d780ffdfb46a7
 """Every transport, best first."""
 
 
@@ -40,6 +45,9 @@ class KvSettings:
     last transfer is longest ago."""
     window_segments: int = 4
     """Segments announced and not yet sent, per pair. One would leave the receiver idle while the next is packed."""
+    window_bytes: int = 32 << 20
+    """Small segments may be more than `window_segments` (at most 64), up to so many bytes: a round trip of the control link
+    takes as long whatever their size. What is announced is sent even if its session is aborted, so this bounds the waste."""
     rendezvous_timeout_ms: int = 10_000
     """A pair that is not up by then is given up, and its sessions fail."""
     segment_timeout_ms: int = 3_000
@@ -67,7 +75,14 @@ class KvSettings:
         for name in self.__dataclass_fields__:
             if name != "transports" and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
+<<<<<<< HEAD
         if self.digest_every > 1024:
             raise ValueError(f"digest_every is {self.digest_every}, and must be at most 1024")
         if self.window_segments > 64:
             raise ValueError(f"window_segments is {self.window_segments}; a receiver queues at most 64")
+=======
+        if self.window_segments > WINDOW_SEGMENTS_MAX:
+            raise ValueError(
+                f"window_segments is {self.window_segments}; a receiver queues at most {WINDOW_SEGMENTS_MAX}"
+            )
+>>>>>>> 810d3b13a312f036d74c1bafe49d780ffdfb46a7

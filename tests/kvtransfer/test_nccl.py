@@ -105,9 +105,7 @@ class World:
         self.wire = Wire()
         self.lines = connected()
         sends, receives = (
-            kind(
-                Local(PoolRows(pool, LAYOUT), 8, SETTINGS), line, Played(self.wire), DeviceThread("nccl-test"), every
-            )
+            kind(Local(PoolRows(pool, LAYOUT), 8, SETTINGS), line, Played(self.wire), DeviceThread("nccl-test"), every)
             for kind, pool, line in zip(
                 (nccl.Sends, nccl.Receives), (self.source, self.target), self.lines, strict=True
             )

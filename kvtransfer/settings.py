@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass
 
-<<<<<<< HEAD
 AUTO = ("shm", "cuda_ipc", "nccl", "gloo")
-=======
 WINDOW_SEGMENTS_MAX = 64
 AUTO = ("shm", "gloo")
->>>>>>> 810d3b13a312f036d74c1bafe49d780ffdfb46a7
 """Every transport, best first."""
 
 
@@ -75,14 +72,9 @@ class KvSettings:
         for name in self.__dataclass_fields__:
             if name != "transports" and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
-<<<<<<< HEAD
         if self.digest_every > 1024:
             raise ValueError(f"digest_every is {self.digest_every}, and must be at most 1024")
-        if self.window_segments > 64:
-            raise ValueError(f"window_segments is {self.window_segments}; a receiver queues at most 64")
-=======
         if self.window_segments > WINDOW_SEGMENTS_MAX:
             raise ValueError(
                 f"window_segments is {self.window_segments}; a receiver queues at most {WINDOW_SEGMENTS_MAX}"
             )
->>>>>>> 810d3b13a312f036d74c1bafe49d780ffdfb46a7

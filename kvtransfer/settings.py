@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 AUTO = ("shm", "cuda_ipc", "nccl", "gloo")
-WINDOW_SEGMENTS_MAX = 64
-AUTO = ("shm", "gloo")
 """Every transport, best first."""
+WINDOW_SEGMENTS_MAX = 64
 
 
 def allowed_transports(option: str) -> tuple[str, ...]:

@@ -285,7 +285,9 @@ def run(settings: KvBenchSettings) -> int:
     check_writable(settings.json_out)
     unknown = set(settings.transports) - set(suited(AUTO, "cpu"))
     if unknown:
-        raise BenchFailed(f"--transports: there is no {', '.join(sorted(unknown))}; there are {', '.join(suited(AUTO, 'cpu'))}")
+        raise BenchFailed(
+            f"--transports: there is no {', '.join(sorted(unknown))}; there are {', '.join(suited(AUTO, 'cpu'))}"
+        )
     console = Console()
     torch.set_num_threads(1)
     result = uvloop.run(measure(settings, console))

@@ -1,6 +1,5 @@
 """The two ends of a `nccl` pair, over real sockets; the communicator is played by host memory."""
 
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -105,9 +104,7 @@ class World:
         self.wire = Wire()
         self.lines = connected()
         sends, receives = (
-            kind(
-                Local(PoolRows(pool, LAYOUT), 8, SETTINGS), line, Played(self.wire), DeviceThread("nccl-test"), every
-            )
+            kind(Local(PoolRows(pool, LAYOUT), 8, SETTINGS), line, Played(self.wire), DeviceThread("nccl-test"), every)
             for kind, pool, line in zip(
                 (nccl.Sends, nccl.Receives), (self.source, self.target), self.lines, strict=True
             )
@@ -209,4 +206,3 @@ def test_a_process_that_torch_would_end_does_not_use_nccl():
     assert "build" in nccl.cannot_run(False, "0")
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in nccl.cannot_run(True, "")
     assert nccl.cannot_run(True, "0") == ""
-    assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") is None, "set for this process by a test"

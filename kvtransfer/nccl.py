@@ -158,25 +158,26 @@ class Sends(_NcclChannel):
 
 
 class Receives(_NcclChannel):
-    _is_offered = False
-    """The first segment not yet received. The announcement may come later than the offer, which takes another way."""
-    _posted = False
+    def __init__(
+        self, local: Local, line: Line, communicator: Communicator, thread: DeviceThread, digest_every: int
+    ) -> None:
+        super().__init__(local, line, communicator, thread, digest_every)
+        self._offers: deque[int] = deque()
+        """Sequences offered and not answered. The announcement may come later than the offer, which takes another way."""
+        self._posted = False
 
     def _move(self, answer: Answer) -> bool:
-        if not self._is_offered:
-            word = self._line.hear()
-            if word is None:
-                return False
-            if word[0] != OFFERED:
+        if (word := self._line.hear()) is not None:
+            # The sender may know before we do that a message has crossed, and offer the next one.
+            if word[0] != OFFERED or len(self._offers) > 1:
                 raise PairBroken(f"the sender broke the protocol: word {word[0]} about segment {word[1]}")
-            self._is_offered, self._sequence = True, word[1]
-        elif self._line.hear() is not None:
-            raise PairBroken("the sender broke the protocol: an offer before the last one was taken")
-        if not self._jobs:
+            self._offers.append(word[1])
+            return True
+        if not self._jobs or not self._offers:
             return False
         job = self._jobs[0]
-        if job.sequence != self._sequence:
-            raise PairBroken(f"the sender offered segment {self._sequence} in place of {job.sequence}")
+        if job.sequence != self._offers[0]:
+            raise PairBroken(f"the sender offered segment {self._offers[0]} in place of {job.sequence}")
         if self._ticket is None:
             return self._take(job, answer)
         if self._ticket.launched and not self._posted:
@@ -209,7 +210,7 @@ class Receives(_NcclChannel):
         return segment_digest
 
     def _answer(self, answer: Answer, segment_digest: bytes) -> None:
-        self._is_offered = False
+        self._offers.popleft()
         answer(self._jobs.popleft(), segment_digest)
 
 

@@ -67,6 +67,11 @@ class NcclCommunicator:
         self._work: Any = None
         self._late_at: float | None = None
 
+    def zeros(self, words: int) -> torch.Tensor:
+        """Memory of this communicator's stream."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            return torch.zeros(words, dtype=torch.int64, device=self._device)
+
     def begin(self, tensor: torch.Tensor, sending: bool) -> None:
         # The stream is one of our own: waiting for the message must not hold up what other pairs enqueue.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -117,9 +122,7 @@ class _WarmUp(Operation):
             self._line.say(ENTERED, 0)
         with torch.cuda.device(self._device):
             self.communicator = NcclCommunicator(self._store, self._rank, self._device)
-            self._tensor = torch.zeros(WARM_UP_WORDS, dtype=torch.int64, device=self._device)
-            torch.cuda.current_stream(self._device).synchronize()
-        self.communicator.begin(self._tensor, self._rank == SENDER_RANK)
+        self.communicator.begin(self.communicator.zeros(WARM_UP_WORDS), self._rank == SENDER_RANK)
 
     def is_done(self, now: float) -> bool:
         assert self.communicator is not None

@@ -86,8 +86,10 @@ class PoolRows:
         return torch.empty((cells, self._cell_words), dtype=self._word, pin_memory=self._stream is not None)
 
     def device_buffer(self, cells: int) -> torch.Tensor:
-        """The same on the pool's device."""
-        return torch.empty((cells, self._cell_words), dtype=self._word, device=self.device)
+        """The same on the pool's device, of memory that belongs to its stream: torch may hand out what another stream has yet
+        to finish with."""
+        with self.on_stream():
+            return torch.empty((cells, self._cell_words), dtype=self._word, device=self.device)
 
     def packed(self, block_ids: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
         """The cells one after the other in host memory: the pool itself where they lie so, else a copy in `buffer`."""

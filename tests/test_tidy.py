@@ -36,6 +36,7 @@ PURE = (
     "proto/*.py",
     "coordinator/*.py",
     "kvtransfer/choice.py",
+    "kvtransfer/idle.py",
     "kvtransfer/layout.py",
     "kvtransfer/*session.py",
     "kvtransfer/settings.py",

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from kvtransfer.cuda_memory import DeviceMemory
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session import Accepted, KvFailed, KvSent
 from kvtransfer.settings import KvSettings
+from kvtransfer.transport import PoolMemory
 from proto.kv import Commit, FirstToken, Offer
 from proto.messages import Message
 
@@ -37,14 +39,21 @@ def filled_pool(layout: KvLayout, blocks: int, seed: int) -> torch.Tensor:
     return raw.view(getattr(torch, layout.dtype)).view(layout.shape(blocks))
 
 
-def shared_pool(layout: KvLayout, blocks: int, seed: int, memory: SharedMemory) -> torch.Tensor:
+ON_GPU = ("cuda_ipc", "nccl")
+
+
+def memory_of(transport: str) -> PoolMemory:
+    return DeviceMemory("cuda") if transport in ON_GPU else SharedMemory()
+
+
+def shared_pool(layout: KvLayout, blocks: int, seed: int, memory: PoolMemory) -> torch.Tensor:
     """The same pool in memory that other processes can map."""
     pool = memory.allocate(blocks * layout.block_bytes).view(getattr(torch, layout.dtype)).view(layout.shape(blocks))
     return pool.copy_(filled_pool(layout, blocks, seed))
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(one.cpu().contiguous().view(torch.uint8), other.cpu().contiguous().view(torch.uint8))
 
 
 @dataclass

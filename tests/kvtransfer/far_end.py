@@ -12,20 +12,21 @@ from collections.abc import Callable
 import torch
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session import Accepted, KvFailed, KvSent
 from kvtransfer.settings import KvSettings
 from proto.codec import WITH_BLOB, decode, encode
 from proto.messages import Message
-from tests.kvtransfer.ends import FIRST, filled_pool, shared_pool, shuffled
+from runtime import gpu_environment
+from tests.kvtransfer.ends import FIRST, ON_GPU, filled_pool, memory_of, shared_pool, shuffled
 
 LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 """64 KiB per block."""
 BLOCKS = 512
+TRANSPORT = os.environ.get("CROSSDOCK_TEST_TRANSPORT", "gloo")
 SETTINGS = KvSettings(
-    transports=(os.environ.get("CROSSDOCK_TEST_TRANSPORT", "gloo"),),
+    transports=(TRANSPORT,),
     segment_bytes=1 << 20,
     segment_timeout_ms=5_000,
     rendezvous_timeout_ms=30_000,
@@ -89,10 +90,11 @@ async def main(role: str, port: int, attempt: int) -> None:
             end.open("endless", attempt, NEAR_EPOCH, ENDLESS_BLOCKS)
             end.blocks_ready("endless", attempt, 0, shuffled(BLOCKS, ENDLESS_BLOCKS, 9))
 
+    device = "cuda" if TRANSPORT in ON_GPU else "cpu"
     if role == "sender":
         end = KvSender(
             layout=LAYOUT,
-            pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED),
+            pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED).to(device),
             epoch=FAR_EPOCH,
             clock=time.monotonic,
             send=wire.send,
@@ -105,7 +107,7 @@ async def main(role: str, port: int, attempt: int) -> None:
                 end.blocks_ready(request_id, attempt, start, ids[start : start + 50])
             end.commit(request_id, attempt, FIRST, [])
     else:
-        memory = SharedMemory()
+        memory = memory_of(TRANSPORT)
         end = KvReceiver(
             layout=LAYOUT,
             pool=shared_pool(LAYOUT, BLOCKS, 12, memory),
@@ -127,5 +129,7 @@ async def main(role: str, port: int, attempt: int) -> None:
 
 
 if __name__ == "__main__":
+    if TRANSPORT in ON_GPU:
+        gpu_environment.prepare("127.0.0.1", SETTINGS.rendezvous_timeout_ms)
     torch.set_num_threads(1)
     asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -1,6 +1,5 @@
 """The two ends of a `nccl` pair, over real sockets; the communicator is played by host memory."""
 
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -72,7 +71,9 @@ class End:
         try:
             self._channel.work(self.inbox, self._answer)
         except PairBroken as error:
-            self.fault = str(error)
+            with self._changed:
+                self.fault = str(error)
+                self._changed.notify_all()
         self._channel.settle(self.inbox, self._answer)
 
     def _answer(self, job: SegmentJob, digest: bytes) -> None:
@@ -82,7 +83,8 @@ class End:
 
     def until(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, 30)
+            assert self._changed.wait_for(lambda: condition() or bool(self.fault), 30)
+        assert condition(), self.fault
 
     def join(self) -> None:
         self._thread.join(30)
@@ -143,6 +145,20 @@ def test_segments_cross_in_order_and_those_not_wanted_are_skipped():
         assert w.receiver.answers == [(0, first), (1, b""), (2, third)] and len({first, third}) == 2
         assert skipped == (1, UNWANTED) and w.wire.crossed == 2
     assert w.sender.fault == w.receiver.fault == "" and w.wire.aborted == {True, False}
+
+
+def test_many_segments_of_many_sizes_cross_however_the_two_ends_keep_time():
+    with world() as w:
+        for sequence in range(200):
+            count = sequence % 8 + 1
+            wanted = None if sequence % 7 == 3 else [*range(8, 8 + count)]
+            w.segment(sequence, [*range(count)], wanted)
+            if sequence % 40 == 39:
+                w.sender.until(lambda done=sequence + 1: len(w.sender.answers) == done)
+                w.receiver.until(lambda done=sequence + 1: len(w.receiver.answers) == done)
+        assert [digest for _, digest in w.receiver.answers if digest] == [
+            digest for _, digest in w.sender.answers if digest != UNWANTED
+        ]
 
 
 def test_only_the_sampled_segments_are_digested():
@@ -207,4 +223,3 @@ def test_a_process_that_torch_would_end_does_not_use_nccl():
     assert "build" in nccl.cannot_run(False, "0")
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in nccl.cannot_run(True, "")
     assert nccl.cannot_run(True, "0") == ""
-    assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") is None, "set for this process by a test"

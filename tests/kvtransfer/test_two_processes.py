@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session import Accepted, KvFailed, KvSent
@@ -37,7 +36,7 @@ async def far_process(role: str, attempt: int = 1) -> AsyncIterator[tuple[asynci
     server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "NCCL_HOSTID"},  # each process has its own
         "CROSSDOCK_TEST_TRANSPORT": ends.TRANSPORT,
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -70,7 +69,7 @@ class NearReceiver:
     """The receiver under test, with all that it reported."""
 
     def __init__(self, segment_timeout_ms: int = SETTINGS.segment_timeout_ms) -> None:
-        self.memory = SharedMemory()
+        self.memory = ends.memory_of(ends.TRANSPORT)
         self.pool = shared_pool(LAYOUT, BLOCKS, 12, self.memory)
         self.free = shuffled(BLOCKS, BLOCKS, seed=13)
         self.committed: dict[str, list[int]] = {}
@@ -180,7 +179,7 @@ def test_a_killed_receiver_is_reported_and_the_next_one_is_served():
 
         sender = KvSender(
             layout=LAYOUT,
-            pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED),
+            pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED).to("cuda" if ends.TRANSPORT in ends.ON_GPU else "cpu"),
             epoch=far_end.NEAR_EPOCH,
             clock=time.monotonic,
             send=lambda epoch, message, blob: wires[epoch].send(epoch, message, blob),

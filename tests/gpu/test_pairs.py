@@ -1,0 +1,86 @@
+"""`cuda_ipc` and `nccl` between two real processes on one card: the tests of the CPU transports, and what they have not."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from kvtransfer.device_copy import DeviceCopier, DeviceDigester, cell_sums, checksum
+from kvtransfer.pool import PoolRows
+from proto.kv import Announce
+from proto.messages import Message
+from tests.kvtransfer.ends import filled_pool, same_bytes
+from tests.kvtransfer.far_end import BLOCKS, LAYOUT
+from tests.kvtransfer.test_device_copy import LAYOUTS
+from tests.kvtransfer.test_two_processes import (
+    WAIT_S,
+    NearReceiver,
+    far_process,
+    test_a_far_end_that_is_asked_to_leave_leaves_cleanly,
+    test_a_killed_receiver_is_reported_and_the_next_one_is_served,
+    test_a_killed_sender_costs_its_open_sessions_and_a_new_one_is_served,
+)
+
+__all__ = [
+    "test_a_far_end_that_is_asked_to_leave_leaves_cleanly",
+    "test_a_killed_receiver_is_reported_and_the_next_one_is_served",
+    "test_a_killed_sender_costs_its_open_sessions_and_a_new_one_is_served",
+]
+pytestmark = pytest.mark.usefixtures("transport")
+SURVIVOR_S = 3.0
+
+
+@pytest.mark.parametrize("segment", [0, 2])
+def test_a_sender_killed_amid_a_segment_releases_the_receiver_within_three_seconds(segment):
+    async def main() -> None:
+        near = NearReceiver()
+        amid = asyncio.Event()
+
+        def handle(message: Message, blob: bytes) -> None:
+            if isinstance(message, Announce) and message.request_id == "endless" and message.segment == segment:
+                process.kill()
+                amid.set()
+            near.receiver.handle(51, message, blob)
+
+        async with far_process("sender") as (process, wire):
+            near.wire = wire
+            pump = asyncio.create_task(wire.pump(handle))
+            async with asyncio.timeout(WAIT_S):
+                await amid.wait()
+            began = time.monotonic()
+            await near.until_known({"endless"})
+            assert time.monotonic() - began <= SURVIVOR_S
+            await pump
+        assert near.receiver.counters["violations"] == 0
+        await near.receiver.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, LAYOUT], ids=lambda layout: f"{layout.dtype}-{layout.block_bytes}")
+def test_copies_and_checksums_are_those_of_the_cpu(layout):
+    source, target = filled_pool(layout, 24, 1), filled_pool(layout, 24, 2)
+    there = [pool.to("cuda") for pool in (source, target)]
+    from_, to = [3, 4, 5, 11, 0, 23], [7, 8, 9, 2, 20, 1]
+    digests = [
+        DeviceCopier(PoolRows(one, layout), PoolRows(other, layout), 1).copy(from_, to, lambda: True)
+        for one, other in ((source, target), there)
+    ]
+    assert digests[0] == digests[1] == DeviceDigester(PoolRows(there[1], layout), 1).digest(to)
+    assert same_bytes(there[1], target)
+
+
+def test_a_checksum_is_the_same_on_both_devices():
+    words = torch.randint(-(2**63), 2**63 - 1, (513, 4099), dtype=torch.int64)
+    assert checksum([cell_sums(words)]) == checksum([cell_sums(words.cuda())])
+
+
+def test_a_pool_on_the_gpu_goes_by_way_of_the_host_too():
+    pool, target = filled_pool(LAYOUT, BLOCKS, 1), filled_pool(LAYOUT, BLOCKS, 2).cuda()
+    rows, other = PoolRows(pool.cuda(), LAYOUT), PoolRows(target, LAYOUT)
+    for from_, to in (([5, 9, 2], [1, 4, 0]), ([7, 8], [30, 31])):
+        packed = rows.packed(from_, rows.buffer(3))
+        assert packed.device.type == "cpu"
+        other.spread(to, packed)
+        assert same_bytes(target[to], pool[from_])

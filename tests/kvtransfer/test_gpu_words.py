@@ -1,0 +1,217 @@
+"""What is decided about GPUs without one: who can use which transport, words from the wire, idle pairs."""
+
+import fcntl
+import os
+import struct
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtransfer import cuda_ipc, cuda_memory, nccl, transports
+from kvtransfer.cuda_memory import CudaError, DeviceMemory, Mapping
+from kvtransfer.idle import PairUse, to_give_up
+from kvtransfer.layout import KvLayout
+from kvtransfer.memory import SEALS, SharedMemory
+from kvtransfer.settings import AUTO, KvSettings
+from kvtransfer.shm import Board
+from kvtransfer.transport import Local, PairBroken
+
+LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+UUID, HANDLE = bytes(range(16)), bytes(range(1, 65))
+
+
+def local(device: str, memory: Any) -> Local:
+    rows: Any = SimpleNamespace(device=torch.device(device))
+    return Local(rows, 8, KvSettings(), "127.0.0.1", memory)
+
+
+def device_memory() -> DeviceMemory:
+    memory = DeviceMemory("cuda")
+    memory.bytes, memory.handle = 1 << 20, HANDLE
+    return memory
+
+
+@pytest.fixture
+def with_nccl(monkeypatch):
+    monkeypatch.setattr(nccl.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
+@pytest.mark.parametrize(
+    ("sends_from", "receives_on", "same_host", "expected"),
+    [
+        ("cuda", "cuda", True, ["cuda_ipc", "nccl", "gloo"]),
+        ("cuda", "cuda", False, ["nccl", "gloo"]),
+        ("cpu", "cuda", True, ["gloo"]),
+        ("cuda", "cpu", True, ["gloo"]),
+        ("cpu", "cpu", True, ["shm", "gloo"]),
+        ("cpu", "cpu", False, ["gloo"]),
+    ],
+)
+def test_each_pair_gets_the_best_that_both_can_use(with_nccl, sends_from, receives_on, same_host, expected):
+    memory = device_memory() if receives_on == "cuda" else SharedMemory()
+    offered = transports.suited(AUTO, sends_from)
+    found, against = transports.usable(local(receives_on, memory), offered, AUTO, same_host)
+    assert found == expected
+    assert all(f"{name}: " in against for name in set(offered) - set(found))
+
+
+def test_nccl_is_not_used_where_it_would_end_the_process(monkeypatch):
+    monkeypatch.setattr(nccl.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    found, against = transports.usable(local("cuda", device_memory()), ("nccl", "gloo"), AUTO, True)
+    assert found == ["gloo"] and "TORCH_NCCL_ASYNC_ERROR_HANDLING is not 0" in against
+
+
+def test_a_transport_that_the_device_cannot_have_is_refused_by_name():
+    with pytest.raises(transports.WrongTransport, match="nccl cannot be used with KV on cpu; there are shm or gloo"):
+        transports.allowed_on("nccl", "cpu")
+    assert transports.allowed_on("auto", "cuda") == ("cuda_ipc", "nccl", "gloo")
+    assert isinstance(transports.memory_for(("shm", "gloo"), "cpu"), SharedMemory)
+    assert isinstance(transports.memory_for(("cuda_ipc",), "cuda"), DeviceMemory)
+    assert transports.memory_for(("nccl", "gloo"), "cuda") is None
+
+
+def a_board() -> list[int]:
+    descriptor = os.memfd_create("board", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, Board.SIZE)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    return [descriptor, os.open("/dev/null", os.O_RDONLY)]
+
+
+def told(message: bytes, descriptors: list[int]) -> Any:
+    try:
+        return cuda_ipc._Told(LAYOUT, UUID, message, descriptors)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def word(**changed: Any) -> bytes:
+    fields = {
+        "magic": b"cdkvipc1", "bytes": 1 << 20, "blocks": 64, "ratio": 1, "cell": LAYOUT.block_bytes, "every": 1,
+        "uuid": UUID, "handle": HANDLE,
+    }  # fmt: skip
+    return struct.pack("<8sQQQQQ16s64s", *(fields | changed).values())
+
+
+def test_a_good_word_is_taken():
+    rows: Any = SimpleNamespace(cells=128, ratio=2, layout=LAYOUT)
+    one = told(cuda_ipc.hello(rows, device_memory(), 16, UUID), a_board())
+    assert (one.pool_bytes, one.ratio, one.used, one.digest_every) == (1 << 20, 2, 128 * LAYOUT.block_bytes, 16)
+    assert one.handle == HANDLE
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        (word()[:-1], "127 bytes"),
+        (word() + b"\0", "129 bytes"),
+        (word(magic=b"cdkvipc2"), "another version"),
+        (word(uuid=bytes(16)), "different GPUs"),
+        (word(cell=LAYOUT.block_bytes + 4), "blocks have"),
+        (word(blocks=1 << 20), "do not fit"),
+        (word(blocks=0), "do not fit"),
+        (word(ratio=0), "do not fit"),
+        (word(ratio=(1 << 64) - 1), "do not fit"),
+        (word(every=0), "one segment in 0"),
+        (word(every=1 << 40), "one segment in"),
+    ],
+)
+def test_a_bad_word_maps_nothing(message, fault):
+    with pytest.raises(PairBroken, match=fault):
+        told(message, a_board())
+
+
+def test_a_board_that_can_still_shrink_is_refused():
+    descriptor = os.memfd_create("board", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, Board.SIZE)
+    with pytest.raises(PairBroken, match="not sealed"):
+        told(word(), [descriptor, os.open("/dev/null", os.O_RDONLY)])
+    with pytest.raises(PairBroken, match="1 descriptors"):
+        told(word(), [os.open("/dev/null", os.O_RDONLY)])
+
+
+@pytest.mark.parametrize(("handle", "size"), [(HANDLE[:-1], 4096), (bytes(64), 4096), (HANDLE, 0), (HANDLE, 1 << 50)])
+def test_what_cannot_be_a_handle_or_a_size_is_not_given_to_the_driver(monkeypatch, handle, size):
+    monkeypatch.setattr(cuda_memory, "_driver", lambda: pytest.fail("the driver was asked"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 36))
+    with pytest.raises(ValueError):
+        Mapping(handle, size, torch.device("cuda", 0))
+
+
+class FakeDriver:
+    """Maps a handle once, and knows the size of what it mapped."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.calls = size, []
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        self.calls.append(name)
+        if name == "cuIpcOpenMemHandle_v2":
+            arguments[0]._obj.value = 0x7F0000000000
+        elif name == "cuMemGetAddressRange_v2":
+            arguments[0]._obj.value, arguments[1]._obj.value = 0x7F0000000000, self.size
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    fake = FakeDriver(1 << 20)
+    monkeypatch.setattr(cuda_memory, "_call", fake)
+    monkeypatch.setattr(cuda_memory, "_context", lambda index: 1)
+    monkeypatch.setattr(cuda_memory, "_as_tensor", lambda address, size, device: torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 36))
+    return fake
+
+
+def test_memory_is_mapped_once_and_let_go_of_with_its_last_user(driver):
+    one, other = (Mapping(HANDLE, 1 << 20, torch.device("cuda", 0)) for _ in range(2))
+    assert driver.calls.count("cuIpcOpenMemHandle_v2") == 1
+    one.close()
+    one.close()
+    assert "cuIpcCloseMemHandle" not in driver.calls
+    other.close()
+    assert driver.calls.count("cuIpcCloseMemHandle") == 1 and cuda_memory._mapped == {}
+
+
+def test_memory_smaller_than_its_owner_says_is_let_go_of(driver):
+    with pytest.raises(CudaError, match="1048576 bytes, not 1048577"):
+        Mapping(HANDLE, (1 << 20) + 1, torch.device("cuda", 0))
+    assert driver.calls[-1] == "cuIpcCloseMemHandle" and cuda_memory._mapped == {}
+
+
+def test_a_machine_without_a_driver_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    cuda_memory._driver.cache_clear()
+    with pytest.raises(CudaError, match="driver cannot be loaded"):
+        cuda_memory._call("cuInit", 0)
+
+
+def test_a_dead_process_is_waited_for():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    descriptor = os.pidfd_open(process.pid)
+    cuda_ipc.wait_until_gone(descriptor, 10)
+    assert process.poll() is None
+    process.kill()
+    cuda_ipc.wait_until_gone(descriptor, 60_000)
+    assert process.poll() is not None
+    os.close(descriptor)
+
+
+def test_idle_pairs_go_by_age_and_no_more_than_it_takes():
+    pairs = [
+        PairUse(1, 10, 5.0, True),
+        PairUse(2, 10, 1.0, False),
+        PairUse(3, 10, 2.0, True),
+        PairUse(4, 10, 9.0, True),
+    ]
+    assert to_give_up(pairs, 10, 50) == []
+    assert to_give_up(pairs, 10, 49) == [3]
+    assert to_give_up(pairs, 10, 35) == [3, 1]
+    assert to_give_up(pairs, 10, 1) == [3, 1, 4], "a busy pair is never given up"
+    assert to_give_up([], 10, 1) == []

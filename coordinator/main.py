@@ -198,11 +198,19 @@ class Coordinator:
     def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
         if self.peers.get(peer.epoch) is not peer:
             raise RemoteProtocolError("this link was replaced by a newer one")
-        if isinstance(message, Submit) and self.ledger is not None and self.ledger.behind:
+        if isinstance(message, Submit) and self._is_too_much(message):
             why = "usage cannot be recorded as fast as requests come"
             peer.send(Rejected(message.request_id, message.attempt, Reject.NO_CAPACITY, why, _BEHIND_RETRY_S))
             return
         self.driver.post(Received(peer.epoch, message, blob))
+
+    def _is_too_much(self, submit: Submit) -> bool:
+        """Where the ledger is behind, what is new is refused; what is known, and only said again, is for the core."""
+        if self.ledger is None or not self.ledger.behind:
+            return False
+        return submit.request_id not in self.core.requests and submit.attempt > self.core.ended.get(
+            submit.request_id, 0
+        )
 
     def _send(self, send: Send) -> None:
         peer, message = self.peers.get(send.epoch), send.message

@@ -67,6 +67,7 @@ class WaitQueue:
         self._waiting += 1
         self.backlog.add(request, now)
         self._enter(request)
+        self._set_deadline(request)
         self._came.append(request)
         self._came_at.append(request.since)
         self.nothing_due_before = min(self.nothing_due_before, request.since + self._limits.queue_wait_s_max)
@@ -82,6 +83,7 @@ class WaitQueue:
         if request.entry is None:
             self.refund_output(request)
             self._enter(request)
+            self._set_deadline(request)
             self.settle_on(request, request.prefill_epoch)
 
     def _enter(self, request: Request) -> None:
@@ -91,11 +93,14 @@ class WaitQueue:
         due = request.arrived + (asked or band.ttft_s + chunks * band.ttft_s_per_chunk)
         request.entry = self.fair.push(request, request.path, due, chunks)
         request.path = request.entry.leaf.path  # one for all of its tenant's
+
+    def _set_deadline(self, request: Request) -> None:
+        """Once for as long as it waits, with a turn or without."""
         if request.deadline is not None:
             self._deadlines_set += 1
             self.nothing_due_before = min(self.nothing_due_before, request.deadline)
             heappush(self._deadlines, (request.deadline, self._deadlines_set, request, request.attempt))
-            if len(self._deadlines) > 2 * len(self.fair) + SPARE:
+            if len(self._deadlines) > 2 * (len(self.fair) + self._waiting) + SPARE:
                 self._deadlines = [due for due in self._deadlines if self._is_due(due[2], due[3])]
                 heapify(self._deadlines)
 

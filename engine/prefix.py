@@ -47,11 +47,13 @@ class PrefixTree:
     def longest(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known prefix of this chain."""
         blocks: list[int] = []
+        before: _Node | None = None
         for hash_ in hashes:
             node = self._nodes.get(hash_)
-            if node is None:
-                break
+            if node is None or node.parent is not before:
+                break  # not known, or (the hashes are a gateway's word) no chain: a block would be named twice, or out of place
             blocks.append(node.block)
+            before = node
         return blocks
 
     def insert(self, hashes: Sequence[bytes], blocks: Sequence[int], start: int) -> None:

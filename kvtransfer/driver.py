@@ -244,7 +244,12 @@ class Driver(ABC, Generic[S, R]):
             return max((one.pair_bytes(self._settings.segment_bytes) for one in known), default=0)
 
         uses = [
-            PairUse(r.peer_epoch, pair_bytes((r.transport,) if r.transport else r.offered), r.used_at, not r.sessions)
+            PairUse(
+                r.peer_epoch,
+                pair_bytes((r.transport,) if r.transport else r.offered),
+                r.used_at,
+                r.ready and not r.sessions,
+            )
             for r in self._routes.values()
         ]
         for peer_epoch in to_give_up(uses, pair_bytes(offered), self._settings.pairs_bytes):

@@ -185,7 +185,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
             self._send(route.peer_epoch, route.listening, b"")
 
     def _pair_broke(self, route: _Incoming, reason: str) -> None:
-        if route.ready:
+        if route.ready or not route.order.is_fresh:
             super()._pair_broke(route, reason)
         else:
             # The sender finds out as well, and says by what other transport to meet; until then the timer runs.
@@ -250,7 +250,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         fault = ""
         if announce.blocks > self._segment_blocks(route):
             fault = f"a segment of {announce.blocks} blocks where {self._segment_blocks(route)} fit"
-        elif route.pair.is_down:
+        elif route.pair.is_down or not (route.ready or route.listening):
             fault = f"segment {announce.sequence} was announced before the two had met"
         elif route.pair.queued >= MAX_QUEUED_SEGMENTS:
             fault = f"more than {MAX_QUEUED_SEGMENTS} segments announced at once"

@@ -250,14 +250,16 @@ class Grants(Channel):
 def send_hello(connected: socket.socket, hello: bytes, descriptors: list[int], their_lifeline: int) -> Board:
     """The receiver's first word, with these descriptors, that of a new board, and the sender's end of the lifeline, of
     which our own copy is closed."""
-    board_memory = os.memfd_create("crossdock-kv-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(board_memory, Board.SIZE)
-        fcntl.fcntl(board_memory, fcntl.F_ADD_SEALS, SEALS)
-        send_with_descriptors(connected, hello, [*descriptors, board_memory, their_lifeline])
-        return Board(board_memory)
+        board_memory = os.memfd_create("crossdock-kv-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(board_memory, Board.SIZE)
+            fcntl.fcntl(board_memory, fcntl.F_ADD_SEALS, SEALS)
+            send_with_descriptors(connected, hello, [*descriptors, board_memory, their_lifeline])
+            return Board(board_memory)
+        finally:
+            os.close(board_memory)
     finally:
-        os.close(board_memory)
         os.close(their_lifeline)
 
 

@@ -1,11 +1,14 @@
 """Where the parts of the core meet: what peers may send at bad moments, and what must not wait or stay for ever."""
 
 import gc
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from coordinator.events import Configured, Limits, PeerDown, PeerUp
+from coordinator.main import Coordinator
+from coordinator.queue import WaitQueue
 from coordinator.request import Request
 from proto.codec import decode, to_frames
 from proto.errors import CancelReason, Reject
@@ -30,6 +33,30 @@ from proto.progress import DecodeProgress, Joined
 from proto.status import StatusReport
 from runtime.tenants import parse
 from tests.coordinator.world import MODEL, Harness, gateway_hello, submit, worker_hello
+
+
+def test_each_deadline_is_kept_once_however_often_a_worker_comes_and_goes():
+    queue = WaitQueue(Limits())
+    for number in range(200):
+        due = msgspec.structs.replace(submit(f"r{number}"), deadline_ms=60_000.0)
+        queue.push(Request(due.request_id, 1, due, b"", 0.0, 0.0, ("standard", "o", "u")), 0.0)
+    for _ in range(5):
+        queue.sort_out(lambda request: False)
+        queue.sort_out(lambda request: True)
+    assert len(queue._deadlines) == 200
+    assert len(list(queue.overdue(60.0))) == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "attempt", "refused"), [("new", 1, True), ("a", 1, False), ("b", 1, False), ("b", 2, True)]
+)
+def test_a_ledger_that_is_behind_refuses_what_is_new_and_nothing_else(name: str, attempt: int, refused: bool):
+    world = Harness.make()
+    world.receive(1, submit("a"))
+    world.receive(1, submit("b"))
+    world.receive(1, Cancel("b", 1, CancelReason.DISCONNECTED))
+    process = SimpleNamespace(ledger=SimpleNamespace(behind=True), core=world.core)
+    assert Coordinator._is_too_much(process, submit(name, attempt=attempt)) is refused  # type: ignore[arg-type]
 
 
 def release_all(world: Harness, name: str, emitted: int = 0) -> None:

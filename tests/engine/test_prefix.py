@@ -245,6 +245,18 @@ def test_a_head_that_goes_takes_a_held_tail_out_of_sight_but_not_from_its_holder
     assert known(allocator, (1, 2)) == 2, "its own head stands for the prefix now"
 
 
+def test_hashes_that_are_no_chain_name_no_block_twice() -> None:
+    """They come from a gateway, and nobody has checked them."""
+    allocator = BlockAllocator(8)
+    first, second, third = hashes((1, 2, 3))
+    blocks = allocator.allocate(3)
+    allocator.insert([first, second, third], blocks)
+    assert allocator.take_prefix([first, first]) == blocks[:1]
+    assert allocator.take_prefix([first, third]) == blocks[:1]
+    assert allocator.take_prefix([second, third]) == []
+    assert allocator.take_prefix([first, second, third]) == blocks
+
+
 def test_blocks_that_nobody_holds_get_no_hash() -> None:
     with pytest.raises(AssertionError):
         BlockAllocator(4).insert(hashes((1,)), [2])

@@ -122,7 +122,7 @@ class Ends:
 
     def _send_to_sender(self, epoch: int, message: Message, blob: bytes) -> None:
         if epoch != 1:
-            self.strangers.append(message)
+            self._note(self.strangers, message)
         elif self.to_sender(message):
             self.loop.call_soon(self.sender.handle, 2, message, blob)
 

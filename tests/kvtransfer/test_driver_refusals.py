@@ -2,9 +2,11 @@
 
 import asyncio
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
+from torch import distributed
 
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.session import KvFailed, KvSent
@@ -33,6 +35,36 @@ def test_a_listener_that_nobody_meets_is_given_up():
         assert ends.failed[0][:3] == ("r", 1, [0]) and ends.receiver.counters["pairs_lost"] == 1
 
     with_ends(test, settings=replace(SMALL, rendezvous_timeout_ms=200), to_sender=lambda message: False)
+
+
+@pytest.mark.parametrize("announced", ["before the meeting fails", "after"])
+def test_a_segment_announced_to_a_meeting_that_fails_costs_its_own_session(announced):
+    """A sender may be killed between its end of the meeting and ours."""
+
+    async def test(ends: Ends) -> None:
+        faults: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
+        receiver, offer = ends.receiver, Offer("r", 1, 9, 1)
+        announce = Announce("r", 1, 9, 0, 0, 0, 1)
+        receiver.handle(5, PairOpen(9, ("gloo",), LAYOUT.block_size, "here"), b"")
+        await ends.until(lambda: bool(ends.strangers))
+        meeting = ends.strangers[0]
+        assert isinstance(meeting, PairListen)
+        receiver.handle(5, offer, b"")
+        if announced == "before the meeting fails":
+            receiver.handle(5, announce, b"")
+        store = distributed.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=5))
+        distributed.PrefixStore(meeting.secret, store).set("sender", "nobody")
+        if announced == "after":
+            async with asyncio.timeout(20):
+                while receiver._routes[5].listening:
+                    await asyncio.sleep(0.01)
+            receiver.handle(5, announce, b"")
+        await ends.until(lambda: len(ends.failed) == 1)
+        assert ends.failed[0][:3] == ("r", 1, [0]) and not receiver.receiving() and not faults
+        del store
+
+    with_ends(test)
 
 
 def test_another_transport_is_refused_with_its_name():

@@ -1,6 +1,7 @@
 """What is particular to `shm`: memory that leaves nothing behind, peers that are not believed, and ways out when it fails."""
 
 import asyncio
+import errno
 import gc
 import os
 import socket
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import shm_socket, transports
+from kvtransfer import shm, shm_socket, transports
 from kvtransfer.copying import PIECE_BYTES, Copier, Digester
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import SharedMemory
@@ -110,6 +111,21 @@ def test_the_memory_cannot_be_cut_short_and_is_nowhere_to_be_found():
 def hello(memory: SharedMemory, **wrong: int) -> bytes:
     fields = {"size": memory.bytes, "blocks": 8, "ratio": 1, "cell": LAYOUT.block_bytes} | wrong
     return _HELLO.pack(_MAGIC, *fields.values())
+
+
+def test_a_hello_that_cannot_be_made_leaves_no_descriptor(monkeypatch):
+    def no_more(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        lifeline, theirs = os.pipe()
+        monkeypatch.setattr(os, "memfd_create", no_more)
+        with pytest.raises(OSError, match="too many"):
+            shm.send_hello(one, b"", [], theirs)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(theirs)
+        os.close(lifeline)
 
 
 @pytest.mark.parametrize(

@@ -44,21 +44,20 @@ def test_a_segment_announced_to_a_meeting_that_fails_costs_its_own_session(annou
     async def test(ends: Ends) -> None:
         faults: list[dict[str, object]] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
-        receiver, offer = ends.receiver, Offer("r", 1, 9, 1)
-        announce = Announce("r", 1, 9, 0, 0, 0, 1)
+        receiver, announce = ends.receiver, Announce("r", 1, 9, 0, 0, 0, 1)
+        pair_broke, broken = receiver._pair_broke, []
+        receiver._pair_broke = lambda route, reason: (pair_broke(route, reason), ends._note(broken, reason))
         receiver.handle(5, PairOpen(9, ("gloo",), LAYOUT.block_size, "here"), b"")
         await ends.until(lambda: bool(ends.strangers))
         meeting = ends.strangers[0]
         assert isinstance(meeting, PairListen)
-        receiver.handle(5, offer, b"")
+        receiver.handle(5, Offer("r", 1, 9, 1), b"")
         if announced == "before the meeting fails":
             receiver.handle(5, announce, b"")
         store = distributed.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=5))
         distributed.PrefixStore(meeting.secret, store).set("sender", "nobody")
         if announced == "after":
-            async with asyncio.timeout(20):
-                while receiver._routes[5].listening:
-                    await asyncio.sleep(0.01)
+            await ends.until(lambda: bool(broken))
             receiver.handle(5, announce, b"")
         await ends.until(lambda: len(ends.failed) == 1)
         assert ends.failed[0][:3] == ("r", 1, [0]) and not receiver.receiving() and not faults

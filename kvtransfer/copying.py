@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
 
+from kvtransfer.layout import blocks_of, runs_of
+from kvtransfer.memory import Pages
 from kvtransfer.pool import PoolRows, as_bytes
 
 PIECE_BYTES = 256 << 10
@@ -19,16 +21,20 @@ RUN_BYTES_MIN = 16 << 10
 
 
 class Copier:
-    """From `source` to `target`; both have cells of one size. For one thread."""
+    """From `source` to `target`; both have cells of one size. For one thread. `pages` are the target's, where it is another
+    process's memory that is mapped here."""
 
-    def __init__(self, source: PoolRows, target: PoolRows) -> None:
+    def __init__(self, source: PoolRows, target: PoolRows, pages: Pages | None = None) -> None:
         assert source.layout == target.layout
-        self._source, self._target = source, target
+        self._source, self._target, self._pages = source, target, pages
         self._staging = _Staging(source)
 
     def copy(self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[], bool]) -> bytes:
         """Copies blocks one for one; xxh3-64 of what was copied. `go_on` is asked before each piece; when it says no, the rest
-        is not copied, and nothing is returned."""
+        is not copied, and nothing is returned. Raises `OSError` if the target has no memory."""
+        if self._pages is not None:
+            ratio = self._target.ratio
+            self._pages.provide(blocks_of(target_ids, ratio), self._target.layout.block_bytes * ratio)
         hasher = xxhash.xxh3_64()
         runs = runs_of(source_ids, target_ids)
         if not self._staging.is_better(runs, len(source_ids)) and self._target.is_flat:
@@ -87,19 +93,6 @@ class _Staging:
 
     def is_better(self, runs: "list[tuple[int, int, int]]", blocks: int) -> bool:
         return not self._rows.is_flat or blocks * self._rows.layout.block_bytes < RUN_BYTES_MIN * len(runs)
-
-
-def runs_of(source_ids: Sequence[int], target_ids: Sequence[int]) -> "list[tuple[int, int, int]]":
-    """(first source block, first target block, blocks) of stretches that are contiguous in both."""
-    runs: list[tuple[int, int, int]] = []
-    for source, target in zip(source_ids, target_ids, strict=True):
-        if runs:
-            first_source, first_target, count = runs[-1]
-            if source == first_source + count and target == first_target + count:
-                runs[-1] = (first_source, first_target, count + 1)
-                continue
-        runs.append((source, target, 1))
-    return runs
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int]]:

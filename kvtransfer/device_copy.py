@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import xxhash
 
-from kvtransfer.copying import runs_of
+from kvtransfer.layout import runs_of
 from kvtransfer.pool import PoolRows
 
 PIECE_BYTES = 16 << 20

@@ -70,4 +70,17 @@ def cells_of(block_ids: Sequence[int], ratio: int) -> tuple[int, ...]:
 
 def blocks_of(cells: Sequence[int], ratio: int) -> tuple[int, ...]:
     """The blocks that these cells are in, each once, in order."""
-    return tuple(dict.fromkeys(cell // ratio for cell in cells))
+    return tuple(dict.fromkeys(cells if ratio == 1 else [cell // ratio for cell in cells]))
+
+
+def runs_of(source_ids: Sequence[int], target_ids: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(first source block, first target block, blocks) of stretches that are contiguous in both."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in zip(source_ids, target_ids, strict=True):
+        if runs:
+            first_source, first_target, count = runs[-1]
+            if source == first_source + count and target == first_target + count:
+                runs[-1] = (first_source, first_target, count + 1)
+                continue
+        runs.append((source, target, 1))
+    return runs

@@ -11,7 +11,6 @@ only the answer counts.
 """
 
 import fcntl
-import mmap
 import os
 import select
 import socket
@@ -25,7 +24,7 @@ import torch
 from kvtransfer.copying import Copier, Digester
 from kvtransfer.device_copy import DeviceCopier, DeviceDigester
 from kvtransfer.layout import KvLayout, blocks_of
-from kvtransfer.memory import SEALS, SharedMemory, map_shared
+from kvtransfer.memory import SEALS, Pages, SharedMemory, map_shared
 from kvtransfer.pool import PoolRows
 from kvtransfer.shm_socket import (
     DESCRIPTORS,
@@ -337,7 +336,7 @@ class Shm(Transport):
             timeout_ms = local.settings.rendezvous_timeout_ms
             message, descriptors = receive_with_descriptors(connected, _HELLO.size, timeout_ms)
             try:
-                target, board = _mapped(local, message, descriptors)
+                target, pages, board = _mapped(local, message, descriptors)
                 connection = Connection(connected)
                 connection.send(READY, 0)
                 lifeline = descriptors.pop()
@@ -347,10 +346,10 @@ class Shm(Transport):
         except (OSError, PairBroken):
             connected.close()
             raise
-        return Writes(local, connection, Copier(local.rows, target), target.cells, board, lifeline)
+        return Writes(local, connection, Copier(local.rows, target, pages), target.cells, board, lifeline)
 
 
-def _mapped(local: Local, message: bytes, descriptors: list[int]) -> tuple[PoolRows, Board]:
+def _mapped(local: Local, message: bytes, descriptors: list[int]) -> tuple[PoolRows, Pages, Board]:
     """The receiver's pool and board, mapped. Nothing that it says is believed before it is checked: a size that can still
     change could end this process. Raises `PairBroken` or `OSError`."""
     if len(message) != _HELLO.size or len(descriptors) != DESCRIPTORS:
@@ -362,6 +361,6 @@ def _mapped(local: Local, message: bytes, descriptors: list[int]) -> tuple[PoolR
     used = check_fit(cells, pool_bytes, blocks, ratio, cell_bytes)
     for descriptor, size in zip(descriptors[:2], (pool_bytes, Board.SIZE), strict=True):
         check_sealed(descriptor, size)
-    mapped: mmap.mmap = map_shared(descriptors[0], pool_bytes)
+    mapped = map_shared(descriptors[0], pool_bytes)
     pool = torch.frombuffer(mapped, dtype=torch.uint8, count=used)
-    return PoolRows.of_bytes(pool, cells, ratio), Board(descriptors[1])
+    return PoolRows.of_bytes(pool, cells, ratio), Pages(mapped), Board(descriptors[1])

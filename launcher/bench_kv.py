@@ -153,7 +153,8 @@ class Near:
     def copy_and_digest(self, size: int, total: int, layout: KvLayout) -> float:
         """What `shm`'s sender does, without any other process."""
         used = self.pool.shape[0] // layout.block_bytes * layout.block_bytes
-        copier = Copier(*(PoolRows.of_bytes(memory[:used], layout, 1) for memory in (self.source, self.pool)))
+        source, target = (PoolRows.of_bytes(memory[:used], layout, 1) for memory in (self.source, self.pool))
+        copier = Copier(source, target)
         sources, targets = self.blocks(total, layout), self.blocks(total, layout)
         count = max(1, size // layout.block_bytes)
         began = time.perf_counter()

@@ -3,7 +3,9 @@
 import asyncio
 import errno
 import gc
+import mmap
 import os
+import resource
 import socket
 import struct
 import threading
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from kvtransfer import shm, shm_socket, transports
 from kvtransfer.copying import PIECE_BYTES, Copier, Digester
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import SharedMemory
+from kvtransfer.memory import MADV_POPULATE_WRITE, Pages, SharedMemory, map_shared
 from kvtransfer.pool import PoolRows, digest
 from kvtransfer.session import KvFailed, KvSent
 from kvtransfer.settings import AUTO
@@ -105,6 +107,22 @@ def test_the_memory_cannot_be_cut_short_and_is_nowhere_to_be_found():
         os.ftruncate(memory.descriptor, 0)
     memory.provide([0, 3], 4096)
     assert set(os.listdir("/dev/shm")) == names
+    memory.close()
+
+
+def test_a_sender_copies_to_pages_that_it_has_mapped_all_at_once():
+    memory = SharedMemory()
+    memory.allocate(4 << 20).fill_(1)
+    mapped = map_shared(memory.descriptor, 4 << 20)
+    try:
+        mapped.madvise(MADV_POPULATE_WRITE, 0, mmap.PAGESIZE)
+    except OSError:
+        pytest.skip("this kernel provides pages one by one only")
+    Pages(mapped).provide([0, 1, 3, 2], 1 << 20)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for start in range(0, 4 << 20, mmap.PAGESIZE):
+        mapped[start] = 2
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults < 100  # of 1024 pages
     memory.close()
 
 

@@ -94,8 +94,8 @@ def _check_rows(cluster: "Cluster") -> None:
     prompt: Counter[str] = Counter()
     outcomes: dict[str, set[str]] = {}
     hostility = cluster.plan.hostility
-    # Where a live link, as no real one does, loses nothing but the word that an attempt was let go, the steps of its worker go on
-    # to count for it, up to all that it may have emitted.
+    # Where a live link loses but the word that an attempt was let go, as no real one does, the steps of its worker go on to
+    # count for it, up to all that it may have emitted.
     lossy = hostility is not None and hostility.drop > 0
     for request_id, row in cluster.journal.rows.items():
         stream_id = stream_of(request_id)

@@ -11,6 +11,7 @@ QUICK = (
     "receiver_killed_before_commit",
     "corrupt",
     "wrong_length",
+    "cut",
     "duplicate",
     "reorder",
 )

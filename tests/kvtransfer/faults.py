@@ -207,8 +207,23 @@ class Cluster:
             result = await innocent[0].event("result", request_id=name)
             if not result["ok"]:
                 raise Broken(f"the innocent pair's {name} failed: {result['reason']}")
+        if fault == "cut":
+            await self._mend(sender, receiver, other_receiver)
         await self._all_back()
         tally.rounds += 1
+
+    async def _mend(self, sender: Handle, *receivers: Handle) -> None:
+        """A cut takes all connections of its sender, to innocent receivers as well, and some only after the transfer: the next
+        round begins when they are there again."""
+        await asyncio.sleep(0.03)  # longer than a cut waits before it strikes
+        for number, receiver in enumerate(receivers):
+            name = f"m{self.rounds}.{number}"
+            for attempt in range(1, ATTEMPTS_MAX + 1):
+                _send(sender, receiver, name, attempt, 1)
+                if (await sender.event("result", request_id=name, attempt=attempt))["ok"]:
+                    break
+            else:
+                raise Broken(f"{name} does not arrive after a cut")
 
     async def _hurt(
         self, fault: str, victim: Handle, survivor: Handle, sender: Handle, receiver: Handle, request_id: str,

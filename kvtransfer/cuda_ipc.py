@@ -21,9 +21,8 @@ from kvtransfer.cuda_memory import HANDLE_BYTES, DeviceMemory, Mapping, device_u
 from kvtransfer.device_copy import DIGEST_EVERY_MAX, DeviceCopier, DeviceDigester
 from kvtransfer.layout import KvLayout
 from kvtransfer.pool import PoolRows
-from kvtransfer.shm import Board, Grants, Writes, check_fit, check_sealed, ready, send_hello
+from kvtransfer.shm import Board, Grants, Writes, cannot_grant, check_fit, check_sealed, ready, send_hello
 from kvtransfer.shm_socket import (
-    GRANT_BLOCKS_MAX,
     READY,
     Connection,
     Door,
@@ -156,11 +155,7 @@ class CudaIpc(Transport):
     def unusable(self, local: Local, same_host: bool) -> str:
         if not isinstance(local.memory, DeviceMemory):
             return "the KV pool is not in GPU memory that others can map"
-        if not same_host:
-            return "another host, user or namespace"
-        if local.segment_blocks > GRANT_BLOCKS_MAX:
-            return f"segments of more than {GRANT_BLOCKS_MAX} blocks"
-        return ""
+        return cannot_grant(local, same_host)
 
     def listen(self, local: Local) -> Listener:
         return _Listener(local)

@@ -287,6 +287,15 @@ def check_fit(cells: KvLayout, pool_bytes: int, blocks: int, ratio: int, cell_by
     return used
 
 
+def cannot_grant(local: Local, same_host: bool) -> str:
+    """Why no sender can be granted blocks of this pool, or "": what `shm` and `cuda_ipc` have in common."""
+    if not same_host:
+        return "another host, user or namespace"
+    if local.segment_blocks > GRANT_BLOCKS_MAX:
+        return f"segments of more than {GRANT_BLOCKS_MAX} blocks"
+    return ""
+
+
 class _ShmListener(Listener):
     def __init__(self, local: Local) -> None:
         self._local = local
@@ -321,11 +330,7 @@ class Shm(Transport):
     def unusable(self, local: Local, same_host: bool) -> str:
         if not isinstance(local.memory, SharedMemory):
             return "the KV pool is not in memory that others can map"
-        if not same_host:
-            return "another host, user or namespace"
-        if local.segment_blocks > GRANT_BLOCKS_MAX:
-            return f"segments of more than {GRANT_BLOCKS_MAX} blocks"
-        return ""
+        return cannot_grant(local, same_host)
 
     def listen(self, local: Local) -> Listener:
         return _ShmListener(local)

@@ -17,7 +17,7 @@ from coordinator.usage import Closed, Entry, Opened, Past
 from proto.errors import RemoteProtocolError
 from proto.messages import Message, WorkFailed
 from simulation.links import Link, Server
-from simulation.world import Process, Timer
+from simulation.world import Alarm, Process
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -102,7 +102,7 @@ class CoordinatorProcess(Process):
         self.events = 0
         self._pending: list[Event] = []
         self._busy = False
-        self._timer: tuple[float, Timer] | None = None
+        self._alarm = Alarm(self, lambda: self.post(Tick()))
         self._entries: list[Entry] = []
         self._writing = False
         self.server: Server
@@ -135,27 +135,13 @@ class CoordinatorProcess(Process):
                 self._check()
         finally:
             self._busy = False
-        self._arm()
+        self._alarm.set(self.core.next_deadline())
 
     def _check(self) -> None:
         self.events += 1
         if self.events % CHECK_EVERY == 0:
             check(self.core)
         self.cluster.oracles.after_decision(self.core)
-
-    def _arm(self) -> None:
-        at = self.core.next_deadline()
-        if self._timer is not None:
-            if at == self._timer[0]:
-                return
-            self._timer[1].cancel()
-            self._timer = None
-        if at is not None:
-            self._timer = at, self.after(at - self.now(), self._due)
-
-    def _due(self) -> None:
-        self._timer = None
-        self.post(Tick())
 
     def _perform(self, action: Action) -> None:
         match action:

@@ -28,7 +28,7 @@ from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, 
 from simulation.links import Client, Link, Server
 from simulation.plan import Asked
 from simulation.worker_processes import MODEL
-from simulation.world import Process, Timer
+from simulation.world import Alarm, Process
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -62,7 +62,7 @@ class GatewayProcess(Process):
         self.keeper = StreamKeeper(cluster.plan.stream_limits)
         self.hello = Hello(PROTOCOL_VERSION, Role.GATEWAY, self.epoch, name, address=name)
         self.coordinator: Link | None = None
-        self._timer: tuple[float, Timer] | None = None
+        self._alarm = Alarm(self, lambda: self.post(Tick()))
         self.client = Client(
             self,
             "coordinator",
@@ -123,21 +123,7 @@ class GatewayProcess(Process):
             if isinstance(event, Interrupted | LinkDown):
                 self.cluster.oracles.interrupted(event, self)
             self._perform(self.keeper.handle(event, self.now()))
-        self._arm()
-
-    def _arm(self) -> None:
-        at = self.keeper.next_deadline()
-        if self._timer is not None:
-            if at == self._timer[0]:
-                return
-            self._timer[1].cancel()
-            self._timer = None
-        if at is not None:
-            self._timer = at, self.after(at - self.now(), self._due)
-
-    def _due(self) -> None:
-        self._timer = None
-        self.post(Tick())
+        self._alarm.set(self.keeper.next_deadline())
 
     def _perform(self, actions: list[Action]) -> None:
         oracles = self.cluster.oracles

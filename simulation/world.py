@@ -109,6 +109,28 @@ class Process:
         self._backlog.clear()
 
 
+class Alarm:
+    """The timer of a core, moved to its next deadline after each event, as `runtime.driver.CoreDriver` does."""
+
+    def __init__(self, process: Process, ring: Callable[[], None]) -> None:
+        self._process, self._ring = process, ring
+        self._set: tuple[float, Timer] | None = None
+
+    def set(self, at: float | None) -> None:
+        """By the clock of the process."""
+        if self._set is not None:
+            if at == self._set[0]:
+                return
+            self._set[1].cancel()
+            self._set = None
+        if at is not None:
+            self._set = at, self._process.after(at - self._process.now(), self._due)
+
+    def _due(self) -> None:
+        self._set = None
+        self._ring()
+
+
 class World:
     network: "Network"
 

@@ -3,7 +3,9 @@
 import pytest
 
 from simulation.run import run
-from tests.simulation.planted import BUGS
+from tests.simulation import planted_service, planted_workers
+
+BUGS = planted_service.BUGS | planted_workers.BUGS
 
 SEEDS = 400
 """Most are found within the first ten."""

@@ -1,0 +1,267 @@
+"""Bugs of the gateway and of the coordinator."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator import billing, core, intake, members, outbox, state
+from coordinator.pool import Worker
+from coordinator.usage import Closed, Past
+from gateway.stream_state import Phase, Submission
+from gateway.stream_types import StreamLimits
+from gateway.streams import StreamKeeper
+from proto.messages import Release, TokenItem
+from simulation.coordinator_process import Journal
+from tests.simulation.planted import Planted
+
+BUGS = Planted()
+bug = BUGS.add
+
+
+# --- gateway ------------------------------------------------------------------------------------------------------------
+
+
+@bug
+def tokens_are_not_told_apart_by_index(m: pytest.MonkeyPatch) -> None:
+    """A frame that comes twice is shown twice."""
+    take = StreamKeeper._take
+
+    def item(self: StreamKeeper, item: TokenItem, now: float) -> None:
+        submission = self.submissions.get(item.request_id)
+        if submission is None or submission.attempt != item.attempt or not submission.sent:
+            return
+        choice = submission.choices[item.choice - submission.choices[0].index]
+        if not choice.done:
+            submission.got_tokens = True
+            self._runs(submission)
+            take(self, submission, choice, item, 0)
+
+    m.setattr(StreamKeeper, "_item", item)
+
+
+@bug
+def tokens_of_any_attempt_are_taken(m: pytest.MonkeyPatch) -> None:
+    """What a fenced worker still says gets into the stream."""
+    original = StreamKeeper._item
+
+    def item(self: StreamKeeper, item: TokenItem, now: float) -> None:
+        submission = self.submissions.get(item.request_id)
+        if submission is not None:
+            item = msgspec.structs.replace(item, attempt=submission.attempt)
+        original(self, item, now)
+
+    m.setattr(StreamKeeper, "_item", item)
+
+
+@bug
+def retries_have_no_bound(m: pytest.MonkeyPatch) -> None:
+    """A request that cannot work is tried for ever."""
+    original = StreamKeeper._resume
+
+    def resume(self: StreamKeeper, submission: Submission, why: str, now: float) -> None:
+        limits, self.limits = self.limits, StreamLimits(attempts_max=1000)
+        original(self, submission, why, now)
+        self.limits = limits
+
+    m.setattr(StreamKeeper, "_resume", resume)
+
+
+@bug
+def retries_have_no_backoff(m: pytest.MonkeyPatch) -> None:
+    """A lost worker's streams all come back at once."""
+    m.setattr(Submission, "backoff_s", lambda self, limits: 0.0)
+
+
+@bug
+def a_resume_forgets_what_was_sent(m: pytest.MonkeyPatch) -> None:
+    """The answer goes on as if its first words had not been."""
+    original = Submission.to_submit
+
+    def to_submit(self: Submission, now: float) -> Any:
+        submit, blob = original(self, now)
+        prompt = len(self.stream.spec.prompt)
+        return msgspec.structs.replace(submit, prompt_tokens=prompt), blob[: 4 * prompt]
+
+    m.setattr(Submission, "to_submit", to_submit)
+
+
+@bug
+def a_client_that_leaves_is_not_cancelled(m: pytest.MonkeyPatch) -> None:
+    """Workers go on for nobody."""
+
+    def forget(self: StreamKeeper, stream: Any, reason: Any) -> None:
+        for submission in list(stream.submissions):
+            self._drop(submission)
+        del self.streams[stream.id]
+
+    m.setattr(StreamKeeper, "_forget", forget)
+
+
+@bug
+def a_new_coordinator_is_told_nothing(m: pytest.MonkeyPatch) -> None:
+    """What had waited in the old one's queue waits for ever."""
+
+    def up(self: StreamKeeper, epoch: int, now: float) -> None:
+        self.link_up = True
+        for submission in list(self.submissions.values()):
+            if submission.phase is Phase.PENDING:
+                self._send_if_due(submission, now)
+            self._schedule(submission.stream)
+
+    m.setattr(StreamKeeper, "_link_is_up", up)
+
+
+@bug
+def silence_after_a_lost_connection_is_waited_out(m: pytest.MonkeyPatch) -> None:
+    """Tokens that died with a connection are missed when the client gives up."""
+    m.setattr(StreamKeeper, "_worker_is_down", lambda self, now: None)
+
+
+# --- coordinator ----------------------------------------------------------------------------------------------------------
+
+
+@bug
+def a_cancel_forgets_the_decode_side(m: pytest.MonkeyPatch) -> None:
+    """A decode worker streams to nobody until max_tokens."""
+
+    def release(self: state.State, key: tuple[str, int]) -> None:
+        for worker in self.workers.values():
+            if key in worker.holdings and worker.room is None:
+                self.send(worker.epoch, Release(*key))
+
+    m.setattr(state.State, "release_everywhere", release)
+
+
+@bug
+def a_lost_worker_keeps_its_reservations(m: pytest.MonkeyPatch) -> None:
+    """Its tenants' concurrency and blocks never come back."""
+    original = members.down
+
+    def down(self: state.State, epoch: int, reason: str, now: float) -> None:
+        worker = self.workers.get(epoch)
+        if worker is not None:
+            worker.holdings.clear()
+        original(self, epoch, reason, now)
+
+    m.setattr(members, "down", down)
+
+
+@bug
+def blocks_count_as_free_when_a_release_is_sent(m: pytest.MonkeyPatch) -> None:
+    """The worker has not let go yet, and has no room for what comes next."""
+    original = state.State.release_everywhere
+
+    def release(self: state.State, key: tuple[str, int]) -> None:
+        original(self, key)
+        for epoch, worker in list(self.workers.items()):
+            if key in worker.holdings:
+                self.let_go(epoch, key, 0)
+
+    m.setattr(state.State, "release_everywhere", release)
+
+
+@bug
+def an_interrupted_gateway_is_not_told(m: pytest.MonkeyPatch) -> None:
+    """The stream stops and nobody resumes it."""
+    original = state.State.send
+
+    def send(self: state.State, epoch: int, message: Any, blob: bytes = b"") -> None:
+        if type(message).__name__ != "Interrupted":
+            original(self, epoch, message, blob)
+
+    m.setattr(state.State, "send", send)
+
+
+@bug
+def a_lost_gateway_is_not_cancelled(m: pytest.MonkeyPatch) -> None:
+    """Its requests run on."""
+    original = members.down
+
+    def down(self: state.State, epoch: int, reason: str, now: float) -> None:
+        hello = self.peers.get(epoch)
+        if hello is not None and hello.role.value == "gateway":
+            del self.peers[epoch]
+        else:
+            original(self, epoch, reason, now)
+
+    m.setattr(members, "down", down)
+
+
+@bug
+def steps_in_flight_are_not_counted_down(m: pytest.MonkeyPatch) -> None:
+    """After two steps a prefill worker gets nothing more."""
+    original = Worker.end_step
+
+    def end_step(self: Worker, step_id: int) -> Any:
+        kept = self.steps.get(step_id)
+        asked = original(self, step_id)
+        if kept is not None:
+            self.steps[step_id] = kept
+        return asked
+
+    m.setattr(Worker, "end_step", end_step)
+
+
+@bug
+def a_restart_forgets_open_rows(m: pytest.MonkeyPatch) -> None:
+    """What ran when the coordinator was killed is never charged."""
+    original = Journal.past
+
+    def past(self: Journal, now: float) -> Past:
+        found = original(self, now)
+        return Past((), found.charged, found.recent)
+
+    m.setattr(Journal, "past", past)
+
+
+@bug
+def orders_leave_before_the_journal_has_them(m: pytest.MonkeyPatch) -> None:
+    """A kill at the wrong moment forgives what ran."""
+    m.setattr(outbox.Outbox, "pass_or_hold", lambda self, send: True)
+
+
+@bug
+def a_resume_is_billed_from_the_start(m: pytest.MonkeyPatch) -> None:
+    """Tokens of the first attempt are charged twice."""
+
+    def emitted(self: billing.Billing, request_id: str, resumed: int, tokens: int, *, first: bool = False) -> int:
+        bill = self.bills.get(request_id)
+        if bill is None:
+            return 0
+        new = resumed + tokens + (bill.choices if first else 0)
+        bill.output_tokens += new
+        return new
+
+    m.setattr(billing.Billing, "emitted", emitted)
+
+
+@bug
+def prompts_computed_again_are_billed_again(m: pytest.MonkeyPatch) -> None:
+    """A lost worker's work is charged to the tenant."""
+
+    def computed(self: billing.Billing, request_id: str, attempt: int, tokens: int) -> None:
+        bill = self.bills.get(request_id)
+        if bill is not None:
+            bill.prompt_tokens += tokens
+
+    m.setattr(billing.Billing, "computed", computed)
+
+
+@bug
+def a_grant_is_settled_without_its_blocks(m: pytest.MonkeyPatch) -> None:
+    """A tenant's KV quota fills up with requests long gone."""
+    original = billing.Billing._close
+
+    def close(self: billing.Billing, bill: billing.Bill, now: float) -> Closed:
+        bill.grant.kv_blocks = 0
+        return original(self, bill, now)
+
+    m.setattr(billing.Billing, "_close", close)
+
+
+@bug
+def an_expired_wait_for_a_resume_is_never_noticed(m: pytest.MonkeyPatch) -> None:
+    """Requests whose gateway does not come back stay for ever."""
+    m.setattr(intake, "expire", lambda state, now: None)
+    m.setattr(core.Core, "next_deadline", lambda self: None)

@@ -189,8 +189,8 @@ class SenderNode(Node):
         for point in ("before_offer", "before_commit"):
             if isinstance(message, _SENDER_POINTS[point]):
                 self.harm.reach(point, request_id)
-        if mine and self.fault == "wrong_length" and isinstance(message, Announce) and self.harm.dice.random() < 0.5:
-            wrong = max(1, message.blocks + self.harm.dice.choice([-1, 1, 1_000]))
+        if mine and self.fault == "wrong_length" and isinstance(message, Announce):
+            wrong = message.blocks + self.harm.dice.choice([1, 1_000] if message.blocks == 1 else [-1, 1, 1_000])
             message = msgspec.structs.replace(message, blocks=wrong)
         if mine and self.fault == "reorder" and self.kept is None and self.harm.dice.random() < 0.3:
             self.kept = (epoch, message, blob)

@@ -41,6 +41,7 @@ class DecodeWorker:
         thread: EngineThread,
         log: Log,
         name: str,
+        links: LinkSettings,
         memory: PoolMemory | None,
     ) -> None:
         """`memory` is what the KV pool lies in, if other processes may map it."""
@@ -57,10 +58,10 @@ class DecodeWorker:
         """Set when there may be something to run."""
         self.name = name
         self.epoch = clock.new_epoch()
-        self.links = LinkSettings(heartbeat_ms=settings.heartbeat_ms)
+        self.links = links
         hello = self._hello("")
         self.gateways = Outbound(
-            hello=hello, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=self.links
+            hello=hello, to=Role.GATEWAY, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=links
         )
         self.server = LinkServer(
             bind=settings.kv_bind,
@@ -69,7 +70,7 @@ class DecodeWorker:
             on_up=lambda peer: None,
             on_message=self._kv_message,
             on_down=self._sender_down,
-            settings=self.links,
+            settings=links,
         )
         self.senders: Senders[LinkPeer] = Senders()
         self.receiver = KvReceiver(
@@ -109,6 +110,7 @@ class DecodeWorker:
             on_message=lambda _, message, __: self.core.order(message),
             on_lost=self.core.coordinator_lost,
             log=self.log,
+            links=self.links,
         )
         await self.registration.start()
         loop = asyncio.get_running_loop()

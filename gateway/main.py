@@ -25,6 +25,7 @@ from runtime import clock, log, machine
 from runtime.addresses import advertised
 from runtime.driver import cancelled, run_process, unless_stopped, watched
 from runtime.exits import ConfigError
+from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.settings import GatewaySettings
 from runtime.tenants import TenantsError, open_tenants
@@ -60,7 +61,8 @@ class GatewayProcess:
             host=socket.gethostname(),
             pid=os.getpid(),
         )
-        self.link_settings = LinkSettings(heartbeat_ms=settings.heartbeat_ms)
+        keys = keys_for(settings, Role.GATEWAY, {"--tokens-bind": settings.tokens_bind})
+        self.link_settings = LinkSettings(heartbeat_ms=settings.heartbeat_ms, keys=keys)
         self.tokens = LinkServer(
             bind=settings.tokens_bind,
             hello=self.hello,

@@ -16,6 +16,7 @@ from launcher.bench_settings import (
     RoomBenchSettings,
 )
 from launcher.journal_settings import ExplainSettings, ReplaySettings
+from launcher.keys import NewKeysSettings
 from launcher.load_settings import CompareSettings, RatioSettings, ServeBenchSettings
 from launcher.simulate_settings import SimulateSettings
 from launcher.status import StatusSettings
@@ -36,6 +37,7 @@ BENCH_HELP = (
     " from long prompts, what a hand-over of KV costs, a small tenant beside a flood, the engine alone, the coordinator's"
     " decisions alone, KV transfers alone, or how full KV pools get."
 )
+KEYS_HELP = "Make the keys with which the processes of a cluster know each other."
 TENANTS_HELP = "Check a tenants file, or make a key for it."
 
 
@@ -93,6 +95,12 @@ def _tenants_key(settings: KeySettings) -> int:
     from launcher.tenants import make_key
 
     return make_key(settings)
+
+
+def _keys_new(settings: NewKeysSettings) -> int:
+    from launcher.keys import run
+
+    return run(settings)
 
 
 def _replay(settings: ReplaySettings) -> int:
@@ -194,6 +202,10 @@ def build_app() -> typer.Typer:
     add_command(tenants, "check", CheckSettings, _tenants_check)
     add_command(tenants, "key", KeySettings, _tenants_key)
     app.add_typer(tenants, name="tenants")
+    keys = new_app(KEYS_HELP)
+    keys.callback()(lambda: None)
+    add_command(keys, "new", NewKeysSettings, _keys_new)
+    app.add_typer(keys, name="keys")
     add_command(app, "explain", ExplainSettings, _explain)
     add_command(app, "replay", ReplaySettings, _replay)
     add_command(app, "simulate", SimulateSettings, _simulate)
@@ -214,7 +226,7 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     arguments = sys.argv[1:]
-    if arguments in ([], ["bench"], ["tenants"]):
+    if arguments in ([], ["bench"], ["keys"], ["tenants"]):
         arguments.append("--help")
     leave(invoke(build_app(), arguments, "crossdock"))
 

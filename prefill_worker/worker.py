@@ -14,7 +14,7 @@ from prefill_worker.compute import run_step
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import PromptTable
 from proto.errors import CrossdockError, RemoteProtocolError
-from proto.messages import Capacity, Message
+from proto.messages import Capacity, Message, Role
 from proto.status import KvPair, KvPairs
 from runtime import clock
 from runtime.driver import watched
@@ -27,7 +27,9 @@ from runtime.settings import WorkerSettings
 
 
 class PrefillWorker:
-    def __init__(self, settings: WorkerSettings, engine: Engine, thread: EngineThread, log: Log, name: str) -> None:
+    def __init__(
+        self, settings: WorkerSettings, engine: Engine, thread: EngineThread, log: Log, name: str, links: LinkSettings
+    ) -> None:
         info = engine.info
         self.log = log
         self.engine = engine
@@ -45,7 +47,6 @@ class PrefillWorker:
         epoch = clock.new_epoch()
         capacity = Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens)
         hello = worker_hello(settings, epoch=epoch, name=name, fingerprint=info.fingerprint, capacity=capacity)
-        links = LinkSettings(heartbeat_ms=settings.heartbeat_ms)
         self.registration = Registration(
             settings=settings,
             hello=hello,
@@ -53,9 +54,14 @@ class PrefillWorker:
             on_message=self._order,
             on_lost=self.core.coordinator_lost,
             log=log,
+            links=links,
         )
-        self.gateways = Outbound(hello=hello, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=links)
-        self.receivers = Outbound(hello=hello, on_message=self._kv_message, on_lost=self._receiver_lost, settings=links)
+        self.gateways = Outbound(
+            hello=hello, to=Role.GATEWAY, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=links
+        )
+        self.receivers = Outbound(
+            hello=hello, to=Role.DECODE, on_message=self._kv_message, on_lost=self._receiver_lost, settings=links
+        )
         self.sender = KvSender(
             layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
             pool=engine.pool,

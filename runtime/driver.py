@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import uvloop
 
-from runtime import clock, log
+from runtime import clock, hangup, log
 from runtime.exits import BUG_EXIT
 from runtime.peer import close_sockets
 
@@ -90,6 +90,7 @@ def run_process(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
         loop.set_exception_handler(_die)
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, stop.set)
+        hangup.listen()
         status = await main(stop)
         close_sockets()
         return status

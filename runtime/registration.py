@@ -24,6 +24,7 @@ class Registration:
         on_message: OnMessage,
         on_lost: Callable[[str], None],
         log: Log,
+        links: LinkSettings,
     ) -> None:
         self._held = held
         self._hello = hello
@@ -38,7 +39,7 @@ class Registration:
             on_up=self._up,
             on_message=on_message,
             on_down=self._down,
-            settings=LinkSettings(heartbeat_ms=settings.heartbeat_ms),
+            settings=links,
         )
         self._waiting = WaitNotice(log, settings.coordinator, lambda: self._client.last_error)
 

@@ -18,10 +18,10 @@ from pydantic import Field, model_validator
 
 from runtime.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, host_of
 from runtime.cores import parse_cores
-from runtime.setting_types import CommaList, Cores, Device, Dtype, Options, Port, model_id_of
+from runtime.setting_types import CommaList, Cores, Device, Dtype, Options, Port, SecurityOptions, model_id_of
 
 
-class CommonSettings(Options):
+class CommonSettings(SecurityOptions):
     """What every role has."""
 
     name: str = Field(
@@ -49,8 +49,7 @@ class CoordinatorSettings(CommonSettings):
     section = "coordinator"
     bind: Address = Field(
         "tcp://127.0.0.1:7070",
-        description="Control port for gateways, workers and status. It is not authenticated: keep it on loopback or a"
-        " private network.",
+        description="Control port for gateways, workers and status. Beyond loopback it needs --keys.",
     )
     queue_requests_max: int = Field(
         1024,

@@ -8,10 +8,12 @@ from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
 from proto.errors import BadOption, CrossdockError
+from proto.messages import Role
 from runtime import log, machine
 from runtime.driver import run_process, unless_stopped
 from runtime.exits import ConfigError
-from runtime.link import CannotBind
+from runtime.keys import keys_for
+from runtime.link import CannotBind, LinkSettings
 from runtime.log import Log
 from runtime.settings import WorkerSettings
 
@@ -36,10 +38,13 @@ def run_worker(
     *,
     thread: Executor,
     load: Callable[[], EngineT],
-    make: Callable[[EngineT, Log, str], RunsUntilStopped],
+    make: Callable[[EngineT, Log, str, LinkSettings], RunsUntilStopped],
 ) -> int:
-    """Load on `thread`, then `make(engine, log, name).run(stop)` until SIGTERM or SIGINT. Returns the exit code; raises
+    """Load on `thread`, then `make(engine, log, name, links).run(stop)` until SIGTERM or SIGINT. Returns the exit code; raises
     `ConfigError`, as `load` may, or in place of its `BadOption`."""
+
+    bound = {"--kv-bind": settings.kv_bind} if settings.role == "decode" else {}
+    links = LinkSettings(heartbeat_ms=settings.heartbeat_ms, keys=keys_for(settings, Role(settings.role), bound))
 
     async def main(stop: asyncio.Event) -> int:
         name = settings.name or f"{settings.role}-{os.getpid()}"
@@ -56,7 +61,7 @@ def run_worker(
         if engine is not None:
             leave_cores(settings.cores)
             try:
-                await make(engine, logger, name).run(stop)
+                await make(engine, logger, name, links).run(stop)
             except CannotBind as error:
                 machine.check_listening("--kv-bind", error)
                 logger.error("cannot start", error=f"--kv-bind: {error.strerror}")

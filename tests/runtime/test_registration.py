@@ -36,7 +36,13 @@ def test_what_is_said_between_hello_and_welcome_is_told_after_it() -> None:
         )
         settings = WorkerSettings(role="decode", model="m", coordinator=await server.start(), heartbeat_ms=50)
         registration = Registration(
-            settings=settings, hello=HELLO, held=lambda: (), on_message=ignore, on_lost=ignore, log=log.get("crossdock")
+            settings=settings,
+            hello=HELLO,
+            held=lambda: (),
+            on_message=ignore,
+            on_lost=ignore,
+            log=log.get("crossdock"),
+            links=LinkSettings(heartbeat_ms=50),
         )
         registration.send(Released("before-hello", 1))
         hello = registration._hello_now()
@@ -94,7 +100,13 @@ def test_waiting_is_said_until_the_coordinator_is_there_and_its_goodbye_is_no_lo
     async def body() -> None:
         heard: Any = HeardLog()
         one = Registration(
-            settings=settings, hello=HELLO, held=lambda: (), on_message=lambda *_: None, on_lost=lost.append, log=heard
+            settings=settings,
+            hello=HELLO,
+            held=lambda: (),
+            on_message=lambda *_: None,
+            on_lost=lost.append,
+            log=heard,
+            links=LinkSettings(heartbeat_ms=50),
         )
         await one.start()
         assert [await heard.next() for _ in range(3)] == [("info", said), ("warning", said), ("warning", said)]

@@ -242,7 +242,9 @@ class Coordinator:
 
     def _with_link_counters(self, report: StatusReport) -> StatusReport:
         """Counted where the core does not see them: what it answers depends on its events alone."""
-        counters = report.counters | self.server.counters.faults()
+        links = self.server.counters
+        turned_away = {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}
+        counters = report.counters | {"protocol_errors": links.protocol_errors} | turned_away
         return msgspec.structs.replace(report, counters=counters)
 
 

@@ -122,6 +122,7 @@ class GatewayProcess:
         )
         ends = (self.tokens, coordinator)
         self.metrics.count_protocol_errors = lambda: sum(end.counters.protocol_errors for end in ends)
+        self.metrics.count_turned_away = self.tokens.counters.turned_away
         watching = [watched(tenants.watch(keys.replace))] if tenants else []
         try:
             await self._serve(gateway, listener, stop)

@@ -1,6 +1,6 @@
 """Prometheus metrics of one gateway, in a registry of their own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily
@@ -49,6 +49,8 @@ class GatewayMetrics(Collector):
         )
         self.count_protocol_errors: Callable[[], int] = int
         """Set by the owner of the links, which count for themselves."""
+        self.count_turned_away: Callable[[], Mapping[str, int]] = dict
+        """Likewise."""
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -58,6 +60,14 @@ class GatewayMetrics(Collector):
             "Frames at the links that were no valid messages.",
             value=self.count_protocol_errors(),
         )
+        turned_away = CounterMetricFamily(
+            "crossdock_gateway_turned_away",
+            "Processes that were not let in at the token port: without a key, with an unknown one, or posing as another role.",
+            labels=["reason"],
+        )
+        for reason, count in self.count_turned_away().items():
+            turned_away.add_metric([reason], count)
+        yield turned_away
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

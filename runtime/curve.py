@@ -90,7 +90,7 @@ class Gate:
     def handshake_failed(self, failure: Failure) -> None:
         if failure is Failure.MECHANISM:
             self._counters.plain += 1
-            self._seldom("turned away", reason=failure.value)
+            self._seldom("turned away", reason="it came without a key")
         elif failure is Failure.GARBAGE:
             self._counters.protocol_errors += 1
 

@@ -17,9 +17,9 @@ _MECHANISM_MISMATCH = 0x1100_0002
 class Failure(Enum):
     """Why a handshake failed."""
 
-    GARBAGE = "it does not speak this protocol"
-    MECHANISM = "one end has keys and the other has none: see --keys"
-    KEY = "it does not let this key in: see --keys"
+    GARBAGE = "it does not speak this protocol, or one end has keys and the other has none (--keys)"
+    MECHANISM = "one end has keys and the other has none (--keys)"
+    KEY = "it does not let this key in (--keys)"
 
 
 def _ignore() -> None:

@@ -52,14 +52,9 @@ class LinkCounters:
     messages_in: int = 0
     messages_out: int = 0
 
-    def faults(self) -> dict[str, int]:
-        """By name: what others did wrong."""
-        return {
-            "protocol_errors": self.protocol_errors,
-            "turned_away_plain": self.plain,
-            "turned_away_unknown_key": self.unknown_keys,
-            "turned_away_wrong_role": self.impostors,
-        }
+    def turned_away(self) -> dict[str, int]:
+        """By reason: who was not let in."""
+        return {"plain": self.plain, "unknown_key": self.unknown_keys, "wrong_role": self.impostors}
 
 
 @dataclass(eq=False)

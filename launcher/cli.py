@@ -11,6 +11,7 @@ from launcher.bench_settings import (
     EngineBenchSettings,
     FairnessSettings,
     HandoverSettings,
+    HarmlessSettings,
     IsolationSettings,
     KvBenchSettings,
     RoomBenchSettings,
@@ -34,8 +35,8 @@ process on its own: one coordinator, gateways, and any number of workers of each
 """
 BENCH_HELP = (
     "Send a load to a server, compare runs, compare ratios of workers. Or measure this machine: isolation of running streams"
-    " from long prompts, what a hand-over of KV costs, a small tenant beside a flood, the engine alone, the coordinator's"
-    " decisions alone, KV transfers alone, or how full KV pools get."
+    " from long prompts and from KV that arrives, what a hand-over of KV costs, a small tenant beside a flood, the engine"
+    " alone, the coordinator's decisions alone, KV transfers alone, or how full KV pools get."
 )
 KEYS_HELP = "Make the keys with which the processes of a cluster know each other."
 TENANTS_HELP = "Check a tenants file, or make a key for it."
@@ -133,6 +134,12 @@ def _bench_handover(settings: HandoverSettings) -> int:
     return run(settings)
 
 
+def _bench_harmless(settings: HarmlessSettings) -> int:
+    from launcher.bench_harmless import run
+
+    return run(settings)
+
+
 def _bench_engine(settings: EngineBenchSettings) -> int:
     from launcher.bench_report import run_engine
 
@@ -215,6 +222,7 @@ def build_app() -> typer.Typer:
     add_command(bench, "ratio", RatioSettings, _bench_ratio)
     add_command(bench, "isolation", IsolationSettings, _bench_isolation)
     add_command(bench, "handover", HandoverSettings, _bench_handover)
+    add_command(bench, "harmless", HarmlessSettings, _bench_harmless)
     add_command(bench, "engine", EngineBenchSettings, _bench_engine)
     add_command(bench, "fairness", FairnessSettings, _bench_fairness)
     add_command(bench, "coordinator", CoordinatorBenchSettings, _bench_coordinator)

@@ -50,8 +50,8 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
     cluster = clusters.build(settings, model)
     if cluster.plan.note:
         console.print(f"[yellow]note[/yellow] {escape(cluster.plan.note)}")
-    log_dir = _new_log_dir()
-    supervisor = Supervisor(log_dir=log_dir, say=_sayer(console), verbose=settings.verbose)
+    log_dir = new_log_dir()
+    supervisor = Supervisor(log_dir=log_dir, say=sayer(console), verbose=settings.verbose)
     headers = {"Authorization": f"Bearer {cluster.key}"} if cluster.key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
@@ -97,7 +97,7 @@ async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) ->
     return None if task.cancelled() else task.result()
 
 
-def _sayer(console: Console) -> Callable[[str, str, str], None]:
+def sayer(console: Console) -> Callable[[str, str, str], None]:
     def say(level: str, name: str, text: str) -> None:
         colour = _COLOURS.get(level, "dim")
         console.print(f"[{colour}]{escape(name)}[/{colour}] {escape(text)}", highlight=False, soft_wrap=True)
@@ -105,7 +105,7 @@ def _sayer(console: Console) -> Callable[[str, str, str], None]:
     return say
 
 
-def _new_log_dir() -> Path:
+def new_log_dir() -> Path:
     """A folder for this run's logs; older runs but the last few are removed."""
     runs = here.runs_folder()
     own = runs / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"

@@ -3,7 +3,7 @@
     server (ROUTER, bound)                       client (DEALER, connects)
                           ← Hello                first message, once
     Welcome | Refused →                          version, role and whatever `accept` looks at have been checked
-    Pong →                ← Ping                 every `heartbeat_ms`; three missed and the peer is lost
+    Pong →                ← Ping                 twice in `heartbeat_ms`; who is silent for too long is lost (`silence`)
     any message           any message
 
 One socket of the client is one connection is one link: after a loss the client opens a new socket and shakes hands again,
@@ -44,6 +44,7 @@ from runtime.peer import (
     try_send,
 )
 from runtime.seldom import Seldom
+from runtime.silence import Silence
 
 __all__ = ["CannotBind", "LinkClient", "LinkServer", "LinkSettings", "OnMessage", "Peer", "is_orderly"]
 
@@ -209,18 +210,14 @@ class LinkServer:
             self._on_message(peer, message, blob)
 
     async def _watch(self) -> None:
-        pause = self._settings.heartbeat_ms / 1000
-        woke = clock.now()
+        silence = Silence(self._settings.heartbeat_ms, clock.now())
         while True:
-            await asyncio.sleep(pause)
+            await asyncio.sleep(silence.pause_s((peer.heard_at for peer in self.peers.values()), clock.now()))
             now = clock.now()
-            # After a pause of our own the peers' heartbeats are still unread in the socket: do not hold it against them.
-            late, woke = now - woke - pause > pause, now
-            if late:
-                continue
-            for peer in list(self.peers.values()):
-                if now - peer.heard_at > self._settings.silence_s + pause:
-                    self.drop(peer, f"no heartbeat for {now - peer.heard_at:.1f} s")
+            if silence.look(now):
+                for peer in list(self.peers.values()):
+                    if silence.is_lost(peer.heard_at, now):
+                        self.drop(peer, f"no heartbeat for {now - peer.heard_at:.1f} s")
 
 
 class LinkClient:
@@ -385,15 +382,13 @@ class LinkClient:
 
     async def _beat(self, peer: Peer) -> None:
         """Ping until the link is lost, by its own word or by silence."""
-        pause = self._settings.heartbeat_ms / 1000
-        woke = clock.now()
+        silence = Silence(self._settings.heartbeat_ms, clock.now())
         while not self._gone.is_set():
             peer.send(Ping())
             try:
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout(silence.pause_s([peer.heard_at], clock.now())):
                     await self._gone.wait()
             except TimeoutError:
                 now = clock.now()
-                late, woke = now - woke - pause > pause, now
-                if not late and now - peer.heard_at > self._settings.silence_s + pause:
+                if silence.look(now) and silence.is_lost(peer.heard_at, now):
                     self._give_up(f"no heartbeat for {now - peer.heard_at:.1f} s")

@@ -16,11 +16,10 @@ from runtime.keys import Keys
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """`missed_max` heartbeats without a word, and one more of grace, and the peer is lost. A dead process is noticed at once
-    where its kernel closes the connection."""
+    """A peer without a word for three and a half heartbeats is lost (`silence`). A dead process is noticed at once where its
+    kernel closes the connection."""
 
     heartbeat_ms: int = 500
-    missed_max: int = 3
     queue_messages_max: int = 10_000
     """Per peer and direction; a peer whose queue is full is given up."""
     peers_max: int = 4_096
@@ -30,10 +29,6 @@ class LinkSettings:
     """Of this process, for CURVE; None: links are neither encrypted nor authenticated."""
     reconnect_ms: int = 50
     reconnect_ms_max: int = 1_000
-
-    @property
-    def silence_s(self) -> float:
-        return self.heartbeat_ms * self.missed_max / 1000
 
 
 @dataclass

@@ -34,8 +34,8 @@ class CommonSettings(SecurityOptions):
         500,
         ge=10,
         le=60_000,
-        description="Milliseconds between heartbeats. A peer silent for three of them is taken for lost: too short"
-        " makes a busy process look dead, too long delays recovery.",
+        description="Milliseconds in which two heartbeats are sent. A peer silent for three and a half of these is taken for"
+        " lost: too short makes a busy process look dead, too long delays recovery.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
     log_format: Literal["auto", "console", "json"] = Field(

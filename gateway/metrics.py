@@ -49,6 +49,7 @@ class GatewayMetrics(Collector):
         )
         self.count_protocol_errors: Callable[[], int] = int
         """Set by the owner of the links, which count for themselves."""
+        self.tasks = Gauge(prefix + "tasks", "asyncio tasks that have not ended.", registry=registry)
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:

@@ -131,7 +131,7 @@ class Journal:
     wrong: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "outcomes": dict(self.outcomes)}
 
 
 _Row = tuple[str, str | None, int, int, int]

@@ -59,7 +59,15 @@ def of_process(pid: int) -> dict[str, int]:
     process, links = psutil.Process(pid), []
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
-            links.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+            links.append(re.sub(r"[0-9]+", "", os.readlink(f"/proc/{pid}/fd/{descriptor}")))
+    print(
+        pid,
+        Counter(links),
+        Counter(
+            (c.status, c.laddr.port, c.raddr and c.raddr.port) if c.family == 2 else (c.type, c.laddr)
+            for c in process.net_connections("all")
+        ),
+    )
     maps = Path(f"/proc/{pid}/maps").read_text()
     shared = {line.split(None, 5)[5] for line in maps.splitlines() if "/memfd:" in line or "/dev/shm" in line}
     return {"fds": len(links), "threads": process.num_threads(), "memory_maps": len(shared)}

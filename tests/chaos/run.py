@@ -30,6 +30,8 @@ CONTROL_SHARE = 0.1
 """Moments at which nothing is broken, to compare with."""
 RESENDS_MAX = 20
 MEETINGS = 8
+"""Orders asked for twice before anything is broken."""
+PROBE = list(range(60, 70))
 
 
 @dataclass
@@ -62,6 +64,8 @@ class Fault:
     alone: bool = True
     errors: list[str] = field(default_factory=list)
     difference: Counter[str] = field(default_factory=Counter)
+    admitted_s: float | None = None
+    """Of a coordinator's fault: until a request that came right after it had its first token."""
     worst_gap_s: float = 0.0
     earlier_gap_s: float = 0.0
     streams_ended: int = 0
@@ -77,6 +81,7 @@ class Result:
     resent: int = 0
     violations: list[str] = field(default_factory=list)
     audit: dict[str, Any] = field(default_factory=dict)
+    begun: float = 0.0
     seconds: float = 0.0
 
 
@@ -91,7 +96,6 @@ class Run:
         self.receipts: list[audit.Receipt] = []
         self._on_progress = on_progress
         self._over = asyncio.Event()
-        self._begun = 0.0
 
     async def run(self) -> Result:
         """Raises `Violation` where the run cannot go on; what it found until then is in `result`."""
@@ -99,7 +103,7 @@ class Run:
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             await self._look_up(session)
         baseline = await audit.rest(self.cluster)
-        self._begun = time.monotonic()
+        self.result.begun = time.monotonic()
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             clients = [asyncio.create_task(self._client(session, number)) for number in range(self.plan.clients)]
             try:
@@ -111,7 +115,7 @@ class Run:
                 for task in clients:
                     task.cancel()
                 await asyncio.gather(*clients, return_exceptions=True)
-        self.result.seconds = time.monotonic() - self._begun
+        self.result.seconds = time.monotonic() - self.result.begun
         self._gaps_of_faults()
         await self._audit(baseline, last_at)
         return self.result
@@ -190,8 +194,8 @@ class Run:
         self._violated(f"{seen.request_id} (order {order.number}, {order.kind}): {difference.note}", fault)
 
     def _violated(self, what: str, fault: Fault | None = None) -> None:
-        after = f" after {fault.kind} {fault.name} at {fault.at - self._begun:.2f} s" if fault is not None else ""
-        self.result.violations.append(f"{time.monotonic() - self._begun:.2f} s: {what}{after}")
+        after = f" after {fault.kind} {fault.name} at {fault.at - self.result.begun:.2f} s" if fault is not None else ""
+        self.result.violations.append(f"{time.monotonic() - self.result.begun:.2f} s: {what}{after}")
 
     def _to_blame(self, seen: Seen) -> Fault | None:
         """The latest one while the stream ran."""
@@ -204,19 +208,19 @@ class Run:
     async def _break_things(self, clients: list[asyncio.Task[None]]) -> None:
         """Until there were enough, or the time is up, and all are healed. Raises what a client did."""
         plan, healing = self.plan, set[asyncio.Task[None]]()
-        end = self._begun + plan.seconds if plan.seconds is not None else float("inf")
+        end = self.result.begun + plan.seconds if plan.seconds is not None else float("inf")
         count = 0
         while (plan.faults is None or count < plan.faults) and time.monotonic() < end:
-            pause = min(self.random.expovariate(1 / plan.pause_s), 4 * plan.pause_s)
-            await asyncio.wait(clients, timeout=min(pause, end - time.monotonic()), return_when="FIRST_EXCEPTION")
-            await self._check(clients)
             if healing and self.random.random() >= plan.overlap:
                 await asyncio.wait(healing)
+            pause = HIT_S + min(self.random.expovariate(1 / plan.pause_s), 4 * plan.pause_s)
+            await asyncio.wait(clients, timeout=min(pause, end - time.monotonic()), return_when="FIRST_EXCEPTION")
+            await self._check(clients)
             if (fault := self._draw()) is not None:
                 count += fault[1].kind != "none"
                 healing.add(task := asyncio.create_task(self._strike(*fault)))
                 task.add_done_callback(healing.discard)
-            self._on_progress(self.result, time.monotonic() - self._begun)
+            self._on_progress(self.result, time.monotonic() - self.result.begun)
         if healing:
             await asyncio.wait(healing)
         await asyncio.wait(clients, timeout=QUIET_S, return_when="FIRST_EXCEPTION")
@@ -234,7 +238,7 @@ class Run:
         """Whom, and how; never two of one role, so that there is a spare."""
         if self.plan.faults == 0:
             return None
-        if self.random.random() < CONTROL_SHARE:
+        if self.random.random() < CONTROL_SHARE and not any(m.hurt for m in self.cluster.members):
             return None, Fault("–", "none", "nobody", time.monotonic())
         unhurt = [r for r in self.plan.roles if not any(m.hurt for m in self.cluster.of(r))]
         if not unhurt:
@@ -263,13 +267,15 @@ class Run:
         member.hurt, fault.at = True, time.monotonic()
         member.killed_at.append(fault.at)
         self.result.faults.append(fault)
-        old = member.name
-        detecting = asyncio.create_task(self._detected(member, old, fault))
+        detecting = asyncio.create_task(self._detected(member, member.name, fault))
         await cluster.kill(member)
         await asyncio.sleep(self.random.uniform(*DOWN_S))
+        probing = asyncio.create_task(self._probe(fault)) if member.role == "coordinator" else None
         cluster.start(member)
         await self._back(member, fault)
         await detecting
+        if probing is not None:
+            await probing
 
     async def _stop(self, member: Member, fault: Fault) -> None:
         member.hurt, fault.at = True, time.monotonic()
@@ -283,6 +289,17 @@ class Run:
         resumed_at = time.monotonic()
         await detecting
         await self._back(member, fault, resumed_at)
+
+    async def _probe(self, fault: Fault) -> None:
+        gateway = next(member for member in self.cluster.of("gateway") if not member.hurt)
+        order = Order(-1, "probe", PROBE, {"prompt": PROBE, "max_tokens": 1, "stream": True, "return_token_ids": True})
+        async with aiohttp.ClientSession() as session:
+            seen = await ask(session, gateway.base_url, self.cluster.model.name, order, lambda a, b: None)
+        if seen.error:
+            fault.errors.append(seen.error)
+            self._violated(f"a request beside an absent coordinator: {seen.error}", fault)
+        else:
+            fault.admitted_s = seen.first_token_at - fault.at
 
     async def _detected(self, member: Member, name: str, fault: Fault) -> None:
         """When the coordinator knows it no more; of a coordinator, when we do not get an answer."""

@@ -53,6 +53,10 @@ def as_dict(result: Result) -> dict[str, Any]:
     return {
         "plan": asdict(result.plan),
         "table": rows(result),
+        "faults": [
+            {**vars(fault), "at": fault.at - result.begun, "healed_at": fault.healed_at - result.begun}
+            for fault in result.faults
+        ],
         **{
             what: getattr(result, what)
             for what in ("answers", "tokens", "left", "resent", "seconds", "violations", "audit")

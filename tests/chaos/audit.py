@@ -7,7 +7,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,21 +56,10 @@ async def rest(cluster: Cluster) -> Rest:
 
 
 def of_process(pid: int) -> dict[str, int]:
-    process, links = psutil.Process(pid), []
-    for descriptor in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(OSError):
-            links.append(re.sub(r"[0-9]+", "", os.readlink(f"/proc/{pid}/fd/{descriptor}")))
-    print(
-        pid,
-        Counter(links),
-        Counter(
-            (c.status, c.laddr.port, c.raddr and c.raddr.port) if c.family == 2 else (c.type, c.laddr)
-            for c in process.net_connections("all")
-        ),
-    )
     maps = Path(f"/proc/{pid}/maps").read_text()
     shared = {line.split(None, 5)[5] for line in maps.splitlines() if "/memfd:" in line or "/dev/shm" in line}
-    return {"fds": len(links), "threads": process.num_threads(), "memory_maps": len(shared)}
+    descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    return {"fds": descriptors, "threads": psutil.Process(pid).num_threads(), "memory_maps": len(shared)}
 
 
 async def _of_gateway(base_url: str) -> dict[str, int]:
@@ -136,6 +125,9 @@ class Journal:
     drift_several: int = 0
     drift_lost: int = 0
     """Of rows written off at their estimate."""
+    drift_fenced: int = 0
+    """Of answers that were whole though the coordinator took them for cancelled: it had been stopped, and lost all links."""
+    fenced: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -174,6 +166,9 @@ def _compare(receipt: Receipt, rows: list[_Row], found: Journal) -> None:
     found.tokens_charged += receipt.tokens + beyond
     if lost:
         found.drift_lost += beyond
+    elif all(row[1] == "cancelled" for row in rows) and not receipt.stops:
+        found.drift_fenced += beyond
+        found.fenced += 1
     elif receipt.choices > 1:
         found.drift_several += beyond
     elif not receipt.stops:
@@ -181,7 +176,7 @@ def _compare(receipt: Receipt, rows: list[_Row], found: Journal) -> None:
         if beyond:
             found.wrong.append(f"{receipt.request_id} got {receipt.tokens} tokens, {beyond} less than charged: {rows}")
     prompt_tokens = sum(row[2] + row[3] for row in rows if row[0] == receipt.request_id)
-    if prompt_tokens != receipt.prompt_tokens and not lost:
+    if prompt_tokens != receipt.prompt_tokens and rows[0][1] == "finished":
         found.wrong.append(
             f"{receipt.request_id}: a prompt of {receipt.prompt_tokens} tokens; its rows say {prompt_tokens}"
         )

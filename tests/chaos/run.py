@@ -360,3 +360,6 @@ class Run:
         found["journal"] = journal.as_dict()
         for said in journal.wrong:
             self._violated(said)
+        stopped = any(fault.role == "coordinator" and fault.kind == "stop" for fault in self.result.faults)
+        if journal.fenced and not stopped:
+            self._violated(f"{journal.fenced} whole answers are cancelled by the journal")

@@ -24,7 +24,8 @@ def _row(role: str, kind: str, faults: Sequence[Fault]) -> dict[str, Any]:
     gaps = [fault.worst_gap_s for fault in alone]
     added = [fault.worst_gap_s - fault.earlier_gap_s for fault in alone]
     detected = [fault.detected_s for fault in alone if fault.detected_s is not None]
-    back = [fault.back_s for fault in alone if fault.back_s is not None]
+    # Of the coordinator: until it lets a new request in; of others: until they are registered.
+    back = [s for fault in alone if (s := fault.back_s if fault.admitted_s is None else fault.admitted_s) is not None]
     return {
         "role": role,
         "fault": kind,
@@ -87,5 +88,6 @@ def show(result: Result, console: Console) -> None:
         said = ", ".join(f"{count} {name}" for name, count in sorted(journal["outcomes"].items()))
         console.print(
             f"Journal: {said}. Tokens charged beyond those got: {journal['drift_single']} of one choice,"
-            f" {journal['drift_several']} of several, {journal['drift_lost']} of rows written off."
+            f" {journal['drift_several']} of several, {journal['drift_lost']} of rows written off, {journal['drift_fenced']} of {journal['fenced']} answers that a stopped"
+            " coordinator took for cancelled."
         )

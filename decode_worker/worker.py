@@ -21,7 +21,7 @@ from kvtransfer.transports import allowed_on
 from proto.compatible import mismatch
 from proto.errors import CrossdockError, RemoteProtocolError
 from proto.kv import Commit, FirstToken
-from proto.messages import Capacity, Hello, Message, Reserve, Role
+from proto.messages import Capacity, Hello, Message, Reserve, Role, StatusRequest
 from runtime import clock
 from runtime.addresses import advertised
 from runtime.driver import watched
@@ -31,6 +31,7 @@ from runtime.log import Log
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
+from runtime.worker_process import kv_held
 
 
 class DecodeWorker:
@@ -107,7 +108,7 @@ class DecodeWorker:
             settings=self.settings,
             hello=self._hello(advertised(self.settings.advertise, bound)),
             held=self.core.table.held,
-            on_message=lambda _, message, __: self.core.order(message),
+            on_message=self._order,
             on_lost=self.core.coordinator_lost,
             log=self.log,
             links=self.links,
@@ -130,6 +131,12 @@ class DecodeWorker:
             await self.gateways.close()
         if stepping.done() and not stepping.cancelled():
             stepping.result()
+
+    def _order(self, _: LinkPeer, message: Message, __: bytes) -> None:
+        if isinstance(message, StatusRequest):
+            self.registration.send(kv_held(self.core.table.allocator, self.receiver.sessions))
+        else:
+            self.core.order(message)
 
     # --- KV in ----------------------------------------------------------------------------------------------------------
 

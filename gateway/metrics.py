@@ -51,6 +51,7 @@ class GatewayMetrics(Collector):
         """Set by the owner of the links, which count for themselves."""
         self.count_turned_away: Callable[[], Mapping[str, int]] = dict
         """Likewise."""
+        self.tasks = Gauge(prefix + "tasks", "asyncio tasks that have not ended.", registry=registry)
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:

@@ -1,5 +1,6 @@
 """GET routes: models, health, readiness, metrics."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -52,4 +53,6 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    return Response(gateway_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    known = gateway_of(request).metrics
+    known.tasks.set(len(asyncio.all_tasks()))
+    return Response(known.render(), media_type=CONTENT_TYPE_LATEST)

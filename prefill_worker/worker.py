@@ -14,7 +14,7 @@ from prefill_worker.compute import run_step
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import PromptTable
 from proto.errors import CrossdockError, RemoteProtocolError
-from proto.messages import Capacity, Message, Role
+from proto.messages import Capacity, Message, Role, StatusRequest
 from proto.status import KvPair, KvPairs
 from runtime import clock
 from runtime.driver import watched
@@ -24,6 +24,7 @@ from runtime.log import Log
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
+from runtime.worker_process import kv_held
 
 
 class PrefillWorker:
@@ -101,6 +102,9 @@ class PrefillWorker:
     def _order(self, _: LinkPeer, message: Message, blob: bytes) -> None:
         if self.pairs_reported_at != self.core.links_lost:
             self._report_pairs()  # a coordinator that has started anew does not know them
+        if isinstance(message, StatusRequest):
+            self.registration.send(kv_held(self.core.table.allocator, self.sender.sessions))
+            return
         self.core.order(message, blob)
         self.work.set()
 

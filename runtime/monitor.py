@@ -61,3 +61,5 @@ class ConnectionMonitor:
     def close(self) -> None:
         if not self._watched.closed:
             self._watched.disable_monitor()
+        # pyzmq forgets its end without closing it, and the event loop, which reads from it, would keep it for good.
+        self._monitor.close(0)

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from proto.errors import BadOption, CrossdockError
 from proto.messages import Role
+from proto.status import KvHeld
 from runtime import log, machine
 from runtime.driver import run_process, unless_stopped
 from runtime.exits import ConfigError
@@ -73,6 +74,20 @@ def run_worker(
         return run_process(main)
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
+
+
+class Blocks(Protocol):
+    """`engine.blocks.BlockAllocator` is the real one."""
+
+    @property
+    def held_count(self) -> int: ...
+    @property
+    def quarantined_count(self) -> int: ...
+
+
+def kv_held(blocks: Blocks, sessions: int) -> KvHeld:
+    """The answer to a `StatusRequest`."""
+    return KvHeld(blocks.held_count, blocks.quarantined_count, sessions)
 
 
 def leave_cores(cores: tuple[int, ...]) -> None:

@@ -1,0 +1,46 @@
+"""Options of the commands that read a `cluster.toml`."""
+
+from pydantic import Field
+
+from runtime.settings import Options
+
+_FILE = Field(
+    min_length=1,
+    description="cluster.toml with the hosts and what runs on each; see crossdock cluster check.",
+    json_schema_extra={"option": "--config"},
+)
+_HOST = Field("", max_length=32, description="Which of its hosts this is; empty: the one named like this machine.")
+
+
+class UpSettings(Options):
+    """Start what belongs on this host, restart what dies, and take it down in order on Ctrl-C or SIGTERM.
+
+    Every host of a cluster runs this with the same file; scripts/launch_ssh does so for all of them.
+    """
+
+    file: str = _FILE
+    host: str = _HOST
+    detach: bool = Field(False, description="Return once all is ready; it runs on until crossdock down.")
+    ready_timeout_s: float = Field(
+        300.0, gt=0.0, le=86_400.0, description="Seconds until all here is ready, the other hosts' part included."
+    )
+    verbose: bool = Field(False, description="Show every log line of every process, not only warnings and errors.")
+
+
+class DownSettings(Options):
+    """Stop what crossdock up runs on this host, and remove its files."""
+
+    file: str = _FILE
+    host: str = _HOST
+    keep_logs: bool = Field(False, description="Leave the logs.")
+
+
+class ClusterCheckSettings(Options):
+    """What is wrong with a cluster.toml, or what it comes to: which processes on which host, with which options.
+
+    Nothing is started and no host is asked.
+    """
+
+    file: str = Field(
+        min_length=1, description="cluster.toml; scripts/cluster.toml is one.", json_schema_extra={"argument": "FILE"}
+    )

@@ -35,12 +35,56 @@ class DownSettings(Options):
     keep_logs: bool = Field(False, description="Leave the logs.")
 
 
+_ARGUMENT = Field(
+    min_length=1, description="cluster.toml; scripts/cluster.toml is one.", json_schema_extra={"argument": "FILE"}
+)
+
+
+class LaunchSettings(Options):
+    """What the commands of `launch_ssh` share."""
+
+    file: str = _ARGUMENT
+    local: bool = Field(
+        False,
+        description="Run every host's part on this machine instead of by ssh; each needs an address of its own, like"
+        " 127.0.0.2. A host with a netns runs in that network namespace here, with or without this.",
+    )
+
+
+class LaunchUpSettings(LaunchSettings):
+    """Bring the whole cluster up: copy the file and each host's keys there, start its part, wait until all serves.
+
+    Where one host fails, all are taken down again. Hosts are reached by ssh without a password, and have crossdock: the key
+    `command` says how it is called there.
+    """
+
+    ready_timeout_s: float = Field(
+        300.0, gt=0.0, le=86_400.0, description="Seconds it may take to be ready, once models are there."
+    )
+
+
+class LaunchStatusSettings(LaunchSettings):
+    """Which hosts are up, and what the coordinator knows of the workers. Status 0: all hosts are up."""
+
+
+class LaunchLogsSettings(LaunchSettings):
+    """The last lines of every process's log, or all from now on."""
+
+    host: str = Field("", description="Of this host only.")
+    lines: int = Field(20, ge=0, le=1_000_000, description="Of each log.")
+    follow: bool = Field(False, description="Go on until Ctrl-C.")
+
+
+class LaunchDownSettings(LaunchSettings):
+    """Take the whole cluster down, and remove what was copied to the hosts."""
+
+    keep_logs: bool = Field(False, description="Leave the logs on the hosts.")
+
+
 class ClusterCheckSettings(Options):
     """What is wrong with a cluster.toml, or what it comes to: which processes on which host, with which options.
 
     Nothing is started and no host is asked.
     """
 
-    file: str = Field(
-        min_length=1, description="cluster.toml; scripts/cluster.toml is one.", json_schema_extra={"argument": "FILE"}
-    )
+    file: str = _ARGUMENT

@@ -90,7 +90,8 @@ async def ask(coordinator: str, timeout_ms: int) -> StatusReport:
 
 def run(settings: StatusSettings) -> int:
     """Raises `NoAnswer` or `SeveralClusters`."""
-    running = [] if settings.coordinator else here.clusters()
+    # Several hosts of one cluster may be this machine's.
+    running = [] if settings.coordinator else list({one.coordinator: one for one in here.clusters()}.values())
     if len(running) > 1:
         lines = [f"    --coordinator {one.coordinator}   {one.model_id} at {one.base_url}" for one in running]
         raise SeveralClusters("\n".join(["several clusters run on this machine; name one:", *lines]))

@@ -88,3 +88,18 @@ class ClusterCheckSettings(Options):
     """
 
     file: str = _ARGUMENT
+
+
+class UnitsSettings(Options):
+    """Make systemd units for this host's part of a cluster: one for each process, in crossdock.target.
+
+    Options, ports, GPUs and cores are those of cluster.toml; called again after a change, what is not needed any more is
+    removed. Secret keys are read by systemd and handed to the processes as credentials.
+    """
+
+    file: str = _FILE
+    host: str = _HOST
+    dest: str = Field(
+        "/", min_length=1, description="Root of the tree written to, for an image or to look at them first."
+    )
+    dry_run: bool = Field(False, description="Only print what would be written, with every text.")

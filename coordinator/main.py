@@ -30,7 +30,7 @@ from proto import limits
 from proto.errors import Reject, RemoteProtocolError
 from proto.messages import Hello, Message, Rejected, Role, Submit
 from proto.status import StatusReport
-from runtime import clock, log, machine
+from runtime import clock, log, machine, notify
 from runtime.driver import CoreDriver, cancelled, run_process, watched
 from runtime.exits import ConfigError
 from runtime.keys import keys_for
@@ -117,6 +117,7 @@ class Coordinator:
             )
             return 1
         self.log.info("listening", address=address)
+        notify.ready(f"listening on {address}")
         failed = asyncio.create_task(self.failure.wait())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -16,6 +16,7 @@ from launcher.bench_settings import (
     KvBenchSettings,
     RoomBenchSettings,
 )
+from launcher.cluster_settings import ClusterCheckSettings, DownSettings, UpSettings
 from launcher.journal_settings import ExplainSettings, ReplaySettings
 from launcher.keys import NewKeysSettings
 from launcher.load_settings import CompareSettings, RatioSettings, ServeBenchSettings
@@ -30,8 +31,8 @@ from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings
 
 HELP = """Serve language models with prefill and decode in separate processes.
 
-To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine. On several machines, start each
-process on its own: one coordinator, gateways, and any number of workers of each role.
+To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine. On several machines, describe them in one
+file, look at the plan with [bold]crossdock cluster check FILE[/bold], and run [bold]crossdock up[/bold] on each.
 """
 BENCH_HELP = (
     "Send a load to a server, compare runs, compare ratios of workers. Or measure this machine: isolation of running streams"
@@ -39,6 +40,7 @@ BENCH_HELP = (
     " alone, the coordinator's decisions alone, KV transfers alone, or how full KV pools get."
 )
 KEYS_HELP = "Make the keys with which the processes of a cluster know each other."
+CLUSTER_HELP = "A cluster on several machines, described in one file."
 TENANTS_HELP = "Check a tenants file, or make a key for it."
 
 
@@ -82,6 +84,24 @@ def _status(settings: StatusSettings) -> int:
 
 def _usage(settings: UsageSettings) -> int:
     from launcher.usage import run
+
+    return run(settings)
+
+
+def _up(settings: UpSettings) -> int:
+    from launcher.up import up
+
+    return up(settings)
+
+
+def _down(settings: DownSettings) -> int:
+    from launcher.up import down
+
+    return down(settings)
+
+
+def _cluster_check(settings: ClusterCheckSettings) -> int:
+    from launcher.cluster_check import run
 
     return run(settings)
 
@@ -200,6 +220,11 @@ def build_app() -> typer.Typer:
         pass
 
     add_command(app, "serve", ServeSettings, _serve)
+    add_command(app, "up", UpSettings, _up)
+    add_command(app, "down", DownSettings, _down)
+    cluster = new_app(CLUSTER_HELP)
+    add_command(cluster, "check", ClusterCheckSettings, _cluster_check)
+    app.add_typer(cluster, name="cluster")
     add_command(app, "coordinator", CoordinatorSettings, _coordinator)
     add_command(app, "gateway", GatewaySettings, _gateway)
     add_command(app, "worker", WorkerSettings, _worker)
@@ -234,7 +259,7 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     arguments = sys.argv[1:]
-    if arguments in ([], ["bench"], ["keys"], ["tenants"]):
+    if arguments in ([], ["bench"], ["cluster"], ["keys"], ["tenants"]):
         arguments.append("--help")
     leave(invoke(build_app(), arguments, "crossdock"))
 

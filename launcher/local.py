@@ -63,7 +63,7 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
             ):
                 for spec in cluster.processes:
                     supervisor.start(spec)
-                await _wait_ready(client, supervisor, settings.ready_timeout_s, console)
+                await wait_ready(lambda: _is_ready(client), supervisor, settings.ready_timeout_s, console)
                 supervisor.started_up = True
                 yield Running(cluster, supervisor, client, log_dir)
         finally:
@@ -117,17 +117,20 @@ def new_log_dir() -> Path:
     return own
 
 
-async def _wait_ready(client: httpx.AsyncClient, supervisor: Supervisor, timeout_s: float, console: Console) -> None:
+async def wait_ready(
+    is_ready: Callable[[], Coroutine[Any, Any, bool]], supervisor: Supervisor, timeout_s: float, console: Console
+) -> None:
+    """Raises `RoleFailed`, or what a role refused its settings with."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     failed = asyncio.ensure_future(supervisor.wait_failed())
     with Progress(*columns, console=console, transient=True) as progress:
         tasks = {name: progress.add_task(f"{name}: starting", total=None) for name in supervisor.children}
         try:
             async with asyncio.timeout(timeout_s):
-                while not await _is_ready(client):
+                while not await is_ready():
                     for name, child in supervisor.children.items():
                         progress.update(tasks[name], description=escape(f"{name}: {_state(child)}"))
-                    # The cluster is asked over HTTP as any client would, a few times a second, and a failure ends it.
+                    # It is asked over HTTP as any client would, a few times a second, and a failure ends it.
                     await asyncio.wait({failed}, timeout=PROBE_EVERY_S)
                     if failed.done():
                         failed.result()
@@ -139,8 +142,12 @@ async def _wait_ready(client: httpx.AsyncClient, supervisor: Supervisor, timeout
 
 
 async def _is_ready(client: httpx.AsyncClient) -> bool:
+    return await answers_ready(client, "/ready")
+
+
+async def answers_ready(client: httpx.AsyncClient, url: str) -> bool:
     try:
-        return (await client.get("/ready", timeout=2.0)).status_code == 200
+        return (await client.get(url, timeout=2.0)).status_code == 200
     except httpx.HTTPError:
         return False
 

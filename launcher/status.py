@@ -92,7 +92,8 @@ async def ask(coordinator: str, timeout_ms: int, keys: Keys | None = None) -> St
 
 def run(settings: StatusSettings) -> int:
     """Raises `NoAnswer`, `SeveralClusters` or `ConfigError`."""
-    running = [] if settings.coordinator else here.clusters()
+    # Several hosts of one cluster may be this machine's.
+    running = [] if settings.coordinator else list({one.coordinator: one for one in here.clusters()}.values())
     if len(running) > 1:
         lines = [f"    --coordinator {one.coordinator}   {one.model_id} at {one.base_url}" for one in running]
         raise SeveralClusters("\n".join(["several clusters run on this machine; name one:", *lines]))

@@ -8,6 +8,7 @@ import msgspec
 
 from proto import limits
 from proto.messages import CacheEvents, Capacity, Finished, Held, Hello, Message, Role, Welcome
+from runtime import notify
 from runtime.link import LinkClient, LinkSettings, OnMessage, Peer, is_orderly
 from runtime.log import Log
 from runtime.settings import WorkerSettings
@@ -95,6 +96,7 @@ class Registration:
         for message in unsaid:
             peer.send(message)
         self._log.info("registered", coordinator_epoch=welcome.epoch)
+        notify.ready("registered")
 
     def _down(self, _: Peer, reason: str) -> None:
         self._peer = None

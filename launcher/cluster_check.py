@@ -12,7 +12,7 @@ from launcher.cluster_settings import ClusterCheckSettings
 from launcher.up import read_file
 from runtime.cores import cores_text
 from runtime.options import SettingsError
-from runtime.settings import ENV_PREFIX
+from runtime.setting_types import ENV_PREFIX
 
 
 def run(settings: ClusterCheckSettings) -> int:

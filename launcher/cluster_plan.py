@@ -11,7 +11,8 @@ from launcher.cluster_file import EVERYWHERE, ClusterError, ClusterFile, Host, i
 from launcher.plan import CpuPlan, Seat, plan_cpu
 from runtime.cores import cores_text, parse_cores
 from runtime.options import to_arguments, what_is_wrong
-from runtime.settings import CoordinatorSettings, GatewaySettings, Options, WorkerSettings
+from runtime.setting_types import Options
+from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
 
 ROLES: Final = ("coordinator", "gateway", "prefill", "decode")
 SETTINGS: Final[dict[str, type[Options]]] = {
@@ -235,7 +236,7 @@ def _listens(settings: Options) -> list[tuple[str, int]]:
     options = {
         key: getattr(settings, key) for key in ("bind", "tokens_bind", "kv_bind") if key in settings.model_fields_set
     }
-    found = [(key, int(value.rpartition(":")[2])) for key, value in options.items()]
+    found: list[tuple[str, int]] = [(key, int(value.rpartition(":")[2])) for key, value in options.items()]
     if isinstance(settings, GatewaySettings):
         found.append(("port", settings.port))
     return [(what, port) for what, port in found if port]

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from runtime.settings import Options
+from runtime.setting_types import Options
 
 _FILE = Field(
     min_length=1,

@@ -15,7 +15,7 @@ from launcher.cluster_plan import MODULES, SECRETS, HostPlan, Planned
 from launcher.process import role_environment
 from runtime.cores import cores_text
 from runtime.exits import HOPELESS_EXITS
-from runtime.settings import ENV_PREFIX
+from runtime.setting_types import ENV_PREFIX
 
 UNITS: Final = "etc/systemd/system"
 OPTIONS: Final = "etc/crossdock"

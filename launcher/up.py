@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -29,7 +30,7 @@ from runtime import notify
 from runtime.environment import SUPERVISED
 from runtime.exits import INTERRUPTED_EXIT
 from runtime.options import SettingsError
-from runtime.settings import ENV_PREFIX
+from runtime.setting_types import ENV_PREFIX
 
 STOP_STAGES = {"gateway": 0, "prefill": 1, "decode": 1, "coordinator": 2}
 """Streams are ended by their gateway, before the workers that compute them go; the coordinator hears of it all."""
@@ -130,7 +131,7 @@ async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, co
         try:
             for process in plan.processes:
                 heard = stack.enter_context(NotifySocket())
-                heard.listen(lambda line, name=process.name: missing.discard(name) if line == "READY=1" else None)
+                heard.listen(partial(_heard, missing, process.name))
                 supervisor.start(spec_of(process, heard.address))
             await _wait(settings, plan, supervisor, missing, console)
             supervisor.started_up = True
@@ -144,6 +145,11 @@ async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, co
             notify.stopping()
             await supervisor.close()
     return 1
+
+
+def _heard(missing: set[str], name: str, line: str) -> None:
+    if line == "READY=1":
+        missing.discard(name)
 
 
 async def _wait(
@@ -189,7 +195,7 @@ def _detach(settings: UpSettings, at: Place, console: Console) -> int:
             # A model may have to be fetched first, so it is the process itself that knows when to give up.
             with console.status(f"{at.host}: starting"):
                 while True:
-                    readable, _, _ = select.select([heard, ended], [], [])
+                    readable, _, _ = select.select([heard.fileno(), ended], [], [])
                     if "READY=1" in heard.heard():
                         console.print(f"{at.host} of {at.file.name} is up (pid {process.pid})", highlight=False)
                         return 0

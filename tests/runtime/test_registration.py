@@ -78,6 +78,7 @@ def test_what_finished_while_the_coordinator_was_away_is_told_to_the_next_one() 
             on_message=ignore,
             on_lost=ignore,
             log=log.get("crossdock"),
+            links=LinkSettings(),
         )
 
         def send(_peer: Peer, frames: list[bytes]) -> bool:

@@ -7,16 +7,19 @@ counted here are never more than those the worker has.
     members   processes come and go
     intake    what gateways ask for
     progress  what workers report
+    draining  workers that leave on purpose
     schedule  what runs where and when, after each of these
 """
 
 from collections.abc import Callable
+from math import inf
 
-from coordinator import admission, intake, members, progress, report, tenancy
+from coordinator import admission, draining, intake, members, progress, report, tenancy
 from coordinator.events import Action, Configured, Event, Misbehaved, PeerDown, PeerUp, Received, Tick
 from coordinator.pool import WORKERS
 from coordinator.schedule import schedule
 from coordinator.state import State
+from proto.drain import Draining, DrainRequest
 from proto.messages import (
     CacheEvents,
     CacheMiss,
@@ -56,6 +59,8 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
     WorkFailed: (WORKERS, progress.work_failed),
     KvPairs: ((Role.PREFILL,), progress.kv_pairs),
     KvHeld: (WORKERS, progress.kv_held),
+    Draining: (WORKERS, draining.said),
+    DrainRequest: ((Role.OBSERVER,), draining.asked),
     StatusRequest: ((Role.OBSERVER, Role.GATEWAY), _status),
 }
 """Who may send what, and who takes it."""
@@ -69,6 +74,8 @@ class Core(State):
     def handle(self, event: Event, now: float) -> list[Action]:
         self.out, self.now = [], now
         intake.expire(self, now)
+        if self.draining:
+            draining.hand_over(self, now)
         match event:
             case Received():
                 self._received(event, now)
@@ -81,6 +88,8 @@ class Core(State):
             case Tick():
                 pass
         schedule(self, now)
+        if self.draining:
+            draining.dismiss(self)
         return self.out
 
     def next_deadline(self) -> float | None:
@@ -89,6 +98,8 @@ class Core(State):
             waiting.append(next(iter(self.interrupted.values())).since + self.limits.resubmit_s_max)
         if (write_off := self.billing.next_write_off()) is not None:
             waiting.append(write_off)
+        if (hand_over := draining.next_hand_over(self)) < inf:
+            waiting.append(hand_over)
         return min(waiting, default=None)
 
     def _received(self, event: Received, now: float) -> None:

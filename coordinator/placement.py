@@ -10,9 +10,13 @@ from proto.messages import Hello, Peer, Prefill, Reserve
 def room(request: Request, prefill: Worker, pool: Pool) -> Worker | None:
     """The best decode worker for a request that `prefill` could take, or None if it cannot run there now."""
     submit = request.submit
-    if not prefill.fits(prefill.prefill_holding(submit)):
+    if prefill.draining or not prefill.fits(prefill.prefill_holding(submit)):
         return None
-    decode = [w for w in pool.decode.values() if w.fits(w.decode_holding(submit, expected_left=request.expected_left))]
+    decode = [
+        worker
+        for worker in pool.decode.values()
+        if not worker.draining and worker.fits(worker.decode_holding(submit, expected_left=request.expected_left))
+    ]
     return choose_decode(submit, prefill, decode, pool)
 
 

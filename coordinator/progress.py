@@ -66,7 +66,7 @@ def _refund_skipped(
     done = {(chunk.request_id, chunk.attempt) for chunk in computed}
     for chunk, request in zip(asked, requests, strict=True):
         if (chunk.request_id, chunk.attempt) not in done:
-            state.queues[worker.hello.model].skipped(request.path, chunk.length)
+            state.queues[worker.hello.model].skipped(request, chunk)
 
 
 def cache_miss(state: State, epoch: int, event: Received, now: float) -> None:

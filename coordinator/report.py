@@ -20,8 +20,8 @@ def retry_after_s(state: State, submit: Submit, now: float) -> float:
     return queue.backlog.retry_after_s(path, submit.request_id, submit.prompt_tokens, fair_tokens_per_s, now)
 
 
-def status(state: State) -> StatusReport:
-    workers = [
+def workers(state: State) -> tuple[WorkerStatus, ...]:
+    found = [
         WorkerStatus(
             name=worker.hello.name,
             role=worker.hello.role,
@@ -36,11 +36,16 @@ def status(state: State) -> StatusReport:
             own_blocks=worker.kv_held.blocks,
             own_blocks_quarantined=worker.kv_held.blocks_quarantined,
             own_sessions=worker.kv_held.sessions,
+            draining=worker.draining,
         )
         for worker in state.workers.values()
     ]
+    return tuple(sorted(found, key=lambda w: (w.role, w.name)))
+
+
+def status(state: State) -> StatusReport:
     return StatusReport(
-        workers=tuple(sorted(workers, key=lambda w: (w.role, w.name))),
+        workers=workers(state),
         gateways=tuple(sorted(hello.name for hello in state.peers.values() if hello.role is Role.GATEWAY)),
         queued=sum(len(queue) for queue in state.queues.values()),
         running=dict(Counter(request.state.value for request in state.requests.values())),

@@ -63,6 +63,8 @@ class Request(msgspec.Struct, eq=False):
     placed_at: float = 0.0
     expected_left: int = NEVER
     """Tokens its answer is counted with on a decode worker, if less than it may have."""
+    paid_tokens: int = 0
+    """Of this attempt's prompt, those that its tenant was charged for with an earlier one, which a drain cut short."""
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
 
@@ -86,6 +88,12 @@ class Request(msgspec.Struct, eq=False):
     def key(self) -> tuple[str, int]:
         return (self.id, self.submit.attempt)
 
+    def unpaid_tokens(self, attempt: int, start: int, length: int) -> int:
+        """Of a chunk of this attempt or an earlier one, those that its tenant is charged for."""
+        if attempt != self.attempt and self.submit.drained_attempts:
+            return 0  # what it cost counts for this attempt
+        return max(start + length - max(start, self.paid_tokens), 0)
+
     def fire(self, trigger: Trigger, now: float) -> None:
         if self.bill is not None:
             self.bill.spend(self.state, now - self.since)
@@ -94,6 +102,8 @@ class Request(msgspec.Struct, eq=False):
 
     def renew(self, submit: Submit, blob: bytes) -> None:
         """Take the next attempt's parameters over."""
+        if submit.drained_attempts == self.submit.drained_attempts:
+            self.paid_tokens = 0
         self.submit, self.blob = submit, blob
         self.prefill_epoch = self.decode_epoch = 0
         self.dispatched_tokens = self.computed_tokens = self.cached_tokens = self.bypassed = 0

@@ -39,6 +39,8 @@ class State:
         self.leaving: dict[str, None] = {}
         """Tenants that the file does not have any more, until nothing of theirs is left."""
         self.outcomes: Counter[str] = Counter()
+        self.draining: dict[int, Worker] = {}
+        """Workers on which nothing new is placed."""
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
         """What the event in hand has led to so far."""
@@ -94,6 +96,8 @@ class State:
 
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float) -> None:
         self.counters[f"interrupted_{reason}"] += 1
+        if reason is Interrupt.DRAINED:
+            request.paid_tokens = max(request.paid_tokens, request.dispatched_tokens)
         self.withdraw(request)
         self.move(request, Trigger.INTERRUPT, now, f"{reason}: {why}")
         self.interrupted[request.id] = request
@@ -152,6 +156,12 @@ class State:
         for worker in self.workers.values():
             if key in worker.holdings:
                 self.send(worker.epoch, Release(*key))
+
+    def sort_out(self, model: str) -> None:
+        """Workers have come or gone, or take work or none: which requests can have a turn."""
+        pool = self.pools[model]
+        waits_alike = not pool.takes_work()  # for whatever comes back
+        self.queues[model].sort_out(lambda request: waits_alike or pool.could_place(request.submit))
 
     def send(self, epoch: int, message: Message, blob: bytes = b"") -> None:
         if epoch in self.peers:

@@ -135,7 +135,7 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
 def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
     worker, holding = prefill, prefill.prefill_holding(target.submit)
     if worker.fits(holding) and pool.decode:
-        worker = max(pool.decode.values(), key=lambda w: (w.free_blocks, w.free_seqs, w.epoch))
+        worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.epoch))
         holding = worker.decode_holding(target.submit)
     held: dict[str, int] = {}
     for other in worker.holdings.values():

@@ -24,7 +24,7 @@ from proto.kv import Commit, FirstToken
 from proto.messages import Capacity, Hello, Message, Reserve, Role, StatusRequest
 from runtime import clock
 from runtime.addresses import advertised
-from runtime.driver import watched
+from runtime.driver import Stop, watched
 from runtime.link import LinkServer, LinkSettings
 from runtime.link import Peer as LinkPeer
 from runtime.log import Log
@@ -62,7 +62,12 @@ class DecodeWorker:
         self.links = links
         hello = self._hello("")
         self.gateways = Outbound(
-            hello=hello, to=Role.GATEWAY, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=links
+            hello=hello,
+            to=Role.GATEWAY,
+            on_message=_unexpected,
+            on_lost=self.core.gateway_lost,
+            on_idle=lambda: self.registration.look(),
+            settings=links,
         )
         self.server = LinkServer(
             bind=settings.kv_bind,
@@ -102,7 +107,7 @@ class DecodeWorker:
             address=address,
         )
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         bound = await self.server.start()
         self.registration = Registration(
             settings=self.settings,
@@ -111,6 +116,7 @@ class DecodeWorker:
             on_message=self._order,
             on_lost=self.core.coordinator_lost,
             log=self.log,
+            is_idle=lambda: self.gateways.idle,
             links=self.links,
         )
         await self.registration.start()
@@ -118,6 +124,8 @@ class DecodeWorker:
         stepping, stopping = watched(self._run_steps()), loop.create_task(stop.wait())
         try:
             await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not stepping.done():
+                await self.registration.leave(self.settings.drain_timeout_s, stop)
         finally:
             stopping.cancel()
             stepping.cancel()

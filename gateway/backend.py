@@ -20,6 +20,7 @@ from gateway.stream_types import (
     Open,
     SendCancel,
     SendSubmit,
+    Shutdown,
     StreamLimits,
     StreamSpec,
     Tick,
@@ -108,10 +109,14 @@ class Backend:
         """Tokens that each hash of a prompt is to cover, for each model; 0 where that is not known."""
         self._subscriptions: dict[str, Subscription] = {}
         self._timings: dict[str, _Timing] = {}
+        self._draining = False
+        self._empty = asyncio.Event()
 
     @property
     def not_ready(self) -> str | None:
         """Why a request would not be served now, or None."""
+        if self._draining:
+            return "this gateway is shutting down"
         if self._coordinator is None:
             return "the coordinator cannot be reached"
         if self.model not in self._servable:
@@ -144,8 +149,19 @@ class Backend:
                 self._driver.post(ClientGone(stream_id))
 
     def drain(self) -> None:
-        """End every stream with an error, and refuse new ones."""
+        """Refuse new streams; those that run go on."""
+        self._draining = True
         self._driver.post(Drain())
+
+    def shut_down(self) -> None:
+        """End every stream with an error."""
+        self._driver.post(Shutdown())
+
+    async def emptied(self) -> None:
+        """Until no stream is left. For one that waits, when none begins any more."""
+        while self._subscriptions:
+            self._empty.clear()
+            await self._empty.wait()
 
     def close(self) -> None:
         self._driver.close()
@@ -233,3 +249,5 @@ class Backend:
         self._subscriptions.pop(stream_id, None)
         self._timings.pop(stream_id, None)
         self.metrics.active_streams.set(len(self._subscriptions))
+        if not self._subscriptions:
+            self._empty.set()

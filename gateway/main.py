@@ -23,7 +23,7 @@ from proto import limits
 from proto.messages import Hello, Role, Welcome
 from runtime import clock, log, machine, notify
 from runtime.addresses import advertised
-from runtime.driver import cancelled, run_process, unless_stopped, watched
+from runtime.driver import Stop, cancelled, run_process, unless_stopped, watched
 from runtime.exits import ConfigError
 from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
@@ -91,7 +91,7 @@ class GatewayProcess:
             if not self.missing:
                 notify.ready("serving")
 
-    async def run(self, stop: asyncio.Event) -> int:
+    async def run(self, stop: Stop) -> int:
         settings = self.settings
         try:
             listener = _listen(settings.host, settings.port)
@@ -116,7 +116,7 @@ class GatewayProcess:
         self.log.info("stopped")
         return 0
 
-    async def _run(self, tokenizer: ModelTokenizer, address: str, listener: socket.socket, stop: asyncio.Event) -> None:
+    async def _run(self, tokenizer: ModelTokenizer, address: str, listener: socket.socket, stop: Stop) -> None:
         """`address`: where workers deliver tokens. Raises `ConfigError`."""
         try:
             tenants = TenantsFile(self.settings.tenants) if self.settings.tenants else None
@@ -182,8 +182,8 @@ class GatewayProcess:
         waiting = WaitNotice(self.log, self.settings.coordinator, lambda: client.last_error)
         return client, waiting
 
-    async def _serve(self, gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> None:
-        """Serve HTTP until told to stop; then end every stream with an error event and wait for the last bytes."""
+    async def _serve(self, gateway: Gateway, listener: socket.socket, stop: Stop) -> None:
+        """Serve HTTP until told to stop; then let streams end, bounded, and the rest with an error event."""
         config = uvicorn.Config(
             create_app(gateway),
             http="httptools",
@@ -203,8 +203,13 @@ class GatewayProcess:
             "serving", url=f"http://{f'[{host}]' if ':' in host else host}:{port}", model=gateway.rules.model_id
         )
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        self.log.info("stopping", streams=len(self.backend.keeper.streams))
         self.backend.drain()
+        streams = len(self.backend.keeper.streams)
+        if streams and not serving.done():
+            self.log.info("draining", streams=streams, within_s=self.settings.drain_timeout_s)
+            await stop.unless_at_once(self.backend.emptied(), self.settings.drain_timeout_s)
+        self.log.info("stopping", streams=len(self.backend.keeper.streams))
+        self.backend.shut_down()
         server.should_exit = True
         await serving
         await cancelled(stopping)

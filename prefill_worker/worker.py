@@ -17,7 +17,7 @@ from proto.errors import CrossdockError, RemoteProtocolError
 from proto.messages import Capacity, Message, Role, StatusRequest
 from proto.status import KvPair, KvPairs
 from runtime import clock
-from runtime.driver import watched
+from runtime.driver import Stop, watched
 from runtime.link import LinkSettings
 from runtime.link import Peer as LinkPeer
 from runtime.log import Log
@@ -32,6 +32,7 @@ class PrefillWorker:
         self, settings: WorkerSettings, engine: Engine, thread: EngineThread, log: Log, name: str, links: LinkSettings
     ) -> None:
         info = engine.info
+        self.settings = settings
         self.log = log
         self.engine = engine
         self.thread = thread
@@ -55,10 +56,16 @@ class PrefillWorker:
             on_message=self._order,
             on_lost=self.core.coordinator_lost,
             log=log,
+            is_idle=lambda: self.gateways.idle,
             links=links,
         )
         self.gateways = Outbound(
-            hello=hello, to=Role.GATEWAY, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=links
+            hello=hello,
+            to=Role.GATEWAY,
+            on_message=_unexpected,
+            on_lost=self.core.gateway_lost,
+            on_idle=self.registration.look,
+            settings=links,
         )
         self.receivers = Outbound(
             hello=hello, to=Role.DECODE, on_message=self._kv_message, on_lost=self._receiver_lost, settings=links
@@ -79,12 +86,14 @@ class PrefillWorker:
             ),
         )
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         await self.registration.start()
         stepping = watched(self._run_steps())
         stopping = asyncio.get_running_loop().create_task(stop.wait())
         try:
             await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not stepping.done():
+                await self.registration.leave(self.settings.drain_timeout_s, stop)
         finally:
             stopping.cancel()
             stepping.cancel()

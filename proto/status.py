@@ -56,6 +56,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     """KV blocks held by its own count, when the last `crossdock status` asked; so are the next two."""
     own_blocks_quarantined: Count = 0
     own_sessions: Count = 0
+    draining: bool = False
 
 
 class StatusReport(Message, frozen=True):

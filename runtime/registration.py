@@ -1,5 +1,6 @@
-"""A worker's standing link to the coordinator: registers, registers again after a loss, passes orders on."""
+"""A worker's standing link to the coordinator: registers, registers again after a loss, passes orders on, takes leave."""
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable
@@ -7,16 +8,20 @@ from collections.abc import Callable
 import msgspec
 
 from proto import limits
+from proto.drain import Drained, Draining
 from proto.messages import CacheEvents, Capacity, Finished, Held, Hello, Message, Role, Welcome
-from runtime import notify
+from runtime import clock, notify
+from runtime.driver import Stop
 from runtime.link import LinkClient, LinkSettings, OnMessage, Peer, is_orderly
 from runtime.log import Log
+from runtime.service import GO_AFTER_S, Service
 from runtime.settings import WorkerSettings
 from runtime.waiting import WaitNotice
 
 
 class Registration:
-    """`held()` is asked at each registration; `on_lost` is called when the coordinator goes."""
+    """`held()` is asked at each registration; `on_lost` is called when the coordinator goes. `is_idle`: nothing but what is
+    `held` waits to be done or sent; when that changes, `look` is to be called."""
 
     def __init__(
         self,
@@ -28,7 +33,12 @@ class Registration:
         on_lost: Callable[[str], None],
         log: Log,
         links: LinkSettings,
+        is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._service = Service()
+        self._may_go = asyncio.Event()
+        self._is_idle = is_idle
+        self._on_message = on_message
         self._held = held
         self._hello = hello
         self._on_lost = on_lost
@@ -42,7 +52,7 @@ class Registration:
             address=settings.coordinator,
             hello=self._hello_now,
             on_up=self._up,
-            on_message=on_message,
+            on_message=self._message,
             on_down=self._down,
             settings=links,
         )
@@ -76,6 +86,34 @@ class Registration:
             self._peer.send(message)
         else:
             self._unsaid.append(message)
+        self.look()
+
+    async def leave(self, grace_s: float, stop: Stop) -> None:
+        """Have nothing placed here any more, and wait until nothing is left: what runs has so long to end by itself, before it
+        is handed over. Bounded, and cut short by a second signal."""
+        self._log.info("draining", attempts=len(self._held()), within_s=grace_s)
+        draining = self._service.leave(grace_s, clock.now())
+        if self._peer is not None:
+            self._peer.send(draining)
+        self.look()
+        await stop.unless_at_once(self._may_go.wait(), grace_s + GO_AFTER_S)
+        if left := len(self._held()):
+            self._log.warning("ends before it is drained", attempts=left)
+
+    def look(self) -> None:
+        """Whether a worker that is to end may go."""
+        service = self._service
+        if service.leaving:
+            owed = any(isinstance(message, Finished) for message in self._unsaid)
+            if service.may_go(up=self.up, empty=not owed and not self._held() and self._is_idle()):
+                self._may_go.set()
+
+    def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
+        if isinstance(message, Draining | Drained):
+            self._service.ordered(message, clock.now())
+            self.look()
+        else:
+            self._on_message(peer, message, blob)
 
     def _hello_now(self) -> Hello:
         held = {(one.request_id, one.attempt): one for one in self._held()}
@@ -85,12 +123,14 @@ class Registration:
         for key in keys:
             if key in self._left:
                 held[key] = msgspec.structs.replace(self._left[key], kv_blocks=0, seqs=0)
-        fields = {name: getattr(self._hello, name) for name in Hello.__struct_fields__}
-        return Hello(**(fields | {"held": tuple(held.values())}))
+        hand_over_ms = self._service.hand_over_ms(clock.now())
+        return msgspec.structs.replace(self._hello, held=tuple(held.values()), hand_over_ms=hand_over_ms)
 
     def _up(self, peer: Peer, welcome: Welcome) -> None:
         self._peer = peer
         self._waiting.end()
+        if self._service.leaving:
+            peer.send(self._service.draining(clock.now()))
         unsaid, self._unsaid = self._unsaid, []
         self._left.clear()
         for message in unsaid:
@@ -106,7 +146,9 @@ class Registration:
             self._log.info("coordinator left", reason=reason)
         else:
             self._log.warning("coordinator lost", reason=reason)
+        self._service.link_lost()
         self._on_lost(reason)
+        self.look()
 
 
 def worker_hello(

@@ -106,10 +106,7 @@ class CoordinatorSettings(CommonSettings):
         " restart and for crossdock usage. Empty: no record, and budgets begin anew at each start.",
     )
     usage_keep_days: int = Field(
-        400,
-        ge=0,
-        le=36_500,
-        description="Days after which a request's row is deleted from --usage-db; 0: never.",
+        400, ge=0, le=36_500, description="Days after which a request's row is deleted from --usage-db; 0: never."
     )
     attempts_max: int = Field(
         8, ge=1, le=1_000, description="Attempts at one request, the first included, before it fails for good."
@@ -147,6 +144,14 @@ class _ClientSettings(CommonSettings):
         "",
         description="Address others are told to reach this process at, like 10.0.0.5 or tcp://10.0.0.5:7070; without a port,"
         " the bound one. Empty: the bound address. Needed where it binds all interfaces, or is reached through another.",
+    )
+
+    drain_timeout_s: float = Field(
+        20.0,
+        ge=0,
+        le=86_400,
+        description="Seconds that running streams have to end by themselves after SIGTERM or Ctrl-C; a second one ends at once."
+        " What a worker runs longer goes on elsewhere, in up to 5 s more; a gateway's fails.",
     )
 
     @property
@@ -281,10 +286,7 @@ class WorkerSettings(_ClientSettings):
         description="Cores of the thread that computes, like 1 or 0-2,5; the other threads use the rest. Empty: not pinned.",
     )
     nice: int = Field(
-        0,
-        ge=-20,
-        le=19,
-        description="Scheduling niceness; a prefill worker sharing cores with others should be at 5 or more.",
+        0, ge=-20, le=19, description="Scheduling niceness; a prefill worker sharing cores should be at 5 or more."
     )
 
     @property

@@ -1,6 +1,5 @@
 """What both worker processes do around their worker: load on the engine thread, run until told to stop."""
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from proto.errors import BadOption, CrossdockError
 from proto.messages import Role
 from proto.status import KvHeld
 from runtime import log, machine
-from runtime.driver import run_process, unless_stopped
+from runtime.driver import Stop, run_process, unless_stopped
 from runtime.exits import ConfigError
 from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkSettings
@@ -22,7 +21,7 @@ EngineT = TypeVar("EngineT")
 
 
 class RunsUntilStopped(Protocol):
-    async def run(self, stop: asyncio.Event) -> None: ...
+    async def run(self, stop: Stop) -> None: ...
 
 
 @contextlib.contextmanager
@@ -47,7 +46,7 @@ def run_worker(
     bound = {"--kv-bind": settings.kv_bind} if settings.role == "decode" else {}
     links = LinkSettings(heartbeat_ms=settings.heartbeat_ms, keys=keys_for(settings, Role(settings.role), bound))
 
-    async def main(stop: asyncio.Event) -> int:
+    async def main(stop: Stop) -> int:
         name = settings.name or f"{settings.role}-{os.getpid()}"
         logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
         logger.info("loading", model=settings.model)

@@ -176,6 +176,7 @@ async def served(site: Site):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         site.gateway.backend.drain()
+        site.gateway.backend.shut_down()
         server.should_exit = True
         await task
         site.gateway.threads.shutdown()

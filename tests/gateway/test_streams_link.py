@@ -8,6 +8,7 @@ from gateway.stream_types import (
     FailKind,
     LinkDown,
     LinkUp,
+    Shutdown,
     Tick,
     WorkerDown,
 )
@@ -193,13 +194,15 @@ def test_idle_streams_fail_before_and_between_tokens() -> None:
     assert bench.now == 320
 
 
-def test_drain_ends_everything() -> None:
+def test_a_gateway_that_is_to_stop_takes_nothing_new_and_lets_run_what_runs() -> None:
     bench = Bench()
     bench.open("a")
     bench.tokens(0, 5, name="a")
     bench.open("b")
-    assert failures(bench.do(Drain())) == [FailKind.SHUTTING_DOWN] * 2
+    assert bench.do(Drain()) == []
     assert failures(bench.open("c")) == [FailKind.SHUTTING_DOWN]
+    bench.tokens(1, 6, name="a", finish=FinishReason.STOP)
+    assert failures(bench.do(Shutdown())) == [FailKind.SHUTTING_DOWN], "the one that had not ended by itself"
 
 
 def test_timers_of_streams_that_ended_are_forgotten() -> None:

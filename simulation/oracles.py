@@ -2,6 +2,7 @@
 
 exactly once      each stream's tokens are the known function's, in order, none lost, repeated or changed
 one outcome       each request ends once, for its client and for the coordinator
+draining          no attempt or time is lost by one, nothing is placed on who drains, and it ends as soon as it can
 no stale act      tokens of an older attempt change nothing
 bounded retries   no more attempts than allowed, none sooner than the backoff
 blocks, bills     see `audit`
@@ -16,7 +17,7 @@ from coordinator.core import Core
 from coordinator.events import Moved
 from coordinator.lifecycle import State
 from gateway.stream_types import Action, Deliver, Ended, FailKind, Finish, LinkDown
-from proto.errors import FinishReason, Reject
+from proto.errors import FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens, WorkFailed
 from simulation.plan import LIMITED, Asked
 from simulation.toy import Answer, expected
@@ -46,6 +47,8 @@ class Expectation:
     """What became of it: `well`, a kind of failure, `left`, `gateway lost`."""
     attempts: int = 0
     left_at: float = 1e9
+    drains: int = 0
+    """Attempts that a drain cut short."""
     losses: int = 0
     """Of its gateway's link: what was on its way then is sent again under another number."""
 
@@ -61,7 +64,8 @@ class Oracles:
     delivered_tokens: int = 0
     _sent: set[tuple[str, int, int, int]] = field(default_factory=set)
     _ends: set[tuple[int, str, int]] = field(default_factory=set)
-    _backoff: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _backoff: dict[str, tuple[int, float, bool]] = field(default_factory=dict)
+    """Attempt that ended, when, and whether a drain cut it short."""
 
     # --- clients --------------------------------------------------------------------------------------------------------
 
@@ -144,20 +148,28 @@ class Oracles:
             return
         submission = gateway.keeper.submissions.get(event.request_id)
         if submission is not None and submission.attempt == event.attempt and submission.sent:
-            self._backoff[event.request_id] = event.attempt, gateway.now()
+            drained = event.reason is Interrupt.DRAINED
+            self.streams[stream_of(event.request_id)].drains += drained
+            self._backoff[event.request_id] = event.attempt, gateway.now(), drained
 
     def submitted(self, submit: Submit, gateway: "GatewayProcess") -> None:
         stream = self.streams[stream_of(submit.request_id)]
         limits = self.cluster.plan.stream_limits
-        stream.attempts = max(stream.attempts, submit.attempt)
-        if submit.attempt > limits.attempts_max + stream.losses:
+        tries = submit.attempt - submit.drained_attempts
+        stream.attempts = max(stream.attempts, tries)
+        if tries > limits.attempts_max + stream.losses or submit.drained_attempts > stream.drains:
             raise Violation("bounded retries", f"attempt {submit.attempt}", stream.asked.stream_id)
-        attempt, since = self._backoff.pop(submit.request_id, (0, 0.0))
+        attempt, since, drained = self._backoff.pop(submit.request_id, (0, 0.0, False))
         if attempt and submit.attempt == attempt + 1:
-            least_s = 0.499 * min(limits.resume_delay_s * 2 ** (attempt - 1), limits.resume_delay_s_max)
-            if gateway.now() - since < least_s:
-                why = f"attempt {submit.attempt} {gateway.now() - since:.3f} s after the last one's end"
-                raise Violation("bounded retries", why, stream.asked.stream_id)
+            least_s = (
+                0.0 if drained else 0.499 * min(limits.resume_delay_s * 2 ** (tries - 2), limits.resume_delay_s_max)
+            )
+            waited_s = gateway.now() - since
+            if waited_s < least_s or (drained and waited_s > 0.0):
+                why = f"attempt {submit.attempt} {waited_s:.3f} s after the last one's end"
+                raise Violation("draining" if drained else "bounded retries", why, stream.asked.stream_id)
+        if self.cluster.plan.only_drains and tries > 1 + stream.losses:
+            raise Violation("draining", f"attempt {submit.attempt} is no resume of a drain's", stream.asked.stream_id)
 
     # --- workers --------------------------------------------------------------------------------------------------------
 
@@ -171,6 +183,10 @@ class Oracles:
         """What was placed has room: the coordinator never counts a block as free that its worker has not."""
         if any(words in message.message for words in _NO_ROOM) and self.cluster.plan.hostility is None:
             raise Violation("reservation before work", message.message, stream_of(message.request_id))
+
+    def goes(self, worker: str, why: str) -> None:
+        if self.cluster.plan.only_drains and why != "it is drained":
+            raise Violation("draining", f"{worker} goes before it is drained: {why}")
 
     def emitted(self, worker: str, message: Tokens) -> None:
         for item in message.items:
@@ -212,7 +228,7 @@ class Oracles:
         for model, queue in core.queues.items():
             if queue.fair.size and not any(w.steps or w.holdings for w in core.workers.values()):
                 pool = core.pools[model]
-                if pool.servable():
+                if pool.takes_work():
                     waiting = next((r for r in core.requests.values() if r.entry is not None), None)
                     why = f"{queue.fair.size} wait while every worker lies idle"
                     raise Violation("work conserving", why, stream_of(waiting.id) if waiting else "")

@@ -20,6 +20,7 @@ from proto.kv import Commit, FirstToken
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Capacity, Hello, Message, Reserve, Role, TokenItem, Tokens
 from proto.messages import Peer as Destination
+from runtime.service import GO_AFTER_S
 from simulation.links import Link, Outbound, Registration, Server
 from simulation.pairs import PoolProcess
 from simulation.receiver import Receiver
@@ -67,6 +68,18 @@ class WorkerProcess(PoolProcess):
     def start(self) -> None:
         self.registration.client.start()
 
+    def drain(self, grace_s: float) -> None:
+        """As on SIGTERM."""
+        self.registration.leave(grace_s)
+        self.after(grace_s + GO_AFTER_S, self._go, "its time is up")
+
+    def may_go(self) -> None:
+        self.after(0.0, self._go, "it is drained")
+
+    def _go(self, why: str) -> None:
+        self.log("goes", why)
+        self.cluster.worker_goes(self, why)
+
     def step_s(self, least: float, most: float) -> float:
         return self.world.random.uniform(least, most) * self.slow
 
@@ -100,8 +113,10 @@ class PrefillProcess(WorkerProcess):
             held=self.core.table.held,
             on_message=self._order,
             on_lost=self.core.coordinator_lost,
+            is_idle=lambda: self.gateways.idle,
+            on_may_go=self.may_go,
         )
-        self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost)
+        self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost, self.registration.look)
         self.receivers = Outbound(self, self.hello, self._kv_message, self._receiver_lost)
         self.sender = self.transfers = Sender(self, self.toy, self._send_kv, self._kv_result)
         self._computing = False
@@ -188,8 +203,10 @@ class DecodeProcess(WorkerProcess):
             held=table.held,
             on_message=lambda _, message, __: self.core.order(message),
             on_lost=self.core.coordinator_lost,
+            is_idle=lambda: self.gateways.idle,
+            on_may_go=self.may_go,
         )
-        self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost)
+        self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost, self.registration.look)
         self.senders: Senders[Link] = Senders()
         self.server = Server(
             self,

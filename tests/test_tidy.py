@@ -58,6 +58,7 @@ PURE = (
     "prefill_worker/prompts.py",
     "runtime/ports.py",
     "runtime/silence.py",
+    "runtime/service.py",
     "launcher/plan.py",
     "launcher/restart.py",
 )

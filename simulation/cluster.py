@@ -116,16 +116,17 @@ class Cluster(World):
             process.call(process.drain, fault.grace_s)
 
     def _undo_drain(self, name: str) -> None:
-        """A person tries again until it is done, or the worker another."""
-        process = self.processes[name]
-        assert isinstance(process, PrefillProcess | DecodeProcess)
-        if process.registration.service.hand_over_ms(0.0) is None or name in self._leaving:
+        """A person tries again until it is done."""
+        worker = self.processes[name]
+        assert isinstance(worker, PrefillProcess | DecodeProcess)
+        known, drained = self.coordinator.core.workers.get(worker.epoch), worker.registration.service.hand_over_ms(0.0)
+        if name in self._leaving or (known is not None and not known.draining and drained is None):
             return
         self.coordinator.ask(DrainRequest(name, True, 0.0))
         self.after(0.5, self._undo_drain, name)
 
     def worker_goes(self, worker: PrefillProcess | DecodeProcess, why: str) -> None:
-        self.oracles.goes(worker.name, why)
+        self.oracles.goes(worker, why)
         self._end(worker, self._leaving.pop(worker.name))
 
     def _end(self, process: Process, for_s: float) -> None:

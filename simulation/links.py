@@ -327,7 +327,7 @@ class Registration:
         is_idle: Callable[[], bool],
         on_may_go: Callable[[], None],
     ) -> None:
-        self._process, self._hello, self._held, self._on_lost = process, hello, held, on_lost
+        self._process, self._hello, self.held, self._on_lost = process, hello, held, on_lost
         self._on_message, self._is_idle, self._on_may_go = on_message, is_idle, on_may_go
         self.service = Service()
         self._link: Link | None = None
@@ -355,7 +355,7 @@ class Registration:
 
     def look(self) -> None:
         service = self.service
-        if service.leaving and service.may_go(up=self.up, empty=not self._held() and self._is_idle()):
+        if service.leaving and service.may_go(up=self.up, empty=not self.held() and self._is_idle()):
             self._on_may_go()
 
     def _message(self, link: Link, message: Message, blob: bytes) -> None:
@@ -375,7 +375,7 @@ class Registration:
     def _hello_now(self) -> Hello:
         self._unsaid.clear()
         hand_over_ms = self.service.hand_over_ms(self._process.now())
-        return msgspec.structs.replace(self._hello, held=self._held(), hand_over_ms=hand_over_ms)
+        return msgspec.structs.replace(self._hello, held=self.held(), hand_over_ms=hand_over_ms)
 
     def _up(self, link: Link) -> None:
         self._link = link

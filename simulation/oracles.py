@@ -26,11 +26,13 @@ from simulation.world import Violation
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
     from simulation.gateway_process import GatewayProcess
+    from simulation.worker_processes import WorkerProcess
 
 _PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED})
 """Why a new request may be turned away in a small cluster with short queues, whatever its tenant."""
 LEFT_S = 0.1
 """Until nothing more is computed for a client that left, where nothing is disturbed."""
+DRAINED = "it is drained"
 _NO_ROOM = ("no free KV block", "KV blocks wanted")
 
 
@@ -184,9 +186,12 @@ class Oracles:
         if any(words in message.message for words in _NO_ROOM) and self.cluster.plan.hostility is None:
             raise Violation("reservation before work", message.message, stream_of(message.request_id))
 
-    def goes(self, worker: str, why: str) -> None:
-        if self.cluster.plan.only_drains and why != "it is drained":
-            raise Violation("draining", f"{worker} goes before it is drained: {why}")
+    def goes(self, worker: "WorkerProcess", why: str) -> None:
+        held = worker.registration.held()
+        if why == DRAINED and held:
+            raise Violation("draining", f"{worker.name} goes with {held}", stream_of(held[0].request_id))
+        if why != DRAINED and self.cluster.plan.only_drains:
+            raise Violation("draining", f"{worker.name} goes before it is drained: {why}")
 
     def emitted(self, worker: str, message: Tokens) -> None:
         for item in message.items:

@@ -204,7 +204,8 @@ def _drains(plan: Plan, random: Random) -> list[Fault]:
         who = random.choice([*plan.workers, "coordinator"] if how == "to end" else plan.workers)
         grace_s = random.choice((0.0, 0.0, random.uniform(0.0, 0.3), random.uniform(0.3, 2.0)))
         for_s = random.uniform(0.05, 1.0)
-        drains.append(Fault(random.uniform(0.05, plan.fault_s), "drain", who, for_s=for_s, how=how, grace_s=grace_s))
+        at_s = random.choice(plan.asked).at_s + random.uniform(0.0, 0.3)  # while something runs
+        drains.append(Fault(at_s, "drain", who, for_s=for_s, how=how, grace_s=grace_s))
     return drains
 
 

@@ -22,6 +22,7 @@ from proto.messages import Capacity, Hello, Message, Reserve, Role, TokenItem, T
 from proto.messages import Peer as Destination
 from runtime.service import GO_AFTER_S
 from simulation.links import Link, Outbound, Registration, Server
+from simulation.oracles import DRAINED
 from simulation.pairs import PoolProcess
 from simulation.receiver import Receiver
 from simulation.sender import Sender
@@ -74,7 +75,7 @@ class WorkerProcess(PoolProcess):
         self.after(grace_s + GO_AFTER_S, self._go, "its time is up")
 
     def may_go(self) -> None:
-        self.after(0.0, self._go, "it is drained")
+        self.after(0.0, self._go, DRAINED)
 
     def _go(self, why: str) -> None:
         self.log("goes", why)

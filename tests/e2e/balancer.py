@@ -77,8 +77,7 @@ class Balancer:
                         ends += [choice["finish_reason"]] if choice["finish_reason"] else []
                         text[choice["index"]] += 1
         except httpx.TransportError as error:
-            assert not begun, f"cut off after {text}: {error!r}"
-            raise Turned from error
+            raise (AssertionError(f"cut off after {text}: {error!r}") if begun else Turned) from error
         return {index: ("".join(texts), tuple(ids), ",".join(ends)) for index, (texts, ids, ends) in parts.items()}
 
 

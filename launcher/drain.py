@@ -11,17 +11,19 @@ from rich.progress import Progress
 from launcher.status import WHICH_COORDINATOR, NoAnswer, ask, converse, coordinator_of
 from proto.drain import DrainAnswer, DrainRequest
 from proto.errors import PeerRefused
+from proto.messages import Role
 from proto.status import WorkerStatus
 from runtime import clock
 from runtime.addresses import AddressOrEmpty
-from runtime.settings import Options
+from runtime.keys import Keys, keys_for
+from runtime.setting_types import KeyOptions
 
 _LOOK_EVERY_S = 0.25
 _PATIENCE_S = 10.0
 """Beyond the hand-over, and for a coordinator that is being started again meanwhile."""
 
 
-class DrainSettings(Options):
+class DrainSettings(KeyOptions):
     """Place nothing new on a worker. What runs there goes on, and what still does after a while goes on elsewhere.
 
     The worker stays up until it is ended or put back with --undo. Ending it with SIGTERM drains it too.
@@ -47,14 +49,16 @@ class DrainSettings(Options):
 
 
 def run(settings: DrainSettings) -> int:
-    """Raises `NoAnswer`, `SeveralClusters` or `PeerRefused`. Status 1: something is still there after all the time."""
+    """Raises `NoAnswer`, `SeveralClusters`, `PeerRefused` or `ConfigError`. Status 1: something is still there after all the
+    time."""
+    keys = keys_for(settings, Role.OBSERVER)
     with coordinator_of(settings.coordinator) as coordinator:
-        return uvloop.run(_drain(settings, coordinator))
+        return uvloop.run(_drain(settings, coordinator, keys))
 
 
-async def _drain(settings: DrainSettings, coordinator: str) -> int:
+async def _drain(settings: DrainSettings, coordinator: str, keys: Keys | None) -> int:
     request = DrainRequest(settings.worker, settings.undo, 1000 * settings.drain_timeout_s)
-    answer = await converse(coordinator, request, DrainAnswer, settings.timeout_ms)
+    answer = await converse(coordinator, request, DrainAnswer, settings.timeout_ms, keys)
     if answer.refusal:
         raise PeerRefused(answer.refusal)
     (worker,) = (worker for worker in answer.workers if worker.name == settings.worker)
@@ -65,11 +69,11 @@ async def _drain(settings: DrainSettings, coordinator: str) -> int:
             f"{worker.name} gets nothing new; {_left(worker.requests)} there, for {settings.drain_timeout_s:g} s at most"
         )
     else:
-        return await _wait(settings, coordinator, worker)
+        return await _wait(settings, coordinator, worker, keys)
     return 0
 
 
-async def _wait(settings: DrainSettings, coordinator: str, worker: WorkerStatus) -> int:
+async def _wait(settings: DrainSettings, coordinator: str, worker: WorkerStatus, keys: Keys | None) -> int:
     """Until it holds nothing, or is gone. The coordinator is asked again and again, as it may be another one by then."""
     until = clock.now() + settings.drain_timeout_s + _PATIENCE_S
     at_first, left = worker.requests, worker.requests
@@ -78,7 +82,7 @@ async def _wait(settings: DrainSettings, coordinator: str, worker: WorkerStatus)
         while left and clock.now() < until:
             await asyncio.sleep(_LOOK_EVERY_S)
             try:
-                report = await ask(coordinator, settings.timeout_ms)
+                report = await ask(coordinator, settings.timeout_ms, keys)
             except NoAnswer:
                 continue
             left = sum(

@@ -74,8 +74,6 @@ class Core(State):
     def handle(self, event: Event, now: float) -> list[Action]:
         self.out, self.now = [], now
         intake.expire(self, now)
-        if self.draining:
-            draining.hand_over(self, now)
         match event:
             case Received():
                 self._received(event, now)
@@ -87,6 +85,8 @@ class Core(State):
                 tenancy.configure(self, tenants, utc_offset_s, past, now)
             case Tick():
                 pass
+        if self.draining:
+            draining.hand_over(self, now)
         schedule(self, now)
         if self.draining:
             draining.dismiss(self)

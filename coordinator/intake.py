@@ -62,7 +62,7 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         request.paid_tokens = submit.prompt_tokens  # its prompt was computed, and those tokens were emitted
     queue = state.queues[submit.model]
     request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
-    queue.push(request, now)
+    queue.push(request, now, not state.draining or state.can_run(request))
     state.pools[submit.model].full.clear()
     state.send(epoch, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))

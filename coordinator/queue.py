@@ -64,12 +64,14 @@ class WaitQueue:
 
     # --- in and out -----------------------------------------------------------------------------------------------------
 
-    def push(self, request: Request, now: float) -> None:
+    def push(self, request: Request, now: float, can_run: bool = True) -> None:
+        """`can_run`: as in `sort_out`."""
         assert not request.waits and request.entry is None
         request.waits = True
         self._waiting += 1
         self.backlog.add(request, now)
-        self._enter(request)
+        if can_run:
+            self._enter(request)
         self._set_deadline(request)
         self._came.append(request)
         self._came_at.append(request.since)

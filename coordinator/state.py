@@ -159,9 +159,12 @@ class State:
 
     def sort_out(self, model: str) -> None:
         """Workers have come or gone, or take work or none: which requests can have a turn."""
-        pool = self.pools[model]
-        waits_alike = not pool.takes_work()  # for whatever comes back
-        self.queues[model].sort_out(lambda request: waits_alike or pool.could_place(request.submit))
+        self.queues[model].sort_out(self.can_run)
+
+    def can_run(self, request: Request) -> bool:
+        """Whether some worker that takes work could hold it; where there is none, all wait alike, for whatever comes back."""
+        pool = self.pools[request.submit.model]
+        return not pool.takes_work() or pool.could_place(request.submit)
 
     def send(self, epoch: int, message: Message, blob: bytes = b"") -> None:
         if epoch in self.peers:

@@ -59,7 +59,7 @@ class PrefillWorker:
             is_idle=lambda: self.gateways.idle,
             links=links,
         )
-        self.gateways = Outbound(
+        self.gateways: Outbound = Outbound(
             hello=hello,
             to=Role.GATEWAY,
             on_message=_unexpected,

@@ -50,6 +50,7 @@ class WorkerProcess(PoolProcess):
 
     role: Role
     registration: Registration
+    gateways: Gateways
 
     def __init__(self, cluster: "Cluster", name: str) -> None:
         super().__init__(cluster, name)
@@ -78,6 +79,7 @@ class WorkerProcess(PoolProcess):
         self.after(0.0, self._go, DRAINED)
 
     def _go(self, why: str) -> None:
+        assert isinstance(self, PrefillProcess | DecodeProcess)
         self.log("goes", why)
         self.cluster.worker_goes(self, why)
 

@@ -186,7 +186,7 @@ class WaitQueue:
             length = length_of(request)
             if length == 0:
                 return None
-            unpaid = request.unpaid_tokens(request.attempt, request.dispatched_tokens, length)
+            unpaid = request.unpaid_tokens(request.dispatched_tokens, length)
             cost = prices.chunk(unpaid) if unpaid else 0.0
             if request.dispatched_tokens + length < request.submit.prompt_tokens:
                 return cost, False
@@ -224,7 +224,7 @@ class WaitQueue:
 
     def skipped(self, request: Request, chunk: Chunk) -> None:
         """A chunk was not computed: what was charged for it comes back."""
-        unpaid = request.unpaid_tokens(chunk.attempt, chunk.start, chunk.length)
+        unpaid = request.unpaid_tokens(chunk.start, chunk.length)
         if unpaid:
             self.fair.adjust(request.path, -self._limits.prices.chunk(unpaid))
 

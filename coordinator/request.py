@@ -88,10 +88,8 @@ class Request(msgspec.Struct, eq=False):
     def key(self) -> tuple[str, int]:
         return (self.id, self.submit.attempt)
 
-    def unpaid_tokens(self, attempt: int, start: int, length: int) -> int:
-        """Of a chunk of this attempt or an earlier one, those that its tenant is charged for."""
-        if attempt != self.attempt and self.submit.drained_attempts:
-            return 0  # what it cost counts for this attempt
+    def unpaid_tokens(self, start: int, length: int) -> int:
+        """Of a chunk, those that its tenant is charged for; or gets back, if it was skipped, be it of an earlier attempt."""
         return max(start + length - max(start, self.paid_tokens), 0)
 
     def fire(self, trigger: Trigger, now: float) -> None:

@@ -25,7 +25,7 @@ ITEM = TokenItem(
     *ID, 1, 4, (9, 10), FinishReason.STOP, (TokenLogprobs(-0.5, ((9, -0.5), (8, -1.0))), TokenLogprobs(-1.0)), 32
 )
 
-WORKER = status.WorkerStatus("decode-0", Role.DECODE, "m", "h", 1, 10, 2, 1, 0, 99, True)
+WORKER = status.WorkerStatus("decode-0", Role.DECODE, "m", "h", 1, 10, 2, 1, 0, 99, draining=True)
 SAMPLES: list[Message] = [
     messages.Hello(
         1, Role.DECODE, 5, "decode-0", "m", "f", "tcp://h:1", Capacity(10, 16, 4, 100), "host", 12, (Held(*ID, 3, 1),)

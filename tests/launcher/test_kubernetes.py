@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from runtime.options import load
-from runtime.settings import CoordinatorSettings, GatewaySettings, Options, WorkerSettings
+from runtime.setting_types import Options
+from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
 
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="of the extra `test`")

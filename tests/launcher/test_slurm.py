@@ -139,7 +139,7 @@ def test_a_whole_job_serves(tmp_path: Path) -> None:
     options.write_text("[worker]\nkv_gib = 0.25\n")
     process = play(
         tmp_path, SLURM_NTASKS="2", MODEL=str(model), PORT="18200", CONTROL_PORT="17270", OPTIONS=str(options),
-        PYTHONPATH=str(ROOT), CROSSDOCK=f"{sys.executable} -P -m launcher.cli", OMP_NUM_THREADS="1", INSECURE="1",
+        PYTHONPATH=str(ROOT), CROSSDOCK=f"{sys.executable} -P -m launcher.cli", OMP_NUM_THREADS="1",
     )  # fmt: skip
     try:
         assert process.stdout is not None

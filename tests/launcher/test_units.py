@@ -144,7 +144,7 @@ def test_installed_again_after_a_change(tmp_path: Path, capsys: pytest.CaptureFi
 
     def install(text: str, *, dry_run: bool = False) -> str:
         path.write_text(text.format(security="insecure = true"))
-        install_units.run(UnitsSettings(file=str(path), host="b", dest=str(root), dry_run=dry_run))
+        install_units.run(UnitsSettings(cluster_file=str(path), on_host="b", dest=str(root), dry_run=dry_run))
         return capsys.readouterr().out
 
     assert "ExecStart=" in install(TEXT, dry_run=True) and not root.exists()
@@ -165,4 +165,6 @@ def test_installed_again_after_a_change(tmp_path: Path, capsys: pytest.CaptureFi
 def test_units_need_a_model_that_they_can_read(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(TEXT.replace("model =", "# model =").format(security="insecure = true"))
     with pytest.raises(SettingsError, match="model: units need a folder"):
-        install_units.run(UnitsSettings(file=str(tmp_path / "c.toml"), host="b", dest=str(tmp_path / "root")))
+        install_units.run(
+            UnitsSettings(cluster_file=str(tmp_path / "c.toml"), on_host="b", dest=str(tmp_path / "root"))
+        )

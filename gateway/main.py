@@ -38,11 +38,13 @@ _CLOSE_TIMEOUT_S = 5
 class _Server(uvicorn.Server):
     """uvicorn without signal handlers of its own: the process has them. `on_listening` is called once it listens."""
 
-    on_listening: Callable[[], None]
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.on_listening()
+        self._on_listening()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -194,8 +196,7 @@ class GatewayProcess:
             timeout_keep_alive=30,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
-        server = _Server(config)
-        server.on_listening = lambda: self._is("listening")
+        server = _Server(config, lambda: self._is("listening"))
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         stopping = asyncio.get_running_loop().create_task(_wait(stop))
         host, port = listener.getsockname()[:2]

@@ -59,7 +59,10 @@ PURE = (
     "runtime/ports.py",
     "runtime/silence.py",
     "runtime/service.py",
+    "launcher/cluster_file.py",
+    "launcher/cluster_plan.py",
     "launcher/plan.py",
+    "launcher/units.py",
     "launcher/restart.py",
 )
 """Files that decide. Each pattern must match a file."""

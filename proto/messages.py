@@ -95,6 +95,8 @@ class Hello(Message, frozen=True):
     pid: Count = 0
     held: Annotated[tuple[Held, ...], Meta(max_length=1 << 16)] = ()
     """Streams that went on while the link was down; counted against the capacity until the worker lets go of them."""
+    metrics: Text = ""
+    """HOST:PORT where this process is observed; empty: nowhere."""
 
 
 class Welcome(Message, frozen=True):

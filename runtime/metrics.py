@@ -20,6 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from runtime.version import version_of
+
 Labels = tuple[str, ...]
 Kind = Literal["counter", "gauge", "histogram"]
 Values = Callable[[], Iterable[tuple[Labels, float]]]
@@ -166,8 +168,9 @@ class Page(Collector):
         """One series for each entry of a mapping that somebody else keeps."""
         self.read(kind, name, help_, (label,), lambda: [((key,), value) for key, value in values().items()])
 
-    def describe(self, *, name: str, model: str, version: str) -> None:
+    def introduce(self, *, name: str, model: str = "") -> None:
         """Who this is, to be joined with everything else by `instance`."""
+        version = version_of()
         self.read(
             "gauge",
             "crossdock_process_info",
@@ -182,9 +185,6 @@ class Page(Collector):
         for read in self._readers:
             yield read()
 
-    def describe_families(self) -> Iterator[Metric]:
-        return iter(())
-
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
@@ -197,8 +197,8 @@ class Page(Collector):
 class TenantLabels:
     """Which tenants have series of their own: those with the most service lately. All others share `OTHER`.
 
-    Once a minute those that have fallen behind give their places up, and their series end there; what `OTHER` has counted stays,
-    since a counter may not jump by what was counted elsewhere."""
+    Once a minute those that have fallen behind give their places up, and their series end there; what `OTHER` has counted
+    stays, since a counter may not jump by what was counted elsewhere."""
 
     def __init__(self, *counts: Count, most: int = TENANTS_MAX) -> None:
         """`counts`: families whose first label is the tenant."""

@@ -24,14 +24,14 @@ FRESH_S: Final = 0.25
 _HEAD_BYTES_MAX: Final = 4096
 
 
-class _Exchange(web.RequestHandler[Any]):
+class _Exchange(web.RequestHandler):
     """One connection. What is too many, or takes too long, is cut off without a word."""
 
-    def __init__(self, server: "web.Server[Any]", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(
             server,
             loop=loop,
-            access_log=None,
+            access_log=None,  # type: ignore[arg-type] # none is kept
             lingering_time=0.0,
             max_line_size=_HEAD_BYTES_MAX,
             max_field_size=_HEAD_BYTES_MAX,
@@ -63,7 +63,7 @@ class MetricsServer:
         self._page: Page | None = None
         self._not_ready: Callable[[], str | None] = lambda: "it is starting"
         self._more: dict[str, Callable[[], Any]] = {}
-        self._server: web.Server[Any] | None = None
+        self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self._made: tuple[float, bytes] = (-FRESH_S, b"")
 

@@ -9,7 +9,7 @@ import msgspec
 from proto import limits
 from proto.messages import CacheEvents, Capacity, Finished, Held, Hello, Message, Role, Welcome
 from runtime import notify
-from runtime.link import LinkClient, LinkSettings, OnMessage, Peer, is_orderly
+from runtime.link import LinkClient, LinkCounters, LinkSettings, OnMessage, Peer, is_orderly
 from runtime.log import Log
 from runtime.settings import WorkerSettings
 from runtime.waiting import WaitNotice
@@ -65,6 +65,14 @@ class Registration:
         self._waiting.end()
 
     @property
+    def counters(self) -> LinkCounters:
+        return self._client.counters
+
+    def not_ready(self) -> str | None:
+        """Why this worker gets no work, or None."""
+        return None if self.up else "the coordinator cannot be reached"
+
+    @property
     def up(self) -> bool:
         """Whether the coordinator is there."""
         return self._peer is not None
@@ -110,9 +118,16 @@ class Registration:
 
 
 def worker_hello(
-    settings: WorkerSettings, *, epoch: int, name: str, fingerprint: str, capacity: Capacity, address: str = ""
+    settings: WorkerSettings,
+    *,
+    epoch: int,
+    name: str,
+    fingerprint: str,
+    capacity: Capacity,
+    address: str = "",
+    metrics: str = "",
 ) -> Hello:
-    """A worker's Hello; `address` is where it can be reached, if it can."""
+    """A worker's Hello; `address` is where it can be reached, if it can, `metrics` where it can be observed."""
     return Hello(
         version=limits.PROTOCOL_VERSION,
         role=Role(settings.role),
@@ -124,4 +139,5 @@ def worker_hello(
         capacity=capacity,
         host=socket.gethostname(),
         pid=os.getpid(),
+        metrics=metrics,
     )

@@ -7,7 +7,7 @@ them at most, and the page is made at most every `FRESH_S` seconds, however ofte
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 from aiohttp import web
@@ -41,7 +41,7 @@ class _Exchange(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
         if len(self._server.connections) > CONNECTIONS_MAX:
             transport.abort()
             return

@@ -149,7 +149,7 @@ class Page(Collector):
         def read() -> Metric:
             metric = make(family.name, family.help, labels=labels)
             for series, (label_values, value) in enumerate(values()):
-                if series >= SERIES_MAX:
+                if series > SERIES_MAX:
                     break
                 metric.add_metric(label_values, value)
             return metric

@@ -169,6 +169,7 @@ def expire(state: State, now: float) -> None:
                 if late
                 else f"waited {state.limits.queue_wait_s_max:g} s in the queue"
             )
+            state.counters[f"rejected_{reason}"] += 1
             retry_after_s = report.retry_after_s(state, request.submit, now)
             state.send(request.gateway_epoch, Rejected(*request.key, reason, why, retry_after_s))
             state.end(request, Trigger.EXPIRE, why, now)

@@ -196,6 +196,8 @@ class Pool:
         second."""
         self.refused: list[Request] = []
         """Those that the pop in hand has found without room."""
+        self.no_room = self.cache_waits = 0
+        """Turns that passed a request over: without room for it, or for a worker that has more of it cached."""
 
     def add(self, worker: Worker) -> None:
         self._side(worker)[worker.epoch] = worker
@@ -264,6 +266,7 @@ class Pool:
 
         `served`: cost per second at which tenants are served."""
         self.refused.append(request)
+        self.no_room += 1
         if request.bypassed >= bypasses_max and self.kept_for is None and self.could_place(request.submit):
             self.kept_for, self.kept_since, self.kept_rate = request, now, served(now)
 

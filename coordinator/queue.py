@@ -199,7 +199,7 @@ class WaitQueue:
         request = found[0].item
         self._served.add(found[1], now)
         request.dispatched_tokens += length
-        self.backlog.dispatched(request.path, length, now)
+        self.backlog.dispatched(request.path, length, found[1], now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
             request.output_charged = output_cost
             request.entry = None

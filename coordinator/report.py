@@ -2,12 +2,14 @@
 
 from collections import Counter
 
+from coordinator.fairness import services
 from coordinator.state import State
 from proto.messages import Role, Submit
-from proto.status import PairStatus, StatusReport, WorkerStatus
+from proto.status import PairStatus, StatusReport, TenantStatus, WorkerStatus
 
 NO_CAPACITY_S = 5.0
 """About what a supervised worker takes to come back."""
+TENANTS_SHOWN = 16
 
 
 def retry_after_s(state: State, submit: Submit, now: float) -> float:
@@ -52,7 +54,22 @@ def status(state: State) -> StatusReport:
         finished=dict(state.outcomes),
         counters=dict(state.counters),
         kv_pairs=tuple(sorted(_pairs(state), key=lambda pair: (pair.prefill, pair.decode))),
+        tenants=_tenants(state),
+        metrics={hello.name: hello.metrics for hello in state.peers.values() if hello.metrics},
     )
+
+
+def _tenants(state: State) -> tuple[TenantStatus, ...]:
+    """Those who were served most lately, or wait."""
+    costs: dict[str, float] = {}
+    waiting: Counter[str] = Counter()
+    for queue in state.queues.values():
+        for one in services(queue, state.now):
+            costs[one.tenant] = costs.get(one.tenant, 0.0) + one.cost_per_s
+            waiting[one.tenant] += one.waiting
+    whole = sum(costs.values())
+    first = sorted(costs, key=lambda tenant: (-costs[tenant], tenant))[:TENANTS_SHOWN]
+    return tuple(TenantStatus(name, costs[name] / whole if whole else 0.0, waiting[name]) for name in first)
 
 
 def _pairs(state: State) -> list[PairStatus]:

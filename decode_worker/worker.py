@@ -7,6 +7,7 @@ from decode_worker.batch import Batch
 from decode_worker.compute import StepResult, run_step
 from decode_worker.core import DecodeCore
 from decode_worker.leases import QUARANTINE_WARN_S, leases
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import AttemptTable
 from decode_worker.senders import Senders
 from engine.blocks import BlockAllocator
@@ -24,10 +25,12 @@ from proto.kv import Commit, FirstToken
 from proto.messages import Capacity, Hello, Message, Reserve, Role, StatusRequest
 from runtime import clock
 from runtime.addresses import advertised
+from runtime.common_metrics import link_counters
 from runtime.driver import Stop, watched
 from runtime.link import LinkServer, LinkSettings
 from runtime.link import Peer as LinkPeer
 from runtime.log import Log
+from runtime.metrics_server import MetricsServer
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
@@ -44,6 +47,7 @@ class DecodeWorker:
         name: str,
         links: LinkSettings,
         memory: PoolMemory | None,
+        observed: MetricsServer,
     ) -> None:
         """`memory` is what the KV pool lies in, if other processes may map it."""
         info = engine.info
@@ -58,6 +62,7 @@ class DecodeWorker:
         self.work = asyncio.Event()
         """Set when there may be something to run."""
         self.name = name
+        self.observed = observed
         self.epoch = clock.new_epoch()
         self.links = links
         hello = self._hello("")
@@ -93,6 +98,8 @@ class DecodeWorker:
             settings=_kv_settings(settings, engine.pool.device.type),
             memory=memory,
         )
+        self.metrics = DecodeMetrics(table, self.receiver.counters)
+        self.metrics.page.introduce(name=name, model=settings.served_model_id)
         self.registration: Registration
         """Made by `run`, when the KV port's address is known."""
 
@@ -105,6 +112,7 @@ class DecodeWorker:
             fingerprint=info.fingerprint,
             capacity=Capacity(self.engine.blocks, info.block_size, self.settings.max_seqs, info.context_tokens),
             address=address,
+            metrics=self.observed.address,
         )
 
     async def run(self, stop: Stop) -> None:
@@ -119,6 +127,9 @@ class DecodeWorker:
             is_idle=lambda: self.gateways.idle,
             links=self.links,
         )
+        ends = {"kv": self.server.counters, "coordinator": self.registration.counters}
+        link_counters(self.metrics.page, ends, lambda: self.registration.up)
+        self.observed.show(self.metrics.page, self.registration.not_ready)
         await self.registration.start()
         loop = asyncio.get_running_loop()
         stepping, stopping = watched(self._run_steps()), loop.create_task(stop.wait())
@@ -237,11 +248,13 @@ class DecodeWorker:
             result = await step
         except (CrossdockError, RuntimeError, ValueError, IndexError) as error:
             self.log.exception("step failed")
+            self.metrics.step_failed()
             self.core.step_failed(str(error))
             return None
         outcome, farewells = self.core.apply(result.drawn)
         following = self._start_step()
         self.core.pass_on(outcome, farewells, clock.now())
+        self.metrics.step_done(result.step_ms, len(result.drawn), outcome)
         return following
 
 

@@ -2,10 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import GatewayMetrics, StreamTimes
 from gateway.stream_types import (
     Action,
     Admitted,
@@ -46,15 +45,6 @@ class Sender(Protocol):
     epoch: int
 
     def send(self, message: Message, blob: bytes = b"") -> bool: ...
-
-
-@dataclass
-class _Timing:
-    """For the latency metrics of one stream."""
-
-    opened_at: float
-    token_at: dict[int, float] = field(default_factory=dict)
-    """When each choice last got tokens."""
 
 
 class Subscription:
@@ -108,9 +98,10 @@ class Backend:
         self._servable: dict[str, int] = {}
         """Tokens that each hash of a prompt is to cover, for each model; 0 where that is not known."""
         self._subscriptions: dict[str, Subscription] = {}
-        self._timings: dict[str, _Timing] = {}
+        self._times: dict[str, StreamTimes] = {}
         self._draining = False
         self._empty = asyncio.Event()
+        metrics.active = lambda: len(self._subscriptions)
 
     @property
     def not_ready(self) -> str | None:
@@ -124,6 +115,10 @@ class Backend:
         return None
 
     @property
+    def coordinator_is_up(self) -> bool:
+        return self._coordinator is not None
+
+    @property
     def hash_block_size(self) -> int:
         """Tokens that each hash of a prompt is to cover; 0 while that is not known."""
         return self._servable.get(self.model, 0)
@@ -135,9 +130,7 @@ class Backend:
         now = clock.now()
         for spec in specs:
             self._subscriptions[spec.stream_id] = subscription
-            self._timings[spec.stream_id] = _Timing(now)
-            self.metrics.prompt_tokens.inc(len(spec.prompt))
-        self.metrics.active_streams.set(len(self._subscriptions))
+            self._times[spec.stream_id] = StreamTimes(self.metrics, spec.tenant, len(spec.prompt), now)
         for spec in specs:
             self._driver.post(Open(spec))
         return subscription
@@ -145,7 +138,7 @@ class Backend:
     def abandon(self, stream_ids: Sequence[str]) -> None:
         for stream_id in stream_ids:
             if stream_id in self._subscriptions:
-                self._forget(stream_id)
+                self._forget(stream_id).left()
                 self._driver.post(ClientGone(stream_id))
 
     def drain(self) -> None:
@@ -170,13 +163,11 @@ class Backend:
 
     def coordinator_up(self, peer: Sender, coordinator_epoch: int) -> None:
         self._coordinator = peer
-        self.metrics.coordinator_up.set(1)
         self._driver.post(LinkUp(coordinator_epoch))
 
     def coordinator_down(self, _peer: Sender, _reason: str) -> None:
         self._coordinator = None
         self._servable = {}
-        self.metrics.coordinator_up.set(0)
         self._driver.post(LinkDown())
 
     def coordinator_message(self, _peer: Sender, message: Message, _blob: bytes) -> None:
@@ -208,14 +199,17 @@ class Backend:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Deliver():
-                self._observe(action)
-                self._put(action.stream_id, action)
+            case Deliver(stream_id, choice):
+                times = self._times.get(stream_id)
+                if times is not None:
+                    times.delivered(choice, len(action.tokens), action.cached_tokens, clock.now())
+                self._put(stream_id, action)
             case Admitted(stream_id):
                 self._put(stream_id, action)
-            case Ended(stream_id):
+            case Ended(stream_id, failure):
                 self._put(stream_id, action)
-                self._forget(stream_id)
+                if stream_id in self._subscriptions:
+                    self._forget(stream_id).ended(failure, clock.now())
             case SendSubmit(submit, blob):
                 # What does not go out is sent again once the link is back.
                 if self._coordinator is not None:
@@ -224,7 +218,7 @@ class Backend:
                 if self._coordinator is not None:
                     self._coordinator.send(cancel)
             case Noticed(why, stream_id, detail):
-                self.metrics.noticed.labels(why.value).inc()
+                self.metrics.noticed.inc(why.value)
                 emit = _log.debug if why is Why.STALE_TOKENS else _log.info
                 emit("stream", request_id=stream_id, what=why.value, detail=detail)
 
@@ -233,21 +227,8 @@ class Backend:
         if subscription is not None:
             subscription.put(event)
 
-    def _observe(self, part: Deliver) -> None:
-        timing, now = self._timings.get(part.stream_id), clock.now()
-        self.metrics.output_tokens.inc(len(part.tokens))
-        if timing is None:
-            return
-        if not timing.token_at:
-            self.metrics.ttft.observe(now - timing.opened_at)
-        earlier = timing.token_at.get(part.choice)
-        if earlier is not None:
-            self.metrics.itl.observe(now - earlier)
-        timing.token_at[part.choice] = now
-
-    def _forget(self, stream_id: str) -> None:
-        self._subscriptions.pop(stream_id, None)
-        self._timings.pop(stream_id, None)
-        self.metrics.active_streams.set(len(self._subscriptions))
+    def _forget(self, stream_id: str) -> StreamTimes:
+        del self._subscriptions[stream_id]
         if not self._subscriptions:
             self._empty.set()
+        return self._times.pop(stream_id)

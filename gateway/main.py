@@ -23,10 +23,12 @@ from proto import limits
 from proto.messages import Hello, Role, Welcome
 from runtime import clock, log, machine, notify
 from runtime.addresses import advertised
+from runtime.common_metrics import link_counters
 from runtime.driver import Stop, cancelled, run_process, unless_stopped, watched
 from runtime.exits import ConfigError
 from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.metrics_server import MetricsServer
 from runtime.settings import GatewaySettings
 from runtime.tenants import TenantsError, open_tenants
 from runtime.tenants_file import TenantsFile
@@ -56,11 +58,13 @@ class GatewayProcess:
         self.settings = settings
         name = settings.name or f"gateway-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
-        self.metrics = GatewayMetrics()
         self.missing = {"listening", "connected"}
         """Before this process is ready for the first time."""
+        self.observed = MetricsServer(settings.metrics, settings.advertise)
         stream_limits = StreamLimits(link_wait_s=settings.queue_wait_ms / 1000, idle_s=settings.stream_idle_ms / 1000)
         model = settings.served_model_id
+        self.metrics = GatewayMetrics(model)
+        self.metrics.page.introduce(name=name, model=model)
         self.backend = Backend(model=model, limits=stream_limits, metrics=self.metrics)
         self.hello = Hello(
             limits.PROTOCOL_VERSION,
@@ -102,6 +106,7 @@ class GatewayProcess:
             self.log.error("cannot start", error=f"--port: {settings.port} on {settings.host}: {error.strerror}")
             return 1
         with listener:
+            await self.observed.start()
             try:
                 address = await self.tokens.start()
             except CannotBind as error:
@@ -114,6 +119,7 @@ class GatewayProcess:
                     await self._run(tokenizer, advertised(settings.advertise, address), listener, stop)
             finally:
                 await self.tokens.close()
+                await self.observed.close()
                 self.backend.close()
         self.log.info("stopped")
         return 0
@@ -136,9 +142,10 @@ class GatewayProcess:
             rules=Rules(self.settings.served_model_id, self.settings.default_max_tokens),
             keys=keys,
         )
-        ends = (self.tokens, coordinator)
-        self.metrics.count_protocol_errors = lambda: sum(end.counters.protocol_errors for end in ends)
-        self.metrics.count_turned_away = self.tokens.counters.turned_away
+        self.metrics.slo_of = keys.slo_of
+        ends = {"tokens": self.tokens.counters, "coordinator": coordinator.counters}
+        link_counters(self.metrics.page, ends, lambda: self.backend.coordinator_is_up)
+        self.observed.show(self.metrics.page, lambda: self.backend.not_ready)
         watching = [watched(tenants.watch(keys.replace))] if tenants else []
         try:
             await self._serve(gateway, listener, stop)
@@ -175,7 +182,7 @@ class GatewayProcess:
 
         client = LinkClient(
             address=self.settings.coordinator,
-            hello=msgspec.structs.replace(self.hello, address=address),
+            hello=msgspec.structs.replace(self.hello, address=address, metrics=self.observed.address),
             on_up=up,
             on_message=self.backend.coordinator_message,
             on_down=down,

@@ -133,7 +133,8 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
     workers = [{name: getattr(worker, name) for name in worker.__struct_fields__} for worker in report.workers]
     pairs = [{name: getattr(pair, name) for name in pair.__struct_fields__} for pair in report.kv_pairs]
-    return fields | {"workers": workers, "kv_pairs": pairs}
+    tenants = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.tenants]
+    return fields | {"workers": workers, "kv_pairs": pairs, "tenants": tenants}
 
 
 def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
@@ -148,8 +149,35 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
         console.print(f"KV {escape(pair.prefill)} → {escape(pair.decode)}: {pair.transport}{why}", highlight=False)
     console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
     console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
+    _show_essence(report, console)
     if report.counters:
         console.print(f"Counters: {_counts(report.counters)}")
+    if report.metrics:
+        where = ", ".join(f"{escape(name)} {escape(address)}" for name, address in sorted(report.metrics.items()))
+        console.print(f"Metrics: {where}", highlight=False)
+
+
+def _show_essence(report: StatusReport, console: Console) -> None:
+    """How fast, and for whom."""
+    lately = report.lately
+    if lately:
+        times = [
+            f"{label} {_seconds(lately[f'{name}_p50_ms'])}, p99 {_seconds(lately[f'{name}_p99_ms'])}"
+            for name, label in (("queue", "queue"), ("ttft", "TTFT"), ("tpot", "TPOT"))
+            if f"{name}_p50_ms" in lately
+        ]
+        console.print(f"Last {lately['requests']:.0f} requests, p50: {'; '.join(times)}", highlight=False)
+    shares = [
+        f"{escape(one.name)} {one.share:.0%}" + (f" ({one.waiting} waiting)" if one.waiting else "")
+        for one in report.tenants
+        if one.waiting or one.share >= 0.005
+    ]
+    if shares:
+        console.print(f"Service of the last 10 s: {', '.join(shares)}", highlight=False)
+
+
+def _seconds(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:.2f} s" if milliseconds >= 1000 else f"{milliseconds:.0f} ms"
 
 
 def _title(report: StatusReport) -> str:

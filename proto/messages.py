@@ -99,6 +99,8 @@ class Hello(Message, frozen=True):
     """Streams that went on while the link was down; counted against the capacity until the worker lets go of them."""
     hand_over_ms: HandOverMs = None
     """As in `drain.Draining`."""
+    metrics: Text = ""
+    """HOST:PORT where this process is observed; empty: nowhere."""
 
 
 class Welcome(Message, frozen=True):

@@ -59,6 +59,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     draining: bool = False
 
 
+class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
+    name: Text
+    share: Annotated[float, Meta(ge=0.0, le=1.0)]
+    """Of the cost of what was dispatched in about the last ten seconds."""
+    waiting: Count
+    """Requests."""
+
+
 class StatusReport(Message, frozen=True):
     workers: tuple[WorkerStatus, ...]
     gateways: tuple[Text, ...]
@@ -69,3 +77,9 @@ class StatusReport(Message, frozen=True):
     """Requests ended since start, by outcome."""
     counters: dict[Text, Annotated[int, Meta(ge=0)]]  # bytes moved are soon more than a Count
     kv_pairs: tuple[PairStatus, ...] = ()
+    tenants: tuple[TenantStatus, ...] = ()
+    """With the largest shares, largest first."""
+    metrics: dict[Text, Text] = {}  # noqa: RUF012 (msgspec copies it)
+    """Name of a process → HOST:PORT of its metrics."""
+    lately: dict[Text, float] = {}  # noqa: RUF012
+    """Times of the last requests, in ms, and how many they are."""

@@ -12,7 +12,7 @@ from proto.drain import Drained, Draining
 from proto.messages import CacheEvents, Capacity, Finished, Held, Hello, Message, Role, Welcome
 from runtime import clock, notify
 from runtime.driver import Stop
-from runtime.link import LinkClient, LinkSettings, OnMessage, Peer, is_orderly
+from runtime.link import LinkClient, LinkCounters, LinkSettings, OnMessage, Peer, is_orderly
 from runtime.log import Log
 from runtime.service import GO_AFTER_S, Service
 from runtime.settings import WorkerSettings
@@ -73,6 +73,14 @@ class Registration:
     async def close(self) -> None:
         await self._client.close()
         self._waiting.end()
+
+    @property
+    def counters(self) -> LinkCounters:
+        return self._client.counters
+
+    def not_ready(self) -> str | None:
+        """Why this worker gets no work, or None."""
+        return None if self.up else "the coordinator cannot be reached"
 
     @property
     def up(self) -> bool:
@@ -152,9 +160,16 @@ class Registration:
 
 
 def worker_hello(
-    settings: WorkerSettings, *, epoch: int, name: str, fingerprint: str, capacity: Capacity, address: str = ""
+    settings: WorkerSettings,
+    *,
+    epoch: int,
+    name: str,
+    fingerprint: str,
+    capacity: Capacity,
+    address: str = "",
+    metrics: str = "",
 ) -> Hello:
-    """A worker's Hello; `address` is where it can be reached, if it can."""
+    """A worker's Hello; `address` is where it can be reached, if it can, `metrics` where it can be observed."""
     return Hello(
         version=limits.PROTOCOL_VERSION,
         role=Role(settings.role),
@@ -166,4 +181,5 @@ def worker_hello(
         capacity=capacity,
         host=socket.gethostname(),
         pid=os.getpid(),
+        metrics=metrics,
     )

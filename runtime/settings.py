@@ -16,7 +16,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from runtime.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, host_of
+from runtime.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
 from runtime.cores import parse_cores
 from runtime.setting_types import CommaList, Cores, Device, Dtype, Options, Port, SecurityOptions, model_id_of
 
@@ -40,6 +40,11 @@ class CommonSettings(SecurityOptions):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="Form of log lines; auto: console on a terminal, JSON elsewhere."
+    )
+    metrics: MetricsAddress = Field(
+        "127.0.0.1:0",
+        description="Address and port, or port on loopback, of this process's /metrics, /health and /ready; port 0: any free"
+        " one, which crossdock status shows; off: none. Whoever reaches it can read it.",
     )
 
 
@@ -346,4 +351,9 @@ class ServeSettings(Options):
         180.0, gt=0.0, le=86_400.0, description="Seconds the cluster may take to be ready, once the model is on disk."
     )
     journal: str = Field("", description="File to record decisions in, for crossdock explain and replay; empty: none.")
+    metrics: MetricsAddress = Field(
+        "127.0.0.1:0",
+        description="Where the coordinator's metrics are; the gateway's are on the next port, and so on, in the order of"
+        " crossdock status. Port 0: free ones; off: none.",
+    )
     verbose: bool = Field(False, description="Show every log line of every process, not only warnings and errors.")

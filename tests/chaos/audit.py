@@ -45,7 +45,7 @@ async def rest(cluster: Cluster) -> Rest:
         for member in cluster.members:
             seen = of_process(member.pid)
             if member.role == "gateway":
-                seen |= await _of_gateway(member.base_url)
+                seen |= await _of_gateway((await cluster.watcher.next_report()).metrics[member.name])
             earlier = found.counts.get(member.slot, seen)
             found.roles[member.slot] = member.role
             found.counts[member.slot] = {what: min(earlier[what], seen[what]) for what in seen}
@@ -62,8 +62,8 @@ def of_process(pid: int) -> dict[str, int]:
     return {"fds": descriptors, "threads": psutil.Process(pid).num_threads(), "memory_maps": len(shared)}
 
 
-async def _of_gateway(base_url: str) -> dict[str, int]:
-    async with aiohttp.ClientSession() as session, session.get(f"{base_url}/metrics") as response:
+async def _of_gateway(address: str) -> dict[str, int]:
+    async with aiohttp.ClientSession() as session, session.get(f"http://{address}/metrics") as response:
         text = await response.text()
     values = dict(re.findall(r"^crossdock_gateway_(tasks|active_streams) ([\d.]+)$", text, re.MULTILINE))
     return {name: int(float(value)) for name, value in values.items()}

@@ -147,7 +147,7 @@ def make_site(
     *, limits: StreamLimits | None = None, api_keys: tuple[str, ...] = (), tenants: str = "", connected: bool = True
 ) -> Site:
     """An application on a fake cluster; to be made on a running event loop."""
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics(MODEL)
     backend = Backend(model=MODEL, limits=limits or StreamLimits(resume_delay_s=0.001), metrics=metrics)
     tok = tokenizer()
     ids = [*tok.encode(ANSWER, add_special_tokens=False), tiny_models.EOS]

@@ -113,10 +113,11 @@ def test_health_ready_models_metrics() -> None:
             assert (await client.get(f"/v1/models/{MODEL}")).json() == entry
         await completion(site)
         async with site.client() as client:
-            text = (await client.get("/metrics")).text
+            assert (await client.get("/metrics")).status_code == 404, "they have a port of their own"
+        text = site.gateway.metrics.render().decode()
         assert 'crossdock_gateway_requests_total{endpoint="completions",outcome="ok"} 1.0' in text
-        assert f"crossdock_gateway_output_tokens_total {ANSWER_TOKENS}.0" in text
-        assert "crossdock_gateway_time_to_first_token_seconds_count 1.0" in text
+        assert f'crossdock_gateway_output_tokens_total{{model="{MODEL}"}} {ANSWER_TOKENS}.0' in text
+        assert f'crossdock_gateway_time_to_first_token_seconds_count{{model="{MODEL}"}} 1.0' in text
         assert "crossdock_gateway_active_streams 0.0" in text
 
     on_site(test, connected=False)

@@ -360,6 +360,9 @@ class Run:
         found["journal"] = journal.as_dict()
         for said in journal.wrong:
             self._violated(said)
-        stopped = any(fault.role == "coordinator" and fault.kind == "stop" for fault in self.result.faults)
+        core = [fault for fault in self.result.faults if fault.role == "coordinator"]
+        if journal.unknown and all(fault.alone for fault in core):
+            self._violated(f"{journal.unknown} rows of the journal are open or written off")
+        stopped = any(fault.kind == "stop" for fault in core)
         if journal.fenced and not stopped:
             self._violated(f"{journal.fenced} whole answers are cancelled by the journal")

@@ -146,6 +146,9 @@ def finished(state: State, epoch: int, event: Received, now: float) -> None:
     state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens)
     worker.tokens_forwarded = done.tokens_forwarded
     state.counters["output_tokens"] += done.output_tokens
+    if done.request_id in state.billing.orphans:
+        # It finished when nobody was here to be told, so it was in no registration.
+        state.billing.emitted(done.request_id, done.resumed_tokens, done.output_tokens)
     state.journal(state.billing.end_orphan(done.request_id, Life.FINISHED, now))
     request = state.current(done.request_id, done.attempt)
     if request is None or epoch not in (request.prefill_epoch, request.decode_epoch):

@@ -166,7 +166,9 @@ class AttemptTable(Generic[S]):
                 if attempt.farewell is None:
                     # A choice that ended with its first token, in prefill, never came here.
                     output_tokens = attempt.output_tokens + attempt.order.choices - attempt.started
-                    attempt.farewell = Finished(*attempt.key, output_tokens, self.tokens_forwarded())
+                    attempt.farewell = Finished(
+                        *attempt.key, output_tokens, self.tokens_forwarded(), attempt.order.resumed_tokens
+                    )
                 said += self._forget(attempt)
         return said
 

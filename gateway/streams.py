@@ -306,7 +306,7 @@ class StreamKeeper:
                 # The same coordinator cancelled all we had when it lost us; a new one never heard of what was queued.
                 self._cancel(submission, CancelReason.ABANDONED)
                 self._resume(submission, "the loss of the coordinator's link", now)
-            else:
+            elif submission.stall_at is None:
                 submission.stall_at = now + self.limits.stall_s
             self._schedule(submission.stream)
 
@@ -326,7 +326,8 @@ class StreamKeeper:
     def _worker_is_down(self, now: float) -> None:
         """Tokens may have died with the connection, all of them perhaps; a stream that lives on shows it with its next one."""
         for submission in self.submissions.values():
-            if submission.phase is Phase.RUNNING:
+            if submission.phase is Phase.RUNNING and submission.stall_at is None:
+                # Not put off by the next loss: one that has been silent since the first would wait for as long as any come.
                 submission.stall_at = now + self.limits.stall_s
                 self._schedule(submission.stream)
 

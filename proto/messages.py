@@ -336,6 +336,8 @@ class Finished(Message, frozen=True):
     """Summed over choices, this attempt's only."""
     tokens_forwarded: Count
     """By this process's model since it started: a decode worker's never counts a prompt."""
+    resumed_tokens: Tokens_ = 0
+    """As in its order: a coordinator that has just started does not know the attempt."""
 
 
 class Released(Message, frozen=True):

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -17,6 +18,10 @@ from runtime.log import Log
 from runtime.service import GO_AFTER_S, Service
 from runtime.settings import WorkerSettings
 from runtime.waiting import WaitNotice
+
+FINISHED_MAX = 4096
+IN_DOUBT_S = 5.0
+"""Longer than a coordinator can be silent before it is given up, and than its journal takes to write a row."""
 
 
 class Registration:
@@ -45,9 +50,10 @@ class Registration:
         self._log = log
         self._peer: Peer | None = None
         self._unsaid: list[Message] = []
-        """Said while the coordinator was away: the next Hello still counts what these let go of."""
-        self._left: dict[tuple[str, int], Held] = {}
-        """What was held when the coordinator was lost."""
+        """Said after the last Hello and before its Welcome: that Hello still counts what these let go of."""
+        self._finished: deque[tuple[float, Finished]] = deque(maxlen=FINISHED_MAX)
+        """The latest, and when they were said."""
+        self._lost_at = float("inf")
         self._client = LinkClient(
             address=settings.coordinator,
             hello=self._hello_now,
@@ -88,8 +94,11 @@ class Registration:
         return self._peer is not None
 
     def send(self, message: Message) -> None:
-        """Tell the coordinator, if it is there; if not, the next registration says what is still held, and what has finished
-        meanwhile: its answer is to be paid for as it was, not as it was estimated."""
+        """Tell the coordinator, if it is there; if not, the next registration says what is still held. What finished while it
+        was away, or so shortly before that it may not have been written down, is told again: an answer is to be charged as
+        it was, not as it was estimated."""
+        if isinstance(message, Finished):
+            self._finished.append((clock.now(), message))
         if self._peer is not None:
             self._peer.send(message)
         else:
@@ -112,7 +121,7 @@ class Registration:
         """Whether a worker that is to end may go."""
         service = self._service
         if service.leaving:
-            owed = any(isinstance(message, Finished) for message in self._unsaid)
+            owed = any(at >= self._lost_at - IN_DOUBT_S for at, _ in self._finished)
             if service.may_go(up=self.up, empty=not owed and not self._held() and self._is_idle()):
                 self._may_go.set()
 
@@ -124,15 +133,9 @@ class Registration:
             self._on_message(peer, message, blob)
 
     def _hello_now(self) -> Hello:
-        held = {(one.request_id, one.attempt): one for one in self._held()}
-        finished = [message for message in self._unsaid if isinstance(message, Finished)]
-        keys = [(message.request_id, message.attempt) for message in finished]
-        self._unsaid = [message for message, key in zip(finished, keys, strict=True) if key in self._left]
-        for key in keys:
-            if key in self._left:
-                held[key] = msgspec.structs.replace(self._left[key], kv_blocks=0, seqs=0)
+        self._unsaid.clear()
         hand_over_ms = self._service.hand_over_ms(clock.now())
-        return msgspec.structs.replace(self._hello, held=tuple(held.values()), hand_over_ms=hand_over_ms)
+        return msgspec.structs.replace(self._hello, held=self._held(), hand_over_ms=hand_over_ms)
 
     def _up(self, peer: Peer, welcome: Welcome) -> None:
         self._peer = peer
@@ -140,15 +143,16 @@ class Registration:
         if self._service.leaving:
             peer.send(self._service.draining(clock.now()))
         unsaid, self._unsaid = self._unsaid, []
-        self._left.clear()
-        for message in unsaid:
+        again = [message for at, message in self._finished if at >= self._lost_at - IN_DOUBT_S]
+        for message in [*again, *(message for message in unsaid if not isinstance(message, Finished))]:
             peer.send(message)
+        self._lost_at = float("inf")
         self._log.info("registered", coordinator_epoch=welcome.epoch)
         notify.ready("registered")
 
     def _down(self, _: Peer, reason: str) -> None:
         self._peer = None
-        self._left = {(one.request_id, one.attempt): one for one in self._held()}
+        self._lost_at = clock.now()
         self._waiting.begin()
         if is_orderly(reason):
             self._log.info("coordinator left", reason=reason)

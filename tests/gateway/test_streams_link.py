@@ -97,6 +97,18 @@ def test_a_stream_that_stays_silent_after_its_workers_connection_ended_is_resume
     assert submits(bench.wait()) == [("dead", 2, [1, 2, 3, 5], 1, 1, 0)]
 
 
+def test_one_loss_after_the_other_does_not_put_off_a_silent_stream() -> None:
+    bench = Bench()
+    bench.open()
+    bench.do(Accepted("r", 1))
+    bench.tokens(0, 5)
+    bench.do(WorkerDown())
+    bench.now += LIMITS.stall_s - 1
+    bench.do(WorkerDown())
+    bench.now += 2
+    assert cancels(bench.do(Tick())) == [("r", 1, CancelReason.ABANDONED)]
+
+
 def test_a_stream_that_may_have_lost_all_its_tokens_asks_what_became_of_it() -> None:
     """It may as well be waiting for its turn, and then a new attempt would put it at the end of the queue."""
     bench = Bench()

@@ -176,7 +176,7 @@ def _settings(
     if problems:
         raise ClusterError("\n".join(problems))
     try:
-        return cls(**(merged | decided))
+        return cls(**{**merged, **decided})
     except ValidationError as error:
         raise ClusterError(
             "\n".join(_explain(details, sources, host) for details in error.errors(include_url=False))

@@ -13,8 +13,9 @@ from proto.drain import Drained, Draining
 from proto.messages import CacheEvents, Capacity, Finished, Held, Hello, Message, Role, Welcome
 from runtime import clock, notify
 from runtime.driver import Stop
-from runtime.link import LinkClient, LinkCounters, LinkSettings, OnMessage, Peer, is_orderly
+from runtime.link import LinkClient, LinkSettings, OnMessage, Peer, is_orderly
 from runtime.log import Log
+from runtime.peer import LinkCounters
 from runtime.service import GO_AFTER_S, Service
 from runtime.settings import WorkerSettings
 from runtime.waiting import WaitNotice

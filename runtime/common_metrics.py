@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from runtime.link import LinkCounters
 from runtime.metrics import Labels, Page
+from runtime.peer import LinkCounters
 
 
 class Blocks(Protocol):

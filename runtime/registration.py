@@ -9,8 +9,9 @@ import msgspec
 from proto import limits
 from proto.messages import CacheEvents, Capacity, Finished, Held, Hello, Message, Role, Welcome
 from runtime import notify
-from runtime.link import LinkClient, LinkCounters, LinkSettings, OnMessage, Peer, is_orderly
+from runtime.link import LinkClient, LinkSettings, OnMessage, Peer, is_orderly
 from runtime.log import Log
+from runtime.peer import LinkCounters
 from runtime.settings import WorkerSettings
 from runtime.waiting import WaitNotice
 

@@ -75,10 +75,11 @@ class Parts(Served):
         process.wait(STOP_S)
 
     def stop(self) -> None:
-        """All of them, kindly first."""
+        """All of them and at once, kindly first."""
         for process in self.processes.values():
             process.send_signal(signal.SIGCONT)
             process.terminate()
+            process.send_signal(signal.SIGINT)
         for process in self.processes.values():
             try:
                 process.wait(STOP_S)

@@ -15,9 +15,9 @@ from tests.e2e.balancer import Balancer, Load
 from tests.e2e.live import READY_S
 from tests.e2e.parts import ROOT, STOP_S, Parts, parts
 
-TOKENS = 300
-STREAMS = 6
-GRACE_S = "0.4"
+TOKENS = 200
+STREAMS = 4
+GRACE_S = "0.2"
 """Less than a stream takes, so that some are handed over; several times that of a prompt."""
 TIERS: tuple[tuple[str, ...], ...] = (
     ("prefill-0", "decode-0"),

@@ -125,8 +125,8 @@ class Submission:
         return delay_s * self.jitter()
 
     def retry_s(self, retry_after_s: float, *, settling: bool) -> float:
-        """Before a rejection that passes is tried again. `settling`: a coordinator has just started, and what it misses is about
-        to come back to it."""
+        """Before a rejection that passes is tried again. `settling`: a coordinator has just started, and what it misses is
+        about to come back to it."""
         return (_RETRY_S[0] if settling else min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1])) * self.jitter()
 
     def doubt(self, until: float) -> None:

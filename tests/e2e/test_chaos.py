@@ -57,7 +57,7 @@ def test_random_kills_and_stops_change_no_token_and_leave_nothing_behind(model: 
 def test_clients_that_leave_in_every_state_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
     async def work(cluster: Cluster) -> list[str]:
         # How fast it is, the script says, on a machine of its own.
-        result = await cancels(cluster, 200, SEED, back_s=30.0)
+        result = await cancels(cluster, 120, SEED, back_s=30.0)
         assert result.states.get("decoding") and result.states.get("prefilling")
         return result.violations
 

@@ -124,9 +124,16 @@ class Submission:
         delay_s: float = min(limits.resume_delay_s * 2 ** (self.tries - 1), limits.resume_delay_s_max)
         return delay_s * self.jitter()
 
-    def retry_s(self, retry_after_s: float) -> float:
-        """Before a rejection that passes is tried again."""
-        return min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1]) * self.jitter()
+    def retry_s(self, retry_after_s: float, *, settling: bool) -> float:
+        """Before a rejection that passes is tried again. `settling`: a coordinator has just started, and what it misses is
+        about to come back to it."""
+        return (_RETRY_S[0] if settling else min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1])) * self.jitter()
+
+    def doubt(self, until: float) -> None:
+        """Taken for lost if it is silent until then. A later loss does not put that off: one that has been silent since the
+        first would wait for as long as any come."""
+        if self.stall_at is None:
+            self.stall_at = until
 
     def jitter(self) -> float:
         """0.5 to 1.5, the same for the same attempt: spread without randomness, which a pure core has none of."""

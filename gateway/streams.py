@@ -179,9 +179,7 @@ class StreamKeeper:
             # An attempt that had been accepted, and was shed since, is spent.
             submission.resuming |= submission.phase is Phase.RUNNING
             submission.phase = Phase.PENDING
-            # While a coordinator has just started, what is missing is about to come back to it.
-            settling = now < self._settled_at
-            submission.not_before = now + submission.retry_s(0.0 if settling else event.retry_after_s)
+            submission.not_before = now + submission.retry_s(event.retry_after_s, settling=now < self._settled_at)
             self._schedule(submission.stream)
             return
         self._drop(submission)
@@ -306,8 +304,8 @@ class StreamKeeper:
                 # The same coordinator cancelled all we had when it lost us; a new one never heard of what was queued.
                 self._cancel(submission, CancelReason.ABANDONED)
                 self._resume(submission, "the loss of the coordinator's link", now)
-            elif submission.stall_at is None:
-                submission.stall_at = now + self.limits.stall_s
+            else:
+                submission.doubt(now + self.limits.stall_s)
             self._schedule(submission.stream)
 
     def _link_is_down(self, now: float) -> None:
@@ -326,9 +324,8 @@ class StreamKeeper:
     def _worker_is_down(self, now: float) -> None:
         """Tokens may have died with the connection, all of them perhaps; a stream that lives on shows it with its next one."""
         for submission in self.submissions.values():
-            if submission.phase is Phase.RUNNING and submission.stall_at is None:
-                # Not put off by the next loss: one that has been silent since the first would wait for as long as any come.
-                submission.stall_at = now + self.limits.stall_s
+            if submission.phase is Phase.RUNNING:
+                submission.doubt(now + self.limits.stall_s)
                 self._schedule(submission.stream)
 
     # --- time ---------------------------------------------------------------------------------------------------------

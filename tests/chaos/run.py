@@ -169,8 +169,7 @@ class Run:
         seen = await ask(
             session, gateway.base_url, self.cluster.model.name, order, self._gap, leave_after=leave_after
         )  # fmt: skip
-        killed = any(seen.began_at - 0.5 <= at <= seen.ended_at for at in gateway.killed_at)
-        return seen, (seen.broken and killed) or (bool(seen.error) and self.tolerates(seen))
+        return seen, _died_meanwhile(gateway, seen) or (bool(seen.error) and self.tolerates(seen))
 
     def _gap(self, since: float, until: float) -> None:
         if until - since >= GAP_MIN_S:
@@ -302,6 +301,8 @@ class Run:
         order = Order(-1, "probe", PROBE, {"prompt": PROBE, "max_tokens": 1, "stream": True, "return_token_ids": True})
         async with aiohttp.ClientSession() as session:
             seen = await ask(session, gateway.base_url, self.cluster.model.name, order, lambda a, b: None)
+        if _died_meanwhile(gateway, seen):
+            return
         if seen.error:
             fault.errors.append(seen.error)
             self._violated(f"a request beside an absent coordinator: {seen.error}", fault)
@@ -373,3 +374,8 @@ class Run:
         stopped = any(fault.kind == "stop" for fault in core)
         if journal.fenced and not stopped:
             self._violated(f"{journal.fenced} whole answers are cancelled by the journal")
+
+
+def _died_meanwhile(gateway: Member, seen: Seen) -> bool:
+    """Whether a client's connection broke because its gateway was killed."""
+    return seen.broken and any(seen.began_at - 0.5 <= at <= seen.ended_at for at in gateway.killed_at)

@@ -1,0 +1,133 @@
+"""Chaos on real processes, in short; `scripts/chaos`, `scripts/cancels` and `scripts/soak_load` go on for as long as one likes.
+A bad network takes minutes by itself."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import uvloop
+
+from tests import tiny_models
+from tests.chaos.__main__ import chaos
+from tests.chaos.cancels import cancels
+from tests.chaos.cluster import Cluster
+from tests.chaos.orders import CONTEXT_TOKENS, Choice, compare
+from tests.chaos.proxy import FarCluster
+from tests.chaos.run import Plan, Run
+from tests.chaos.soak import slope
+
+SEED = 7
+PARTITION_S = 30.0
+C = TypeVar("C", bound=Cluster)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make("llama", tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=CONTEXT_TOKENS)
+
+
+def on(make: Callable[[], C], work: Callable[[C], Awaitable[list[str]]]) -> None:
+    """Runs `work` on a cluster, which it returns the violations of."""
+
+    async def whole() -> list[str]:
+        async with make() as cluster:
+            found = await work(cluster)  # type: ignore[arg-type]
+            ended = await cluster.close()
+        return [*found, *(f"{name} ended with status {status}" for name, status in ended.items() if status)]
+
+    violations = uvloop.run(whole())
+    assert not violations, f"seed {SEED}: " + "\n".join(violations)
+
+
+def test_random_kills_and_stops_change_no_token_and_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
+    plan = Plan(
+        seed=SEED, faults=10, overlap=0.3, pause_s=0.3, clients=4, orders=16, output_tokens_max=200, leave_share=0.1
+    )
+
+    async def work(cluster: Cluster) -> list[str]:
+        result = await chaos(cluster, plan)
+        assert result.answers > 10, "too few streams to mean something"
+        return result.violations
+
+    on(lambda: Cluster(model, tmp_path), work)
+
+
+def test_clients_that_leave_in_every_state_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
+    async def work(cluster: Cluster) -> list[str]:
+        # How fast it is, the script says, on a machine of its own.
+        result = await cancels(cluster, 120, SEED, back_s=30.0)
+        assert result.states.get("decoding") and result.states.get("prefilling")
+        return result.violations
+
+    on(lambda: Cluster(model, tmp_path), work)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_bad_network_and_partitions_in_one_direction_change_no_token(model: Path, tmp_path: Path) -> None:
+    """Delay 200 ms, loss 5 %; then what one process says, or what is said to it, is held for 30 s."""
+    plan = Plan(seed=SEED, clients=4, orders=16, output_tokens_max=120)
+
+    async def work(cluster: FarCluster) -> list[str]:
+        run = Run(cluster, plan, lambda result, seconds: None)
+        # A gateway that is cut off for longer than a request may wait says so; its client tries again.
+        run.tolerates = lambda seen: seen.error.startswith("HTTP 503")
+
+        async def breaking(clients: list[asyncio.Task[None]]) -> None:
+            cluster.weather.delay_s, cluster.weather.loss = 0.2, 0.05
+            await asyncio.wait(clients, timeout=15, return_when="FIRST_EXCEPTION")
+            await run.check(clients)
+            for hold in (
+                cluster.control["decode-0"].pass_up,
+                cluster.control["prefill-1"].pass_down,
+                cluster.ports["decode-1"].pass_up,
+                cluster.control["gateway-0"].pass_up,
+            ):
+                hold.clear()
+                await asyncio.wait(clients, timeout=PARTITION_S, return_when="FIRST_EXCEPTION")
+                hold.set()
+                await run.check(clients)
+                await cluster.until("all have found each other again", cluster.is_whole)
+            cluster.weather.delay_s = cluster.weather.loss = 0.0
+
+        result = await run.run(breaking)
+        assert result.answers > 20
+        return result.violations
+
+    on(lambda: FarCluster(model, tmp_path, SEED), work)
+
+
+# --- what is measured with ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        ([1, 2, 3, 4], (0, 0, 0)),
+        ([1, 2, 4], (1, 0, 0)),
+        ([1, 2, 2, 3, 4], (0, 1, 0)),
+        ([1, 9, 3, 4], (0, 0, 1)),
+        ([1, 2, 3], (1, 0, 0)),
+    ],
+)
+def test_the_comparison_sees_what_is_lost_doubled_or_changed(got: list[int], expected: tuple[int, int, int]) -> None:
+    want = {0: Choice([1, 2, 3, 4], "abcd", [], "length")}
+    text = "".join("abcdefghij"[token - 1] for token in got)
+    found = compare(want, {0: Choice(got, text, [], "length")}, whole=True)
+    assert (found.lost, found.duplicated, found.changed) == expected
+
+
+def test_the_comparison_sees_more_than_tokens_and_takes_part_of_an_answer() -> None:
+    want = {0: Choice([1, 2], "ab", [-0.5, -1.0], "stop")}
+    assert not compare(want, {0: Choice([1], "a", [-0.5])}, whole=False)
+    assert not compare(want, {}, whole=False)
+    assert compare(want, {}, whole=True).lost == 2
+    assert compare(want, {0: Choice([1, 2], "ax", [-0.5, -1.0], "stop")}, whole=True).changed
+    assert compare(want, {0: Choice([1, 2], "ab", [-0.5, -1.0], "length")}, whole=True).changed
+    assert compare(want, {0: Choice([1, 2], "ab", [-0.5, -2.0], "stop")}, whole=True).changed
+
+
+def test_the_line_through_a_growing_process_rises() -> None:
+    assert slope([(0, 1), (10, 2), (20, 3)]) == pytest.approx(0.1) and slope([(0, 5), (9, 5)]) == 0

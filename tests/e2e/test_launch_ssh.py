@@ -153,6 +153,11 @@ def test_by_ssh(tiny: Path, tmp_path: Path) -> None:
     """
     with launched(tmp_path, text, local=False) as cluster:
         cluster.environment["PATH"] = f"{binaries}:{cluster.environment['PATH']}"
+        cluster.path.write_text(text.replace("kv_gib = 0.25", "kv_gib = 16384"))
+        said = cluster.call("up", expect=1)
+        assert "back: status 78" in said and "--kv-gib: 16384 GiB is over the memory" in said
+        assert not cluster.processes(), "what runs on the other host waits in vain"
+        cluster.path.write_text(text)
         cluster.call("up")
         cluster.model_id, cluster.base_url = tiny.name, "http://127.0.0.1:18000"
         assert len(cluster.token_ids([1, 2, 3], 5)) == 5

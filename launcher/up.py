@@ -128,6 +128,8 @@ async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, co
             host=at.host,
         )
         stack.enter_context(noted)
+        if not Path(settings.cluster_file).expanduser().exists():
+            raise NotUp(f"{at.host} was taken down before it had started")  # `down` did not find the note yet
         try:
             for process in plan.processes:
                 heard = stack.enter_context(NotifySocket())

@@ -4,8 +4,8 @@ import io
 import shlex
 import subprocess
 import tarfile
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -70,17 +70,18 @@ class Site:
             raise HostFailed(f"{name}: {error}") from None
         return Answer(name, done.returncode, done.stdout.decode("utf-8", "replace").strip())
 
-    def run_all(self, scripts: dict[str, str], *, timeout_s: float) -> list[Answer]:
-        """On several hosts at once; one that does not answer has status 255."""
+    def run_all(self, scripts: dict[str, str], *, timeout_s: float) -> Iterator[Answer]:
+        """On several hosts at once, as they answer; one that does not has status 255."""
 
-        def one(item: tuple[str, str]) -> Answer:
+        def one(name: str, script: str) -> Answer:
             try:
-                return self.run(item[0], item[1], timeout_s=timeout_s)
+                return self.run(name, script, timeout_s=timeout_s)
             except HostFailed as error:
-                return Answer(item[0], 255, str(error))
+                return Answer(name, 255, str(error))
 
         with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
-            return list(pool.map(one, scripts.items()))
+            for done in as_completed([pool.submit(one, name, script) for name, script in scripts.items()]):
+                yield done.result()
 
 
 def parcel(site: Site, name: str) -> bytes:

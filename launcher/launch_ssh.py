@@ -63,6 +63,7 @@ def up(settings: LaunchUpSettings) -> int:
         names = ", ".join(answer.host for answer in running)
         raise HostFailed(f"{site.file.name} is up already on {names}; launch_ssh down stops it")
     _expect(states, (3,))
+    failed: list[Answer] = []
     try:
         for name, packed in parcels.items():
             _expect([site.run(name, _UNPACK, timeout_s=_SHORT_S, given=packed)], (0,))
@@ -71,13 +72,18 @@ def up(settings: LaunchUpSettings) -> int:
             settings.ready_timeout_s
         )
         scripts = {name: script.format(name) for name in site.file.hosts}
-        answers = site.run_all(scripts, timeout_s=settings.ready_timeout_s + _FETCH_S)
-        for answer in answers:
-            console.print(answer.output, markup=False)
-        _expect(answers, (0,))
+        for answer in site.run_all(scripts, timeout_s=settings.ready_timeout_s + _FETCH_S):
+            if answer.status == 0:
+                console.print(answer.output, markup=False)
+            elif not failed:
+                failed.append(answer)
+                # Now, and not when the others have waited for it in vain.
+                _down(site, console, keep_logs=True)
+        _expect(failed, (0,))
     except BaseException:
-        console.print("Taking it down again; logs stay on the hosts", markup=False)
-        _down(site, console, keep_logs=True)
+        if not failed:
+            _down(site, console, keep_logs=True)
+        console.print("Nothing is left running; logs stay on the hosts until launch_ssh down", markup=False)
         raise
     for url in base_urls(site.file):
         console.print(f"Base URL   {url}/v1", markup=False)
@@ -156,7 +162,9 @@ def _stage(file: ClusterFile, name: str) -> int:
 
 
 def _all(site: Site, script: str) -> list[Answer]:
-    return site.run_all(dict.fromkeys(site.file.hosts, script), timeout_s=_SHORT_S)
+    answers = site.run_all(dict.fromkeys(site.file.hosts, script), timeout_s=_SHORT_S)
+    order = list(site.file.hosts)
+    return sorted(answers, key=lambda answer: order.index(answer.host))
 
 
 def _expect(answers: Sequence[Answer], statuses: tuple[int, ...]) -> None:

@@ -128,6 +128,7 @@ async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, co
             host=at.host,
         )
         stack.enter_context(noted)
+        _check_wanted(settings, at)
         try:
             for process in plan.processes:
                 heard = stack.enter_context(NotifySocket())
@@ -145,6 +146,12 @@ async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, co
             notify.stopping()
             await supervisor.close()
     return 1
+
+
+def _check_wanted(settings: UpSettings, at: Place) -> None:
+    """A `down` that came before the note has taken the file away. Raises `NotUp`."""
+    if not Path(settings.cluster_file).expanduser().exists():
+        raise NotUp(f"{at.host} was taken down before it had started")
 
 
 def _heard(missing: set[str], name: str, line: str) -> None:

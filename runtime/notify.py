@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 
 _SEND_S = 1.0
 _FEEDS_PER_TIMEOUT = 3
@@ -42,6 +43,28 @@ def stopping() -> None:
 def only_while(check: Callable[[], bool]) -> None:
     """Feed the watchdog only while `check()` says that there is progress."""
     _checks.append(check)
+
+
+class Pulse:
+    """A check for `only_while`: a thread that computes still gets to the end of what it does."""
+
+    def __init__(self, thread: Executor, now: Callable[[], float], longest_s: float) -> None:
+        """`longest_s`: what one piece of its work may take at most."""
+        self._thread = thread
+        self._now = now
+        self._longest_s = longest_s
+        self._asked_at = now()
+        self._asked: Future[None] = Future()
+        self._asked.set_result(None)
+
+    def __call__(self) -> bool:
+        if self._asked.done():
+            self._asked, self._asked_at = self._thread.submit(_nothing), self._now()
+        return self._now() - self._asked_at <= self._longest_s
+
+
+def _nothing() -> None:
+    pass
 
 
 def watchdog_s() -> float:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from proto.errors import BadOption, CrossdockError
 from proto.messages import Role
 from proto.status import KvHeld
-from runtime import log, machine
+from runtime import clock, log, machine, notify
 from runtime.driver import Stop, run_process, unless_stopped
 from runtime.exits import ConfigError
 from runtime.keys import keys_for
@@ -17,6 +17,9 @@ from runtime.link import CannotBind, LinkSettings
 from runtime.log import Log
 from runtime.metrics_server import MetricsServer
 from runtime.settings import WorkerSettings
+
+LONGEST_STEP_S = 600.0
+"""A compute thread that got to no end for so long starves the watchdog of the process, where there is one."""
 
 EngineT = TypeVar("EngineT")
 
@@ -63,6 +66,7 @@ def run_worker(
             return 1
         if engine is not None:
             leave_cores(settings.cores)
+            notify.only_while(notify.Pulse(thread, clock.now, LONGEST_STEP_S))
             try:
                 await make(engine, logger, name, links, observed).run(stop)
             except CannotBind as error:

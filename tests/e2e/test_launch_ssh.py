@@ -18,6 +18,7 @@ from proto.messages import Role
 from runtime.keys import Keys
 from tests.e2e.live import Served
 from tests.e2e.netns import network
+from tests.e2e.test_secured import knock_in_vain
 
 ROOT = Path(__file__).parents[2]
 FAKE_SSH = """#!/bin/sh
@@ -117,6 +118,10 @@ def test_four_network_namespaces_from_one_file(tiny: Path, tmp_path: Path) -> No
             there = sorted(path.name for path in cluster.state.rglob("*.key_secret"))
             names = ("client", "coordinator", "decode", "gateway", "prefill")
             assert there == [f"{name}.key_secret" for name in names], "each host has its own roles' keys alone"
+            tokens, kv = f"tcp://{spaces['g'][0]}:7100", f"tcp://{spaces['d'][0]}:7200"
+            knock_in_vain(tmp_path / "keys", tmp_path / "foreign", cluster.coordinator, tokens, kv)
+            counters = cluster.status().counters
+            assert all(counters[f"turned_away_{why}"] for why in ("plain", "unknown_key", "wrong_role")), counters
             assert "is up already on c, g, p, d" in cluster.call("up", expect=1)
             before = next(one for one in cluster.processes() if "decode_worker" in one.cmdline())
             before.send_signal(signal.SIGKILL)
@@ -153,6 +158,11 @@ def test_by_ssh(tiny: Path, tmp_path: Path) -> None:
     """
     with launched(tmp_path, text, local=False) as cluster:
         cluster.environment["PATH"] = f"{binaries}:{cluster.environment['PATH']}"
+        cluster.path.write_text(text.replace("kv_gib = 0.25", "kv_gib = 16384"))
+        said = cluster.call("up", expect=1)
+        assert "back: status 78" in said and "--kv-gib: 16384 GiB is over the memory" in said
+        assert not cluster.processes(), "what runs on the other host waits in vain"
+        cluster.path.write_text(text)
         cluster.call("up")
         cluster.model_id, cluster.base_url = tiny.name, "http://127.0.0.1:18000"
         assert len(cluster.token_ids([1, 2, 3], 5)) == 5

@@ -101,24 +101,30 @@ def _knock(address: str, role: Role, keys: Keys | None, to: Role) -> str:
     return found[0]
 
 
-def test_unknown_keys_plain_clients_and_impostors_are_turned_away_at_every_port_and_counted(
-    secured: Secured, tmp_path: Path
-) -> None:
-    make_keys(NewKeysSettings(folder=str(tmp_path / "foreign")))
-    for public in (secured.folder / "keys").glob("*.key"):
-        (tmp_path / "foreign" / public.name).write_bytes(public.read_bytes())
-    worker, foreign = Keys(secured.folder / "keys", Role.PREFILL), Keys(tmp_path / "foreign", Role.PREFILL)
+def knock_in_vain(folder: Path, foreign: Path, coordinator: str, tokens: str, kv: str) -> None:
+    """At each port of a cluster with these keys: a plain client, one with an unknown key, and a worker that poses as another
+    role are turned away, with their reasons. `foreign` is a folder to make."""
+    make_keys(NewKeysSettings(folder=str(foreign)))
+    for public in folder.glob("*.key"):
+        (foreign / public.name).write_bytes(public.read_bytes())
+    worker, unknown = Keys(folder, Role.PREFILL), Keys(foreign, Role.PREFILL)
     doors = (
-        (secured.up.coordinator, Role.COORDINATOR, Role.GATEWAY),
-        (secured.tokens, Role.GATEWAY, Role.DECODE),
-        (secured.kv, Role.DECODE, Role.DECODE),
+        (coordinator, Role.COORDINATOR, Role.GATEWAY),
+        (tokens, Role.GATEWAY, Role.DECODE),
+        (kv, Role.DECODE, Role.DECODE),
     )
     for address, to, pose in doors:
         assert "--keys" in _knock(address, Role.PREFILL, None, to)
-        assert "does not let this key in" in _knock(address, Role.PREFILL, foreign, to)
+        assert "does not let this key in" in _knock(address, Role.PREFILL, unknown, to)
         assert "its key is prefill, which may not be a" in _knock(address, pose, worker, to)
     with pytest.raises(NoAnswer, match="keys"):
-        uvloop.run(ask(secured.up.coordinator, 3_000))
+        uvloop.run(ask(coordinator, 3_000))
+
+
+def test_unknown_keys_plain_clients_and_impostors_are_turned_away_at_every_port_and_counted(
+    secured: Secured, tmp_path: Path
+) -> None:
+    knock_in_vain(secured.folder / "keys", tmp_path / "foreign", secured.up.coordinator, secured.tokens, secured.kv)
     counters, metrics = secured.up.status().counters, secured.metrics()
     for reason in ("plain", "unknown_key", "wrong_role"):
         assert counters[f"turned_away_{reason}"] >= 1, counters

@@ -6,14 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from launcher.process import child_environment
+from runtime.notify import Pulse
 
 WAIT_S = 60.0
 ROLE = """
@@ -118,6 +121,25 @@ def test_the_watchdog_is_fed_while_there_is_progress(tmp_path: Path) -> None:
                 process.send_signal(signal.SIGCONT)
             listener.wait_for("WATCHDOG=1")
             listener.drain()
+
+
+def test_a_thread_that_gets_to_no_end_has_no_pulse() -> None:
+    now, hung = [0.0], threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        pulse = Pulse(thread, lambda: now[0], 10.0)
+        assert pulse()
+        working = thread.submit(hung.wait, WAIT_S)
+        now[0] = 100.0
+        thread.submit(int)
+        assert pulse(), "it has just been asked"
+        now[0] = 109.0
+        assert pulse()
+        now[0] = 111.0
+        assert not pulse()
+        hung.set()
+        assert working.result(WAIT_S)
+        thread.submit(int).result(WAIT_S)
+        assert pulse(), "it goes on"
 
 
 def test_a_watchdog_of_another_process_is_not_fed(tmp_path: Path) -> None:

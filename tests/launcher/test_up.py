@@ -1,0 +1,143 @@
+"""`crossdock up` and `down` of one host, with a real process, and what `launch_ssh` sends to which host."""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.cluster import free_port
+from launcher.cluster_file import parse
+from launcher.hosts import Site, keys_there, parcel
+from launcher.keys import NewKeysSettings
+from launcher.keys import run as make_keys
+from runtime.options import SettingsError
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 60.0
+
+
+def call(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """A command for the only host of `folder`'s file."""
+    return subprocess.run(
+        [sys.executable, "-m", "launcher.cli", *arguments, "--config", str(folder / "cluster.toml")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), "COLUMNS": "200"},
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+
+
+def coordinator_alone(folder: Path, port: int) -> None:
+    text = f'[ports]\ncoordinator = {port}\n[hosts.only]\naddress = "127.0.0.1"\ncoordinator = true\n'
+    (folder / "cluster.toml").write_text(text)
+
+
+def children(folder: Path) -> list[psutil.Process]:
+    """Of the `crossdock up` that the note in its folder names."""
+    note = json.loads((folder / "state/crossdock/runs/crossdock.only/cluster.json").read_text())
+    return psutil.Process(note["pid"]).children()
+
+
+def test_up_detached_restarts_what_dies_and_leaves_nothing(tmp_path: Path) -> None:
+    coordinator_alone(tmp_path, free_port("127.0.0.1"))
+    try:
+        done = call(tmp_path, "up", "--detach")
+        assert done.returncode == 0 and "only of crossdock is up" in done.stdout, done.stderr
+        again = call(tmp_path, "up")
+        assert again.returncode == 1 and "is up already" in again.stderr
+        (first,) = children(tmp_path)
+        first.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + WAIT_S
+        while not [one for one in children(tmp_path) if one != first]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        others = children(tmp_path)
+    finally:
+        done = call(tmp_path, "down")
+    assert done.returncode == 0 and "is down" in done.stdout
+    assert not [one for one in others if one.is_running()]
+    assert not list((tmp_path / "state").rglob("*.*")), "files are left"
+    assert "is not up" in call(tmp_path, "down").stdout
+
+
+def test_up_detached_says_why_it_failed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        coordinator_alone(tmp_path, taken.getsockname()[1])
+        done = call(tmp_path, "up", "--detach")
+    assert done.returncode == 1 and "Address already in use" in done.stderr, done.stderr
+    assert call(tmp_path, "down", "--keep-logs").returncode == 0
+    kept = {path.name for path in (tmp_path / "state").rglob("*.*")}
+    assert "up.log" in kept and "cluster.json" not in kept
+
+
+def test_a_host_that_is_not_in_the_file(tmp_path: Path) -> None:
+    coordinator_alone(tmp_path, 7070)
+    done = call(tmp_path, "up", "--host", "other")
+    assert done.returncode == 2 and "--host:" in done.stderr and "has no host other, but only" in done.stderr
+
+
+def site(folder: Path, keys: str) -> Site:
+    path = folder / "cluster.toml"
+    path.write_text(f"""
+        keys = "{keys}"
+        gateway = {{ tenants = "tenants.toml" }}
+        [hosts.front]
+        address = "10.0.0.1"
+        ssh = "me@front"
+        coordinator = true
+        gateways = 1
+        [hosts.back]
+        address = "10.0.0.2"
+        workers = "0P2D"
+        """)
+    return Site(path, parse(path.read_text(), folder), local=False)
+
+
+def test_a_host_gets_its_own_secret_keys_and_no_others(tmp_path: Path) -> None:
+    make_keys(NewKeysSettings(folder=str(tmp_path / "keys")))
+    at = site(tmp_path, "keys")
+    with pytest.raises(SettingsError, match=r"there is no .*tenants.toml"):
+        parcel(at, "front")
+    (tmp_path / "tenants.toml").write_text("")
+    secrets = {}
+    for host in ("front", "back"):
+        with tarfile.open(fileobj=io.BytesIO(parcel(at, host))) as tar:
+            members = tar.getmembers()
+        names = {one.name for one in members}
+        assert {one.mode for one in members} == {0o600} and {"cluster.toml", "tenants.toml"} <= names
+        assert len([name for name in names if name.endswith(".key")]) == 5
+        secrets[host] = sorted(name for name in names if name.endswith(".key_secret"))
+    assert secrets["front"] == [f"keys/{role}.key_secret" for role in ("client", "coordinator", "gateway")]
+    assert secrets["back"] == ["keys/decode.key_secret"]
+    assert keys_there(at) == '"$d"/keys'
+
+
+def test_what_is_not_beside_the_file_is_not_copied(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "tenants.toml").write_text("")
+    with pytest.raises(SettingsError, match="beside or below it"):
+        parcel(site(tmp_path / "conf", "../keys"), "back")
+    at = site(tmp_path / "conf", "/etc/crossdock keys")
+    with tarfile.open(fileobj=io.BytesIO(parcel(at, "back"))) as tar:
+        assert sorted(tar.getnames()) == ["cluster.toml", "tenants.toml"]
+    assert keys_there(at) == "'/etc/crossdock keys'"
+
+
+def test_commands_for_hosts(tmp_path: Path) -> None:
+    make_keys(NewKeysSettings(folder=str(tmp_path / "keys")))
+    at = site(tmp_path, "keys")
+    command = at.command("front", "echo it")
+    assert command[0] == "ssh" and command[-2] == "me@front" and "BatchMode=yes" in command
+    assert at.command("back", "echo it")[-2] == "10.0.0.2"
+    here = Site(at.path, at.file, local=True).command("back", 'printf "%s" "$d"')
+    done = subprocess.run(
+        here, env={"XDG_STATE_HOME": "/s p"}, capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    assert done.stdout == "/s p/crossdock/runs/crossdock.back"

@@ -1,19 +1,17 @@
 """The gateway process: links, stream keeper and HTTP server on one event loop."""
 
 import asyncio
-import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-import uvicorn
 
 from gateway.app import create_app
 from gateway.backend import Backend
 from gateway.body import Intake
 from gateway.context import Gateway
+from gateway.http_server import make_server
 from gateway.metrics import GatewayMetrics
 from gateway.prepare import Rules
 from gateway.stream_types import StreamLimits
@@ -33,20 +31,6 @@ from runtime.tenants_file import TenantsFile
 from runtime.waiting import WaitNotice
 
 _CLOSE_TIMEOUT_S = 5
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own: the process has them. `on_listening` is called once it listens."""
-
-    on_listening: Callable[[], None]
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.on_listening()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class GatewayProcess:
@@ -130,7 +114,9 @@ class GatewayProcess:
             tokenizer=tokenizer,
             backend=self.backend,
             metrics=self.metrics,
-            intake=Intake(body_bytes_max=self.settings.body_bytes_max),
+            intake=Intake(
+                body_bytes_max=self.settings.body_bytes_max, client_timeout_s=self.settings.client_timeout_ms / 1000
+            ),
             rules=Rules(self.settings.served_model_id, self.settings.default_max_tokens),
             keys=keys,
         )
@@ -184,17 +170,7 @@ class GatewayProcess:
 
     async def _serve(self, gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> None:
         """Serve HTTP until told to stop; then end every stream with an error event and wait for the last bytes."""
-        config = uvicorn.Config(
-            create_app(gateway),
-            http="httptools",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-        )
-        server = _Server(config)
+        server = make_server(create_app(gateway), self.settings.client_timeout_ms / 1000, _CLOSE_TIMEOUT_S)
         server.on_listening = lambda: self._is("listening")
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         stopping = asyncio.get_running_loop().create_task(_wait(stop))

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from launcher.cluster import free_port
 from proto.messages import Role
 from runtime.keys import Keys
@@ -86,6 +88,13 @@ class Parts(Served):
                 process.wait(STOP_S)
         for reader in self._readers:
             reader.join(STOP_S)
+
+
+def listening(up: Parts, name: str) -> str:
+    """The address of a process's ZeroMQ port."""
+    there = psutil.Process(up.processes[name].pid).net_connections("tcp")
+    ports = {one.laddr.port for one in there if one.status == psutil.CONN_LISTEN} - {up.port}
+    return f"tcp://127.0.0.1:{min(ports)}"
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 from launcher.cluster import free_port
 from proto.messages import Role
 from runtime.keys import Keys
@@ -91,6 +93,14 @@ class Parts(Served):
 
 
 P = TypeVar("P", bound=Parts)
+
+
+def listening(up: Parts, name: str) -> str:
+    """The address of a process's ZeroMQ port."""
+    there = psutil.Process(up.processes[name].pid).net_connections("tcp")
+    observed = {int(address.rpartition(":")[2]) for address in up.status().metrics.values()}
+    ports = {one.laddr.port for one in there if one.status == psutil.CONN_LISTEN} - {up.port} - observed
+    return f"tcp://127.0.0.1:{min(ports)}"
 
 
 @contextmanager

@@ -104,6 +104,8 @@ class Ports(_Table):
     http: Annotated[int, Field(ge=1, le=65_000)] = 8000
     tokens: Port = 7100
     kv: Port = 7200
+    metrics: Port = 0
+    """On loopback, of every process in turn."""
 
 
 class Host(_Table):

@@ -2,7 +2,7 @@
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -123,7 +123,16 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
             if role == "decode":
                 decided |= _bound(host, "kv_bind", file.ports.kv, index)
             found.append(_worker(file, name, role, index, seat, cpu.control, decided, next(gpus, "")))
+    if file.ports.metrics:
+        found = [_with_metrics(process, file.ports.metrics + index) for index, process in enumerate(found)]
     return HostPlan(tuple(found), tuple(_url(host, one) for one in found if one.role == "gateway"), cpu.note)
+
+
+def _with_metrics(process: Planned, port: int) -> Planned:
+    """On this port of loopback, unless its table says another place."""
+    if "metrics" in process.settings.model_fields_set:
+        return process
+    return replace(process, settings=process.settings.model_copy(update={"metrics": f"127.0.0.1:{port}"}))
 
 
 def _worker(

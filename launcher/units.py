@@ -4,6 +4,7 @@ The units are templates; what differs from one instance to the next (options, GP
 for cores, in a drop-in. Secret keys reach a process as credentials: no other one can read them.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ UNITS: Final = "etc/systemd/system"
 OPTIONS: Final = "etc/crossdock"
 STATE: Final = "/var/lib/crossdock"
 TARGET: Final = "crossdock.target"
+STOP_SLACK_S: Final = 15
 _HIDDEN: Final = ("/home/", "/root/", "/run/user/")
 _WRITES: Final = ("usage_db", "journal")
 _DESCRIPTIONS: Final = {
@@ -164,7 +166,7 @@ def _unit(role: str, processes: Sequence[Planned], on: Installed) -> str:
         *(f"LoadCredential={name}:{_escaped(on.keys)}/{name}" for name in _credentials(role, on)),
         "# A model may take minutes to load; a worker is ready when the coordinator has taken it on.",
         "TimeoutStartSec=30min",
-        "TimeoutStopSec=30",
+        f"TimeoutStopSec={_stop_s(processes)}",
         "WatchdogSec=30",
         "Restart=on-failure",
         "RestartSec=2",
@@ -181,6 +183,11 @@ def _unit(role: str, processes: Sequence[Planned], on: Installed) -> str:
         text += "StateDirectory=crossdock\n"
     text += "".join(f"BindReadOnlyPaths={_escaped(path)}\n" for path in _under_home(processes, on))
     return text + f"\n[Install]\nWantedBy={TARGET}\n"
+
+
+def _stop_s(processes: Sequence[Planned]) -> int:
+    """As long as streams may take to end or to move on (--drain-timeout-s), and some more."""
+    return math.ceil(max(getattr(process.settings, "drain_timeout_s", 0.0) for process in processes)) + STOP_SLACK_S
 
 
 def _credentials(role: str, on: Installed) -> list[str]:

@@ -125,9 +125,8 @@ def test_four_network_namespaces_from_one_file(tiny: Path, tmp_path: Path) -> No
             assert "is up already on c, g, p, d" in cluster.call("up", expect=1)
             before = next(one for one in cluster.processes() if "decode_worker" in one.cmdline())
             before.send_signal(signal.SIGKILL)
-            cluster.wait_for(
-                "the decode worker is back", lambda: len(cluster.status().workers) == 2 and not before.is_running()
-            )
+            cluster.wait_for("the decode worker's end is noticed", lambda: len(cluster.status().workers) == 1)
+            cluster.wait_registered(2)
             assert cluster.token_ids([1, 2, 3], 20) == expected
             assert cluster.call("down").count("is down") == 4
             assert not cluster.processes()

@@ -120,6 +120,12 @@ def test_a_host_with_one_kind_of_worker_uses_its_cores() -> None:
         assert len(cores) == 2 and all(len(own) == 2 for own in cores) and not set(cores[0]) & set(cores[1])
 
 
+def test_metrics_are_on_ports_in_turn() -> None:
+    found = plans(FRONT + '[ports]\nmetrics = 9400\n[prefill]\nmetrics = "10.0.0.1:9"\n')["a"].processes
+    said = [" ".join(one.arguments()).partition("--metrics ")[2].split()[0] for one in found]
+    assert said == ["127.0.0.1:9400", "127.0.0.1:9401", "10.0.0.1:9", "127.0.0.1:9403"]
+
+
 def test_a_host_behind_another_address_says_which() -> None:
     text = "insecure = true\n" + FRONT.replace('"127.0.0.1"', '"alpha.example"\nbind = "10.0.0.7"')
     plan = plans(text)["a"]

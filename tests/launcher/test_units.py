@@ -109,6 +109,8 @@ def test_what_differs_is_with_the_instance() -> None:
     names = ("coordinator", "gateway@0", "gateway@1", "prefill@0", "decode@0", "decode@1")
     wants = " ".join(f"crossdock-{name}.service" for name in names)
     assert f"Wants={wants}\n" in files[f"{UNITS}/crossdock.target"]
+    assert "TimeoutStopSec=15\n" in files[f"{UNITS}/crossdock-coordinator.service"]
+    assert "TimeoutStopSec=35\n" in files[f"{UNITS}/crossdock-decode@.service"], "its streams may take 20 s to move on"
     files = units.render(plan("b"), ON)
     assert "CPUAffinity=0-7\n" in files[f"{UNITS}/crossdock-decode@0.service.d/cores.conf"]
     assert 'CPU_CORES="4-7"' in files[f"{OPTIONS}/decode-0.env"]

@@ -91,14 +91,8 @@ class PrefillWorker:
             send=self._send_kv,
             on_result=self._kv_result,
             on_pairs=lambda pairs: self._report_pairs(),
-            settings=KvSettings(
-                transports=allowed_on(settings.kv_transport, engine.pool.device.type),
-                segment_bytes=segment_bytes_on(engine.pool.device.type),
-                ack_timeout_ms=settings.kv_timeout_ms,
-                rendezvous_timeout_ms=settings.kv_timeout_ms,
-            ),
+            settings=_kv_settings(settings, engine.pool.device.type),
         )
-
         self.metrics = PrefillMetrics(
             self.core.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded
         )
@@ -181,6 +175,15 @@ class PrefillWorker:
     def _receiver_lost(self, epoch: int, reason: str) -> None:
         self.core.receiver_of.pop(epoch, None)
         self.sender.peer_lost(epoch, reason)
+
+
+def _kv_settings(settings: WorkerSettings, device: str) -> KvSettings:
+    return KvSettings(
+        transports=allowed_on(settings.kv_transport, device),
+        segment_bytes=segment_bytes_on(device),
+        ack_timeout_ms=settings.kv_timeout_ms,
+        rendezvous_timeout_ms=settings.kv_timeout_ms,
+    )
 
 
 def _unexpected(_: LinkPeer, message: Message, __: bytes) -> None:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,6 +19,7 @@ def read(page: Page, prefix: str = "x") -> dict[str, float]:
     }
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.one_of(st.floats(0, 20), st.sampled_from(STEP_S)), max_size=50))
 def test_a_histogram_is_that_of_the_library(values: list[float]) -> None:
     page, registry = Page("gateway"), CollectorRegistry()

@@ -84,24 +84,28 @@ class DecodeWorker:
             settings=links,
         )
         self.senders: Senders[LinkPeer] = Senders()
-        self.receiver = KvReceiver(
-            layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
-            pool=engine.pool,
-            epoch=self.epoch,
-            clock=clock.now,
-            send=self._send_kv,
-            listen_host=settings.transfer_host,
-            accept=self.core.offered,
-            on_committed=self._committed,
-            on_failed=self._not_received,
-            on_quarantined=self._in_doubt,
-            settings=_kv_settings(settings, engine.pool.device.type),
-            memory=memory,
-        )
+        self.receiver = self._receiver(memory)
         self.metrics = DecodeMetrics(table, self.receiver.counters)
         self.metrics.page.introduce(name=name, model=settings.served_model_id)
         self.registration: Registration
         """Made by `run`, when the KV port's address is known."""
+
+    def _receiver(self, memory: PoolMemory | None) -> KvReceiver:
+        info, pool = self.engine.info, self.engine.pool
+        return KvReceiver(
+            layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
+            pool=pool,
+            epoch=self.epoch,
+            clock=clock.now,
+            send=self._send_kv,
+            listen_host=self.settings.transfer_host,
+            accept=self.core.offered,
+            on_committed=self._committed,
+            on_failed=self._not_received,
+            on_quarantined=self._in_doubt,
+            settings=_kv_settings(self.settings, pool.device.type),
+            memory=memory,
+        )
 
     def _hello(self, address: str) -> Hello:
         info = self.engine.info

@@ -83,20 +83,24 @@ class PrefillWorker:
         self.receivers = Outbound(
             hello=hello, to=Role.DECODE, on_message=self._kv_message, on_lost=self._receiver_lost, settings=links
         )
-        self.sender = KvSender(
+        self.sender = self._sender(epoch)
+        self.metrics = PrefillMetrics(
+            self.core.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded
+        )
+        self._show(observed, name, settings.served_model_id)
+
+    def _sender(self, epoch: int) -> KvSender:
+        info, pool = self.engine.info, self.engine.pool
+        return KvSender(
             layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
-            pool=engine.pool,
+            pool=pool,
             epoch=epoch,
             clock=clock.now,
             send=self._send_kv,
             on_result=self._kv_result,
             on_pairs=lambda pairs: self._report_pairs(),
-            settings=_kv_settings(settings, engine.pool.device.type),
+            settings=_kv_settings(self.settings, pool.device.type),
         )
-        self.metrics = PrefillMetrics(
-            self.core.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded
-        )
-        self._show(observed, name, settings.served_model_id)
 
     def _show(self, observed: MetricsServer, name: str, model: str) -> None:
         page = self.metrics.page

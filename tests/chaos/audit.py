@@ -22,6 +22,7 @@ from tests.chaos.orders import Order
 SLACK = {"fds": 4, "threads": 2, "memory_maps": 2, "tasks": 4}
 """By which a process may differ from another of its role at rest: a connection just closing, a pool's thread not needed yet."""
 SETTLE_S = 3.0
+LINGER_S = 30.0
 
 
 @dataclass
@@ -53,6 +54,16 @@ async def rest(cluster: Cluster) -> Rest:
         if time.monotonic() > end:
             return found
         await asyncio.sleep(0.5)
+
+
+async def settled(cluster: Cluster, before: Rest) -> tuple[Rest, list[str]]:
+    """What is there at last, and what has grown: a transfer thread may wait out its time for a peer that was lost."""
+    end = time.monotonic() + LINGER_S
+    while True:
+        found = await rest(cluster)
+        said = grown(before, found)
+        if not said or time.monotonic() > end:
+            return found, said
 
 
 def of_process(pid: int) -> dict[str, int]:

@@ -83,7 +83,7 @@ async def cancels(
     rest, grown = await audit.settled(cluster, baseline)
     result.rest = rest.as_dict()
     result.violations += grown
-    result.states = _states(cluster)
+    result.states = dict(_states(cluster))
     result.unheard = count - (sum(result.states.values()) - known)
     if result.states.get("open"):
         result.violations.append(f"{result.states['open']} rows of the journal are open though nothing runs")

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ from tests.chaos.orders import Order
 
 SLACK = {"fds": 4, "threads": 2, "memory_maps": 2, "tasks": 4}
 """By which a process may differ from another of its role at rest: a connection just closing, a pool's thread not needed yet."""
+GROUP = {"fds": 16, "threads": 4}
+"""Of a pair that broke and meets by gloo since: more than one that shares memory has."""
 SETTLE_S = 3.0
+LINGER_S = 30.0
 
 
 @dataclass
@@ -32,14 +35,20 @@ class Rest:
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     rss_bytes: dict[str, int] = field(default_factory=dict)
     shm_files: list[str] = field(default_factory=list)
+    groups: Counter[str] = field(default_factory=Counter)
+    """Pairs by gloo of each worker."""
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "groups": dict(self.groups)}
 
 
 async def rest(cluster: Cluster) -> Rest:
     """To be asked when no client is there. Connections may take a moment to close: the least of a few looks counts."""
     found = Rest(shm_files=shm_files())
+    report = cluster.watcher.report
+    for pair in report.kv_pairs if report is not None else ():
+        if pair.transport == "gloo":
+            found.groups.update(name.rpartition(".")[0] for name in (pair.prefill, pair.decode))
     end = time.monotonic() + SETTLE_S
     while True:
         for member in cluster.members:
@@ -53,6 +62,16 @@ async def rest(cluster: Cluster) -> Rest:
         if time.monotonic() > end:
             return found
         await asyncio.sleep(0.5)
+
+
+async def settled(cluster: Cluster, before: Rest) -> tuple[Rest, list[str]]:
+    """What is there at last, and what has grown: a transfer thread may wait out its time for a peer that was lost."""
+    end = time.monotonic() + LINGER_S
+    while True:
+        found = await rest(cluster)
+        said = grown(before, found)
+        if not said or time.monotonic() > end:
+            return found, said
 
 
 def of_process(pid: int) -> dict[str, int]:
@@ -79,7 +98,7 @@ def grown(before: Rest, after: Rest) -> list[str]:
     for slot, counts in after.counts.items():
         same = [before.counts[other] for other, role in before.roles.items() if role == after.roles[slot]]
         for what, count in counts.items():
-            most = max(one.get(what, 0) for one in same)
+            most = max(one.get(what, 0) for one in same) + GROUP.get(what, 0) * after.groups[slot]
             if count > most + SLACK.get(what, 0):
                 found.append(f"{slot} has {count} {what} at rest, where {most} were enough before")
     if len(after.shm_files) > len(before.shm_files):

@@ -80,10 +80,10 @@ async def cancels(
     result.back_s = await cluster.until_idle()
     if result.back_s > back_s:
         result.violations.append(f"everything was back after {result.back_s:.2f} s")
-    rest = await audit.rest(cluster)
+    rest, grown = await audit.settled(cluster, baseline)
     result.rest = rest.as_dict()
-    result.violations += audit.grown(baseline, rest)
-    result.states = _states(cluster)
+    result.violations += grown
+    result.states = dict(_states(cluster))
     result.unheard = count - (sum(result.states.values()) - known)
     if result.states.get("open"):
         result.violations.append(f"{result.states['open']} rows of the journal are open though nothing runs")

@@ -360,9 +360,9 @@ class Run:
             self._violated(str(error))
         found = self.result.audit
         found["idle_after_s"] = time.monotonic() - last_at
-        rest = await audit.rest(self.cluster)
+        rest, grown = await audit.settled(self.cluster, baseline)
         found["rest"] = rest.as_dict()
-        for said in audit.grown(baseline, rest):
+        for said in grown:
             self._violated(said)
         journal = audit.journal(self.cluster.usage_db, self.receipts)
         found["journal"] = journal.as_dict()

@@ -16,17 +16,18 @@ go. For i and j backlogged and able to run over any interval,
 
 also where some tenants can run on some workers only. Where estimates were wrong, the bound is wider by the errors.
 
-A ring is a heap of `(round, position, child)` for each place where children have something to run. A turn taken only makes a
-key grow, so an outdated key is put right when it comes to the top, and a pop costs O(log n) at each level.
+A ring is a heap of `(round, position, line)` for each place where children have something to run. A turn taken only makes a
+key grow, so an outdated key is put right when it comes to the top, and a pop costs O(log n) at each level. What a pop needs
+hangs together by references, from ring to line to entry: each table that it would have to look into costs misses of the cache.
 
 Inside one tenant `lanes` decides. Pure; costs are in weighted tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from coordinator.lanes import ANYWHERE, SPARE, Entry, Lanes
+from coordinator.lanes import ANYWHERE, SPARE, Entry, Lane, Line, heads
 
 T = TypeVar("T")
 Terms = tuple[float, bool]
@@ -34,69 +35,72 @@ Terms = tuple[float, bool]
 Offer = Callable[[T], Terms | None]
 """Terms on the worker that asks, or None if the request cannot run there now."""
 Path = tuple[str, ...]
+Slot = tuple[float, int, Line]
+"""(round, ring position, line of a child)."""
 REFUSALS_MAX = 8
 """Requests without room that one pop looks at before it keeps to those placed already: what bounds its time when the
 workers are full."""
 
 
-class Node(Generic[T]):
-    """A tenant at some level: a member of its parent's ring, and a ring itself or, at the bottom, lanes of requests."""
+class Node:
+    """A tenant at some level."""
 
-    __slots__ = (
-        "busy",
-        "children",
-        "heaps",
-        "lanes",
-        "now",
-        "owed",
-        "parent",
-        "path",
-        "position",
-        "round",
-        "slots",
-        "weight",
-    )
+    __slots__ = ("children", "lines", "now", "owed", "parent", "path", "position", "round", "weight")
 
-    def __init__(
-        self, path: Path, weight: float, parent: "Node[T] | None", position: int, lanes: Lanes[T] | None
-    ) -> None:
+    def __init__(self, path: Path, weight: float, parent: "Node | None", position: int) -> None:
         assert weight > 0, path
-        self.path, self.weight, self.parent, self.position, self.lanes = path, weight, parent, position, lanes
+        self.path, self.weight, self.parent, self.position = path, weight, parent, position
         self.round = 0.0
         """Of the parent's ring: when this node's turn comes."""
         self.owed = 0.0
         """Corrections not yet charged: they count with the next chunk."""
         self.now = 0.0
         """The round this node's own ring has come to."""
-        self.busy: dict[int, int] = {}
-        """By place: children, or entries at the bottom, with something to run there."""
-        self.slots: dict[int, tuple[float, int, Node[T]]] = {}
-        """By place: the heap entry that stands for this node; any other is void."""
-        self.heaps: dict[int, list[tuple[float, int, Node[T]]]] = {}
-        self.children: dict[str, Node[T]] = {}
+        self.lines: dict[int, Line] = {}
+        """By place, where it has something to run: lanes at the bottom, rings above."""
+        self.children: dict[str, Node] = {}
 
-    def before(self, other: "Node[T]") -> bool:
+    def before(self, other: "Node") -> bool:
         """Whether its turn comes before that of another child of the same ring."""
         return self.round < other.round or (self.round == other.round and self.position < other.position)
 
 
-Slot = tuple[float, int, Node[T]]
-"""(round, ring position, child)."""
+class Ring(Line):
+    """The lines of a node's children at one place; its size is how many there are."""
 
+    __slots__ = ("heap",)
 
-def _first(heap: list[Slot[T]], place: int) -> Node[T] | None:
-    """Whose turn comes first, after putting outdated slots right; alone, one may stay as it is."""
-    while heap:
-        slot = heap[0]
-        node = slot[2]
-        if node.slots.get(place) is not slot:
-            heappop(heap)
-        elif slot[0] < node.round and len(heap) > 1:
-            fresh = node.slots[place] = (node.round, node.position, node)
-            heapreplace(heap, fresh)
-        else:
-            return node
-    return None
+    def __init__(self, node: Node, place: int) -> None:
+        super().__init__(node, place)
+        self.heap: list[Slot] = []
+
+    def enter(self, line: Line) -> None:
+        """The slot it had before, if any, is void."""
+        node, heap = line.node, self.heap
+        slot = line.slot = (node.round, node.position, line)
+        heappush(heap, slot)
+        if len(heap) > 2 * self.size + SPARE:
+            heap[:] = [other for other in heap if other[2].slot is other]
+            heapify(heap)
+
+    def first(self) -> Line | None:
+        """Whose turn comes first, after putting outdated slots right; alone, one may stay as it is."""
+        heap = self.heap
+        while heap:
+            slot = heap[0]
+            line = slot[2]
+            if line.slot is not slot:
+                heappop(heap)
+            elif slot[0] < line.node.round and len(heap) > 1:
+                self.put_right(line)
+            else:
+                return line
+        return None
+
+    def put_right(self, first: Line) -> None:
+        node = first.node
+        fresh = first.slot = (node.round, node.position, first)
+        heapreplace(self.heap, fresh)
 
 
 class FairQueue(Generic[T]):
@@ -107,13 +111,14 @@ class FairQueue(Generic[T]):
     ) -> None:
         """`quantum`: cost per weight that an idle tenant may save up. `weights` by path joined with "/", 1 where none is
         given. `overtaken_max`: see `Lanes`."""
-        assert quantum >= 0
+        assert quantum >= 0 and overtaken_max >= 1
         self.quantum = quantum
         self.weights = dict(weights or {})
         self._overtaken_max = overtaken_max
-        self._root: Node[T] = Node((), 1.0, None, 0, None)
-        self._leaves: dict[Path, Node[T]] = {}
+        self._root = Node((), 1.0, None, 0)
+        self._leaves: dict[Path, Node] = {}
         self._positions = 0
+        self._joins = 0
         self._refusals = 0
         self.size = 0
 
@@ -135,10 +140,10 @@ class FairQueue(Generic[T]):
     def forget(self, path: Path) -> None:
         """Let go of a tenant that has no entries, and of what was above it for its sake; with them go its debts."""
         node = self._leaves.get(path)
-        if node is None or node.busy:
+        if node is None or node.lines:
             return
         del self._leaves[path]
-        while node is not None and node.parent is not None and not node.busy and not node.children:
+        while node is not None and node.parent is not None and not node.lines and not node.children:
             del node.parent.children[node.path[-1]]
             node = node.parent
 
@@ -147,21 +152,24 @@ class FairQueue(Generic[T]):
     def push(self, item: T, path: Path, deadline: float, chunks: int) -> Entry[T]:
         """Add a request with about `chunks` chunks to run; `deadline` in the seconds of whoever calls."""
         leaf = self._leaves.get(path) or self._leaf(path)
-        assert leaf.lanes is not None
-        entry = leaf.lanes.add(item, leaf, deadline, chunks)
-        self._join(leaf, ANYWHERE)
+        lane = leaf.lines.get(ANYWHERE) or self._lane(leaf, ANYWHERE)
+        self._joins += 1
+        entry = Entry(item, lane, deadline, chunks, self._joins)
+        lane.join(entry)
         self.size += 1
         return entry
 
     def remove(self, entry: Entry[T]) -> None:
         """Take a request out, whether it is cancelled or has no chunk left."""
-        entry.leaf.lanes.remove(entry)
-        self._leave(entry.leaf, entry.lane)
+        lane = entry.lane
+        lane.leave(entry, for_good=True)
+        if not lane.size:
+            self._end(lane)
         self.size -= 1
 
     def settle_on(self, entry: Entry[T], place: int) -> None:
         """From now on the request runs on `place` only, though it has got no chunk there yet."""
-        self._move(entry, place)
+        self._move(entry, place, entry.chunks)
 
     def pop(self, place: int, offer: Offer[T], refusals_max: int = REFUSALS_MAX) -> tuple[Entry[T], float] | None:
         """Charge the next chunk that can run on worker `place`; returns its entry and cost.
@@ -169,14 +177,15 @@ class FairQueue(Generic[T]):
         With its last chunk a request leaves the queue; until then it runs on `place` only from now on.
         """
         self._refusals = refusals_max
-        found = self._find(self._root, place, offer)
+        found = self._find(place, offer)
         if found is None:
             return None
         entry, cost, last = found
         quantum = self.quantum
-        leaf = node = entry.leaf
-        while (ring := node.parent) is not None:
+        line: Line = entry.lane
+        while (above := line.above) is not None:
             # Conditions in place of min and max: this runs for every chunk and level, and calls cost.
+            node, ring = line.node, above.node
             start, due, now = node.round, cost + node.owed, ring.now
             if start > now:
                 ring.now = start
@@ -186,13 +195,14 @@ class FairQueue(Generic[T]):
                 node.owed, node.round = 0.0, start + due / node.weight
             else:
                 node.owed, node.round = due, start
-            node = ring
-        leaf.lanes.count_turn(entry, place)
+            if above.heap[0] is line.slot and above.size > 1:
+                above.put_right(line)  # now, while the cache has it
+            line = above
+        self._count_turn(entry, place)
         if last:
             self.remove(entry)
         else:
-            entry.chunks = max(entry.chunks - 1, 1)
-            self._move(entry, place)
+            self._move(entry, place, max(entry.chunks - 1, 1))
         return entry, cost
 
     def adjust(self, path: Path, cost: float) -> None:
@@ -203,12 +213,12 @@ class FairQueue(Generic[T]):
         node = self._leaves.get(path) or self._leaf(path)
         while (ring := node.parent) is not None:
             node.owed += cost
-            if cost < 0 and node.owed < 0 and node.busy and node.round > ring.now:
+            if cost < 0 and node.owed < 0 and node.lines and node.round > ring.now:
                 ahead = node.round - ring.now
                 node.round = ring.now + max(ahead + node.owed / node.weight, 0.0)
                 node.owed = min(node.owed + ahead * node.weight, 0.0)
-                for place in node.busy:
-                    self._enter(ring, place, node)
+                for line in node.lines.values():
+                    line.above.enter(line)
             node = ring
 
     def charge(self, path: Path, cost: float) -> None:
@@ -223,100 +233,119 @@ class FairQueue(Generic[T]):
         node = self._leaves.get(path) or self._leaf(path)
         assert node.parent is not None
         ahead = (node.round - node.parent.now) * node.weight
-        return (max(ahead, 0.0) if node.busy else ahead) + node.owed
+        return (max(ahead, 0.0) if node.lines else ahead) + node.owed
 
-    # --- rings ----------------------------------------------------------------------------------------------------------
+    # --- whose turn it is -----------------------------------------------------------------------------------------------
 
-    def _find(self, node: Node[T], place: int, offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
+    def _find(self, place: int, offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
         """The next entry that can run, with its terms. Serves nothing."""
-        if node.lanes is not None:
-            for entry in node.lanes.heads(place, self._refusals > 0):
-                terms = offer(entry.item)
-                if terms is not None:
-                    return entry, *terms
-                if entry.lane == ANYWHERE:
-                    self._refusals -= 1
-            return None
-        own = node.heaps.get(place)
-        free = node.heaps.get(ANYWHERE) if self._refusals > 0 and place != ANYWHERE else None
-        passed: list[tuple[list[Slot[T]], Slot[T]]] = []
+        lines = self._root.lines
+        return self._find_in(lines.get(place), lines.get(ANYWHERE) if place != ANYWHERE else None, offer)
+
+    def _find_in(self, own: Any, free: Any, offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
+        """In the lines of one node: at the place that asks, and anywhere."""
+        if (own or free).__class__ is Lane:
+            return self._find_head(own, free, offer)
+        passed: list[Line] = []
         found = None
         while True:
-            heap, child = own, _first(own, place) if own else None
-            if free and self._refusals > 0:
-                other = _first(free, ANYWHERE)
-                # A child may stand in both, and often does.
-                if other is not child and (child is None or (other is not None and other.before(child))):
-                    heap, child = free, other
-            if heap is None or child is None:
+            mine = own.first() if own is not None else None
+            other = free.first() if free is not None and self._refusals > 0 else None
+            if mine is not None and other is not None and mine.node is not other.node:
+                if mine.node.before(other.node):
+                    other = None
+                else:
+                    mine = None
+            if mine is None and other is None:
                 break
-            found = self._find(child, place, offer)
+            found = self._find_in(mine, other, offer)
             if found is not None:
                 break
-            passed.append((heap, heappop(heap)))
-        for heap, slot in passed:
-            heappush(heap, slot)
+            for line in (mine, other):
+                if line is not None:
+                    heappop(line.above.heap)
+                    passed.append(line)
+        for line in passed:
+            heappush(line.above.heap, line.slot)
         return found
+
+    def _find_head(
+        self, own: Lane[T] | None, free: Lane[T] | None, offer: Offer[T]
+    ) -> tuple[Entry[T], float, bool] | None:
+        for entry in heads(own, free):
+            terms = offer(entry.item)
+            if terms is not None:
+                return entry, *terms
+            if entry.lane is free:
+                self._refusals -= 1
+        return None
+
+    def _count_turn(self, entry: Entry[T], place: int) -> None:
+        """`entry` gets a chunk on `place`: whoever joined before it and could have run there is overtaken."""
+        lane, lanes = entry.lane, entry.lane.node.lines
+        lane.overtake(entry)
+        if len(lanes) > 1:
+            other = lanes.get(place if lane.place == ANYWHERE else ANYWHERE)
+            if other is not None and other is not lane:
+                other.overtake(None)
 
     # --- idle and busy --------------------------------------------------------------------------------------------------
 
-    def _move(self, entry: Entry[T], place: int) -> None:
-        leaf, before = entry.leaf, entry.lane
-        leaf.lanes.move(entry, place)
-        if place != before:
-            self._join(leaf, place)
-            self._leave(leaf, before)
+    def _move(self, entry: Entry[T], place: int, chunks: int) -> None:
+        """It waits on `place` for its next chunk, as the newest there."""
+        before = entry.lane
+        lane = before if before.place == place else before.node.lines.get(place) or self._lane(before.node, place)
+        before.leave(entry, for_good=False)
+        self._joins += 1
+        entry.lane, entry.chunks, entry.joined = lane, chunks, self._joins
+        lane.join(entry)
+        if not before.size:
+            self._end(before)
 
-    def _join(self, leaf: Node[T], place: int) -> None:
-        """One entry more of `leaf` at `place`."""
-        node = leaf
+    def _lane(self, leaf: Node, place: int) -> Lane[T]:
+        """A new lane, and the rings above it that are missing."""
+        lane = Lane[T](leaf, place, self._overtaken_max)
+        node: Node = leaf
+        line: Line = lane
         while True:
-            busy = node.busy
-            there = busy.get(place, 0)
             ring = node.parent
-            if there or ring is None:
-                busy[place] = there + 1
-                return
-            if not busy:
+            if not node.lines and ring is not None:
                 node.round = max(node.round + node.owed / node.weight, ring.now - self.quantum)
                 node.owed = 0.0
-            busy[place] = 1
-            self._enter(ring, place, node)
-            node = ring
-
-    def _enter(self, ring: Node[T], place: int, node: Node[T]) -> None:
-        """The slot it had before, if any, is void."""
-        slot = node.slots[place] = (node.round, node.position, node)
-        heap = ring.heaps.get(place)
-        if heap is None:
-            ring.heaps[place] = [slot]
-            return
-        heappush(heap, slot)
-        if len(heap) > 2 * len(ring.children) + SPARE:
-            heap[:] = [other for other in heap if other[2].slots.get(place) is other]
-            heapify(heap)
-
-    def _leave(self, leaf: Node[T], place: int) -> None:
-        node: Node[T] | None = leaf
-        while node is not None:
-            there = node.busy[place] - 1
+            node.lines[place] = line
+            if ring is None:
+                return lane
+            above = ring.lines.get(place)
+            there = above is not None
+            if above is None:
+                above = Ring(ring, place)
+            line.above = above
+            above.size += 1
+            above.enter(line)
             if there:
-                node.busy[place] = there
-                return
-            del node.busy[place]
-            node.heaps.pop(place, None)
-            node.slots.pop(place, None)
-            node = node.parent
+                return lane
+            node, line = ring, above
 
-    def _leaf(self, path: Path) -> Node[T]:
+    def _end(self, line: Line) -> None:
+        """Nothing is left in it, nor in the rings above that have no other."""
+        while True:
+            del line.node.lines[line.place]
+            line.slot = None
+            if line.above is None:
+                return
+            line = line.above
+            line.size -= 1
+            if line.size:
+                return
+
+    def _leaf(self, path: Path) -> Node:
         node = self._root
         for depth, name in enumerate(path, 1):
             child = node.children.get(name)
             if child is None:
                 weight = self.weights.get("/".join(path[:depth]), 1.0)
-                lanes = Lanes[T](self._overtaken_max) if depth == len(path) else None
                 self._positions += 1
-                child = node.children[name] = Node(path[:depth], weight, node, self._positions, lanes)
+                child = node.children[name] = Node(path[:depth], weight, node, self._positions)
             node = child
         self._leaves[path] = node
         return node

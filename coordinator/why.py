@@ -107,7 +107,7 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
     `looked`: whom the turn had come to, in order.
     """
     entry: Entry[Request] | None = target.entry
-    if winner is target or entry is None or entry.lane not in (ANYWHERE, worker.epoch):
+    if winner is target or entry is None or entry.place not in (ANYWHERE, worker.epoch):
         return None
     for look in looked:
         if look.request is target:
@@ -120,7 +120,7 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
         reason = _goes_first(winner, target)
         if reason is not None:
             return reason
-    if entry.lane != ANYWHERE:
+    if entry.place != ANYWHERE:
         return None
     if pool.kept_for is target:
         return no_room(target, worker, pool)
@@ -166,7 +166,7 @@ def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | No
     theirs: Entry[Any] | None = winner.entry
     assert mine is not None and theirs is not None
     if theirs.leaf is mine.leaf:
-        ours, other = mine.leaf.lanes.order(mine), theirs.leaf.lanes.order(theirs)
+        ours, other = mine.lane.order(mine), theirs.lane.order(theirs)
         if other > ours:
             return None
         return SameTenant(by(winner), _order(other, ours), round(mine.deadline - theirs.deadline, 6))
@@ -177,7 +177,7 @@ def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | No
     return OtherTurn(by(winner), level, _name(rival), _name(node), rival.round, node.round)
 
 
-def _name(node: "Node[Any]") -> str:
+def _name(node: Node) -> str:
     return "/".join(filter(None, node.path[1:] or node.path))
 
 
@@ -189,7 +189,7 @@ def _order(first: tuple[int, float, int, int], second: tuple[int, float, int, in
     return Order.FEWER_CHUNKS if first[2] != second[2] else Order.CAME_FIRST
 
 
-def _where_they_part(node: "Node[Any]", rival: "Node[Any]") -> "tuple[Node[Any], Node[Any]]":
+def _where_they_part(node: Node, rival: Node) -> tuple[Node, Node]:
     while node.parent is not rival.parent:
         assert node.parent is not None and rival.parent is not None
         node, rival = node.parent, rival.parent

@@ -104,7 +104,7 @@ class Trace:
         self.count(path, error)
 
     def runs(self, entry: Entry[Job], worker: int) -> bool:
-        return entry.lane == worker or (entry.lane == ANYWHERE and worker in self.workers[entry.item.path])
+        return entry.place == worker or (entry.place == ANYWHERE and worker in self.workers[entry.item.path])
 
     def able(self, worker: int | None) -> set[Path]:
         users = {
@@ -131,7 +131,7 @@ class Trace:
             return (float(job.cost), job.chunks == 1) if placed(job) or worker in self.workers[job.path] else None
 
         def placed(job: Job) -> bool:
-            return any(entry.item is job and entry.lane == worker for entry in self.entries[job.path])
+            return any(entry.item is job and entry.place == worker for entry in self.entries[job.path])
 
         found = self.queue.pop(worker, offer, 10**9)
         if found is None:

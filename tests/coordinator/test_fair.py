@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from coordinator.bands import ring_weights
-from coordinator.fairqueue import FairQueue, Node, Offer, Terms
-from coordinator.lanes import Entry
+from coordinator.fairqueue import FairQueue, Offer, Terms
+from coordinator.lanes import ANYWHERE, Entry
 from runtime.tenants import DEFAULT_BANDS, Band
 from tests.coordinator.fair_traces import Job, Trace
 
@@ -15,8 +15,9 @@ from tests.coordinator.fair_traces import Job, Trace
 class InArrivalOrder(FairQueue[Job]):
     """The negative control: whoever's request came first is next, whatever it has had already."""
 
-    def _find(self, node: Node[Job], place: int, offer: Offer[Job]) -> tuple[Entry[Job], float, bool] | None:
-        heads = [super(InArrivalOrder, self)._find(leaf, place, offer) for leaf in self._leaves.values()]
+    def _find(self, place: int, offer: Offer[Job]) -> tuple[Entry[Job], float, bool] | None:
+        leaves = [leaf.lines for leaf in self._leaves.values() if leaf.lines]
+        heads = [self._find_in(lines.get(place), lines.get(ANYWHERE), offer) for lines in leaves]
         return min((head for head in heads if head is not None), key=lambda head: head[0].item.arrival, default=None)
 
 

@@ -50,7 +50,7 @@ class Waiting(Trace):
         self.passed = set()
 
         def offer(job: Job) -> Terms | None:
-            placed = any(entry.item is job and entry.lane == worker for entry in self.entries[job.path])
+            placed = any(entry.item is job and entry.place == worker for entry in self.entries[job.path])
             if not placed and (worker not in self.workers[job.path] or self.lets_pass(job)):
                 self.passed |= {job.path, job.path[:1]}
                 return None

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from coordinator.events import Limits
-from coordinator.fairqueue import FairQueue, Node, Offer
-from coordinator.lanes import Entry
+from coordinator.fairqueue import FairQueue, Offer
+from coordinator.lanes import ANYWHERE, Entry
 from coordinator.overload import Rate
 from coordinator.request import Request
 from proto.errors import Reject
@@ -20,10 +20,9 @@ from tests.coordinator.world import MODEL, Harness, submit
 class FirstCome(FairQueue[Request]):
     """First come, first served, over all tenants: what fairness must not cost throughput against."""
 
-    def _find(
-        self, node: Node[Request], place: int, offer: Offer[Request]
-    ) -> tuple[Entry[Request], float, bool] | None:
-        heads = [super(FirstCome, self)._find(leaf, place, offer) for leaf in self._leaves.values()]
+    def _find(self, place: int, offer: Offer[Request]) -> tuple[Entry[Request], float, bool] | None:
+        leaves = [leaf.lines for leaf in self._leaves.values() if leaf.lines]
+        heads = [self._find_in(lines.get(place), lines.get(ANYWHERE), offer) for lines in leaves]
         ready = [head[0] for head in heads if head is not None]
         first = min(ready, key=lambda entry: (entry.item.arrived, entry.item.id), default=None)
         terms = offer(first.item) if first is not None else None  # asked last, since the queue remembers what it said

@@ -204,7 +204,7 @@ def test_what_was_cancelled_behind_one_that_waits_does_not_stay(tenant):
     assert sum(isinstance(thing, Request) and thing.id[0] == "r" for thing in gc.get_objects()) < 300
     queue = world.core.queues[MODEL]
     rings = list(queue.fair._root.children.values())
-    assert all(len(heap) < 100 for ring in rings for heap in ring.heaps.values())
+    assert all(len(line.heap) < 100 for ring in rings for line in ring.lines.values())
 
 
 def test_no_request_is_bypassed_more_often_than_allowed_though_several_wait_for_room() -> None:

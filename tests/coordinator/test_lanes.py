@@ -1,0 +1,71 @@
+"""A lane beside a naive twin: whatever joins and leaves, the same entry is next."""
+
+import random
+
+import pytest
+
+from coordinator import lanes
+from coordinator.lanes import Entry, Lane
+
+
+class Naive:
+    """In the order in which they joined, each with how often it was overtaken."""
+
+    def __init__(self, overtaken_max: int) -> None:
+        self.overtaken_max = overtaken_max
+        self.counts: dict[Entry[int], int] = {}
+
+    def overtake(self, by: Entry[int] | None) -> None:
+        for entry in self.counts:
+            if entry is by:
+                return
+            self.counts[entry] += 1
+
+    def first(self) -> Entry[int]:
+        oldest = next(iter(self.counts))
+        if self.counts[oldest] >= self.overtaken_max:
+            return oldest
+        return min(self.counts, key=lambda entry: (entry.deadline, entry.chunks, entry.seq))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_lane_gives_what_its_naive_twin_gives(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rnd = random.Random(seed)
+    monkeypatch.setattr(lanes, "BLOCK_MAX", rnd.choice([2, 5, 16]))
+    monkeypatch.setattr(lanes, "SPARE", rnd.choice([0, 8]))
+    overtaken_max = rnd.choice([1, 3, 10**9])
+    lane, naive = Lane[int](None, 0, overtaken_max), Naive(overtaken_max)
+    deadlines = rnd.choice([3, 50, 10**9])  # few: many ties, also between blocks
+    most, joins = rnd.choice([10, 200]), 0
+
+    def join(entry: Entry[int]) -> None:
+        lane.join(entry)
+        naive.counts[entry] = 0
+
+    def leave(entry: Entry[int], *, for_good: bool) -> None:
+        lane.leave(entry, for_good=for_good)
+        del naive.counts[entry]
+
+    for step in range(1500):
+        dice = rnd.random()
+        growing = step % 600 < 400
+        if not naive.counts or (dice < (0.6 if growing else 0.2) and len(naive.counts) < most):
+            joins += 1
+            join(Entry(joins, lane, float(rnd.randrange(deadlines)), rnd.randint(1, 3), joins))
+        elif dice < 0.75:
+            entry = lane.first()
+            lane.overtake(entry)
+            naive.overtake(entry)
+            leave(entry, for_good=rnd.random() < 0.7)
+            if entry.joined:
+                joins += 1
+                entry.chunks, entry.joined = max(entry.chunks - 1, 1), joins
+                join(entry)
+        elif dice < 0.9:
+            leave(rnd.choice(list(naive.counts)), for_good=rnd.random() < 0.5)
+        else:
+            lane.overtake(None)
+            naive.overtake(None)
+        assert lane.size == len(naive.counts), seed
+        assert not naive.counts or lane.first() is naive.first(), (seed, step)
+        assert sum(map(len, [lane.front, *lane.later])) <= 2 * lane.size + lanes.SPARE, seed

@@ -56,7 +56,7 @@ class Node:
         """Corrections not yet charged: they count with the next chunk."""
         self.now = 0.0
         """The round this node's own ring has come to."""
-        self.lines: dict[int, Line] = {}
+        self.lines: dict[int, Any] = {}
         """By place, where it has something to run: lanes at the bottom, rings above."""
         self.children: dict[str, Node] = {}
 

@@ -4,8 +4,10 @@
 - the whole core: one request's life of four chunks, from `Submit` to `Finished`, seven messages in and seven out;
 - memory of one waiting request, its message included.
 
-The floor, for one thread of CPython at about 50 ns per simple operation: a pop takes the head of three heaps (10-14
-comparisons each) and puts each back, about 100 operations, so 5 µs; a life is seven messages with about 300 operations each.
+The floor, for one thread of CPython at about 50 ns per simple operation: a pop takes the head of two heaps (the organisations',
+the users') and the end of one lane, and puts the heads back, about 60 operations, so 3 µs where all of it is in the core's own
+cache. Where 10,000 tenants wait it is not: each visit finds its organisation, user, lane and entry, and the users' slots that a
+heap compares, elsewhere, some 20-30 lines at 40-220 ns each. A life is seven messages with about 300 operations each.
 """
 
 import gc

@@ -97,6 +97,7 @@ class DecodeWorker:
             on_quarantined=self._in_doubt,
             settings=_kv_settings(settings, engine.pool.device.type),
             memory=memory,
+            is_busy=lambda: bool(batch.running),
         )
         self.metrics = DecodeMetrics(table, self.receiver.counters)
         self.metrics.page.introduce(name=name, model=settings.served_model_id)
@@ -264,6 +265,7 @@ def _kv_settings(settings: WorkerSettings, device: str) -> KvSettings:
         rendezvous_timeout_ms=settings.kv_timeout_ms,
         segment_bytes=segment_bytes_on(device),
         digest_every=DIGEST_EVERY[settings.kv_digest],
+        bytes_per_s=settings.kv_mib_per_s << 20 if device == "cpu" else 0,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from kvtransfer.idle import PairUse, to_give_up
 from kvtransfer.layout import KvLayout
+from kvtransfer.pace import Pace
 from kvtransfer.pair import Listen, Pair, PairEvents
 from kvtransfer.pool import PoolRows
 from kvtransfer.session import (
@@ -119,6 +120,7 @@ class Driver(ABC, Generic[S, R]):
         self._all_down = asyncio.Event()
         self._all_down.set()
         self._closed = False
+        self._pace: Pace | None = None
 
     @property
     def sessions(self) -> int:
@@ -270,7 +272,7 @@ class Driver(ABC, Generic[S, R]):
             lambda reason: self._pair_broke(route, reason) if is_current() and not route.dropped else None,
             lambda: self._pair_down(pair),
         )
-        pair = Pair(how, self._local_of(route), events, f"kv-{self._epoch & 0xFFFF:04x}-{route.pair_id}")
+        pair = Pair(how, self._local_of(route), events, f"kv-{self._epoch & 0xFFFF:04x}-{route.pair_id}", self._pace)
         route.pair = pair
         self._pairs.add(pair)
         self._all_down.clear()

@@ -5,7 +5,9 @@ gloo's receive cannot be interrupted; after a peer is killed amid a message it r
 failed makes the whole group unusable.
 """
 
+from collections import deque
 from datetime import timedelta
+from typing import Any
 
 from kvtransfer import rendezvous
 from kvtransfer.pool import digest
@@ -20,37 +22,64 @@ class _GlooChannel(Channel):
         self._group = group
         self._buffer = self._rows.buffer(local.segment_blocks)
 
+
+class _Sending(_GlooChannel):
     def work(self, inbox: Inbox, answer: Answer) -> None:
-        while True:
+        while not inbox.closed:
             inbox.wait()
             for job in inbox.take():
                 if inbox.closed:
                     return
-                answer(job, self._run(job))
-            if inbox.closed:
-                return
+                answer(job, self._send(job))
 
-    def _run(self, job: SegmentJob) -> bytes:
-        raise NotImplementedError
-
-
-class _Sending(_GlooChannel):
-    def _run(self, job: SegmentJob) -> bytes:
+    def _send(self, job: SegmentJob) -> bytes:
         assert job.block_ids is not None
         packed = self._rows.packed(job.block_ids, self._buffer)
-        segment_digest = digest(packed)
-        self._group.send([packed], RECEIVER_RANK, job.sequence).wait(self._timeout)
+        sending = self._group.send([packed], RECEIVER_RANK, job.sequence)
+        segment_digest = digest(packed)  # while it leaves
+        sending.wait(self._timeout)
         return segment_digest
 
 
 class _Receiving(_GlooChannel):
-    def _run(self, job: SegmentJob) -> bytes:
+    """Two buffers: the next segment lands in one while the last one is digested in the other."""
+
+    def __init__(self, local: Local, group: Group) -> None:
+        super().__init__(local, group)
+        self._next_buffer = self._rows.buffer(local.segment_blocks)
+
+    def work(self, inbox: Inbox, answer: Answer) -> None:
+        announced: deque[SegmentJob] = deque()
+        receiving: tuple[SegmentJob, Any] | None = None
+        while not inbox.closed:
+            if receiving is None and not announced:
+                inbox.wait()
+            announced += inbox.take()
+            if receiving is not None:
+                job, operation = receiving
+                operation.wait(self._timeout)
+                announced += inbox.take()
+                self._buffer, self._next_buffer = self._next_buffer, self._buffer
+                receiving = self._begin(announced)
+                answer(job, self._settled(job))
+            else:
+                receiving = self._begin(announced)
+        if receiving is not None:
+            receiving[1].wait(self._timeout)  # it cannot be interrupted, and its buffer must live
+
+    def _begin(self, announced: deque[SegmentJob]) -> tuple[SegmentJob, Any] | None:
         # Always room for the largest segment: a message over its buffer would end this process, whoever announced it wrongly.
-        self._group.recv([self._buffer], SENDER_RANK, job.sequence).wait(self._timeout)
-        packed = self._buffer[: job.blocks]
+        if not announced:
+            return None
+        job = announced.popleft()
+        return job, self._group.recv([self._next_buffer], SENDER_RANK, job.sequence)
+
+    def _settled(self, job: SegmentJob) -> bytes:
+        """Copy what has landed to its blocks, if it is still wanted."""
         block_ids = job.block_ids
         if block_ids is None:
             return b""
+        packed = self._buffer[: job.blocks]
         self._rows.spread(block_ids, packed)
         return digest(packed)
 
@@ -73,6 +102,9 @@ class Gloo(Transport):
 
     def unusable(self, local: Local, same_host: bool) -> str:
         return ""
+
+    def pair_bytes(self, segment_bytes: int) -> int:
+        return 2 * segment_bytes
 
     def listen(self, local: Local) -> Listener:
         return _GlooListener(local)

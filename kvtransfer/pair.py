@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtransfer import transports
+from kvtransfer.pace import Pace
 from kvtransfer.transport import (
     MAX_QUEUED_SEGMENTS,
     Channel,
@@ -51,8 +52,11 @@ class Pair:
     """Made on the event loop, whose thread calls everything public. The thread starts at once. `how` is a `Meeting` on the
     sender."""
 
-    def __init__(self, how: Listen | Meeting, local: Local, events: PairEvents, name: str) -> None:
+    def __init__(
+        self, how: Listen | Meeting, local: Local, events: PairEvents, name: str, pace: Pace | None = None
+    ) -> None:
         self.is_down = False
+        self._pace = pace
         self._how = how
         self._local = local
         self._events = events
@@ -77,7 +81,14 @@ class Pair:
         if job.block_ids is not None:
             self._local.rows.check(job.block_ids)
         self._unanswered[job.sequence] = job
-        self._inbox.put(job)
+        if self._pace is None:
+            self._inbox.put(job)
+        else:
+            self._pace.start(job.blocks * self._local.rows.layout.block_bytes, lambda: self._begin(job))
+
+    def _begin(self, job: SegmentJob) -> None:
+        if not self.is_down:
+            self._inbox.put(job)
 
     def cancel(self, owner: object) -> None:
         """One session's segments are not wanted any more: receive and discard. Each is still answered."""

@@ -8,6 +8,7 @@ import torch
 
 from kvtransfer.driver import Driver, Live, Route
 from kvtransfer.layout import KvLayout, blocks_of, cells_of
+from kvtransfer.pace import Bucket, Pace
 from kvtransfer.pair import Listen
 from kvtransfer.receiver_session import DECLINED, FAILED, ReceiverSession
 from kvtransfer.session import (
@@ -71,9 +72,11 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         on_quarantined: Callable[[str, int, list[int]], None] = lambda request_id, attempt, block_ids: None,
         settings: KvSettings,
         memory: PoolMemory | None = None,
+        is_busy: Callable[[], bool] = lambda: True,
     ) -> None:
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not, or if `listen_host` is not one address of
-        this host. `memory` is what the pool lies in, from its first byte on, if other processes may map it."""
+        this host. `memory` is what the pool lies in, from its first byte on, if other processes may map it. `is_busy` says
+        whether there is anything that a limit of `settings.bytes_per_s` would protect."""
         if listen_host in ("", "*", "0.0.0.0", "::"):
             raise ValueError(
                 f"KV must be received on one address, not on {listen_host!r}: the rendezvous knows no passwords"
@@ -83,6 +86,9 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         self._on_committed = on_committed
         self._on_failed = on_failed
         self._on_quarantined = on_quarantined
+        if settings.bytes_per_s:
+            bucket = Bucket(settings.bytes_per_s, settings.burst_bytes)
+            self._pace = Pace(bucket, settings.segment_timeout_ms / 4e3, clock, is_busy)
 
     # --- from the worker ---
 

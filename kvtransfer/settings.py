@@ -44,6 +44,11 @@ class KvSettings:
     window_bytes: int = 32 << 20
     """Small segments may be more than `window_segments` (at most 64), up to so many bytes: a round trip of the control link
     takes as long whatever their size. What is announced is sent even if its session is aborted, so this bounds the waste."""
+    bytes_per_s: int = 0
+    """The receiver begins no more than this, of all pairs together, while it is busy; 0: no limit. A segment is held back for
+    a quarter of `segment_timeout_ms` at most."""
+    burst_bytes: int = 64 << 20
+    """So much of it comes at full speed after a pause."""
     rendezvous_timeout_ms: int = 10_000
     """A pair that is not up by then is given up, and its sessions fail."""
     segment_timeout_ms: int = 3_000
@@ -69,8 +74,10 @@ class KvSettings:
         if not self.transports:
             raise ValueError("no transport is allowed")
         for name in self.__dataclass_fields__:
-            if name != "transports" and getattr(self, name) < 1:
+            if name not in ("transports", "bytes_per_s") and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
+        if self.bytes_per_s < 0:
+            raise ValueError(f"bytes_per_s is {self.bytes_per_s}, and must not be negative")
         if self.digest_every > 1024:
             raise ValueError(f"digest_every is {self.digest_every}, and must be at most 1024")
         if self.window_segments > WINDOW_SEGMENTS_MAX:

@@ -280,6 +280,12 @@ class WorkerSettings(_ClientSettings):
     kv_digest: Literal["full", "sampled"] = Field(
         "full", description="KV segments a decode worker on a GPU verifies: all, or one in 16. On the CPU always all."
     )
+    kv_mib_per_s: int = Field(
+        512,
+        ge=0,
+        le=1 << 20,
+        description="MiB of KV per second taken in on a CPU while streams run, 64 at once; 0: no limit. More slows them.",
+    )
     kv_timeout_ms: int = Field(
         10_000,
         ge=100,

@@ -1,0 +1,92 @@
+"""How fast KV is taken in while streams run."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.pace import Bucket, Pace
+from kvtransfer.settings import KvSettings
+from tests.kvtransfer.ends import Ends, with_ends
+
+RATE, BURST = 1_000.0, 4_000
+SIZES = st.lists(st.tuples(st.integers(1, 3_000), st.floats(0.0, 5.0)), min_size=1, max_size=60)
+
+
+@given(SIZES)
+def test_what_begins_keeps_to_the_rate_and_one_burst(pieces: list[tuple[int, float]]) -> None:
+    """In any stretch of time, up to the piece that overdraws; and nothing waits that has room."""
+    bucket, now = Bucket(RATE, BURST), 0.0
+    begun: list[tuple[float, int]] = []
+    for size, pause_s in pieces:
+        now += pause_s
+        wait_s = bucket.wait_s(now)
+        assert wait_s <= 3_000 / RATE
+        now += wait_s
+        assert bucket.wait_s(now) <= 1e-9
+        bucket.take(size)
+        begun.append((now, size))
+    for first, (start, _) in enumerate(begun):
+        for last in range(first, len(begun)):
+            end, final = begun[last]
+            between = sum(size for _, size in begun[first : last + 1])
+            assert between <= BURST + (end - start) * RATE + final + 1e-3
+
+
+def run_pace(pieces: int, *, busy: bool, wait_max_s: float = 60.0) -> tuple[list[int], float]:
+    """The order in which they begin, and the seconds it took them, on a loop of their own."""
+
+    async def main() -> tuple[list[int], float]:
+        loop = asyncio.get_running_loop()
+        begun: list[int] = []
+        done = asyncio.Event()
+
+        def begin(number: int) -> None:
+            begun.append(number)
+            if len(begun) == pieces:
+                done.set()
+
+        pace = Pace(Bucket(10_000.0, 1), wait_max_s, loop.time, lambda: busy)
+        began = loop.time()
+        for number in range(pieces):
+            pace.start(1_000, lambda number=number: begin(number))  # type: ignore[misc]
+        async with asyncio.timeout(30):
+            await done.wait()
+        return begun, loop.time() - began
+
+    return asyncio.run(main())
+
+
+def test_held_back_while_busy_and_in_order() -> None:
+    begun, took_s = run_pace(5, busy=True)
+    assert begun == [0, 1, 2, 3, 4]
+    assert took_s >= 0.38  # 4 kB at 10 kB/s; the first goes at once
+
+
+def test_not_held_back_while_nothing_runs() -> None:
+    begun, took_s = run_pace(200, busy=False)
+    assert begun == list(range(200)) and took_s < 15.0  # 20 s at that rate
+
+
+def test_never_held_back_for_longer_than_its_sender_waits() -> None:
+    begun, took_s = run_pace(200, busy=True, wait_max_s=0.1)
+    assert begun == list(range(200)) and took_s < 15.0
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_transfers_arrive_through_a_narrow_bucket_and_can_be_given_up(transport: str) -> None:
+    settings = KvSettings(
+        transports=(transport,), segment_bytes=1, bytes_per_s=1 << 19, burst_bytes=1, segment_timeout_ms=2_000
+    )
+
+    async def body(ends: Ends) -> None:
+        for name, first in (("r1", 0), ("r2", 20), ("r3", 40)):
+            ends.transfer(name, list(range(first, first + 10)))
+        await ends.until(lambda: len(ends.committed) >= 1)
+        ends.receiver.abort("r3", 1, "not wanted")
+        await ends.ended(3)
+        assert {commit.request_id for commit, _, _ in ends.committed} == {"r1", "r2"}
+        assert [failure[0] for failure in ends.failed] == ["r3"]
+
+    with_ends(body, settings=settings)

@@ -284,7 +284,7 @@ class WorkerSettings(_ClientSettings):
         512,
         ge=0,
         le=1 << 20,
-        description="MiB of KV per second taken in on a CPU while streams run, 64 at once; 0: no limit. More slows them.",
+        description="MiB of KV a second taken in on a CPU while streams run, after 64; 0: no limit.",
     )
     kv_timeout_ms: int = Field(
         10_000,

@@ -105,7 +105,7 @@ class DecodeWorker:
             on_quarantined=self._in_doubt,
             settings=_kv_settings(settings, pool.device.type),
             memory=memory,
-            is_busy=lambda: bool(batch.running),
+            is_busy=lambda: bool(self.core.batch.running),
         )
 
     def _hello(self, address: str) -> Hello:

@@ -5,7 +5,6 @@ may come in; without a handler it would let in anybody, so a socket is never bou
 carries its key as `User-Id` on every frame, and by it, not by its Hello or its routing id, a server knows the role.
 """
 
-import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +15,10 @@ from zmq.auth import Authenticator
 
 from proto.messages import Hello, Role
 from runtime import log
+from runtime.driver import watched
 from runtime.keys import Keys
 from runtime.monitor import Failure
-from runtime.peer import LinkCounters
+from runtime.peer import LinkCounters, LinkSettings, open_socket
 from runtime.seldom import Seldom
 
 _log = log.get("crossdock.curve")
@@ -26,19 +26,19 @@ _domains = itertools.count(1)
 
 
 class _Handler(Authenticator):
-    """The ZAP handler of a context. Each server is a domain of its own."""
+    """The ZAP handler of a context, for as long as there is the context. Each server is a domain of its own."""
 
-    def __init__(self, context: "zmq.Context[Any]") -> None:
-        super().__init__(context)
-        self.start()
-        self._socket: zmq.asyncio.Socket = zmq.asyncio.Socket.from_socket(self.zap_socket)
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        super().__init__(socket.context)
+        self._socket = self.zap_socket = socket
+        socket.bind("inproc://zeromq.zap.01")
 
     async def run(self) -> None:
         while True:
             await self.handle_zap_message(await self._socket.recv_multipart())
 
 
-_handlers: "dict[zmq.Context[Any], tuple[_Handler, asyncio.Task[None]]]" = {}
+_handlers: "dict[zmq.Context[Any], _Handler]" = {}
 
 
 class Gate:
@@ -52,15 +52,17 @@ class Gate:
         self._seldom = Seldom(_log.warning)
         self._forget: Callable[[], None] | None = None
 
-    def open(self, watched: Callable[[Any], "asyncio.Task[None]"], on_change: Callable[[], None]) -> None:
+    def open(self, on_change: Callable[[], None]) -> None:
         """Before the socket is bound. `on_change` is called when keys may have been removed."""
         if self._keys is None:
             return
         context = self._socket.context
+        for old in [one for one in _handlers if one.closed]:
+            del _handlers[old]
         if context not in _handlers:
-            handler = _Handler(context)
-            _handlers[context] = (handler, watched(handler.run()))
-        _handlers[context][0].configure_curve_callback(self._domain, self)
+            handler = _handlers[context] = _Handler(open_socket(zmq.REP, LinkSettings()))
+            watched(handler.run())
+        _handlers[context].configure_curve_callback(self._domain, self)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
         self._socket.setsockopt_string(zmq.ZAP_DOMAIN, self._domain)
@@ -71,12 +73,7 @@ class Gate:
             return
         self._forget()
         self._forget = None
-        handler, task = _handlers[self._socket.context]
-        del handler.credentials_providers[self._domain]
-        if not handler.credentials_providers:
-            del _handlers[self._socket.context]
-            task.cancel()
-            handler.stop()
+        del _handlers[self._socket.context].credentials_providers[self._domain]
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """The handler's question."""

@@ -94,7 +94,7 @@ class LinkServer:
         """Bind; returns the address with the real port. Raises `CannotBind`."""
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         monitor = ConnectionMonitor(self._socket, on_lost=self._probe_soon, on_failed=self._gate.handshake_failed)
-        self._gate.open(watched, self._drop_unlisted)
+        self._gate.open(self._drop_unlisted)
         try:
             self._socket.bind(self._bind)
         except zmq.ZMQError as error:

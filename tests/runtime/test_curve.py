@@ -59,6 +59,24 @@ def test_with_keys_messages_go_both_ways(folder: Path) -> None:
     run(body)
 
 
+def test_servers_with_keys_come_and_go_in_one_process(folder: Path) -> None:
+    """One handler serves all of them, and is there for the next one too."""
+
+    async def body() -> None:
+        for _ in range(5):
+            a, b = End(), End()
+            servers = [one.server(settings=links(folder, Role.COORDINATOR)) for one in (a, End())]
+            address, _ = [await server.start() for server in servers]
+            client = b.client(address, hello=hello(Role.DECODE), settings=links(folder, Role.DECODE))
+            await client.start()
+            assert await a.next() == ("up", 9)
+            await client.close()
+            for server in servers:
+                await server.close()
+
+    run(body)
+
+
 def test_who_is_turned_away_is_counted_and_others_are_served(folder: Path, tmp_path: Path) -> None:
     make(tmp_path / "foreign", list(ROLES))
     for public in folder.glob("*.key"):  # knows whom to ask, but is not known there

@@ -12,7 +12,6 @@ from starlette.requests import ClientDisconnect
 from gateway.backend import ClientLeft
 from gateway.errors import ApiError, bad_value
 
-READ_TIMEOUT_S = 30.0
 REQUESTS_MAX = 2048
 """Generation requests being read or answered at once."""
 BODIES_BYTES_MAX = 256 << 20
@@ -22,8 +21,10 @@ BODIES_BYTES_MAX = 256 << 20
 class Intake:
     """Admits requests to the gateway's memory."""
 
-    def __init__(self, *, body_bytes_max: int) -> None:
+    def __init__(self, *, body_bytes_max: int, client_timeout_s: float) -> None:
+        """`client_timeout_s`: in which a body must be there, and a client must take the next piece of its answer."""
         self.body_bytes_max = body_bytes_max
+        self.client_timeout_s = client_timeout_s
         self._requests = 0
         self._bytes = 0
 
@@ -51,7 +52,7 @@ class Intake:
         held = 0
         parts: list[bytes] = []
         try:
-            async with asyncio.timeout(READ_TIMEOUT_S):
+            async with asyncio.timeout(self.client_timeout_s):
                 async for part in request.stream():
                     held += len(part)
                     self._bytes += len(part)

@@ -1,19 +1,17 @@
 """The gateway process: links, stream keeper and HTTP server on one event loop."""
 
 import asyncio
-import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-import uvicorn
 
 from gateway.app import create_app
 from gateway.backend import Backend
 from gateway.body import Intake
 from gateway.context import Gateway
+from gateway.http_server import make_server
 from gateway.metrics import GatewayMetrics
 from gateway.prepare import Rules
 from gateway.stream_types import StreamLimits
@@ -35,22 +33,6 @@ from runtime.tenants_file import TenantsFile
 from runtime.waiting import WaitNotice
 
 _CLOSE_TIMEOUT_S = 5
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own: the process has them. `on_listening` is called once it listens."""
-
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None] = lambda: None) -> None:
-        super().__init__(config)
-        self._on_listening = on_listening
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_listening()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class GatewayProcess:
@@ -138,7 +120,9 @@ class GatewayProcess:
             tokenizer=tokenizer,
             backend=self.backend,
             metrics=self.metrics,
-            intake=Intake(body_bytes_max=self.settings.body_bytes_max),
+            intake=Intake(
+                body_bytes_max=self.settings.body_bytes_max, client_timeout_s=self.settings.client_timeout_ms / 1000
+            ),
             rules=Rules(self.settings.served_model_id, self.settings.default_max_tokens),
             keys=keys,
         )
@@ -193,17 +177,8 @@ class GatewayProcess:
 
     async def _serve(self, gateway: Gateway, listener: socket.socket, stop: Stop) -> None:
         """Serve HTTP until told to stop; then let streams end, bounded, and the rest with an error event."""
-        config = uvicorn.Config(
-            create_app(gateway),
-            http="httptools",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-        )
-        server = _Server(config, lambda: self._is("listening"))
+        server = make_server(create_app(gateway), self.settings.client_timeout_ms / 1000, _CLOSE_TIMEOUT_S)
+        server.on_listening = lambda: self._is("listening")
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         stopping = asyncio.get_running_loop().create_task(_wait(stop))
         host, port = listener.getsockname()[:2]

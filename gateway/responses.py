@@ -13,8 +13,6 @@ from gateway.errors import ApiError, of_failure
 from gateway.stream_types import Admitted, Deliver, Ended
 from proto.messages import RateState
 
-SEND_TIMEOUT_S = 120.0
-"""A client that reads nothing for so long is cut off."""
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -112,12 +110,15 @@ class EventStream(Response):
         *,
         include_usage: bool,
         headers: dict[str, str],
+        client_timeout_s: float,
     ) -> None:
+        """A client that reads nothing for `client_timeout_s` is cut off, and its request cancelled."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self.exchange = exchange
         self.begun = begun
         self.include_usage = include_usage
+        self.client_timeout_s = client_timeout_s
         self.outcome = "internal_error"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,7 +144,7 @@ class EventStream(Response):
         if not data:
             return
         try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
+            async with asyncio.timeout(self.client_timeout_s):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except TimeoutError:
             raise ClientLeft from None

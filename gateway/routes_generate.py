@@ -80,7 +80,13 @@ async def _generate(
                 return Response(content, media_type="application/json", headers=headers)
             begun = await exchange.beginning()
             headers = {"X-Request-Id": answer_id, **rate_headers(exchange.rates)}
-            stream = EventStream(exchange, begun, include_usage=prepared.include_usage, headers=headers)
+            stream = EventStream(
+                exchange,
+                begun,
+                include_usage=prepared.include_usage,
+                headers=headers,
+                client_timeout_s=gateway.intake.client_timeout_s,
+            )
             # From here on the response owns the exchange, its watcher and its place.
             return _Owning(stream, stack.pop_all(), lambda: count(endpoint, stream.outcome))
     except ApiError as error:

@@ -199,6 +199,13 @@ class GatewaySettings(_ClientSettings):
     body_bytes_max: int = Field(
         8 << 20, ge=1024, le=1 << 30, description="Largest request body in bytes; over it is 413."
     )
+    client_timeout_ms: int = Field(
+        30_000,
+        ge=100,
+        le=3_600_000,
+        description="Milliseconds in which a client must have sent its headers, then its body, and in which it must take the"
+        " next piece of an answer. One that is slower is cut off, and its request cancelled.",
+    )
     queue_wait_ms: int = Field(
         10_000,
         ge=0,

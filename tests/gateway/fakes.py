@@ -8,13 +8,13 @@ from functools import lru_cache
 from typing import Any
 
 import httpx
-import uvicorn
 
 from gateway.app import create_app
 from gateway.backend import Backend
 from gateway.body import Intake
 from gateway.context import Gateway
-from gateway.main import _listen, _Server
+from gateway.http_server import make_server
+from gateway.main import _listen
 from gateway.metrics import GatewayMetrics
 from gateway.prepare import Rules
 from gateway.stream_types import StreamLimits
@@ -144,7 +144,12 @@ class Site:
 
 
 def make_site(
-    *, limits: StreamLimits | None = None, api_keys: tuple[str, ...] = (), tenants: str = "", connected: bool = True
+    *,
+    limits: StreamLimits | None = None,
+    api_keys: tuple[str, ...] = (),
+    tenants: str = "",
+    connected: bool = True,
+    client_timeout_s: float = 30.0,
 ) -> Site:
     """An application on a fake cluster; to be made on a running event loop."""
     metrics = GatewayMetrics(MODEL)
@@ -158,7 +163,7 @@ def make_site(
         tok,
         backend,
         metrics,
-        Intake(body_bytes_max=BODY_BYTES_MAX),
+        Intake(body_bytes_max=BODY_BYTES_MAX, client_timeout_s=client_timeout_s),
         Rules(MODEL, 1024),
         KeyRing(parse(tenants), api_keys),
     )
@@ -169,8 +174,7 @@ def make_site(
 async def served(site: Site):
     """The site on a real port; yields the base URL."""
     listener = _listen("127.0.0.1", 0)
-    config = uvicorn.Config(site.app, http="httptools", lifespan="off", log_config=None, timeout_graceful_shutdown=30)
-    server = _Server(config)
+    server = make_server(site.app, site.gateway.intake.client_timeout_s, close_timeout_s=30)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,0 +1,151 @@
+"""The HTTP server: uvicorn, with bounds on what a client may send before it is known, and on how slowly it may do anything.
+
+    connection ── headers ──▶ request ── body ──▶ answer ──▶ idle ──▶ …
+      bytes, count, time        bytes, time         time       time
+
+What a request may cost once its headers are there is `body.Intake`'s; how slowly a stream may be read, `EventStream`'s.
+"""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.errors import ApiError
+
+HEADER_BYTES_MAX: Final = 64 << 10
+"""Of the request line and all headers together."""
+HEADERS_MAX: Final = 200
+CONNECTIONS_MAX: Final = 8_192
+"""Open at once, as far as the process may have so many files; one more is closed unread."""
+KEEP_ALIVE_S: Final = 30
+_FILES_OF_OUR_OWN: Final = 256
+
+
+class Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: the process has them. `on_listening` is called once it listens."""
+
+    on_listening: Callable[[], None]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_listening()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_server(app: Any, client_timeout_s: float, close_timeout_s: int) -> Server:
+    """`client_timeout_s`: how long headers, a body, or the reading of an answer may take or stand still."""
+    # What garbage on the port makes it say says nothing, as often as there is some.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    class Connection(_Connection):
+        timeout_s = client_timeout_s
+        connections_max = min(CONNECTIONS_MAX, max(16, hard - _FILES_OF_OUR_OWN))
+
+    server = Server(
+        uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=close_timeout_s,
+        )
+    )
+    server.on_listening = lambda: None
+    return server
+
+
+class _Connection(HttpToolsProtocol):
+    """A connection that is closed when its client does not get on: with its headers, its body, or taking what is sent."""
+
+    timeout_s: float
+    connections_max: int
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        self._in_headers = True
+        self._header_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        if len(self.connections) > self.connections_max:
+            transport.abort()
+            return
+        # The kernel ends a connection whose other end takes nothing for so long, whatever waits to be sent.
+        ours = transport.get_extra_info("socket")
+        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.timeout_s * 1000))
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_headers:
+            self._header_bytes += len(data)
+            if self._timer is None:
+                self._start_timer()
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > HEADER_BYTES_MAX:
+            self._turn_away(431, "The headers are too large.", "headers_too_large")
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._start_timer()
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > HEADER_BYTES_MAX or len(self.headers) > HEADERS_MAX:
+            self._turn_away(431, "The headers are too large.", "headers_too_large")
+        elif not self.transport.is_closing():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle is not None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_headers = True
+        self._header_bytes = 0
+        self._stop_timer()
+        if self.cycle is not None:
+            super().on_message_complete()
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self.timeout_s, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self._turn_away(408, "The request took too long to arrive.", "request_timeout")
+        else:
+            # Its body is late: whoever answers it has been waiting for as long, and says so.
+            self._timer = self.loop.call_later(self.timeout_s, self.transport.abort)
+
+    def _turn_away(self, status: int, message: str, code: str) -> None:
+        if self.transport.is_closing():
+            return
+        body = ApiError(status, message, code=code).encoded()
+        reason = {408: "Request Timeout", 431: "Request Header Fields Too Large"}[status]
+        head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()

@@ -1,0 +1,183 @@
+"""Clients that are slow on purpose, or say too much, over real sockets: they are cut off while others are served."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+
+from gateway import http_server
+from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
+from tests.gateway.http_words import until
+
+TIMEOUT_S = 0.4
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def body_of(**fields: object) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 99, **fields}).encode()
+
+
+async def is_served(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/completions", content=body_of(), headers={"Content-Type": "application/json"})
+    assert answer.json()["choices"][0]["text"] == ANSWER
+
+
+def head(length: int, *more: str) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, *more, "", ""]).encode()
+
+
+def on_port(test: Callable[[Site, str, int], Awaitable[None]], client_timeout_s: float = TIMEOUT_S) -> None:
+    async def body() -> None:
+        site = make_site(client_timeout_s=client_timeout_s)
+        async with served(site) as url:
+            await test(site, url, int(url.rsplit(":", 1)[1]))
+            await until(lambda: site.gateway.intake._requests == site.gateway.intake._bytes == 0)
+
+    asyncio.run(body())
+
+
+async def drip(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """A byte at a time, until the other end has had enough."""
+    try:
+        for at in range(len(data)):
+            writer.write(data[at : at + 1])
+            await writer.drain()
+            await asyncio.sleep(0.02)
+    except OSError:
+        pass
+
+
+async def headers_drip(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await drip(writer, head(10, "X-Slow: " + "y" * 1_000))
+
+
+async def line_ends_drip(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await drip(writer, b"\r\n" * 500)
+
+
+async def nothing(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+    return
+
+
+async def body_drips(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(head(1_000))
+    await drip(writer, body_of(stop="y" * 900))
+
+
+async def unwanted_body_drips(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """It is answered at once, and goes on sending what nobody reads."""
+    writer.write(head(1_000).replace(b"/v1/completions", b"/v1/nothing"))
+    await drip(writer, b"z" * 1_000)
+
+
+async def second_headers_drip(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    await asyncio.sleep(0.1)
+    await drip(writer, head(10, "X-Slow: " + "y" * 1_000))
+
+
+@pytest.mark.parametrize(
+    "talk", [nothing, headers_drip, line_ends_drip, body_drips, unwanted_body_drips, second_headers_drip]
+)
+def test_slow_senders_are_cut_off_while_others_are_served(talk: Talk) -> None:
+    async def test(_site: Site, url: str, port: int) -> None:
+        async def slow() -> None:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            talking = asyncio.ensure_future(talk(reader, writer))
+            try:
+                while await asyncio.wait_for(reader.read(65_536), 10):
+                    pass
+            except ConnectionError:
+                pass
+            finally:
+                talking.cancel()
+                writer.close()
+
+        crowd = [asyncio.create_task(slow()) for _ in range(50)]
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            for _ in range(5):
+                await is_served(client)
+                await asyncio.sleep(TIMEOUT_S / 8)
+        await asyncio.gather(*crowd)
+
+    on_port(test)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(stream: bool) -> None:
+    async def test(site: Site, url: str, port: int) -> None:
+        long = list(b"abcdefgh" * 50)
+        plain = site.cluster.answer
+        site.cluster.answer = lambda submit, choice: long if submit.choices > 1 else plain(submit, choice)
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            await is_served(client)
+        ours = socket.create_connection(("127.0.0.1", port))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        content = body_of(stream=stream, max_tokens=400, logprobs=5, n=16)
+        ours.sendall((head(len(content)) + content) * 12)
+        await until(lambda: len(site.cluster.submits) > 1)
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            await is_served(client)
+        await until(lambda: bool(site.cluster.cancels) or not stream)
+        await until(lambda: not site.gateway.backend.keeper.streams)
+        assert len(site.cluster.submits) < 14, "it went on to the last of them"
+        ours.settimeout(10)
+        with contextlib.suppress(ConnectionError):  # or a goodbye
+            while ours.recv(1 << 20):
+                pass
+        ours.close()
+
+    on_port(test)
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nX: " + b"y" * http_server.HEADER_BYTES_MAX, 431),
+        (b"GET /" + b"y" * http_server.HEADER_BYTES_MAX, 431),
+        (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * (http_server.HEADERS_MAX + 1) + b"\r\n", 431),
+        (b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * (http_server.HEADERS_MAX - 1) + b"\r\n", 200),
+        (b"GET /\xff\xfe HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", 200),
+    ],
+)
+def test_headers_are_bounded_and_what_is_no_http_is_refused(request_head: bytes, status: int) -> None:
+    async def test(_site: Site, url: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_head)
+        line = await asyncio.wait_for(reader.readline(), 10)
+        assert line.split()[1] == str(status).encode(), line
+        writer.close()
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/health")).status_code == 200
+
+    on_port(test, client_timeout_s=5.0)
+
+
+def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 20)
+
+    async def test(_site: Site, url: str, port: int) -> None:
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(reader.readexactly(1), 10)
+        for _, one in [*crowd, (reader, writer)]:
+            one.close()
+        async with httpx.AsyncClient(base_url=url) as client:
+            for _ in range(100):
+                try:
+                    assert (await client.get("/health")).status_code == 200
+                    return
+                except httpx.HTTPError:
+                    await asyncio.sleep(0.01)
+        raise AssertionError("no room after they left")
+
+    on_port(test, client_timeout_s=5.0)

@@ -6,7 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway import routes_generate, routes_info
+from gateway import openapi, routes_generate, routes_info
 from gateway.context import Gateway
 from gateway.errors import ApiError
 from gateway.stream_types import FailKind
@@ -17,8 +17,9 @@ _GUARDED = "/v1"
 
 
 def create_app(gateway: Gateway) -> FastAPI:
-    app = FastAPI(title="crossdock", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(title="crossdock", docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False)
     app.state.gateway = gateway
+    app.openapi = openapi.document  # type: ignore[method-assign]
     app.include_router(routes_info.router)
     app.include_router(routes_generate.router)
     app.add_middleware(KeyGuard, keys=gateway.keys)

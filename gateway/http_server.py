@@ -25,6 +25,8 @@ HEADERS_MAX: Final = 200
 CONNECTIONS_MAX: Final = 8_192
 """Open at once, as far as the process may have so many files; one more is closed unread."""
 KEEP_ALIVE_S: Final = 30
+SEND_BUFFER_BYTES: Final = 256 << 10
+"""The kernel's, for each connection: what a client that reads nothing can make it hold."""
 _FILES_OF_OUR_OWN: Final = 256
 
 
@@ -83,17 +85,40 @@ class _Connection(HttpToolsProtocol):
         self._in_headers = True
         self._header_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         if len(self.connections) > self.connections_max:
             transport.abort()
             return
         # The kernel ends a connection whose other end takes nothing for so long, whatever waits to be sent.
         ours = transport.get_extra_info("socket")
         ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.timeout_s * 1000))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_again()
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        super().resume_writing()
+
+    def _look_again(self) -> None:
+        self._unread = self.loop.call_later(self.timeout_s, self._not_read, self.transport.get_write_buffer_size())
+
+    def _not_read(self, bytes_before: int) -> None:
+        """What waits to be sent has waited for a while: it must have become less."""
+        if self.transport.get_write_buffer_size() >= bytes_before:
+            self.transport.abort()
+        else:
+            self._look_again()
 
     def data_received(self, data: bytes) -> None:
         if self._in_headers:

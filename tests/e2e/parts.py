@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 from launcher.cluster import free_port
 from proto.messages import Role
 from runtime.keys import Keys
@@ -90,6 +92,13 @@ class Parts(Served):
 
 
 P = TypeVar("P", bound=Parts)
+
+
+def listening(up: Parts, name: str) -> str:
+    """The address of a process's ZeroMQ port."""
+    there = psutil.Process(up.processes[name].pid).net_connections("tcp")
+    ports = {one.laddr.port for one in there if one.status == psutil.CONN_LISTEN} - {up.port}
+    return f"tcp://127.0.0.1:{min(ports)}"
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 import uvloop
 
@@ -19,7 +18,7 @@ from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Role
 from runtime.keys import Keys
 from runtime.link import LinkClient, LinkSettings
-from tests.e2e.parts import Parts, parts
+from tests.e2e.parts import Parts, listening, parts
 from tests.runtime.test_link import End, until
 
 PROMPT = "xylophone-canary-of-the-prompt"
@@ -66,14 +65,7 @@ def secured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         up.start("prefill_worker", *debug)
         up.start("decode_worker", *debug)
         up.wait_registered(2)
-        yield Secured(up, home, _port(up, "gateway", {up.port}), _port(up, "decode_worker", set()))
-
-
-def _port(up: Parts, name: str, but: set[int]) -> str:
-    """The ZeroMQ port of a process."""
-    there = psutil.Process(up.processes[name].pid).net_connections("tcp")
-    ports = {one.laddr.port for one in there if one.status == psutil.CONN_LISTEN} - but
-    return f"tcp://127.0.0.1:{min(ports)}"
+        yield Secured(up, home, listening(up, "gateway"), listening(up, "decode_worker"))
 
 
 def test_it_serves_with_keys(secured: Secured) -> None:

@@ -176,6 +176,10 @@ async def served(site: Site):
     listener = _listen("127.0.0.1", 0)
     server = make_server(site.app, site.gateway.intake.client_timeout_s, close_timeout_s=30)
     task = asyncio.create_task(server.serve(sockets=[listener]))
+    for _ in range(10_000):
+        if server.started or task.done():
+            break
+        await asyncio.sleep(0.001)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:

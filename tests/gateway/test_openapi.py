@@ -1,0 +1,42 @@
+"""The API is described, by what it checks requests with, and nothing that can be made of the description makes it fail."""
+
+import asyncio
+
+import pytest
+
+from gateway import routes_generate, routes_info
+from gateway.openapi import document
+from tests.gateway.api_fuzz import BOTH, fake_server, knock
+from tests.gateway.fakes import Site, make_site
+
+SEED = 6
+ROUTERS = (routes_generate.router, routes_info.router)
+
+
+def test_requests_made_of_the_description_never_make_the_server_fail() -> None:
+    with fake_server() as url:
+        counts = knock(url, SEED, 25, BOTH)
+    generated = {name: count for name, count in counts.items() if "POST" in name}
+    assert len(generated) == 4, counts
+    for name, count in generated.items():
+        assert sum(count.values()) >= 20 and set(count) - {0, 404}, (name, count)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_many_more_requests_never_make_the_server_fail() -> None:
+    with fake_server() as url:
+        knock(url, SEED + 1, 2_000, BOTH)
+
+
+def test_every_route_is_described_and_the_description_is_served() -> None:
+    async def body() -> None:
+        site: Site = make_site()
+        async with site.client() as client:
+            answer = await client.get("/openapi.json")
+            assert answer.status_code == 200 and answer.json() == document()
+        paths = {route.path.replace(":path", "") for router in ROUTERS for route in router.routes}
+        assert paths - set(document()["paths"]) <= {"/metrics", "/ready"}
+        site.gateway.threads.shutdown()
+
+    asyncio.run(body())

@@ -5,6 +5,7 @@ everyone is let in as the tenant `default`, whose keys those of `--api-keys` are
 """
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -17,24 +18,29 @@ _TIERS: Final = {"priority": "interactive", "flex": "batch"}
 
 class KeyRing:
     def __init__(self, tenants: Tenants, api_keys: Sequence[str] = ()) -> None:
-        self.tenants = tenants
+        self._secret = secrets.token_bytes(32)
         self._own = {hashlib.sha256(key.encode()).digest(): DEFAULT_TENANT for key in api_keys}
-        self.needed = bool(self._own or tenants.keys)
+        self.needed = False
+        self.replace(tenants)
 
     def replace(self, tenants: Tenants) -> None:
         """A new tenants file: keys that are no longer in it end to work with the next request. Where keys were needed they
         still are if it has none: a file read while it is being written must not open the door."""
         self.tenants = tenants
-        self.needed = self.needed or bool(tenants.keys)
+        self._tenants = {self._blind(digest): tenant for digest, tenant in {**tenants.keys, **self._own}.items()}
+        self.needed = self.needed or bool(self._tenants)
 
     def slo_of(self, tenant: str) -> Slo | None:
         policy = self.tenants.policy(tenant)
         return policy.slo if policy is not None else None
 
     def tenant_of(self, key: bytes) -> str | None:
-        """None for a key that nobody has. The time of the lookup tells of hashes, from which no key can be approached."""
-        digest = hashlib.sha256(key).digest()
-        return self._own.get(digest) or self.tenants.tenant_of_key_hash(digest)
+        """None for a key that nobody has. What is compared is keyed by a secret of this process, so that the time it takes says
+        nothing about any key or its hash."""
+        return self._tenants.get(self._blind(hashlib.sha256(key).digest()))
+
+    def _blind(self, digest: bytes) -> bytes:
+        return hashlib.blake2b(digest, key=self._secret).digest()
 
 
 def band_of(priority: Any, service_tier: str | None, tenants: Tenants, tenant: str) -> str:

@@ -16,6 +16,9 @@ from proto.errors import CrossdockError
 
 _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What the expressions of a template may raise."""
+_TEMPLATE_CHARS_MAX = 32 << 20
 
 
 class ModelFilesError(CrossdockError):
@@ -54,14 +57,18 @@ class ModelTokenizer:
         return ids
 
     def apply_template(self, messages: list[dict[str, str]]) -> str:
-        """Raises `TemplateError`. The template runs in transformers' sandbox."""
+        """Raises `TemplateError`. The template is the model's, and runs in transformers' sandbox."""
         from jinja2 import TemplateError as JinjaError
 
         try:
             text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (JinjaError, TypeError, ValueError, KeyError) as error:
+        except (JinjaError, *_OF_TEMPLATES) as error:
             raise TemplateError(f"the model's chat template does not take these messages: {str(error)[:300]}") from None
         assert isinstance(text, str)
+        if len(text) > _TEMPLATE_CHARS_MAX:
+            raise TemplateError(
+                f"the model's chat template makes more than {_TEMPLATE_CHARS_MAX} characters of these messages"
+            )
         return text
 
     def decode(self, ids: Sequence[int]) -> str:

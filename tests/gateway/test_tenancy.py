@@ -288,3 +288,12 @@ def test_a_file_without_keys_does_not_open_the_door():
     ring.replace(parse(FILE))
     assert ring.tenant_of(KEY.encode()) == "acme/ann"
     assert not KeyRing(parse("")).needed
+
+
+def test_no_key_and_no_hash_of_one_is_ever_compared_as_it_is():
+    """Two rings of the same keys look them up by different bytes, none of them the hash that the file has."""
+    rings = [KeyRing(parse(FILE), ["own"]) for _ in range(2)]
+    assert all(ring.tenant_of(b"own") == "default" and ring.tenant_of(KEY.encode()) == "acme/ann" for ring in rings)
+    looked_up = [set(ring._tenants) for ring in rings]
+    assert not looked_up[0] & looked_up[1]
+    assert not (looked_up[0] | looked_up[1]) & {*parse(FILE).keys, hashlib.sha256(b"own").digest(), b"own"}

@@ -1,0 +1,41 @@
+"""Chat templates come with models: they see the messages and nothing else, and what they do wrong is a 400."""
+
+import pytest
+
+from gateway import tokenizer as tokenizers
+from gateway.tokenizer import TemplateError
+from tests.gateway.fakes import tokenizer
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append({}) }}",
+        "{{ ''.format_map.__self__.__class__.__base__.__subclasses__() }}",
+        "{{ range(1000000000) | list }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0].nothing.more }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{% include '/etc/passwd' %}",
+        "{{ raise_exception('not these') }}",
+    ],
+)
+def test_a_template_that_reaches_out_or_fails_is_an_error_of_the_template(template: str) -> None:
+    one = tokenizer()
+    one._hf.chat_template = template
+    with pytest.raises(TemplateError):
+        one.apply_template(MESSAGES)
+
+
+def test_what_a_template_makes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizers, "_TEMPLATE_CHARS_MAX", 1_000)
+    one = tokenizer()
+    one._hf.chat_template = "{% for _ in range(500) %}{{ messages[0].content }}{% endfor %}"
+    assert len(one.apply_template(MESSAGES)) == 1_000
+    one._hf.chat_template += "!"
+    with pytest.raises(TemplateError, match="more than"):
+        one.apply_template(MESSAGES)

@@ -1,0 +1,23 @@
+"""Log lines that others can cause."""
+
+from typing import Any
+
+import pytest
+
+from runtime import clock
+from runtime.seldom import BURST, EVERY_S, Seldom
+
+
+def test_a_flood_of_lines_becomes_few_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(clock, "now", lambda: now)
+    lines: list[dict[str, Any]] = []
+    say = Seldom(lambda event, **values: lines.append(values))
+    for _ in range(10_000):
+        say("turned away", reason="x")
+    assert len(lines) == BURST and not any("left_out" in line for line in lines)
+    now += EVERY_S
+    say("turned away", reason="y")
+    assert lines[-1] == {"reason": "y", "left_out": 10_000 - BURST} and len(lines) == BURST + 1
+    say("turned away", reason="z")
+    assert len(lines) == BURST + 1

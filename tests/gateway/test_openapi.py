@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from gateway import routes_generate, routes_info
+from gateway.api_types import MESSAGES_MAX, ChatRequest, validate
+from gateway.errors import ApiError
 from gateway.openapi import document
 from tests.gateway.api_fuzz import BOTH, fake_server, knock
 from tests.gateway.fakes import Site, make_site
@@ -40,3 +42,11 @@ def test_every_route_is_described_and_the_description_is_served() -> None:
         site.gateway.threads.shutdown()
 
     asyncio.run(body())
+
+
+def test_too_many_messages_are_a_400() -> None:
+    messages = [{"role": "user", "content": ""}] * MESSAGES_MAX
+    validate(ChatRequest, {"model": "m", "messages": messages})
+    with pytest.raises(ApiError) as caught:
+        validate(ChatRequest, {"model": "m", "messages": [*messages, messages[0]]})
+    assert (caught.value.status, caught.value.param) == (400, "messages")

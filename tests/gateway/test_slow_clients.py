@@ -168,6 +168,22 @@ def test_headers_are_bounded_and_what_is_no_http_is_refused(request_head: bytes,
     on_port(test, client_timeout_s=5.0)
 
 
+def test_a_line_end_after_a_body_does_not_end_a_long_answer() -> None:
+    """Some old clients send one."""
+
+    async def test(site: Site, _url: str, port: int) -> None:
+        site.cluster.gap_s = 6 * TIMEOUT_S / (len(ANSWER.encode()) / 2)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        content = body_of(stream=True)
+        writer.write(head(len(content)) + content)
+        await reader.readuntil(b"data: ")
+        writer.write(b"\r\n")
+        assert await asyncio.wait_for(reader.readuntil(b"[DONE]"), 20)
+        writer.close()
+
+    on_port(test)
+
+
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 20)
 

@@ -79,8 +79,7 @@ class _Connection(HttpToolsProtocol):
     timeout_s: float
     connections_max: int
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._in_headers = True
         self._header_bytes = 0

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
+import uvloop
 
 from gateway import http_server
 from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
@@ -38,7 +39,7 @@ def on_port(test: Callable[[Site, str, int], Awaitable[None]], client_timeout_s:
             await test(site, url, int(url.rsplit(":", 1)[1]))
             await until(lambda: site.gateway.intake._requests == site.gateway.intake._bytes == 0)
 
-    asyncio.run(body())
+    uvloop.run(body())  # as the process does
 
 
 async def drip(writer: asyncio.StreamWriter, data: bytes) -> None:

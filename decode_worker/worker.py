@@ -84,9 +84,17 @@ class DecodeWorker:
             settings=links,
         )
         self.senders: Senders[LinkPeer] = Senders()
-        self.receiver = KvReceiver(
+        self.receiver = self._make_receiver(memory)
+        self.metrics = DecodeMetrics(table, self.receiver.counters)
+        self.metrics.page.introduce(name=name, model=settings.served_model_id)
+        self.registration: Registration
+        """Made by `run`, when the KV port's address is known."""
+
+    def _make_receiver(self, memory: PoolMemory | None) -> KvReceiver:
+        info, settings = self.engine.info, self.settings
+        return KvReceiver(
             layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
-            pool=engine.pool,
+            pool=self.engine.pool,
             epoch=self.epoch,
             clock=clock.now,
             send=self._send_kv,
@@ -95,13 +103,9 @@ class DecodeWorker:
             on_committed=self._committed,
             on_failed=self._not_received,
             on_quarantined=self._in_doubt,
-            settings=_kv_settings(settings, engine.pool.device.type),
+            settings=_kv_settings(settings, self.engine.pool.device.type),
             memory=memory,
         )
-        self.metrics = DecodeMetrics(table, self.receiver.counters)
-        self.metrics.page.introduce(name=name, model=settings.served_model_id)
-        self.registration: Registration
-        """Made by `run`, when the KV port's address is known."""
 
     def _hello(self, address: str) -> Hello:
         info = self.engine.info

@@ -83,26 +83,29 @@ class PrefillWorker:
         self.receivers = Outbound(
             hello=hello, to=Role.DECODE, on_message=self._kv_message, on_lost=self._receiver_lost, settings=links
         )
-        self.sender = KvSender(
+        self.sender = self._make_sender(epoch)
+        self.metrics = PrefillMetrics(
+            self.core.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded
+        )
+        self._show(observed, name, settings.served_model_id)
+
+    def _make_sender(self, epoch: int) -> KvSender:
+        info, settings = self.engine.info, self.settings
+        return KvSender(
             layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
-            pool=engine.pool,
+            pool=self.engine.pool,
             epoch=epoch,
             clock=clock.now,
             send=self._send_kv,
             on_result=self._kv_result,
             on_pairs=lambda pairs: self._report_pairs(),
             settings=KvSettings(
-                transports=allowed_on(settings.kv_transport, engine.pool.device.type),
-                segment_bytes=segment_bytes_on(engine.pool.device.type),
+                transports=allowed_on(settings.kv_transport, self.engine.pool.device.type),
+                segment_bytes=segment_bytes_on(self.engine.pool.device.type),
                 ack_timeout_ms=settings.kv_timeout_ms,
                 rendezvous_timeout_ms=settings.kv_timeout_ms,
             ),
         )
-
-        self.metrics = PrefillMetrics(
-            self.core.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded
-        )
-        self._show(observed, name, settings.served_model_id)
 
     def _show(self, observed: MetricsServer, name: str, model: str) -> None:
         page = self.metrics.page

@@ -79,8 +79,7 @@ class _Connection(HttpToolsProtocol):
     timeout_s: float
     connections_max: int
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._in_headers = True
         self._header_bytes = 0
@@ -162,6 +161,8 @@ class _Connection(HttpToolsProtocol):
         self._timer = None
         if self.cycle is None or self.cycle.response_complete:
             self._turn_away(408, "The request took too long to arrive.", "request_timeout")
+        elif self._in_headers:
+            self._start_timer()  # a stray byte of the next one must not end the answer that is being sent
         else:
             # Its body is late: whoever answers it has been waiting for as long, and says so.
             self._timer = self.loop.call_later(self.timeout_s, self.transport.abort)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
+import uvloop
 
 from gateway import http_server
 from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
@@ -38,7 +39,7 @@ def on_port(test: Callable[[Site, str, int], Awaitable[None]], client_timeout_s:
             await test(site, url, int(url.rsplit(":", 1)[1]))
             await until(lambda: site.gateway.intake._requests == site.gateway.intake._bytes == 0)
 
-    asyncio.run(body())
+    uvloop.run(body())  # as the process does
 
 
 async def drip(writer: asyncio.StreamWriter, data: bytes) -> None:
@@ -166,6 +167,22 @@ def test_headers_are_bounded_and_what_is_no_http_is_refused(request_head: bytes,
             assert (await client.get("/health")).status_code == 200
 
     on_port(test, client_timeout_s=5.0)
+
+
+def test_a_line_end_after_a_body_does_not_end_a_long_answer() -> None:
+    """Some old clients send one."""
+
+    async def test(site: Site, _url: str, port: int) -> None:
+        site.cluster.gap_s = 6 * TIMEOUT_S / (len(ANSWER.encode()) / 2)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        content = body_of(stream=True)
+        writer.write(head(len(content)) + content)
+        await reader.readuntil(b"data: ")
+        writer.write(b"\r\n")
+        assert await asyncio.wait_for(reader.readuntil(b"[DONE]"), 20)
+        writer.close()
+
+    on_port(test)
 
 
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

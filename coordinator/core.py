@@ -32,7 +32,7 @@ from proto.messages import (
     Submit,
     WorkFailed,
 )
-from proto.progress import DecodeProgress
+from proto.progress import DecodeProgress, Hung
 from proto.status import KvPairs
 
 
@@ -51,6 +51,7 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
     Finished: (WORKERS, progress.finished),
     Released: (WORKERS, progress.released),
     WorkFailed: (WORKERS, progress.work_failed),
+    Hung: (WORKERS, members.hung),
     KvPairs: ((Role.PREFILL,), progress.kv_pairs),
     StatusRequest: ((Role.OBSERVER, Role.GATEWAY), _status),
 }
@@ -60,6 +61,8 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
 class Core(State):
     def refusal(self, hello: Hello) -> str | None:
         """Why a process may not join, or None. Asked before its `PeerUp`."""
+        if hello.epoch in self.fenced:
+            return "this incarnation hung, and was given up"
         return admission.refusal(hello, self.pools)
 
     def handle(self, event: Event, now: float) -> list[Action]:

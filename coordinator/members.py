@@ -1,6 +1,6 @@
 """Processes come and go: what that means for the requests they hold."""
 
-from coordinator.events import Misbehaved
+from coordinator.events import Misbehaved, Received
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
 from coordinator.pool import WORKERS, Holding, Pool, Worker
@@ -9,6 +9,9 @@ from coordinator.request import Request
 from coordinator.state import State
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Hello, Release, Role
+from proto.progress import Hung
+
+FENCED_MAX = 256
 
 
 def up(state: State, epoch: int, hello: Hello, now: float) -> None:
@@ -52,6 +55,17 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
     elif hello.role is Role.GATEWAY:
         for request in [r for r in state.requests.values() if r.gateway_epoch == epoch]:
             state.end(request, Trigger.CANCEL, CancelReason.GATEWAY_LOST, now)
+
+
+def hung(state: State, epoch: int, event: Received, now: float) -> None:
+    """The worker is about to end itself. Whatever becomes of that, it is fenced from now on: nothing more that it says is
+    taken, and it is not let in again."""
+    assert isinstance(event.message, Hung)
+    state.counters[f"{state.peers[epoch].role}_hung"] += 1
+    state.fenced[epoch] = None
+    if len(state.fenced) > FENCED_MAX:
+        del state.fenced[next(iter(state.fenced))]
+    down(state, epoch, f"its step hung for {event.message.ran_ms / 1000:.1f} s", now)
 
 
 def _sort_out(state: State, model: str) -> None:

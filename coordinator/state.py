@@ -26,6 +26,8 @@ class State:
         """Of the event in hand."""
         self.peers: dict[int, Hello] = {}
         self.workers: dict[int, Worker] = {}
+        self.fenced: dict[int, None] = {}
+        """Epochs of the last workers that hung, oldest first."""
         self.pools: dict[str, Pool] = {}
         """By model id; a pool stays when its workers go, so that its model stays known."""
         self.queues: dict[str, WaitQueue] = {}

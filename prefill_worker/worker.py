@@ -24,6 +24,8 @@ from runtime.log import Log
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
+from runtime.step_watch import StepWatch
+from runtime.worker_process import end_if_hung
 
 
 class PrefillWorker:
@@ -41,6 +43,7 @@ class PrefillWorker:
         )
         self.work = asyncio.Event()
         """Set when there may be a step to run."""
+        self.watch = StepWatch(settings.step_timeout_ms / 1000)
         self.pairs_reported_at = 0
         epoch = clock.new_epoch()
         capacity = Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens)
@@ -75,12 +78,14 @@ class PrefillWorker:
     async def run(self, stop: asyncio.Event) -> None:
         await self.registration.start()
         stepping = watched(self._run_steps())
+        watching = watched(end_if_hung(self.watch, self.registration.send, self.log))
         stopping = asyncio.get_running_loop().create_task(stop.wait())
         try:
             await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
             stepping.cancel()
+            watching.cancel()
             await asyncio.wait({stepping}, timeout=5)
             await self.registration.close()
             with contextlib.suppress(
@@ -106,12 +111,15 @@ class PrefillWorker:
                 self.work.clear()
                 await self.work.wait()
                 continue
+            self.watch.begin(sum(chunk.length for _, chunk in begun.work), clock.now())
             try:
                 result = await loop.run_in_executor(self.thread, run_step, self.engine, begun.work)
             except (CrossdockError, RuntimeError, ValueError, IndexError) as error:
                 self.log.exception("step failed", step_id=begun.step.step_id)
                 self.core.step_failed(begun, str(error))
                 continue
+            finally:
+                self.watch.end(clock.now())
             self.core.step_done(begun, result)
 
     def _report_pairs(self) -> None:

@@ -295,6 +295,14 @@ class WorkerSettings(_ClientSettings):
         le=65_536,
         description="Largest prefill step in tokens taken on. It bounds the memory of one forward pass.",
     )
+    step_timeout_ms: int = Field(
+        30_000,
+        ge=0,
+        le=86_400_000,
+        description="Milliseconds after which a step that does not end counts as hung: the worker ends with status 75, to be"
+        " started again, and its streams go on elsewhere. A step larger than any before, and one on a machine whose steps are"
+        " slow, has longer. 0: never.",
+    )
     kv_bind: Address = Field(
         "tcp://127.0.0.1:0", description="Port on which a decode worker is offered KV; 0: any free one."
     )

@@ -19,11 +19,14 @@ FAULTS: Final = {
     "cut": "the connections of a process break, with or without a word",
     "slow": "a worker, a process's frames or the journal's disk are slow",
     "step": "a step of a worker fails, or its logits are not finite",
+    "hang": "a step of a worker does not end, or only late",
     "transfer": "segments arrive damaged, pairs break",
     "hostile": "single frames of live connections are lost, doubled or swapped",
     "leave": "clients leave early",
 }
 """What `--faults` can name."""
+
+FOR_EVER_S: Final = 1e6
 
 TENANTS: Final = """
 [tenants.acme]
@@ -148,7 +151,9 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
     plan.asked = [_asked(plan, random, number, beginnings, "leave" in kinds) for number in range(requests)]
     chaos = Random(seed ^ 0x5EED)
     chosen = [
-        kind for kind in ("crash", "crash", "pause", "partition", "cut", "slow", "step", "transfer") if kind in kinds
+        kind
+        for kind in ("crash", "crash", "pause", "partition", "cut", "slow", "step", "hang", "transfer")
+        if kind in kinds
     ]
     if chosen:
         plan.faults = [_fault(plan, chaos, chaos.choice(chosen)) for _ in range(chaos.choice((0, 1, 1, 2, 3, 4)))]
@@ -196,7 +201,7 @@ def _fault(plan: Plan, random: Random, kind: str) -> Fault:
         case "crash":
             return Fault(at_s, kind, who, for_s=random.choice((0.05, random.uniform(0.05, 0.5), 3.0)))
         case "pause":
-            return Fault(at_s, kind, who, for_s=briefly)
+            return Fault(at_s, kind, random.choice((who, random.choice(plan.workers))), for_s=briefly)
         case "partition":
             how = random.choice(("one way", "both ways", "from everyone"))
             return Fault(at_s, kind, who, other if how != "from everyone" else "", briefly, how)
@@ -208,5 +213,7 @@ def _fault(plan: Plan, random: Random, kind: str) -> Fault:
             return Fault(at_s, kind, where, for_s=briefly, how=how)
         case "step":
             return Fault(at_s, kind, random.choice(plan.workers), how=random.choice(("error", "nan")))
+        case "hang":
+            return Fault(at_s, kind, random.choice(plan.workers), for_s=random.choice((0.5, 3.0, FOR_EVER_S)))
         case _:
             return Fault(at_s, "transfer", random.choice(plan.workers), how="broken pair")

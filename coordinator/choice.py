@@ -64,12 +64,12 @@ def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
     return sorted(pool.prefill.values(), key=order)
 
 
-def choose_decode(submit: Submit, prefill: Worker, decode: Sequence[Worker], pool: Pool) -> Worker | None:
+def choose_decode(submit: Submit, prefill: Worker, decode: Sequence[Worker], pool: Pool, now: float) -> Worker | None:
     """The best of these decode workers, which have room for it."""
     if len(decode) < 2:
         return decode[0] if decode else None
     spread = sorted(decode, key=lambda w: (w.tokens_forwarded, w.epoch))  # of equals, the one that has done least
-    sides = ((worker.epoch, _decode_side(worker, submit, pool)) for worker in spread)
+    sides = ((worker.epoch, _decode_side(worker, submit, prefill, pool, now)) for worker in spread)
     epoch = best_decode(sides, prefill.hello.host, pool.weights)
     return None if epoch is None else pool.decode[epoch]
 
@@ -85,12 +85,12 @@ def _prefill_side(worker: Worker, cached: int) -> PrefillSide:
     )
 
 
-def _decode_side(worker: Worker, submit: Submit, pool: Pool) -> DecodeSide:
+def _decode_side(worker: Worker, submit: Submit, prefill: Worker, pool: Pool, now: float) -> DecodeSide:
     size, capacity = worker.capacity.block_size, worker.capacity
     blocks = -(-submit.prompt_tokens // size)
     return DecodeSide(
         missing_blocks=blocks - known_blocks(pool.locality, worker.epoch, submit, size),
         fullness=1 - min(worker.free_blocks / capacity.kv_blocks, worker.free_seqs / capacity.max_seqs),
-        trouble=worker.trouble,
+        trouble=max(worker.trouble, pool.breakers.trouble((prefill.epoch, worker.epoch), now)),
         host=worker.hello.host,
     )

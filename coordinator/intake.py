@@ -37,6 +37,11 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         if submit.attempt == known.attempt:
             state.send(epoch, Accepted(*known.key, state.billing.rates(submit.tenant, now)))
         return
+    again = _comes_back(state, submit)
+    if again and not state.retries.allows(len(state.requests), now):
+        why = "too many interrupted requests come back at once"
+        _reject(state, epoch, submit, Reject.RETRY_BUDGET, why, now, state.retries.wait_s(now))
+        return
     reason, why = _judge(state, submit)
     request, retry_after_s = known, None
     if reason is None and request is None:
@@ -58,12 +63,23 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         state.journal(tenancy.opened(state, request))
     else:
         _renew(state, request, submit, event.blob, now)
+    if again:
+        state.counters["retries"] += 1
+        state.retries.spend(now)
     queue = state.queues[submit.model]
     request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
     queue.push(request, now)
     state.pools[submit.model].full.clear()
     state.send(epoch, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))
+
+
+def _comes_back(state: State, submit: Submit) -> bool:
+    """Whether an earlier attempt at it was cut short here. Of what an earlier coordinator had accepted nothing is known."""
+    known = state.requests.get(submit.request_id)
+    if known is not None:
+        return known.state is Life.INTERRUPTED
+    return submit.attempt > 1 and submit.request_id in state.ended
 
 
 def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: float) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from coordinator.breakers import Breakers
 from coordinator.fairqueue import REFUSALS_MAX, Path
 from coordinator.locality import Locality
 from coordinator.request import Request
@@ -172,6 +173,7 @@ class Pool:
         self.model = model
         self.weights = weights or Weights()
         self.locality = Locality()
+        self.breakers = Breakers()
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
         self.full: set[int] = set()
@@ -194,6 +196,7 @@ class Pool:
     def remove(self, worker: Worker) -> None:
         del self._side(worker)[worker.epoch]
         self.locality.leave(worker.epoch)
+        self.breakers.leave(worker.epoch)
         self.full.discard(worker.epoch)
 
     def blame(self, worker: Worker) -> None:
@@ -204,6 +207,9 @@ class Pool:
         """Something went well: old troubles count less, for whoever had them, or they would never be tried again."""
         for worker in (*self.prefill.values(), *self.decode.values()):
             worker.trouble = worker.trouble * 0.95 if worker.trouble > 0.01 else 0.0
+
+    def may_pair(self, prefill: Worker, decode: Worker, now: float) -> bool:
+        return self.breakers.allows((prefill.epoch, decode.epoch), now, lambda key: key in decode.holdings)
 
     def hash_block_size(self) -> int:
         """Tokens that one hash of a prompt covers: the smallest block size, of which all others are multiples."""
@@ -236,7 +242,7 @@ class Pool:
         room is kept, nobody has looked whether others would have some."""
         if self.kept_for is not None:
             return
-        if any(not prefill.fits(prefill.prefill_holding(request.submit)) for request in self.refused):
+        if self.breakers.concern(prefill.epoch) or any(not prefill.fits(prefill.prefill_holding(request.submit)) for request in self.refused):
             self.full.add(prefill.epoch)
         elif self.refused:
             self.full.update(self.prefill)

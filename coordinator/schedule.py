@@ -16,6 +16,8 @@ def schedule(state: State, now: float) -> None:
         if not queue.fair.size:
             continue
         pool, most = state.pools[model], state.limits.steps_in_flight
+        if pool.breakers.wake(now):
+            pool.full.clear()
         if pool.kept_for is not None:
             _place_kept(state, pool, queue, now)
         free = [worker for worker in pool.prefill.values() if len(worker.steps) < most]
@@ -34,7 +36,7 @@ def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     for what could not be placed meanwhile, and for the room as long as it has it, at what others were served before: so it
     waits for its next turn until they have had as much."""
     request = pool.waits_for_room()
-    pair = room_anywhere(request, pool) if request is not None else None
+    pair = room_anywhere(request, pool, now) if request is not None else None
     if request is None or pair is None:
         return
     expect_cached(request, pair[0], pool)
@@ -67,6 +69,7 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
 def _place(state: State, request: Request, prefill: Worker, decode: Worker, queue: WaitQueue, now: float) -> None:
     queue.placed(request)
     reserve(request, prefill, decode)
+    state.pools[request.submit.model].breakers.placed((prefill.epoch, decode.epoch), request.key)
     state.billing.hold(request.id, 2)
     request.placed_at = now
     keep, take_in = orders(request, prefill, decode, state.peers[request.gateway_epoch])

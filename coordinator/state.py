@@ -10,6 +10,7 @@ from coordinator.lifecycle import State as Life
 from coordinator.pool import Holding, Pool, Worker
 from coordinator.queue import WaitQueue
 from coordinator.request import Request
+from coordinator.retries import RetryBudget
 from coordinator.usage import Closed, Opened
 from coordinator.watch import Watch
 from proto.errors import Interrupt
@@ -26,6 +27,7 @@ class State:
         """Of the event in hand."""
         self.peers: dict[int, Hello] = {}
         self.workers: dict[int, Worker] = {}
+        self.retries = RetryBudget(self.limits.retry_floor, self.limits.retry_share)
         self.fenced: dict[int, None] = {}
         """Epochs of the last workers that hung, oldest first."""
         self.pools: dict[str, Pool] = {}

@@ -40,6 +40,7 @@ from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, T
 
 _PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL)
 """Rejections that a moment's wait may cure. The gateway has checked the model's name: unknown means no worker was up yet."""
+_PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET)
 
 
 class StreamKeeper:
@@ -175,7 +176,7 @@ class StreamKeeper:
             return
         resume_until = submission.interrupted_at + self.limits.resume_wait_s
         until = submission.wait_until if submission.is_new else resume_until
-        passing = _PASSING if submission.is_new else (*_PASSING, Reject.QUEUE_FULL, Reject.SHED)
+        passing = _PASSING if submission.is_new else _PASSING_RESUME
         if event.reason in passing and until is not None and now < until:
             # An attempt that had been accepted, and was shed since, is spent.
             submission.resuming |= submission.phase is Phase.RUNNING

@@ -162,6 +162,16 @@ class CoordinatorSettings(CommonSettings):
     attempts_max: int = Field(
         8, ge=1, le=1_000, description="Attempts at one request, the first included, before it fails for good."
     )
+    retry_floor: int = Field(
+        100,
+        ge=1,
+        le=1_000_000,
+        description="Interrupted requests that may come back within ten seconds, beside --retry-share. More wait for their"
+        " turn: lower shields a cluster whose workers keep dying, higher lets a large one recover from a loss at once.",
+    )
+    retry_share: float = Field(
+        1.0, ge=0.0, le=100.0, description="And so many more for each live request: with 1, each may come back once in that time."
+    )
     journal: str = Field(
         "",
         description="File to record decisions in, for crossdock replay and crossdock explain; never a prompt or a key. The"

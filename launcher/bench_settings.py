@@ -5,7 +5,7 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
-from runtime.settings import CommaList, Device, Options, split_commas
+from runtime.setting_types import CommaList, Device, Options, split_commas
 
 Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas)]
 

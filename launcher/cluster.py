@@ -16,13 +16,8 @@ from runtime import machine
 from runtime.cores import cores_text
 from runtime.environment import SUPERVISED
 from runtime.options import SettingsError, to_arguments
-from runtime.settings import (
-    ENV_PREFIX,
-    CoordinatorSettings,
-    GatewaySettings,
-    ServeSettings,
-    WorkerSettings,
-)
+from runtime.setting_types import ENV_PREFIX
+from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
 from runtime.tenants import TenantsError
 from runtime.tenants_file import read as read_tenants
 

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from runtime.settings import Options
+from runtime.setting_types import Options
 
 _FILE = "Journal that a coordinator wrote with --journal."
 _JSON = "Print JSON, for programs."

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from launcher.load_lengths import Lengths
 from launcher.load_tenants import Ratio, parse_priorities
-from runtime.settings import CommaList, Device, Options
+from runtime.setting_types import CommaList, Device, Options
 
 
 def _check_lengths(value: str) -> str:

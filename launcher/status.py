@@ -21,7 +21,8 @@ from proto.status import StatusReport
 from runtime import clock
 from runtime.addresses import AddressOrEmpty
 from runtime.link import LinkClient, LinkSettings, Peer
-from runtime.settings import CoordinatorSettings, Options
+from runtime.setting_types import Options
+from runtime.settings import CoordinatorSettings
 
 _ENDLESS = 10_000
 """Columns: no line is cut."""

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from runtime.options import SettingsError
-from runtime.settings import Options
+from runtime.setting_types import Options
 from runtime.tenants import Tenants, TenantsError
 from runtime.tenants_file import read
 

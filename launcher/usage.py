@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from proto.errors import CrossdockError
-from runtime.settings import Options
+from runtime.setting_types import Options
 
 _BUSY_TIMEOUT_S = 5.0
 _QUERY = """

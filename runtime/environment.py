@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Final
 
-from runtime.settings import ENV_PREFIX, Options
+from runtime.setting_types import ENV_PREFIX, Options
 
 SUPERVISED: Final = ENV_PREFIX + "SUPERVISED"
 """Set for processes whose launcher has looked at the environment already."""

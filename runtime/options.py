@@ -26,14 +26,8 @@ from rich.markup import escape
 from proto.errors import CrossdockError
 from runtime import environment
 from runtime.exits import CONFIG_EXIT, INTERRUPTED_EXIT, USAGE_EXIT, ConfigError
-from runtime.settings import (
-    ENV_PREFIX,
-    CoordinatorSettings,
-    GatewaySettings,
-    Options,
-    ServeSettings,
-    WorkerSettings,
-)
+from runtime.setting_types import ENV_PREFIX, Options
+from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
 
 S = TypeVar("S", bound=Options)
 

@@ -8,13 +8,8 @@ import pytest
 from runtime.cores import parse_cores
 from runtime.exits import INTERRUPTED_EXIT
 from runtime.options import SECTIONS, SettingsError, add_command, invoke, load, new_app, parse, to_arguments
-from runtime.settings import (
-    CoordinatorSettings,
-    GatewaySettings,
-    ServeSettings,
-    WorkerSettings,
-    model_id_of,
-)
+from runtime.setting_types import model_id_of
+from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
 
 
 @pytest.fixture(autouse=True)

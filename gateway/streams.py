@@ -176,8 +176,7 @@ class StreamKeeper:
             return
         resume_until = submission.interrupted_at + self.limits.resume_wait_s
         until = submission.wait_until if submission.is_new else resume_until
-        passing = _PASSING if submission.is_new else _PASSING_RESUME
-        if event.reason in passing and until is not None and now < until:
+        if event.reason in (_PASSING if submission.is_new else _PASSING_RESUME) and until is not None and now < until:
             # An attempt that had been accepted, and was shed since, is spent.
             submission.resuming |= submission.phase is Phase.RUNNING
             submission.phase = Phase.PENDING

@@ -212,7 +212,7 @@ class Oracles:
         for model, queue in core.queues.items():
             if queue.fair.size and not any(w.steps or w.holdings for w in core.workers.values()):
                 pool = core.pools[model]
-                if pool.servable():
+                if any(pool.may_pair(p, d, core.now) for p in pool.prefill.values() for d in pool.decode.values()):
                     waiting = next((r for r in core.requests.values() if r.entry is not None), None)
                     why = f"{queue.fair.size} wait while every worker lies idle"
                     raise Violation("work conserving", why, stream_of(waiting.id) if waiting else "")

@@ -39,8 +39,10 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         return
     again = _comes_back(state, submit)
     if again and not state.retries.allows(len(state.requests), now):
+        state.counters["retries_put_off"] += 1
         why = "too many interrupted requests come back at once"
-        _reject(state, epoch, submit, Reject.RETRY_BUDGET, why, now, state.retries.wait_s(now))
+        put_off = Rejected(submit.request_id, submit.attempt, Reject.RETRY_BUDGET, why, state.retries.wait_s(now))
+        state.send(epoch, put_off)
         return
     reason, why = _judge(state, submit)
     request, retry_after_s = known, None

@@ -48,6 +48,8 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
             emitted = worker.forwarded(key)
             state.emitted(hello.model, holding.path, key[0], holding.resumed_tokens, emitted, first=emitted > 0)
             state.journal(state.billing.let_go(key[0], now))
+        for request in [r for r in state.pools[hello.model].claims.values() if r.claim[0] == epoch]:
+            state.drop_claim(request)
         for request in [r for r in state.requests.values() if epoch in (r.prefill_epoch, r.decode_epoch)]:
             _worker_lost(state, request, worker, reason, now)
         _sort_out(state, hello.model)
@@ -99,3 +101,5 @@ def _worker_lost(state: State, request: Request, worker: Worker, reason: str, no
         return
     lost = Interrupt.PREFILL_LOST if role is Role.PREFILL else Interrupt.DECODE_LOST
     state.interrupt(request, lost, f"{worker.hello.name}: {reason}"[:500], now)
+    if role is Role.PREFILL:
+        state.claim_room(request)

@@ -185,6 +185,8 @@ class Pool:
         self.rents: dict[tuple[str, int], tuple[float, float, float]] = {}
         """Attempts for which room had been kept: the cost of that, since when they have it, and what would run there else per
         second."""
+        self.claims: dict[str, Request] = {}
+        """Those that lost their prefill worker and keep their room in decode, by id."""
         self.refused: list[Request] = []
         """Those that the pop in hand has found without room."""
 

@@ -19,7 +19,7 @@ class RetryBudget:
         """When, within the last window."""
 
     def allows(self, alive: int, now: float) -> bool:
-        while self._let_in and self._let_in[0] <= now - WINDOW_S:
+        while self._let_in and self._let_in[0] + WINDOW_S <= now:
             self._let_in.popleft()
         return len(self._let_in) < self._floor + self._share * alive
 

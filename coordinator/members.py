@@ -11,13 +11,14 @@ from proto.errors import CancelReason, Interrupt
 from proto.messages import Hello, Release, Role
 from proto.progress import Hung
 
-FENCED_MAX = 256
+REMEMBERED_MAX = 1024
 
 
 def up(state: State, epoch: int, hello: Hello, now: float) -> None:
     if epoch in state.peers:
         down(state, epoch, "connected again", now)
     state.peers[epoch] = hello
+    _count_restart(state, epoch, hello)
     if hello.role in WORKERS:
         worker = Worker.from_hello(hello)
         pool = state.pools.setdefault(hello.model, Pool(hello.model, state.limits.placement))
@@ -29,6 +30,16 @@ def up(state: State, epoch: int, hello: Hello, now: float) -> None:
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
         state.send(epoch, state.cluster_state())
+
+
+def _count_restart(state: State, epoch: int, hello: Hello) -> None:
+    """A process of this name was here before, and it was another one."""
+    if hello.role is Role.OBSERVER:
+        return
+    state.counters[f"{hello.role}_restarted"] += state.names.pop(hello.name, epoch) != epoch
+    state.names[hello.name] = epoch
+    if len(state.names) > REMEMBERED_MAX:
+        del state.names[next(iter(state.names))]
 
 
 def down(state: State, epoch: int, reason: str, now: float) -> None:
@@ -65,7 +76,7 @@ def hung(state: State, epoch: int, event: Received, now: float) -> None:
     assert isinstance(event.message, Hung)
     state.counters[f"{state.peers[epoch].role}_hung"] += 1
     state.fenced[epoch] = None
-    if len(state.fenced) > FENCED_MAX:
+    if len(state.fenced) > REMEMBERED_MAX:
         del state.fenced[next(iter(state.fenced))]
     down(state, epoch, f"its step hung for {event.message.ran_ms / 1000:.1f} s", now)
 

@@ -42,6 +42,8 @@ class State:
         and a worker that comes back with one is told to let go."""
         self.leaving: dict[str, None] = {}
         """Tenants that the file does not have any more, until nothing of theirs is left."""
+        self.names: dict[str, int] = {}
+        """Of the last processes that joined, and their epochs."""
         self.outcomes: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []

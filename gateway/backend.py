@@ -28,11 +28,13 @@ from gateway.stream_types import (
 )
 from gateway.streams import StreamKeeper
 from proto.errors import RemoteProtocolError
-from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
+from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, StatusRequest, Tokens
+from proto.status import StatusReport
 from runtime import clock, log
 from runtime.driver import CoreDriver
 
 _log = log.get("crossdock.gateway")
+_REPORT_TIMEOUT_S = 0.5
 
 
 class ClientLeft(Exception):
@@ -108,6 +110,7 @@ class Backend:
         """Tokens that each hash of a prompt is to cover, for each model; 0 where that is not known."""
         self._subscriptions: dict[str, Subscription] = {}
         self._timings: dict[str, _Timing] = {}
+        self._report: asyncio.Future[StatusReport] | None = None
 
     @property
     def not_ready(self) -> str | None:
@@ -143,6 +146,20 @@ class Backend:
                 self._forget(stream_id)
                 self._driver.post(ClientGone(stream_id))
 
+    async def cluster_report(self) -> StatusReport | None:
+        """What the coordinator says of the cluster; None if it does not in time."""
+        if self._coordinator is None:
+            return None
+        if self._report is None:
+            self._report = asyncio.get_running_loop().create_future()
+            self._coordinator.send(StatusRequest())
+        try:
+            async with asyncio.timeout(_REPORT_TIMEOUT_S):
+                return await asyncio.shield(self._report)
+        except TimeoutError:
+            self._report = None
+            return None
+
     def drain(self) -> None:
         """End every stream with an error, and refuse new ones."""
         self._driver.post(Drain())
@@ -169,6 +186,10 @@ class Backend:
                 self._driver.post(message)
             case ClusterState(servable, sizes):
                 self._servable = dict.fromkeys(servable, 0) | dict(zip(servable, sizes, strict=False))
+            case StatusReport():
+                report, self._report = self._report, None
+                if report is not None:
+                    report.set_result(message)
             case _:
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")
 

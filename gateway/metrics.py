@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+from proto.status import StatusReport
 
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _ITL_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
@@ -49,6 +51,8 @@ class GatewayMetrics(Collector):
         )
         self.count_protocol_errors: Callable[[], int] = int
         """Set by the owner of the links, which count for themselves."""
+        self.cluster: StatusReport | None = None
+        """What the coordinator said last of the whole cluster, if it is there."""
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -58,6 +62,20 @@ class GatewayMetrics(Collector):
             "Frames at the links that were no valid messages.",
             value=self.count_protocol_errors(),
         )
+        if self.cluster is not None:
+            events = CounterMetricFamily(
+                "crossdock_cluster_events",
+                "Faults, recoveries and work of the whole cluster, as the coordinator counts them since it started.",
+                labels=["kind"],
+            )
+            for kind, count in sorted(self.cluster.counters.items()):
+                events.add_metric([kind], count)
+            yield events
+            yield GaugeMetricFamily(
+                "crossdock_cluster_pairs_left_out",
+                "Pairs of workers between which transfers failed, and which get no requests for a while.",
+                value=len(self.cluster.left_out),
+            )
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -52,4 +52,6 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    return Response(gateway_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    gateway = gateway_of(request)
+    gateway.metrics.cluster = await gateway.backend.cluster_report()
+    return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -63,7 +63,7 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
             ):
                 for spec in cluster.processes:
                     supervisor.start(spec)
-                await _wait_ready(client, supervisor, settings.ready_timeout_s, console)
+                await _wait_ready(client, cluster, supervisor, settings.ready_timeout_s, console)
                 supervisor.started_up = True
                 yield Running(cluster, supervisor, client, log_dir)
         finally:
@@ -117,14 +117,16 @@ def _new_log_dir() -> Path:
     return own
 
 
-async def _wait_ready(client: httpx.AsyncClient, supervisor: Supervisor, timeout_s: float, console: Console) -> None:
+async def _wait_ready(
+    client: httpx.AsyncClient, cluster: Cluster, supervisor: Supervisor, timeout_s: float, console: Console
+) -> None:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     failed = asyncio.ensure_future(supervisor.wait_failed())
     with Progress(*columns, console=console, transient=True) as progress:
         tasks = {name: progress.add_task(f"{name}: starting", total=None) for name in supervisor.children}
         try:
             async with asyncio.timeout(timeout_s):
-                while not await _is_ready(client):
+                while not all([await _is_ready(client, url) for url in cluster.base_urls]):
                     for name, child in supervisor.children.items():
                         progress.update(tasks[name], description=escape(f"{name}: {_state(child)}"))
                     # The cluster is asked over HTTP as any client would, a few times a second, and a failure ends it.
@@ -138,9 +140,9 @@ async def _wait_ready(client: httpx.AsyncClient, supervisor: Supervisor, timeout
             await asyncio.wait({failed})
 
 
-async def _is_ready(client: httpx.AsyncClient) -> bool:
+async def _is_ready(client: httpx.AsyncClient, base_url: str) -> bool:
     try:
-        return (await client.get("/ready", timeout=2.0)).status_code == 200
+        return (await client.get(f"{base_url}/ready", timeout=2.0)).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -55,3 +55,5 @@ class StatusReport(Message, frozen=True):
     """Requests ended since start, by outcome."""
     counters: dict[Text, Annotated[int, Meta(ge=0)]]  # bytes moved are soon more than a Count
     kv_pairs: tuple[PairStatus, ...] = ()
+    left_out: tuple[Text, ...] = ()
+    """Pairs of workers that get no requests for a while, in words."""

@@ -327,6 +327,12 @@ class ServeSettings(Options):
     model_id: str = Field("", max_length=512, description="Model name that clients use; empty: taken from the model.")
     prefill: int = Field(1, ge=1, le=64, description="Number of prefill workers.")
     decode: int = Field(1, ge=1, le=64, description="Number of decode workers.")
+    gateways: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Number of gateways, on --port and the ports after it: while one is down, clients reach another.",
+    )
     host: str = Field(
         "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."
     )

@@ -13,11 +13,11 @@ from coordinator.steps import compose
 
 def schedule(state: State, now: float) -> None:
     for model, queue in state.queues.items():
-        if not queue.fair.size:
-            continue
         pool, most = state.pools[model], state.limits.steps_in_flight
         if pool.breakers.wake(now):
             pool.full.clear()
+        if not queue.fair.size:
+            continue
         if pool.claims:
             _place_claims(state, pool, queue, now)
         if pool.kept_for is not None:

@@ -10,7 +10,7 @@ import msgspec
 from coordinator.core import Core
 from coordinator.events import Action, Configured, Event, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
 from coordinator.invariants import check
-from coordinator.lifecycle import TERMINAL
+from coordinator.lifecycle import TERMINAL, State
 from coordinator.outbox import Outbox
 from coordinator.quota import DAY_S, Ask
 from coordinator.usage import Closed, Entry, Opened, Past
@@ -150,6 +150,8 @@ class CoordinatorProcess(Process):
                     self._send(action)
             case Opened() | Closed():
                 self._journal(action)
+            case Moved(state=State.QUEUED):
+                self.cluster.oracles.taken(self.epoch, action, len(self.core.requests), self.now())
             case Moved(request_id, attempt, state, why):
                 if state in TERMINAL:
                     self.log(f"{state.value} {request_id}/{attempt}", why)

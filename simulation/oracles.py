@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from coordinator.core import Core
 from coordinator.events import Moved
 from coordinator.lifecycle import State
+from coordinator.retries import WINDOW_S
 from gateway.stream_types import Action, Deliver, Ended, FailKind, Finish, LinkDown
 from proto.errors import FinishReason, Reject
 from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens, WorkFailed
@@ -62,6 +63,10 @@ class Oracles:
     _sent: set[tuple[str, int, int, int]] = field(default_factory=set)
     _ends: set[tuple[int, str, int]] = field(default_factory=set)
     _backoff: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _known: set[tuple[int, str]] = field(default_factory=set)
+    """Requests that a coordinator has taken, by its epoch."""
+    _retries: dict[int, list[float]] = field(default_factory=dict)
+    """When it took one of them again."""
 
     # --- clients --------------------------------------------------------------------------------------------------------
 
@@ -199,6 +204,19 @@ class Oracles:
         if key in self._ends:
             raise Violation("one outcome", f"attempt {moved.attempt} ends again", stream_of(moved.request_id))
         self._ends.add(key)
+
+    def taken(self, epoch: int, moved: Moved, alive: int, now: float) -> None:
+        """A request is in the queue: for the first time with this coordinator, or again."""
+        known = (epoch, moved.request_id)
+        if known not in self._known:
+            self._known.add(known)
+            return
+        limits, retries = self.cluster.plan.limits, self._retries.setdefault(epoch, [])
+        retries.append(now)
+        in_window = sum(at > now - WINDOW_S for at in retries)
+        if in_window > limits.retry_floor + limits.retry_share * alive + 1 and self.cluster.plan.hostility is None:
+            why = f"{in_window} came back within {WINDOW_S:g} s, with {alive} alive"
+            raise Violation("bounded retries", why, stream_of(moved.request_id))
 
     def misbehaved(self, epoch: int, reason: str) -> None:
         if self.cluster.plan.hostility is None:

@@ -6,7 +6,11 @@ import msgspec
 import pytest
 
 from coordinator import billing, core, intake, members, outbox, state
+from coordinator.breakers import Breakers
+from coordinator.lifecycle import State as Life
 from coordinator.pool import Worker
+from coordinator.request import NO_CLAIM
+from coordinator.retries import RetryBudget
 from coordinator.usage import Closed, Past
 from gateway.stream_state import Phase, Submission
 from gateway.stream_types import StreamLimits
@@ -265,3 +269,67 @@ def an_expired_wait_for_a_resume_is_never_noticed(m: pytest.MonkeyPatch) -> None
     """Requests whose gateway does not come back stay for ever."""
     m.setattr(intake, "expire", lambda state, now: None)
     m.setattr(core.Core, "next_deadline", lambda self: None)
+
+
+# --- recovery -------------------------------------------------------------------------------------------------------------
+
+
+@bug
+def all_that_was_interrupted_comes_back_at_once(m: pytest.MonkeyPatch) -> None:
+    """A cluster whose workers keep dying does little but work that is lost again."""
+    m.setattr(RetryBudget, "allows", lambda self, alive, now: True)
+
+
+@bug
+def a_budget_once_spent_is_never_there_again(m: pytest.MonkeyPatch) -> None:
+    """Streams are given up long after the faults."""
+
+    def allows(self: RetryBudget, alive: int, now: float) -> bool:
+        return len(self._let_in) < self._floor + self._share * alive
+
+    m.setattr(RetryBudget, "allows", allows)
+
+
+@bug
+def a_pair_that_was_left_out_is_never_tried_again(m: pytest.MonkeyPatch) -> None:
+    """What its transfers cost once, it costs for ever."""
+    m.setattr(Breakers, "allows", lambda self, pair, now, held: not (pair in self.pairs and self.pairs[pair].tripped))
+
+
+@bug
+def a_probe_without_a_verdict_is_never_over(m: pytest.MonkeyPatch) -> None:
+    """A client that leaves at the wrong moment takes a pair of workers with it."""
+    original = Breakers.allows
+    m.setattr(Breakers, "allows", lambda self, pair, now, held: original(self, pair, now, lambda key: True))
+
+
+@bug
+def nobody_looks_when_a_pair_may_be_tried_again(m: pytest.MonkeyPatch) -> None:
+    """Requests wait until something else happens."""
+    m.setattr(Breakers, "wake", lambda self, now: False)
+    m.setattr(Breakers, "next_wake", lambda self: None)
+
+
+@bug
+def room_kept_for_a_request_outlives_it(m: pytest.MonkeyPatch) -> None:
+    """A decode worker fills up with room for nobody."""
+    original = state.State.drop_claim
+
+    def drop(self: state.State, request: Any) -> None:
+        if request.state is not Life.INTERRUPTED:
+            original(self, request)
+
+    m.setattr(state.State, "drop_claim", drop)
+
+
+@bug
+def room_is_kept_before_the_last_attempt_has_left_it(m: pytest.MonkeyPatch) -> None:
+    """The next attempt finds its blocks still written to."""
+    original = state.State.claim_room
+
+    def claim(self: state.State, request: Any) -> None:
+        original(self, request)
+        if request.claim != NO_CLAIM:
+            self.let_go(request.decode_epoch, request.key, 0)
+
+    m.setattr(state.State, "claim_room", claim)

@@ -159,8 +159,8 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
     if chosen:
         plan.faults = [_fault(plan, chaos, chaos.choice(chosen)) for _ in range(chaos.choice((0, 1, 1, 2, 3, 4)))]
         plan.faults.sort(key=lambda fault: fault.at_s)
-    if "transfer" in kinds and chaos.random() < 0.15:
-        plan.corrupt = chaos.choice((0.1, 0.1, 0.8))
+    if "transfer" in kinds and chaos.random() < 0.2:
+        plan.corrupt = chaos.choice((0.1, 0.8))
     if "hostile" in kinds and (kinds == {"hostile"} or chaos.random() < 0.2):
         plan.hostility = Hostility(*(chaos.choice((0.0, 0.01, 0.05)) for _ in range(3)))
     return plan

@@ -9,7 +9,6 @@ from coordinator import billing, core, intake, members, outbox, state
 from coordinator.breakers import Breakers
 from coordinator.lifecycle import State as Life
 from coordinator.pool import Worker
-from coordinator.request import NO_CLAIM
 from coordinator.retries import RetryBudget
 from coordinator.usage import Closed, Past
 from gateway.stream_state import Phase, Submission
@@ -320,16 +319,3 @@ def room_kept_for_a_request_outlives_it(m: pytest.MonkeyPatch) -> None:
             original(self, request)
 
     m.setattr(state.State, "drop_claim", drop)
-
-
-@bug
-def room_is_kept_before_the_last_attempt_has_left_it(m: pytest.MonkeyPatch) -> None:
-    """The next attempt finds its blocks still written to."""
-    original = state.State.claim_room
-
-    def claim(self: state.State, request: Any) -> None:
-        original(self, request)
-        if request.claim != NO_CLAIM:
-            self.let_go(request.decode_epoch, request.key, 0)
-
-    m.setattr(state.State, "claim_room", claim)

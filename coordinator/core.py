@@ -33,11 +33,14 @@ from proto.messages import (
     WorkFailed,
 )
 from proto.progress import DecodeProgress, Hung
-from proto.status import KvPairs
+from proto.status import KvHeld, KvPairs
 
 
 def _status(state: State, epoch: int, event: Received, now: float) -> None:
+    """With what workers said last time about themselves; they are asked again for the next."""
     state.send(epoch, report.status(state))
+    for worker in state.workers:
+        state.send(worker, StatusRequest())
 
 
 _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Received, float], None]]] = {
@@ -53,6 +56,7 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
     WorkFailed: (WORKERS, progress.work_failed),
     Hung: (WORKERS, members.hung),
     KvPairs: ((Role.PREFILL,), progress.kv_pairs),
+    KvHeld: (WORKERS, progress.kv_held),
     StatusRequest: ((Role.OBSERVER, Role.GATEWAY), _status),
 }
 """Who may send what, and who takes it."""

@@ -8,8 +8,8 @@
 added to it, so that a changed record is told from a core that acts differently; `digest` after the `count` actions were. Where
 the core failed, `count` is `FAILED` and `digest` the error's text.
 
-Prompt ids are not written: the core looks at their length only, and that is kept. Nor are the hashes of API keys, at which it
-does not look at all. Messages stand as they do on the wire.
+Prompt ids are not written: the core looks at their length only, and that is kept. Nor are the hashes of API keys and
+the cache groups, at which it does not look at all. Messages stand as they do on the wire.
 """
 
 from collections.abc import Iterable, Mapping
@@ -99,7 +99,8 @@ def event_bytes(event: Event, now: float) -> bytes:
     if isinstance(event, PeerUp):
         return _encoder.encode((now, "PeerUp", event.epoch, event.hello))
     if isinstance(event, Configured):
-        event = replace(event, tenants=replace(event.tenants, keys={}))
+        policies = {name: replace(policy, cache_group="") for name, policy in event.tenants.policies.items()}
+        event = replace(event, tenants=replace(event.tenants, keys={}, policies=policies))
     return _encoder.encode((now, type(event).__name__, event))
 
 

@@ -30,9 +30,10 @@ from proto import limits
 from proto.errors import Reject, RemoteProtocolError
 from proto.messages import Hello, Message, Rejected, Role, Submit
 from proto.status import StatusReport
-from runtime import clock, log, machine
+from runtime import clock, log, machine, notify
 from runtime.driver import CoreDriver, cancelled, run_process, watched
 from runtime.exits import ConfigError
+from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.settings import CoordinatorSettings
 from runtime.tenants import Tenants, TenantsError, open_tenants
@@ -89,7 +90,10 @@ class Coordinator:
             on_up=self._up,
             on_message=self._message,
             on_down=self._down,
-            settings=LinkSettings(heartbeat_ms=settings.heartbeat_ms),
+            settings=LinkSettings(
+                heartbeat_ms=settings.heartbeat_ms,
+                keys=keys_for(settings, Role.COORDINATOR, {"--bind": settings.bind}),
+            ),
         )
 
     async def run(self, stop: asyncio.Event) -> int:
@@ -115,6 +119,7 @@ class Coordinator:
             )
             return 1
         self.log.info("listening", address=address)
+        notify.ready(f"listening on {address}")
         failed = asyncio.create_task(self.failure.wait())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -217,7 +222,7 @@ class Coordinator:
     def _send(self, send: Send) -> None:
         peer, message = self.peers.get(send.epoch), send.message
         if isinstance(message, StatusReport):
-            message = self._with_protocol_errors(message)
+            message = self._with_link_counters(message)
         if peer is not None:
             peer.send(message, send.blob)
 
@@ -238,9 +243,11 @@ class Coordinator:
                     # Not from inside the core's own event: dropping makes one.
                     asyncio.get_running_loop().call_soon(self.server.drop, peer, reason)
 
-    def _with_protocol_errors(self, report: StatusReport) -> StatusReport:
+    def _with_link_counters(self, report: StatusReport) -> StatusReport:
         """Counted where the core does not see them: what it answers depends on its events alone."""
-        counters = report.counters | {"protocol_errors": self.server.counters.protocol_errors}
+        links = self.server.counters
+        turned_away = {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}
+        counters = report.counters | {"protocol_errors": links.protocol_errors} | turned_away
         return msgspec.structs.replace(report, counters=counters)
 
 

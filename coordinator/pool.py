@@ -12,7 +12,7 @@ from coordinator.request import Request
 from coordinator.room import NEVER, Life, Room
 from coordinator.score import Weights
 from proto.messages import Capacity, Chunk, Hello, Role, Step, Submit
-from proto.status import KvPair
+from proto.status import KvHeld, KvPair
 
 WORKERS = (Role.PREFILL, Role.DECODE)
 
@@ -48,6 +48,8 @@ class Worker:
     tokens_in_flight: int = 0
     kv_pairs: tuple[KvPair, ...] = ()
     """Prefill only, as it last reported."""
+    kv_held: KvHeld = KvHeld(0, 0, 0)  # noqa: RUF009 (it is frozen)
+    """As it last reported, for people alone."""
     next_step_id: int = 0
     tokens_forwarded: int = 0
     tokens_per_s: float = 0.0

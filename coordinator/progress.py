@@ -20,7 +20,7 @@ from proto.messages import (
     WorkFailed,
 )
 from proto.progress import DecodeProgress
-from proto.status import KvPairs
+from proto.status import KvHeld, KvPairs
 
 
 def step_done(state: State, epoch: int, event: Received, now: float) -> None:
@@ -116,6 +116,11 @@ def handed_over(state: State, epoch: int, event: Received, now: float) -> None:
 def kv_pairs(state: State, epoch: int, event: Received, now: float) -> None:
     assert isinstance(event.message, KvPairs)
     state.workers[epoch].kv_pairs = event.message.pairs
+
+
+def kv_held(state: State, epoch: int, event: Received, now: float) -> None:
+    assert isinstance(event.message, KvHeld)
+    state.workers[epoch].kv_held = event.message
 
 
 def decode_progress(state: State, epoch: int, event: Received, now: float) -> None:

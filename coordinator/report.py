@@ -33,6 +33,9 @@ def status(state: State) -> StatusReport:
             requests=len(worker.holdings),
             steps_in_flight=len(worker.steps),
             tokens_forwarded=worker.tokens_forwarded,
+            own_blocks=worker.kv_held.blocks,
+            own_blocks_quarantined=worker.kv_held.blocks_quarantined,
+            own_sessions=worker.kv_held.sessions,
         )
         for worker in state.workers.values()
     ]

@@ -34,5 +34,5 @@ def run(settings: WorkerSettings) -> int:
         settings,
         thread=thread,
         load=load,
-        make=lambda engine, log, name: DecodeWorker(settings, engine, thread, log, name, memory),
+        make=lambda engine, log, name, links: DecodeWorker(settings, engine, thread, log, name, links, memory),
     )

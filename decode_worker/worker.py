@@ -21,7 +21,7 @@ from kvtransfer.transports import allowed_on
 from proto.compatible import mismatch
 from proto.errors import CrossdockError, RemoteProtocolError
 from proto.kv import Commit, FirstToken
-from proto.messages import Capacity, Hello, Message, Reserve, Role
+from proto.messages import Capacity, Hello, Message, Reserve, Role, StatusRequest
 from runtime import clock
 from runtime.addresses import advertised
 from runtime.driver import watched
@@ -32,7 +32,7 @@ from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
 from runtime.step_watch import StepWatch
-from runtime.worker_process import end_if_hung
+from runtime.worker_process import end_if_hung, kv_held
 
 
 class DecodeWorker:
@@ -43,6 +43,7 @@ class DecodeWorker:
         thread: EngineThread,
         log: Log,
         name: str,
+        links: LinkSettings,
         memory: PoolMemory | None,
     ) -> None:
         """`memory` is what the KV pool lies in, if other processes may map it."""
@@ -60,10 +61,10 @@ class DecodeWorker:
         self.watch = StepWatch(settings.step_timeout_ms / 1000)
         self.name = name
         self.epoch = clock.new_epoch()
-        self.links = LinkSettings(heartbeat_ms=settings.heartbeat_ms)
+        self.links = links
         hello = self._hello("")
         self.gateways = Outbound(
-            hello=hello, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=self.links
+            hello=hello, to=Role.GATEWAY, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=links
         )
         self.server = LinkServer(
             bind=settings.kv_bind,
@@ -72,7 +73,7 @@ class DecodeWorker:
             on_up=lambda peer: None,
             on_message=self._kv_message,
             on_down=self._sender_down,
-            settings=self.links,
+            settings=links,
         )
         self.senders: Senders[LinkPeer] = Senders()
         self.receiver = KvReceiver(
@@ -109,9 +110,10 @@ class DecodeWorker:
             settings=self.settings,
             hello=self._hello(advertised(self.settings.advertise, bound)),
             held=self.core.table.held,
-            on_message=lambda _, message, __: self.core.order(message),
+            on_message=self._order,
             on_lost=self.core.coordinator_lost,
             log=self.log,
+            links=self.links,
         )
         await self.registration.start()
         loop = asyncio.get_running_loop()
@@ -133,6 +135,12 @@ class DecodeWorker:
             await self.gateways.close()
         if stepping.done() and not stepping.cancelled():
             stepping.result()
+
+    def _order(self, _: LinkPeer, message: Message, __: bytes) -> None:
+        if isinstance(message, StatusRequest):
+            self.registration.send(kv_held(self.core.table.allocator, self.receiver.sessions))
+        else:
+            self.core.order(message)
 
     # --- KV in ----------------------------------------------------------------------------------------------------------
 

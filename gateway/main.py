@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -21,10 +21,11 @@ from gateway.tenancy import KeyRing
 from gateway.tokenizer import ModelFilesError, ModelTokenizer, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
-from runtime import clock, log, machine
+from runtime import clock, log, machine, notify
 from runtime.addresses import advertised
 from runtime.driver import cancelled, run_process, unless_stopped, watched
 from runtime.exits import ConfigError
+from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.settings import GatewaySettings
 from runtime.tenants import TenantsError, open_tenants
@@ -35,7 +36,13 @@ _CLOSE_TIMEOUT_S = 5
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own: the process has them."""
+    """uvicorn without signal handlers of its own: the process has them. `on_listening` is called once it listens."""
+
+    on_listening: Callable[[], None]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_listening()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -48,6 +55,8 @@ class GatewayProcess:
         name = settings.name or f"gateway-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
         self.metrics = GatewayMetrics()
+        self.missing = {"listening", "connected"}
+        """Before this process is ready for the first time."""
         stream_limits = StreamLimits(link_wait_s=settings.queue_wait_ms / 1000, idle_s=settings.stream_idle_ms / 1000)
         model = settings.served_model_id
         self.backend = Backend(model=model, limits=stream_limits, metrics=self.metrics)
@@ -60,7 +69,8 @@ class GatewayProcess:
             host=socket.gethostname(),
             pid=os.getpid(),
         )
-        self.link_settings = LinkSettings(heartbeat_ms=settings.heartbeat_ms)
+        keys = keys_for(settings, Role.GATEWAY, {"--tokens-bind": settings.tokens_bind})
+        self.link_settings = LinkSettings(heartbeat_ms=settings.heartbeat_ms, keys=keys)
         self.tokens = LinkServer(
             bind=settings.tokens_bind,
             hello=self.hello,
@@ -74,6 +84,12 @@ class GatewayProcess:
     def _worker_down(self, peer: Peer, reason: str) -> None:
         self.log.info("worker disconnected", peer=peer.hello.name, reason=reason)
         self.backend.worker_down()
+
+    def _is(self, what: str) -> None:
+        if self.missing:
+            self.missing.discard(what)
+            if not self.missing:
+                notify.ready("serving")
 
     async def run(self, stop: asyncio.Event) -> int:
         settings = self.settings
@@ -120,6 +136,7 @@ class GatewayProcess:
         )
         ends = (self.tokens, coordinator)
         self.metrics.count_protocol_errors = lambda: sum(end.counters.protocol_errors for end in ends)
+        self.metrics.count_turned_away = self.tokens.counters.turned_away
         watching = [watched(tenants.watch(keys.replace))] if tenants else []
         try:
             await self._serve(gateway, listener, stop)
@@ -144,6 +161,7 @@ class GatewayProcess:
             waiting.end()
             self.log.info("coordinator connected", address=self.settings.coordinator)
             self.backend.coordinator_up(peer, welcome.epoch)
+            self._is("connected")
 
         def down(peer: Peer, reason: str) -> None:
             waiting.begin()
@@ -177,6 +195,7 @@ class GatewayProcess:
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
         server = _Server(config)
+        server.on_listening = lambda: self._is("listening")
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         stopping = asyncio.get_running_loop().create_task(_wait(stop))
         host, port = listener.getsockname()[:2]

@@ -1,6 +1,6 @@
 """Prometheus metrics of one gateway, in a registry of their own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -53,6 +53,9 @@ class GatewayMetrics(Collector):
         """Set by the owner of the links, which count for themselves."""
         self.cluster: StatusReport | None = None
         """What the coordinator said last of the whole cluster, if it is there."""
+        self.count_turned_away: Callable[[], Mapping[str, int]] = dict
+        """Likewise."""
+        self.tasks = Gauge(prefix + "tasks", "asyncio tasks that have not ended.", registry=registry)
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -76,6 +79,14 @@ class GatewayMetrics(Collector):
                 "Pairs of workers between which transfers failed, and which get no requests for a while.",
                 value=len(self.cluster.left_out),
             )
+        turned_away = CounterMetricFamily(
+            "crossdock_gateway_turned_away",
+            "Processes that were not let in at the token port: without a key, with an unknown one, or posing as another role.",
+            labels=["reason"],
+        )
+        for reason, count in self.count_turned_away().items():
+            turned_away.add_metric([reason], count)
+        yield turned_away
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -1,5 +1,6 @@
 """GET routes: models, health, readiness, metrics."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -53,5 +54,7 @@ async def ready(request: Request) -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     gateway = gateway_of(request)
-    gateway.metrics.cluster = await gateway.backend.cluster_report()
-    return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    known = gateway.metrics
+    known.cluster = await gateway.backend.cluster_report()
+    known.tasks.set(len(asyncio.all_tasks()))
+    return Response(known.render(), media_type=CONTENT_TYPE_LATEST)

@@ -180,7 +180,9 @@ class StreamKeeper:
             # An attempt that had been accepted, and was shed since, is spent.
             submission.resuming |= submission.phase is Phase.RUNNING
             submission.phase = Phase.PENDING
-            submission.not_before = now + submission.retry_s(event.retry_after_s)
+            # While a coordinator has just started, what is missing is about to come back to it.
+            settling = now < self._settled_at
+            submission.not_before = now + submission.retry_s(0.0 if settling else event.retry_after_s)
             self._schedule(submission.stream)
             return
         self._drop(submission)

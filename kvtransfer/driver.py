@@ -120,6 +120,11 @@ class Driver(ABC, Generic[S, R]):
         self._all_down.set()
         self._closed = False
 
+    @property
+    def sessions(self) -> int:
+        """That have not ended."""
+        return len(self._live)
+
     def peer_lost(self, peer_epoch: int, reason: str) -> None:
         """The link to this incarnation is gone: its pair goes, and its sessions fail."""
         route = self._routes.get(peer_epoch)

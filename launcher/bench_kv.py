@@ -10,14 +10,11 @@ All figures of a row are medians of rounds in which everything is measured once,
 """
 
 import asyncio
-import json
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -41,6 +38,7 @@ from launcher.bench_client import BenchFailed
 from launcher.bench_kv_far import RECEIVER_EPOCH, filled
 from launcher.bench_report import check_writable, write_json
 from launcher.bench_settings import KvBenchSettings
+from launcher.far import Far
 from proto import limits
 from proto.messages import Hello, Message, Role
 from runtime.link import LinkServer, LinkSettings, Peer
@@ -85,35 +83,15 @@ class Near:
 
     async def start(self) -> None:
         address = await self.server.start()
-        self.far = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "launcher.bench_kv_far",
-            address,
-            str(self.settings.pool_mib << 20),
-            cwd=Path(__file__).parents[1],
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
+        self.far = Far("launcher.bench_kv_far", address, str(self.settings.pool_mib << 20))
+        await self.far.start()
 
     async def close(self) -> None:
         for receiver in self.receivers.values():
             await receiver.close()
-        assert self.far.stdin is not None
-        self.far.stdin.close()
-        await self.far.wait()
+        await self.far.close()
         await self.server.close()
         self.memory.close()
-
-    async def order(self, what: str, **fields: Any) -> Any:
-        """Have the other process do something. Raises `BenchFailed` if it cannot."""
-        assert self.far.stdin is not None and self.far.stdout is not None
-        self.far.stdin.write((json.dumps({"do": what, **fields}) + "\n").encode())
-        async with asyncio.timeout(_WAIT_S):
-            line = await self.far.stdout.readline()
-        if not line:
-            raise BenchFailed("the sending process has failed; what it said is above")
-        return json.loads(line)
 
     async def set_up(self, layout: KvLayout, segment_bytes: int) -> None:
         for receiver in self.receivers.values():
@@ -134,7 +112,7 @@ class Near:
                 memory=self.memory,
             )
         shape = {name: getattr(layout, name) for name in layout.__dataclass_fields__}
-        await self.order("set_up", layout=shape, segment_bytes=segment_bytes, transports=self.settings.transports)
+        await self.far.order("set_up", layout=shape, segment_bytes=segment_bytes, transports=self.settings.transports)
 
     # --- measurements: GB/s of `total` bytes in pieces of `size` ---
 
@@ -173,7 +151,7 @@ class Near:
     async def kv(self, transport: str, total: int, layout: KvLayout) -> float:
         """Seconds of one session."""
         self.targets = tuple(self.blocks(total, layout))
-        took: float = await self.order("session", transport=transport, block_ids=self.blocks(total, layout))
+        took: float = await self.far.order("session", transport=transport, block_ids=self.blocks(total, layout))
         return took
 
     async def touch(self, transport: str, size: int, layout: KvLayout) -> None:
@@ -182,7 +160,7 @@ class Near:
         there, most = self.pool.shape[0] // layout.block_bytes, _SEGMENTS_MAX * (size // layout.block_bytes)
         for first in range(0, there, most):
             self.targets = tuple(range(first, min(first + most, there)))
-            await self.order("session", transport=transport, block_ids=self.targets)
+            await self.far.order("session", transport=transport, block_ids=self.targets)
 
     async def tcp(self, size: int, total: int) -> float:
         buffer: Any = self.staging[:size].numpy()
@@ -201,7 +179,7 @@ class Near:
             listening.settimeout(_WAIT_S)
             serving = asyncio.get_running_loop().run_in_executor(None, serve, listening)
             port = listening.getsockname()[1]
-            took = await self.order("tcp", port=port, size=size, starts=self.starts(size, total))
+            took = await self.far.order("tcp", port=port, size=size, starts=self.starts(size, total))
             await serving
         return float(total / took / 1e9)
 
@@ -218,7 +196,7 @@ class Near:
 
         serving = asyncio.get_running_loop().run_in_executor(None, serve)
         starts = self.starts(size, total)
-        took = await self.order("gloo", port=listener.port, secret=listener.secret, size=size, starts=starts)
+        took = await self.far.order("gloo", port=listener.port, secret=listener.secret, size=size, starts=starts)
         await serving
         return float(total / took / 1e9)
 

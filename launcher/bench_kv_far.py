@@ -1,15 +1,10 @@
-"""The sending process of `crossdock bench kv`: `python -m launcher.bench_kv_far ADDRESS POOL_BYTES`.
-
-Orders come as lines of JSON on standard input, and each is answered by one on standard output. It leaves when its input ends.
-"""
+"""The sending process of `crossdock bench kv`: `python -m launcher.bench_kv_far ADDRESS POOL_BYTES`; takes orders (`far`)."""
 
 import asyncio
 import functools
-import json
 import socket
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,84 +13,52 @@ import uvloop
 
 from kvtransfer import rendezvous
 from kvtransfer.layout import KvLayout
-from kvtransfer.sender import KvSender
-from kvtransfer.session import KvFailed, KvSent
 from kvtransfer.settings import KvSettings
+from launcher import far
+from launcher.kv_replayer import Replayer
 from proto import limits
-from proto.kv import FirstToken
-from proto.messages import Hello, Message, Role
+from proto.messages import Hello, Role
 from runtime import clock
-from runtime.link import LinkClient, LinkSettings, Peer
 
 RECEIVER_EPOCH = 1
 
 
-class Way:
-    """One transport: a link of its own, so that the other end can tell them apart, and a sender."""
+class Ways:
+    """One for each transport: a link of its own, so that the other end can tell them apart, and a sender."""
 
-    def __init__(self, address: str, name: str) -> None:
-        self.name = name
-        self.epoch = clock.new_epoch()
-        self.peer: Peer | None = None
-        self.up = asyncio.Event()
-        self.sender: KvSender | None = None
-        self.done: asyncio.Future[KvSent | KvFailed] | None = None
-        self.sessions = 0
-        hello = Hello(version=limits.PROTOCOL_VERSION, role=Role.PREFILL, epoch=self.epoch, name=name)
-        self.link = LinkClient(
-            address=address,
-            hello=hello,
-            on_up=lambda peer, welcome: self._on_up(peer),
-            on_message=lambda peer, message, blob: self._on_message(message, blob),
-            on_down=lambda peer, reason: None,
-            settings=LinkSettings(heartbeat_ms=10_000),
-        )
+    def __init__(self, address: str, memory: torch.Tensor) -> None:
+        self._address = address
+        self._memory = memory
+        self._ways: dict[str, Replayer] = {}
+        self._sessions = 0
 
-    def _on_up(self, peer: Peer) -> None:
-        self.peer = peer
-        self.up.set()
+    async def set_up(self, layout: dict[str, Any], segment_bytes: int, transports: list[str]) -> dict[str, int]:
+        """Returns the epoch of each transport's sender."""
+        shape = KvLayout(**layout)
+        blocks = self._memory.shape[0] // shape.block_bytes
+        pool = self._memory[: blocks * shape.block_bytes].view(torch.float32).view(shape.shape(blocks))
+        for name in transports:
+            if name not in self._ways:
+                hello = Hello(limits.PROTOCOL_VERSION, Role.PREFILL, clock.new_epoch(), name)
+                self._ways[name] = Replayer(self._address, hello, RECEIVER_EPOCH)
+                await self._ways[name].start()
+            settings = KvSettings(transports=(name,), segment_bytes=segment_bytes, segment_timeout_ms=30_000)
+            await self._ways[name].set_up(shape, pool, settings)
+        return {name: self._ways[name].epoch for name in transports}
 
-    def _on_message(self, message: Message, blob: bytes) -> None:
-        if self.sender is not None:
-            self.sender.handle(RECEIVER_EPOCH, message, blob)
+    async def session(self, transport: str, block_ids: list[int]) -> float:
+        self._sessions += 1
+        return await self._ways[transport].session(f"{transport}-{self._sessions}", block_ids)
 
-    def _send(self, epoch: int, message: Message, blob: bytes) -> None:
-        assert self.peer is not None
-        self.peer.send(message, blob)
+    async def tcp(self, **order: Any) -> float:
+        return await asyncio.to_thread(functools.partial(over_tcp, self._memory, **order))
 
-    def _on_result(self, result: KvSent | KvFailed) -> None:
-        assert self.done is not None
-        self.done.set_result(result)
+    async def gloo(self, **order: Any) -> float:
+        return await asyncio.to_thread(functools.partial(over_gloo, self._memory, **order))
 
-    async def set_up(self, layout: KvLayout, memory: torch.Tensor, segment_bytes: int) -> None:
-        if self.sender is not None:
-            await self.sender.close()
-        blocks = memory.shape[0] // layout.block_bytes
-        pool = memory[: blocks * layout.block_bytes].view(torch.float32).view(layout.shape(blocks))
-        self.sender = KvSender(
-            layout=layout,
-            pool=pool,
-            epoch=self.epoch,
-            clock=time.monotonic,
-            send=self._send,
-            on_result=self._on_result,
-            settings=KvSettings(transports=(self.name,), segment_bytes=segment_bytes, segment_timeout_ms=30_000),
-        )
-
-    async def session(self, block_ids: list[int]) -> float:
-        """Seconds from the offer to the acknowledgement of a session whose blocks are all ready."""
-        assert self.sender is not None
-        self.sessions += 1
-        name = f"{self.name}-{self.sessions}"
-        self.done = asyncio.get_running_loop().create_future()
-        began = time.perf_counter()
-        self.sender.open(name, 1, RECEIVER_EPOCH, len(block_ids))
-        self.sender.blocks_ready(name, 1, 0, block_ids)
-        self.sender.commit(name, 1, (FirstToken(0, 1),), ())
-        result = await self.done
-        if isinstance(result, KvFailed):
-            raise RuntimeError(f"a transfer failed: {result.reason}")
-        return time.perf_counter() - began
+    async def close(self) -> None:
+        for way in self._ways.values():
+            await way.close()
 
 
 def over_tcp(memory: torch.Tensor, port: int, size: int, starts: list[int]) -> float:
@@ -125,34 +88,9 @@ def over_gloo(memory: torch.Tensor, port: int, secret: str, size: int, starts: l
 
 
 async def main(address: str, pool_bytes: int) -> None:
-    memory = torch.from_numpy(filled(pool_bytes))
-    ways: dict[str, Way] = {}
-    orders = asyncio.StreamReader(limit=1 << 24)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
-    while line := await orders.readline():
-        order = json.loads(line)
-        what = order.pop("do")
-        answer: Any
-        if what == "set_up":
-            for name in order["transports"]:
-                if name not in ways:
-                    ways[name] = Way(address, name)
-                    await ways[name].link.start()
-                    await ways[name].up.wait()
-                await ways[name].set_up(KvLayout(**order["layout"]), memory, order["segment_bytes"])
-            answer = {name: ways[name].epoch for name in order["transports"]}
-        elif what == "session":
-            answer = await ways[order["transport"]].session(order["block_ids"])
-        else:
-            raw: Callable[..., float] = over_tcp if what == "tcp" else over_gloo
-            answer = await loop.run_in_executor(None, functools.partial(raw, memory, **order))
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    for way in ways.values():
-        if way.sender is not None:
-            await way.sender.close()
-        await way.link.close()
+    ways = Ways(address, torch.from_numpy(filled(pool_bytes)))
+    await far.serve({"set_up": ways.set_up, "session": ways.session, "tcp": ways.tcp, "gloo": ways.gloo})
+    await ways.close()
 
 
 def filled(size: int) -> Any:

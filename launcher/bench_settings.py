@@ -1,6 +1,6 @@
 """Options of `crossdock bench`."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
@@ -56,6 +56,24 @@ class HandoverSettings(Options):
     prompt_words: int = Field(1400, ge=1, le=100_000, description="Words of each, about one token each.")
     output_tokens: int = Field(32, ge=4, le=100_000, description="Tokens of each answer.")
     seed: int = Field(0, ge=0, le=1 << 31, description="Of the words.")
+    json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class HarmlessSettings(Options):
+    """Do running streams slow down when KV arrives?
+
+    Streams run on a decode worker on the CPU while the stored KV of a long prompt is sent to it back to back. No prompt is
+    computed meanwhile, so this is what transfers alone cost. Rounds with and without them take turns.
+    """
+
+    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the worker; 0: as the cores allow.")
+    kv_transport: Literal["auto", "shm", "gloo"] = Field("auto", description="How KV crosses; auto: the best there is.")
+    streams: int = Field(4, ge=1, le=64, description="Running streams.")
+    stream_tokens: int = Field(384, ge=8, le=8192, description="Tokens of each, after which it starts again.")
+    prompt_tokens: int = Field(1400, ge=64, le=2048, description="Tokens of the prompt whose KV arrives.")
+    rounds: int = Field(6, ge=1, le=1000, description="Rounds of each kind.")
+    seconds: float = Field(10.0, ge=1.0, le=3600.0, description="Seconds of each round.")
     json_out: str = Field("", description="File for the figures as JSON.")
 
 

@@ -11,11 +11,14 @@ from launcher.bench_settings import (
     EngineBenchSettings,
     FairnessSettings,
     HandoverSettings,
+    HarmlessSettings,
     IsolationSettings,
     KvBenchSettings,
     RoomBenchSettings,
 )
+from launcher.cluster_settings import ClusterCheckSettings, DownSettings, UpSettings
 from launcher.journal_settings import ExplainSettings, ReplaySettings
+from launcher.keys import NewKeysSettings
 from launcher.load_settings import CompareSettings, RatioSettings, ServeBenchSettings
 from launcher.simulate_settings import SimulateSettings
 from launcher.status import StatusSettings
@@ -28,14 +31,16 @@ from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings
 
 HELP = """Serve language models with prefill and decode in separate processes.
 
-To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine. On several machines, start each
-process on its own: one coordinator, gateways, and any number of workers of each role.
+To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine. On several machines, describe them in one
+file, look at the plan with [bold]crossdock cluster check FILE[/bold], and run [bold]crossdock up[/bold] on each.
 """
 BENCH_HELP = (
     "Send a load to a server, compare runs, compare ratios of workers. Or measure this machine: isolation of running streams"
-    " from long prompts, what a hand-over of KV costs, a small tenant beside a flood, the engine alone, the coordinator's"
-    " decisions alone, KV transfers alone, or how full KV pools get."
+    " from long prompts and from KV that arrives, what a hand-over of KV costs, a small tenant beside a flood, the engine"
+    " alone, the coordinator's decisions alone, KV transfers alone, or how full KV pools get."
 )
+KEYS_HELP = "Make the keys with which the processes of a cluster know each other."
+CLUSTER_HELP = "A cluster on several machines, described in one file."
 TENANTS_HELP = "Check a tenants file, or make a key for it."
 
 
@@ -83,6 +88,24 @@ def _usage(settings: UsageSettings) -> int:
     return run(settings)
 
 
+def _up(settings: UpSettings) -> int:
+    from launcher.up import up
+
+    return up(settings)
+
+
+def _down(settings: DownSettings) -> int:
+    from launcher.up import down
+
+    return down(settings)
+
+
+def _cluster_check(settings: ClusterCheckSettings) -> int:
+    from launcher.cluster_check import run
+
+    return run(settings)
+
+
 def _tenants_check(settings: CheckSettings) -> int:
     from launcher.tenants import check
 
@@ -93,6 +116,12 @@ def _tenants_key(settings: KeySettings) -> int:
     from launcher.tenants import make_key
 
     return make_key(settings)
+
+
+def _keys_new(settings: NewKeysSettings) -> int:
+    from launcher.keys import run
+
+    return run(settings)
 
 
 def _replay(settings: ReplaySettings) -> int:
@@ -121,6 +150,12 @@ def _bench_isolation(settings: IsolationSettings) -> int:
 
 def _bench_handover(settings: HandoverSettings) -> int:
     from launcher.bench_handover import run
+
+    return run(settings)
+
+
+def _bench_harmless(settings: HarmlessSettings) -> int:
+    from launcher.bench_harmless import run
 
     return run(settings)
 
@@ -185,6 +220,11 @@ def build_app() -> typer.Typer:
         pass
 
     add_command(app, "serve", ServeSettings, _serve)
+    add_command(app, "up", UpSettings, _up)
+    add_command(app, "down", DownSettings, _down)
+    cluster = new_app(CLUSTER_HELP)
+    add_command(cluster, "check", ClusterCheckSettings, _cluster_check)
+    app.add_typer(cluster, name="cluster")
     add_command(app, "coordinator", CoordinatorSettings, _coordinator)
     add_command(app, "gateway", GatewaySettings, _gateway)
     add_command(app, "worker", WorkerSettings, _worker)
@@ -194,6 +234,10 @@ def build_app() -> typer.Typer:
     add_command(tenants, "check", CheckSettings, _tenants_check)
     add_command(tenants, "key", KeySettings, _tenants_key)
     app.add_typer(tenants, name="tenants")
+    keys = new_app(KEYS_HELP)
+    keys.callback()(lambda: None)
+    add_command(keys, "new", NewKeysSettings, _keys_new)
+    app.add_typer(keys, name="keys")
     add_command(app, "explain", ExplainSettings, _explain)
     add_command(app, "replay", ReplaySettings, _replay)
     add_command(app, "simulate", SimulateSettings, _simulate)
@@ -203,6 +247,7 @@ def build_app() -> typer.Typer:
     add_command(bench, "ratio", RatioSettings, _bench_ratio)
     add_command(bench, "isolation", IsolationSettings, _bench_isolation)
     add_command(bench, "handover", HandoverSettings, _bench_handover)
+    add_command(bench, "harmless", HarmlessSettings, _bench_harmless)
     add_command(bench, "engine", EngineBenchSettings, _bench_engine)
     add_command(bench, "fairness", FairnessSettings, _bench_fairness)
     add_command(bench, "coordinator", CoordinatorBenchSettings, _bench_coordinator)
@@ -214,7 +259,7 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     arguments = sys.argv[1:]
-    if arguments in ([], ["bench"], ["tenants"]):
+    if arguments in ([], ["bench"], ["cluster"], ["keys"], ["tenants"]):
         arguments.append("--help")
     leave(invoke(build_app(), arguments, "crossdock"))
 

@@ -127,7 +127,9 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
         *(_spec("gateway", front, control | keys, plan.control) for front in fronts),
     ]
     for role, seats in (("prefill", plan.prefill), ("decode", plan.decode)):
-        processes += [_worker(role, index, seat, settings, shared, plan.control) for index, seat in enumerate(seats)]
+        processes += [
+            worker_spec(role, index, seat, settings, shared, plan.control) for index, seat in enumerate(seats)
+        ]
     client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
     shown_host = f"[{client_host}]" if ":" in client_host else client_host
     urls = tuple(f"http://{shown_host}:{port}" for port in ports)
@@ -159,7 +161,7 @@ def _decisions(settings: ServeSettings) -> dict[str, str]:
     return {"journal": str(path)}
 
 
-def _worker(
+def worker_spec(
     role: str, index: int, seat: Seat, settings: ServeSettings, shared: dict[str, str], control: tuple[int, ...]
 ) -> ProcessSpec:
     """Only the thread that computes sits on the seat's cores; the event loop and the KV transfers of a decode worker would

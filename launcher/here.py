@@ -1,4 +1,4 @@
-"""Which clusters run on this machine: each `crossdock serve` notes its own beside its logs, and takes the note away.
+"""Which clusters run on this machine: each `crossdock serve` or `up` notes its own beside its logs, and takes the note away.
 
 A note whose process is gone is ignored: it was killed. Its start time tells it from a later process with the same number.
 """
@@ -18,12 +18,15 @@ class LocalCluster(msgspec.Struct, frozen=True):
     """One note."""
 
     pid: int
-    """Of the `crossdock serve`, or benchmark, that runs it."""
+    """Of the `crossdock serve`, `up`, or benchmark, that runs it."""
     started: int
     """When that process started, in clock ticks since boot."""
     model_id: str
     base_url: str
     coordinator: str
+    cluster: str = ""
+    """Of a `crossdock up`: the cluster's name, and which of its hosts this is."""
+    host: str = ""
 
 
 def runs_folder() -> Path:
@@ -31,11 +34,18 @@ def runs_folder() -> Path:
     return Path(platformdirs.user_state_dir("crossdock")) / "runs"
 
 
+def host_folder(cluster: str, host: str) -> Path:
+    """Of what belongs to one host of a cluster: cluster.toml and keys that were copied there, logs, the note."""
+    return runs_folder() / f"{cluster}.{host}"
+
+
 @contextlib.contextmanager
-def noted(run: Path, *, model_id: str, base_url: str, coordinator: str) -> Iterator[None]:
-    """This process runs a cluster while the context lasts; `run` is its folder."""
+def noted(
+    run: Path, *, model_id: str, base_url: str, coordinator: str, cluster: str = "", host: str = ""
+) -> Iterator[None]:
+    """This process runs a cluster, or a host of one, while the context lasts; `run` is its folder."""
     pid = os.getpid()
-    note = LocalCluster(pid, started_at(pid) or 0, model_id, base_url, coordinator)
+    note = LocalCluster(pid, started_at(pid) or 0, model_id, base_url, coordinator, cluster, host)
     half = run / f"{NOTE}.part"
     half.write_bytes(msgspec.json.encode(note) + b"\n")
     os.replace(half, run / NOTE)
@@ -47,15 +57,17 @@ def noted(run: Path, *, model_id: str, base_url: str, coordinator: str) -> Itera
 
 def clusters() -> list[LocalCluster]:
     """Those of this user that are running, the oldest first."""
-    found = []
-    for path in sorted(runs_folder().glob(f"*/{NOTE}")):
-        try:
-            note = msgspec.json.decode(path.read_bytes(), type=LocalCluster)
-        except (OSError, msgspec.DecodeError):
-            continue  # just taken away, or not ours
-        if started_at(note.pid) == note.started:
-            found.append(note)
-    return found
+    notes = [running(path.parent) for path in sorted(runs_folder().glob(f"*/{NOTE}"))]
+    return [note for note in notes if note is not None]
+
+
+def running(run: Path) -> LocalCluster | None:
+    """The note in a run's folder, if its process lives."""
+    try:
+        note = msgspec.json.decode((run / NOTE).read_bytes(), type=LocalCluster)
+    except (OSError, msgspec.DecodeError):
+        return None  # just taken away, or not ours
+    return note if started_at(note.pid) == note.started else None
 
 
 def started_at(pid: int) -> int | None:

@@ -50,8 +50,8 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
     cluster = clusters.build(settings, model)
     if cluster.plan.note:
         console.print(f"[yellow]note[/yellow] {escape(cluster.plan.note)}")
-    log_dir = _new_log_dir()
-    supervisor = Supervisor(log_dir=log_dir, say=_sayer(console), verbose=settings.verbose)
+    log_dir = new_log_dir()
+    supervisor = Supervisor(log_dir=log_dir, say=sayer(console), verbose=settings.verbose)
     headers = {"Authorization": f"Bearer {cluster.key}"} if cluster.key else {}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
@@ -63,7 +63,7 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
             ):
                 for spec in cluster.processes:
                     supervisor.start(spec)
-                await _wait_ready(client, cluster, supervisor, settings.ready_timeout_s, console)
+                await wait_ready(lambda: _all_ready(client, cluster), supervisor, settings.ready_timeout_s, console)
                 supervisor.started_up = True
                 yield Running(cluster, supervisor, client, log_dir)
         finally:
@@ -97,7 +97,7 @@ async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) ->
     return None if task.cancelled() else task.result()
 
 
-def _sayer(console: Console) -> Callable[[str, str, str], None]:
+def sayer(console: Console) -> Callable[[str, str, str], None]:
     def say(level: str, name: str, text: str) -> None:
         colour = _COLOURS.get(level, "dim")
         console.print(f"[{colour}]{escape(name)}[/{colour}] {escape(text)}", highlight=False, soft_wrap=True)
@@ -105,7 +105,7 @@ def _sayer(console: Console) -> Callable[[str, str, str], None]:
     return say
 
 
-def _new_log_dir() -> Path:
+def new_log_dir() -> Path:
     """A folder for this run's logs; older runs but the last few are removed."""
     runs = here.runs_folder()
     own = runs / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
@@ -117,19 +117,20 @@ def _new_log_dir() -> Path:
     return own
 
 
-async def _wait_ready(
-    client: httpx.AsyncClient, cluster: Cluster, supervisor: Supervisor, timeout_s: float, console: Console
+async def wait_ready(
+    is_ready: Callable[[], Coroutine[Any, Any, bool]], supervisor: Supervisor, timeout_s: float, console: Console
 ) -> None:
+    """Raises `RoleFailed`, or what a role refused its settings with."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     failed = asyncio.ensure_future(supervisor.wait_failed())
     with Progress(*columns, console=console, transient=True) as progress:
         tasks = {name: progress.add_task(f"{name}: starting", total=None) for name in supervisor.children}
         try:
             async with asyncio.timeout(timeout_s):
-                while not all([await _is_ready(client, url) for url in cluster.base_urls]):
+                while not await is_ready():
                     for name, child in supervisor.children.items():
                         progress.update(tasks[name], description=escape(f"{name}: {_state(child)}"))
-                    # The cluster is asked over HTTP as any client would, a few times a second, and a failure ends it.
+                    # It is asked over HTTP as any client would, a few times a second, and a failure ends it.
                     await asyncio.wait({failed}, timeout=PROBE_EVERY_S)
                     if failed.done():
                         failed.result()
@@ -140,9 +141,13 @@ async def _wait_ready(
             await asyncio.wait({failed})
 
 
-async def _is_ready(client: httpx.AsyncClient, base_url: str) -> bool:
+async def _all_ready(client: httpx.AsyncClient, cluster: Cluster) -> bool:
+    return all([await answers_ready(client, f"{url}/ready") for url in cluster.base_urls])
+
+
+async def answers_ready(client: httpx.AsyncClient, url: str) -> bool:
     try:
-        return (await client.get(f"{base_url}/ready", timeout=2.0)).status_code == 200
+        return (await client.get(url, timeout=2.0)).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -31,15 +31,16 @@ class CpuPlan:
 
 def plan_cpu(cores: tuple[int, ...], *, prefill: int, decode: int, on_gpu: bool, threads: int = 0) -> CpuPlan:
     """`cores`: those this process may use. `threads` per worker; 0: as many as its cores, and never more than those."""
-    assert cores and prefill >= 1 and decode >= 1 and threads >= 0
+    assert cores and prefill + decode >= 1 and threads >= 0
     if on_gpu:
         return CpuPlan((), (Seat((), threads or 1, 0),) * prefill, (Seat((), threads or 1, 0),) * decode)
     if len(cores) == 1:
         note = "only one CPU core: prefill and decode share it, so long prompts will slow running streams"
         return CpuPlan((), (Seat((), 1, PREFILL_NICE),) * prefill, (Seat((), 1, 0),) * decode, note)
     cores = tuple(sorted(cores))
-    # Half of the cores, but one for each decode worker where there are enough, and never the last one of the others.
-    wanted = max(decode, len(cores) // 2)
+    # Half of the cores, but one for each decode worker where there are enough, and never the last one of the others. Where one
+    # kind is on other hosts, this one gets what it would have.
+    wanted = 0 if decode == 0 else len(cores) if prefill == 0 else max(decode, len(cores) // 2)
     decode_cores = cores[len(cores) - min(wanted, len(cores) - 1) :]
     decode_sets = _share(decode_cores, decode)
     used = {core for chosen in decode_sets for core in chosen}
@@ -61,7 +62,7 @@ def plan_cpu(cores: tuple[int, ...], *, prefill: int, decode: int, on_gpu: bool,
 
 def _share(cores: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:
     """Equal runs of cores, the remainder left over; where there are too few, one core each, taken in turn."""
-    each = len(cores) // workers
+    each = len(cores) // max(1, workers)
     if each == 0:
         return [(cores[index % len(cores)],) for index in range(workers)]
     return [cores[index * each : (index + 1) * each] for index in range(workers)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runtime import clock
 
-_ROOT = str(Path(__file__).resolve().parent.parent)
+ROOT = str(Path(__file__).resolve().parent.parent)
 _LINE_END = re.compile(rb"[\r\n]+")
 _KEPT_LINES = 50
 
@@ -22,11 +22,14 @@ def python_command(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """Our own environment, with `threads` CPU threads that sleep while they wait: spinning ones would take the cores
-    from the other workers."""
-    paths = [_ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+    """Our own environment, with that of a role."""
+    paths = [ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return os.environ | role_environment(threads) | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def role_environment(threads: int) -> dict[str, str]:
+    """`threads` CPU threads that sleep while they wait: spinning ones would take the cores from the other workers."""
+    return {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

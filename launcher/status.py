@@ -20,8 +20,9 @@ from proto.messages import Hello, Message, Role, StatusRequest, Welcome
 from proto.status import StatusReport
 from runtime import clock
 from runtime.addresses import AddressOrEmpty
+from runtime.keys import Keys, keys_for
 from runtime.link import LinkClient, LinkSettings, Peer
-from runtime.setting_types import Options
+from runtime.setting_types import KeyOptions
 from runtime.settings import CoordinatorSettings
 
 _ENDLESS = 10_000
@@ -30,7 +31,7 @@ _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 DEFAULT_COORDINATOR: str = CoordinatorSettings.model_fields["bind"].default
 
 
-class StatusSettings(Options):
+class StatusSettings(KeyOptions):
     """Show workers, queues and running requests of a cluster: of the one that `crossdock serve` runs on this machine, or of
     any other by its coordinator."""
 
@@ -52,7 +53,7 @@ class SeveralClusters(CrossdockError):
     """More than one cluster runs here, and none was named."""
 
 
-async def ask(coordinator: str, timeout_ms: int) -> StatusReport:
+async def ask(coordinator: str, timeout_ms: int, keys: Keys | None = None) -> StatusReport:
     """Connect as an observer, ask once, close. Raises `NoAnswer`."""
     answer: asyncio.Future[StatusReport] = asyncio.get_running_loop().create_future()
 
@@ -74,7 +75,7 @@ async def ask(coordinator: str, timeout_ms: int) -> StatusReport:
         host=socket.gethostname()[: limits.MAX_TEXT_CHARS],
         pid=os.getpid(),
     )
-    link_settings = LinkSettings(handshake_timeout_ms=timeout_ms)
+    link_settings = LinkSettings(handshake_timeout_ms=timeout_ms, keys=keys)
     link = LinkClient(
         address=coordinator, hello=hello, on_up=on_up, on_message=on_message, on_down=on_down, settings=link_settings
     )
@@ -90,14 +91,15 @@ async def ask(coordinator: str, timeout_ms: int) -> StatusReport:
 
 
 def run(settings: StatusSettings) -> int:
-    """Raises `NoAnswer` or `SeveralClusters`."""
-    running = [] if settings.coordinator else here.clusters()
+    """Raises `NoAnswer`, `SeveralClusters` or `ConfigError`."""
+    # Several hosts of one cluster may be this machine's.
+    running = [] if settings.coordinator else list({one.coordinator: one for one in here.clusters()}.values())
     if len(running) > 1:
         lines = [f"    --coordinator {one.coordinator}   {one.model_id} at {one.base_url}" for one in running]
         raise SeveralClusters("\n".join(["several clusters run on this machine; name one:", *lines]))
     coordinator = settings.coordinator or (running[0].coordinator if running else DEFAULT_COORDINATOR)
     try:
-        report = uvloop.run(ask(coordinator, settings.timeout_ms))
+        report = uvloop.run(ask(coordinator, settings.timeout_ms, keys_for(settings, Role.OBSERVER)))
     except NoAnswer as error:
         if settings.coordinator or running:
             raise

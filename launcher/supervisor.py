@@ -36,6 +36,8 @@ class ProcessSpec:
     environment: Mapping[str, str]
     cores: tuple[int, ...] = ()
     """Cores to start on, inherited by its threads; empty: as this process."""
+    stop_stage: int = 0
+    """At the end all of one stage have gone before those of the next are asked to."""
 
 
 @dataclass
@@ -61,7 +63,8 @@ class Supervisor:
         self._say = say
         self._verbose = verbose
         self._closing = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[asyncio.Task[None], int] = {}
+        """With the stage in which each is stopped."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, spec: ProcessSpec) -> None:
@@ -74,18 +77,20 @@ class Supervisor:
         child = self.children[spec.name] = Child(spec, log)
         task = asyncio.get_running_loop().create_task(self._keep_running(child))
         task.add_done_callback(self._on_task_done)
-        self._tasks.append(task)
+        self._tasks[task] = spec.stop_stage
 
     async def wait_failed(self) -> None:
         """Returns never. Raises `RoleFailed` once a child has been given up; `SettingsError` or `ConfigError` if by itself."""
         await asyncio.shield(self._failed)
 
     async def close(self) -> None:
-        """Stop all children; bounded."""
+        """Stop all children, stage by stage; bounded."""
         self._closing = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for stage in sorted(set(self._tasks.values())):
+            going = [task for task, of in self._tasks.items() if of == stage]
+            for task in going:
+                task.cancel()
+            await asyncio.gather(*going, return_exceptions=True)
         if self._failed.done():
             self._failed.exception()
         else:

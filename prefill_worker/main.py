@@ -33,5 +33,5 @@ def run(settings: WorkerSettings) -> int:
         settings,
         thread=thread,
         load=load,
-        make=lambda engine, log, name: PrefillWorker(settings, engine, thread, log, name),
+        make=lambda engine, log, name, links: PrefillWorker(settings, engine, thread, log, name, links),
     )

@@ -14,7 +14,7 @@ from prefill_worker.compute import run_step
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import PromptTable
 from proto.errors import CrossdockError, RemoteProtocolError
-from proto.messages import Capacity, Message
+from proto.messages import Capacity, Message, Role, StatusRequest
 from proto.status import KvPair, KvPairs
 from runtime import clock
 from runtime.driver import watched
@@ -25,11 +25,13 @@ from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
 from runtime.step_watch import StepWatch
-from runtime.worker_process import end_if_hung
+from runtime.worker_process import end_if_hung, kv_held
 
 
 class PrefillWorker:
-    def __init__(self, settings: WorkerSettings, engine: Engine, thread: EngineThread, log: Log, name: str) -> None:
+    def __init__(
+        self, settings: WorkerSettings, engine: Engine, thread: EngineThread, log: Log, name: str, links: LinkSettings
+    ) -> None:
         info = engine.info
         self.log = log
         self.engine = engine
@@ -48,7 +50,6 @@ class PrefillWorker:
         epoch = clock.new_epoch()
         capacity = Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens)
         hello = worker_hello(settings, epoch=epoch, name=name, fingerprint=info.fingerprint, capacity=capacity)
-        links = LinkSettings(heartbeat_ms=settings.heartbeat_ms)
         self.registration = Registration(
             settings=settings,
             hello=hello,
@@ -56,9 +57,14 @@ class PrefillWorker:
             on_message=self._order,
             on_lost=self.core.coordinator_lost,
             log=log,
+            links=links,
         )
-        self.gateways = Outbound(hello=hello, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=links)
-        self.receivers = Outbound(hello=hello, on_message=self._kv_message, on_lost=self._receiver_lost, settings=links)
+        self.gateways = Outbound(
+            hello=hello, to=Role.GATEWAY, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=links
+        )
+        self.receivers = Outbound(
+            hello=hello, to=Role.DECODE, on_message=self._kv_message, on_lost=self._receiver_lost, settings=links
+        )
         self.sender = KvSender(
             layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
             pool=engine.pool,
@@ -100,6 +106,9 @@ class PrefillWorker:
     def _order(self, _: LinkPeer, message: Message, blob: bytes) -> None:
         if self.pairs_reported_at != self.core.links_lost:
             self._report_pairs()  # a coordinator that has started anew does not know them
+        if isinstance(message, StatusRequest):
+            self.registration.send(kv_held(self.core.table.allocator, self.sender.sessions))
+            return
         self.core.order(message, blob)
         self.work.set()
 

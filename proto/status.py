@@ -24,6 +24,15 @@ class KvPairs(Message, frozen=True):
     pairs: Annotated[tuple[KvPair, ...], Meta(max_length=1024)]
 
 
+class KvHeld(Message, frozen=True):
+    """A worker's answer to a `StatusRequest`, which the coordinator passes on to all of them: what it counts itself."""
+
+    blocks: Count
+    blocks_quarantined: Count
+    sessions: Count
+    """KV transfers that have not ended."""
+
+
 class PairStatus(msgspec.Struct, frozen=True, array_like=True):
     prefill: Text
     decode: Text
@@ -43,6 +52,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     steps_in_flight: Count
     tokens_forwarded: Count
     """By its model since it started, as last heard."""
+    own_blocks: Count = 0
+    """KV blocks held by its own count, when the last `crossdock status` asked; so are the next two."""
+    own_blocks_quarantined: Count = 0
+    own_sessions: Count = 0
 
 
 class StatusReport(Message, frozen=True):

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import uvloop
 
-from runtime import clock, log
+from runtime import clock, hangup, log, notify
 from runtime.exits import BUG_EXIT
 from runtime.peer import close_sockets
 
@@ -89,12 +89,20 @@ def run_process(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_die)
         for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, stop.set)
+            loop.add_signal_handler(name, _stop, stop)
+        hangup.listen()
+        feeding = watched(notify.feed_watchdog())
         status = await main(stop)
+        await cancelled(feeding)
         close_sockets()
         return status
 
     return uvloop.run(body())
+
+
+def _stop(stop: asyncio.Event) -> None:
+    notify.stopping()
+    stop.set()
 
 
 async def unless_stopped(stop: asyncio.Event, executor: Executor, work: Callable[[], T]) -> T | None:

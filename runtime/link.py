@@ -3,7 +3,7 @@
     server (ROUTER, bound)                       client (DEALER, connects)
                           ← Hello                first message, once
     Welcome | Refused →                          version, role and whatever `accept` looks at have been checked
-    Pong →                ← Ping                 every `heartbeat_ms`; three missed and the peer is lost
+    Pong →                ← Ping                 twice in `heartbeat_ms`; who is silent for too long is lost (`silence`)
     any message           any message
 
 One socket of the client is one connection is one link: after a loss the client opens a new socket and shakes hands again,
@@ -24,29 +24,29 @@ import zmq.asyncio
 from proto import limits
 from proto.codec import decode, encode
 from proto.errors import RemoteProtocolError
-from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
+from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Role, Welcome
 from runtime import clock, log
+from runtime.curve import Gate, connect_as
 from runtime.driver import cancelled, watched
-from runtime.monitor import ConnectionMonitor
-from runtime.peer import LinkCounters, LinkSettings, OnDown, OnMessage, Peer, open_socket, try_send
+from runtime.monitor import ConnectionMonitor, Failure
+from runtime.peer import (
+    CLOSED,
+    GOODBYE,
+    CannotBind,
+    LinkCounters,
+    LinkSettings,
+    OnDown,
+    OnMessage,
+    Peer,
+    greet,
+    is_orderly,
+    open_socket,
+    try_send,
+)
+from runtime.seldom import Seldom
+from runtime.silence import Silence
 
-__all__ = [
-    "CannotBind",
-    "LinkClient",
-    "LinkCounters",
-    "LinkServer",
-    "LinkSettings",
-    "OnDown",
-    "OnMessage",
-    "Peer",
-    "is_orderly",
-]
-
-GOODBYE = "said goodbye"
-"""How the reason for the end of a link begins where the other end left in order."""
-
-CLOSED = "closed here"
-"""The reason where this end did."""
+__all__ = ["CannotBind", "LinkClient", "LinkServer", "LinkSettings", "OnMessage", "Peer", "is_orderly"]
 
 PROBE_AFTER_S = 0.02
 NEVER_MS = 3_600_000
@@ -56,15 +56,6 @@ TURN_MESSAGES = 64
 """Messages read before the rest of the process gets its turn: while more are there, reading never waits."""
 
 _log = log.get("crossdock.link")
-
-
-class CannotBind(OSError):
-    """A server's address is taken, or not of this machine; `strerror` names it."""
-
-
-def is_orderly(reason: str) -> bool:
-    """Whether a link ended because one of its ends meant it to."""
-    return reason == CLOSED or reason.startswith(GOODBYE)
 
 
 class LinkServer:
@@ -94,17 +85,21 @@ class LinkServer:
         self._on_down = on_down
         self._settings = settings or LinkSettings()
         self._socket = open_socket(zmq.ROUTER, self._settings)
+        self._gate = Gate(self._socket, self._settings.keys, self.counters)
+        self._warn = Seldom(_log.warning)
         self._tasks: list[asyncio.Task[None]] = []
         self._probe: asyncio.TimerHandle | None = None
 
     async def start(self) -> str:
         """Bind; returns the address with the real port. Raises `CannotBind`."""
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        monitor = ConnectionMonitor(self._socket, on_lost=self._probe_soon, on_garbage=self._count_garbage)
+        monitor = ConnectionMonitor(self._socket, on_lost=self._probe_soon, on_failed=self._gate.handshake_failed)
+        self._gate.open(watched, self._drop_unlisted)
         try:
             self._socket.bind(self._bind)
         except zmq.ZMQError as error:
             monitor.close()
+            self._gate.close()
             self._socket.close(0)
             raise CannotBind(error.errno, f"cannot bind {self._bind}: {error}") from None
         self._tasks = [watched(self._receive()), watched(self._watch()), watched(monitor.run())]
@@ -116,6 +111,7 @@ class LinkServer:
         if self._probe is not None:
             self._probe.cancel()
         await cancelled(*self._tasks)
+        self._gate.close()
         self._socket.close()
 
     def drop(self, peer: Peer, reason: str) -> None:
@@ -137,8 +133,10 @@ class LinkServer:
         for peer in list(self.peers.values()):
             peer.send(Pong())
 
-    def _count_garbage(self) -> None:
-        self.counters.protocol_errors += 1
+    def _drop_unlisted(self) -> None:
+        for peer in list(self.peers.values()):
+            if not self._gate.is_listed(peer.user_id):
+                self.drop(peer, "its key was removed")
 
     def _send(self, peer: Peer, frames: list[bytes]) -> bool:
         if peer.routing_id not in self.peers:
@@ -153,7 +151,7 @@ class LinkServer:
 
     async def _receive(self) -> None:
         while True:
-            routing_id, *frames = await self._socket.recv_multipart()
+            routing_id, frames, user_id = await self._gate.receive()
             self.counters.messages_in += 1
             if self.counters.messages_in % TURN_MESSAGES == 0:
                 await asyncio.sleep(0)
@@ -161,18 +159,22 @@ class LinkServer:
             try:
                 message, blob = decode(frames)
                 if peer is None:
-                    self._shake_hands(routing_id, message)
+                    self._shake_hands(routing_id, message, user_id)
+                elif peer.user_id != user_id:
+                    # A routing id is what a client says it is, and one that has left is free to be taken.
+                    self.counters.impostors += 1
+                    self.drop(peer, "another key speaks in its place")
                 else:
                     self._dispatch(peer, message, blob)
             except RemoteProtocolError as error:
                 self.counters.protocol_errors += 1
-                _log.warning("protocol error", peer=peer.hello.name if peer else "unknown", error=str(error))
+                self._warn("protocol error", peer=peer.hello.name if peer else "unknown", error=str(error))
                 if peer is not None:
                     self.drop(peer, f"protocol error: {error}")
                 else:
                     self._refuse(routing_id, f"protocol error: {error}")
 
-    def _shake_hands(self, routing_id: bytes, message: Message) -> None:
+    def _shake_hands(self, routing_id: bytes, message: Message, user_id: str) -> None:
         if not isinstance(message, Hello):
             # A client whose link we gave up: it starts over on hearing this.
             self._refuse(routing_id, "say Hello first")
@@ -182,12 +184,12 @@ class LinkServer:
         elif len(self.peers) >= self._settings.peers_max:
             refusal = f"{len(self.peers)} peers are connected already"
         else:
-            refusal = self._accept(message)
+            refusal = self._gate.refusal(message, user_id) or self._accept(message)
         if refusal is not None:
-            _log.warning("refused", peer=message.name, role=message.role.value, reason=refusal)
+            self._warn("refused", peer=message.name, role=message.role.value, reason=refusal)
             self._refuse(routing_id, refusal)
             return
-        peer = Peer(message.epoch, message, self._send, routing_id)
+        peer = Peer(message.epoch, message, self._send, routing_id, user_id=user_id)
         self.peers[routing_id] = peer
         peer.send(Welcome(self._epoch, self._settings.heartbeat_ms))
         self._on_up(peer)
@@ -208,24 +210,21 @@ class LinkServer:
             self._on_message(peer, message, blob)
 
     async def _watch(self) -> None:
-        pause = self._settings.heartbeat_ms / 1000
-        woke = clock.now()
+        silence = Silence(self._settings.heartbeat_ms, clock.now())
         while True:
-            await asyncio.sleep(pause)
+            await asyncio.sleep(silence.pause_s((peer.heard_at for peer in self.peers.values()), clock.now()))
             now = clock.now()
-            # After a pause of our own the peers' heartbeats are still unread in the socket: do not hold it against them.
-            late, woke = now - woke - pause > pause, now
-            if late:
-                continue
-            for peer in list(self.peers.values()):
-                if now - peer.heard_at > self._settings.silence_s + pause:
-                    self.drop(peer, f"no heartbeat for {now - peer.heard_at:.1f} s")
+            if silence.look(now):
+                for peer in list(self.peers.values()):
+                    if silence.is_lost(peer.heard_at, now):
+                        self.drop(peer, f"no heartbeat for {now - peer.heard_at:.1f} s")
 
 
 class LinkClient:
     """The connecting end: one peer at a time, reconnected with backoff for as long as the client lives.
 
-    Each `on_up` is followed by exactly one `on_down` before the next `on_up`.
+    Each `on_up` is followed by exactly one `on_down` before the next `on_up`. With keys, only a process whose key is one of
+    role `to` can answer.
     """
 
     def __init__(
@@ -237,10 +236,13 @@ class LinkClient:
         on_message: OnMessage,
         on_down: OnDown,
         settings: LinkSettings | None = None,
+        to: Role = Role.COORDINATOR,
     ) -> None:
         self.counters = LinkCounters()
         self.last_error = ""
         self.address = address
+        self._to = to
+        self._failed = 0
         self._hello = hello
         self._on_up = on_up
         self._on_message = on_message
@@ -267,6 +269,7 @@ class LinkClient:
             if await self._one_link():
                 pause_ms = self._settings.reconnect_ms
             else:
+                self._failed += 1
                 pause_ms = min(2 * pause_ms, self._settings.reconnect_ms_max)
             await asyncio.sleep(pause_ms / 1000 * random.uniform(0.5, 1.0))
 
@@ -274,9 +277,10 @@ class LinkClient:
         """One socket from connect to close; True if it had been welcomed."""
         socket = self._socket = open_socket(zmq.DEALER, self._settings)
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        connect_as(socket, self._settings.keys, self._to, self._failed)
         self._gone.clear()
         self._why_gone = ""
-        monitor = ConnectionMonitor(socket, on_lost=lambda: self._connection_lost(socket))
+        monitor = ConnectionMonitor(socket, on_lost=lambda: self._connection_lost(socket), on_failed=self._not_let_in)
         watcher = watched(monitor.run())
         receiver: asyncio.Task[None] | None = None
         try:
@@ -301,24 +305,17 @@ class LinkClient:
 
     async def _handshake(self, socket: zmq.asyncio.Socket) -> Peer | None:
         hello = self._hello if isinstance(self._hello, Hello) else self._hello()
-        try_send(socket, [encode(hello)])
-        waiting = asyncio.ensure_future(socket.recv_multipart())
-        gone = asyncio.ensure_future(self._gone.wait())
         timeout_s = self._settings.handshake_timeout_ms / 1000
         try:
-            await asyncio.wait({waiting, gone}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                why = self._why_gone if gone.done() else f"no answer within {timeout_s:g} s"
-                self.last_error = f"cannot reach {self.address}: {why}"
-                return None
-            message, _ = decode(waiting.result())
+            message = await greet(socket, hello, self._gone, timeout_s)
         except RemoteProtocolError as error:
             self.counters.protocol_errors += 1
             self.last_error = f"{self.address} does not speak this protocol: {error}"
             return None
-        finally:
-            gone.cancel()
-            waiting.cancel()
+        if message is None:
+            why = self._why_gone if self._gone.is_set() else f"no answer within {timeout_s:g} s"
+            self.last_error = f"cannot reach {self.address}: {why}"
+            return None
         if isinstance(message, Refused):
             self.counters.refused += 1
             if message.reason != self.last_error:
@@ -342,6 +339,9 @@ class LinkClient:
                 self._give_up("connection closed")
 
         asyncio.get_running_loop().call_later(PROBE_AFTER_S, give_up)
+
+    def _not_let_in(self, failure: Failure) -> None:
+        self._give_up(failure.value)
 
     def _give_up(self, reason: str) -> None:
         self._why_gone = reason
@@ -382,15 +382,13 @@ class LinkClient:
 
     async def _beat(self, peer: Peer) -> None:
         """Ping until the link is lost, by its own word or by silence."""
-        pause = self._settings.heartbeat_ms / 1000
-        woke = clock.now()
+        silence = Silence(self._settings.heartbeat_ms, clock.now())
         while not self._gone.is_set():
             peer.send(Ping())
             try:
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout(silence.pause_s([peer.heard_at], clock.now())):
                     await self._gone.wait()
             except TimeoutError:
                 now = clock.now()
-                late, woke = now - woke - pause > pause, now
-                if not late and now - peer.heard_at > self._settings.silence_s + pause:
+                if silence.look(now) and silence.is_lost(peer.heard_at, now):
                     self._give_up(f"no heartbeat for {now - peer.heard_at:.1f} s")

@@ -1,14 +1,25 @@
-"""What libzmq tells of a socket's connections: lost ones, and ones that never spoke ZMTP."""
+"""What libzmq tells of a socket's connections: lost ones, and handshakes of ZMTP that failed."""
 
 import asyncio
 from collections.abc import Callable
+from enum import Enum
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-_GARBAGE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_MECHANISM_MISMATCH = 0x1100_0002
+"""ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, which pyzmq does not name."""
+
+
+class Failure(Enum):
+    """Why a handshake failed."""
+
+    GARBAGE = "it does not speak this protocol, or one end has keys and the other has none (--keys)"
+    MECHANISM = "one end has keys and the other has none (--keys)"
+    KEY = "it does not let this key in (--keys)"
 
 
 def _ignore() -> None:
@@ -16,28 +27,33 @@ def _ignore() -> None:
 
 
 class ConnectionMonitor:
-    """Calls `on_lost` when a connection of the socket ends and `on_garbage` when a handshake fails, until cancelled."""
+    """Calls `on_lost` when a connection of the socket ends and `on_failed` when a handshake fails, until cancelled."""
 
     def __init__(
         self,
         socket: zmq.asyncio.Socket,
         *,
         on_lost: Callable[[], None] = _ignore,
-        on_garbage: Callable[[], None] = _ignore,
+        on_failed: Callable[[Failure], None] = lambda failure: None,
     ) -> None:
         self._watched = socket
         self._on_lost = on_lost
-        self._on_garbage = on_garbage
-        self._monitor = socket.get_monitor_socket(_LOST | _GARBAGE)
+        self._on_failed = on_failed
+        self._monitor = socket.get_monitor_socket(_LOST | _FAILED)
 
     async def run(self) -> None:
         try:
             while True:
-                event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+                message = parse_monitor_message(await self._monitor.recv_multipart())
+                event = message["event"]
                 if event & _LOST:
                     self._on_lost()
-                elif event & _GARBAGE:
-                    self._on_garbage()
+                elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    self._on_failed(Failure.KEY)
+                elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and message["value"] == _MECHANISM_MISMATCH:
+                    self._on_failed(Failure.MECHANISM)
+                elif event & _FAILED:
+                    self._on_failed(Failure.GARBAGE)
         except asyncio.CancelledError:
             self.close()
             raise
@@ -45,3 +61,5 @@ class ConnectionMonitor:
     def close(self) -> None:
         if not self._watched.closed:
             self._watched.disable_monitor()
+        # pyzmq forgets its end without closing it, and the event loop, which reads from it, would keep it for good.
+        self._monitor.close(0)

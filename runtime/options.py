@@ -124,10 +124,10 @@ def _explain(cls: type[Options], details: ErrorDetails, sources: Mapping[str, st
             return f"{option}: needed"
         file = f" or {key} in [{cls.section}] of the file" if cls.section else ""
         return f"{option}: needed (or environment {ENV_PREFIX}{key.upper()}{file})"
-    return f"{option}: {_what_is_wrong(details, message)}{source}"
+    return f"{option}: {what_is_wrong(details, message)}{source}"
 
 
-def _what_is_wrong(details: ErrorDetails, message: str) -> str:
+def what_is_wrong(details: ErrorDetails, message: str) -> str:
     value, context = details["input"], details.get("ctx", {})
     shown = str(value) if str(value) else "''"
     match details["type"]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from proto.messages import Hello, Message, Welcome
+from proto.messages import Hello, Message, Role, Welcome
 from proto.messages import Peer as Destination
 from runtime.driver import watched
 from runtime.link import LinkClient, LinkSettings, OnMessage, Peer
@@ -24,18 +24,20 @@ class _Outlet:
 
 
 class Outbound:
-    """`on_lost(epoch, reason)` is called on the event loop, never from inside `send`."""
+    """To processes of role `to`. `on_lost(epoch, reason)` is called on the event loop, never from inside `send`."""
 
     def __init__(
         self,
         *,
         hello: Hello,
+        to: Role,
         on_message: OnMessage,
         on_lost: Callable[[int, str], None],
         settings: LinkSettings | None = None,
         waiting_max: int = 1_000,
     ) -> None:
         self._hello = hello
+        self._to = to
         self._on_message = on_message
         self._on_lost = on_lost
         self._settings = settings or LinkSettings()
@@ -74,6 +76,7 @@ class Outbound:
             on_message=self._on_message,
             on_down=lambda _, reason: self._lose(to.epoch, reason),
             settings=self._settings,
+            to=self._to,
         )
         loop = asyncio.get_running_loop()
         outlet = self._outlets[to.epoch] = _Outlet(client)

@@ -8,29 +8,27 @@ import zmq
 import zmq.asyncio
 
 from proto import limits
-from proto.codec import to_frames
+from proto.codec import decode, encode, to_frames
 from proto.messages import Hello, Message
 from runtime import clock
+from runtime.keys import Keys
 
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """`missed_max` heartbeats without a word, and one more of grace, and the peer is lost. A dead process is noticed at once
-    where its kernel closes the connection."""
+    """A peer without a word for three and a half heartbeats is lost (`silence`). A dead process is noticed at once where its
+    kernel closes the connection."""
 
     heartbeat_ms: int = 500
-    missed_max: int = 3
     queue_messages_max: int = 10_000
     """Per peer and direction; a peer whose queue is full is given up."""
     peers_max: int = 4_096
     """Of one server; one more is refused."""
     handshake_timeout_ms: int = 5_000
+    keys: Keys | None = None
+    """Of this process, for CURVE; None: links are neither encrypted nor authenticated."""
     reconnect_ms: int = 50
     reconnect_ms_max: int = 1_000
-
-    @property
-    def silence_s(self) -> float:
-        return self.heartbeat_ms * self.missed_max / 1000
 
 
 @dataclass
@@ -39,9 +37,19 @@ class LinkCounters:
 
     protocol_errors: int = 0
     refused: int = 0
+    plain: int = 0
+    """Turned away: came without a key where keys are needed."""
+    unknown_keys: int = 0
+    """Turned away: came with a key that is not listed."""
+    impostors: int = 0
+    """Turned away: said to be what their key does not allow."""
     lost: int = 0
     messages_in: int = 0
     messages_out: int = 0
+
+    def turned_away(self) -> dict[str, int]:
+        """By reason: who was not let in."""
+        return {"plain": self.plain, "unknown_key": self.unknown_keys, "wrong_role": self.impostors}
 
 
 @dataclass(eq=False)
@@ -53,6 +61,8 @@ class Peer:
     _send: Callable[["Peer", list[bytes]], bool]
     routing_id: bytes = b""
     heard_at: float = field(default_factory=clock.now)
+    user_id: str = ""
+    """Its public key, where links have keys."""
 
     def send(self, message: Message, blob: bytes = b"") -> bool:
         """Queue a message; False if the peer is gone, or is being given up because its queue is full."""
@@ -61,6 +71,21 @@ class Peer:
 
 OnMessage = Callable[[Peer, Message, bytes], None]
 OnDown = Callable[[Peer, str], None]
+
+GOODBYE = "said goodbye"
+"""How the reason for the end of a link begins where the other end left in order."""
+CLOSED = "closed here"
+"""The reason where this end did."""
+
+
+class CannotBind(OSError):
+    """A server's address is taken, or not of this machine; `strerror` names it."""
+
+
+def is_orderly(reason: str) -> bool:
+    """Whether a link ended because one of its ends meant it to."""
+    return reason == CLOSED or reason.startswith(GOODBYE)
+
 
 LINGER_MS = 200
 _context: zmq.asyncio.Context | None = None
@@ -98,3 +123,16 @@ def try_send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> str | None:
         return "send queue is busy"
     error = sent.exception()
     return None if error is None else f"send failed: {error}"
+
+
+async def greet(socket: zmq.asyncio.Socket, hello: Hello, gone: asyncio.Event, timeout_s: float) -> Message | None:
+    """Say Hello and wait for what comes back; None if nothing did before `gone` was set or the time was over. Raises
+    `RemoteProtocolError`."""
+    try_send(socket, [encode(hello)])
+    waiting, leaving = asyncio.ensure_future(socket.recv_multipart()), asyncio.ensure_future(gone.wait())
+    try:
+        await asyncio.wait({waiting, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return decode(waiting.result())[0] if waiting.done() else None
+    finally:
+        leaving.cancel()
+        waiting.cancel()

@@ -4,8 +4,11 @@ import os
 import socket
 from collections.abc import Callable
 
+import msgspec
+
 from proto import limits
-from proto.messages import CacheEvents, Capacity, Held, Hello, Message, Role, Welcome
+from proto.messages import CacheEvents, Capacity, Finished, Held, Hello, Message, Role, Welcome
+from runtime import notify
 from runtime.link import LinkClient, LinkSettings, OnMessage, Peer, is_orderly
 from runtime.log import Log
 from runtime.settings import WorkerSettings
@@ -24,6 +27,7 @@ class Registration:
         on_message: OnMessage,
         on_lost: Callable[[str], None],
         log: Log,
+        links: LinkSettings,
     ) -> None:
         self._held = held
         self._hello = hello
@@ -31,14 +35,16 @@ class Registration:
         self._log = log
         self._peer: Peer | None = None
         self._unsaid: list[Message] = []
-        """Said after the last Hello and before its Welcome: that Hello still counts what these let go of."""
+        """Said while the coordinator was away: the next Hello still counts what these let go of."""
+        self._left: dict[tuple[str, int], Held] = {}
+        """What was held when the coordinator was lost."""
         self._client = LinkClient(
             address=settings.coordinator,
             hello=self._hello_now,
             on_up=self._up,
             on_message=on_message,
             on_down=self._down,
-            settings=LinkSettings(heartbeat_ms=settings.heartbeat_ms),
+            settings=links,
         )
         self._waiting = WaitNotice(log, settings.coordinator, lambda: self._client.last_error)
 
@@ -64,27 +70,37 @@ class Registration:
         return self._peer is not None
 
     def send(self, message: Message) -> None:
-        """Tell the coordinator, if it is there; if not, the next registration says what is still held."""
+        """Tell the coordinator, if it is there; if not, the next registration says what is still held, and what has finished
+        meanwhile: its answer is to be paid for as it was, not as it was estimated."""
         if self._peer is not None:
             self._peer.send(message)
         else:
             self._unsaid.append(message)
 
     def _hello_now(self) -> Hello:
-        self._unsaid.clear()
+        held = {(one.request_id, one.attempt): one for one in self._held()}
+        finished = [message for message in self._unsaid if isinstance(message, Finished)]
+        keys = [(message.request_id, message.attempt) for message in finished]
+        self._unsaid = [message for message, key in zip(finished, keys, strict=True) if key in self._left]
+        for key in keys:
+            if key in self._left:
+                held[key] = msgspec.structs.replace(self._left[key], kv_blocks=0, seqs=0)
         fields = {name: getattr(self._hello, name) for name in Hello.__struct_fields__}
-        return Hello(**(fields | {"held": self._held()}))
+        return Hello(**(fields | {"held": tuple(held.values())}))
 
     def _up(self, peer: Peer, welcome: Welcome) -> None:
         self._peer = peer
         self._waiting.end()
         unsaid, self._unsaid = self._unsaid, []
+        self._left.clear()
         for message in unsaid:
             peer.send(message)
         self._log.info("registered", coordinator_epoch=welcome.epoch)
+        notify.ready("registered")
 
     def _down(self, _: Peer, reason: str) -> None:
         self._peer = None
+        self._left = {(one.request_id, one.attempt): one for one in self._held()}
         self._waiting.begin()
         if is_orderly(reason):
             self._log.info("coordinator left", reason=reason)

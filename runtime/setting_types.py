@@ -1,9 +1,9 @@
 """What settings classes are made of: the base of all of them, and the types their options share."""
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from runtime.cores import parse_cores
@@ -53,3 +53,29 @@ class Options(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments only: `runtime.options.load` reads the others, so that it can say where a bad value came from."""
         return (init_settings,)
+
+
+class KeyOptions(Options):
+    """What everything has that connects to a cluster's ports."""
+
+    keys: str = Field(
+        "",
+        description="Folder with this role's secret key and everyone's public ones (crossdock keys new DIR): links are"
+        " encrypted, and only processes with a listed key are let in, as the role their key is of. Empty: no keys.",
+    )
+
+
+class SecurityOptions(KeyOptions):
+    """And what binds some of them."""
+
+    insecure: bool = Field(
+        False,
+        description="Bind ports that other hosts can reach without --keys: whoever reaches them may read and change"
+        " everything.",
+    )
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        if self.keys and self.insecure:
+            raise ValueError("--insecure: says to go without keys, and --keys gives some; leave one out")
+        return self

@@ -18,10 +18,10 @@ from pydantic import Field, model_validator
 
 from runtime.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, host_of
 from runtime.cores import parse_cores
-from runtime.setting_types import CommaList, Cores, Device, Dtype, Options, Port, model_id_of
+from runtime.setting_types import CommaList, Cores, Device, Dtype, Options, Port, SecurityOptions, model_id_of
 
 
-class CommonSettings(Options):
+class CommonSettings(SecurityOptions):
     """What every role has."""
 
     name: str = Field(
@@ -34,8 +34,8 @@ class CommonSettings(Options):
         500,
         ge=10,
         le=60_000,
-        description="Milliseconds between heartbeats. A peer silent for three of them is taken for lost: too short"
-        " makes a busy process look dead, too long delays recovery.",
+        description="Milliseconds in which two heartbeats are sent. A peer silent for three and a half of these is taken for"
+        " lost: too short makes a busy process look dead, too long delays recovery.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
     log_format: Literal["auto", "console", "json"] = Field(
@@ -49,8 +49,7 @@ class CoordinatorSettings(CommonSettings):
     section = "coordinator"
     bind: Address = Field(
         "tcp://127.0.0.1:7070",
-        description="Control port for gateways, workers and status. It is not authenticated: keep it on loopback or a"
-        " private network.",
+        description="Control port for gateways, workers and status. Beyond loopback it needs --keys.",
     )
     queue_requests_max: int = Field(
         1024,

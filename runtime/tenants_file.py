@@ -2,12 +2,11 @@
 
 import asyncio
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from runtime import log
+from runtime import hangup, log
 from runtime.tenants import FILE_BYTES_MAX, Tenants, TenantsError, parse
 
 POLL_S: Final = 2.0
@@ -49,21 +48,21 @@ class TenantsFile:
 
     async def watch(self, on_change: Callable[[Tenants], None], poll_s: float = POLL_S) -> None:
         """Until cancelled. A file that cannot be used is said in the log, once, and the one before it stays in force."""
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, self._asked.set)
-        try:
-            while True:
-                try:
-                    async with asyncio.timeout(poll_s):
-                        await self._asked.wait()
-                except TimeoutError:
-                    pass
-                asked = self._asked.is_set()
-                self._asked.clear()
-                if await asyncio.to_thread(self._look, asked):
-                    on_change(self.tenants)
-        finally:
-            loop.remove_signal_handler(signal.SIGHUP)
+        hangup.on_hangup(self._ask)
+        hangup.listen()
+        while True:
+            try:
+                async with asyncio.timeout(poll_s):
+                    await self._asked.wait()
+            except TimeoutError:
+                pass
+            asked = self._asked.is_set()
+            self._asked.clear()
+            if await asyncio.to_thread(self._look, asked):
+                on_change(self.tenants)
+
+    def _ask(self) -> None:
+        self._asked.set()
 
     def _look(self, asked: bool) -> bool:
         """Whether there is something new in force. Runs on a thread: a file system may be slow."""

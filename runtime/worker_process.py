@@ -11,12 +11,14 @@ from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
 from proto.errors import BadOption, CrossdockError
-from proto.messages import Message
+from proto.messages import Message, Role
 from proto.progress import Hung
+from proto.status import KvHeld
 from runtime import clock, log, machine
 from runtime.driver import run_process, unless_stopped
 from runtime.exits import HUNG_EXIT, ConfigError
-from runtime.link import CannotBind
+from runtime.keys import keys_for
+from runtime.link import CannotBind, LinkSettings
 from runtime.log import Log
 from runtime.peer import close_sockets
 from runtime.settings import WorkerSettings
@@ -43,10 +45,13 @@ def run_worker(
     *,
     thread: Executor,
     load: Callable[[], EngineT],
-    make: Callable[[EngineT, Log, str], RunsUntilStopped],
+    make: Callable[[EngineT, Log, str, LinkSettings], RunsUntilStopped],
 ) -> int:
-    """Load on `thread`, then `make(engine, log, name).run(stop)` until SIGTERM or SIGINT. Returns the exit code; raises
+    """Load on `thread`, then `make(engine, log, name, links).run(stop)` until SIGTERM or SIGINT. Returns the exit code; raises
     `ConfigError`, as `load` may, or in place of its `BadOption`."""
+
+    bound = {"--kv-bind": settings.kv_bind} if settings.role == "decode" else {}
+    links = LinkSettings(heartbeat_ms=settings.heartbeat_ms, keys=keys_for(settings, Role(settings.role), bound))
 
     async def main(stop: asyncio.Event) -> int:
         name = settings.name or f"{settings.role}-{os.getpid()}"
@@ -63,7 +68,7 @@ def run_worker(
         if engine is not None:
             leave_cores(settings.cores)
             try:
-                await make(engine, logger, name).run(stop)
+                await make(engine, logger, name, links).run(stop)
             except CannotBind as error:
                 machine.check_listening("--kv-bind", error)
                 logger.error("cannot start", error=f"--kv-bind: {error.strerror}")
@@ -75,6 +80,20 @@ def run_worker(
         return run_process(main)
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
+
+
+class Blocks(Protocol):
+    """`engine.blocks.BlockAllocator` is the real one."""
+
+    @property
+    def held_count(self) -> int: ...
+    @property
+    def quarantined_count(self) -> int: ...
+
+
+def kv_held(blocks: Blocks, sessions: int) -> KvHeld:
+    """The answer to a `StatusRequest`."""
+    return KvHeld(blocks.held_count, blocks.quarantined_count, sessions)
 
 
 def leave_cores(cores: tuple[int, ...]) -> None:

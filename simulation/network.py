@@ -200,7 +200,7 @@ class Network:
                     wire.release(side)
 
     def suspect_all(self) -> None:
-        """Somebody may be silent from now on: have those who listen notice, two to two and a half seconds later."""
+        """Somebody may be silent from now on: have those who listen notice, as `runtime.silence` has it."""
         for wire in list(self.wires):
             for side in SIDES:
                 if wire.silent(side):
@@ -208,15 +208,15 @@ class Network:
 
     def suspect(self, wire: Wire, side: int) -> None:
         since, end = self.world.now, wire.ends[side]
-        end.process.after(self.world.random.uniform(2.0, 2.5), self._look, wire, side, since)
+        end.process.after(self.world.random.uniform(1.5, 2.0), self._look, wire, side, since)
 
     def _look(self, wire: Wire, side: int, since: float) -> None:
         end = wire.ends[side]
         if wire.closed[side] or not end.is_up(wire) or not wire.silent(side):
             return
-        if self.world.now - end.process.resumed_at < 0.6:
+        if self.world.now - end.process.resumed_at < 0.3:
             # It was stopped itself: what it has not read yet may be a heartbeat.
-            end.process.after(self.world.random.uniform(0.6, 1.1), self._look, wire, side, since)
+            end.process.after(self.world.random.uniform(0.3, 0.6), self._look, wire, side, since)
             return
         end.on_silence(wire, self.world.now - since)
 

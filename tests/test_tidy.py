@@ -57,6 +57,7 @@ PURE = (
     "prefill_worker/core.py",
     "prefill_worker/prompts.py",
     "runtime/ports.py",
+    "runtime/silence.py",
     "runtime/step_watch.py",
     "launcher/plan.py",
     "launcher/restart.py",

@@ -28,7 +28,7 @@ from proto.messages import (
     StepDone,
     WorkFailed,
 )
-from proto.status import StatusReport
+from proto.status import KvHeld, StatusReport
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 
 
@@ -352,6 +352,12 @@ def test_status() -> None:
     assert isinstance(report, StatusReport)
     assert [(w.name, w.kv_blocks_used) for w in report.workers] == [("decode-20", 4), ("prefill-10", 3)]
     assert report.running == {"prefilling": 1}
+    assert len(h.take(StatusRequest)) == 2, "the workers are asked for their own count"
+    h.receive(10, KvHeld(3, 1, 2))
+    h.receive(1, StatusRequest())
+    [report] = h.take(StatusReport)
+    own = {w.name: (w.own_blocks, w.own_blocks_quarantined, w.own_sessions) for w in report.workers}
+    assert own == {"decode-20": (0, 0, 0), "prefill-10": (3, 1, 2)}
 
 
 @pytest.mark.parametrize("seed", range(150))

@@ -28,7 +28,7 @@ from coordinator.replay import Replay
 from coordinator.usage import Opened, Past
 from proto.errors import CancelReason
 from proto.messages import Cancel, Held, Ping, Role, StatusRequest, Step, StepDone
-from runtime.tenants import Band, parse
+from runtime.tenants import Band, Tenants, parse
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.virtual import Virtual
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
@@ -195,12 +195,20 @@ floor_share = 0.1
 weight = 0.5
 [tenants.acme]
 weight = 2
+cache_group = "unguessable"
 keys = ["0000000000000000000000000000000000000000000000000000000000000000"]
 limits = { tokens_per_min = 100 }
 [tenants.acme.users.bob]
 band = "batch"
 bands = ["batch", "standard"]
 """
+
+
+def without_secrets(tenants: Tenants) -> Tenants:
+    policies = {name: dataclasses.replace(policy, cache_group="") for name, policy in tenants.policies.items()}
+    return dataclasses.replace(tenants, keys={}, policies=policies)
+
+
 EVENTS: list[Event] = [
     PeerUp(1, gateway_hello(1)),
     PeerUp(10, msgspec.structs.replace(worker_hello(Role.PREFILL, 10), held=(Held("a", 1, 2, 3),))),
@@ -211,7 +219,7 @@ EVENTS: list[Event] = [
     Received(10, Ping()),
     Tick(),
     Configured(
-        dataclasses.replace(parse(TENANTS), keys={}),
+        without_secrets(parse(TENANTS)),
         1.5,
         Past((Opened("a", 3, "acme", "m", "standard", False, Ask(1, 2, 3)),), (("acme", 3, 7),), (("acme", 1.0, 4),)),
     ),
@@ -233,14 +241,18 @@ def test_every_kind_of_event_comes_back_with_the_length_of_its_prompt_but_not_th
     assert again.run() is None and again.events == len(EVENTS)
 
 
-def test_hashes_of_keys_are_not_written() -> None:
+def test_hashes_of_keys_and_cache_groups_are_not_written() -> None:
     core = TapedCore()
     tenants = parse(TENANTS)
     assert tenants.keys
     core.handle(Configured(tenants, 0.0), 1.0)
     again = replay(core.tape())
     assert again.run() is None and not again.core.billing.quotas.tenants.keys
-    assert b"acme" in core.tape() and not any(digest in core.tape() for digest in tenants.keys)
+    assert (
+        b"acme" in core.tape()
+        and b"unguessable" not in core.tape()
+        and not any(digest in core.tape() for digest in tenants.keys)
+    )
 
 
 def test_whole_numbers_where_fractions_may_be_change_nothing() -> None:

@@ -21,6 +21,7 @@ import uvloop
 
 from launcher.status import NoAnswer, ask
 from proto.status import StatusReport
+from runtime.keys import Keys
 
 READY_S = 180.0
 ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")
@@ -32,12 +33,14 @@ class Served:
     model_id = ""
     base_url = ""
     coordinator = ""
+    keys: Keys | None = None
+    """For its control port."""
 
     def __init__(self) -> None:
         self.output: list[str] = []
 
     def status(self) -> StatusReport:
-        return uvloop.run(ask(self.coordinator, 5_000))
+        return uvloop.run(ask(self.coordinator, 5_000, self.keys))
 
     def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
         """Until `condition()` is true; it is polled, since the processes it looks at are not ours to be told by. A coordinator

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from launcher.cluster import free_port
+from proto.messages import Role
+from runtime.keys import Keys
 from tests.e2e.live import Served
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +21,12 @@ STOP_S = 30.0
 class Parts(Served):
     """Coordinator and gateway on loopback, unless told otherwise; `start` each process, then `wait_registered`."""
 
-    def __init__(self, model: Path, host: str = "127.0.0.1", gateway_host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, model: Path, host: str = "127.0.0.1", gateway_host: str = "127.0.0.1", keys: Path | None = None
+    ) -> None:
+        """`keys`: a folder with all of them, for all processes."""
         super().__init__()
+        self.keys = Keys(keys, Role.OBSERVER) if keys else None
         self.model = model
         self.model_id = model.name
         self.coordinator = f"tcp://{host}:{free_port('127.0.0.1')}"
@@ -40,6 +46,8 @@ class Parts(Served):
             options += ["--port", str(self.port)]
         elif role.endswith("_worker"):
             options += ["--kv-gib", "0.25"]
+        if self.keys is not None:
+            options += ["--keys", str(self.keys.folder)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         name = name or role
         process = subprocess.Popen(
@@ -81,8 +89,10 @@ class Parts(Served):
 
 
 @contextmanager
-def parts(model: Path, host: str = "127.0.0.1", gateway_host: str = "127.0.0.1") -> Iterator[Parts]:
-    cluster = Parts(model, host, gateway_host)
+def parts(
+    model: Path, host: str = "127.0.0.1", gateway_host: str = "127.0.0.1", keys: Path | None = None
+) -> Iterator[Parts]:
+    cluster = Parts(model, host, gateway_host, keys)
     try:
         yield cluster
     finally:

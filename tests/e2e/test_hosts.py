@@ -17,11 +17,19 @@ PARTITION_S = 4.0
 
 
 def start(net: Network, up: Parts, addresses: dict[str, str]) -> None:
-    up.start("coordinator", "--step-tokens", "32", inside=net.inside("c"))
-    gateway = ("--host", addresses["g"], "--tokens-bind", "tcp://0.0.0.0:0", "--advertise", addresses["g"])
+    up.start("coordinator", "--step-tokens", "32", "--insecure", inside=net.inside("c"))
+    gateway = (
+        "--host",
+        addresses["g"],
+        "--tokens-bind",
+        "tcp://0.0.0.0:0",
+        "--advertise",
+        addresses["g"],
+        "--insecure",
+    )
     up.start("gateway", *gateway, inside=net.inside("g"))
     up.start("prefill_worker", "--kv-interface", "eth0", inside=net.inside("p"))
-    decode = ("--kv-interface", "eth0", "--kv-bind", "tcp://0.0.0.0:0", "--advertise", addresses["d"])
+    decode = ("--kv-interface", "eth0", "--kv-bind", "tcp://0.0.0.0:0", "--advertise", addresses["d"], "--insecure")
     up.start("decode_worker", *decode, inside=net.inside("d"))
     up.wait_registered(2)
 

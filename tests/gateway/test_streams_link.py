@@ -73,8 +73,10 @@ def test_new_requests_wait_a_moment_for_the_workers_of_a_coordinator_just_starte
     bench.keeper = StreamKeeper(replace(LIMITS, settle_s=3))
     bench.do(LinkUp(7))
     bench.open()
-    assert bench.do(Rejected("r", 1, Reject.NO_CAPACITY, "no worker")) == []
+    began = bench.now
+    assert bench.do(Rejected("r", 1, Reject.NO_CAPACITY, "no worker", retry_after_s=5)) == []
     assert submits(bench.wait()) == [("r", 1, [1, 2, 3], 0, 1, 0)]
+    assert bench.now - began < 0.5, "they are on their way: it asks again soon"
     assert failures(bench.do(Rejected("r", 1, Reject.QUEUE_FULL, "full"))) == [FailKind.REJECTED]
     bench.open("late")
     bench.now += 4

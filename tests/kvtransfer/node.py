@@ -129,7 +129,9 @@ class Node:
 
 class SenderNode(Node):
     async def start(self) -> None:
-        self.outbound = Outbound(hello=self.hello, on_message=self._heard, on_lost=self._lost, settings=LINKS)
+        self.outbound = Outbound(
+            hello=self.hello, to=Role.DECODE, on_message=self._heard, on_lost=self._lost, settings=LINKS
+        )
         self.to: dict[int, Destination] = {}
         self.held: dict[tuple[str, int], list[int]] = {}
         self.kept: tuple[int, Message, bytes] | None = None

@@ -59,7 +59,10 @@ def test_mistakes_are_one_line_and_no_traceback(arguments: tuple[str, ...], expe
         (("worker", "--role", "decode", "--model", "/no/model"), "crossdock: --model: /no/model: no such folder"),
         (("gateway", "--model", "/no/model", "--port", "0"), "crossdock: --model: /no/model: there is no such folder"),
         (("gateway", "--model", "m", "--host", "192.0.2.1"), "crossdock: --host, --port: cannot listen on 192.0.2.1"),
-        (("coordinator", "--bind", "tcp://192.0.2.1:7"), "crossdock: --bind: cannot bind tcp://192.0.2.1:7"),
+        (
+            ("coordinator", "--bind", "tcp://192.0.2.1:7", "--insecure"),
+            "crossdock: --bind: cannot bind tcp://192.0.2.1:7",
+        ),
     ],
 )
 def test_what_cannot_work_here_ends_at_once_with_a_line_and_a_status_of_its_own(
@@ -99,7 +102,7 @@ def test_a_taken_port_is_told_before_anything_is_begun(tmp_path: Path) -> None:
 def test_a_slip_in_the_environment_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CROSSDOCK_HEARTBEET_MS", "100")
     monkeypatch.setenv("CROSSDOCK_STREAMS", "3")
-    done = _crossdock("coordinator", "--bind", "tcp://192.0.2.1:7")
+    done = _crossdock("coordinator", "--bind", "tcp://192.0.2.1:7", "--insecure")
     note = "note: CROSSDOCK_HEARTBEET_MS in the environment is no option, and is ignored; did you mean"
     assert done.stderr.count("note:") == 1
     assert done.stderr.startswith(f"crossdock: {note} CROSSDOCK_HEARTBEAT_MS?\n")

@@ -80,7 +80,7 @@ def test_a_running_cluster_is_found_and_the_notes_of_dead_ones_are_ignored(state
 def test_which_coordinator_is_asked(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    async def answer(coordinator: str, _timeout_ms: int) -> StatusReport:
+    async def answer(coordinator: str, _timeout_ms: int, _keys: object) -> StatusReport:
         asked.append(coordinator)
         raise NoAnswer("nothing there")
 

@@ -64,6 +64,7 @@ SAMPLES: list[Message] = [
     messages.Released(*ID, 7),
     messages.WorkFailed(*ID, Interrupt.TRANSFER_FAILED, "broke"),
     messages.Tokens((ITEM,)),
+    status.KvHeld(17, 3, 2),
     status.KvPairs((status.KvPair(9, "gloo", "shm: another host"),)),
     kv.PairOpen(3, ("shm", "gloo"), 16, "host"),
     kv.PairListen(3, "gloo", "127.0.0.1", 5, "secret", "shm: another host"),

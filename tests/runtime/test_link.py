@@ -1,6 +1,8 @@
 """Two ends over real sockets on loopback."""
 
 import asyncio
+import os
+import socket
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -110,6 +112,29 @@ def test_handshake_messages_and_goodbye() -> None:
         assert kind == "down" and "goodbye" in reason
         assert (await b.next())[0] == "down"
         await server.close()
+
+    run(body)
+
+
+def test_trying_in_vain_for_long_leaves_no_descriptor_behind() -> None:
+    async def body() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))  # and nobody listens
+            settings = LinkSettings(reconnect_ms=1, reconnect_ms_max=1)
+            client = End().client(f"tcp://127.0.0.1:{taken.getsockname()[1]}", hello=tried, settings=settings)
+            await client.start()
+            await until(lambda: len(tries) > 5)
+            before = len(os.listdir("/proc/self/fd"))
+            await until(lambda: len(tries) > 45)
+            await client.close()
+        # Sockets that linger are closed a moment later.
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+    tries: list[int] = []
+
+    def tried() -> Hello:
+        tries.append(1)
+        return hello("client", 9)
 
     run(body)
 

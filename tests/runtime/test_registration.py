@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import uvloop
 
+from proto.codec import decode
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Capacity, Hello, Message, Released, Role, Welcome
+from proto.messages import Capacity, Finished, Held, Hello, Message, Released, Role, Welcome
 from runtime import log, waiting
 from runtime.link import LinkServer, LinkSettings, Peer, is_orderly
 from runtime.peer import close_sockets
@@ -36,7 +37,13 @@ def test_what_is_said_between_hello_and_welcome_is_told_after_it() -> None:
         )
         settings = WorkerSettings(role="decode", model="m", coordinator=await server.start(), heartbeat_ms=50)
         registration = Registration(
-            settings=settings, hello=HELLO, held=lambda: (), on_message=ignore, on_lost=ignore, log=log.get("crossdock")
+            settings=settings,
+            hello=HELLO,
+            held=lambda: (),
+            on_message=ignore,
+            on_lost=ignore,
+            log=log.get("crossdock"),
+            links=LinkSettings(heartbeat_ms=50),
         )
         registration.send(Released("before-hello", 1))
         hello = registration._hello_now()
@@ -50,6 +57,45 @@ def test_what_is_said_between_hello_and_welcome_is_told_after_it() -> None:
         registration._up(Peer(7, hello, send), Welcome(7, 50))
         assert len(sent) == 1 and b"after-hello" in sent[0][0]
         await server.close()
+
+    uvloop.run(body())
+
+
+def test_what_finished_while_the_coordinator_was_away_is_told_to_the_next_one() -> None:
+    """Its bill would be written off at an estimate otherwise."""
+
+    def ignore(*_: object) -> None:
+        pass
+
+    settings = WorkerSettings(role="decode", model="m", coordinator="tcp://127.0.0.1:9")
+    held = [Held("ends", 2, 7, 1, 30), Held("goes-on", 1, 5, 1)]
+
+    async def body() -> None:
+        registration = Registration(
+            settings=settings,
+            hello=HELLO,
+            held=lambda: tuple(held),
+            on_message=ignore,
+            on_lost=ignore,
+            log=log.get("crossdock"),
+            links=LinkSettings(),
+        )
+
+        def send(_peer: Peer, frames: list[bytes]) -> bool:
+            return bool(sent.append(frames)) or True
+
+        sent: list[list[bytes]] = []
+        peer = Peer(7, HELLO, send)
+        registration._up(peer, Welcome(7, 50))
+        registration._down(peer, "lost")
+        del held[0]
+        registration.send(Finished("ends", 2, 11, 500))
+        registration.send(Released("goes-on", 1))  # the next registration says what is held
+        registration.send(Finished("never-held", 1, 3, 500))
+        for _ in range(2):  # a handshake may fail
+            assert registration._hello_now().held == (Held("goes-on", 1, 5, 1), Held("ends", 2, 0, 0, 30))
+        registration._up(peer, Welcome(8, 50))
+        assert [decode(frames)[0] for frames in sent] == [Finished("ends", 2, 11, 500)]
 
     uvloop.run(body())
 
@@ -94,7 +140,13 @@ def test_waiting_is_said_until_the_coordinator_is_there_and_its_goodbye_is_no_lo
     async def body() -> None:
         heard: Any = HeardLog()
         one = Registration(
-            settings=settings, hello=HELLO, held=lambda: (), on_message=lambda *_: None, on_lost=lost.append, log=heard
+            settings=settings,
+            hello=HELLO,
+            held=lambda: (),
+            on_message=lambda *_: None,
+            on_lost=lost.append,
+            log=heard,
+            links=LinkSettings(heartbeat_ms=50),
         )
         await one.start()
         assert [await heard.next() for _ in range(3)] == [("info", said), ("warning", said), ("warning", said)]

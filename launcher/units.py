@@ -1,0 +1,240 @@
+"""systemd units for one host's part of a cluster. Pure: a plan in, the texts of files out.
+
+The units are templates; what differs from one instance to the next (options, GPU, cores) is in `/etc/crossdock/ROLE-N.env` and,
+for cores, in a drop-in. Secret keys reach a process as credentials: no other one can read them.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Final
+
+from launcher.cluster_file import ClusterError
+from launcher.cluster_plan import MODULES, SECRETS, HostPlan, Planned
+from launcher.process import role_environment
+from runtime.cores import cores_text
+from runtime.exits import HOPELESS_EXITS
+from runtime.setting_types import ENV_PREFIX
+
+UNITS: Final = "etc/systemd/system"
+OPTIONS: Final = "etc/crossdock"
+STATE: Final = "/var/lib/crossdock"
+TARGET: Final = "crossdock.target"
+_HIDDEN: Final = ("/home/", "/root/", "/run/user/")
+_WRITES: Final = ("usage_db", "journal")
+_DESCRIPTIONS: Final = {
+    "coordinator": "crossdock coordinator",
+    "gateway": "crossdock gateway %i (OpenAI HTTP API)",
+    "prefill": "crossdock prefill worker %i",
+    "decode": "crossdock decode worker %i",
+}
+_SANDBOX: Final = """\
+User=crossdock
+DynamicUser=yes
+UMask=0077
+CacheDirectory=crossdock
+Environment=HOME=%C/crossdock HF_HOME=%C/crossdock/huggingface
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+ProtectSystem=strict
+ProtectHome=tmpfs
+PrivateTmp=yes
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectProc=invisible
+KeyringMode=private
+LockPersonality=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+RemoveIPC=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallFilter=~@privileged
+SystemCallErrorNumber=EPERM
+LimitNOFILE=65536
+"""
+_NO_COMPUTING: Final = """\
+PrivateDevices=yes
+PrivateUsers=yes
+MemoryDenyWriteExecute=yes
+"""
+_COMPUTING: Final = """\
+# Not here: MemoryDenyWriteExecute (kernels are compiled for this machine as they are needed) and PrivateUsers (workers of one
+# host hand KV over in shared memory only within one user namespace).
+LimitMEMLOCK=infinity
+"""
+_ON_CPU: Final = "PrivateDevices=yes\n"
+_ON_GPU: Final = """\
+# All GPUs: with one alone allowed, CUDA would number it 0. CUDA_VISIBLE_DEVICES in the options picks it.
+DevicePolicy=closed
+DeviceAllow=char-nvidia rw
+DeviceAllow=char-nvidia-frontend rw
+DeviceAllow=char-nvidia-uvm rw
+DeviceAllow=char-nvidia-caps rw
+DeviceAllow=char-infiniband_verbs rw
+"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What of this machine the units refer to."""
+
+    python: str
+    prefixes: tuple[str, ...]
+    """Folders that the interpreter and the packages lie in."""
+    root: str
+    """The folder of the packages."""
+    keys: str = ""
+    key_files: tuple[str, ...] = ()
+
+
+def render(plan: HostPlan, on: Installed) -> dict[str, str]:
+    """Path below the root → content. Raises `ClusterError`."""
+    files: dict[str, str] = {}
+    for role in dict.fromkeys(process.role for process in plan.processes):
+        of_role = [process for process in plan.processes if process.role == role]
+        files[f"{UNITS}/{template(role)}"] = _unit(role, of_role, on)
+        for process in of_role:
+            files[f"{OPTIONS}/{_stem(process)}.env"] = _options(process)
+            if process.cores:
+                dropin = f"[Service]\nCPUAffinity={cores_text(process.cores)}\n"
+                files[f"{UNITS}/{unit(process)}.d/cores.conf"] = dropin
+    wants = " ".join(unit(process) for process in plan.processes)
+    files[f"{UNITS}/{TARGET}"] = (
+        f"[Unit]\nDescription=This host's part of a crossdock cluster\nWants={wants}\n"
+        "\n[Install]\nWantedBy=multi-user.target\n"
+    )
+    return files
+
+
+def template(role: str) -> str:
+    return "crossdock-coordinator.service" if role == "coordinator" else f"crossdock-{role}@.service"
+
+
+def unit(process: Planned) -> str:
+    return template(process.role).replace("@", f"@{process.index}")
+
+
+def is_ours(path: str) -> bool:
+    """Whether an earlier call may have made it: what a new one does not make again is removed."""
+    return bool(
+        re.fullmatch(rf"{UNITS}/crossdock-(coordinator|(gateway|prefill|decode)@\d*)\.service(\.d/cores\.conf)?", path)
+        or re.fullmatch(rf"{OPTIONS}/(coordinator|(gateway|prefill|decode)-\d+)\.env", path)
+    )
+
+
+def _stem(process: Planned) -> str:
+    return process.role if process.role == "coordinator" else f"{process.role}-{process.index}"
+
+
+def _unit(role: str, processes: Sequence[Planned], on: Installed) -> str:
+    hopeless = " ".join(str(status) for status in sorted(HOPELESS_EXITS))
+    options = "coordinator" if role == "coordinator" else f"{role}-%i"
+    command = [
+        _escaped(on.python),
+        "-P",
+        "-m",
+        MODULES[role],
+        *(["--keys", "${CREDENTIALS_DIRECTORY}"] if on.keys else []),
+    ]
+    lines = [
+        "[Unit]",
+        f"Description={_DESCRIPTIONS[role]}",
+        "Wants=network-online.target",
+        "After=network-online.target",
+        f"PartOf={TARGET}",
+        "StartLimitIntervalSec=300",
+        "StartLimitBurst=20",
+        "",
+        "[Service]",
+        "Type=notify",
+        "NotifyAccess=main",
+        f"ExecStart={' '.join(command)}",
+        "ExecReload=/bin/kill -HUP $MAINPID",
+        f"EnvironmentFile=/{OPTIONS}/{options}.env",
+        f"Environment=PYTHONPATH={_escaped(on.root)}",
+        *(f"LoadCredential={name}:{_escaped(on.keys)}/{name}" for name in _credentials(role, on)),
+        "# A model may take minutes to load; a worker is ready when the coordinator has taken it on.",
+        "TimeoutStartSec=30min",
+        "TimeoutStopSec=30",
+        "WatchdogSec=30",
+        "Restart=on-failure",
+        "RestartSec=2",
+        "# Settings that cannot work are said in the log once; another start would not help.",
+        f"RestartPreventExitStatus={hopeless}",
+    ]
+    text = "\n".join(lines) + "\n" + _SANDBOX
+    if role in ("coordinator", "gateway"):
+        text += _NO_COMPUTING
+    else:
+        on_gpu = any(process.environment.get("CUDA_VISIBLE_DEVICES") for process in processes)
+        text += _COMPUTING + (_ON_GPU if on_gpu else _ON_CPU)
+    if role == "coordinator":
+        text += "StateDirectory=crossdock\n"
+    text += "".join(f"BindReadOnlyPaths={_escaped(path)}\n" for path in _under_home(processes, on))
+    return text + f"\n[Install]\nWantedBy={TARGET}\n"
+
+
+def _credentials(role: str, on: Installed) -> list[str]:
+    """Of the folder of keys: the public ones and this role's secret one."""
+    if not on.keys:
+        return []
+    public = [name for name in on.key_files if name.endswith(".key")]
+    own = [name for name in on.key_files if re.fullmatch(rf"{role}(-.+)?\.key_secret", name)]
+    if not own:
+        raise ClusterError(f"keys: {on.keys} has no {role}.key_secret")
+    return [*public, f"{role}.key_secret" if f"{role}.key_secret" in own else own[0]]
+
+
+def _options(process: Planned) -> str:
+    """Everything by its name in the environment, the CPU's threads included."""
+    settings = process.settings
+    for key in _WRITES:
+        path = getattr(settings, key, "")
+        if path and not path.startswith(f"{STATE}/"):
+            raise ClusterError(f"[{process.role}] {key}: a unit can write to {STATE} only, and not to {path}")
+    chosen = {key: getattr(settings, key) for key in sorted(settings.model_fields_set) if key not in ("role", "keys")}
+    values = {ENV_PREFIX + key.upper(): _text(value) for key, value in chosen.items() if key not in SECRETS}
+    values |= {ENV_PREFIX + key.upper(): value for key, value in process.secrets().items()}
+    values |= role_environment(process.threads) | dict(process.environment)
+    return "".join(f"{key}={_quoted(value)}\n" for key, value in values.items())
+
+
+def _under_home(processes: Sequence[Planned], on: Installed) -> list[str]:
+    """What a unit must read of folders that it does not see otherwise."""
+    read: list[str] = [*on.prefixes, on.root]
+    for process in processes:
+        read += [str(getattr(process.settings, key, "")) for key in ("model", "tenants")]
+    return sorted({path for path in read if path.startswith(_HIDDEN)})
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _quoted(value: str) -> str:
+    """As EnvironmentFile= reads it. Raises `ClusterError`."""
+    if "\n" in value or not value.isprintable():
+        raise ClusterError("an option with a line break or a control character cannot be given to a unit")
+    return '"' + re.sub(r'(["\\$`])', r"\\\1", value) + '"'
+
+
+def _escaped(path: str | PurePath) -> str:
+    """A path in a unit file. Raises `ClusterError`."""
+    if re.search(r"[\s\"'\\$]", str(path)):
+        raise ClusterError(f"{path}: a path with such characters cannot stand in a unit; move or link it")
+    return str(path).replace("%", "%%")
+
+
+def changes(wanted: Mapping[str, str], there: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(what to do, path): `write`, `remove` or `keep`. `there` are files that `is_ours` says are."""
+    found = [("keep" if there.get(path) == text else "write", path) for path, text in wanted.items()]
+    return found + [("remove", path) for path in sorted(set(there) - set(wanted))]

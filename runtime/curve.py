@@ -1,0 +1,129 @@
+"""CURVE on the sockets of links, with an allow-list: who may connect, and as what.
+
+libzmq checks that a client has the secret to its key and asks a handler in this process (ZAP, ZeroMQ's RFC 27) whether it
+may come in; without a handler it would let in anybody, so a socket is never bound before there is one. What is let in
+carries its key as `User-Id` on every frame, and by it, not by its Hello or its routing id, a server knows the role.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.auth import Authenticator
+
+from proto.messages import Hello, Role
+from runtime import log
+from runtime.keys import Keys
+from runtime.monitor import Failure
+from runtime.peer import LinkCounters
+from runtime.seldom import Seldom
+
+_log = log.get("crossdock.curve")
+_domains = itertools.count(1)
+
+
+class _Handler(Authenticator):
+    """The ZAP handler of a context. Each server is a domain of its own."""
+
+    def __init__(self, context: "zmq.Context[Any]") -> None:
+        super().__init__(context)
+        self.start()
+        self._socket: zmq.asyncio.Socket = zmq.asyncio.Socket.from_socket(self.zap_socket)
+
+    async def run(self) -> None:
+        while True:
+            await self.handle_zap_message(await self._socket.recv_multipart())
+
+
+_handlers: "dict[zmq.Context[Any], tuple[_Handler, asyncio.Task[None]]]" = {}
+
+
+class Gate:
+    """What a server knows of who comes: with keys, their role; without, what they say."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, keys: Keys | None, counters: LinkCounters) -> None:
+        self._socket = socket
+        self._keys = keys
+        self._counters = counters
+        self._domain = f"link-{next(_domains)}"
+        self._seldom = Seldom(_log.warning)
+        self._forget: Callable[[], None] | None = None
+
+    def open(self, watched: Callable[[Any], "asyncio.Task[None]"], on_change: Callable[[], None]) -> None:
+        """Before the socket is bound. `on_change` is called when keys may have been removed."""
+        if self._keys is None:
+            return
+        context = self._socket.context
+        if context not in _handlers:
+            handler = _Handler(context)
+            _handlers[context] = (handler, watched(handler.run()))
+        _handlers[context][0].configure_curve_callback(self._domain, self)
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+        self._socket.setsockopt_string(zmq.ZAP_DOMAIN, self._domain)
+        self._forget = self._keys.on_change(on_change)
+
+    def close(self) -> None:
+        if self._forget is None:
+            return
+        self._forget()
+        self._forget = None
+        handler, task = _handlers[self._socket.context]
+        del handler.credentials_providers[self._domain]
+        if not handler.credentials_providers:
+            del _handlers[self._socket.context]
+            task.cancel()
+            handler.stop()
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """The handler's question."""
+        assert self._keys is not None
+        if self._keys.listed(key.decode("ascii")) is not None:
+            return True
+        self._counters.unknown_keys += 1
+        self._seldom("turned away", reason="its key is not among those of --keys")
+        return False
+
+    def handshake_failed(self, failure: Failure) -> None:
+        if failure is Failure.MECHANISM:
+            self._counters.plain += 1
+            self._seldom("turned away", reason="it came without a key")
+        elif failure is Failure.GARBAGE:
+            self._counters.protocol_errors += 1
+
+    async def receive(self) -> tuple[bytes, list[bytes], str]:
+        """(routing id, frames, whose key it is or empty) of the next message."""
+        if self._keys is None:
+            routing_id, *frames = await self._socket.recv_multipart()
+            return routing_id, frames, ""
+        first, *rest = await self._socket.recv_multipart(copy=False)
+        return first.bytes, [frame.bytes for frame in rest], str(first.get("User-Id"))
+
+    def refusal(self, hello: Hello, user_id: str) -> str | None:
+        """Why this key may not say this Hello."""
+        if self._keys is None:
+            return None
+        listed = self._keys.listed(user_id)
+        if listed is not None and listed.role is hello.role:
+            return None
+        self._counters.impostors += 1
+        if listed is None:
+            return "its key was removed"
+        return f"its key is {listed.name}, which may not be a {hello.role}"
+
+    def is_listed(self, user_id: str) -> bool:
+        return self._keys is None or self._keys.listed(user_id) is not None
+
+
+def connect_as(socket: zmq.asyncio.Socket, keys: Keys | None, to: Role, attempt: int) -> None:
+    """Before a client's socket is connected to a process of role `to`: where it has several keys, attempts take turns."""
+    if keys is None:
+        return
+    theirs = keys.of(to)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    # None, since the last one was removed: a key that nobody has.
+    socket.setsockopt(zmq.CURVE_SERVERKEY, theirs[attempt % len(theirs)] if theirs else zmq.curve_keypair()[0])

@@ -1,0 +1,60 @@
+"""Tells whoever started this process how it fares, in the protocol of systemd's sd_notify(3): ready, stopping, and a watchdog
+fed by progress. `crossdock up` listens in the same way. Without NOTIFY_SOCKET in the environment all of it does nothing.
+
+The watchdog is fed by the event loop, so a loop that hangs starves it; and only while every check given to `only_while` says
+that there is progress, so that a loop which turns around a dead thread does not count as life.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+
+_SEND_S = 1.0
+_FEEDS_PER_TIMEOUT = 3
+_checks: list[Callable[[], bool]] = []
+
+
+def say(*lines: str) -> None:
+    """One datagram, each line like `READY=1`. One that cannot be delivered is lost: nobody waits for it."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return
+    path = address if address.startswith("/") else "\0" + address[1:]  # abstract: no file
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as speaking:
+            speaking.settimeout(_SEND_S)
+            speaking.connect(path)
+            speaking.sendall("\n".join(lines).encode())
+    except OSError:
+        pass  # whoever listened is gone
+
+
+def ready(status: str = "") -> None:
+    """This process serves, or is registered with who gives it work; saying so again is harmless."""
+    say("READY=1", *([f"STATUS={status}"] if status else []))
+
+
+def stopping() -> None:
+    say("STOPPING=1")
+
+
+def only_while(check: Callable[[], bool]) -> None:
+    """Feed the watchdog only while `check()` says that there is progress."""
+    _checks.append(check)
+
+
+def watchdog_s() -> float:
+    """How long the watchdog waits; 0: there is none for this process."""
+    own = os.environ.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
+    usec = os.environ.get("WATCHDOG_USEC", "")
+    return int(usec) / 1e6 if own and usec.isdigit() else 0.0
+
+
+async def feed_watchdog() -> None:
+    """A few times per timeout, for as long as the process lives; ends at once where there is no watchdog."""
+    timeout_s = watchdog_s()
+    while timeout_s:
+        if all(check() for check in _checks):
+            say("WATCHDOG=1")
+        await asyncio.sleep(timeout_s / _FEEDS_PER_TIMEOUT)

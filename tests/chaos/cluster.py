@@ -1,0 +1,300 @@
+"""A cluster of real processes that are killed, stopped and started again, and one who asks the coordinator all the time.
+
+Workers and gateways are forked from a process that has imported torch already: a start then costs a fraction of the CPU, and
+hundreds of kills fit into minutes. `fresh=True` starts each as a new program instead; the coordinator always is one.
+"""
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import runpy
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from launcher.cluster import free_port
+from launcher.process import child_environment, python_command
+from proto import limits
+from proto.messages import Hello, Message, Role, StatusRequest, Welcome
+from proto.status import StatusReport
+from runtime import clock
+from runtime.link import LinkClient, LinkSettings, Peer
+
+ROLES = ("coordinator", "gateway", "prefill", "decode")
+MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
+START_S = 120.0
+STOP_S = 30.0
+ASK_EVERY_S = 0.05
+_PRELOAD = ["prefill_worker.main", "decode_worker.main", "gateway.main", "transformers.models.llama.modeling_llama"]
+_FORK = multiprocessing.get_context("forkserver")
+_PR_SET_PDEATHSIG = 1
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+def _become(module: str, arguments: list[str], log: str) -> None:
+    """In a forked process: become that role, until it ends."""
+    os.setsid()  # Ctrl-C is for the one who started us
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class Process(Protocol):
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+
+class _Forked:
+    def __init__(self, module: str, arguments: list[str], log: Path) -> None:
+        self.process = _FORK.Process(target=_become, args=(module, arguments, str(log)), daemon=True)
+        self.process.start()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+
+def _new_program(module: str, arguments: list[str], log: Path) -> Process:
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            python_command(module, *arguments),
+            env=child_environment(1),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+
+
+@dataclass(eq=False)
+class Member:
+    """One place in the cluster, and the process that fills it now."""
+
+    role: str
+    slot: str
+    options: list[str]
+    base_url: str = ""
+    """Of a gateway."""
+    incarnation: int = 0
+    process: Process | None = None
+    hurt: bool = False
+    """From a fault until it is in its place again."""
+    killed_at: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.slot}.{self.incarnation}"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+
+class Cluster:
+    """`async with`: a coordinator, and `count` of each other role. State, logs and the journal are in `home`."""
+
+    def __init__(
+        self, model: Path, home: Path, *, count: int = 2, fresh: bool = False, kv_gib: float = 0.008,
+        heartbeat_ms: int = 500, worker_options: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.home, self.fresh = model, home, fresh
+        self.coordinator = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+        self.usage_db = home / "usage.sqlite"
+        self.members: list[Member] = []
+        self.watcher = Watcher(self.coordinator)
+        common = ["--heartbeat-ms", str(heartbeat_ms), "--log-format", "json"]
+        core = ["--bind", self.coordinator, "--usage-db", str(self.usage_db), "--step-tokens", "64"]
+        self._add("coordinator", "coordinator", [*common, *core])
+        common += ["--coordinator", self.coordinator, "--model", str(model)]
+        for number in range(count):
+            port = free_port("127.0.0.1")
+            self._add("gateway", f"gateway-{number}", [*common, "--port", str(port)], f"http://127.0.0.1:{port}")
+            for role in MODULES:
+                self._add(role, f"{role}-{number}", [*common, "--kv-gib", str(kv_gib), *worker_options])
+
+    def _add(self, role: str, slot: str, options: list[str], base_url: str = "") -> None:
+        self.members.append(Member(role, slot, options, base_url))
+
+    def of(self, role: str) -> list[Member]:
+        return [member for member in self.members if member.role == role]
+
+    async def __aenter__(self) -> "Cluster":
+        _FORK.set_forkserver_preload(_PRELOAD)
+        try:
+            for member in self.members:
+                self.start(member)
+            await self.watcher.start()
+            await self.until("the cluster is up", self.is_whole)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.close()
+
+    # --- one process ----------------------------------------------------------------------------------------------------
+
+    def start(self, member: Member) -> None:
+        member.incarnation += 1
+        module, log = MODULES.get(member.role, member.role), self.home / f"{member.slot}.log"
+        arguments = ["--name", member.name, *member.options]
+        anew = self.fresh or member.role == "coordinator"
+        member.process = (_new_program if anew else _Forked)(module, arguments, log)
+
+    async def kill(self, member: Member) -> None:
+        """Returns when it is dead."""
+        process = member.process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        await self.until(f"{member.name} is dead", lambda: process.poll() is not None, STOP_S)
+
+    def signal(self, member: Member, number: signal.Signals) -> None:
+        os.kill(member.pid, number)
+
+    # --- all of them ----------------------------------------------------------------------------------------------------
+
+    def is_whole(self) -> bool:
+        """Everybody is registered, by the latest report."""
+        known = self.watcher.names()
+        return self.watcher.epoch_known and all(m.name in known for m in self.members if m.role != "coordinator")
+
+    def check_alive(self) -> None:
+        for member in self.members:
+            if not member.hurt and member.process is not None and (status := member.process.poll()) is not None:
+                raise Violation(f"{member.name} ended by itself with status {status}; {self.home}/{member.slot}.log")
+
+    async def until(self, what: str, condition: Callable[[], bool], timeout_s: float = START_S) -> float:
+        """Seconds until `condition()`. Processes cannot tell us; so they are looked at."""
+        begun = time.monotonic()
+        while not condition():
+            if time.monotonic() - begun > timeout_s:
+                raise Violation(f"not in {timeout_s:.0f} s: {what}")
+            await asyncio.sleep(0.01)
+        return time.monotonic() - begun
+
+    async def until_idle(self, timeout_s: float = 30.0) -> float:
+        """Seconds until nothing is queued, running or held, by the coordinator's word and by the workers' own."""
+        begun = time.monotonic()
+        while True:
+            # What workers say of themselves is as old as the question before.
+            await self.watcher.next_report(timeout_s)
+            report = await self.watcher.next_report(timeout_s)
+            if is_idle(report) and self.is_whole():
+                return time.monotonic() - begun
+            if time.monotonic() - begun > timeout_s:
+                raise Violation(f"not idle in {timeout_s:.0f} s: {report}")
+
+    async def close(self) -> dict[str, int]:
+        """Ends all, kindly first; exit status by name, -9 of those that did not listen."""
+        await self.watcher.close()
+        alive = [m for m in self.members if m.process is not None and m.process.poll() is None]
+        ended: dict[str, int] = {}
+        # Workers and gateways first: a coordinator that is gone is waited for.
+        for some in ([m for m in alive if m.role != "coordinator"], [m for m in alive if m.role == "coordinator"]):
+            for member in some:
+                self.signal(member, signal.SIGCONT)
+                self.signal(member, signal.SIGTERM)
+            for member in some:
+                process = member.process
+                assert process is not None
+                try:
+                    await self.until(f"{member.name} has ended", lambda one=process: one.poll() is not None, STOP_S)  # type: ignore[misc]
+                except Violation:
+                    await self.kill(member)
+                ended[member.name] = process.poll() or 0
+                member.process = None
+        return ended
+
+
+def is_idle(report: StatusReport) -> bool:
+    held = any(
+        w.kv_blocks_used or w.requests or w.own_blocks or w.own_blocks_quarantined or w.own_sessions
+        for w in report.workers
+    )
+    return not (report.queued or report.running or held)
+
+
+class Watcher:
+    """Asks the coordinator for its status again and again, over one link that comes back by itself."""
+
+    def __init__(self, coordinator: str) -> None:
+        self.report: StatusReport | None = None
+        self.epoch_known = False
+        self._peer: Peer | None = None
+        self._news = asyncio.Event()
+        hello = Hello(
+            limits.PROTOCOL_VERSION, Role.OBSERVER, clock.new_epoch(), f"watcher-{secrets.token_hex(4)}",
+            host=socket.gethostname(), pid=os.getpid(),
+        )  # fmt: skip
+        self._link = LinkClient(
+            address=coordinator,
+            hello=hello,
+            on_up=self._up,
+            on_message=self._message,
+            on_down=self._down,
+            settings=LinkSettings(reconnect_ms=20, reconnect_ms_max=50),
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._link.start()
+        self._task = asyncio.get_running_loop().create_task(self._ask())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+            await self._link.close()
+
+    def names(self) -> set[str]:
+        """Of workers and gateways; none while no coordinator answers."""
+        return {w.name for w in self.report.workers} | set(self.report.gateways) if self.report else set()
+
+    async def next_report(self, timeout_s: float = 30.0) -> StatusReport:
+        """One that was asked for after this call. Raises `TimeoutError`."""
+        async with asyncio.timeout(timeout_s):
+            for _ in range(2):
+                self._news.clear()
+                await self._news.wait()
+                while self.report is None:
+                    self._news.clear()
+                    await self._news.wait()
+            return self.report  # type: ignore[return-value]
+
+    async def _ask(self) -> None:
+        while True:
+            if self._peer is not None:
+                self._peer.send(StatusRequest())
+            await asyncio.sleep(ASK_EVERY_S)
+
+    def _up(self, peer: Peer, _: Welcome) -> None:
+        self._peer = peer
+
+    def _message(self, _: Peer, message: Message, __: bytes) -> None:
+        if isinstance(message, StatusReport):
+            self.report, self.epoch_known = message, True
+            self._news.set()
+
+    def _down(self, _: Peer, __: str) -> None:
+        self._peer, self.report, self.epoch_known = None, None, False

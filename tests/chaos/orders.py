@@ -1,0 +1,111 @@
+"""What clients ask for while processes die, and how an answer is held against the one of a quiet cluster."""
+
+import math
+import random
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any
+
+CONTEXT_TOKENS = 2048
+_FIRST_BYTE_TOKEN, _VOCAB_END = 6, 262
+LOGPROB_TOLERANCE = 2e-3
+"""Companions in a batch and the cut into chunks move the last bits of a sum of floats; never a token."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.8, "top_k": 8},
+    "penalised": {"temperature": 0.7, "top_k": 8, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    "frequency": {"temperature": 0, "frequency_penalty": 0.4},
+    "logprobs": {"temperature": 0, "logprobs": 2},
+    "two": {"temperature": 0.8, "top_k": 8, "n": 2},
+    "two_logprobs": {"temperature": 0.9, "top_k": 6, "n": 2, "logprobs": 1, "frequency_penalty": 0.3},
+    "stops": {"temperature": 0.8, "top_k": 16, "stop": ["e", "Q7"]},
+}
+
+
+@dataclass
+class Choice:
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    finish: str = ""
+
+
+Answer = dict[int, Choice]
+
+
+@dataclass(frozen=True)
+class Order:
+    number: int
+    kind: str
+    prompt: list[int]
+    body: dict[str, Any]
+    """But for the model."""
+
+
+def make_orders(source: random.Random, count: int, *, output_max: int = 400) -> list[Order]:
+    """Short and long prompts; a third begin like others."""
+    shared = [source.choices(range(_FIRST_BYTE_TOKEN, _VOCAB_END), k=96) for _ in range(3)]
+    orders = []
+    for number in range(count):
+        kind = list(KINDS)[number % len(KINDS)]
+        low, high = source.choices([(3, 40), (60, 300), (400, 1200)], weights=[4, 4, 2])[0]
+        prompt = source.choices(range(_FIRST_BYTE_TOKEN, _VOCAB_END), k=source.randint(low, high))
+        if source.random() < 1 / 3:
+            prompt = [*source.choice(shared), *prompt]
+        body = {
+            "prompt": prompt,
+            "max_tokens": source.randint(output_max // 6, output_max),
+            "ignore_eos": True,
+            "seed": source.randrange(1 << 30),
+            "return_token_ids": True,
+            "stream": True,
+            **KINDS[kind],
+        }
+        orders.append(Order(number, kind, prompt, body))
+    return orders
+
+
+@dataclass(frozen=True)
+class Difference:
+    lost: int = 0
+    duplicated: int = 0
+    changed: int = 0
+    note: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.lost or self.duplicated or self.changed)
+
+
+def compare(want: Answer, got: Answer, *, whole: bool) -> Difference:
+    """Tokens by their ids, then text, log-probabilities and ends. `whole`: the stream ended well; else it may stop anywhere."""
+    lost = duplicated = changed = 0
+    notes = []
+    for index, right in want.items():
+        seen = got.get(index, Choice())
+        expected = right.token_ids if whole else right.token_ids[: len(seen.token_ids)]
+        if seen.token_ids != expected:
+            matcher = SequenceMatcher(None, expected, seen.token_ids, autojunk=False)
+            for what, a, b, c, d in matcher.get_opcodes():
+                lost += b - a if what == "delete" else 0
+                duplicated += d - c if what == "insert" else 0
+                changed += max(b - a, d - c) if what == "replace" else 0
+            first = next((at for at, (a, b) in enumerate(zip(expected, seen.token_ids, strict=False)) if a != b), "end")
+            notes.append(f"choice {index}: {len(seen.token_ids)} tokens of {len(expected)}, first differs at {first}")
+        elif (said := _detail(right, seen, whole)) != "":
+            changed += 1
+            notes.append(f"choice {index}: {said}")
+    return Difference(lost, duplicated, changed, "; ".join(notes))
+
+
+def _detail(right: Choice, seen: Choice, whole: bool) -> str:
+    """What else differs where the tokens do not."""
+    if whole and (seen.text != right.text or seen.finish != right.finish):
+        return f"text or end: {seen.text[-20:]!r} {seen.finish}, not {right.text[-20:]!r} {right.finish}"
+    if not whole and not right.text.startswith(seen.text):
+        return f"text {seen.text[-20:]!r}"
+    count = len(right.logprobs) if whole else min(len(right.logprobs), len(seen.logprobs))
+    pairs = zip(right.logprobs[:count], seen.logprobs[:count], strict=False)
+    if len(seen.logprobs) < count or any(not math.isclose(a, b, abs_tol=LOGPROB_TOLERANCE) for a, b in pairs):
+        return "log-probabilities"
+    return ""

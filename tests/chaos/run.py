@@ -1,0 +1,365 @@
+"""A run: references, then clients and faults side by side, then the audit."""
+
+import asyncio
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from signal import SIGCONT, SIGSTOP
+from typing import Any
+
+import aiohttp
+
+from tests.chaos import audit
+from tests.chaos.client import Seen, ask
+from tests.chaos.cluster import Cluster, Member, Violation
+from tests.chaos.orders import Answer, Difference, Order, compare, make_orders
+
+GAP_MIN_S = 0.005
+GAPS_MAX = 1 << 20
+DOWN_S = (0.05, 0.6)
+"""How long a killed process stays away."""
+STOPPED_S = (2.6, 4.0)
+"""Longer than three missed heartbeats and one more of grace."""
+HIT_S = 0.25
+"""A stream that a fault hits has no tokens from then on."""
+QUIET_S = 2.0
+"""How long the gaps before a fault are looked at, for comparison; and those after a coordinator's, which hits no stream."""
+CONTROL_SHARE = 0.1
+"""Moments at which nothing is broken, to compare with."""
+RESENDS_MAX = 20
+MEETINGS = 8
+"""Orders asked for twice before anything is broken."""
+PROBE = list(range(60, 70))
+
+
+@dataclass
+class Plan:
+    seed: int = 1
+    faults: int | None = 20
+    seconds: float | None = None
+    roles: tuple[str, ...] = ("coordinator", "gateway", "prefill", "decode")
+    stop_share: float = 0.2
+    overlap: float = 0.2
+    """Of faults that strike while an earlier one, of another role, is not healed yet."""
+    pause_s: float = 0.8
+    """Mean time between a recovery and the next fault."""
+    clients: int = 6
+    orders: int = 48
+    output_tokens_max: int = 400
+    leave_share: float = 0.0
+    """Of requests whose client goes before the end."""
+
+
+@dataclass(eq=False)
+class Fault:
+    role: str
+    kind: str
+    name: str
+    at: float
+    detected_s: float | None = None
+    back_s: float | None = None
+    healed_at: float = 0.0
+    alone: bool = True
+    errors: list[str] = field(default_factory=list)
+    difference: Counter[str] = field(default_factory=Counter)
+    admitted_s: float | None = None
+    """Of a coordinator's fault: until a request that came right after it had its first token."""
+    worst_gap_s: float = 0.0
+    earlier_gap_s: float = 0.0
+    streams_ended: int = 0
+
+
+@dataclass
+class Result:
+    plan: Plan
+    faults: list[Fault] = field(default_factory=list)
+    answers: int = 0
+    tokens: int = 0
+    left: int = 0
+    resent: int = 0
+    violations: list[str] = field(default_factory=list)
+    audit: dict[str, Any] = field(default_factory=dict)
+    begun: float = 0.0
+    seconds: float = 0.0
+
+
+class Run:
+    def __init__(self, cluster: Cluster, plan: Plan, on_progress: Callable[["Result", float], None]) -> None:
+        self.cluster, self.plan = cluster, plan
+        self.result = Result(plan)
+        self.random = random.Random(plan.seed)
+        self.orders = make_orders(self.random, plan.orders, output_max=plan.output_tokens_max)
+        self.references: dict[int, Answer] = {}
+        self.gaps: deque[tuple[float, float]] = deque(maxlen=GAPS_MAX)
+        self.receipts: list[audit.Receipt] = []
+        self._on_progress = on_progress
+        self._over = asyncio.Event()
+
+    async def run(self) -> Result:
+        """Raises `Violation` where the run cannot go on; what it found until then is in `result`."""
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            await self._look_up(session)
+        baseline = await audit.rest(self.cluster)
+        self.result.begun = time.monotonic()
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            clients = [asyncio.create_task(self._client(session, number)) for number in range(self.plan.clients)]
+            try:
+                await self._break_things(clients)
+                self._over.set()
+                await asyncio.gather(*clients)
+                last_at = time.monotonic()
+            finally:
+                for task in clients:
+                    task.cancel()
+                await asyncio.gather(*clients, return_exceptions=True)
+        self.result.seconds = time.monotonic() - self.result.begun
+        self._gaps_of_faults()
+        await self._audit(baseline, last_at)
+        return self.result
+
+    # --- the load -------------------------------------------------------------------------------------------------------
+
+    async def _look_up(self, session: aiohttp.ClientSession) -> None:
+        """The right answers, from a cluster that nobody hurts; some of them twice, so that all processes have met."""
+        todo, gateways = list(self.orders), self.cluster.of("gateway")
+
+        async def some() -> None:
+            while todo:
+                order = todo.pop()
+                for gateway in gateways if order.number < MEETINGS else gateways[:1]:
+                    seen = await ask(session, gateway.base_url, self.cluster.model.name, order, lambda a, b: None)
+                    if seen.error:
+                        raise Violation(f"without any fault: order {order.number}: {seen.error}")
+                    first = self.references.setdefault(order.number, seen.answer)
+                    if said := compare(first, seen.answer, whole=True):
+                        raise Violation(f"without any fault: order {order.number} ({order.kind}): {said.note}")
+
+        await asyncio.gather(*(some() for _ in range(4)))
+
+    async def _client(self, session: aiohttp.ClientSession, number: int) -> None:
+        source = random.Random(f"{self.plan.seed} client {number}")
+        while not self._over.is_set():
+            order = source.choice(self.orders)
+            leaves = source.random() < self.plan.leave_share
+            leave_after = source.randrange(self.plan.output_tokens_max // 2) if leaves else None
+            for _ in range(RESENDS_MAX):
+                seen, again = await self._ask_once(session, order, leave_after, source)
+                self._judge(order, seen, again)
+                if not again:
+                    break
+                self.result.resent += 1
+            else:
+                raise Violation(f"order {order.number} was sent {RESENDS_MAX} times: {seen.error}")
+
+    async def _ask_once(
+        self, session: aiohttp.ClientSession, order: Order, leave_after: int | None, source: random.Random
+    ) -> tuple[Seen, bool]:
+        """What came, and whether it is to be sent again, its gateway having been killed."""
+        gateways = [member for member in self.cluster.of("gateway") if not member.hurt] or self.cluster.of("gateway")
+        gateway = source.choice(gateways)
+        seen = await ask(
+            session, gateway.base_url, self.cluster.model.name, order, self._gap, leave_after=leave_after
+        )  # fmt: skip
+        killed = any(seen.began_at - 0.5 <= at <= seen.ended_at for at in gateway.killed_at)
+        return seen, seen.broken and killed
+
+    def _gap(self, since: float, until: float) -> None:
+        if until - since >= GAP_MIN_S:
+            self.gaps.append((since, until))
+
+    def _judge(self, order: Order, seen: Seen, again: bool) -> None:
+        result, left = self.result, seen.error == "left"
+        whole = not seen.error
+        result.answers += whole
+        result.left += left
+        result.tokens += sum(len(choice.token_ids) for choice in seen.answer.values())
+        difference = compare(self.references[order.number], seen.answer, whole=whole)
+        fault = self._to_blame(seen)
+        if difference:
+            self._note_difference(order, seen, difference, fault)
+        if not whole and not left:
+            if fault is not None:
+                fault.errors.append(seen.error)
+            # Only the clients of a killed gateway may see anything.
+            if not again:
+                self._violated(f"{seen.request_id} (order {order.number}, {order.kind}): {seen.error}", fault)
+        self.receipts.append(audit.Receipt.of(order, seen))
+
+    def _note_difference(self, order: Order, seen: Seen, difference: Difference, fault: Fault | None) -> None:
+        if fault is not None:
+            fault.difference.update(lost=difference.lost, duplicated=difference.duplicated, changed=difference.changed)
+        self._violated(f"{seen.request_id} (order {order.number}, {order.kind}): {difference.note}", fault)
+
+    def _violated(self, what: str, fault: Fault | None = None) -> None:
+        after = f" after {fault.kind} {fault.name} at {fault.at - self.result.begun:.2f} s" if fault is not None else ""
+        self.result.violations.append(f"{time.monotonic() - self.result.begun:.2f} s: {what}{after}")
+
+    def _to_blame(self, seen: Seen) -> Fault | None:
+        """The latest one while the stream ran."""
+        met = [f for f in self.result.faults if f.kind != "none" and f.at <= seen.ended_at]
+        met = [f for f in met if not f.healed_at or f.healed_at >= seen.began_at]
+        return met[-1] if met else None
+
+    # --- the faults -----------------------------------------------------------------------------------------------------
+
+    async def _break_things(self, clients: list[asyncio.Task[None]]) -> None:
+        """Until there were enough, or the time is up, and all are healed. Raises what a client did."""
+        plan, healing = self.plan, set[asyncio.Task[None]]()
+        end = self.result.begun + plan.seconds if plan.seconds is not None else float("inf")
+        count = 0
+        while (plan.faults is None or count < plan.faults) and time.monotonic() < end:
+            if healing and self.random.random() >= plan.overlap:
+                await asyncio.wait(healing)
+            pause = HIT_S + min(self.random.expovariate(1 / plan.pause_s), 4 * plan.pause_s)
+            await asyncio.wait(clients, timeout=min(pause, end - time.monotonic()), return_when="FIRST_EXCEPTION")
+            await self._check(clients)
+            if (fault := self._draw()) is not None:
+                count += fault[1].kind != "none"
+                healing.add(task := asyncio.create_task(self._strike(*fault)))
+                task.add_done_callback(healing.discard)
+            self._on_progress(self.result, time.monotonic() - self.result.begun)
+        if healing:
+            await asyncio.wait(healing)
+        await asyncio.wait(clients, timeout=QUIET_S, return_when="FIRST_EXCEPTION")
+        await self._check(clients)
+
+    async def _check(self, clients: list[asyncio.Task[None]]) -> None:
+        for task in clients:
+            if task.done():
+                task.result()
+        self.cluster.check_alive()
+        if self.result.violations:
+            raise Violation(self.result.violations[0])
+
+    def _draw(self) -> tuple[Member | None, Fault] | None:
+        """Whom, and how; never two of one role, so that there is a spare."""
+        if self.plan.faults == 0:
+            return None
+        if self.random.random() < CONTROL_SHARE and not any(m.hurt for m in self.cluster.members):
+            return None, Fault("–", "none", "nobody", time.monotonic())
+        unhurt = [r for r in self.plan.roles if not any(m.hurt for m in self.cluster.of(r))]
+        if not unhurt:
+            return None
+        member = self.random.choice(self.cluster.of(self.random.choice(unhurt)))
+        kind = "stop" if self.random.random() < self.plan.stop_share else "kill"
+        return member, Fault(member.role, kind, member.name, time.monotonic())
+
+    async def _strike(self, member: Member | None, fault: Fault) -> None:
+        try:
+            if member is None:
+                self.result.faults.append(fault)
+                await asyncio.sleep(QUIET_S)
+            elif fault.kind == "kill":
+                await self._kill(member, fault)
+            else:
+                await self._stop(member, fault)
+        except Violation as error:
+            self._violated(str(error), fault)
+        fault.healed_at = time.monotonic()
+        if member is not None:
+            member.hurt = False
+
+    async def _kill(self, member: Member, fault: Fault) -> None:
+        cluster = self.cluster
+        member.hurt, fault.at = True, time.monotonic()
+        member.killed_at.append(fault.at)
+        self.result.faults.append(fault)
+        detecting = asyncio.create_task(self._detected(member, member.name, fault))
+        await cluster.kill(member)
+        await asyncio.sleep(self.random.uniform(*DOWN_S))
+        probing = asyncio.create_task(self._probe(fault)) if member.role == "coordinator" else None
+        cluster.start(member)
+        await self._back(member, fault)
+        await detecting
+        if probing is not None:
+            await probing
+
+    async def _stop(self, member: Member, fault: Fault) -> None:
+        member.hurt, fault.at = True, time.monotonic()
+        self.result.faults.append(fault)
+        detecting = asyncio.create_task(self._detected(member, member.name, fault))
+        self.cluster.signal(member, SIGSTOP)
+        try:
+            await asyncio.sleep(self.random.uniform(*STOPPED_S))
+        finally:
+            self.cluster.signal(member, SIGCONT)
+        resumed_at = time.monotonic()
+        await detecting
+        await self._back(member, fault, resumed_at)
+
+    async def _probe(self, fault: Fault) -> None:
+        gateway = next(member for member in self.cluster.of("gateway") if not member.hurt)
+        order = Order(-1, "probe", PROBE, {"prompt": PROBE, "max_tokens": 1, "stream": True, "return_token_ids": True})
+        async with aiohttp.ClientSession() as session:
+            seen = await ask(session, gateway.base_url, self.cluster.model.name, order, lambda a, b: None)
+        if seen.error:
+            fault.errors.append(seen.error)
+            self._violated(f"a request beside an absent coordinator: {seen.error}", fault)
+        else:
+            fault.admitted_s = seen.first_token_at - fault.at
+
+    async def _detected(self, member: Member, name: str, fault: Fault) -> None:
+        """When the coordinator knows it no more; of a coordinator, when we do not get an answer."""
+        watcher = self.cluster.watcher
+        if member.role == "coordinator":
+            fault.detected_s = await self.cluster.until("its link is gone", lambda: not watcher.epoch_known)
+        else:
+            # Beside an absent coordinator nobody can tell.
+            await self.cluster.until(f"{name} is missed", lambda: watcher.epoch_known and name not in watcher.names())
+            fault.detected_s = time.monotonic() - fault.at
+
+    async def _back(self, member: Member, fault: Fault, since: float | None = None) -> None:
+        """Until all have found each other again; for the coordinator, from the fault until it lets requests in."""
+        await self.cluster.until(f"{member.name} is back", self.cluster.is_whole)
+        fault.back_s = time.monotonic() - (fault.at if since is None else since)
+        if member.role == "gateway":
+            await self._ready(member)
+
+    async def _ready(self, gateway: Member) -> None:
+        async with aiohttp.ClientSession() as session:
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline:
+                try:
+                    async with session.get(f"{gateway.base_url}/ready", timeout=aiohttp.ClientTimeout(2)) as response:
+                        if response.status == 200:
+                            return
+                except (aiohttp.ClientError, TimeoutError):
+                    pass
+                await asyncio.sleep(0.02)
+        raise Violation(f"{gateway.name} does not get ready")
+
+    # --- afterwards -----------------------------------------------------------------------------------------------------
+
+    def _gaps_of_faults(self) -> None:
+        gaps = list(self.gaps)
+        for fault in self.result.faults:
+            others = [f for f in self.result.faults if f is not fault and f.kind != "none"]
+            window = QUIET_S if fault.kind == "none" or fault.role == "coordinator" else HIT_S
+            end = max(fault.healed_at, fault.at + window)
+            fault.alone = not any(o.at < end and o.healed_at + HIT_S > fault.at for o in others)
+            quiet_since = max((o.healed_at + HIT_S for o in others if o.at < fault.at), default=0.0)
+            during = [b - a for a, b in gaps if b > fault.at and a < fault.at + window]
+            before = [b - a for a, b in gaps if max(fault.at - QUIET_S, quiet_since) < b <= fault.at]
+            fault.worst_gap_s, fault.earlier_gap_s = max(during, default=0.0), max(before, default=0.0)
+
+    async def _audit(self, baseline: audit.Rest, last_at: float) -> None:
+        try:
+            await self.cluster.until_idle()
+        except (Violation, TimeoutError) as error:
+            self._violated(str(error))
+        found = self.result.audit
+        found["idle_after_s"] = time.monotonic() - last_at
+        rest = await audit.rest(self.cluster)
+        found["rest"] = rest.as_dict()
+        for said in audit.grown(baseline, rest):
+            self._violated(said)
+        journal = audit.journal(self.cluster.usage_db, self.receipts)
+        found["journal"] = journal.as_dict()
+        for said in journal.wrong:
+            self._violated(said)
+        stopped = any(fault.role == "coordinator" and fault.kind == "stop" for fault in self.result.faults)
+        if journal.fenced and not stopped:
+            self._violated(f"{journal.fenced} whole answers are cancelled by the journal")

@@ -1,0 +1,153 @@
+"""A cluster with keys, as on several hosts: it serves, others are turned away and counted, and nothing that is secret is
+written anywhere, however much is logged."""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import uvloop
+
+from launcher.keys import NewKeysSettings
+from launcher.keys import run as make_keys
+from launcher.status import NoAnswer, as_dict, ask
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Hello, Role
+from runtime.keys import Keys
+from runtime.link import LinkClient, LinkSettings
+from tests.e2e.parts import Parts, parts
+from tests.runtime.test_link import End, until
+
+PROMPT = "xylophone-canary-of-the-prompt"
+KEY = "sk-canary-of-the-api-key-0123456789"
+GROUP = "canary-of-the-cache-group"
+TENANTS = f"""
+[tenants.acme]
+cache_group = "{GROUP}"
+[tenants.acme.users.ann]
+keys = ["{hashlib.sha256(KEY.encode()).hexdigest()}"]
+"""
+
+
+@dataclass
+class Secured:
+    up: Parts
+    folder: Path
+    tokens: str
+    kv: str
+
+    def ask(self, **body: object) -> httpx.Response:
+        body = {"model": self.up.model_id, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, **body}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url = f"{self.up.base_url}/v1/completions"
+        return httpx.post(url, json=body, headers=headers, timeout=120.0, trust_env=False)
+
+    def metrics(self) -> str:
+        return httpx.get(f"{self.up.base_url}/metrics", timeout=60.0, trust_env=False).text
+
+
+@pytest.fixture(scope="module")
+def secured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    home = tmp_path_factory.mktemp("secured")
+    make_keys(NewKeysSettings(folder=str(home / "keys")))
+    (home / "tenants.toml").write_text(TENANTS)
+    debug = ("--log-level", "debug", "--log-format", "json")
+    tenants = ("--tenants", str(home / "tenants.toml"))
+    with parts(tiny, keys=home / "keys") as up:
+        up.start(
+            "coordinator", *debug, *tenants, "--journal", str(home / "journal"), "--usage-db", str(home / "usage.db")
+        )
+        up.start("gateway", *debug, *tenants)
+        up.start("prefill_worker", *debug)
+        up.start("decode_worker", *debug)
+        up.wait_registered(2)
+        yield Secured(up, home, _port(up, "gateway", {up.port}), _port(up, "decode_worker", set()))
+
+
+def _port(up: Parts, name: str, but: set[int]) -> str:
+    """The ZeroMQ port of a process."""
+    there = psutil.Process(up.processes[name].pid).net_connections("tcp")
+    ports = {one.laddr.port for one in there if one.status == psutil.CONN_LISTEN} - but
+    return f"tcp://127.0.0.1:{min(ports)}"
+
+
+def test_it_serves_with_keys(secured: Secured) -> None:
+    answer = secured.ask()
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+    report = secured.up.status()
+    assert {w.role for w in report.workers} == {Role.PREFILL, Role.DECODE} and report.kv_pairs
+
+
+def _knock(address: str, role: Role, keys: Keys | None, to: Role) -> str:
+    """Try to get a link as this role; why it failed."""
+    found: list[str] = []
+
+    async def body() -> None:
+        hello = Hello(PROTOCOL_VERSION, role, 99, "intruder", model="m")
+        end, settings = End(), LinkSettings(handshake_timeout_ms=5_000, keys=keys)
+        client: LinkClient = end.client(address, hello=hello, settings=settings, to=to)
+        await client.start()
+        await until(lambda: bool(client.last_error))
+        found.append(client.last_error)
+        assert end.events.empty(), "it was let in"
+        await client.close()
+
+    uvloop.run(body())
+    return found[0]
+
+
+def test_unknown_keys_plain_clients_and_impostors_are_turned_away_at_every_port_and_counted(
+    secured: Secured, tmp_path: Path
+) -> None:
+    make_keys(NewKeysSettings(folder=str(tmp_path / "foreign")))
+    for public in (secured.folder / "keys").glob("*.key"):
+        (tmp_path / "foreign" / public.name).write_bytes(public.read_bytes())
+    worker, foreign = Keys(secured.folder / "keys", Role.PREFILL), Keys(tmp_path / "foreign", Role.PREFILL)
+    doors = (
+        (secured.up.coordinator, Role.COORDINATOR, Role.GATEWAY),
+        (secured.tokens, Role.GATEWAY, Role.DECODE),
+        (secured.kv, Role.DECODE, Role.DECODE),
+    )
+    for address, to, pose in doors:
+        assert "--keys" in _knock(address, Role.PREFILL, None, to)
+        assert "does not let this key in" in _knock(address, Role.PREFILL, foreign, to)
+        assert "its key is prefill, which may not be a" in _knock(address, pose, worker, to)
+    with pytest.raises(NoAnswer, match="keys"):
+        uvloop.run(ask(secured.up.coordinator, 3_000))
+    counters, metrics = secured.up.status().counters, secured.metrics()
+    for reason in ("plain", "unknown_key", "wrong_role"):
+        assert counters[f"turned_away_{reason}"] >= 1, counters
+        found = re.search(rf'^crossdock_gateway_turned_away_total{{reason="{reason}"}} (\S+)', metrics, re.MULTILINE)
+        assert found and float(found[1]) >= 1, metrics
+    assert secured.ask().status_code == 200
+
+
+def test_no_prompt_no_key_and_no_secret_of_a_tenant_is_written_anywhere(secured: Secured) -> None:
+    """At the most talkative level, with requests that succeed, fail, and are refused for each reason there is to quote them."""
+    assert secured.ask().status_code == 200
+    assert secured.ask(stream=True, stream_options={"include_usage": True}).status_code == 200
+    assert secured.ask(prompt=PROMPT * 20_000).status_code == 400
+    assert secured.ask(stop=[PROMPT] * 9).status_code == 400
+    assert secured.ask(**{PROMPT: 1}).status_code == 400
+    assert secured.ask(model=PROMPT).status_code == 404
+    assert secured.ask(priority=PROMPT).status_code == 400
+    url = f"{secured.up.base_url}/v1/completions"
+    for key in (KEY + "x", KEY[:-1], f"{KEY} {KEY}"):
+        answer = httpx.post(url, json={}, headers={"Authorization": f"Bearer {key}"}, timeout=60.0, trust_env=False)
+        assert answer.status_code == 401 and KEY not in answer.text
+    httpx.get(f"{secured.up.base_url}/v1/models/{PROMPT}?key={KEY}", timeout=60.0, trust_env=False)
+    status, metrics = str(as_dict(secured.up.status())), secured.metrics()
+    secured.up.stop()
+    written = {path.name: path.read_bytes().decode("latin-1") for path in secured.folder.glob("[ju]*")}
+    assert {"journal", "usage.db"} <= set(written)
+    written |= {"logs": "".join(secured.up.output), "status": status, "metrics": metrics}
+    assert "decoding" in written["logs"], "the level is debug"
+    files = [path.read_text() for path in (secured.folder / "keys").glob("*_secret")]
+    keys = [line.split('"')[1] for text in files for line in text.splitlines() if '"' in line]
+    secrets = [PROMPT[:12], KEY[:12], hashlib.sha256(KEY.encode()).hexdigest(), GROUP, *keys]
+    found = [(where, secret[:8]) for where, text in written.items() for secret in secrets if secret in text]
+    assert not found

@@ -1,0 +1,177 @@
+"""`cluster.toml`: every mistake names its table and key, and what is right comes to the right processes."""
+
+import re
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from launcher.cluster_file import ClusterError, ClusterFile, incomplete, parse, travels
+from launcher.cluster_plan import HostPlan, base_urls, check
+from launcher.up import spec_of
+from runtime.options import load
+from runtime.settings import GatewaySettings, WorkerSettings
+
+ROOT = Path(__file__).parents[2]
+HOST = '[hosts.a]\naddress = "127.0.0.1"\ncoordinator = true\n'
+FRONT = HOST + 'gateways = 1\nworkers = "1P1D"\n'
+
+
+def read(text: str) -> ClusterFile:
+    return parse(text, PurePosixPath("/conf"))
+
+
+def plans(text: str) -> dict[str, HostPlan]:
+    return check(read(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[hosts", "not TOML"),
+        ("", "hosts: needed"),
+        (HOST + "gpu = [0]", "[hosts.a] gpu: no such key"),
+        ("modle = 'x'\n" + FRONT, "modle: no such key"),
+        ("[hosts.a]\ncoordinator = true", "[hosts.a] address: needed"),
+        ('[hosts.a]\naddress = "0.0.0.0"\ncoordinator = true', "[hosts.a] address: '0.0.0.0' is every address"),
+        ('[hosts.a]\naddress = "al pha"\ncoordinator = true', "[hosts.a] address: 'al pha' is neither"),
+        ('[hosts."a/b"]\naddress = "127.0.0.1"\ncoordinator = true', "[hosts] a/b: "),
+        (HOST + "gateways = 1.5", "[hosts.a] gateways: 1.5 input should be a valid integer"),
+        (HOST + 'gateways = "1"', "[hosts.a] gateways: '1' input should be a valid integer"),
+        (HOST + 'workers = "1D1P"', "[hosts.a] workers: '1D1P' is not a ratio like 2P1D"),
+        (HOST + 'workers = "65P1D"', "[hosts.a] workers: '65P1D' is not a ratio like 2P1D, of at most 64"),
+        (HOST + 'workers = "2P1D"\ngpus = [0]', "[hosts.a] gpus: 1 for 3 workers"),
+        (HOST + 'workers = "0P1D"\ngpus = ["x;y"]', "[hosts.a] gpus[0]: 'x;y' is not the number of a GPU"),
+        (HOST + 'workers = "0P1D"\ngpus = [0]\ncores = "0-3"', "[hosts.a] cores: only for workers on the CPU"),
+        (HOST + 'cores = "x"', "[hosts.a] cores: 'x' "),
+        (HOST.replace("true", "false"), "hosts: none has coordinator = true"),
+        (HOST + HOST.replace("hosts.a", "hosts.b"), "[hosts.b] coordinator: there is one already, on a"),
+        (HOST + '[hosts.b]\naddress = "10.0.0.1"', "[hosts.a] address: 127.0.0.1 cannot be reached from the other"),
+        (HOST.replace("127.0.0.1", "10.0.0.1"), "keys: needed, since [hosts.a] listens on 10.0.0.1"),
+        (HOST + 'bind = "0.0.0.0"', "keys: needed, since [hosts.a] listens on 0.0.0.0"),
+        (HOST.replace("127.0.0.1", "alpha"), "[hosts.a] bind: needed, since alpha is a name"),
+        ('keys = "k"\ninsecure = true\n' + HOST, "insecure: says nothing beside keys"),
+        (HOST + "[ports]\nhttp = 0", "[ports] http: 0 input should be greater than"),
+    ],
+)
+def test_a_mistake_is_named(text: str, complaint: str) -> None:
+    with pytest.raises(ClusterError, match=re.escape(complaint)):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (FRONT + "[worker]\nkv_gigs = 1", "[worker] kv_gigs: no such option of a prefill; see crossdock worker --help"),
+        (FRONT + "[decode]\nkv_gib = 0", "[decode] kv_gib: 0 is not over 0"),
+        (FRONT + "[hosts.a.prefill]\nblock_size = 'x'", "[hosts.a.prefill] block_size: x is not a whole number"),
+        (FRONT + "[gateway]\nport = 80", "[gateway] port: follows from hosts, ports and the keys at the top"),
+        (FRONT + "[common]\nheartbeat_ms = 1", "[common] heartbeat_ms: 1 is under 10"),
+        (FRONT + '[hosts.b]\naddress = "127.0.0.1"\ngateways = 1', "both listen on 127.0.0.1 port 7100"),
+        (FRONT + "[ports]\ncoordinator = 8000", "both listen on 127.0.0.1 port 8000"),
+    ],
+)
+def test_a_mistake_in_a_role_is_named(text: str, complaint: str) -> None:
+    with pytest.raises(ClusterError, match=re.escape(complaint)):
+        plans(text)
+
+
+def test_several_mistakes_are_said_at_once() -> None:
+    with pytest.raises(ClusterError) as caught:
+        read(HOST + "gpu = 1\ncore = 1")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_what_is_special_wins() -> None:
+    text = FRONT + (
+        "[common]\nheartbeat_ms = 300\n[worker]\nkv_gib = 1\nmax_seqs = 8\nheartbeat_ms = 400\n[decode]\nkv_gib = 2\n"
+        "[hosts.a.worker]\nmax_seqs = 9\n[hosts.a.decode]\nkv_gib = 3\n"
+    )
+    found = {process.role: process.settings for process in plans(text)["a"].processes}
+    prefill, decode = found["prefill"], found["decode"]
+    assert isinstance(prefill, WorkerSettings) and isinstance(decode, WorkerSettings)
+    assert (prefill.kv_gib, prefill.max_seqs, prefill.heartbeat_ms) == (1, 9, 400)
+    assert (decode.kv_gib, decode.max_seqs) == (3, 9)
+    assert getattr(found["gateway"], "heartbeat_ms") == 300  # noqa: B009
+
+
+def test_each_worker_has_its_gpu_and_its_port() -> None:
+    text = HOST + 'workers = "1P2D"\ngpus = [3, "GPU-8a", "GPU-8a"]\n[ports]\nkv = 7300\n'
+    workers = [process for process in plans(text)["a"].processes if process.role != "coordinator"]
+    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in workers] == ["3", "GPU-8a", "GPU-8a"]
+    assert {one.environment["CUDA_DEVICE_ORDER"] for one in workers} == {"PCI_BUS_ID"}
+    assert all(isinstance(one.settings, WorkerSettings) and one.settings.device == "cuda" for one in workers)
+    binds = [one.settings.kv_bind for one in workers if isinstance(one.settings, WorkerSettings)]
+    assert binds == ["tcp://127.0.0.1:0", "tcp://127.0.0.1:7300", "tcp://127.0.0.1:7301"]
+
+
+def test_without_gpus_none_is_seen_and_cores_are_shared_out() -> None:
+    workers = plans(HOST + 'workers = "1P1D"\ncores = "0-3"\n')["a"].processes[1:]
+    assert [one.environment for one in workers] == [{"CUDA_VISIBLE_DEVICES": ""}] * 2
+    prefill, decode = (one.settings for one in workers)
+    assert isinstance(prefill, WorkerSettings) and isinstance(decode, WorkerSettings)
+    assert (decode.cpu_cores, decode.threads, decode.device) == ("2-3", 2, "cpu")
+    assert (prefill.cpu_cores, prefill.nice > 0) == ("0-1", True)
+
+
+def test_a_host_with_one_kind_of_worker_uses_its_cores() -> None:
+    for ratio in ("2P0D", "0P2D"):
+        workers = plans(HOST + f'workers = "{ratio}"\ncores = "0-4"\n')["a"].processes[1:]
+        cores = [one.settings.cores for one in workers if isinstance(one.settings, WorkerSettings)]
+        assert len(cores) == 2 and all(len(own) == 2 for own in cores) and not set(cores[0]) & set(cores[1])
+
+
+def test_a_host_behind_another_address_says_which() -> None:
+    text = "insecure = true\n" + FRONT.replace('"127.0.0.1"', '"alpha.example"\nbind = "10.0.0.7"')
+    plan = plans(text)["a"]
+    gateway, prefill, decode = (process.settings for process in plan.processes[1:])
+    assert isinstance(gateway, GatewaySettings) and isinstance(decode, WorkerSettings)
+    assert (gateway.tokens_bind, gateway.advertise, gateway.host) == (
+        "tcp://10.0.0.7:7100", "tcp://alpha.example:0", "10.0.0.7",
+    )  # fmt: skip
+    assert (decode.kv_bind, decode.advertise, decode.transfer_host) == (
+        "tcp://10.0.0.7:7200", "tcp://alpha.example:0", "10.0.0.7",
+    )  # fmt: skip
+    assert getattr(prefill, "coordinator") == "tcp://alpha.example:7070"  # noqa: B009
+    assert plan.base_urls == ("http://alpha.example:8000",)
+
+
+def test_keys_are_in_the_environment_and_never_shown() -> None:
+    plan = plans(FRONT + '[gateway]\napi_keys = ["secret-1", "secret-2"]\n')["a"]
+    gateway = next(process for process in plan.processes if process.role == "gateway")
+    assert "secret" not in " ".join(gateway.arguments())
+    assert spec_of(gateway).environment["CROSSDOCK_API_KEYS"] == "secret-1,secret-2"
+
+
+def test_arguments_make_the_same_settings_again() -> None:
+    text = HOST.replace("127.0.0.1", "fd00::1") + 'gateways = 2\nworkers = "1P1D"\n[decode]\nprefix_cache = false\n'
+    for process in plans('insecure = true\nmodel = "m"\n' + text)["a"].processes:
+        flags = process.arguments()
+        values: dict[str, str] = {"role": process.role} if process.role in ("prefill", "decode") else {}
+        for word in flags:
+            if word.startswith("--"):
+                name, value = word.removeprefix("--no-"), "false" if word.startswith("--no-") else "true"
+                key = name.removeprefix("--").replace("-", "_")
+                values[key] = value
+            else:
+                values[key] = word
+        assert load(type(process.settings), values) == process.settings
+
+
+def test_relative_paths_are_beside_the_file_and_travel_with_it() -> None:
+    text = (
+        'keys = "keys"\nmodel = "org/name"\n[gateway]\ntenants = "t.toml"\n[coordinator]\nusage_db = "/var/u.db"\n'
+        + FRONT
+    )
+    file = read(text)
+    assert (file.keys, file.model) == ("/conf/keys", "org/name")
+    assert (file.gateway["tenants"], file.coordinator["usage_db"]) == ("/conf/t.toml", "/var/u.db")
+    assert travels(text) == ["keys", "t.toml"]
+    assert read('model = "./m"\n' + FRONT).model == "/conf/m"
+
+
+def test_the_example_is_right_and_complete() -> None:
+    file = parse((ROOT / "scripts/cluster.toml").read_text(), PurePosixPath("/conf"))
+    assert sum(len(plan.processes) for plan in check(file).values()) == 6
+    assert incomplete(file) == []
+    assert base_urls(file) == ["http://10.0.0.1:8000"]
+    assert len(incomplete(read(HOST))) == 3

@@ -1,0 +1,292 @@
+"""Keys between roles: who is let in, as what, and what becomes of the others."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from proto.codec import encode
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Hello, Role
+from runtime import hangup
+from runtime.exits import ConfigError
+from runtime.keys import ROLES, Keys, KeysError, is_loopback, keys_for, make
+from runtime.link import LinkSettings
+from runtime.peer import open_socket
+from runtime.settings import CoordinatorSettings
+from tests.runtime.test_link import CANCEL, End, run, until
+
+SILENT_S = 0.3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make(tmp_path / "keys", list(ROLES))
+    return tmp_path / "keys"
+
+
+def links(folder: Path, role: Role, heartbeat_ms: int = 50) -> LinkSettings:
+    return LinkSettings(
+        heartbeat_ms=heartbeat_ms,
+        reconnect_ms=10,
+        reconnect_ms_max=50,
+        handshake_timeout_ms=2_000,
+        keys=Keys(folder, role),
+    )
+
+
+def hello(role: Role, name: str = "x", epoch: int = 9) -> Hello:
+    return Hello(PROTOCOL_VERSION, role, epoch, name)
+
+
+def test_with_keys_messages_go_both_ways(folder: Path) -> None:
+    async def body() -> None:
+        a, b = End(), End()
+        server = a.server(settings=links(folder, Role.COORDINATOR))
+        client = b.client(await server.start(), hello=hello(Role.DECODE), settings=links(folder, Role.DECODE))
+        await client.start()
+        assert await a.next() == ("up", 9) and await b.next() == ("up", 7)
+        assert a.peer is not None and b.peer is not None and a.peer.send(CANCEL) and b.peer.send(CANCEL)
+        assert await a.next() == ("message", CANCEL) and await b.next() == ("message", CANCEL)
+        assert set(server.counters.turned_away().values()) == {0} and not server.counters.protocol_errors
+        await client.close()
+        await server.close()
+
+    run(body)
+
+
+def test_who_is_turned_away_is_counted_and_others_are_served(folder: Path, tmp_path: Path) -> None:
+    make(tmp_path / "foreign", list(ROLES))
+    for public in folder.glob("*.key"):  # knows whom to ask, but is not known there
+        (tmp_path / "foreign" / public.name).write_bytes(public.read_bytes())
+
+    async def body() -> None:
+        a, good = End(), End()
+        server = a.server(settings=links(folder, Role.COORDINATOR))
+        address = await server.start()
+        served = good.client(address, hello=hello(Role.PREFILL), settings=links(folder, Role.PREFILL))
+        await served.start()
+        assert await a.next() == ("up", 9)
+        unknown = End().client(address, hello=hello(Role.DECODE), settings=links(tmp_path / "foreign", Role.DECODE))
+        plain = End().client(address, hello=hello(Role.DECODE))
+        posing = End().client(address, hello=hello(Role.GATEWAY), settings=links(folder, Role.DECODE))
+        for client, why in ((unknown, "does not let this key in"), (plain, "keys"), (posing, "key is decode")):
+            await client.start()
+            await until(lambda client=client, why=why: why in client.last_error)  # type: ignore[misc]
+            await client.close()
+        counters = server.counters
+        assert counters.unknown_keys and counters.plain and counters.impostors, counters
+        assert a.events.empty() and len(server.peers) == 1
+        assert good.peer is not None and good.peer.send(CANCEL)
+        assert await a.next() == ("message", CANCEL)
+        await served.close()
+        await server.close()
+
+    run(body)
+
+
+def test_a_server_without_the_right_key_is_not_believed(folder: Path, tmp_path: Path) -> None:
+    """It has a listed key, but of another role; and one that has none hears nothing at all."""
+
+    async def body() -> None:
+        a = End()
+        false = a.server(settings=links(folder, Role.GATEWAY))
+        client = End().client(await false.start(), hello=hello(Role.DECODE), settings=links(folder, Role.DECODE))
+        await client.start()
+        await until(lambda: bool(client.last_error))
+        assert a.events.empty()
+        await client.close()
+        await false.close()
+        bare = End().server()
+        client = End().client(await bare.start(), hello=hello(Role.DECODE), settings=links(folder, Role.DECODE))
+        await client.start()
+        await until(lambda: "--keys" in client.last_error)
+        await client.close()
+        await bare.close()
+
+    run(body)
+
+
+def test_a_routing_id_is_no_identity(folder: Path) -> None:
+    """A worker takes the id of another one that has just left: its frames are not taken for the other's."""
+
+    async def body() -> None:
+        a = End()
+        server = a.server(settings=links(folder, Role.COORDINATOR, heartbeat_ms=60_000))
+        address = await server.start()
+
+        async def connect(role: Role) -> zmq.asyncio.Socket:
+            socket, keys = open_socket(zmq.DEALER, LinkSettings()), Keys(folder, role)
+            socket.routing_id = b"first"
+            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+            socket.curve_serverkey = keys.of(Role.COORDINATOR)[0]
+            socket.connect(address)
+            return socket
+
+        first = await connect(Role.PREFILL)
+        await first.send(encode(hello(Role.PREFILL)))
+        assert await a.next() == ("up", 9)
+        server._probe_all = lambda: None  # type: ignore[method-assign]  # as slow as the intruder could wish
+        first.close(0)
+        await asyncio.sleep(SILENT_S)
+        second = await connect(Role.DECODE)
+        await second.send(encode(CANCEL))
+        assert await a.next() == ("down", "another key speaks in its place")
+        assert server.counters.impostors == 1
+        second.close(0)
+        await server.close()
+
+    run(body)
+
+
+def test_keys_are_rotated_on_sighup(folder: Path) -> None:
+    """A new key is let in once the public file is there, and its links end once it is gone; a mistake changes nothing."""
+    make(folder, ["decode-b"])
+    public, secret = (folder / f"decode-b{end}" for end in (".key", ".key_secret"))
+    later = public.read_bytes()
+    public.unlink()
+    (folder / "decode.key_secret").rename(folder / "was")
+
+    async def body() -> None:
+        hangup.listen()
+        a, b = End(), End()
+        server = a.server(settings=links(folder, Role.COORDINATOR))
+        address = await server.start()
+        client = b.client(address, hello=hello(Role.DECODE), settings=links(folder, Role.DECODE))
+        assert client._settings.keys is not None and client._settings.keys.name == "decode-b"
+        await client.start()
+        await until(lambda: server.counters.unknown_keys > 0)
+        public.write_bytes(later)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert await a.next() == ("up", 9)
+        public.write_text("nothing")
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(SILENT_S)
+        assert a.events.empty() and len(server.peers) == 1
+        public.unlink()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert await a.next() == ("down", "its key was removed")
+        await client.close()
+        await server.close()
+
+    run(body)
+    assert secret.exists()
+
+
+def test_a_server_with_several_keys_is_found_by_trying(folder: Path) -> None:
+    """As with two gateways of one key each: which of them is at an address, nobody was told."""
+    make(folder, ["gateway-b"])
+    other = folder.parent / "other"
+    make(other, ["coordinator", "gateway-b"])
+    for name in ("gateway-b.key", "gateway-b.key_secret"):
+        (folder / name).write_bytes((other / name).read_bytes())
+
+    async def body() -> None:
+        a = End()
+        server = a.server(settings=links(other, Role.GATEWAY))
+        gate = links(folder, Role.GATEWAY).keys
+        assert gate is not None and gate.name == "gateway"
+        (other / "decode.key").write_bytes((folder / "decode.key").read_bytes())
+        assert server._settings.keys is not None
+        server._settings.keys.read_again()
+        client = End().client(
+            await server.start(), hello=hello(Role.DECODE), settings=links(folder, Role.DECODE), to=Role.GATEWAY
+        )
+        await client.start()
+        assert await a.next() == ("up", 9)
+        await client.close()
+        await server.close()
+
+    run(body)
+
+
+# --- files and options ------------------------------------------------------------------------------------------------
+
+
+def test_files_are_for_their_owner_only_and_never_overwritten(folder: Path) -> None:
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(KeysError, match="not overwritten"):
+        make(folder, ["decode-b", "decode"])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    with pytest.raises(KeysError, match="'router' is not a role"):
+        make(folder, ["router"])
+    folder.chmod(0o755)
+    with pytest.raises(KeysError, match="chmod 700"):
+        make(folder, ["decode-b"])
+
+
+def test_only_its_own_secret_is_read(folder: Path) -> None:
+    for path in folder.glob("*.key_secret"):
+        if path.name != "decode.key_secret":
+            path.unlink()
+    (folder / "api.key").write_text("another credential of the same unit")
+    keys = Keys(folder, Role.DECODE)
+    assert len(keys.secret) == 40 and keys.secret.decode() not in repr(keys)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda at: (at / "decode.key_secret").unlink(), "has no decode.key_secret"),
+        (lambda at: (at / "decode.key_secret").chmod(0o644), "chmod 600"),
+        (lambda at: (at / "decode.key_secret").write_text('public-key = "x"\n'), "has no secret key"),
+        (lambda at: (at / "gateway.key").unlink(), "has no gateway.key"),
+        (lambda at: (at / "gateway.key").write_text("public-key = short"), "gateway.key: has no public key"),
+        (lambda at: (at / "gateway.key").write_text("rubbish"), "is not a file of a key"),
+        (
+            lambda at: (at / "gateway.key").write_bytes((at / "decode.key").read_bytes()),
+            "is the same key as decode.key",
+        ),
+        (
+            lambda at: make(at, ["decode-b", "decode-c"]) and (at / "decode.key_secret").unlink(),
+            "a process has one key",
+        ),
+    ],
+)
+def test_a_folder_with_a_fault_is_refused_and_the_fault_named(folder: Path, harm, says: str) -> None:  # type: ignore[no-untyped-def]
+    harm(folder)
+    with pytest.raises(KeysError, match=says) as caught:
+        Keys(folder, Role.DECODE)
+    material = [
+        line.split('"')[1] for path in folder.glob("*.key*") for line in path.read_text().splitlines() if '"' in line
+    ]
+    assert not any(len(key) == 40 and key in str(caught.value) for key in material)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("tcp://127.0.0.1:1", True),
+        ("tcp://127.8.8.8:1", True),
+        ("tcp://[::1]:1", True),
+        ("tcp://localhost:1", True),
+        ("tcp://0.0.0.0:1", False),
+        ("tcp://[::]:1", False),
+        ("tcp://*:1", False),
+        ("tcp://eth0:1", False),
+        ("tcp://10.0.0.5:1", False),
+        ("tcp://127.0.0.1.example.com:1", False),
+    ],
+)
+def test_without_keys_only_loopback_is_bound(address: str, expected: bool) -> None:
+    assert is_loopback(address) is expected
+    settings = CoordinatorSettings(bind=address)
+    if expected:
+        assert keys_for(settings, Role.COORDINATOR, {"--bind": address}) is None
+    else:
+        with pytest.raises(ConfigError, match=r"^--keys: needed, since --bind"):
+            keys_for(settings, Role.COORDINATOR, {"--bind": address})
+    assert keys_for(CoordinatorSettings(bind=address, insecure=True), Role.COORDINATOR, {"--bind": address}) is None
+
+
+def test_keys_and_insecure_are_one_or_the_other(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--insecure: says to go without keys"):
+        CoordinatorSettings(insecure=True, keys=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^--keys: there is no folder"):
+        keys_for(CoordinatorSettings(keys=str(tmp_path / "none")), Role.COORDINATOR)

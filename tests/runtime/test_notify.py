@@ -1,0 +1,139 @@
+"""What a real process says to a real socket: ready, alive while there is progress, stopping."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from launcher.process import child_environment
+
+WAIT_S = 60.0
+ROLE = """
+import asyncio
+from runtime import notify
+from runtime.driver import run_process
+
+async def main(stop):
+    healthy = [True]
+    notify.only_while(lambda: healthy[0])
+    notify.ready("here")
+    asyncio.get_running_loop().add_reader(0, lambda: healthy.__setitem__(0, input() == "well"))
+    await stop.wait()
+    return 0
+
+raise SystemExit(run_process(main))
+"""
+
+
+class Listener:
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(address)
+        self.said: list[str] = []
+
+    def wait_for(self, line: str) -> None:
+        """Until it comes, whatever comes before."""
+        deadline = time.monotonic() + WAIT_S
+        while line not in self.said:
+            assert select.select([self.socket], [], [], deadline - time.monotonic())[0], f"{line} not in {self.said}"
+            self.said += self.socket.recv(4096).decode().splitlines()
+
+    def quiet_for(self, silent_s: float) -> bool:
+        return not select.select([self.socket], [], [], silent_s)[0]
+
+    def drain(self) -> None:
+        while select.select([self.socket], [], [], 0)[0]:
+            self.socket.recv(4096)
+        self.said.clear()
+
+
+@contextmanager
+def listening(address: str) -> Iterator[Listener]:
+    listener = Listener(address)
+    try:
+        yield listener
+    finally:
+        listener.socket.close()
+
+
+@contextmanager
+def started(arguments: list[str], **environment: str) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=child_environment(1) | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.communicate(timeout=WAIT_S)
+
+
+@pytest.mark.parametrize("abstract", [True, False])
+def test_ready_and_stopping(tmp_path: Path, abstract: bool) -> None:
+    name = f"crossdock-test-{os.getpid()}"
+    address, bound = (f"@{name}", f"\0{name}") if abstract else (str(tmp_path / "n"), str(tmp_path / "n"))
+    with listening(bound) as listener, started(["-c", ROLE], NOTIFY_SOCKET=address) as process:
+        listener.wait_for("READY=1")
+        listener.wait_for("STATUS=here")
+        assert listener.quiet_for(0.3), "there is no watchdog"
+        process.terminate()
+        listener.wait_for("STOPPING=1")
+        assert process.wait(WAIT_S) == 0
+
+
+def test_the_watchdog_is_fed_while_there_is_progress(tmp_path: Path) -> None:
+    address = str(tmp_path / "n")
+    watched = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "300000"}
+    with listening(address) as listener, started(["-c", ROLE], **watched) as process:
+        assert process.stdin is not None
+        listener.wait_for("WATCHDOG=1")
+        for how in ("no progress", "the loop stands still"):
+            if how == "no progress":
+                process.stdin.write("ill\n")
+                process.stdin.flush()
+            else:
+                process.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + WAIT_S
+            while not listener.quiet_for(0.5):
+                assert time.monotonic() < deadline, how
+                listener.drain()
+            if how == "no progress":
+                process.stdin.write("well\n")
+                process.stdin.flush()
+            else:
+                process.send_signal(signal.SIGCONT)
+            listener.wait_for("WATCHDOG=1")
+            listener.drain()
+
+
+def test_a_watchdog_of_another_process_is_not_fed(tmp_path: Path) -> None:
+    address = str(tmp_path / "n")
+    others = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "100000", "WATCHDOG_PID": "1"}
+    with listening(address) as listener, started(["-c", ROLE], **others):
+        listener.wait_for("READY=1")
+        assert listener.quiet_for(0.5)
+
+
+def test_a_coordinator_says_when_it_listens(tmp_path: Path) -> None:
+    address = str(tmp_path / "n")
+    arguments = ["-m", "coordinator", "--bind", "tcp://127.0.0.1:0"]
+    with listening(address) as listener, started(arguments, NOTIFY_SOCKET=address, WATCHDOG_USEC="500000") as process:
+        listener.wait_for("READY=1")
+        listener.wait_for("WATCHDOG=1")
+        process.terminate()
+        listener.wait_for("STOPPING=1")
+        assert process.wait(WAIT_S) == 0

@@ -215,6 +215,10 @@ class Pool:
     def may_pair(self, prefill: Worker, decode: Worker, now: float) -> bool:
         return self.breakers.allows((prefill.epoch, decode.epoch), now, lambda key: key in decode.holdings)
 
+    def has_pair(self, prefill: Worker, now: float) -> bool:
+        """Whether anything may be placed on it, as far as its pairs go."""
+        return not self.breakers.pairs or any(self.may_pair(prefill, decode, now) for decode in self.decode.values())
+
     def hash_block_size(self) -> int:
         """Tokens that one hash of a prompt covers: the smallest block size, of which all others are multiples."""
         return min(worker.capacity.block_size for worker in (*self.prefill.values(), *self.decode.values()))
@@ -246,7 +250,9 @@ class Pool:
         room is kept, nobody has looked whether others would have some."""
         if self.kept_for is not None:
             return
-        if self.breakers.concern(prefill.epoch) or any(not prefill.fits(prefill.prefill_holding(request.submit)) for request in self.refused):
+        if self.breakers.concern(prefill.epoch) or any(
+            not prefill.fits(prefill.prefill_holding(request.submit)) for request in self.refused
+        ):
             self.full.add(prefill.epoch)
         elif self.refused:
             self.full.update(self.prefill)

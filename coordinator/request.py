@@ -68,7 +68,7 @@ class Request(msgspec.Struct, eq=False):
     expected_left: int = NEVER
     """Tokens its answer is counted with on a decode worker, if less than it may have."""
     claim: tuple[int, int] = NO_CLAIM
-    """Its prefill worker was lost: the decode worker whose room stays its own until it is placed again, and the attempt that had
+    """Its prefill worker was lost: the decode worker whose room stays its own until it is placed again, and which attempt had
     it."""
     bypassed: int = 0
     """How often another request got room while this one waited for it."""

@@ -38,10 +38,6 @@ from gateway.stream_types import (
 from proto.errors import CancelReason, Reject
 from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, TokenItem, Tokens
 
-_PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL)
-"""Rejections that a moment's wait may cure. The gateway has checked the model's name: unknown means no worker was up yet."""
-_PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET)
-
 
 class StreamKeeper:
     def __init__(self, limits: StreamLimits | None = None) -> None:
@@ -176,7 +172,7 @@ class StreamKeeper:
             return
         resume_until = submission.interrupted_at + self.limits.resume_wait_s
         until = submission.wait_until if submission.is_new else resume_until
-        if event.reason in (_PASSING if submission.is_new else _PASSING_RESUME) and until is not None and now < until:
+        if event.reason in submission.passing and until is not None and now < until:
             # An attempt that had been accepted, and was shed since, is spent.
             submission.resuming |= submission.phase is Phase.RUNNING
             submission.phase = Phase.PENDING

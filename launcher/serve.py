@@ -34,7 +34,9 @@ def run(settings: ServeSettings) -> int:
     """Raises `CrossdockError`, `SettingsError` among them, with what to tell the user."""
     console = Console()
     started_at = clock.now()
-    clusters.http_ports(settings.host, settings.port, settings.gateways)  # a taken one is told before a model is fetched for minutes
+    clusters.http_ports(
+        settings.host, settings.port, settings.gateways
+    )  # a taken one is told before a model is fetched for minutes
     model = models.ready(settings.model, settings.model_id, console)
     status = uvloop.run(until_interrupted(_serve(settings, model, console, started_at), console))
     if status is None:

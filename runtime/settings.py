@@ -122,7 +122,10 @@ class CoordinatorSettings(CommonSettings):
         " turn: lower shields a cluster whose workers keep dying, higher lets a large one recover from a loss at once.",
     )
     retry_share: float = Field(
-        1.0, ge=0.0, le=100.0, description="And so many more for each live request: with 1, each may come back once in that time."
+        1.0,
+        ge=0.0,
+        le=100.0,
+        description="And so many more for each live request: with 1, each may come back once in that time.",
     )
     journal: str = Field(
         "",

@@ -1,5 +1,5 @@
-"""What becomes of requests whose worker is lost or hangs: room that is kept for them, how many may come back at once, and pairs of
-workers that are left out for a while."""
+"""What becomes of requests whose worker is lost or hangs: room that is kept for them, how many may come back at once, and which
+pairs of workers are left out for a while."""
 
 import random
 

@@ -35,7 +35,7 @@ from gateway.stream_types import (
     Why,
     WorkerDown,
 )
-from proto.errors import CancelReason, Reject
+from proto.errors import CancelReason
 from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, TokenItem, Tokens
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from simulation.cluster import Cluster
     from simulation.gateway_process import GatewayProcess
 
-_PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED})
+_PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET})
 """Why a new request may be turned away in a small cluster with short queues, whatever its tenant."""
 LEFT_S = 0.1
 """Until nothing more is computed for a client that left, where nothing is disturbed."""

@@ -129,8 +129,8 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
     for pair in report.kv_pairs:
         why = f" ({escape(pair.why)})" if pair.why else ""
         console.print(f"KV {escape(pair.prefill)} → {escape(pair.decode)}: {pair.transport}{why}", highlight=False)
-    for pair in report.left_out:
-        console.print(f"Left out: {escape(pair)}", highlight=False)
+    for words in report.left_out:
+        console.print(f"Left out: {escape(words)}", highlight=False)
     console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
     console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
     if report.counters:

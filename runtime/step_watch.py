@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 FIRST_OF_ITS_SIZE = 10
 TIMES_THE_LONGEST = 10
-_LOOKS = 10
+_LOOKS = 4
 _LOOK_S_MAX = 1.0
 _LATE_LOOKS = 3
 """A look that comes so many pauses late shows that the process was stopped."""

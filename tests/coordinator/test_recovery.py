@@ -3,8 +3,10 @@ pairs of workers are left out for a while."""
 
 import random
 
+import msgspec
 import pytest
 
+from coordinator import report
 from coordinator.breakers import OPEN_S, OPEN_S_MAX, TRIP_AFTER, Breakers
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from coordinator.lifecycle import State
@@ -50,6 +52,25 @@ def test_a_worker_that_says_it_hangs_is_fenced_before_its_link_ends(role: Role) 
     h.post(PeerDown(hung, "connection closed"))
     assert (request.state, h.ended) == (state, ends) and h.core.counters[f"{role}_lost"] == 1
     assert "hung" in (h.core.refusal(hello) or "")
+
+
+def test_a_process_that_comes_back_as_another_is_counted_as_started_again() -> None:
+    h = Harness.make()
+    first = h.core.peers[10]
+    h.post(PeerDown(10, "connection closed"))
+    h.post(PeerUp(10, first))
+    assert h.core.counters["prefill_restarted"] == 0, "its link was lost, no more"
+    h.post(PeerDown(10, "killed"))
+    h.post(PeerUp(99, msgspec.structs.replace(first, epoch=99)))
+    assert h.core.counters["prefill_restarted"] == 1
+
+
+def test_what_is_left_out_is_said() -> None:
+    h = cluster()
+    for number in range(TRIP_AFTER):
+        h.one(f"r{number}", works=False)
+    [said] = report.status(h.core).left_out
+    assert "prefill-10 → decode-20" in said and f"{TRIP_AFTER} transfers" in said
 
 
 # --- how many come back --------------------------------------------------------------------------------------------------

@@ -30,11 +30,13 @@ from proto.messages import (
     Message,
     RateState,
     Rejected,
+    StatusRequest,
     Submit,
     TokenItem,
     Tokens,
 )
 from proto.sampling import TokenLogprobs
+from proto.status import StatusReport
 from runtime.tenants import parse
 from tests import tiny_models
 
@@ -86,6 +88,9 @@ class FakeCluster:
             self.cancels.append(message)
             self.cancelled.add((message.request_id, message.attempt))
             return
+        if isinstance(message, StatusRequest):
+            report = StatusReport((), (), 0, {}, {}, {"decode_hung": 3}, (), ("a → b: broken",))
+            return self.backend.coordinator_message(self, report, b"") if not self.hold else None
         assert isinstance(message, Submit)
         self.submits.append((message, unpack_tokens(blob, message.prompt_tokens)))
         rejection = self.reject(message)

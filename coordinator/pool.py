@@ -213,7 +213,9 @@ class Pool:
             worker.trouble = worker.trouble * 0.95 if worker.trouble > 0.01 else 0.0
 
     def may_pair(self, prefill: Worker, decode: Worker, now: float) -> bool:
-        return self.breakers.allows((prefill.epoch, decode.epoch), now, lambda key: key in decode.holdings)
+        return not self.breakers.pairs or self.breakers.allows(
+            (prefill.epoch, decode.epoch), now, lambda key: key in decode.holdings
+        )
 
     def has_pair(self, prefill: Worker, now: float) -> bool:
         """Whether anything may be placed on it, as far as its pairs go."""

@@ -214,7 +214,7 @@ class Oracles:
         limits, retries = self.cluster.plan.limits, self._retries.setdefault(epoch, [])
         retries.append(now)
         in_window = sum(at > now - WINDOW_S for at in retries)
-        if in_window > limits.retry_floor + limits.retry_share * alive + 1 and self.cluster.plan.hostility is None:
+        if in_window - 1 >= limits.retry_floor + limits.retry_share * alive and self.cluster.plan.hostility is None:
             why = f"{in_window} came back within {WINDOW_S:g} s, with {alive} alive"
             raise Violation("bounded retries", why, stream_of(moved.request_id))
 

@@ -38,11 +38,7 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
             state.send(epoch, Accepted(*known.key, state.billing.rates(submit.tenant, now)))
         return
     again = _comes_back(state, submit)
-    if again and not state.retries.allows(len(state.requests), now):
-        state.counters["retries_put_off"] += 1
-        why = "too many interrupted requests come back at once"
-        put_off = Rejected(submit.request_id, submit.attempt, Reject.RETRY_BUDGET, why, state.retries.wait_s(now))
-        state.send(epoch, put_off)
+    if again and _put_off(state, epoch, submit, now):
         return
     reason, why = _judge(state, submit)
     request, retry_after_s = known, None
@@ -82,6 +78,17 @@ def _comes_back(state: State, submit: Submit) -> bool:
     if known is not None:
         return known.state is Life.INTERRUPTED
     return submit.attempt > 1 and submit.request_id in state.ended
+
+
+def _put_off(state: State, epoch: int, submit: Submit, now: float) -> bool:
+    """Where too many come back at once, its gateway is told to try again later; nothing else changes."""
+    if state.retries.allows(len(state.requests), now):
+        return False
+    state.counters["retries_put_off"] += 1
+    why = "too many interrupted requests come back at once"
+    put_off = Rejected(submit.request_id, submit.attempt, Reject.RETRY_BUDGET, why, state.retries.wait_s(now))
+    state.send(epoch, put_off)
+    return True
 
 
 def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: float) -> None:

@@ -38,7 +38,7 @@ def judge(submit: Submit, pool: Pool | None, limits: Limits) -> Refusal:
     """Whether a request could be served at all, however much waits: (None, "") or a reason and its words."""
     if pool is None:
         return Reject.UNKNOWN_MODEL, f"no worker has served model {submit.model!r} yet"
-    if submit.attempt > limits.attempts_max:
+    if submit.attempt - submit.drained_attempts > limits.attempts_max:
         return Reject.TOO_MANY_ATTEMPTS, f"given up after {limits.attempts_max} attempts"
     if not pool.servable():
         # A resume waits for the restart of what it lost; a new request is told at once.

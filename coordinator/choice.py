@@ -46,7 +46,8 @@ def rather_waits(request: Request, prefill: Worker, pool: Pool, now: float) -> b
     others = {
         worker.epoch: _prefill_side(worker, cached)
         for worker in pool.prefill.values()
-        if (cached := cached_tokens(submit, worker, pool)) > here
+        if not worker.draining
+        and (cached := cached_tokens(submit, worker, pool)) > here
         and worker.fits(worker.prefill_holding(submit))
         and pool.has_pair(worker, now)
     }

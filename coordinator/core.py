@@ -7,16 +7,19 @@ counted here are never more than those the worker has.
     members   processes come and go
     intake    what gateways ask for
     progress  what workers report
+    draining  workers that leave on purpose
     schedule  what runs where and when, after each of these
 """
 
 from collections.abc import Callable
+from math import inf
 
-from coordinator import admission, intake, members, progress, report, tenancy
+from coordinator import admission, draining, intake, members, progress, report, tenancy
 from coordinator.events import Action, Configured, Event, Misbehaved, PeerDown, PeerUp, Received, Tick
 from coordinator.pool import WORKERS
 from coordinator.schedule import schedule
 from coordinator.state import State
+from proto.drain import Draining, DrainRequest
 from proto.messages import (
     CacheEvents,
     CacheMiss,
@@ -57,6 +60,8 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
     Hung: (WORKERS, members.hung),
     KvPairs: ((Role.PREFILL,), progress.kv_pairs),
     KvHeld: (WORKERS, progress.kv_held),
+    Draining: (WORKERS, draining.said),
+    DrainRequest: ((Role.OBSERVER,), draining.asked),
     StatusRequest: ((Role.OBSERVER, Role.GATEWAY), _status),
 }
 """Who may send what, and who takes it."""
@@ -83,7 +88,11 @@ class Core(State):
                 tenancy.configure(self, tenants, utc_offset_s, past, now)
             case Tick():
                 pass
+        if self.draining:
+            draining.hand_over(self, now)
         schedule(self, now)
+        if self.draining:
+            draining.dismiss(self)
         return self.out
 
     def next_deadline(self) -> float | None:
@@ -93,6 +102,8 @@ class Core(State):
         waiting += [at for pool in self.pools.values() if (at := pool.breakers.next_wake()) is not None]
         if (write_off := self.billing.next_write_off()) is not None:
             waiting.append(write_off)
+        if (hand_over := draining.next_hand_over(self)) < inf:
+            waiting.append(hand_over)
         return min(waiting, default=None)
 
     def _received(self, event: Received, now: float) -> None:

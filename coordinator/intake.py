@@ -64,19 +64,23 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
     if again:
         state.counters["retries"] += 1
         state.retries.spend(now)
+    if submit.drained_attempts and submit.resumed_tokens:
+        request.paid_tokens = submit.prompt_tokens  # its prompt was computed, and those tokens were emitted
     queue = state.queues[submit.model]
     request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
-    queue.push(request, now)
+    queue.push(request, now, not state.draining or state.can_run(request))
     state.pools[submit.model].full.clear()
     state.send(epoch, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))
 
 
 def _comes_back(state: State, submit: Submit) -> bool:
-    """Whether an earlier attempt at it was cut short here. Of what an earlier coordinator had accepted nothing is known."""
+    """Whether an earlier attempt at it was cut short here, and not by a drain. Of what an earlier coordinator had accepted
+    nothing is known."""
     known = state.requests.get(submit.request_id)
     if known is not None:
-        return known.state is Life.INTERRUPTED
+        drained = submit.drained_attempts > known.submit.drained_attempts
+        return known.state is Life.INTERRUPTED and not drained
     return submit.attempt > 1 and submit.request_id in state.ended
 
 
@@ -192,6 +196,7 @@ def expire(state: State, now: float) -> None:
                 if late
                 else f"waited {state.limits.queue_wait_s_max:g} s in the queue"
             )
+            state.counters[f"rejected_{reason}"] += 1
             retry_after_s = report.retry_after_s(state, request.submit, now)
             state.send(request.gateway_epoch, Rejected(*request.key, reason, why, retry_after_s))
             state.end(request, Trigger.EXPIRE, why, now)

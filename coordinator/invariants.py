@@ -12,6 +12,7 @@ def check(core: Core) -> None:
     for worker in core.workers.values():
         worker.check_invariants()
         assert len(worker.steps) <= core.limits.steps_in_flight
+        assert worker.draining == (worker.epoch in core.draining)
         assert all(core.requests.get(r.id) is r and r.prefill_epoch == worker.epoch for r in worker.placed.values())
         assert all(r.entry is not None for r in worker.placed.values())
         for request_id, attempt in worker.holdings:
@@ -25,7 +26,7 @@ def check(core: Core) -> None:
     for queue in core.queues.values():
         assert queue.backlog.tokens == sum(request.submit.prompt_tokens for request in queue)
         for request in queue:
-            assert request.entry is not None or not core.pools[request.submit.model].could_ever_fit(request.submit)
+            assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)
     assert sum(len(queue.fair) for queue in core.queues.values()) == sum(
         request.entry is not None for request in core.requests.values()
     )

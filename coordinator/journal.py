@@ -9,7 +9,6 @@ import fcntl
 import os
 import platform
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +16,7 @@ from coordinator.core import Core
 from coordinator.events import Action, Event
 from coordinator.journal_format import FAILED, MAGIC, Chain, Header, encode_end, encode_header, event_bytes
 from runtime import clock, log
+from runtime.version import version_of
 
 FLUSH_S: Final = 0.2
 FLUSH_BYTES: Final = 256 << 10
@@ -134,7 +134,7 @@ class RecordedCore:
         self._core, self._journal = core, journal
         self._header = Header(
             core.limits,
-            software=_software(),
+            software=version_of(),
             platform=f"Python {platform.python_version()} on {platform.machine()}",
             process=process,
             unix_s=clock.unix_time(),
@@ -167,13 +167,6 @@ class RecordedCore:
             raise
         self._journal.write(chain.record(len(actions), chain.actions(actions)))
         return actions
-
-
-def _software() -> str:
-    try:
-        return version("crossdock")
-    except PackageNotFoundError:
-        return "from source"
 
 
 def _keep_earlier(path: Path) -> None:

@@ -23,6 +23,7 @@ from coordinator.events import (
 from coordinator.journal import Journal, RecordedCore
 from coordinator.ledger import Ledger, LedgerError
 from coordinator.lifecycle import TERMINAL
+from coordinator.metrics import CoordinatorMetrics
 from coordinator.outbox import Outbox
 from coordinator.quota import DAY_S
 from coordinator.usage import Closed, Opened
@@ -31,10 +32,12 @@ from proto.errors import Reject, RemoteProtocolError
 from proto.messages import Hello, Message, Rejected, Role, Submit
 from proto.status import StatusReport
 from runtime import clock, log, machine, notify
+from runtime.common_metrics import link_counters
 from runtime.driver import CoreDriver, cancelled, run_process, watched
 from runtime.exits import ConfigError
 from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.metrics_server import MetricsServer
 from runtime.settings import CoordinatorSettings
 from runtime.tenants import Tenants, TenantsError, open_tenants
 from runtime.tenants_file import TenantsFile
@@ -47,7 +50,7 @@ class Coordinator:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self.settings = settings
-        name = settings.name or f"coordinator-{os.getpid()}"
+        self.name = name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
         self.core = Core(
             Limits(
@@ -70,6 +73,9 @@ class Coordinator:
         self.driver: CoreDriver[Event, Action] = CoreDriver(
             self.recorded or self.core, perform=self._perform, tick=Tick()
         )
+        self.metrics = CoordinatorMetrics(self.core, clock.now)
+        self.metrics.page.introduce(name=name)
+        self.observed = MetricsServer(settings.metrics)
         self.peers: dict[int, Peer] = {}
         self.tenants: TenantsFile | None = None
         self.ledger: Ledger | None = None
@@ -82,7 +88,7 @@ class Coordinator:
                 limits.PROTOCOL_VERSION,
                 Role.COORDINATOR,
                 clock.new_epoch(),
-                name,
+                self.name,
                 host=socket.gethostname(),
                 pid=os.getpid(),
             ),
@@ -104,6 +110,7 @@ class Coordinator:
         except OSError as error:
             raise ConfigError(f"--journal: {error}") from error
         try:
+            await self.observed.start()
             await self._configure()
             if self.tenants is not None:
                 watching.append(watched(self.tenants.watch(self._tenants_changed)))
@@ -118,6 +125,8 @@ class Coordinator:
                 "cannot start", error=f"--bind: {error.strerror}" if isinstance(error, CannotBind) else str(error)
             )
             return 1
+        link_counters(self.metrics.page, {"control": self.server.counters})
+        self.observed.show(self.metrics.page, lambda: None, {"/targets": self._targets})
         self.log.info("listening", address=address)
         notify.ready(f"listening on {address}")
         failed = asyncio.create_task(self.failure.wait())
@@ -127,6 +136,7 @@ class Coordinator:
         # First, so that rows of streams which go on without us stay open for the next coordinator.
         await self._close_ledger(watching)
         await self.server.close()
+        await self.observed.close()
         self.driver.close()
         if self.record is not None:
             self.record.close("stopped")
@@ -207,6 +217,7 @@ class Coordinator:
             raise RemoteProtocolError("this link was replaced by a newer one")
         if isinstance(message, Submit) and self._is_too_much(message):
             why = "usage cannot be recorded as fast as requests come"
+            self.metrics.refused_behind += 1
             peer.send(Rejected(message.request_id, message.attempt, Reject.NO_CAPACITY, why, _BEHIND_RETRY_S))
             return
         self.driver.post(Received(peer.epoch, message, blob))
@@ -222,7 +233,7 @@ class Coordinator:
     def _send(self, send: Send) -> None:
         peer, message = self.peers.get(send.epoch), send.message
         if isinstance(message, StatusReport):
-            message = self._with_link_counters(message)
+            message = self._complete(message)
         if peer is not None:
             peer.send(message, send.blob)
 
@@ -231,9 +242,14 @@ class Coordinator:
             case Send():
                 if self.outbox.pass_or_hold(action):
                     self._send(action)
-            case Opened() | Closed():
+            case Opened():
+                self.metrics.opened(action)
+                self._journal(action)
+            case Closed():
+                self.metrics.closed(action)
                 self._journal(action)
             case Moved(request_id, attempt, state, why):
+                self.metrics.moved(action)
                 emit = self.log.info if state in TERMINAL else self.log.debug
                 emit("request", request_id=request_id, attempt=attempt, state=state.value, why=why)
             case Misbehaved(epoch, reason):
@@ -243,12 +259,24 @@ class Coordinator:
                     # Not from inside the core's own event: dropping makes one.
                     asyncio.get_running_loop().call_soon(self.server.drop, peer, reason)
 
-    def _with_link_counters(self, report: StatusReport) -> StatusReport:
-        """Counted where the core does not see them: what it answers depends on its events alone."""
+    def _complete(self, report: StatusReport) -> StatusReport:
+        """With what the core does not see: what it answers depends on its events alone."""
         links = self.server.counters
         turned_away = {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}
         counters = report.counters | {"protocol_errors": links.protocol_errors} | turned_away
-        return msgspec.structs.replace(report, counters=counters)
+        own = {self.name: self.observed.address} if self.observed.address else {}
+        return msgspec.structs.replace(
+            report, counters=counters, metrics=own | report.metrics, lately=self.metrics.lately.figures()
+        )
+
+    def _targets(self) -> list[dict[str, object]]:
+        """All that can be observed, as Prometheus asks for it (`http_sd_configs`)."""
+        own = (Role.COORDINATOR, self.name, self.observed.address)
+        others = [(p.hello.role, p.hello.name, p.hello.metrics) for p in self.peers.values() if p.hello.metrics]
+        return [
+            {"targets": [address], "labels": {"crossdock_role": role.value, "crossdock_name": name}}
+            for role, name, address in (own, *others)
+        ]
 
 
 def run(settings: CoordinatorSettings) -> int:

@@ -1,11 +1,11 @@
 """Processes come and go: what that means for the requests they hold."""
 
+from coordinator import draining
 from coordinator.events import Misbehaved, Received
-from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
+from coordinator.lifecycle import Trigger
 from coordinator.pool import WORKERS, Holding, Pool, Worker
 from coordinator.queue import WaitQueue
-from coordinator.request import Request
 from coordinator.state import State
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Hello, Release, Role
@@ -26,7 +26,9 @@ def up(state: State, epoch: int, hello: Hello, now: float) -> None:
         state.queues.setdefault(hello.model, WaitQueue(state.limits))
         state.workers[epoch] = worker
         _adopt(state, worker, hello)
-        _sort_out(state, hello.model)
+        if hello.hand_over_ms is not None:
+            draining.begin(state, worker, hello.hand_over_ms, now)
+        state.sort_out(hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
         state.send(epoch, state.cluster_state())
@@ -48,22 +50,24 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
         return
     worker = state.workers.pop(epoch, None)
     if worker is not None:
-        state.counters[f"{hello.role}_lost"] += 1
+        state.counters[f"{hello.role}_{'drained' if worker.draining else 'lost'}"] += 1
+        state.draining.pop(epoch, None)
         state.pools[hello.model].remove(worker)
         for step, requests in worker.steps.values():
             for chunk, request in zip(step.chunks, requests, strict=True):
-                state.queues[hello.model].skipped(request.path, chunk.length)
+                state.queues[hello.model].skipped(request, chunk)
                 state.journal(state.billing.let_go(request.id, now))
         for key, holding in worker.holdings.items():
             state.collect_rent(worker, key, holding)
             emitted = worker.forwarded(key)
             state.emitted(hello.model, holding.path, key[0], holding.resumed_tokens, emitted, first=emitted > 0)
             state.journal(state.billing.let_go(key[0], now))
-        for request in [r for r in state.pools[hello.model].claims.values() if r.claim[0] == epoch]:
-            state.drop_claim(request)
-        for request in [r for r in state.requests.values() if epoch in (r.prefill_epoch, r.decode_epoch)]:
-            _worker_lost(state, request, worker, reason, now)
-        _sort_out(state, hello.model)
+        state.drop_claims_on(worker)
+        for request in [request for request in state.requests.values() if draining.needs(request, worker)]:
+            state.interrupt(request, _why(worker), f"{hello.name}: {reason}"[:500], now)
+            if hello.role is Role.PREFILL:
+                state.claim_room(request)
+        state.sort_out(hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
         for request in [r for r in state.requests.values() if r.gateway_epoch == epoch]:
@@ -79,12 +83,6 @@ def hung(state: State, epoch: int, event: Received, now: float) -> None:
     if len(state.fenced) > REMEMBERED_MAX:
         del state.fenced[next(iter(state.fenced))]
     down(state, epoch, f"its step hung for {event.message.ran_ms / 1000:.1f} s", now)
-
-
-def _sort_out(state: State, model: str) -> None:
-    pool = state.pools[model]
-    servable = pool.servable()  # else all wait alike, for whatever comes back
-    state.queues[model].sort_out(lambda request: not servable or pool.could_ever_fit(request.submit))
 
 
 def _adopt(state: State, worker: Worker, hello: Hello) -> None:
@@ -104,13 +102,7 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
             state.send(worker.epoch, Release(*key))
 
 
-def _worker_lost(state: State, request: Request, worker: Worker, reason: str, now: float) -> None:
-    if request.state not in ON_WORKERS:
-        return
-    role = worker.hello.role
-    if role is Role.PREFILL and request.state is Life.DECODING:
-        return
-    lost = Interrupt.PREFILL_LOST if role is Role.PREFILL else Interrupt.DECODE_LOST
-    state.interrupt(request, lost, f"{worker.hello.name}: {reason}"[:500], now)
-    if role is Role.PREFILL:
-        state.claim_room(request)
+def _why(worker: Worker) -> Interrupt:
+    if worker.draining:
+        return Interrupt.DRAINED
+    return Interrupt.PREFILL_LOST if worker.hello.role is Role.PREFILL else Interrupt.DECODE_LOST

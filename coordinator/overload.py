@@ -74,6 +74,8 @@ class Ranked(Generic[K]):
 class Tenant:
     drain: Rate
     """Prompt tokens dispatched."""
+    cost: Rate
+    """Of what was dispatched, answers as estimated."""
     requests: dict[str, Request] = field(default_factory=dict)
     """Those that wait and may be shed, oldest first."""
     tokens: int = 0
@@ -101,8 +103,10 @@ class Backlog:
     def remove(self, request: Request) -> None:
         self._count(request, -1, self._tenants[request.path])
 
-    def dispatched(self, path: Path, tokens: int, now: float) -> None:
-        self.tenant(path, now).drain.add(tokens, now)
+    def dispatched(self, path: Path, tokens: int, cost: float, now: float) -> None:
+        tenant = self.tenant(path, now)
+        tenant.drain.add(tokens, now)
+        tenant.cost.add(cost, now)
 
     def waiting(self, path: Path) -> int:
         """Requests of a tenant that wait, resumed ones aside."""
@@ -116,7 +120,7 @@ class Backlog:
     def tenant(self, path: Path, now: float) -> Tenant:
         found = self._tenants.get(path)
         if found is None:
-            found = self._tenants[path] = Tenant(Rate(now))
+            found = self._tenants[path] = Tenant(Rate(now), Rate(now))
         return found
 
     def tenants(self) -> Iterable[Path]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
@@ -56,6 +57,14 @@ class Worker:
     """Measured prefill rate, smoothed."""
     trouble: float = 0.0
     """0 … 1: how much of what it was given lately has failed."""
+    draining: bool = False
+    """Nothing new is placed here."""
+    leaving: bool = False
+    """It has said so itself: it is to end."""
+    hand_over_at: float = inf
+    """When what still runs here goes elsewhere, while it is draining."""
+    dismissed: bool = False
+    """It was told that nothing will come any more."""
 
     @staticmethod
     def from_hello(hello: Hello) -> "Worker":
@@ -191,6 +200,8 @@ class Pool:
         """Those that lost their prefill worker and keep their room in decode, by id."""
         self.refused: list[Request] = []
         """Those that the pop in hand has found without room."""
+        self.no_room = self.cache_waits = 0
+        """Turns that passed a request over: without room for it, or for a worker that has more of it cached."""
 
     def add(self, worker: Worker) -> None:
         self._side(worker)[worker.epoch] = worker
@@ -237,15 +248,22 @@ class Pool:
         return sum(worker.tokens_per_s for worker in self.prefill.values())
 
     def could_ever_fit(self, submit: Submit) -> bool:
-        return any(worker.could_ever_take(submit) for worker in self.prefill.values()) and any(
-            worker.could_ever_take(submit) for worker in self.decode.values()
-        )
+        return all(any(w.could_ever_take(submit) for w in side.values()) for side in (self.prefill, self.decode))
+
+    def could_place(self, submit: Submit) -> bool:
+        """Likewise, on workers that take work."""
+        sides = (self.prefill, self.decode)
+        return all(any(not w.draining and w.could_ever_take(submit) for w in side.values()) for side in sides)
+
+    def takes_work(self) -> bool:
+        return all(any(not w.draining for w in side.values()) for side in (self.prefill, self.decode))
 
     # --- waiting for room -----------------------------------------------------------------------------------------------
 
     def refusals_allowed(self, prefill: Worker) -> int:
-        """How many requests without room its next pop may look at: none while nothing has changed, or while room is kept."""
-        return 0 if prefill.epoch in self.full or self.kept_for is not None else REFUSALS_MAX
+        """How many requests without room its next pop may look at: none while nothing has changed, while room is kept, or where
+        nothing is to be placed."""
+        return 0 if prefill.draining or prefill.epoch in self.full or self.kept_for is not None else REFUSALS_MAX
 
     def found_full(self, prefill: Worker) -> None:
         """Nothing runs on it, and those `refused` had no room: on it alone, or on no decode worker, which is so for all. Where
@@ -264,7 +282,8 @@ class Pool:
 
         `served`: cost per second at which tenants are served."""
         self.refused.append(request)
-        if request.bypassed >= bypasses_max and self.kept_for is None and self.could_ever_fit(request.submit):
+        self.no_room += 1
+        if request.bypassed >= bypasses_max and self.kept_for is None and self.could_place(request.submit):
             self.kept_for, self.kept_since, self.kept_rate = request, now, served(now)
 
     def stop_keeping(self, now: float) -> float:
@@ -290,8 +309,8 @@ class Pool:
 
     def waits_for_room(self) -> Request | None:
         """The request for which all room that comes free is kept."""
-        if self.kept_for is not None and not self.could_ever_fit(self.kept_for.submit):
-            self.kept_for = None  # a worker was lost, which is nobody's fault
+        if self.kept_for is not None and not self.could_place(self.kept_for.submit):
+            self.kept_for = None  # a worker was lost, or drained, which is nobody's fault
         return self.kept_for
 
     def _side(self, worker: Worker) -> dict[int, Worker]:

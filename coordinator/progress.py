@@ -66,7 +66,7 @@ def _refund_skipped(
     done = {(chunk.request_id, chunk.attempt) for chunk in computed}
     for chunk, request in zip(asked, requests, strict=True):
         if (chunk.request_id, chunk.attempt) not in done:
-            state.queues[worker.hello.model].skipped(request.path, chunk.length)
+            state.queues[worker.hello.model].skipped(request, chunk)
 
 
 def cache_miss(state: State, epoch: int, event: Received, now: float) -> None:
@@ -147,6 +147,9 @@ def finished(state: State, epoch: int, event: Received, now: float) -> None:
     state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens)
     worker.tokens_forwarded = done.tokens_forwarded
     state.counters["output_tokens"] += done.output_tokens
+    if done.request_id in state.billing.orphans:
+        # It finished when nobody was here to be told, so it was in no registration.
+        state.billing.emitted(done.request_id, done.resumed_tokens, done.output_tokens)
     state.journal(state.billing.end_orphan(done.request_id, Life.FINISHED, now))
     request = state.current(done.request_id, done.attempt)
     if request is None or epoch not in (request.prefill_epoch, request.decode_epoch):

@@ -12,7 +12,10 @@ from coordinator.fairqueue import REFUSALS_MAX, FairQueue, Path, Terms
 from coordinator.lanes import SPARE, Entry
 from coordinator.overload import Backlog, Rate
 from coordinator.request import Request
-from proto.messages import Submit
+from proto.messages import Chunk, Submit
+
+_HEAD_START_S = 1e6
+"""What a drain cut short goes before whatever else its tenant has waiting."""
 
 
 class WaitQueue:
@@ -61,12 +64,14 @@ class WaitQueue:
 
     # --- in and out -----------------------------------------------------------------------------------------------------
 
-    def push(self, request: Request, now: float) -> None:
+    def push(self, request: Request, now: float, can_run: bool = True) -> None:
+        """`can_run`: as in `sort_out`."""
         assert not request.waits and request.entry is None
         request.waits = True
         self._waiting += 1
         self.backlog.add(request, now)
-        self._enter(request)
+        if can_run:
+            self._enter(request)
         self._set_deadline(request)
         self._came.append(request)
         self._came_at.append(request.since)
@@ -91,6 +96,8 @@ class WaitQueue:
         asked = request.submit.deadline_ms / 1000
         band = self._limits.bands[request.path[0]]
         due = request.arrived + (asked or band.ttft_s + chunks * band.ttft_s_per_chunk)
+        if request.submit.drained_attempts:
+            due -= _HEAD_START_S
         request.entry = self.fair.push(request, request.path, due, chunks)
         request.path = request.entry.leaf.path  # one for all of its tenant's
 
@@ -179,10 +186,12 @@ class WaitQueue:
             length = length_of(request)
             if length == 0:
                 return None
+            unpaid = request.unpaid_tokens(request.dispatched_tokens, length)
+            cost = prices.chunk(unpaid) if unpaid else 0.0
             if request.dispatched_tokens + length < request.submit.prompt_tokens:
-                return prices.chunk(length), False
+                return cost, False
             output_cost = prices.output(self.output_estimate(request))
-            return prices.chunk(length) + output_cost, True
+            return cost + output_cost, True
 
         found = self.fair.pop(epoch, offer, refusals_max)
         if found is None:
@@ -190,7 +199,7 @@ class WaitQueue:
         request = found[0].item
         self._served.add(found[1], now)
         request.dispatched_tokens += length
-        self.backlog.dispatched(request.path, length, now)
+        self.backlog.dispatched(request.path, length, found[1], now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
             request.output_charged = output_cost
             request.entry = None
@@ -213,9 +222,11 @@ class WaitQueue:
 
     # --- true-up --------------------------------------------------------------------------------------------------------
 
-    def skipped(self, path: Path, tokens: int) -> None:
-        """A chunk that was charged was not computed."""
-        self.fair.adjust(path, -self._limits.prices.chunk(tokens))
+    def skipped(self, request: Request, chunk: Chunk) -> None:
+        """A chunk was not computed: what was charged for it comes back."""
+        unpaid = request.unpaid_tokens(chunk.start, chunk.length)
+        if unpaid:
+            self.fair.adjust(request.path, -self._limits.prices.chunk(unpaid))
 
     def emitted(self, path: Path, tokens: int) -> None:
         if tokens:

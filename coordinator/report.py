@@ -2,12 +2,14 @@
 
 from collections import Counter
 
+from coordinator.fairness import services
 from coordinator.state import State
 from proto.messages import Role, Submit
-from proto.status import PairStatus, StatusReport, WorkerStatus
+from proto.status import PairStatus, StatusReport, TenantStatus, WorkerStatus
 
 NO_CAPACITY_S = 5.0
 """About what a supervised worker takes to come back."""
+TENANTS_SHOWN = 16
 
 
 def retry_after_s(state: State, submit: Submit, now: float) -> float:
@@ -20,8 +22,8 @@ def retry_after_s(state: State, submit: Submit, now: float) -> float:
     return queue.backlog.retry_after_s(path, submit.request_id, submit.prompt_tokens, fair_tokens_per_s, now)
 
 
-def status(state: State) -> StatusReport:
-    workers = [
+def workers(state: State) -> tuple[WorkerStatus, ...]:
+    found = [
         WorkerStatus(
             name=worker.hello.name,
             role=worker.hello.role,
@@ -36,11 +38,16 @@ def status(state: State) -> StatusReport:
             own_blocks=worker.kv_held.blocks,
             own_blocks_quarantined=worker.kv_held.blocks_quarantined,
             own_sessions=worker.kv_held.sessions,
+            draining=worker.draining,
         )
         for worker in state.workers.values()
     ]
+    return tuple(sorted(found, key=lambda w: (w.role, w.name)))
+
+
+def status(state: State) -> StatusReport:
     return StatusReport(
-        workers=tuple(sorted(workers, key=lambda w: (w.role, w.name))),
+        workers=workers(state),
         gateways=tuple(sorted(hello.name for hello in state.peers.values() if hello.role is Role.GATEWAY)),
         queued=sum(len(queue) for queue in state.queues.values()),
         running=dict(Counter(request.state.value for request in state.requests.values())),
@@ -48,7 +55,22 @@ def status(state: State) -> StatusReport:
         counters=dict(state.counters),
         kv_pairs=tuple(sorted(_pairs(state), key=lambda pair: (pair.prefill, pair.decode))),
         left_out=tuple(sorted(_left_out(state))),
+        tenants=_tenants(state),
+        metrics={hello.name: hello.metrics for hello in state.peers.values() if hello.metrics},
     )
+
+
+def _tenants(state: State) -> tuple[TenantStatus, ...]:
+    """Those who were served most lately, or wait."""
+    costs: dict[str, float] = {}
+    waiting: Counter[str] = Counter()
+    for queue in state.queues.values():
+        for one in services(queue, state.now):
+            costs[one.tenant] = costs.get(one.tenant, 0.0) + one.cost_per_s
+            waiting[one.tenant] += one.waiting
+    whole = sum(costs.values())
+    first = sorted(costs, key=lambda tenant: (-costs[tenant], tenant))[:TENANTS_SHOWN]
+    return tuple(TenantStatus(name, costs[name] / whole if whole else 0.0, waiting[name]) for name in first)
 
 
 def _pairs(state: State) -> list[PairStatus]:

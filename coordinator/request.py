@@ -70,6 +70,8 @@ class Request(msgspec.Struct, eq=False):
     claim: tuple[int, int] = NO_CLAIM
     """Its prefill worker was lost: the decode worker whose room stays its own until it is placed again, and which attempt had
     it."""
+    paid_tokens: int = 0
+    """Of this attempt's prompt, those that its tenant was charged for with an earlier one, which a drain cut short."""
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
 
@@ -93,6 +95,10 @@ class Request(msgspec.Struct, eq=False):
     def key(self) -> tuple[str, int]:
         return (self.id, self.submit.attempt)
 
+    def unpaid_tokens(self, start: int, length: int) -> int:
+        """Of a chunk, those that its tenant is charged for; or gets back, if it was skipped, be it of an earlier attempt."""
+        return max(start + length - max(start, self.paid_tokens), 0)
+
     def fire(self, trigger: Trigger, now: float) -> None:
         if self.bill is not None:
             self.bill.spend(self.state, now - self.since)
@@ -101,6 +107,8 @@ class Request(msgspec.Struct, eq=False):
 
     def renew(self, submit: Submit, blob: bytes) -> None:
         """Take the next attempt's parameters over."""
+        if submit.drained_attempts == self.submit.drained_attempts:
+            self.paid_tokens = 0
         self.submit, self.blob = submit, blob
         self.prefill_epoch = self.decode_epoch = 0
         self.dispatched_tokens = self.computed_tokens = self.cached_tokens = self.bypassed = 0

@@ -45,6 +45,8 @@ class State:
         self.names: dict[str, int] = {}
         """Of the last processes that joined, and their epochs."""
         self.outcomes: Counter[str] = Counter()
+        self.draining: dict[int, Worker] = {}
+        """Workers on which nothing new is placed."""
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
         """What the event in hand has led to so far."""
@@ -101,6 +103,8 @@ class State:
 
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float) -> None:
         self.counters[f"interrupted_{reason}"] += 1
+        if reason is Interrupt.DRAINED:
+            request.paid_tokens = max(request.paid_tokens, request.dispatched_tokens)
         self.withdraw(request)
         self.move(request, Trigger.INTERRUPT, now, f"{reason}: {why}")
         self.interrupted[request.id] = request
@@ -111,7 +115,7 @@ class State:
         attempt to the request when the worker has let go, so that nobody else gets it before the next attempt comes."""
         decode = self.workers.get(request.decode_epoch)
         holding = decode.holdings.get(request.key) if decode is not None else None
-        if holding is not None and holding.life is not None:
+        if decode is not None and not decode.draining and holding is not None and holding.life is not None:
             request.claim = request.decode_epoch, request.attempt
             self.pools[request.submit.model].claims[request.id] = request
 
@@ -124,6 +128,10 @@ class State:
         if worker is not None and worker.let_go((request.id, CLAIM)) is not None:
             pool.full.clear()
             self.journal(self.billing.let_go(request.id, self.now))
+
+    def drop_claims_on(self, worker: Worker) -> None:
+        for request in [r for r in self.pools[worker.hello.model].claims.values() if r.claim[0] == worker.epoch]:
+            self.drop_claim(request)
 
     def withdraw(self, request: Request) -> None:
         """Take the attempt out of the queue or off its workers, whichever it is in, and its estimate off its tenant's bill."""
@@ -182,6 +190,15 @@ class State:
         for worker in self.workers.values():
             if key in worker.holdings:
                 self.send(worker.epoch, Release(*key))
+
+    def sort_out(self, model: str) -> None:
+        """Workers have come or gone, or take work or none: which requests can have a turn."""
+        self.queues[model].sort_out(self.can_run)
+
+    def can_run(self, request: Request) -> bool:
+        """Whether some worker that takes work could hold it; where there is none, all wait alike, for whatever comes back."""
+        pool = self.pools[request.submit.model]
+        return not pool.takes_work() or pool.could_place(request.submit)
 
     def send(self, epoch: int, message: Message, blob: bytes = b"") -> None:
         if epoch in self.peers:

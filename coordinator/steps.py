@@ -45,6 +45,7 @@ def compose(
                 pool.refuse(request, options.bypasses_max, queue.served_per_s, now)
                 return 0
             if rather_waits(request, worker, pool, now):
+                pool.cache_waits += 1
                 return 0
             expect_cached(request, worker, pool)
         remaining = request.submit.prompt_tokens - request.dispatched_tokens

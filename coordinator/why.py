@@ -141,7 +141,7 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
         for decode in pool.decode.values()
     )
     if worker.fits(holding) and pool.decode:
-        worker = max(pool.decode.values(), key=lambda w: (w.free_blocks, w.free_seqs, w.epoch))
+        worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.epoch))
         holding = worker.decode_holding(target.submit)
     held: dict[str, int] = {}
     for other in worker.holdings.values():

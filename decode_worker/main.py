@@ -34,5 +34,7 @@ def run(settings: WorkerSettings) -> int:
         settings,
         thread=thread,
         load=load,
-        make=lambda engine, log, name, links: DecodeWorker(settings, engine, thread, log, name, links, memory),
+        make=lambda engine, log, name, links, observed: DecodeWorker(
+            settings, engine, thread, log, name, links, memory, observed
+        ),
     )

@@ -70,6 +70,8 @@ class AttemptTable(Generic[S]):
         """Blocks of attempts that failed while a sender may still write to them."""
         self.joined: list[Joined] = []
         """Attempts that began to run and were not reported yet."""
+        self.taken_tokens = self.found_tokens = 0
+        """Of prompts whose KV was to be received, and those of them that were here already."""
 
     def reserve(self, order: Reserve) -> None:
         """Idempotent: a repeated reservation changes nothing. Raises `RemoteProtocolError` on hashes cut short."""
@@ -96,6 +98,8 @@ class AttemptTable(Generic[S]):
             self.allocator.free(cached)
             return str(error)
         attempt.phase = Phase.RECEIVING
+        self.taken_tokens += attempt.order.prompt_tokens
+        self.found_tokens += len(cached) * self.block_size
         return Accepted((*cached, *fresh), len(cached))
 
     def start(self, attempt: Attempt[S], sequences: list[Running[S]]) -> None:
@@ -162,7 +166,9 @@ class AttemptTable(Generic[S]):
                 if attempt.farewell is None:
                     # A choice that ended with its first token, in prefill, never came here.
                     output_tokens = attempt.output_tokens + attempt.order.choices - attempt.started
-                    attempt.farewell = Finished(*attempt.key, output_tokens, self.tokens_forwarded())
+                    attempt.farewell = Finished(
+                        *attempt.key, output_tokens, self.tokens_forwarded(), attempt.order.resumed_tokens
+                    )
                 said += self._forget(attempt)
         return said
 

@@ -7,6 +7,7 @@ from decode_worker.batch import Batch
 from decode_worker.compute import StepResult, run_step
 from decode_worker.core import DecodeCore
 from decode_worker.leases import QUARANTINE_WARN_S, leases
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import AttemptTable
 from decode_worker.senders import Senders
 from engine.blocks import BlockAllocator
@@ -24,10 +25,12 @@ from proto.kv import Commit, FirstToken
 from proto.messages import Capacity, Hello, Message, Reserve, Role, StatusRequest
 from runtime import clock
 from runtime.addresses import advertised
-from runtime.driver import watched
+from runtime.common_metrics import link_counters
+from runtime.driver import Stop, watched
 from runtime.link import LinkServer, LinkSettings
 from runtime.link import Peer as LinkPeer
 from runtime.log import Log
+from runtime.metrics_server import MetricsServer
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
@@ -45,6 +48,7 @@ class DecodeWorker:
         name: str,
         links: LinkSettings,
         memory: PoolMemory | None,
+        observed: MetricsServer,
     ) -> None:
         """`memory` is what the KV pool lies in, if other processes may map it."""
         info = engine.info
@@ -60,11 +64,17 @@ class DecodeWorker:
         """Set when there may be something to run."""
         self.watch = StepWatch(settings.step_timeout_ms / 1000)
         self.name = name
+        self.observed = observed
         self.epoch = clock.new_epoch()
         self.links = links
         hello = self._hello("")
         self.gateways = Outbound(
-            hello=hello, to=Role.GATEWAY, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=links
+            hello=hello,
+            to=Role.GATEWAY,
+            on_message=_unexpected,
+            on_lost=self.core.gateway_lost,
+            on_idle=lambda: self.registration.look(),
+            settings=links,
         )
         self.server = LinkServer(
             bind=settings.kv_bind,
@@ -90,6 +100,8 @@ class DecodeWorker:
             settings=_kv_settings(settings, engine.pool.device.type),
             memory=memory,
         )
+        self.metrics = DecodeMetrics(table, self.receiver.counters)
+        self.metrics.page.introduce(name=name, model=settings.served_model_id)
         self.registration: Registration
         """Made by `run`, when the KV port's address is known."""
 
@@ -102,9 +114,10 @@ class DecodeWorker:
             fingerprint=info.fingerprint,
             capacity=Capacity(self.engine.blocks, info.block_size, self.settings.max_seqs, info.context_tokens),
             address=address,
+            metrics=self.observed.address,
         )
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         bound = await self.server.start()
         self.registration = Registration(
             settings=self.settings,
@@ -113,14 +126,20 @@ class DecodeWorker:
             on_message=self._order,
             on_lost=self.core.coordinator_lost,
             log=self.log,
+            is_idle=lambda: self.gateways.idle,
             links=self.links,
         )
+        ends = {"kv": self.server.counters, "coordinator": self.registration.counters}
+        link_counters(self.metrics.page, ends, lambda: self.registration.up)
+        self.observed.show(self.metrics.page, self.registration.not_ready)
         await self.registration.start()
         loop = asyncio.get_running_loop()
         stepping, stopping = watched(self._run_steps()), loop.create_task(stop.wait())
         watching = watched(end_if_hung(self.watch, self.registration.send, self.log))
         try:
             await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not stepping.done():
+                await self.registration.leave(self.settings.drain_timeout_s, stop)
         finally:
             stopping.cancel()
             stepping.cancel()
@@ -234,6 +253,7 @@ class DecodeWorker:
             result = await step
         except (CrossdockError, RuntimeError, ValueError, IndexError) as error:
             self.log.exception("step failed")
+            self.metrics.step_failed()
             self.core.step_failed(str(error))
             return None
         finally:
@@ -241,6 +261,7 @@ class DecodeWorker:
         outcome, farewells = self.core.apply(result.drawn)
         following = self._start_step()
         self.core.pass_on(outcome, farewells, clock.now())
+        self.metrics.step_done(result.step_ms, len(result.drawn), outcome)
         return following
 
 

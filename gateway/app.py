@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway import routes_generate, routes_info
 from gateway.context import Gateway
 from gateway.errors import ApiError
+from gateway.stream_types import FailKind
 from gateway.tenancy import KeyRing
 from runtime.tenants import DEFAULT_TENANT
 
@@ -59,7 +60,7 @@ class KeyGuard:
 
 def _response(error: ApiError) -> Response:
     headers = error.headers()
-    if error.status == 408:
+    if error.status == 408 or error.code == FailKind.SHUTTING_DOWN:
         headers["Connection"] = "close"
     # Elsewhere the rest of an unread body is left to the server, which throws it away: closing would reset the connection
     # under a client that is still sending, and this answer would be lost.

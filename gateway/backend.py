@@ -2,10 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import GatewayMetrics, StreamTimes
 from gateway.stream_types import (
     Action,
     Admitted,
@@ -20,6 +19,7 @@ from gateway.stream_types import (
     Open,
     SendCancel,
     SendSubmit,
+    Shutdown,
     StreamLimits,
     StreamSpec,
     Tick,
@@ -28,13 +28,11 @@ from gateway.stream_types import (
 )
 from gateway.streams import StreamKeeper
 from proto.errors import RemoteProtocolError
-from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, StatusRequest, Tokens
-from proto.status import StatusReport
+from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
 from runtime import clock, log
 from runtime.driver import CoreDriver
 
 _log = log.get("crossdock.gateway")
-_REPORT_TIMEOUT_S = 0.5
 
 
 class ClientLeft(Exception):
@@ -47,15 +45,6 @@ class Sender(Protocol):
     epoch: int
 
     def send(self, message: Message, blob: bytes = b"") -> bool: ...
-
-
-@dataclass
-class _Timing:
-    """For the latency metrics of one stream."""
-
-    opened_at: float
-    token_at: dict[int, float] = field(default_factory=dict)
-    """When each choice last got tokens."""
 
 
 class Subscription:
@@ -109,17 +98,25 @@ class Backend:
         self._servable: dict[str, int] = {}
         """Tokens that each hash of a prompt is to cover, for each model; 0 where that is not known."""
         self._subscriptions: dict[str, Subscription] = {}
-        self._timings: dict[str, _Timing] = {}
-        self._report: asyncio.Future[StatusReport] | None = None
+        self._times: dict[str, StreamTimes] = {}
+        self._draining = False
+        self._empty = asyncio.Event()
+        metrics.active = lambda: len(self._subscriptions)
 
     @property
     def not_ready(self) -> str | None:
         """Why a request would not be served now, or None."""
+        if self._draining:
+            return "this gateway is shutting down"
         if self._coordinator is None:
             return "the coordinator cannot be reached"
         if self.model not in self._servable:
             return "the model needs at least one prefill and one decode worker"
         return None
+
+    @property
+    def coordinator_is_up(self) -> bool:
+        return self._coordinator is not None
 
     @property
     def hash_block_size(self) -> int:
@@ -133,9 +130,7 @@ class Backend:
         now = clock.now()
         for spec in specs:
             self._subscriptions[spec.stream_id] = subscription
-            self._timings[spec.stream_id] = _Timing(now)
-            self.metrics.prompt_tokens.inc(len(spec.prompt))
-        self.metrics.active_streams.set(len(self._subscriptions))
+            self._times[spec.stream_id] = StreamTimes(self.metrics, spec.tenant, len(spec.prompt), now)
         for spec in specs:
             self._driver.post(Open(spec))
         return subscription
@@ -143,26 +138,23 @@ class Backend:
     def abandon(self, stream_ids: Sequence[str]) -> None:
         for stream_id in stream_ids:
             if stream_id in self._subscriptions:
-                self._forget(stream_id)
+                self._forget(stream_id).left()
                 self._driver.post(ClientGone(stream_id))
 
-    async def cluster_report(self) -> StatusReport | None:
-        """What the coordinator says of the cluster; None if it does not in time."""
-        if self._coordinator is None:
-            return None
-        if self._report is None:
-            self._report = asyncio.get_running_loop().create_future()
-            self._coordinator.send(StatusRequest())
-        try:
-            async with asyncio.timeout(_REPORT_TIMEOUT_S):
-                return await asyncio.shield(self._report)
-        except TimeoutError:
-            self._report = None
-            return None
-
     def drain(self) -> None:
-        """End every stream with an error, and refuse new ones."""
+        """Refuse new streams; those that run go on."""
+        self._draining = True
         self._driver.post(Drain())
+
+    def shut_down(self) -> None:
+        """End every stream with an error."""
+        self._driver.post(Shutdown())
+
+    async def emptied(self) -> None:
+        """Until no stream is left. For one that waits, when none begins any more."""
+        while self._subscriptions:
+            self._empty.clear()
+            await self._empty.wait()
 
     def close(self) -> None:
         self._driver.close()
@@ -171,13 +163,11 @@ class Backend:
 
     def coordinator_up(self, peer: Sender, coordinator_epoch: int) -> None:
         self._coordinator = peer
-        self.metrics.coordinator_up.set(1)
         self._driver.post(LinkUp(coordinator_epoch))
 
     def coordinator_down(self, _peer: Sender, _reason: str) -> None:
         self._coordinator = None
         self._servable = {}
-        self.metrics.coordinator_up.set(0)
         self._driver.post(LinkDown())
 
     def coordinator_message(self, _peer: Sender, message: Message, _blob: bytes) -> None:
@@ -186,10 +176,6 @@ class Backend:
                 self._driver.post(message)
             case ClusterState(servable, sizes):
                 self._servable = dict.fromkeys(servable, 0) | dict(zip(servable, sizes, strict=False))
-            case StatusReport():
-                report, self._report = self._report, None
-                if report is not None:
-                    report.set_result(message)
             case _:
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")
 
@@ -213,14 +199,17 @@ class Backend:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Deliver():
-                self._observe(action)
-                self._put(action.stream_id, action)
+            case Deliver(stream_id, choice):
+                times = self._times.get(stream_id)
+                if times is not None:
+                    times.delivered(choice, len(action.tokens), action.cached_tokens, clock.now())
+                self._put(stream_id, action)
             case Admitted(stream_id):
                 self._put(stream_id, action)
-            case Ended(stream_id):
+            case Ended(stream_id, failure):
                 self._put(stream_id, action)
-                self._forget(stream_id)
+                if stream_id in self._subscriptions:
+                    self._forget(stream_id).ended(failure, clock.now())
             case SendSubmit(submit, blob):
                 # What does not go out is sent again once the link is back.
                 if self._coordinator is not None:
@@ -229,7 +218,7 @@ class Backend:
                 if self._coordinator is not None:
                     self._coordinator.send(cancel)
             case Noticed(why, stream_id, detail):
-                self.metrics.noticed.labels(why.value).inc()
+                self.metrics.noticed.inc(why.value)
                 emit = _log.debug if why is Why.STALE_TOKENS else _log.info
                 emit("stream", request_id=stream_id, what=why.value, detail=detail)
 
@@ -238,19 +227,8 @@ class Backend:
         if subscription is not None:
             subscription.put(event)
 
-    def _observe(self, part: Deliver) -> None:
-        timing, now = self._timings.get(part.stream_id), clock.now()
-        self.metrics.output_tokens.inc(len(part.tokens))
-        if timing is None:
-            return
-        if not timing.token_at:
-            self.metrics.ttft.observe(now - timing.opened_at)
-        earlier = timing.token_at.get(part.choice)
-        if earlier is not None:
-            self.metrics.itl.observe(now - earlier)
-        timing.token_at[part.choice] = now
-
-    def _forget(self, stream_id: str) -> None:
-        self._subscriptions.pop(stream_id, None)
-        self._timings.pop(stream_id, None)
-        self.metrics.active_streams.set(len(self._subscriptions))
+    def _forget(self, stream_id: str) -> StreamTimes:
+        del self._subscriptions[stream_id]
+        if not self._subscriptions:
+            self._empty.set()
+        return self._times.pop(stream_id)

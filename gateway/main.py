@@ -23,10 +23,12 @@ from proto import limits
 from proto.messages import Hello, Role, Welcome
 from runtime import clock, log, machine, notify
 from runtime.addresses import advertised
-from runtime.driver import cancelled, run_process, unless_stopped, watched
+from runtime.common_metrics import link_counters
+from runtime.driver import Stop, cancelled, run_process, unless_stopped, watched
 from runtime.exits import ConfigError
 from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.metrics_server import MetricsServer
 from runtime.settings import GatewaySettings
 from runtime.tenants import TenantsError, open_tenants
 from runtime.tenants_file import TenantsFile
@@ -38,11 +40,13 @@ _CLOSE_TIMEOUT_S = 5
 class _Server(uvicorn.Server):
     """uvicorn without signal handlers of its own: the process has them. `on_listening` is called once it listens."""
 
-    on_listening: Callable[[], None]
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.on_listening()
+        self._on_listening()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -54,11 +58,13 @@ class GatewayProcess:
         self.settings = settings
         name = settings.name or f"gateway-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
-        self.metrics = GatewayMetrics()
         self.missing = {"listening", "connected"}
         """Before this process is ready for the first time."""
+        self.observed = MetricsServer(settings.metrics, settings.advertise)
         stream_limits = StreamLimits(link_wait_s=settings.queue_wait_ms / 1000, idle_s=settings.stream_idle_ms / 1000)
         model = settings.served_model_id
+        self.metrics = GatewayMetrics(model)
+        self.metrics.page.introduce(name=name, model=model)
         self.backend = Backend(model=model, limits=stream_limits, metrics=self.metrics)
         self.hello = Hello(
             limits.PROTOCOL_VERSION,
@@ -91,7 +97,7 @@ class GatewayProcess:
             if not self.missing:
                 notify.ready("serving")
 
-    async def run(self, stop: asyncio.Event) -> int:
+    async def run(self, stop: Stop) -> int:
         settings = self.settings
         try:
             listener = _listen(settings.host, settings.port)
@@ -100,6 +106,7 @@ class GatewayProcess:
             self.log.error("cannot start", error=f"--port: {settings.port} on {settings.host}: {error.strerror}")
             return 1
         with listener:
+            await self.observed.start()
             try:
                 address = await self.tokens.start()
             except CannotBind as error:
@@ -112,11 +119,12 @@ class GatewayProcess:
                     await self._run(tokenizer, advertised(settings.advertise, address), listener, stop)
             finally:
                 await self.tokens.close()
+                await self.observed.close()
                 self.backend.close()
         self.log.info("stopped")
         return 0
 
-    async def _run(self, tokenizer: ModelTokenizer, address: str, listener: socket.socket, stop: asyncio.Event) -> None:
+    async def _run(self, tokenizer: ModelTokenizer, address: str, listener: socket.socket, stop: Stop) -> None:
         """`address`: where workers deliver tokens. Raises `ConfigError`."""
         try:
             tenants = TenantsFile(self.settings.tenants) if self.settings.tenants else None
@@ -134,9 +142,10 @@ class GatewayProcess:
             rules=Rules(self.settings.served_model_id, self.settings.default_max_tokens),
             keys=keys,
         )
-        ends = (self.tokens, coordinator)
-        self.metrics.count_protocol_errors = lambda: sum(end.counters.protocol_errors for end in ends)
-        self.metrics.count_turned_away = self.tokens.counters.turned_away
+        self.metrics.slo_of = keys.slo_of
+        ends = {"tokens": self.tokens.counters, "coordinator": coordinator.counters}
+        link_counters(self.metrics.page, ends, lambda: self.backend.coordinator_is_up)
+        self.observed.show(self.metrics.page, lambda: self.backend.not_ready)
         watching = [watched(tenants.watch(keys.replace))] if tenants else []
         try:
             await self._serve(gateway, listener, stop)
@@ -173,7 +182,7 @@ class GatewayProcess:
 
         client = LinkClient(
             address=self.settings.coordinator,
-            hello=msgspec.structs.replace(self.hello, address=address),
+            hello=msgspec.structs.replace(self.hello, address=address, metrics=self.observed.address),
             on_up=up,
             on_message=self.backend.coordinator_message,
             on_down=down,
@@ -182,8 +191,8 @@ class GatewayProcess:
         waiting = WaitNotice(self.log, self.settings.coordinator, lambda: client.last_error)
         return client, waiting
 
-    async def _serve(self, gateway: Gateway, listener: socket.socket, stop: asyncio.Event) -> None:
-        """Serve HTTP until told to stop; then end every stream with an error event and wait for the last bytes."""
+    async def _serve(self, gateway: Gateway, listener: socket.socket, stop: Stop) -> None:
+        """Serve HTTP until told to stop; then let streams end, bounded, and the rest with an error event."""
         config = uvicorn.Config(
             create_app(gateway),
             http="httptools",
@@ -194,8 +203,7 @@ class GatewayProcess:
             timeout_keep_alive=30,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
-        server = _Server(config)
-        server.on_listening = lambda: self._is("listening")
+        server = _Server(config, lambda: self._is("listening"))
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         stopping = asyncio.get_running_loop().create_task(_wait(stop))
         host, port = listener.getsockname()[:2]
@@ -203,8 +211,13 @@ class GatewayProcess:
             "serving", url=f"http://{f'[{host}]' if ':' in host else host}:{port}", model=gateway.rules.model_id
         )
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        self.log.info("stopping", streams=len(self.backend.keeper.streams))
         self.backend.drain()
+        streams = len(self.backend.keeper.streams)
+        if streams and not serving.done():
+            self.log.info("draining", streams=streams, within_s=self.settings.drain_timeout_s)
+            await stop.unless_at_once(self.backend.emptied(), self.settings.drain_timeout_s)
+        self.log.info("stopping", streams=len(self.backend.keeper.streams))
+        self.backend.shut_down()
         server.should_exit = True
         await serving
         await cancelled(stopping)

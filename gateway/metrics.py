@@ -1,92 +1,133 @@
-"""Prometheus metrics of one gateway, in a registry of their own."""
+"""Metrics of one gateway, and the times of each stream that they are made of. All times are monotonic seconds."""
 
-from collections.abc import Callable, Iterator, Mapping
+import asyncio
+from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from gateway.stream_types import FailKind, Failure
+from runtime.metrics import LATENCY_S, STEP_S, Page, TenantLabels
+from runtime.tenants import Slo
 
-from proto.status import StatusReport
-
-_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
-_ITL_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
-
-
-disable_created_metrics()  # type: ignore[no-untyped-call]
+PREFIX = "crossdock_gateway_"
+_GAPS_OVER_MAX = 0.01
+"""Part of a stream's gaps that may be over its tenant's limit."""
 
 
-class GatewayMetrics(Collector):
-    """Names start with `crossdock_gateway_`; times are in seconds."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        prefix, registry = "crossdock_gateway_", self.registry
-        self.requests = Counter(
-            prefix + "requests",
-            "Generation requests by endpoint and outcome.",
-            ["endpoint", "outcome"],
-            registry=registry,
+class GatewayMetrics:
+    def __init__(self, model: str = "", page: Page | None = None) -> None:
+        self.page = page = page or Page("gateway")
+        self.slo_of: Callable[[str], Slo | None] = lambda tenant: None
+        """Set by whoever knows the tenants."""
+        self.requests = page.counter(
+            PREFIX + "requests", "Generation requests by endpoint and outcome: ok, disconnected, or an error's code.",
+            "endpoint", "outcome",
+        )  # fmt: skip
+        self.ttft = page.histogram(
+            PREFIX + "time_to_first_token_seconds", "From submission to a prompt's first token.", LATENCY_S, "model"
+        ).of(model)
+        self.itl = page.histogram(
+            PREFIX + "inter_token_latency_seconds", "Between two deliveries of one choice.", STEP_S, "model"
+        ).of(model)
+        self.tpot = page.histogram(
+            PREFIX + "time_per_output_token_seconds",
+            "Mean time per token after the first, of each stream that came to its end.",
+            STEP_S,
+            "model",
+        ).of(model)
+        self.duration = page.histogram(
+            PREFIX + "stream_duration_seconds",
+            "From submission to the end, of each stream that came to it.",
+            LATENCY_S,
+            "model",
+        ).of(model)
+        self.retry_after = page.histogram(
+            PREFIX + "retry_after_seconds", "What clients were told in Retry-After, by status.", LATENCY_S, "status"
         )
-        self.ttft = Histogram(
-            prefix + "time_to_first_token_seconds",
-            "From submission to a prompt's first token.",
-            buckets=_TTFT_S,
-            registry=registry,
+        self.streams = page.counter(
+            PREFIX + "streams", "Streams (one for each prompt) that are over, by outcome: ok, left, or why they failed.",
+            "outcome",
+        )  # fmt: skip
+        self.slo = page.counter(
+            PREFIX + "slo_streams",
+            "Streams of tenants with an SLO by result: met, missed for its ttft or itl, rejected, or failed. Those whose client"
+            " left are not judged.",
+            "tenant",
+            "result",
         )
-        self.itl = Histogram(
-            prefix + "inter_token_latency_seconds",
-            "Between two deliveries of one choice.",
-            buckets=_ITL_S,
-            registry=registry,
+        self.tenants = TenantLabels(self.slo)
+        self.prompt_tokens = page.counter(PREFIX + "prompt_tokens", "Prompt tokens submitted.", "model")
+        self.cached_tokens = page.counter(
+            PREFIX + "cached_prompt_tokens",
+            "Those of them that were not computed, but found in a prefix cache.",
+            "model",
         )
-        self.active_streams = Gauge(prefix + "active_streams", "Prompts being answered.", registry=registry)
-        self.prompt_tokens = Counter(prefix + "prompt_tokens", "Prompt tokens submitted.", registry=registry)
-        self.output_tokens = Counter(prefix + "output_tokens", "Tokens delivered.", registry=registry)
-        self.noticed = Counter(
-            prefix + "stream_events", "Resumes, and tokens that were dropped, by kind.", ["kind"], registry=registry
+        self.output_tokens = page.counter(PREFIX + "output_tokens", "Tokens delivered.", "model")
+        self.noticed = page.counter(
+            PREFIX + "stream_events", "Streams resumed, and tokens that were dropped, by kind.", "kind"
         )
-        self.coordinator_up = Gauge(
-            prefix + "coordinator_up", "1 while the coordinator's link is up.", registry=registry
-        )
-        self.count_protocol_errors: Callable[[], int] = int
-        """Set by the owner of the links, which count for themselves."""
-        self.cluster: StatusReport | None = None
-        """What the coordinator said last of the whole cluster, if it is there."""
-        self.count_turned_away: Callable[[], Mapping[str, int]] = dict
-        """Likewise."""
-        self.tasks = Gauge(prefix + "tasks", "asyncio tasks that have not ended.", registry=registry)
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """What others count, asked for when the metrics are read."""
-        yield CounterMetricFamily(
-            "crossdock_gateway_protocol_errors",
-            "Frames at the links that were no valid messages.",
-            value=self.count_protocol_errors(),
-        )
-        if self.cluster is not None:
-            events = CounterMetricFamily(
-                "crossdock_cluster_events",
-                "Faults, recoveries and work of the whole cluster, as the coordinator counts them since it started.",
-                labels=["kind"],
-            )
-            for kind, count in sorted(self.cluster.counters.items()):
-                events.add_metric([kind], count)
-            yield events
-            yield GaugeMetricFamily(
-                "crossdock_cluster_pairs_left_out",
-                "Pairs of workers between which transfers failed, and which get no requests for a while.",
-                value=len(self.cluster.left_out),
-            )
-        turned_away = CounterMetricFamily(
-            "crossdock_gateway_turned_away",
-            "Processes that were not let in at the token port: without a key, with an unknown one, or posing as another role.",
-            labels=["reason"],
-        )
-        for reason, count in self.count_turned_away().items():
-            turned_away.add_metric([reason], count)
-        yield turned_away
+        self.active: Callable[[], int] = int
+        """Set by the owner of the streams."""
+        page.gauge(PREFIX + "active_streams", "Prompts being answered.", lambda: self.active())
+        page.gauge(PREFIX + "tasks", "asyncio tasks that have not ended.", lambda: len(asyncio.all_tasks()))
+        self.model = model
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return self.page.render()
+
+
+class StreamTimes:
+    """One stream, from its opening to its end."""
+
+    __slots__ = ("_first_at", "_gaps", "_gaps_over", "_last_at", "_metrics", "_opened_at", "_slo", "_tenant", "_tokens")
+
+    def __init__(self, metrics: GatewayMetrics, tenant: str, prompt_tokens: int, now: float) -> None:
+        slo = metrics.slo_of(tenant)
+        self._slo = slo if slo is not None and slo.given else None
+        self._metrics, self._tenant, self._opened_at = metrics, tenant, now
+        self._first_at: float | None = None
+        self._last_at: dict[int, float] = {}
+        """When each choice last got tokens."""
+        self._tokens = self._gaps = self._gaps_over = 0
+        metrics.prompt_tokens.inc(metrics.model, by=prompt_tokens)
+
+    def delivered(self, choice: int, tokens: int, cached_tokens: int, now: float) -> None:
+        metrics = self._metrics
+        metrics.output_tokens.inc(metrics.model, by=tokens)
+        self._tokens += tokens
+        if self._first_at is None:
+            self._first_at = now
+            metrics.ttft.observe(now - self._opened_at)
+            metrics.cached_tokens.inc(metrics.model, by=cached_tokens)
+        earlier = self._last_at.get(choice)
+        if earlier is not None:
+            gap_s = now - earlier
+            metrics.itl.observe(gap_s)
+            self._gaps += 1
+            if self._slo is not None and self._slo.itl_ms is not None and 1000 * gap_s > self._slo.itl_ms:
+                self._gaps_over += 1
+        self._last_at[choice] = now
+
+    def ended(self, failure: Failure | None, now: float) -> None:
+        metrics = self._metrics
+        metrics.streams.inc("ok" if failure is None else failure.kind.value)
+        if failure is None:
+            metrics.duration.observe(now - self._opened_at)
+            later = self._tokens - len(self._last_at)
+            if self._first_at is not None and later > 0:
+                busy_s = sum(at - self._first_at for at in self._last_at.values())
+                metrics.tpot.observe(busy_s / later)
+        if self._slo is not None:
+            metrics.tenants.served(self._tenant, self._tokens + 1)
+            metrics.slo.inc(metrics.tenants.label(self._tenant), self._result(self._slo, failure))
+
+    def left(self) -> None:
+        """The client did not wait for the end."""
+        self._metrics.streams.inc("left")
+
+    def _result(self, slo: Slo, failure: Failure | None) -> str:
+        if failure is not None:
+            return "rejected" if failure.kind is FailKind.REJECTED else "failed"
+        if slo.ttft_ms is not None and (
+            self._first_at is None or 1000 * (self._first_at - self._opened_at) > slo.ttft_ms
+        ):
+            return "ttft"
+        return "itl" if self._gaps_over > _GAPS_OVER_MAX * self._gaps else "met"

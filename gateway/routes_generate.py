@@ -51,7 +51,7 @@ async def _generate(
 ) -> Response:
     gateway = gateway_of(request)
     answer_id = f"{prefix}-{secrets.token_hex(12)}"
-    count = gateway.metrics.requests.labels
+    count = gateway.metrics.requests.inc
     try:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(gateway.intake.place())
@@ -75,19 +75,21 @@ async def _generate(
             await stack.enter_async_context(_watched(request.receive, exchange.subscription))
             if not prepared.stream:
                 content = await exchange.whole()
-                count(endpoint, "ok").inc()
+                count(endpoint, "ok")
                 headers = {"X-Request-Id": answer_id, **rate_headers(exchange.rates)}
                 return Response(content, media_type="application/json", headers=headers)
             begun = await exchange.beginning()
             headers = {"X-Request-Id": answer_id, **rate_headers(exchange.rates)}
             stream = EventStream(exchange, begun, include_usage=prepared.include_usage, headers=headers)
             # From here on the response owns the exchange, its watcher and its place.
-            return _Owning(stream, stack.pop_all(), lambda: count(endpoint, stream.outcome).inc())
+            return _Owning(stream, stack.pop_all(), lambda: count(endpoint, stream.outcome))
     except ApiError as error:
-        count(endpoint, error.code).inc()
+        count(endpoint, error.code)
+        if error.retry_after_s:
+            gateway.metrics.retry_after.of(str(error.status)).observe(error.retry_after_s)
         raise
     except ClientLeft:
-        count(endpoint, "disconnected").inc()
+        count(endpoint, "disconnected")
         return Response(status_code=CLIENT_LEFT)
 
 

@@ -1,10 +1,8 @@
-"""GET routes: models, health, readiness, metrics."""
+"""GET routes: models, health, readiness. Metrics have a port of their own."""
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from gateway.context import Gateway, gateway_of
@@ -49,12 +47,3 @@ async def ready(request: Request) -> Response:
     if reason is not None:
         raise ApiError(503, f"Not ready: {reason}.", code="not_ready", retry_after_s=1.0)
     return JSONResponse({"status": "ready"})
-
-
-@router.get("/metrics")
-async def metrics(request: Request) -> Response:
-    gateway = gateway_of(request)
-    known = gateway.metrics
-    known.cluster = await gateway.backend.cluster_report()
-    known.tasks.set(len(asyncio.all_tasks()))
-    return Response(known.render(), media_type=CONTENT_TYPE_LATEST)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from zlib import crc32
 
-from gateway.stream_types import StreamLimits, StreamSpec, TextSink
+from gateway.stream_types import Finish, StreamLimits, StreamSpec, TextSink
 from proto.codec import pack_tokens
 from proto.errors import Reject
 from proto.messages import Submit, TokenItem
@@ -29,6 +29,22 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     done: bool = False
 
+    def read(self, fresh: tuple[int, ...], finish: Finish | None) -> tuple[str, int, Finish | None]:
+        """Their text, how many of them belong to the answer, and how it ends with them: a stop string may end it earlier."""
+        texts: list[str] = []
+        used, stopped = len(fresh), False
+        for count, token in enumerate(fresh[:-1] if finish is Finish.STOP else fresh, 1):  # a stop token is not text
+            piece = self.sink.push(token)
+            texts.append(piece.text)
+            if piece.stopped:
+                used, stopped = count, True
+                break
+        if finish is not None and not stopped:
+            piece = self.sink.finish()
+            texts.append(piece.text)
+            stopped = piece.stopped
+        return "".join(texts), used, Finish.STOP if stopped else finish
+
     def found_cached(self, item: TokenItem) -> int:
         """Prompt tokens that were cached before this request came: a later attempt may find what an earlier one computed."""
         return item.cached_tokens if item.attempt == 1 and not self.tokens else 0
@@ -42,6 +58,8 @@ class Submission:
     request_id: str
     choices: list[Choice]
     attempt: int = 1
+    drained: int = 0
+    """Attempts that a worker's draining cut short: they are no tries."""
     phase: Phase = Phase.PENDING
     sent: bool = False
     resuming: bool = False
@@ -66,6 +84,10 @@ class Submission:
         """Rejections that a moment's wait may cure. The gateway has checked the model's name: unknown means no worker was up
         yet."""
         return _PASSING if self.is_new else _PASSING_RESUME
+
+    @property
+    def tries(self) -> int:
+        return self.attempt - self.drained
 
     @property
     def has_begun(self) -> bool:
@@ -95,6 +117,7 @@ class Submission:
             deadline_ms=self._deadline_ms(now),
             block_hashes=names.hashes if names is not None else b"",
             hash_block_size=names.block_size if names is not None else 0,
+            drained_attempts=self.drained,
         )
         return submit, packed
 
@@ -107,7 +130,7 @@ class Submission:
 
     def backoff_s(self, limits: StreamLimits) -> float:
         """Before the next attempt: twice as long after each."""
-        delay_s: float = min(limits.resume_delay_s * 2 ** (self.attempt - 1), limits.resume_delay_s_max)
+        delay_s: float = min(limits.resume_delay_s * 2 ** (self.tries - 1), limits.resume_delay_s_max)
         return delay_s * self.jitter()
 
     def retry_s(self, retry_after_s: float) -> float:

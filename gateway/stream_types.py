@@ -24,6 +24,8 @@ class StreamLimits:
     idle_s: float = 120.0
     attempts_max: int = 5
     """Attempts at one choice, the first included. Below the coordinator's own bound, so that users meet ours."""
+    drained_max: int = 100
+    """More attempts cut short by the draining of a worker count as tries."""
     resume_delay_s: float = 0.05
     """Before the first resume; doubles with each, with jitter, lest a lost worker's streams all come back at once."""
     resume_delay_s_max: float = 1.0
@@ -104,10 +106,28 @@ class Tick:
 
 @dataclass(frozen=True)
 class Drain:
-    """This gateway stops: every stream ends now, with an error."""
+    """This gateway is to stop: no stream begins any more, and those that run go on."""
 
 
-Event = Open | ClientGone | LinkUp | LinkDown | WorkerDown | Tick | Drain | Accepted | Rejected | Interrupted | Tokens
+@dataclass(frozen=True)
+class Shutdown:
+    """It stops, after a `Drain`: every stream ends now, with an error."""
+
+
+Event = (
+    Open
+    | ClientGone
+    | LinkUp
+    | LinkDown
+    | WorkerDown
+    | Tick
+    | Drain
+    | Shutdown
+    | Accepted
+    | Rejected
+    | Interrupted
+    | Tokens
+)
 
 # --- actions ----------------------------------------------------------------------------------------------------------
 

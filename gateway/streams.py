@@ -29,13 +29,14 @@ from gateway.stream_types import (
     Open,
     SendCancel,
     SendSubmit,
+    Shutdown,
     StreamLimits,
     StreamSpec,
     Tick,
     Why,
     WorkerDown,
 )
-from proto.errors import CancelReason
+from proto.errors import CancelReason, Interrupt
 from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, TokenItem, Tokens
 
 
@@ -66,11 +67,8 @@ class StreamKeeper:
                 self._accepted(event)
             case Rejected():
                 self._rejected(event, now)
-            case Interrupted(request_id, attempt):
-                submission = self._current(request_id, attempt)
-                if submission is not None:
-                    self._runs(submission)  # what is interrupted had been accepted
-                    self._resume(submission, f"{event.reason}: {event.message}", now)
+            case Interrupted():
+                self._interrupted(event, now)
             case ClientGone(stream_id):
                 stream = self.streams.get(stream_id)
                 if stream is not None:
@@ -83,6 +81,7 @@ class StreamKeeper:
                 self._worker_is_down(now)
             case Drain():
                 self._draining = True
+            case Shutdown():
                 for stream in list(self.streams.values()):
                     self._fail(stream, Failure(FailKind.SHUTTING_DOWN, "this gateway is shutting down"))
             case Tick():
@@ -184,17 +183,28 @@ class StreamKeeper:
         self._drop(submission)
         self._fail(submission.stream, Failure(FailKind.REJECTED, event.message, event))
 
-    def _resume(self, submission: Submission, why: str, now: float) -> None:
-        """Submit what is not finished again, a little later, with the tokens that were delivered."""
-        if submission.attempt >= self.limits.attempts_max:
-            message = f"interrupted {submission.attempt} times, at last by {why}"
+    def _interrupted(self, event: Interrupted, now: float) -> None:
+        submission = self._current(event.request_id, event.attempt)
+        if submission is not None:
+            self._runs(submission)  # what is interrupted had been accepted
+            drained = event.reason is Interrupt.DRAINED and submission.drained < self.limits.drained_max
+            self._resume(submission, f"{event.reason}: {event.message}", now, drained=drained)
+
+    def _resume(self, submission: Submission, why: str, now: float, *, drained: bool = False) -> None:
+        """Submit what is not finished again, with the tokens that were delivered: a little later, or at once where nothing has
+        failed, which does not count as a try."""
+        submission.drained += drained
+        if not drained and submission.tries >= self.limits.attempts_max:
+            message = f"interrupted {submission.tries} times, at last by {why}"
             self._fail(submission.stream, Failure(FailKind.INTERRUPTED, message))
             return
         submission.phase = Phase.PENDING
         submission.resuming = True
         submission.interrupted_at = now
-        submission.not_before = now + submission.backoff_s(self.limits)
+        submission.not_before = now if drained else now + submission.backoff_s(self.limits)
         submission.stall_at = None
+        if drained:
+            self._send_if_due(submission, now)
         self._schedule(submission.stream)
 
     def _split(self, submission: Submission, now: float) -> None:
@@ -205,6 +215,7 @@ class StreamKeeper:
             if not choice.done:
                 part = Submission(submission.stream, f"{submission.stream.id}.c{choice.index}", [choice])
                 part.attempt, part.sent, part.resuming = submission.attempt, True, True
+                part.drained = submission.drained
                 part.not_before, part.interrupted_at = now, submission.interrupted_at
                 self._add(part, now)
 
@@ -251,24 +262,10 @@ class StreamKeeper:
         finish = None if item.finish is None else Finish(item.finish.value)
         if len(fresh) > room or (finish is None and len(fresh) == room):
             fresh, finish = fresh[:room], Finish.LENGTH
-        texts: list[str] = []
-        used, stopped = len(fresh), False
-        for count, token in enumerate(fresh[:-1] if finish is Finish.STOP else fresh, 1):  # a stop token is not text
-            piece = choice.sink.push(token)
-            texts.append(piece.text)
-            if piece.stopped:
-                used, stopped = count, True
-                break
-        if finish is not None and not stopped:
-            piece = choice.sink.finish()
-            texts.append(piece.text)
-            stopped = piece.stopped
-        finish = Finish.STOP if stopped else finish
+        text, used, finish = choice.read(fresh, finish)
         cached = choice.found_cached(item)
         choice.tokens.extend(fresh[:used])
-        self._out.append(
-            Deliver(stream.id, choice.index, "".join(texts), fresh[:used], logprobs[:used], finish, cached)
-        )
+        self._out.append(Deliver(stream.id, choice.index, text, fresh[:used], logprobs[:used], finish, cached))
         if finish is not None:
             choice.done = True
             submission.ended_early |= item.finish is None or submission.phase is Phase.PENDING
@@ -305,7 +302,7 @@ class StreamKeeper:
                 # The same coordinator cancelled all we had when it lost us; a new one never heard of what was queued.
                 self._cancel(submission, CancelReason.ABANDONED)
                 self._resume(submission, "the loss of the coordinator's link", now)
-            else:
+            elif submission.stall_at is None:
                 submission.stall_at = now + self.limits.stall_s
             self._schedule(submission.stream)
 
@@ -325,7 +322,8 @@ class StreamKeeper:
     def _worker_is_down(self, now: float) -> None:
         """Tokens may have died with the connection, all of them perhaps; a stream that lives on shows it with its next one."""
         for submission in self.submissions.values():
-            if submission.phase is Phase.RUNNING:
+            if submission.phase is Phase.RUNNING and submission.stall_at is None:
+                # Not put off by the next loss: one that has been silent since the first would wait for as long as any come.
                 submission.stall_at = now + self.limits.stall_s
                 self._schedule(submission.stream)
 

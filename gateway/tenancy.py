@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from gateway.errors import bad_value
-from runtime.tenants import DEFAULT_TENANT, Tenants
+from runtime.tenants import DEFAULT_TENANT, Slo, Tenants
 
 _TIERS: Final = {"priority": "interactive", "flex": "batch"}
 """OpenAI's service tiers that mean another band than the tenant's own."""
@@ -26,6 +26,10 @@ class KeyRing:
         still are if it has none: a file read while it is being written must not open the door."""
         self.tenants = tenants
         self.needed = self.needed or bool(tenants.keys)
+
+    def slo_of(self, tenant: str) -> Slo | None:
+        policy = self.tenants.policy(tenant)
+        return policy.slo if policy is not None else None
 
     def tenant_of(self, key: bytes) -> str | None:
         """None for a key that nobody has. The time of the lookup tells of hashes, from which no key can be approached."""

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from launcher.models import ReadyModel
 from runtime.exits import INTERRUPTED_EXIT
 from runtime.options import SettingsError
 from runtime.settings import ServeSettings
+from runtime.version import version_of
 
 _BANDS = '["interactive", "standard", "batch"]'
 
@@ -181,8 +181,8 @@ def _result(settings: LoadSettings, site: Site, probed: Probed, plan: Plan, done
     weights = {tenant.name: tenant.weight for tenant in site.tenants}
     about = {
         "command": "crossdock bench serve",
-        "crossdock": _version("crossdock"),
-        "aiohttp": _version("aiohttp"),
+        "crossdock": version_of("crossdock"),
+        "aiohttp": version_of("aiohttp"),
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": probed.target.model,
         "url": probed.target.url,
@@ -215,10 +215,3 @@ def finish(settings: LoadSettings, drawn: Sequence[tuple[str, RunFile]], result:
     if settings.plot:
         load_plot.draw(settings.plot, drawn)
         console.print(f"Drawn: {settings.plot}", highlight=False, soft_wrap=True)
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "from source"

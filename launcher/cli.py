@@ -17,6 +17,7 @@ from launcher.bench_settings import (
     RoomBenchSettings,
 )
 from launcher.cluster_settings import ClusterCheckSettings, DownSettings, UpSettings
+from launcher.drain import DrainSettings
 from launcher.journal_settings import ExplainSettings, ReplaySettings
 from launcher.keys import NewKeysSettings
 from launcher.load_settings import CompareSettings, RatioSettings, ServeBenchSettings
@@ -130,6 +131,12 @@ def _replay(settings: ReplaySettings) -> int:
     return replay(settings)
 
 
+def _drain(settings: DrainSettings) -> int:
+    from launcher.drain import run
+
+    return run(settings)
+
+
 def _explain(settings: ExplainSettings) -> int:
     from launcher.replay import explain
 
@@ -229,6 +236,7 @@ def build_app() -> typer.Typer:
     add_command(app, "gateway", GatewaySettings, _gateway)
     add_command(app, "worker", WorkerSettings, _worker)
     add_command(app, "status", StatusSettings, _status)
+    add_command(app, "drain", DrainSettings, _drain)
     add_command(app, "usage", UsageSettings, _usage)
     tenants = new_app(TENANTS_HELP)
     add_command(tenants, "check", CheckSettings, _tenants_check)

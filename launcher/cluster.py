@@ -13,6 +13,7 @@ from launcher.process import child_environment, python_command
 from launcher.supervisor import ProcessSpec
 from launcher.usage import default_db
 from runtime import machine
+from runtime.addresses import METRICS_OFF, split_metrics
 from runtime.cores import cores_text
 from runtime.environment import SUPERVISED
 from runtime.options import SettingsError, to_arguments
@@ -107,29 +108,32 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     ports = http_ports(settings.host, settings.port, settings.gateways)
     coordinator = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     key = _own_key(settings)
+    metrics = _metrics_addresses(settings)
     tenants = {"tenants": str(Path(settings.tenants).expanduser().resolve())} if settings.tenants else {}
     usage_db = settings.usage_db or (default_db() if settings.tenants else "")
     journal = {"usage_db": str(Path(usage_db).expanduser().resolve())} if usage_db else {}
     shared = {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id, "log_format": "json"}
     fronts = [
         GatewaySettings.model_validate(
-            shared | {"name": f"gateway-{index}", "host": settings.host, "port": port} | tenants
+            shared
+            | {"name": f"gateway-{index}", "host": settings.host, "port": port, "metrics": metrics[1 + index]}
+            | tenants
         )
         for index, port in enumerate(ports)
     ]
     # Keys go by the environment: flags can be seen in ps.
     keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
     control = child_environment(1)
-    own = {"name": "coordinator", "bind": coordinator, "log_format": "json"}
+    own = {"name": "coordinator", "bind": coordinator, "log_format": "json", "metrics": metrics[0]}
     core = CoordinatorSettings.model_validate(own | tenants | journal | _decisions(settings))
     processes = [
         _spec("coordinator", core, control, plan.control),
         *(_spec("gateway", front, control | keys, plan.control) for front in fronts),
     ]
     for role, seats in (("prefill", plan.prefill), ("decode", plan.decode)):
-        processes += [
-            worker_spec(role, index, seat, settings, shared, plan.control) for index, seat in enumerate(seats)
-        ]
+        for index, seat in enumerate(seats):
+            observed = {"metrics": metrics[len(processes)]}
+            processes.append(worker_spec(role, index, seat, settings, shared | observed, plan.control))
     client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
     shown_host = f"[{client_host}]" if ":" in client_host else client_host
     urls = tuple(f"http://{shown_host}:{port}" for port in ports)
@@ -147,6 +151,24 @@ def _own_key(settings: ServeSettings) -> str:
         if tenants.keys and not settings.api_keys:
             return secrets.token_hex(32)
     return settings.api_keys[0] if settings.api_keys else ""
+
+
+def _metrics_addresses(settings: ServeSettings) -> list[str]:
+    """For each process, in the order in which they start; one that starts again has the same. Raises `SettingsError`."""
+    processes = 1 + settings.gateways + settings.prefill + settings.decode
+    if settings.metrics == METRICS_OFF:
+        return [METRICS_OFF] * processes
+    host, first = split_metrics(settings.metrics)
+    if first and first + processes - 1 > 65_535:
+        raise SettingsError(
+            f"--metrics: {processes} processes need as many ports from {first} on, and the last one is 65535"
+        )
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        ports = list(range(first, first + processes)) if first else [free_port(host) for _ in range(processes)]
+    except OSError as error:
+        raise SettingsError(f"--metrics: cannot listen on {host}: {error.strerror}") from None
+    return [f"{shown}:{port}" for port in ports]
 
 
 def _decisions(settings: ServeSettings) -> dict[str, str]:

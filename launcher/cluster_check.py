@@ -17,11 +17,11 @@ from runtime.setting_types import ENV_PREFIX
 
 def run(settings: ClusterCheckSettings) -> int:
     """Raises `SettingsError`."""
-    file = read_file(settings.file)
+    file = read_file(settings.cluster_file)
     try:
         plans = check(file)
     except ClusterError as error:
-        raise SettingsError("\n".join(f"{settings.file}: {line}" for line in str(error).splitlines())) from None
+        raise SettingsError("\n".join(f"{settings.cluster_file}: {line}" for line in str(error).splitlines())) from None
     console = Console()
     for host, plan in plans.items():
         table = Table(title=f"{host} ({file.hosts[host].address})", title_justify="left", show_lines=True)

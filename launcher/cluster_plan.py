@@ -176,8 +176,7 @@ def _settings(
     if problems:
         raise ClusterError("\n".join(problems))
     try:
-        known = {key: value for key, value in decided.items() if key in cls.model_fields}  # until --keys is there
-        return cls(**(merged | known))
+        return cls(**{**merged, **decided})
     except ValidationError as error:
         raise ClusterError(
             "\n".join(_explain(details, sources, host) for details in error.errors(include_url=False))

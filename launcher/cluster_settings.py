@@ -9,7 +9,12 @@ _FILE = Field(
     description="cluster.toml with the hosts and what runs on each; see crossdock cluster check.",
     json_schema_extra={"option": "--config"},
 )
-_HOST = Field("", max_length=32, description="Which of its hosts this is; empty: the one named like this machine.")
+_HOST = Field(
+    "",
+    max_length=32,
+    description="Which of its hosts this is; empty: the one named like this machine.",
+    json_schema_extra={"option": "--host"},
+)
 
 
 class UpSettings(Options):
@@ -18,8 +23,8 @@ class UpSettings(Options):
     Every host of a cluster runs this with the same file; scripts/launch_ssh does so for all of them.
     """
 
-    file: str = _FILE
-    host: str = _HOST
+    cluster_file: str = _FILE
+    on_host: str = _HOST
     detach: bool = Field(False, description="Return once all is ready; it runs on until crossdock down.")
     ready_timeout_s: float = Field(
         300.0, gt=0.0, le=86_400.0, description="Seconds until all here is ready, the other hosts' part included."
@@ -30,8 +35,8 @@ class UpSettings(Options):
 class DownSettings(Options):
     """Stop what crossdock up runs on this host, and remove its files."""
 
-    file: str = _FILE
-    host: str = _HOST
+    cluster_file: str = _FILE
+    on_host: str = _HOST
     keep_logs: bool = Field(False, description="Leave the logs.")
 
 
@@ -43,7 +48,7 @@ _ARGUMENT = Field(
 class LaunchSettings(Options):
     """What the commands of `launch_ssh` share."""
 
-    file: str = _ARGUMENT
+    cluster_file: str = _ARGUMENT
     local: bool = Field(
         False,
         description="Run every host's part on this machine instead of by ssh; each needs an address of its own, like"
@@ -70,7 +75,7 @@ class LaunchStatusSettings(LaunchSettings):
 class LaunchLogsSettings(LaunchSettings):
     """The last lines of every process's log, or all from now on."""
 
-    host: str = Field("", description="Of this host only.")
+    on_host: str = Field("", description="Of this host only.", json_schema_extra={"option": "--host"})
     lines: int = Field(20, ge=0, le=1_000_000, description="Of each log.")
     follow: bool = Field(False, description="Go on until Ctrl-C.")
 
@@ -87,7 +92,7 @@ class ClusterCheckSettings(Options):
     Nothing is started and no host is asked.
     """
 
-    file: str = _ARGUMENT
+    cluster_file: str = _ARGUMENT
 
 
 class UnitsSettings(Options):
@@ -97,8 +102,8 @@ class UnitsSettings(Options):
     removed. Secret keys are read by systemd and handed to the processes as credentials.
     """
 
-    file: str = _FILE
-    host: str = _HOST
+    cluster_file: str = _FILE
+    on_host: str = _HOST
     dest: str = Field(
         "/", min_length=1, description="Root of the tree written to, for an image or to look at them first."
     )

@@ -28,13 +28,13 @@ class CannotInstall(CrossdockError):
 def run(settings: UnitsSettings) -> int:
     """Raises `SettingsError`, `CannotInstall`."""
     console = Console(soft_wrap=True, highlight=False)
-    at = place(settings.file, settings.host)
+    at = place(settings.cluster_file, settings.on_host)
     root = Path(settings.dest).expanduser().resolve()
     try:
         files = units.render(plan_host(at.file, at.host, _model(at)), _installed(at))
     except ClusterError as error:
         raise SettingsError(
-            "\n".join(f"--config: {settings.file}: {line}" for line in str(error).splitlines())
+            "\n".join(f"--config: {settings.cluster_file}: {line}" for line in str(error).splitlines())
         ) from None
     todo = units.changes(files, _there(root))
     for what, path in todo:

@@ -43,8 +43,8 @@ _UNPACK = 'umask 077 && mkdir -p "$d" && tar -xf - -C "$d" --no-same-owner'
 
 def site_of(settings: LaunchSettings) -> Site:
     """Raises `SettingsError`."""
-    path = Path(settings.file).expanduser().resolve()
-    file = read_file(settings.file)
+    path = Path(settings.cluster_file).expanduser().resolve()
+    file = read_file(settings.cluster_file)
     try:
         check(file)
     except ClusterError as error:
@@ -100,9 +100,11 @@ def status(settings: LaunchStatusSettings) -> int:
 
 def logs(settings: LaunchLogsSettings) -> int:
     site = site_of(settings)
-    if settings.host and settings.host not in site.file.hosts:
-        raise SettingsError(f"--host: {settings.file} has no host {settings.host}, but {', '.join(site.file.hosts)}")
-    names = [settings.host] if settings.host else list(site.file.hosts)
+    if settings.on_host and settings.on_host not in site.file.hosts:
+        raise SettingsError(
+            f"--host: {settings.cluster_file} has no host {settings.on_host}, but {', '.join(site.file.hosts)}"
+        )
+    names = [settings.on_host] if settings.on_host else list(site.file.hosts)
     script = f'cd "$d" && exec tail -n {settings.lines} {"-F" if settings.follow else ""} -- *.log'
     running = [
         subprocess.Popen(

@@ -23,6 +23,8 @@ class RestartPolicy:
         """Seconds until the next start, or None to give up. `uniform` is a random number in [0, 1)."""
         if exit_code in HOPELESS_EXITS:
             return None
+        if exit_code == 0:
+            return FIRST_DELAY_S  # somebody asked it to end, with SIGTERM, and it did: no failure
         if lived_s >= STABLE_AFTER_S:
             self.quick_failures = 0
         self.quick_failures += 1

@@ -1,10 +1,12 @@
 """`crossdock status`: ask the coordinator what it knows, and show it."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import msgspec
 import uvloop
@@ -17,7 +19,7 @@ from launcher import here
 from proto import limits
 from proto.errors import CrossdockError
 from proto.messages import Hello, Message, Role, StatusRequest, Welcome
-from proto.status import StatusReport
+from proto.status import StatusReport, WorkerStatus
 from runtime import clock
 from runtime.addresses import AddressOrEmpty
 from runtime.keys import Keys, keys_for
@@ -29,17 +31,18 @@ _ENDLESS = 10_000
 """Columns: no line is cut."""
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 DEFAULT_COORDINATOR: str = CoordinatorSettings.model_fields["bind"].default
+WHICH_COORDINATOR = (
+    "Address of the coordinator; empty: the cluster running on this machine, or else the coordinator at"
+    f" {DEFAULT_COORDINATOR}."
+)
+M = TypeVar("M", bound=Message)
 
 
 class StatusSettings(KeyOptions):
     """Show workers, queues and running requests of a cluster: of the one that `crossdock serve` runs on this machine, or of
     any other by its coordinator."""
 
-    coordinator: AddressOrEmpty = Field(
-        "",
-        description="Address of the coordinator; empty: the cluster running on this machine, or else the coordinator at"
-        f" {DEFAULT_COORDINATOR}.",
-    )
+    coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
     as_json: bool = Field(False, description="Print JSON, for programs.", json_schema_extra={"option": "--json"})
     wide: bool = Field(False, description="Show every column, however wide the table becomes.")
     timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
@@ -54,14 +57,21 @@ class SeveralClusters(CrossdockError):
 
 
 async def ask(coordinator: str, timeout_ms: int, keys: Keys | None = None) -> StatusReport:
+    """Raises `NoAnswer`."""
+    return await converse(coordinator, StatusRequest(), StatusReport, timeout_ms, keys)
+
+
+async def converse(
+    coordinator: str, question: Message, expected: type[M], timeout_ms: int, keys: Keys | None = None
+) -> M:
     """Connect as an observer, ask once, close. Raises `NoAnswer`."""
-    answer: asyncio.Future[StatusReport] = asyncio.get_running_loop().create_future()
+    answer: asyncio.Future[M] = asyncio.get_running_loop().create_future()
 
     def on_up(peer: Peer, _welcome: Welcome) -> None:
-        peer.send(StatusRequest())
+        peer.send(question)
 
     def on_message(_peer: Peer, message: Message, _blob: bytes) -> None:
-        if isinstance(message, StatusReport) and not answer.done():
+        if isinstance(message, expected) and not answer.done():
             answer.set_result(message)
 
     def on_down(_peer: Peer, _reason: str) -> None:
@@ -90,20 +100,27 @@ async def ask(coordinator: str, timeout_ms: int, keys: Keys | None = None) -> St
         await link.close()
 
 
-def run(settings: StatusSettings) -> int:
-    """Raises `NoAnswer`, `SeveralClusters` or `ConfigError`."""
+@contextlib.contextmanager
+def coordinator_of(named: str) -> Iterator[str]:
+    """The address to ask: the one named, or that of the cluster on this machine. Raises `SeveralClusters`, and says of a
+    `NoAnswer` inside if there is none."""
     # Several hosts of one cluster may be this machine's.
-    running = [] if settings.coordinator else list({one.coordinator: one for one in here.clusters()}.values())
+    running = [] if named else list({one.coordinator: one for one in here.clusters()}.values())
     if len(running) > 1:
         lines = [f"    --coordinator {one.coordinator}   {one.model_id} at {one.base_url}" for one in running]
         raise SeveralClusters("\n".join(["several clusters run on this machine; name one:", *lines]))
-    coordinator = settings.coordinator or (running[0].coordinator if running else DEFAULT_COORDINATOR)
     try:
-        report = uvloop.run(ask(coordinator, settings.timeout_ms, keys_for(settings, Role.OBSERVER)))
+        yield named or (running[0].coordinator if running else DEFAULT_COORDINATOR)
     except NoAnswer as error:
-        if settings.coordinator or running:
+        if named or running:
             raise
         raise NoAnswer(f"no `crossdock serve` of yours runs on this machine, and {error}") from None
+
+
+def run(settings: StatusSettings) -> int:
+    """Raises `NoAnswer`, `SeveralClusters` or `ConfigError`."""
+    with coordinator_of(settings.coordinator) as coordinator:
+        report = uvloop.run(ask(coordinator, settings.timeout_ms, keys_for(settings, Role.OBSERVER)))
     if settings.as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(as_dict(report)), indent=2).decode() + "\n")
     else:
@@ -116,7 +133,8 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
     workers = [{name: getattr(worker, name) for name in worker.__struct_fields__} for worker in report.workers]
     pairs = [{name: getattr(pair, name) for name in pair.__struct_fields__} for pair in report.kv_pairs]
-    return fields | {"workers": workers, "kv_pairs": pairs}
+    tenants = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.tenants]
+    return fields | {"workers": workers, "kv_pairs": pairs, "tenants": tenants}
 
 
 def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
@@ -133,8 +151,35 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
         console.print(f"Left out: {escape(words)}", highlight=False)
     console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
     console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
+    _show_essence(report, console)
     if report.counters:
         console.print(f"Counters: {_counts(report.counters)}")
+    if report.metrics:
+        where = ", ".join(f"{escape(name)} {escape(address)}" for name, address in sorted(report.metrics.items()))
+        console.print(f"Metrics: {where}", highlight=False)
+
+
+def _show_essence(report: StatusReport, console: Console) -> None:
+    """How fast, and for whom."""
+    lately = report.lately
+    if lately:
+        times = [
+            f"{label} {_seconds(lately[f'{name}_p50_ms'])}, p99 {_seconds(lately[f'{name}_p99_ms'])}"
+            for name, label in (("queue", "queue"), ("ttft", "TTFT"), ("tpot", "TPOT"))
+            if f"{name}_p50_ms" in lately
+        ]
+        console.print(f"Last {lately['requests']:.0f} requests, p50: {'; '.join(times)}", highlight=False)
+    shares = [
+        f"{escape(one.name)} {one.share:.0%}" + (f" ({one.waiting} waiting)" if one.waiting else "")
+        for one in report.tenants
+        if one.waiting or one.share >= 0.005
+    ]
+    if shares:
+        console.print(f"Service of the last 10 s: {', '.join(shares)}", highlight=False)
+
+
+def _seconds(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:.2f} s" if milliseconds >= 1000 else f"{milliseconds:.0f} ms"
 
 
 def _title(report: StatusReport) -> str:
@@ -157,13 +202,17 @@ def _table(report: StatusReport) -> Table:
     for worker in report.workers:
         table.add_row(
             escape(worker.name),
-            worker.role.value,
+            _role(worker),
             *([escape(worker.model)] if len(models) > 1 else []),
             str(worker.requests),
             f"{worker.kv_blocks_used}/{worker.kv_blocks}",
             _short(worker.tokens_forwarded),
         )
     return table
+
+
+def _role(worker: WorkerStatus) -> str:
+    return f"{worker.role.value}, draining" if worker.draining else worker.role.value
 
 
 def _short(number: int) -> str:
@@ -184,7 +233,7 @@ def _wide_table(report: StatusReport) -> Table:
     for worker in report.workers:
         numbers = (worker.requests, worker.steps_in_flight, worker.kv_blocks_used, worker.kv_blocks)
         table.add_row(
-            *(escape(text) for text in (worker.name, worker.role.value, worker.model, worker.host, str(worker.pid))),
+            *(escape(text) for text in (worker.name, _role(worker), worker.model, worker.host, str(worker.pid))),
             *(f"{number:,}" for number in (*numbers, worker.tokens_forwarded)),
         )
     return table

@@ -1,6 +1,6 @@
 """Runs child processes: started in groups of their own, restarted when they die, and gone when this process is.
 
-A child is asked to stop with SIGTERM, given `STOP_GRACE_S`, then killed. Should this process itself be killed, the
+A child is asked to stop at once, given `STOP_GRACE_S`, then killed. Should this process itself be killed, the
 kernel kills the children (`PR_SET_PDEATHSIG`), so there are no orphans.
 """
 
@@ -158,10 +158,12 @@ def _before_exec(parent: int, cores: tuple[int, ...]) -> None:
 
 
 async def _stop(process: asyncio.subprocess.Process, log: ChildLog) -> None:
-    """SIGTERM, a bounded wait, SIGKILL to the whole group; returns when the process is reaped."""
+    """SIGTERM, a bounded wait, SIGKILL to the whole group; returns when the process is reaped. All stop together, and nothing
+    can be handed over: the second signal says not to wait for that."""
     if process.returncode is not None:
         return
     _signal(process, signal.SIGTERM)
+    _signal(process, signal.SIGINT)
     try:
         async with asyncio.timeout(STOP_GRACE_S):
             await _drain(process, log)

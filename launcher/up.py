@@ -88,7 +88,7 @@ def place(path: str, host: str) -> Place:
 def up(settings: UpSettings) -> int:
     """Raises `CrossdockError`, `SettingsError` among them."""
     console = Console()
-    at = place(settings.file, settings.host)
+    at = place(settings.cluster_file, settings.on_host)
     if running := here.running(at.folder):
         raise RunsAlready(f"{at.host} of {at.file.name} is up already (pid {running.pid}); crossdock down stops it")
     if settings.detach:
@@ -179,7 +179,7 @@ def _detach(settings: UpSettings, at: Place, console: Console) -> int:
     """The same command again, in a session of its own; returns when it says that it is ready. Raises `NotUp`."""
     at.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = at.folder / LOG
-    arguments = ["--config", str(Path(settings.file).expanduser().resolve()), "--host", at.host]
+    arguments = ["--config", str(Path(settings.cluster_file).expanduser().resolve()), "--host", at.host]
     arguments += ["--ready-timeout-s", str(settings.ready_timeout_s), *(["--verbose"] if settings.verbose else [])]
     with NotifySocket() as heard, log.open("wb") as output:
         process = subprocess.Popen(
@@ -219,7 +219,7 @@ def _detach(settings: UpSettings, at: Place, console: Console) -> int:
 
 def down(settings: DownSettings) -> int:
     """Raises `SettingsError`, `NotUp`."""
-    at = place(settings.file, settings.host)
+    at = place(settings.cluster_file, settings.on_host)
     console = Console()
     note = here.running(at.folder)
     if note is None:

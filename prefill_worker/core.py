@@ -222,9 +222,9 @@ class PrefillCore:
             needs_prompt = penalised(prompt.order.sampling, prompt.order.resumed_tokens)
             self._ports.sender.commit(*prompt.key, going_on, prompt.tokens if needs_prompt else ())
         else:
-            self._close(
-                prompt, Finished(*prompt.key, len(items), self._tokens_forwarded()), "ended with its first token"
-            )
+            resumed_tokens = prompt.order.resumed_tokens
+            farewell = Finished(*prompt.key, len(items), self._tokens_forwarded(), resumed_tokens)
+            self._close(prompt, farewell, "ended with its first token")
 
     # --- the end of an attempt ------------------------------------------------------------------------------------------
 

@@ -33,5 +33,7 @@ def run(settings: WorkerSettings) -> int:
         settings,
         thread=thread,
         load=load,
-        make=lambda engine, log, name, links: PrefillWorker(settings, engine, thread, log, name, links),
+        make=lambda engine, log, name, links, observed: PrefillWorker(
+            settings, engine, thread, log, name, links, observed
+        ),
     )

@@ -60,6 +60,10 @@ class PromptTable:
     block_size: int
     prefix_cache: bool = True
     prompts: dict[Key, Prompt] = field(default_factory=dict)
+    taken_tokens: int = 0
+    """Of all prompts taken in; with them, of those …"""
+    found_tokens: int = 0
+    """… which were in the cache."""
 
     def take_in(self, order: Prefill, tokens: list[int]) -> Prompt | WorkFailed | None:
         """A new prompt with its blocks; a failure if there is no room; None if the order is a repetition.
@@ -79,6 +83,8 @@ class PromptTable:
             self.allocator.free(cached)
             return WorkFailed(*key, Interrupt.ENGINE_ERROR, _NO_ROOM)
         done = len(cached) * self.block_size
+        self.taken_tokens += order.prompt_tokens
+        self.found_tokens += done
         prompt = self.prompts[key] = Prompt(order, tokens, cached + fresh, hashes, done, done, len(cached))
         return prompt
 

@@ -8,19 +8,23 @@ from engine.engine import Engine
 from engine.thread import EngineThread
 from kvtransfer.layout import KvLayout
 from kvtransfer.sender import KvSender
+from kvtransfer.session import KvFailed, KvSent
 from kvtransfer.settings import KvSettings, segment_bytes_on
 from kvtransfer.transports import allowed_on
 from prefill_worker.compute import run_step
 from prefill_worker.core import PrefillCore
+from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.prompts import PromptTable
 from proto.errors import CrossdockError, RemoteProtocolError
 from proto.messages import Capacity, Message, Role, StatusRequest
 from proto.status import KvPair, KvPairs
 from runtime import clock
-from runtime.driver import watched
+from runtime.common_metrics import link_counters
+from runtime.driver import Stop, watched
 from runtime.link import LinkSettings
 from runtime.link import Peer as LinkPeer
 from runtime.log import Log
+from runtime.metrics_server import MetricsServer
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
@@ -30,9 +34,17 @@ from runtime.worker_process import end_if_hung, kv_held
 
 class PrefillWorker:
     def __init__(
-        self, settings: WorkerSettings, engine: Engine, thread: EngineThread, log: Log, name: str, links: LinkSettings
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        thread: EngineThread,
+        log: Log,
+        name: str,
+        links: LinkSettings,
+        observed: MetricsServer,
     ) -> None:
         info = engine.info
+        self.settings = settings
         self.log = log
         self.engine = engine
         self.thread = thread
@@ -49,7 +61,9 @@ class PrefillWorker:
         self.pairs_reported_at = 0
         epoch = clock.new_epoch()
         capacity = Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens)
-        hello = worker_hello(settings, epoch=epoch, name=name, fingerprint=info.fingerprint, capacity=capacity)
+        hello = worker_hello(
+            settings, epoch=epoch, name=name, fingerprint=info.fingerprint, capacity=capacity, metrics=observed.address
+        )
         self.registration = Registration(
             settings=settings,
             hello=hello,
@@ -57,10 +71,16 @@ class PrefillWorker:
             on_message=self._order,
             on_lost=self.core.coordinator_lost,
             log=log,
+            is_idle=lambda: self.gateways.idle,
             links=links,
         )
-        self.gateways = Outbound(
-            hello=hello, to=Role.GATEWAY, on_message=_unexpected, on_lost=self.core.gateway_lost, settings=links
+        self.gateways: Outbound = Outbound(
+            hello=hello,
+            to=Role.GATEWAY,
+            on_message=_unexpected,
+            on_lost=self.core.gateway_lost,
+            on_idle=self.registration.look,
+            settings=links,
         )
         self.receivers = Outbound(
             hello=hello, to=Role.DECODE, on_message=self._kv_message, on_lost=self._receiver_lost, settings=links
@@ -71,7 +91,7 @@ class PrefillWorker:
             epoch=epoch,
             clock=clock.now,
             send=self._send_kv,
-            on_result=self.core.kv_result,
+            on_result=self._kv_result,
             on_pairs=lambda pairs: self._report_pairs(),
             settings=KvSettings(
                 transports=allowed_on(settings.kv_transport, engine.pool.device.type),
@@ -81,13 +101,26 @@ class PrefillWorker:
             ),
         )
 
-    async def run(self, stop: asyncio.Event) -> None:
+        self.metrics = PrefillMetrics(
+            self.core.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded
+        )
+        self._show(observed, name, settings.served_model_id)
+
+    def _show(self, observed: MetricsServer, name: str, model: str) -> None:
+        page = self.metrics.page
+        page.introduce(name=name, model=model)
+        link_counters(page, {"coordinator": self.registration.counters}, lambda: self.registration.up)
+        observed.show(page, self.registration.not_ready)
+
+    async def run(self, stop: Stop) -> None:
         await self.registration.start()
         stepping = watched(self._run_steps())
         watching = watched(end_if_hung(self.watch, self.registration.send, self.log))
         stopping = asyncio.get_running_loop().create_task(stop.wait())
         try:
             await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not stepping.done():
+                await self.registration.leave(self.settings.drain_timeout_s, stop)
         finally:
             stopping.cancel()
             stepping.cancel()
@@ -125,11 +158,13 @@ class PrefillWorker:
                 result = await loop.run_in_executor(self.thread, run_step, self.engine, begun.work)
             except (CrossdockError, RuntimeError, ValueError, IndexError) as error:
                 self.log.exception("step failed", step_id=begun.step.step_id)
+                self.metrics.step_failed()
                 self.core.step_failed(begun, str(error))
                 continue
             finally:
                 self.watch.end(clock.now())
             self.core.step_done(begun, result)
+            self.metrics.step_done(begun.work, result)
 
     def _report_pairs(self) -> None:
         pairs = self.sender.transports()
@@ -145,6 +180,10 @@ class PrefillWorker:
 
     def _kv_message(self, peer: LinkPeer, message: Message, blob: bytes) -> None:
         self.sender.handle(peer.epoch, message, blob)
+
+    def _kv_result(self, result: KvSent | KvFailed) -> None:
+        self.metrics.kv_result(result)
+        self.core.kv_result(result)
 
     def _receiver_lost(self, epoch: int, reason: str) -> None:
         self.core.receiver_of.pop(epoch, None)

@@ -69,6 +69,8 @@ class Interrupt(StrEnum):
     PREEMPTED = "preempted"
     """It had to make room on its decode worker, which the coordinator had overcommitted."""
     COORDINATOR_LOST = "coordinator_lost"
+    DRAINED = "drained"
+    """Its worker is about to end, on purpose. It goes on at once, and this attempt does not count as one."""
 
 
 class FinishReason(StrEnum):

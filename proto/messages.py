@@ -3,6 +3,7 @@
     gateway  ⇄ coordinator      Submit, Cancel              →   ← Accepted, Rejected, Interrupted
     coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, Released,
                                                                       WorkFailed, CacheMiss, CacheEvents
+                                Draining                    →   ← Draining; Drained →
     worker   → gateway          Tokens
     anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong;  Bye
 
@@ -38,6 +39,7 @@ CacheChanges = Annotated[bytes, Meta(max_length=limits.MAX_CACHE_CHANGES * limit
 BlockSize = Annotated[int, Meta(ge=1, le=4096)]  # tokens per KV block
 DurationMs = Annotated[float, Meta(ge=0.0, le=1e12)]
 Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
+HandOverMs = Annotated[float, Meta(ge=0.0, le=1e12)] | None
 
 
 class Role(StrEnum):
@@ -46,7 +48,7 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     OBSERVER = "observer"
-    """`crossdock status`: may ask, may not act."""
+    """`crossdock status` and `crossdock drain`: asks, and may stop placement on a worker."""
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -95,6 +97,10 @@ class Hello(Message, frozen=True):
     pid: Count = 0
     held: Annotated[tuple[Held, ...], Meta(max_length=1 << 16)] = ()
     """Streams that went on while the link was down; counted against the capacity until the worker lets go of them."""
+    hand_over_ms: HandOverMs = None
+    """As in `drain.Draining`."""
+    metrics: Text = ""
+    """HOST:PORT where this process is observed; empty: nowhere."""
 
 
 class Welcome(Message, frozen=True):
@@ -150,6 +156,8 @@ class Submit(Message, frozen=True):
     """Of the ids that follow, for the prefix cache; empty: nothing is looked up or kept."""
     hash_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Tokens that each of them covers. Workers whose blocks are a multiple know each by its last hash; others use none."""
+    drained_attempts: Annotated[int, Meta(ge=0, lt=1_000)] = 0
+    """Earlier attempts that ended because a worker was drained: nobody's failure, so they do not count as tries."""
 
 
 class Cancel(Message, frozen=True):
@@ -328,6 +336,8 @@ class Finished(Message, frozen=True):
     """Summed over choices, this attempt's only."""
     tokens_forwarded: Count
     """By this process's model since it started: a decode worker's never counts a prompt."""
+    resumed_tokens: Tokens_ = 0
+    """As in its order: a coordinator that has just started does not know the attempt."""
 
 
 class Released(Message, frozen=True):

@@ -56,6 +56,15 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     """KV blocks held by its own count, when the last `crossdock status` asked; so are the next two."""
     own_blocks_quarantined: Count = 0
     own_sessions: Count = 0
+    draining: bool = False
+
+
+class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
+    name: Text
+    share: Annotated[float, Meta(ge=0.0, le=1.0)]
+    """Of the cost of what was dispatched in about the last ten seconds."""
+    waiting: Count
+    """Requests."""
 
 
 class StatusReport(Message, frozen=True):
@@ -70,3 +79,9 @@ class StatusReport(Message, frozen=True):
     kv_pairs: tuple[PairStatus, ...] = ()
     left_out: tuple[Text, ...] = ()
     """Pairs of workers that get no requests for a while, in words."""
+    tenants: tuple[TenantStatus, ...] = ()
+    """With the largest shares, largest first."""
+    metrics: dict[Text, Text] = {}  # noqa: RUF012 (msgspec copies it)
+    """Name of a process → HOST:PORT of its metrics."""
+    lately: dict[Text, float] = {}  # noqa: RUF012
+    """Times of the last requests, in ms, and how many they are."""

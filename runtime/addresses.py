@@ -7,6 +7,7 @@ from pydantic import AfterValidator
 
 _ADDRESS = re.compile(r"^tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.*_-]+):(?P<port>\d{1,5})$")
 EVERY_INTERFACE = ("*", "0.0.0.0", "[::]")
+METRICS_OFF = "off"
 
 
 def host_of(address: str) -> str:
@@ -21,6 +22,30 @@ def advertised(asked: str, bound: str) -> str:
         return bound
     host, _, port = asked.rpartition(":")
     return asked if port != "0" else f"{host}:{bound.rpartition(':')[2]}"
+
+
+def split_metrics(value: str) -> tuple[str, int]:
+    """Host, without brackets, and port of an address that has been checked."""
+    host, _, port = value.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def advertised_metrics(host: str, port: int, advertise: str, hostname: str) -> str:
+    """HOST:PORT at which others find a metrics port that is bound so: on every interface, the host they know us by."""
+    if host in ("0.0.0.0", "::"):
+        host = host_of(advertise) or host_of(f"tcp://{advertise}:0") or host_of(f"tcp://{advertise}") or hostname
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _check_metrics(value: str) -> str:
+    """In full: a port alone is on loopback."""
+    if value == METRICS_OFF:
+        return value
+    full = f"127.0.0.1:{value}" if value.isascii() and value.isdigit() else value
+    if not host_of(f"tcp://{full}") or "*" in full:
+        raise ValueError("is not a port, nor an address like 127.0.0.1:9400, nor 'off'")
+    _check_address(f"tcp://{full}")
+    return full
 
 
 def _check_address(value: str) -> str:
@@ -44,3 +69,4 @@ def _check_advertised(value: str) -> str:
 Address = Annotated[str, AfterValidator(_check_address)]
 AddressOrEmpty = Annotated[str, AfterValidator(lambda value: _check_address(value) if value else value)]
 AdvertisedAddress = Annotated[str, AfterValidator(_check_advertised)]
+MetricsAddress = Annotated[str, AfterValidator(_check_metrics)]

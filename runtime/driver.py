@@ -81,15 +81,37 @@ class CoreDriver(Generic[E, A]):
         self.post(self._tick)
 
 
-def run_process(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
+class Stop(asyncio.Event):
+    """Set by the first SIGTERM or Ctrl-C: come to an end in order. The next one sets `at_once`: do not wait for anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_once = asyncio.Event()
+
+    def signalled(self) -> None:
+        notify.stopping()
+        (self.at_once if self.is_set() else self).set()
+
+    async def unless_at_once(self, done: Awaitable[object], within_s: float) -> None:
+        """Until `done`, no longer than `within_s`, and not at all once it is to be at once."""
+        loop = asyncio.get_running_loop()
+        waiting = {asyncio.ensure_future(done), loop.create_task(self.at_once.wait())}
+        try:
+            await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+
+
+def run_process(main: Callable[[Stop], Awaitable[int]]) -> int:
     """Run `main(stop)` on uvloop; `stop` is set by SIGTERM and SIGINT. Returns main's exit code."""
 
     async def body() -> int:
-        stop = asyncio.Event()
+        stop = Stop()
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(_die)
         for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, _stop, stop)
+            loop.add_signal_handler(name, stop.signalled)
         hangup.listen()
         feeding = watched(notify.feed_watchdog())
         status = await main(stop)
@@ -98,11 +120,6 @@ def run_process(main: Callable[[asyncio.Event], Awaitable[int]]) -> int:
         return status
 
     return uvloop.run(body())
-
-
-def _stop(stop: asyncio.Event) -> None:
-    notify.stopping()
-    stop.set()
 
 
 async def unless_stopped(stop: asyncio.Event, executor: Executor, work: Callable[[], T]) -> T | None:

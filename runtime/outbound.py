@@ -24,7 +24,8 @@ class _Outlet:
 
 
 class Outbound:
-    """To processes of role `to`. `on_lost(epoch, reason)` is called on the event loop, never from inside `send`."""
+    """To processes of role `to`. `on_lost(epoch, reason)` is called on the event loop, never from inside `send`; `on_idle` when
+    nothing waits for a link any more."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Outbound:
         to: Role,
         on_message: OnMessage,
         on_lost: Callable[[int, str], None],
+        on_idle: Callable[[], None] = lambda: None,
         settings: LinkSettings | None = None,
         waiting_max: int = 1_000,
     ) -> None:
@@ -40,10 +42,16 @@ class Outbound:
         self._to = to
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_idle = on_idle
         self._settings = settings or LinkSettings()
         self._waiting_max = waiting_max
         self._outlets: dict[int, _Outlet] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits for a link that is not up yet."""
+        return not any(outlet.waiting for outlet in self._outlets.values())
 
     def connect(self, to: Destination) -> None:
         """Start connecting, unless that is done or under way."""
@@ -102,10 +110,14 @@ class Outbound:
         waiting, outlet.waiting = outlet.waiting, []
         for message, blob in waiting:
             peer.send(message, blob)
+        if waiting and self.idle:
+            self._on_idle()
 
     def _lose(self, epoch: int, reason: str) -> None:
         if self._forget(epoch):
             self._on_lost(epoch, reason)
+            if self.idle:
+                self._on_idle()
 
     def _forget(self, epoch: int) -> bool:
         outlet = self._outlets.pop(epoch, None)

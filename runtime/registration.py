@@ -1,22 +1,33 @@
-"""A worker's standing link to the coordinator: registers, registers again after a loss, passes orders on."""
+"""A worker's standing link to the coordinator: registers, registers again after a loss, passes orders on, takes leave."""
 
+import asyncio
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
 from proto import limits
+from proto.drain import Drained, Draining
 from proto.messages import CacheEvents, Capacity, Finished, Held, Hello, Message, Role, Welcome
-from runtime import notify
+from runtime import clock, notify
+from runtime.driver import Stop
 from runtime.link import LinkClient, LinkSettings, OnMessage, Peer, is_orderly
 from runtime.log import Log
+from runtime.peer import LinkCounters
+from runtime.service import GO_AFTER_S, Service
 from runtime.settings import WorkerSettings
 from runtime.waiting import WaitNotice
 
+FINISHED_MAX = 4096
+IN_DOUBT_S = 5.0
+"""Longer than a coordinator can be silent before it is given up, and than its journal takes to write a row."""
+
 
 class Registration:
-    """`held()` is asked at each registration; `on_lost` is called when the coordinator goes."""
+    """`held()` is asked at each registration; `on_lost` is called when the coordinator goes. `is_idle`: nothing but what is
+    `held` waits to be done or sent; when that changes, `look` is to be called."""
 
     def __init__(
         self,
@@ -28,21 +39,27 @@ class Registration:
         on_lost: Callable[[str], None],
         log: Log,
         links: LinkSettings,
+        is_idle: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._service = Service()
+        self._may_go = asyncio.Event()
+        self._is_idle = is_idle
+        self._on_message = on_message
         self._held = held
         self._hello = hello
         self._on_lost = on_lost
         self._log = log
         self._peer: Peer | None = None
         self._unsaid: list[Message] = []
-        """Said while the coordinator was away: the next Hello still counts what these let go of."""
-        self._left: dict[tuple[str, int], Held] = {}
-        """What was held when the coordinator was lost."""
+        """Said after the last Hello and before its Welcome: that Hello still counts what these let go of."""
+        self._finished: deque[tuple[float, Finished]] = deque(maxlen=FINISHED_MAX)
+        """The latest, and when they were said."""
+        self._lost_at = float("inf")
         self._client = LinkClient(
             address=settings.coordinator,
             hello=self._hello_now,
             on_up=self._up,
-            on_message=on_message,
+            on_message=self._message,
             on_down=self._down,
             settings=links,
         )
@@ -65,54 +82,99 @@ class Registration:
         self._waiting.end()
 
     @property
+    def counters(self) -> LinkCounters:
+        return self._client.counters
+
+    def not_ready(self) -> str | None:
+        """Why this worker gets no work, or None."""
+        return None if self.up else "the coordinator cannot be reached"
+
+    @property
     def up(self) -> bool:
         """Whether the coordinator is there."""
         return self._peer is not None
 
     def send(self, message: Message) -> None:
-        """Tell the coordinator, if it is there; if not, the next registration says what is still held, and what has finished
-        meanwhile: its answer is to be paid for as it was, not as it was estimated."""
+        """Tell the coordinator, if it is there; if not, the next registration says what is still held. What finished while it
+        was away, or so shortly before that it may not have been written down, is told again: an answer is to be charged as
+        it was, not as it was estimated."""
+        if isinstance(message, Finished):
+            self._finished.append((clock.now(), message))
         if self._peer is not None:
             self._peer.send(message)
         else:
             self._unsaid.append(message)
+        self.look()
+
+    async def leave(self, grace_s: float, stop: Stop) -> None:
+        """Have nothing placed here any more, and wait until nothing is left: what runs has so long to end by itself, before it
+        is handed over. Bounded, and cut short by a second signal."""
+        self._log.info("draining", attempts=len(self._held()), within_s=grace_s)
+        draining = self._service.leave(grace_s, clock.now())
+        if self._peer is not None:
+            self._peer.send(draining)
+        self.look()
+        await stop.unless_at_once(self._may_go.wait(), grace_s + GO_AFTER_S)
+        if left := len(self._held()):
+            self._log.warning("ends before it is drained", attempts=left)
+
+    def look(self) -> None:
+        """Whether a worker that is to end may go."""
+        service = self._service
+        if service.leaving:
+            owed = any(at >= self._lost_at - IN_DOUBT_S for at, _ in self._finished)
+            if service.may_go(up=self.up, empty=not owed and not self._held() and self._is_idle()):
+                self._may_go.set()
+
+    def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
+        if isinstance(message, Draining | Drained):
+            self._service.ordered(message, clock.now())
+            self.look()
+        else:
+            self._on_message(peer, message, blob)
 
     def _hello_now(self) -> Hello:
-        held = {(one.request_id, one.attempt): one for one in self._held()}
-        finished = [message for message in self._unsaid if isinstance(message, Finished)]
-        keys = [(message.request_id, message.attempt) for message in finished]
-        self._unsaid = [message for message, key in zip(finished, keys, strict=True) if key in self._left]
-        for key in keys:
-            if key in self._left:
-                held[key] = msgspec.structs.replace(self._left[key], kv_blocks=0, seqs=0)
-        fields = {name: getattr(self._hello, name) for name in Hello.__struct_fields__}
-        return Hello(**(fields | {"held": tuple(held.values())}))
+        self._unsaid.clear()
+        hand_over_ms = self._service.hand_over_ms(clock.now())
+        return msgspec.structs.replace(self._hello, held=self._held(), hand_over_ms=hand_over_ms)
 
     def _up(self, peer: Peer, welcome: Welcome) -> None:
         self._peer = peer
         self._waiting.end()
+        if self._service.leaving:
+            peer.send(self._service.draining(clock.now()))
         unsaid, self._unsaid = self._unsaid, []
-        self._left.clear()
-        for message in unsaid:
+        again = [message for at, message in self._finished if at >= self._lost_at - IN_DOUBT_S]
+        for message in [*again, *(message for message in unsaid if not isinstance(message, Finished))]:
             peer.send(message)
+        self._lost_at = float("inf")
         self._log.info("registered", coordinator_epoch=welcome.epoch)
         notify.ready("registered")
 
     def _down(self, _: Peer, reason: str) -> None:
         self._peer = None
-        self._left = {(one.request_id, one.attempt): one for one in self._held()}
+        self._lost_at = clock.now()
         self._waiting.begin()
         if is_orderly(reason):
             self._log.info("coordinator left", reason=reason)
         else:
             self._log.warning("coordinator lost", reason=reason)
+        self._service.link_lost()
         self._on_lost(reason)
+        self.look()
 
 
 def worker_hello(
-    settings: WorkerSettings, *, epoch: int, name: str, fingerprint: str, capacity: Capacity, address: str = ""
+    settings: WorkerSettings,
+    *,
+    epoch: int,
+    name: str,
+    fingerprint: str,
+    capacity: Capacity,
+    address: str = "",
+    metrics: str = "",
 ) -> Hello:
-    """A worker's Hello; `address` is where it can be reached, if it can."""
+    """A worker's Hello; `address` is where it can be reached, if it can, `metrics` where it can be observed."""
     return Hello(
         version=limits.PROTOCOL_VERSION,
         role=Role(settings.role),
@@ -124,4 +186,5 @@ def worker_hello(
         capacity=capacity,
         host=socket.gethostname(),
         pid=os.getpid(),
+        metrics=metrics,
     )

@@ -16,7 +16,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from runtime.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, host_of
+from runtime.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
 from runtime.cores import parse_cores
 from runtime.setting_types import CommaList, Cores, Device, Dtype, Options, Port, SecurityOptions, model_id_of
 
@@ -40,6 +40,11 @@ class CommonSettings(SecurityOptions):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="Form of log lines; auto: console on a terminal, JSON elsewhere."
+    )
+    metrics: MetricsAddress = Field(
+        "127.0.0.1:0",
+        description="Address and port, or port on loopback, of this process's /metrics, /health and /ready; port 0: any free"
+        " one, which crossdock status shows; off: none. Whoever reaches it can read it.",
     )
 
 
@@ -106,10 +111,7 @@ class CoordinatorSettings(CommonSettings):
         " restart and for crossdock usage. Empty: no record, and budgets begin anew at each start.",
     )
     usage_keep_days: int = Field(
-        400,
-        ge=0,
-        le=36_500,
-        description="Days after which a request's row is deleted from --usage-db; 0: never.",
+        400, ge=0, le=36_500, description="Days after which a request's row is deleted from --usage-db; 0: never."
     )
     attempts_max: int = Field(
         8, ge=1, le=1_000, description="Attempts at one request, the first included, before it fails for good."
@@ -160,6 +162,14 @@ class _ClientSettings(CommonSettings):
         "",
         description="Address others are told to reach this process at, like 10.0.0.5 or tcp://10.0.0.5:7070; without a port,"
         " the bound one. Empty: the bound address. Needed where it binds all interfaces, or is reached through another.",
+    )
+
+    drain_timeout_s: float = Field(
+        20.0,
+        ge=0,
+        le=86_400,
+        description="Seconds that running streams have to end by themselves after SIGTERM or Ctrl-C; a second one ends at once."
+        " What a worker runs longer goes on elsewhere, in up to 5 s more; a gateway's fails.",
     )
 
     @property
@@ -302,10 +312,7 @@ class WorkerSettings(_ClientSettings):
         description="Cores of the thread that computes, like 1 or 0-2,5; the other threads use the rest. Empty: not pinned.",
     )
     nice: int = Field(
-        0,
-        ge=-20,
-        le=19,
-        description="Scheduling niceness; a prefill worker sharing cores with others should be at 5 or more.",
+        0, ge=-20, le=19, description="Scheduling niceness; a prefill worker sharing cores should be at 5 or more."
     )
 
     @property
@@ -371,4 +378,9 @@ class ServeSettings(Options):
         180.0, gt=0.0, le=86_400.0, description="Seconds the cluster may take to be ready, once the model is on disk."
     )
     journal: str = Field("", description="File to record decisions in, for crossdock explain and replay; empty: none.")
+    metrics: MetricsAddress = Field(
+        "127.0.0.1:0",
+        description="Where the coordinator's metrics are; the gateway's are on the next port, and so on, in the order of"
+        " crossdock status. Port 0: free ones; off: none.",
+    )
     verbose: bool = Field(False, description="Show every log line of every process, not only warnings and errors.")

@@ -8,6 +8,8 @@ A tenant is an organisation or one of its users, named `organisation` or `organi
     bands = ["standard", "batch"]       # those its requests may ask for
     borrow = true                       # may exceed its rates per minute while capacity is idle
     cache_group = "acme"                # its users share the prefix cache; else each has its own
+    slo_ttft_ms = 2000                  # what its requests are measured against, for the metrics alone
+    slo_itl_ms = 200                    # 99 of 100 gaps of a stream
     keys = ["<SHA-256 of a key, in hex>"]
     [tenants.acme.limits]               # of all its users together
     tokens_per_min = 200_000
@@ -93,6 +95,19 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Slo:
+    """What a tenant's requests are measured against; None is no limit."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    """For 99 of 100 gaps between deliveries of a stream."""
+
+    @property
+    def given(self) -> bool:
+        return self.ttft_ms is not None or self.itl_ms is not None
+
+
+@dataclass(frozen=True)
 class Policy:
     """All that holds for the requests of one tenant."""
 
@@ -109,6 +124,7 @@ class Policy:
     """Salt of the prefix cache: tenants with the same one share it. A group's can never equal a tenant's own."""
     levels: tuple[Level, ...]
     """User first, then organisation."""
+    slo: Slo = Slo()
 
 
 @dataclass(frozen=True)
@@ -146,6 +162,7 @@ class Tenants:
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 _Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _Limit = Annotated[int, Field(gt=0, le=_LIMIT_MAX)]
+_Milliseconds = Annotated[float, Field(gt=0.0, le=86_400_000.0)]
 _Weight = Annotated[float, Field(gt=0.0, le=1e6)]
 
 
@@ -175,6 +192,8 @@ class _TenantPart(_Part):
     bands: Annotated[list[str], Field(min_length=1)] | None = None
     borrow: bool | None = None
     cache_group: _Name | None = None
+    slo_ttft_ms: _Milliseconds | None = None
+    slo_itl_ms: _Milliseconds | None = None
     keys: list[_Hash] = []
     limits: _LimitsPart = _LimitsPart()
 
@@ -241,6 +260,7 @@ class _Builder:
             bands=self._allowed(f"tenants.{name}", band, part.bands),
             cache_group=_cache_group(part.cache_group, name),
             levels=(Level(name, _limits(part.limits), bool(part.borrow)),),
+            slo=Slo(part.slo_ttft_ms, part.slo_itl_ms),
         )
         self._add(f"tenants.{name}", own, part.keys)
         for user, user_part in part.users.items():
@@ -261,6 +281,10 @@ class _Builder:
             bands=self._allowed(where, band, asked),
             cache_group=_cache_group(part.cache_group or organisation.cache_group, tenant),
             levels=(Level(tenant, _limits(part.limits), borrow), above),
+            slo=Slo(
+                own.slo.ttft_ms if part.slo_ttft_ms is None else part.slo_ttft_ms,
+                own.slo.itl_ms if part.slo_itl_ms is None else part.slo_itl_ms,
+            ),
         )
         self._add(where, policy, part.keys)
 

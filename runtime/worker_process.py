@@ -15,11 +15,12 @@ from proto.messages import Message, Role
 from proto.progress import Hung
 from proto.status import KvHeld
 from runtime import clock, log, machine
-from runtime.driver import run_process, unless_stopped
+from runtime.driver import Stop, run_process, unless_stopped
 from runtime.exits import HUNG_EXIT, ConfigError
 from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkSettings
 from runtime.log import Log
+from runtime.metrics_server import MetricsServer
 from runtime.peer import close_sockets
 from runtime.settings import WorkerSettings
 from runtime.step_watch import StepWatch
@@ -28,7 +29,7 @@ EngineT = TypeVar("EngineT")
 
 
 class RunsUntilStopped(Protocol):
-    async def run(self, stop: asyncio.Event) -> None: ...
+    async def run(self, stop: Stop) -> None: ...
 
 
 @contextlib.contextmanager
@@ -45,17 +46,19 @@ def run_worker(
     *,
     thread: Executor,
     load: Callable[[], EngineT],
-    make: Callable[[EngineT, Log, str, LinkSettings], RunsUntilStopped],
+    make: Callable[[EngineT, Log, str, LinkSettings, MetricsServer], RunsUntilStopped],
 ) -> int:
-    """Load on `thread`, then `make(engine, log, name, links).run(stop)` until SIGTERM or SIGINT. Returns the exit code; raises
-    `ConfigError`, as `load` may, or in place of its `BadOption`."""
+    """Load on `thread`, then `make(engine, log, name, links, observed).run(stop)` until SIGTERM or SIGINT. Returns the exit
+    code; raises `ConfigError`, as `load` may, or in place of its `BadOption`."""
 
     bound = {"--kv-bind": settings.kv_bind} if settings.role == "decode" else {}
     links = LinkSettings(heartbeat_ms=settings.heartbeat_ms, keys=keys_for(settings, Role(settings.role), bound))
 
-    async def main(stop: asyncio.Event) -> int:
+    async def main(stop: Stop) -> int:
         name = settings.name or f"{settings.role}-{os.getpid()}"
         logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
+        observed = MetricsServer(settings.metrics, settings.advertise)
+        await observed.start()
         logger.info("loading", model=settings.model)
         try:
             with as_config_error():
@@ -68,11 +71,12 @@ def run_worker(
         if engine is not None:
             leave_cores(settings.cores)
             try:
-                await make(engine, logger, name, links).run(stop)
+                await make(engine, logger, name, links, observed).run(stop)
             except CannotBind as error:
                 machine.check_listening("--kv-bind", error)
                 logger.error("cannot start", error=f"--kv-bind: {error.strerror}")
                 return 1
+        await observed.close()
         logger.info("stopped")
         return 0
 

@@ -29,6 +29,8 @@ def unsettled(cluster: "Cluster") -> str:
     missing = [worker.name for worker in cluster.workers if worker.epoch not in core.workers]
     if missing:
         return f"not registered: {missing}"
+    if core.draining:
+        return f"drained still: {[worker.hello.name for worker in core.draining.values()]}"
     for worker in cluster.workers:
         if left := left_on(worker):
             return f"{worker.name} has {left}"

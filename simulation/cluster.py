@@ -1,5 +1,6 @@
 """The simulated cluster: its processes, a supervisor that starts them again, and the faults that a plan names."""
 
+from proto.drain import DrainRequest
 from simulation.coordinator_process import CoordinatorProcess, Journal
 from simulation.gateway_process import GatewayProcess
 from simulation.network import Network
@@ -24,6 +25,8 @@ class Cluster(World):
         self.processes: dict[str, Process] = {}
         self.healing = False
         self._partitions: list[tuple[str, str]] = []
+        self._leaving: dict[str, float] = {}
+        """Workers that are to end, and how long after that they are started again."""
         for name in plan.processes:
             self.start(name)
         for asked in plan.asked:
@@ -48,6 +51,7 @@ class Cluster(World):
     def start(self, name: str) -> None:
         role = name.partition("-")[0]
         kinds = {"gateway": GatewayProcess, "prefill": PrefillProcess, "decode": DecodeProcess}
+        self._leaving.pop(name, None)
         process = CoordinatorProcess(self) if role == "coordinator" else kinds[role](self, name)
         self.processes[name] = process
         process.log("starts")
@@ -82,6 +86,8 @@ class Cluster(World):
             case "slow":
                 self._slow(process, fault.how, True)
                 self.after(fault.for_s, self._slow, process, fault.how, False)
+            case "drain":
+                self._drain(process, fault)
             case "step":
                 assert isinstance(process, PrefillProcess | DecodeProcess)
                 process.fail_step = fault.how
@@ -98,6 +104,39 @@ class Cluster(World):
         self.network.process_died(process)
         if isinstance(process, GatewayProcess):
             self.oracles.gateway_died(process.name)
+        self.network.suspect_all()
+        self.after(for_s, self._restart, process)
+
+    def _drain(self, process: Process, fault: Fault) -> None:
+        if isinstance(process, CoordinatorProcess):
+            process.commit()
+            self._end(process, fault.for_s)
+        elif fault.how == "by order":
+            self.coordinator.ask(DrainRequest(process.name, False, 1000 * fault.grace_s))
+            self.after(fault.for_s, self._undo_drain, process.name)
+        elif process.name not in self._leaving:
+            assert isinstance(process, PrefillProcess | DecodeProcess)
+            self._leaving[process.name] = fault.for_s
+            process.call(process.drain, fault.grace_s)
+
+    def _undo_drain(self, name: str) -> None:
+        """A person tries again until it is done."""
+        worker = self.processes[name]
+        assert isinstance(worker, PrefillProcess | DecodeProcess)
+        known, drained = self.coordinator.core.workers.get(worker.epoch), worker.registration.service.hand_over_ms(0.0)
+        if name in self._leaving or (known is not None and not known.draining and drained is None):
+            return
+        self.coordinator.ask(DrainRequest(name, True, 0.0))
+        self.after(0.5, self._undo_drain, name)
+
+    def worker_goes(self, worker: PrefillProcess | DecodeProcess, why: str) -> None:
+        self.oracles.goes(worker, why)
+        self._end(worker, self._leaving.pop(worker.name))
+
+    def _end(self, process: Process, for_s: float) -> None:
+        """In order, and started again after a while."""
+        process.stop()
+        self.network.process_died(process, in_order=True)
         self.network.suspect_all()
         self.after(for_s, self._restart, process)
 

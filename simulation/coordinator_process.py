@@ -14,10 +14,13 @@ from coordinator.lifecycle import TERMINAL, State
 from coordinator.outbox import Outbox
 from coordinator.quota import DAY_S, Ask
 from coordinator.usage import Closed, Entry, Opened, Past
+from proto.drain import Draining, DrainRequest
 from proto.errors import RemoteProtocolError
-from proto.messages import Message, WorkFailed
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import HandOverMs, Hello, Message, Prefill, Reserve, Role, WorkFailed
 from simulation.links import Link, Server
-from simulation.world import Alarm, Process
+from simulation.oracles import stream_of
+from simulation.world import Alarm, Process, Violation
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -99,6 +102,8 @@ class CoordinatorProcess(Process):
         self.core = Core(cluster.plan.limits)
         self.outbox = Outbox()
         self.links: dict[int, Link] = {}
+        self.drained: set[int] = set()
+        """Workers that this incarnation has been told about."""
         self.events = 0
         self._pending: list[Event] = []
         self._busy = False
@@ -146,12 +151,14 @@ class CoordinatorProcess(Process):
     def _perform(self, action: Action) -> None:
         match action:
             case Send():
+                self._watch_drains(action)
                 if self.outbox.pass_or_hold(action):
                     self._send(action)
             case Opened() | Closed():
                 self._journal(action)
-            case Moved(state=State.QUEUED):
-                self.cluster.oracles.taken(self.epoch, action, len(self.core.requests), self.now())
+            case Moved(request_id, state=State.QUEUED):
+                alive = self.core.requests
+                self.cluster.oracles.taken(self.epoch, alive[request_id].submit, len(alive), self.now())
             case Moved(request_id, attempt, state, why):
                 if state in TERMINAL:
                     self.log(f"{state.value} {request_id}/{attempt}", why)
@@ -171,9 +178,9 @@ class CoordinatorProcess(Process):
         if not self._writing:
             self._writing = True
             slow_s = self.cluster.slow_disk_s
-            self.after(self.world.random.uniform(0.001, 0.008) + slow_s, self._commit)
+            self.after(self.world.random.uniform(0.001, 0.008) + slow_s, self.commit)
 
-    def _commit(self) -> None:
+    def commit(self) -> None:
         batch, self._entries, self._writing = self._entries, [], False
         for entry in batch:
             self.cluster.journal.write(entry, self.world.now)
@@ -189,6 +196,7 @@ class CoordinatorProcess(Process):
             self.server.drop(earlier, "connected again")
         self.outbox.forget(link.epoch)
         self.links[link.epoch] = link
+        self._heard_of_drain(link.epoch, link.hello.hand_over_ms)
         self.post(PeerUp(link.epoch, link.hello))
 
     def _down(self, link: Link, reason: str) -> None:
@@ -202,7 +210,34 @@ class CoordinatorProcess(Process):
             raise RemoteProtocolError("this link was replaced by a newer one")
         if isinstance(message, WorkFailed):
             self.cluster.oracles.failed(message)
+        if isinstance(message, Draining):
+            self._heard_of_drain(link.epoch, message.hand_over_ms)
         self.post(Received(link.epoch, message, blob))
+
+    # --- drains ---------------------------------------------------------------------------------------------------------
+
+    def ask(self, request: DrainRequest) -> None:
+        """As `crossdock drain`, whose answer is the last that its link brings."""
+        if self.alive:
+            self.call(self._asked, request)
+
+    def _asked(self, request: DrainRequest) -> None:
+        observer = Hello(PROTOCOL_VERSION, Role.OBSERVER, 1, "drain")
+        self.post(PeerUp(observer.epoch, observer))
+        self.post(Received(observer.epoch, request))
+        self.post(PeerDown(observer.epoch, "said goodbye"))
+
+    def _heard_of_drain(self, epoch: int, hand_over_ms: HandOverMs) -> None:
+        (self.drained.discard if hand_over_ms is None else self.drained.add)(epoch)
+
+    def _watch_drains(self, send: Send) -> None:
+        """Judged when it is decided: what waits for its row in the journal leaves later."""
+        match send.message:
+            case Draining(hand_over_ms):
+                self._heard_of_drain(send.epoch, hand_over_ms)
+            case Prefill() | Reserve() if send.epoch in self.drained:
+                name = self.links[send.epoch].hello.name if send.epoch in self.links else send.epoch
+                raise Violation("draining", f"something new is placed on {name}", stream_of(send.message.request_id))
 
     def _send(self, send: Send) -> None:
         link = self.links.get(send.epoch)

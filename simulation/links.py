@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from proto.drain import Drained, Draining
 from proto.errors import RemoteProtocolError
 from proto.limits import MAX_CACHE_CHANGES, PROTOCOL_VERSION
 from proto.messages import Bye, CacheEvents, Held, Hello, Message, Refused, Role, Welcome
 from proto.messages import Peer as Destination
+from runtime.service import Service
 from simulation.network import CLIENT, SERVER, Handler, Wire
 from simulation.world import Process, Timer
 
@@ -236,11 +238,20 @@ class Outbound:
     """Links that a worker opens by itself; as `runtime.outbound.Outbound`."""
 
     def __init__(
-        self, process: Process, hello: Hello, on_message: OnMessage, on_lost: Callable[[int, str], None]
+        self,
+        process: Process,
+        hello: Hello,
+        on_message: OnMessage,
+        on_lost: Callable[[int, str], None],
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.process = process
-        self._hello, self._on_message, self._on_lost = hello, on_message, on_lost
+        self._hello, self._on_message, self._on_lost, self._on_idle = hello, on_message, on_lost, on_idle
         self._outlets: dict[int, _Outlet] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not any(outlet.waiting for outlet in self._outlets.values())
 
     def connect(self, to: Destination) -> None:
         self._outlet(to)
@@ -287,6 +298,8 @@ class Outbound:
         waiting, outlet.waiting = outlet.waiting, []
         for message, blob in waiting:
             link.send(message, blob)
+        if waiting and self.idle:
+            self._on_idle()
 
     def _lose(self, epoch: int, reason: str) -> None:
         outlet = self._outlets.pop(epoch, None)
@@ -296,6 +309,8 @@ class Outbound:
             outlet.timer.cancel()
         outlet.client.close()
         self._on_lost(epoch, reason)
+        if self.idle:
+            self._on_idle()
 
 
 class Registration:
@@ -309,12 +324,16 @@ class Registration:
         held: Callable[[], tuple[Held, ...]],
         on_message: OnMessage,
         on_lost: Callable[[str], None],
+        is_idle: Callable[[], bool],
+        on_may_go: Callable[[], None],
     ) -> None:
-        self._hello, self._held, self._on_lost = hello, held, on_lost
+        self._process, self._hello, self.held, self._on_lost = process, hello, held, on_lost
+        self._on_message, self._is_idle, self._on_may_go = on_message, is_idle, on_may_go
+        self.service = Service()
         self._link: Link | None = None
         self._unsaid: list[Message] = []
         self.client = Client(
-            process, "coordinator", hello=self._hello_now, on_up=self._up, on_message=on_message, on_down=self._down
+            process, "coordinator", hello=self._hello_now, on_up=self._up, on_message=self._message, on_down=self._down
         )
 
     @property
@@ -326,6 +345,25 @@ class Registration:
             self._link.send(message)
         else:
             self._unsaid.append(message)
+        self.look()
+
+    def leave(self, grace_s: float) -> None:
+        draining = self.service.leave(grace_s, self._process.now())
+        if self._link is not None:
+            self._link.send(draining)
+        self.look()
+
+    def look(self) -> None:
+        service = self.service
+        if service.leaving and service.may_go(up=self.up, empty=not self.held() and self._is_idle()):
+            self._on_may_go()
+
+    def _message(self, link: Link, message: Message, blob: bytes) -> None:
+        if isinstance(message, Draining | Drained):
+            self.service.ordered(message, self._process.now())
+            self.look()
+        else:
+            self._on_message(link, message, blob)
 
     def report_cache(self, take_changes: Callable[[int], tuple[bytes, bytes]]) -> None:
         if self._link is None:
@@ -336,14 +374,19 @@ class Registration:
 
     def _hello_now(self) -> Hello:
         self._unsaid.clear()
-        return msgspec.structs.replace(self._hello, held=self._held())
+        hand_over_ms = self.service.hand_over_ms(self._process.now())
+        return msgspec.structs.replace(self._hello, held=self.held(), hand_over_ms=hand_over_ms)
 
     def _up(self, link: Link) -> None:
         self._link = link
+        if self.service.leaving:
+            link.send(self.service.draining(self._process.now()))
         unsaid, self._unsaid = self._unsaid, []
         for message in unsaid:
             link.send(message)
 
     def _down(self, _: Link, reason: str) -> None:
         self._link = None
+        self.service.link_lost()
         self._on_lost(reason)
+        self.look()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from proto.messages import Hello, Message, Welcome
+from proto.messages import Bye, Hello, Message, Welcome
 from simulation.world import Process, World
 
 Frame = tuple[Message, bytes]
@@ -220,15 +220,18 @@ class Network:
             return
         end.on_silence(wire, self.world.now - since)
 
-    def process_died(self, process: Process) -> None:
-        """Its kernel closes what it had open."""
+    def process_died(self, process: Process, *, in_order: bool = False) -> None:
+        """Its kernel closes what it had open; `in_order`: it has said goodbye, and nothing that it had sent is lost."""
         for address, handler in list(self.listeners.items()):
             if handler.process is process:
                 del self.listeners[address]
         for wire in list(self.wires):
             for side in SIDES:
                 if wire.ends[side].process is process:
-                    if self.world.random.random() < 0.5:
+                    if in_order:
+                        wire.send(side, Bye("shutting down"))
+                        wire.close(side)
+                    elif self.world.random.random() < 0.5:
                         wire.cut(0.5)
                     else:
                         wire.close(side)

@@ -2,6 +2,7 @@
 
 exactly once      each stream's tokens are the known function's, in order, none lost, repeated or changed
 one outcome       each request ends once, for its client and for the coordinator
+draining          no attempt or time is lost by one, nothing is placed on who drains, and it ends as soon as it can
 no stale act      tokens of an older attempt change nothing
 bounded retries   no more attempts than allowed, none sooner than the backoff
 blocks, bills     see `audit`
@@ -17,7 +18,7 @@ from coordinator.events import Moved
 from coordinator.lifecycle import State
 from coordinator.retries import WINDOW_S
 from gateway.stream_types import Action, Deliver, Ended, FailKind, Finish, LinkDown
-from proto.errors import FinishReason, Reject
+from proto.errors import FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens, WorkFailed
 from simulation.plan import LIMITED, Asked
 from simulation.toy import Answer, expected
@@ -26,11 +27,13 @@ from simulation.world import Violation
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
     from simulation.gateway_process import GatewayProcess
+    from simulation.worker_processes import WorkerProcess
 
 _PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET})
 """Why a new request may be turned away in a small cluster with short queues, whatever its tenant."""
 LEFT_S = 0.1
 """Until nothing more is computed for a client that left, where nothing is disturbed."""
+DRAINED = "it is drained"
 _NO_ROOM = ("no free KV block", "KV blocks wanted")
 
 
@@ -47,6 +50,8 @@ class Expectation:
     """What became of it: `well`, a kind of failure, `left`, `gateway lost`."""
     attempts: int = 0
     left_at: float = 1e9
+    drains: int = 0
+    """Attempts that a drain cut short."""
     losses: int = 0
     """Of its gateway's link: what was on its way then is sent again under another number."""
 
@@ -62,9 +67,10 @@ class Oracles:
     delivered_tokens: int = 0
     _sent: set[tuple[str, int, int, int]] = field(default_factory=set)
     _ends: set[tuple[int, str, int]] = field(default_factory=set)
-    _backoff: dict[str, tuple[int, float]] = field(default_factory=dict)
-    _known: set[tuple[int, str]] = field(default_factory=set)
-    """Requests that a coordinator has taken, by its epoch."""
+    _backoff: dict[str, tuple[int, float, bool]] = field(default_factory=dict)
+    """Attempt that ended, when, and whether a drain cut it short."""
+    _known: dict[tuple[int, str], int] = field(default_factory=dict)
+    """Requests that a coordinator has taken, by its epoch; of each, how many attempts drains had cut short."""
     _retries: dict[int, list[float]] = field(default_factory=dict)
     """When it took one of them again."""
 
@@ -149,20 +155,28 @@ class Oracles:
             return
         submission = gateway.keeper.submissions.get(event.request_id)
         if submission is not None and submission.attempt == event.attempt and submission.sent:
-            self._backoff[event.request_id] = event.attempt, gateway.now()
+            drained = event.reason is Interrupt.DRAINED
+            self.streams[stream_of(event.request_id)].drains += drained
+            self._backoff[event.request_id] = event.attempt, gateway.now(), drained
 
     def submitted(self, submit: Submit, gateway: "GatewayProcess") -> None:
         stream = self.streams[stream_of(submit.request_id)]
         limits = self.cluster.plan.stream_limits
-        stream.attempts = max(stream.attempts, submit.attempt)
-        if submit.attempt > limits.attempts_max + stream.losses:
+        tries = submit.attempt - submit.drained_attempts
+        stream.attempts = max(stream.attempts, tries)
+        if tries > limits.attempts_max + stream.losses or submit.drained_attempts > stream.drains:
             raise Violation("bounded retries", f"attempt {submit.attempt}", stream.asked.stream_id)
-        attempt, since = self._backoff.pop(submit.request_id, (0, 0.0))
+        attempt, since, drained = self._backoff.pop(submit.request_id, (0, 0.0, False))
         if attempt and submit.attempt == attempt + 1:
-            least_s = 0.499 * min(limits.resume_delay_s * 2 ** (attempt - 1), limits.resume_delay_s_max)
-            if gateway.now() - since < least_s:
-                why = f"attempt {submit.attempt} {gateway.now() - since:.3f} s after the last one's end"
-                raise Violation("bounded retries", why, stream.asked.stream_id)
+            least_s = (
+                0.0 if drained else 0.499 * min(limits.resume_delay_s * 2 ** (tries - 2), limits.resume_delay_s_max)
+            )
+            waited_s = gateway.now() - since
+            if waited_s < least_s or (drained and waited_s > 0.0):
+                why = f"attempt {submit.attempt} {waited_s:.3f} s after the last one's end"
+                raise Violation("draining" if drained else "bounded retries", why, stream.asked.stream_id)
+        if self.cluster.plan.only_drains and tries > 1 + stream.losses:
+            raise Violation("draining", f"attempt {submit.attempt} is no resume of a drain's", stream.asked.stream_id)
 
     # --- workers --------------------------------------------------------------------------------------------------------
 
@@ -176,6 +190,13 @@ class Oracles:
         """What was placed has room: the coordinator never counts a block as free that its worker has not."""
         if any(words in message.message for words in _NO_ROOM) and self.cluster.plan.hostility is None:
             raise Violation("reservation before work", message.message, stream_of(message.request_id))
+
+    def goes(self, worker: "WorkerProcess", why: str) -> None:
+        held = worker.registration.held()
+        if why == DRAINED and held:
+            raise Violation("draining", f"{worker.name} goes with {held}", stream_of(held[0].request_id))
+        if why != DRAINED and self.cluster.plan.only_drains:
+            raise Violation("draining", f"{worker.name} goes before it is drained: {why}")
 
     def emitted(self, worker: str, message: Tokens) -> None:
         for item in message.items:
@@ -205,18 +226,18 @@ class Oracles:
             raise Violation("one outcome", f"attempt {moved.attempt} ends again", stream_of(moved.request_id))
         self._ends.add(key)
 
-    def taken(self, epoch: int, moved: Moved, alive: int, now: float) -> None:
+    def taken(self, epoch: int, submit: Submit, alive: int, now: float) -> None:
         """A request is in the queue: for the first time with this coordinator, or again."""
-        known = (epoch, moved.request_id)
-        if known not in self._known:
-            self._known.add(known)
+        known, drained = (epoch, submit.request_id), submit.drained_attempts
+        before, self._known[known] = self._known.get(known), drained
+        if before != drained:
             return
         limits, retries = self.cluster.plan.limits, self._retries.setdefault(epoch, [])
         retries.append(now)
         in_window = sum(at > now - WINDOW_S for at in retries)
         if in_window - 1 >= limits.retry_floor + limits.retry_share * alive and self.cluster.plan.hostility is None:
             why = f"{in_window} came back within {WINDOW_S:g} s, with {alive} alive"
-            raise Violation("bounded retries", why, stream_of(moved.request_id))
+            raise Violation("bounded retries", why, stream_of(submit.request_id))
 
     def misbehaved(self, epoch: int, reason: str) -> None:
         if self.cluster.plan.hostility is None:
@@ -230,7 +251,8 @@ class Oracles:
         for model, queue in core.queues.items():
             if queue.fair.size and not any(w.steps or w.holdings for w in core.workers.values()):
                 pool = core.pools[model]
-                if any(pool.may_pair(p, d, core.now) for p in pool.prefill.values() for d in pool.decode.values()):
+                pairs = [(p, d) for p in pool.prefill.values() for d in pool.decode.values()]
+                if any(not (p.draining or d.draining) and pool.may_pair(p, d, core.now) for p, d in pairs):
                     waiting = next((r for r in core.requests.values() if r.entry is not None), None)
                     why = f"{queue.fair.size} wait while every worker lies idle"
                     raise Violation("work conserving", why, stream_of(waiting.id) if waiting else "")

@@ -22,6 +22,7 @@ FAULTS: Final = {
     "hang": "a step of a worker does not end, or only late",
     "transfer": "segments arrive damaged, pairs break",
     "hostile": "single frames of live connections are lost, doubled or swapped",
+    "drain": "a worker is drained, to end or because a person asked for it; the coordinator is stopped in order",
     "leave": "clients leave early",
 }
 """What `--faults` can name."""
@@ -80,6 +81,7 @@ class Fault:
     other: str = ""
     for_s: float = 0.0
     how: str = ""
+    grace_s: float = 0.0
 
     def __str__(self) -> str:
         words = [f"{self.at_s:.3f} s: {self.kind}", self.how, self.who, self.other]
@@ -116,6 +118,11 @@ class Plan:
     @property
     def disturbed(self) -> bool:
         return bool(self.faults or self.corrupt or self.hostility is not None)
+
+    @property
+    def only_drains(self) -> bool:
+        """Nothing goes wrong."""
+        return not self.corrupt and self.hostility is None and all(fault.kind == "drain" for fault in self.faults)
 
     @property
     def processes(self) -> list[str]:
@@ -159,6 +166,9 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
     if chosen:
         plan.faults = [_fault(plan, chaos, chaos.choice(chosen)) for _ in range(chaos.choice((0, 1, 1, 2, 3, 4)))]
         plan.faults.sort(key=lambda fault: fault.at_s)
+    if "drain" in kinds:
+        plan.faults += _drains(plan, Random(seed ^ 0xD4A1))
+        plan.faults.sort(key=lambda fault: fault.at_s)
     if "transfer" in kinds and chaos.random() < 0.2:
         plan.corrupt = chaos.choice((0.1, 0.8))
     if "hostile" in kinds and (kinds == {"hostile"} or chaos.random() < 0.2):
@@ -191,6 +201,18 @@ def _asked(plan: Plan, random: Random, number: int, beginnings: list[tuple[int, 
         stop_word=random.randrange(1, VOCAB) if random.random() < 0.2 else -1,
         leaves_after_s=after_s if leaves and leave else None,
     )
+
+
+def _drains(plan: Plan, random: Random) -> list[Fault]:
+    drains = []
+    for _ in range(random.choice((0, 0, 0, 1, 1, 2, 3))):
+        how = random.choice(("to end", "to end", "to end", "by order"))
+        who = random.choice([*plan.workers, "coordinator"] if how == "to end" else plan.workers)
+        grace_s = random.choice((0.0, 0.0, random.uniform(0.0, 0.3), random.uniform(0.3, 2.0)))
+        for_s = random.uniform(0.05, 1.0)
+        at_s = random.choice(plan.asked).at_s + random.uniform(0.0, 0.3)  # while something runs
+        drains.append(Fault(at_s, "drain", who, for_s=for_s, how=how, grace_s=grace_s))
+    return drains
 
 
 def _fault(plan: Plan, random: Random, kind: str) -> Fault:

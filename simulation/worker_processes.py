@@ -21,8 +21,10 @@ from proto.limits import PROTOCOL_VERSION
 from proto.messages import Capacity, Hello, Message, Reserve, Role, TokenItem, Tokens
 from proto.messages import Peer as Destination
 from proto.progress import Hung
+from runtime.service import GO_AFTER_S
 from runtime.step_watch import StepWatch
 from simulation.links import Link, Outbound, Registration, Server
+from simulation.oracles import DRAINED
 from simulation.pairs import PoolProcess
 from simulation.receiver import Receiver
 from simulation.sender import Sender
@@ -52,6 +54,7 @@ class WorkerProcess(PoolProcess):
 
     role: Role
     registration: Registration
+    gateways: Gateways
 
     def __init__(self, cluster: "Cluster", name: str) -> None:
         super().__init__(cluster, name)
@@ -104,6 +107,19 @@ class WorkerProcess(PoolProcess):
         self._hangs = False
         then(*arguments)
 
+    def drain(self, grace_s: float) -> None:
+        """As on SIGTERM."""
+        self.registration.leave(grace_s)
+        self.after(grace_s + GO_AFTER_S, self._go, "its time is up")
+
+    def may_go(self) -> None:
+        self.after(0.0, self._go, DRAINED)
+
+    def _go(self, why: str) -> None:
+        assert isinstance(self, PrefillProcess | DecodeProcess)
+        self.log("goes", why)
+        self.cluster.worker_goes(self, why)
+
     def step_s(self, least: float, most: float) -> float:
         return self.world.random.uniform(least, most) * self.slow
 
@@ -137,8 +153,10 @@ class PrefillProcess(WorkerProcess):
             held=self.core.table.held,
             on_message=self._order,
             on_lost=self.core.coordinator_lost,
+            is_idle=lambda: self.gateways.idle,
+            on_may_go=self.may_go,
         )
-        self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost)
+        self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost, self.registration.look)
         self.receivers = Outbound(self, self.hello, self._kv_message, self._receiver_lost)
         self.sender = self.transfers = Sender(self, self.toy, self._send_kv, self._kv_result)
         self._computing = False
@@ -225,8 +243,10 @@ class DecodeProcess(WorkerProcess):
             held=table.held,
             on_message=lambda _, message, __: self.core.order(message),
             on_lost=self.core.coordinator_lost,
+            is_idle=lambda: self.gateways.idle,
+            on_may_go=self.may_go,
         )
-        self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost)
+        self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost, self.registration.look)
         self.senders: Senders[Link] = Senders()
         self.server = Server(
             self,

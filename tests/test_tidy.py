@@ -58,8 +58,12 @@ PURE = (
     "prefill_worker/prompts.py",
     "runtime/ports.py",
     "runtime/silence.py",
+    "runtime/service.py",
     "runtime/step_watch.py",
+    "launcher/cluster_file.py",
+    "launcher/cluster_plan.py",
     "launcher/plan.py",
+    "launcher/units.py",
     "launcher/restart.py",
 )
 """Files that decide. Each pattern must match a file."""

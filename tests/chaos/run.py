@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from signal import SIGCONT, SIGSTOP
 from typing import Any
@@ -32,6 +32,9 @@ RESENDS_MAX = 20
 MEETINGS = 8
 """Orders asked for twice before anything is broken."""
 PROBE = list(range(60, 70))
+
+
+Breaking = Callable[[list[asyncio.Task[None]]], Awaitable[None]]
 
 
 @dataclass
@@ -94,11 +97,14 @@ class Run:
         self.references: dict[int, Answer] = {}
         self.gaps: deque[tuple[float, float]] = deque(maxlen=GAPS_MAX)
         self.receipts: list[audit.Receipt] = []
+        self.tolerates: Callable[[Seen], bool] = lambda seen: False
+        """Failures after which a client tries again, beside its gateway's death."""
         self._on_progress = on_progress
         self._over = asyncio.Event()
 
-    async def run(self) -> Result:
-        """Raises `Violation` where the run cannot go on; what it found until then is in `result`."""
+    async def run(self, breaking: Breaking | None = None) -> Result:
+        """Raises `Violation` where the run cannot go on; what it found until then is in `result`. `breaking` does something
+        else to the cluster while clients are there."""
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             await self._look_up(session)
@@ -107,7 +113,7 @@ class Run:
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             clients = [asyncio.create_task(self._client(session, number)) for number in range(self.plan.clients)]
             try:
-                await self._break_things(clients)
+                await (breaking or self._break_things)(clients)
                 self._over.set()
                 await asyncio.gather(*clients)
                 last_at = time.monotonic()
@@ -164,7 +170,7 @@ class Run:
             session, gateway.base_url, self.cluster.model.name, order, self._gap, leave_after=leave_after
         )  # fmt: skip
         killed = any(seen.began_at - 0.5 <= at <= seen.ended_at for at in gateway.killed_at)
-        return seen, seen.broken and killed
+        return seen, (seen.broken and killed) or (bool(seen.error) and self.tolerates(seen))
 
     def _gap(self, since: float, until: float) -> None:
         if until - since >= GAP_MIN_S:
@@ -215,7 +221,7 @@ class Run:
                 await asyncio.wait(healing)
             pause = HIT_S + min(self.random.expovariate(1 / plan.pause_s), 4 * plan.pause_s)
             await asyncio.wait(clients, timeout=min(pause, end - time.monotonic()), return_when="FIRST_EXCEPTION")
-            await self._check(clients)
+            await self.check(clients)
             if (fault := self._draw()) is not None:
                 count += fault[1].kind != "none"
                 healing.add(task := asyncio.create_task(self._strike(*fault)))
@@ -224,9 +230,10 @@ class Run:
         if healing:
             await asyncio.wait(healing)
         await asyncio.wait(clients, timeout=QUIET_S, return_when="FIRST_EXCEPTION")
-        await self._check(clients)
+        await self.check(clients)
 
-    async def _check(self, clients: list[asyncio.Task[None]]) -> None:
+    async def check(self, clients: list[asyncio.Task[None]]) -> None:
+        """Raises what a client or a process has ended with, and `Violation` once something is wrong."""
         for task in clients:
             if task.done():
                 task.result()
@@ -236,7 +243,7 @@ class Run:
 
     def _draw(self) -> tuple[Member | None, Fault] | None:
         """Whom, and how; never two of one role, so that there is a spare."""
-        if self.plan.faults == 0:
+        if not self.plan.roles:
             return None
         if self.random.random() < CONTROL_SHARE and not any(m.hurt for m in self.cluster.members):
             return None, Fault("–", "none", "nobody", time.monotonic())
@@ -360,6 +367,9 @@ class Run:
         found["journal"] = journal.as_dict()
         for said in journal.wrong:
             self._violated(said)
-        stopped = any(fault.role == "coordinator" and fault.kind == "stop" for fault in self.result.faults)
+        core = [fault for fault in self.result.faults if fault.role == "coordinator"]
+        if journal.unknown and all(fault.alone for fault in core):
+            self._violated(f"{journal.unknown} rows of the journal are open or written off")
+        stopped = any(fault.kind == "stop" for fault in core)
         if journal.fenced and not stopped:
             self._violated(f"{journal.fenced} whole answers are cancelled by the journal")

@@ -88,6 +88,7 @@ def show(result: Result, console: Console) -> None:
         said = ", ".join(f"{count} {name}" for name, count in sorted(journal["outcomes"].items()))
         console.print(
             f"Journal: {said}. Tokens charged beyond those got: {journal['drift_single']} of one choice,"
-            f" {journal['drift_several']} of several, {journal['drift_lost']} of rows written off, {journal['drift_fenced']} of {journal['fenced']} answers that a stopped"
+            f" {journal['drift_several']} of several, {journal['drift_lost']} of rows written off,"
+            f" {journal['drift_fenced']} of {journal['fenced']} answers that a stopped"
             " coordinator took for cancelled."
         )

@@ -285,6 +285,15 @@ def test_a_worker_that_still_streams_an_orphan_tells_its_end() -> None:
     assert w.held("a") == (0, 0, 0) and w.day_tokens("a") == 530
 
 
+def test_a_worker_tells_what_finished_before_anyone_was_there_to_hear_it() -> None:
+    w = world(past=PAST)
+    w.receive(20, Finished("r", 2, 30, 0, resumed_tokens=7))
+    closed = w.closed("r")
+    assert (closed.outcome, closed.output_tokens, closed.charged_tokens) == ("finished", 37, 137)
+    w.receive(20, Finished("r", 2, 30, 0, resumed_tokens=7))
+    assert len(w.journal) == 1 and w.held("a") == (0, 0, 0) and w.day_tokens("a") == 537
+
+
 def test_the_gateways_word_ends_an_orphan_as_cancelled() -> None:
     w = world(past=PAST, workers=False)
     w.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), held=(Held("r", 1, 5, 1),))))

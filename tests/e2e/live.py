@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 import uvloop
+from prometheus_client.parser import text_string_to_metric_families
 
 from launcher.status import NoAnswer, ask
 from proto.status import StatusReport
@@ -63,6 +64,17 @@ class Served:
 
         self.wait_for(f"{workers} workers and the gateway are registered", registered, READY_S)
         self.wait_ready()
+
+    def scrape(self, name: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """All samples of one process, by name and labels, histograms' buckets included."""
+        address = self.status().metrics[name]
+        answer = httpx.get(f"http://{address}/metrics", timeout=60.0, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(answer.text)
+            for sample in family.samples
+        }
 
     def _is_ready(self) -> bool:
         try:
@@ -174,9 +186,10 @@ class Live(Served):
 
     @property
     def tokens(self) -> str:
-        """The gateway's other listening port, as a ZeroMQ address."""
+        """The gateway's token port, as a ZeroMQ address."""
         connections = self.one("gateway").net_connections("tcp")
-        (port,) = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN} - {self.port}
+        others = {self.port, int(self.status().metrics["gateway-0"].rsplit(":", 1)[1])}
+        (port,) = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN} - others
         return f"tcp://127.0.0.1:{port}"
 
     def one(self, role: str) -> psutil.Process:

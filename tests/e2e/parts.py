@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from launcher.cluster import free_port
 from proto.messages import Role
@@ -88,11 +89,18 @@ class Parts(Served):
             reader.join(STOP_S)
 
 
+P = TypeVar("P", bound=Parts)
+
+
 @contextmanager
 def parts(
-    model: Path, host: str = "127.0.0.1", gateway_host: str = "127.0.0.1", keys: Path | None = None
-) -> Iterator[Parts]:
-    cluster = Parts(model, host, gateway_host, keys)
+    model: Path,
+    host: str = "127.0.0.1",
+    gateway_host: str = "127.0.0.1",
+    keys: Path | None = None,
+    kind: type[P] = Parts,
+) -> Iterator[P]:
+    cluster = kind(model, host, gateway_host, keys)
     try:
         yield cluster
     finally:

@@ -12,6 +12,10 @@ import httpx
 import psutil
 import pytest
 
+from launcher.keys import NewKeysSettings
+from launcher.keys import run as make_keys
+from proto.messages import Role
+from runtime.keys import Keys
 from tests.e2e.live import Served
 from tests.e2e.netns import network
 
@@ -99,7 +103,9 @@ def test_four_network_namespaces_from_one_file(tiny: Path, tmp_path: Path) -> No
         spaces = {name: (net.host(name), net.inside(name)[-1]) for name in ("c", "g", "p", "d")}
         with launched(tmp_path, in_namespaces(tiny, spaces, "")) as cluster:
             assert "keys: needed, since [hosts.c] listens on" in cluster.call("up", expect=2)
-        with launched(tmp_path, in_namespaces(tiny, spaces, "insecure = true")) as cluster:
+        make_keys(NewKeysSettings(folder=str(tmp_path / "keys")))
+        with launched(tmp_path, in_namespaces(tiny, spaces, 'keys = "keys"')) as cluster:
+            cluster.keys = Keys(tmp_path / "keys", Role.OBSERVER)
             assert f"Base URL   http://{spaces['g'][0]}:8000/v1" in cluster.call("up")
             cluster.model_id, cluster.base_url = tiny.name, f"http://{spaces['g'][0]}:8000"
             cluster.coordinator = f"tcp://{spaces['c'][0]}:7070"
@@ -108,6 +114,9 @@ def test_four_network_namespaces_from_one_file(tiny: Path, tmp_path: Path) -> No
             said = cluster.call("status")
             assert "d.decode-0" in said and said.count("up (pid") == 4
             assert "d | info registered" in cluster.call("logs", "--host", "d")
+            there = sorted(path.name for path in cluster.state.rglob("*.key_secret"))
+            names = ("client", "coordinator", "decode", "gateway", "prefill")
+            assert there == [f"{name}.key_secret" for name in names], "each host has its own roles' keys alone"
             assert "is up already on c, g, p, d" in cluster.call("up", expect=1)
             before = next(one for one in cluster.processes() if "decode_worker" in one.cmdline())
             before.send_signal(signal.SIGKILL)

@@ -47,7 +47,8 @@ class Secured:
         return httpx.post(url, json=body, headers=headers, timeout=120.0, trust_env=False)
 
     def metrics(self) -> str:
-        return httpx.get(f"{self.up.base_url}/metrics", timeout=60.0, trust_env=False).text
+        address = self.up.status().metrics["gateway"]
+        return httpx.get(f"http://{address}/metrics", timeout=60.0, trust_env=False).text
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,9 @@ def test_unknown_keys_plain_clients_and_impostors_are_turned_away_at_every_port_
     counters, metrics = secured.up.status().counters, secured.metrics()
     for reason in ("plain", "unknown_key", "wrong_role"):
         assert counters[f"turned_away_{reason}"] >= 1, counters
-        found = re.search(rf'^crossdock_gateway_turned_away_total{{reason="{reason}"}} (\S+)', metrics, re.MULTILINE)
+        found = re.search(
+            rf'^crossdock_link_turned_away_total{{port="tokens",reason="{reason}"}} (\S+)', metrics, re.MULTILINE
+        )
         assert found and float(found[1]) >= 1, metrics
     assert secured.ask().status_code == 200
 

@@ -30,13 +30,11 @@ from proto.messages import (
     Message,
     RateState,
     Rejected,
-    StatusRequest,
     Submit,
     TokenItem,
     Tokens,
 )
 from proto.sampling import TokenLogprobs
-from proto.status import StatusReport
 from runtime.tenants import parse
 from tests import tiny_models
 
@@ -88,9 +86,6 @@ class FakeCluster:
             self.cancels.append(message)
             self.cancelled.add((message.request_id, message.attempt))
             return
-        if isinstance(message, StatusRequest):
-            report = StatusReport((), (), 0, {}, {}, {"decode_hung": 3}, (), ("a → b: broken",))
-            return self.backend.coordinator_message(self, report, b"") if not self.hold else None
         assert isinstance(message, Submit)
         self.submits.append((message, unpack_tokens(blob, message.prompt_tokens)))
         rejection = self.reject(message)
@@ -152,7 +147,7 @@ def make_site(
     *, limits: StreamLimits | None = None, api_keys: tuple[str, ...] = (), tenants: str = "", connected: bool = True
 ) -> Site:
     """An application on a fake cluster; to be made on a running event loop."""
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics(MODEL)
     backend = Backend(model=MODEL, limits=limits or StreamLimits(resume_delay_s=0.001), metrics=metrics)
     tok = tokenizer()
     ids = [*tok.encode(ANSWER, add_special_tokens=False), tiny_models.EOS]
@@ -181,6 +176,7 @@ async def served(site: Site):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         site.gateway.backend.drain()
+        site.gateway.backend.shut_down()
         server.should_exit = True
         await task
         site.gateway.threads.shutdown()

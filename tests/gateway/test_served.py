@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -196,7 +197,7 @@ class Answering:
     """A coordinator on a real link, which then speaks to the gateway's token port as a worker does."""
 
     def __init__(self) -> None:
-        self.submitted: asyncio.Future[tuple[Submit, bytes]] = asyncio.get_running_loop().create_future()
+        self.submitted: asyncio.Queue[tuple[Submit, bytes]] = asyncio.Queue()
         self.gateway: Peer | None = None
         self.workers: list[Peer] = []
         hello = Hello(limits.PROTOCOL_VERSION, Role.COORDINATOR, clock.new_epoch(), "c")
@@ -215,7 +216,7 @@ class Answering:
 
     def _message(self, _peer: Peer, message: Message, blob: bytes) -> None:
         if isinstance(message, Submit):
-            self.submitted.set_result((message, blob))
+            self.submitted.put_nowait((message, blob))
 
     def worker(self) -> LinkClient:
         assert self.gateway is not None
@@ -255,7 +256,7 @@ def test_the_process_from_start_to_sigterm(model_folder: Path) -> None:
                 assert other.gateway is not None
                 request = {"model": "tiny", "prompt": "abc", "stream": True}
                 reading = asyncio.create_task(client.post("/v1/completions", json=request))
-                submit, blob = await asyncio.wait_for(other.submitted, 60)
+                submit, blob = await asyncio.wait_for(other.submitted.get(), 60)
                 assert blob == pack_tokens(load(str(model_folder)).encode("abc", add_special_tokens=True))
                 worker = other.worker()
                 await worker.start()
@@ -264,7 +265,18 @@ def test_the_process_from_start_to_sigterm(model_folder: Path) -> None:
                 token = TokenItem(submit.request_id, 1, 0, 0, (6 + 40,), FinishReason.LENGTH)
                 other.workers[0].send(Tokens((token,)))
                 assert (await reading).text.endswith("data: [DONE]\n\n")
+                reading = asyncio.create_task(client.post("/v1/completions", json=request))
+                submit, _ = await asyncio.wait_for(other.submitted.get(), 60)
                 process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(60):
+                    while b'"draining"' not in await process.stderr.readline():
+                        pass
+                assert (await client.get("/ready")).status_code == 503
+                refused = await client.post("/v1/completions", json=request)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+                assert refused.headers["connection"] == "close" and int(refused.headers["retry-after"]) >= 1
+                other.workers[0].send(Tokens((msgspec.structs.replace(token, request_id=submit.request_id),)))
+                assert (await reading).text.endswith("data: [DONE]\n\n"), "what had begun ends well"
                 assert await asyncio.wait_for(process.wait(), 60) == 0
                 await worker.close()
         finally:

@@ -192,3 +192,30 @@ def test_late_answers_are_ignored() -> None:
         Interrupted("r", 3, Interrupt.PREFILL_LOST),
     ):
         assert bench.do(late) == []
+
+
+def drain(bench: Bench, attempt: int) -> list[tuple[str, int, list[int], int, int, int]]:
+    return submits(bench.do(Interrupted("r", attempt, Interrupt.DRAINED, "decode-0 is drained")))
+
+
+def test_what_a_drain_cuts_short_goes_on_at_once_and_costs_no_try() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5)
+    for attempt in range(1, 40):
+        assert drain(bench, attempt) == [("r", attempt + 1, [1, 2, 3, 5], 1, 1, 0)]
+        assert drain(bench, attempt) == [], "said twice, it counts once"
+    assert bench.keeper.submissions["r"].to_submit(bench.now)[0].drained_attempts == 39
+    for attempt in range(40, 40 + bench.keeper.limits.attempts_max - 1):
+        bench.do(Interrupted("r", attempt, Interrupt.DECODE_LOST))
+        assert submits(bench.wait()) == [("r", attempt + 1, [1, 2, 3, 5], 1, 1, 0)]
+    failed = bench.do(Interrupted("r", 40 + bench.keeper.limits.attempts_max - 1, Interrupt.DECODE_LOST))
+    assert failures(failed) == [FailKind.INTERRUPTED]
+
+
+def test_choices_that_a_drain_cuts_short_go_on_one_by_one_at_once() -> None:
+    bench = Bench()
+    bench.open(choices=2)
+    bench.tokens(0, 5, choice=0)
+    assert drain(bench, 1) == [("r.c0", 2, [1, 2, 3, 5], 1, 1, 0), ("r.c1", 2, [1, 2, 3], 0, 1, 1)]
+    assert {submission.drained for submission in bench.keeper.submissions.values()} == {1}

@@ -8,6 +8,7 @@ from gateway.stream_types import (
     FailKind,
     LinkDown,
     LinkUp,
+    Shutdown,
     Tick,
     WorkerDown,
 )
@@ -94,6 +95,18 @@ def test_a_stream_that_stays_silent_after_its_workers_connection_ended_is_resume
     bench.now += LIMITS.stall_s + 1
     assert cancels(bench.do(Tick())) == [("dead", 1, CancelReason.ABANDONED)]
     assert submits(bench.wait()) == [("dead", 2, [1, 2, 3, 5], 1, 1, 0)]
+
+
+def test_one_loss_after_the_other_does_not_put_off_a_silent_stream() -> None:
+    bench = Bench()
+    bench.open()
+    bench.do(Accepted("r", 1))
+    bench.tokens(0, 5)
+    bench.do(WorkerDown())
+    bench.now += LIMITS.stall_s - 1
+    bench.do(WorkerDown())
+    bench.now += 2
+    assert cancels(bench.do(Tick())) == [("r", 1, CancelReason.ABANDONED)]
 
 
 def test_a_stream_that_may_have_lost_all_its_tokens_asks_what_became_of_it() -> None:
@@ -193,13 +206,15 @@ def test_idle_streams_fail_before_and_between_tokens() -> None:
     assert bench.now == 320
 
 
-def test_drain_ends_everything() -> None:
+def test_a_gateway_that_is_to_stop_takes_nothing_new_and_lets_run_what_runs() -> None:
     bench = Bench()
     bench.open("a")
     bench.tokens(0, 5, name="a")
     bench.open("b")
-    assert failures(bench.do(Drain())) == [FailKind.SHUTTING_DOWN] * 2
+    assert bench.do(Drain()) == []
     assert failures(bench.open("c")) == [FailKind.SHUTTING_DOWN]
+    bench.tokens(1, 6, name="a", finish=FinishReason.STOP)
+    assert failures(bench.do(Shutdown())) == [FailKind.SHUTTING_DOWN], "the one that had not ended by itself"
 
 
 def test_timers_of_streams_that_ended_are_forgotten() -> None:

@@ -133,14 +133,14 @@ def test_a_program_that_is_not_there_is_a_failure_not_a_hang(tmp_path: Path) -> 
     uvloop.run(scene())
 
 
-def test_a_role_deaf_to_sigterm_is_killed_after_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_role_deaf_to_signals_is_killed_after_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisors, "STOP_GRACE_S", 0.2)
 
     async def scene() -> int:
         heard = _Heard()
         supervisor = Supervisor(log_dir=tmp_path, say=heard)
         supervisor.start(
-            _spec(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {LOUD}\nwhile 1: {WAIT}")
+            _spec(f"from signal import *; signal(SIGTERM, SIG_IGN); signal(SIGINT, SIG_IGN); {LOUD}\nwhile 1: {WAIT}")
         )
         await heard.wait_for("here")
         pid = supervisor.children["role"].pid

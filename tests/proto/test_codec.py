@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proto import kv, limits, messages, progress, status
+from proto import drain, kv, limits, messages, progress, status
 from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, split_hashes, to_frames, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
 from proto.messages import Capacity, Chunk, Held, Message, Peer, Role, TokenItem
@@ -25,6 +25,7 @@ ITEM = TokenItem(
     *ID, 1, 4, (9, 10), FinishReason.STOP, (TokenLogprobs(-0.5, ((9, -0.5), (8, -1.0))), TokenLogprobs(-1.0)), 32
 )
 
+WORKER = status.WorkerStatus("decode-0", Role.DECODE, "m", "h", 1, 10, 2, 1, 0, 99, draining=True)
 SAMPLES: list[Message] = [
     messages.Hello(
         1, Role.DECODE, 5, "decode-0", "m", "f", "tcp://h:1", Capacity(10, 16, 4, 100), "host", 12, (Held(*ID, 3, 1),)
@@ -66,6 +67,10 @@ SAMPLES: list[Message] = [
     messages.Tokens((ITEM,)),
     status.KvHeld(17, 3, 2),
     status.KvPairs((status.KvPair(9, "gloo", "shm: another host"),)),
+    drain.Draining(1500.0),
+    drain.Drained(),
+    drain.DrainRequest("decode-0", True, 0.0),
+    drain.DrainAnswer("no such worker", (WORKER,)),
     kv.PairOpen(3, ("shm", "gloo"), 16, "host"),
     kv.PairListen(3, "gloo", "127.0.0.1", 5, "secret", "shm: another host"),
     kv.PairClosed(3, "why"),

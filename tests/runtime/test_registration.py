@@ -68,7 +68,7 @@ def test_what_finished_while_the_coordinator_was_away_is_told_to_the_next_one() 
         pass
 
     settings = WorkerSettings(role="decode", model="m", coordinator="tcp://127.0.0.1:9")
-    held = [Held("ends", 2, 7, 1, 30), Held("goes-on", 1, 5, 1)]
+    held = [Held("goes-on", 1, 5, 1)]
 
     async def body() -> None:
         registration = Registration(
@@ -87,15 +87,18 @@ def test_what_finished_while_the_coordinator_was_away_is_told_to_the_next_one() 
         sent: list[list[bytes]] = []
         peer = Peer(7, HELLO, send)
         registration._up(peer, Welcome(7, 50))
+        registration.send(Finished("before", 1, 9, 400))
         registration._down(peer, "lost")
-        del held[0]
-        registration.send(Finished("ends", 2, 11, 500))
+        registration.send(Finished("meanwhile", 2, 11, 500, 30))
         registration.send(Released("goes-on", 1))  # the next registration says what is held
-        registration.send(Finished("never-held", 1, 3, 500))
         for _ in range(2):  # a handshake may fail
-            assert registration._hello_now().held == (Held("goes-on", 1, 5, 1), Held("ends", 2, 0, 0, 30))
+            assert registration._hello_now().held == tuple(held)
+        registration.send(Finished("in-between", 1, 3, 500))
+        sent.clear()
         registration._up(peer, Welcome(8, 50))
-        assert [decode(frames)[0] for frames in sent] == [Finished("ends", 2, 11, 500)]
+        told = [decode(frames)[0] for frames in sent]
+        assert [one.request_id for one in told if isinstance(one, Finished)] == ["before", "meanwhile", "in-between"]
+        assert len(told) == 3
 
     uvloop.run(body())
 

@@ -5,16 +5,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator import billing, core, intake, members, outbox, state
+from coordinator import billing, core, draining, intake, members, outbox, state, steps
 from coordinator.breakers import Breakers
 from coordinator.lifecycle import State as Life
-from coordinator.pool import Worker
+from coordinator.pool import Pool, Worker
+from coordinator.request import Request
 from coordinator.retries import RetryBudget
 from coordinator.usage import Closed, Past
 from gateway.stream_state import Phase, Submission
 from gateway.stream_types import StreamLimits
 from gateway.streams import StreamKeeper
 from proto.messages import Release, TokenItem
+from runtime.service import Service
 from simulation.coordinator_process import Journal
 from tests.simulation.planted import Planted
 
@@ -62,10 +64,21 @@ def retries_have_no_bound(m: pytest.MonkeyPatch) -> None:
     """A request that cannot work is tried for ever."""
     original = StreamKeeper._resume
 
-    def resume(self: StreamKeeper, submission: Submission, why: str, now: float) -> None:
+    def resume(self: StreamKeeper, submission: Submission, why: str, now: float, *, drained: bool = False) -> None:
         limits, self.limits = self.limits, StreamLimits(attempts_max=1000)
-        original(self, submission, why, now)
+        original(self, submission, why, now, drained=drained)
         self.limits = limits
+
+    m.setattr(StreamKeeper, "_resume", resume)
+
+
+@bug
+def what_a_drain_cuts_short_counts_as_a_try(m: pytest.MonkeyPatch) -> None:
+    """A rolling restart uses up the attempts of long streams."""
+    original = StreamKeeper._resume
+
+    def resume(self: StreamKeeper, submission: Submission, why: str, now: float, *, drained: bool = False) -> None:
+        original(self, submission, why, now)
 
     m.setattr(StreamKeeper, "_resume", resume)
 
@@ -268,6 +281,30 @@ def an_expired_wait_for_a_resume_is_never_noticed(m: pytest.MonkeyPatch) -> None
     """Requests whose gateway does not come back stay for ever."""
     m.setattr(intake, "expire", lambda state, now: None)
     m.setattr(core.Core, "next_deadline", lambda self: None)
+
+
+@bug
+def a_worker_that_is_drained_gets_more(m: pytest.MonkeyPatch) -> None:
+    """It never becomes empty, and is killed with streams on it."""
+
+    def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:
+        held = prefill.prefill_holding(request.submit)
+        fits = [worker for worker in pool.decode.values() if worker.fits(worker.decode_holding(request.submit))]
+        return fits[0] if fits and prefill.fits(held) else None
+
+    m.setattr(steps, "room", room)
+
+
+@bug
+def nobody_says_that_a_worker_is_drained(m: pytest.MonkeyPatch) -> None:
+    """Each restart takes until its bound."""
+    m.setattr(draining, "dismiss", lambda state: None)
+
+
+@bug
+def a_worker_that_is_to_end_goes_at_once(m: pytest.MonkeyPatch) -> None:
+    """Its streams are cut off instead of ending."""
+    m.setattr(Service, "may_go", lambda self, up, empty: self.leaving)
 
 
 # --- recovery -------------------------------------------------------------------------------------------------------------

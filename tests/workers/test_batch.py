@@ -125,7 +125,7 @@ def test_resumed_tokens_count_towards_the_limit_but_not_as_this_attempts_output(
     w = World()
     w.run(reserve("a", 10, max_tokens=5, resumed=3))
     assert w.step() == {("a", 0): (4, FinishReason.LENGTH)}
-    assert w.told == [Finished("a", 1, 2, 0)]
+    assert w.told == [Finished("a", 1, 2, 0, resumed_tokens=3)]
 
 
 def test_what_came_and_was_verified_is_not_received_again() -> None:

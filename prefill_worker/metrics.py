@@ -1,0 +1,67 @@
+"""Metrics of a prefill worker: its driver tells of steps and hand-overs, and its tables are read."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from kvtransfer.session import KvFailed, KvSent
+from prefill_worker.core import StepResult, Work
+from prefill_worker.prompts import PromptTable
+from runtime.common_metrics import kv_blocks, kv_transfers, prefix_cache
+from runtime.metrics import COUNTS, LATENCY_S, STEP_S, Page
+
+PREFIX = "crossdock_prefill_"
+
+
+class Queue(Protocol):
+    """Steps that were ordered and have not begun."""
+
+    def __len__(self) -> int: ...
+
+
+class PrefillMetrics:
+    def __init__(
+        self,
+        table: PromptTable,
+        steps: Queue,
+        transfers: Mapping[str, int],
+        tokens_forwarded: Callable[[], int],
+        page: Page | None = None,
+    ) -> None:
+        """`transfers`: the KV sender's counters."""
+        self.page = page = page or Page("prefill")
+        self._seconds = page.histogram(PREFIX + "step_seconds", "Time of one forward pass.", STEP_S).of()
+        self._tokens = page.histogram(PREFIX + "step_tokens", "Prompt tokens in one forward pass.", COUNTS).of()
+        self._prompts = page.histogram(
+            PREFIX + "step_prompts", "Prompts with a chunk in one forward pass.", COUNTS
+        ).of()
+        self._first_tokens = page.counter(PREFIX + "first_tokens", "First tokens drawn, one for each choice.")
+        self._failed = page.counter(PREFIX + "steps_failed", "Forward passes that the model failed in.")
+        self._exposed = page.histogram(
+            PREFIX + "transfer_exposed_seconds",
+            "From the end of a prompt's computation until its KV was acknowledged: what prefill did not hide.",
+            LATENCY_S,
+        ).of()
+        page.gauge(
+            PREFIX + "prompts",
+            "Prompts held: in computation, or on their way.",
+            lambda: len(table.prompts),
+        )
+        page.gauge(PREFIX + "steps_queued", "Steps ordered and not begun.", lambda: len(steps))
+        page.total(PREFIX + "forwarded_tokens", "Tokens forwarded by the model.", tokens_forwarded)
+        kv_blocks(page, table.allocator, table.block_size)
+        kv_transfers(page, "sent", transfers)
+        prefix_cache(page, lambda: table.taken_tokens, lambda: table.found_tokens)
+
+    def step_done(self, work: Work, result: StepResult) -> None:
+        self._seconds.observe(result.step_ms / 1000)
+        self._tokens.observe(sum(chunk.length for _, chunk in work))
+        self._prompts.observe(len(work))
+        if result.first_tokens:
+            self._first_tokens.inc(by=sum(map(len, result.first_tokens.values())))
+
+    def step_failed(self) -> None:
+        self._failed.inc()
+
+    def kv_result(self, result: KvSent | KvFailed) -> None:
+        if isinstance(result, KvSent):
+            self._exposed.observe(result.transfer_ms / 1000)

@@ -1,0 +1,11 @@
+"""Versions of what is installed."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def version_of(package: str = "crossdock") -> str:
+    """As installed; a checkout that is not says so."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "from source"

@@ -1,0 +1,232 @@
+"""A worker that drains gets nothing new, keeps what it has until its time is up, and is told when nothing is left."""
+
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from coordinator.events import Limits, PeerDown, PeerUp, Tick
+from coordinator.report import status
+from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
+from proto.errors import Interrupt
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import (
+    Accepted,
+    Chunk,
+    Finished,
+    HandedOver,
+    Hello,
+    Interrupted,
+    Prefill,
+    Rejected,
+    Release,
+    Released,
+    Reserve,
+    Role,
+    Step,
+    StepDone,
+    Submit,
+)
+from tests.coordinator.world import Harness, submit, worker_hello
+
+PATH = ("standard", "default", "")
+
+
+def compute(h: Harness, epoch: int) -> list[Chunk]:
+    """All steps that this prefill worker was sent, until there is none."""
+    computed: list[Chunk] = []
+    while steps := h.take(Step, epoch):
+        for step in steps:
+            assert isinstance(step, Step)
+            computed += step.chunks
+            h.receive(epoch, StepDone(step.step_id, step.chunks, 1.0, 0))
+    return computed
+
+
+def decoding(h: Harness, request: Submit, prefill: int = 10) -> None:
+    h.receive(1, request)
+    compute(h, prefill)
+    h.receive(prefill, HandedOver(request.request_id, request.attempt, 100, 1.0))
+    assert h.core.requests[request.request_id].state == "decoding"
+
+
+def again(request: Submit, resumed: int) -> Submit:
+    """What the gateway submits when a drain has cut it short behind so many tokens."""
+    return msgspec.structs.replace(
+        request,
+        attempt=request.attempt + 1,
+        prompt_tokens=request.prompt_tokens + resumed,
+        resumed_tokens=resumed,
+        drained_attempts=request.drained_attempts + 1,
+    )
+
+
+def placed_on(messages: Iterable[object]) -> set[str]:
+    return {message.request_id for message in messages if isinstance(message, Prefill | Reserve)}
+
+
+def test_nothing_new_comes_and_what_runs_ends_where_it_is() -> None:
+    h = Harness.make(decode=2)
+    decoding(h, submit("a"))
+    (there,) = (epoch for epoch in (20, 21) if h.core.workers[epoch].holdings)
+    h.receive(there, Draining(30_000.0))
+    for number in range(8):
+        h.receive(1, submit(f"r{number}"))
+        compute(h, 10)
+    assert len(placed_on(h.take(Reserve, 41 - there))) == 8
+    h.now = 29.0
+    h.post(Tick())
+    assert not h.take(Interrupted) and not h.take(Drained)
+    h.receive(there, Finished("a", 1, 4, 4))
+    assert h.take(Drained, there) == [Drained()]
+    h.post(PeerDown(there, "said goodbye"))
+    assert h.core.counters["decode_drained"] == 1 and not h.core.counters["decode_lost"]
+
+
+def test_chunks_of_a_prompt_that_is_placed_go_on() -> None:
+    h = Harness.make(prefill=2, limits=Limits(step_tokens=8))
+    h.receive(1, submit("long", 100))
+    (there,) = (epoch for epoch in (10, 11) if h.core.workers[epoch].holdings)
+    h.receive(there, Draining(30_000.0))
+    h.receive(1, submit("new", 8))
+    assert sum(chunk.length for chunk in compute(h, there)) == 100
+    assert placed_on(h.take(Prefill, 21 - there)) == {"new"}
+    h.receive(there, HandedOver("long", 1, 100, 1.0))
+    assert h.take(Drained, there)
+
+
+def test_what_runs_longer_is_handed_over_and_goes_first_and_free() -> None:
+    h = Harness.make(limits=Limits(step_tokens=16))
+    decoding(h, submit("a", 10, max_tokens=50))
+    h.receive(20, Draining(1000.0))
+    h.receive(1, submit("waits", 16))
+    charged = h.core.queues["m"].fair.debt(PATH)
+    h.now = h.core.next_deadline() or 0.0
+    assert h.now == 1.0
+    h.post(Tick())
+    assert h.take(Interrupted, 1) == [Interrupted("a", 1, Interrupt.DRAINED, "decode-20 is drained")]
+    assert h.take(Release, 20) and not h.take(Drained)
+    h.receive(20, Released("a", 1, 20))
+    assert h.take(Drained, 20)
+    h.receive(1, again(submit("a", 10, max_tokens=50), 21))
+    assert isinstance(h.take(Accepted)[-1], Accepted)
+    h.post(PeerUp(22, worker_hello(Role.DECODE, 22)))
+    assert [chunk.request_id for chunk in compute(h, 10)] == ["a", "a", "waits"], "before its tenant's others"
+    h.receive(10, HandedOver("a", 2, 100, 1.0))
+    h.receive(22, Finished("a", 2, 29, 4))
+    h.receive(10, HandedOver("waits", 1, 100, 1.0))
+    h.receive(22, Finished("waits", 1, 4, 4))
+    prices = h.core.limits.prices
+    due = prices.chunk(10) + prices.output(50) + prices.chunk(16) + prices.output(4)
+    service = sum(bill.used_tokens for bill in h.core.billing.settled.values())
+    assert service == 10 + 50 + 16 + 4, "nothing is billed twice"
+    assert _served(h) == pytest.approx(due) and charged <= due, "nor is its turn"
+
+
+def _served(h: Harness) -> float:
+    """What the fair queue has charged the only tenant, corrections included."""
+    leaf = h.core.queues["m"].fair._leaves[PATH]
+    return leaf.round + leaf.owed
+
+
+@pytest.mark.parametrize("computed", [0, 1])
+def test_chunks_that_a_drain_cuts_short_are_charged_once(computed: int) -> None:
+    h = Harness.make(prefill=1, limits=Limits(step_tokens=8))
+    h.receive(1, submit("a", 40, max_tokens=1))
+    (first, second) = (step for step in h.take(Step, 10) if isinstance(step, Step))
+    h.receive(10, Draining(0.0))
+    assert h.take(Interrupted, 1)
+    h.receive(10, StepDone(first.step_id, first.chunks[:computed], 1.0, 0))
+    h.receive(1, again(submit("a", 40, max_tokens=1), 0))
+    h.receive(10, StepDone(second.step_id, (), 1.0, 0))
+    h.receive(10, Released("a", 1))
+    h.receive(20, Released("a", 1))
+    h.post(PeerUp(11, worker_hello(Role.PREFILL, 11)))
+    assert sum(chunk.length for chunk in compute(h, 11)) == 40
+    h.receive(11, Finished("a", 2, 1, 40))
+    assert _served(h) == pytest.approx(h.core.limits.prices.chunk(40) + h.core.limits.prices.output(1))
+
+
+def test_the_only_worker_drains_and_requests_wait_for_the_next_one() -> None:
+    h = Harness.make()
+    decoding(h, submit("a"))
+    h.receive(20, Draining(0.0))
+    h.receive(20, Released("a", 1, 2))
+    h.receive(1, submit("b"))
+    assert not h.take(Rejected) and not placed_on(h.take(Reserve, 20)[1:])
+    h.receive(1, again(submit("a"), 3))
+    h.post(PeerDown(20, "said goodbye"))
+    assert not h.take(Rejected)
+    h.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
+    assert placed_on(h.take(Reserve, 21)) == {"a", "b"}
+
+
+def test_a_request_that_fits_only_where_it_drains_waits_without_holding_up_others() -> None:
+    h = Harness.make(limits=Limits(bypasses_max=1))
+    h.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=10)))
+    h.receive(20, Draining(1e9))
+    h.receive(1, submit("large", 100))
+    for number in range(3):
+        h.receive(1, submit(f"small{number}", 4))
+        compute(h, 10)
+    assert not h.take(Rejected) and len(placed_on(h.take(Reserve, 21))) == 3
+    h.receive(20, Draining(None))
+    assert placed_on(h.take(Reserve, 20)) == {"large"}
+
+
+def test_it_drains_still_for_the_next_coordinator() -> None:
+    h = Harness.make()
+    h.post(PeerUp(21, msgspec.structs.replace(worker_hello(Role.DECODE, 21), hand_over_ms=500.0)))
+    for number in range(4):
+        h.receive(1, submit(f"r{number}"))
+        compute(h, 10)
+    assert len(placed_on(h.take(Reserve, 20))) == 4
+
+
+def test_a_worker_lost_while_it_drains_costs_no_attempt() -> None:
+    h = Harness.make()
+    decoding(h, submit("a"))
+    h.receive(20, Draining(1e6))
+    h.post(PeerDown(20, "no heartbeat"))
+    assert [i.reason for i in h.take(Interrupted) if isinstance(i, Interrupted)] == [Interrupt.DRAINED]
+
+
+def test_attempts_cut_short_do_not_count() -> None:
+    h = Harness.make(limits=Limits(attempts_max=2))
+    h.receive(1, msgspec.structs.replace(submit("a", attempt=9), drained_attempts=7))
+    assert h.take(Accepted)
+    h.receive(1, msgspec.structs.replace(submit("b", attempt=9), drained_attempts=6))
+    assert h.take(Rejected)
+
+
+def ask(h: Harness, worker: str, *, undo: bool = False) -> DrainAnswer:
+    h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "drain-1")))
+    h.receive(5, DrainRequest(worker, undo, 2000.0))
+    (answer,) = h.take(DrainAnswer, 5)
+    h.post(PeerDown(5, "said goodbye"))
+    assert isinstance(answer, DrainAnswer)
+    return answer
+
+
+def test_a_person_drains_by_name_and_undoes_it() -> None:
+    h = Harness.make(decode=2)
+    answer = ask(h, "decode-20")
+    assert not answer.refusal and [w.name for w in answer.workers if w.draining] == ["decode-20"]
+    assert h.take(Draining, 20) == [Draining(2000.0)] and [w.draining for w in status(h.core).workers].count(True) == 1
+    assert not ask(h, "decode-20", undo=True).refusal
+    assert h.take(Draining, 20) == [Draining(None)] and not h.core.draining
+
+
+def test_a_person_is_told_what_cannot_be() -> None:
+    h = Harness.make()
+    assert ask(h, "decode-9").refusal == "no worker is called 'decode-9'; there are decode-20, prefill-10"
+    h.receive(20, Draining(1e6))
+    assert "is about to end" in ask(h, "decode-20", undo=True).refusal
+    h.post(PeerUp(30, msgspec.structs.replace(worker_hello(Role.DECODE, 30), name="decode-20")))
+    assert "2 workers are called" in ask(h, "decode-20").refusal
+
+
+def test_only_operators_tools_may_ask() -> None:
+    h = Harness.make()
+    h.receive(1, DrainRequest("decode-20", False, 0.0))
+    assert h.misbehaved and not h.core.draining

@@ -1,0 +1,44 @@
+"""What is told of fairness and of the last requests."""
+
+import pytest
+
+from coordinator.events import Limits
+from coordinator.fairness import Service, evenness, jain
+from coordinator.lately import REQUESTS_MAX, Lately
+from coordinator.queue import WaitQueue
+from coordinator.usage import Closed
+
+
+def test_jain_is_one_where_all_have_the_same() -> None:
+    assert jain([]) == jain([0.0, 0.0]) == 1.0
+    assert jain([3.0, 3.0, 3.0]) == pytest.approx(1.0)
+    assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+
+
+def test_only_organisations_that_wait_are_compared_by_weight_and_band() -> None:
+    queue = WaitQueue(Limits(weights={"standard/big": 3.0}))
+    found = [
+        Service("standard", "big", "ann", 10.0, 2),
+        Service("standard", "big", "bob", 20.0, 0),  # its organisation waits
+        Service("standard", "small", "", 10.0, 1),
+        Service("standard", "content", "", 500.0, 0),
+        Service("batch", "lone", "", 7.0, 1),
+    ]
+    assert evenness(queue, found) == {"standard": pytest.approx(1.0), "batch": pytest.approx(1.0)}
+    assert found[0].tenant == "big/ann" and found[2].tenant == "small"
+    starved = [*found, Service("standard", "starved", "", 0.0, 4)]
+    assert evenness(queue, starved)["standard"] == pytest.approx(2 / 3)
+
+
+def test_lately_forgets_and_leaves_out_what_was_cut_short() -> None:
+    lately = Lately()
+    assert lately.figures() == {}
+    closed = Closed("r", "cancelled", 1, 1, 0, 1, 9e9, 9e9, 0.0, 0.0)
+    lately.closed(closed)
+    assert lately.figures() == {}
+    lately.closed(Closed("r", "finished", 1, 1, 0, 1, 5.0, 100.0, 0.0, 0.0))
+    assert lately.figures()["ttft_p50_ms"] == 105.0 and "tpot_p50_ms" not in lately.figures()
+    for _ in range(REQUESTS_MAX):
+        lately.closed(Closed("r", "finished", 1, 1, 0, 11, 1.0, 2.0, 50.0, 50.0))
+    figures = lately.figures()
+    assert figures["requests"] == REQUESTS_MAX and figures["ttft_p99_ms"] == 3.0 and figures["tpot_p50_ms"] == 10.0

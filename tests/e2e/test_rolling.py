@@ -1,0 +1,154 @@
+"""SIGTERM to each component under load, and a rolling restart of all: no request fails, and no token changes."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster import free_port
+from proto.status import StatusReport
+from tests.e2e.balancer import Balancer, Load
+from tests.e2e.live import READY_S
+from tests.e2e.parts import ROOT, STOP_S, Parts, parts
+
+TOKENS = 300
+STREAMS = 6
+GRACE_S = "0.4"
+"""Less than a stream takes, so that some are handed over; several times that of a prompt."""
+TIERS: tuple[tuple[str, ...], ...] = (
+    ("prefill-0", "decode-0"),
+    ("prefill-1", "decode-1"),
+    ("gateway-0",),
+    ("gateway-1",),
+    ("coordinator",),
+)
+"""What is restarted together."""
+NAMES = tuple(name for tier in TIERS for name in tier)
+
+
+class Twins(Parts):
+    """Two of each worker and two gateways."""
+
+    def begin(self, name: str) -> None:
+        role = name.partition("-")[0]
+        module = f"{role}_worker" if role in ("prefill", "decode") else role
+        options = ["--drain-timeout-s", GRACE_S if module != role else "20"] if module != "coordinator" else []
+        if role == "gateway":
+            options += ["--port", str(self.ports[name])]
+        if role == "coordinator":
+            options += ["--step-tokens", "32", "--usage-db", str(self.folder / "usage.db")]
+        self.start(module, *options, name=name)
+
+    def begin_all(self, folder: Path) -> None:
+        self.folder = folder
+        self.ports = {name: free_port("127.0.0.1") for name in NAMES if name.startswith("gateway")}
+        self.urls = [f"http://127.0.0.1:{port}" for port in self.ports.values()]
+        self.base_url = self.urls[0]
+        for name in ("coordinator", *NAMES[:-1]):
+            self.begin(name)
+        self.wait_complete()
+
+    def wait_complete(self) -> None:
+        def complete() -> bool:
+            report = self.status()
+            up = {worker.pid for worker in report.workers}
+            mine = {process.pid for name, process in self.processes.items() if name in (*TIERS[0], *TIERS[1])}
+            return (
+                up == mine
+                and len(report.gateways) == 2
+                and all(Balancer(self.model_id, [])._ready(u) for u in self.urls)
+            )
+
+        self.wait_for("all are there", complete, READY_S)
+
+    def terminate(self, name: str) -> None:
+        self.processes[name].send_signal(signal.SIGTERM)
+
+    def wait_gone(self, name: str) -> None:
+        """In order, with nothing left."""
+        assert self.processes.pop(name).wait(STOP_S) == 0, name
+
+
+@pytest.fixture(scope="module")
+def up(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
+    with parts(tiny, kind=Twins) as cluster:
+        cluster.begin_all(tmp_path_factory.mktemp("state"))
+        yield cluster
+
+
+@contextmanager
+def load(up: Twins) -> Iterator[list[Load]]:
+    """Streams that never stop; afterwards none has failed or is another."""
+    balancer = Balancer(up.model_id, up.urls)
+    expected = [balancer.answer(number, TOKENS) for number in range(STREAMS)]
+    loads = [Load(balancer, number, expected, TOKENS) for number in range(STREAMS)]
+    try:
+        yield loads
+    finally:
+        for one in loads:
+            one.stop()
+    assert not [wrong for one in loads for wrong in one.wrong]
+    up.wait_idle()
+
+
+def come(up: Twins, loads: list[Load]) -> None:
+    """Each client has got one more."""
+    before = [one.done for one in loads]
+    up.wait_for("streams come", lambda: all(one.done > was for one, was in zip(loads, before, strict=True)))
+
+
+def drain(up: Twins, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launcher.cli", "drain", "--coordinator", up.coordinator, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_a_worker_is_drained_by_order_and_put_back(up: Twins) -> None:
+    with load(up) as loads:
+        come(up, loads)
+        unknown = drain(up, "decode-7")
+        assert unknown.returncode == 1 and "no worker is called 'decode-7'" in unknown.stderr
+        assert "decode-0, decode-1, prefill-0, prefill-1" in unknown.stderr
+        done = drain(up, "decode-0", "--wait", "--drain-timeout-s", GRACE_S)
+        assert (done.returncode, done.stdout) == (0, "decode-0 is drained\n"), done.stderr
+        come(up, loads)
+        requests = {worker.name: (worker.draining, worker.requests) for worker in up.status().workers}
+        assert requests["decode-0"] == (True, 0) and requests["decode-1"][0] is False
+        assert drain(up, "decode-0", "--undo").returncode == 0
+        up.wait_for("it gets requests again", lambda: _requests(up.status(), "decode-0") > 0)
+
+
+def _requests(report: StatusReport, name: str) -> int:
+    return sum(worker.requests for worker in report.workers if worker.name == name and not worker.draining)
+
+
+def test_a_rolling_restart_of_everything_fails_no_request_and_changes_no_token(up: Twins) -> None:
+    with load(up) as loads:
+        for tier in TIERS:
+            come(up, loads)
+            if tier == ("coordinator",):
+                counters = up.status().counters
+                assert counters["interrupted_drained"] and not any(name.endswith("_lost") for name in counters)
+            for name in tier:
+                up.terminate(name)
+            for name in tier:
+                up.wait_gone(name)
+                up.begin(name)
+            up.wait_complete()
+        come(up, loads)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_component_alone_again_and_again(up: Twins, name: str) -> None:
+    with load(up) as loads:
+        for _ in range(5):
+            come(up, loads)
+            up.terminate(name)
+            up.wait_gone(name)
+            up.begin(name)
+            up.wait_complete()

@@ -1,0 +1,78 @@
+"""What the times of one stream come to: TTFT, gaps, time per token, and whether its tenant's SLO was met."""
+
+import pytest
+
+from gateway.metrics import GatewayMetrics, StreamTimes
+from gateway.stream_types import FailKind, Failure
+from runtime.tenants import Slo, TenantsError, parse
+
+SLO = Slo(1000.0, 100.0)
+
+
+def stream(metrics: GatewayMetrics) -> StreamTimes:
+    metrics.slo_of = lambda tenant: SLO if tenant == "acme" else Slo()
+    return StreamTimes(metrics, "acme", 10, 0.0)
+
+
+def results(metrics: GatewayMetrics) -> dict[str, float]:
+    return {result: count for (_, result), count in metrics.slo.values.items()}
+
+
+@pytest.mark.parametrize(
+    ("first_s", "gaps_s", "result"),
+    [
+        (0.9, [0.09] * 50, "met"),
+        (1.1, [0.01] * 50, "ttft"),
+        (0.9, [0.09] * 49 + [0.2], "itl"),
+        (0.9, [0.09] * 199 + [0.2] * 2, "met"),  # one gap in a hundred may be longer
+        (0.9, [0.09] * 198 + [0.2] * 3, "itl"),
+        (0.9, [], "met"),
+    ],
+)
+def test_a_stream_is_judged(first_s: float, gaps_s: list[float], result: str) -> None:
+    metrics = GatewayMetrics()
+    times, now = stream(metrics), first_s
+    times.delivered(0, 1, 4, now)
+    for gap_s in gaps_s:
+        now += gap_s
+        times.delivered(0, 1, 0, now)
+    times.ended(None, now)
+    assert results(metrics) == {result: 1.0}
+    assert metrics.ttft.sum == pytest.approx(first_s) and sum(metrics.itl.counts) == len(gaps_s)
+    if gaps_s:
+        assert metrics.tpot.sum == pytest.approx(sum(gaps_s) / len(gaps_s))
+    assert metrics.cached_tokens.values == {("",): 4.0}
+
+
+def test_failures_rejections_and_those_who_left() -> None:
+    metrics = GatewayMetrics()
+    stream(metrics).ended(Failure(FailKind.REJECTED, "full"), 1.0)
+    stream(metrics).ended(Failure(FailKind.INTERRUPTED, "lost"), 1.0)
+    stream(metrics).left()
+    StreamTimes(metrics, "nobody", 1, 0.0).ended(None, 1.0)
+    assert results(metrics) == {"rejected": 1.0, "failed": 1.0}
+    assert metrics.streams.values == {("rejected",): 1.0, ("interrupted",): 1.0, ("left",): 1.0, ("ok",): 1.0}
+    assert sum(metrics.tpot.counts) == 0 and sum(metrics.duration.counts) == 1
+
+
+def test_time_per_token_counts_every_choice_from_the_first_token() -> None:
+    metrics = GatewayMetrics()
+    times = stream(metrics)
+    times.delivered(0, 1, 0, 1.0)
+    times.delivered(1, 1, 0, 1.0)
+    times.delivered(0, 4, 0, 3.0)
+    times.delivered(1, 4, 0, 3.0)
+    times.ended(None, 3.0)
+    assert metrics.tpot.sum == pytest.approx(0.5)
+
+
+def test_slo_of_the_tenants_file() -> None:
+    file = parse(
+        "[tenants.acme]\nslo_ttft_ms = 500.0\nslo_itl_ms = 50.0\n[tenants.acme.users.ann]\nslo_itl_ms = 20.0\n"
+        "[tenants.lab]\n"
+    )
+    policies = file.policies
+    assert policies["acme"].slo == Slo(500.0, 50.0) and policies["acme/ann"].slo == Slo(500.0, 20.0)
+    assert not policies["lab"].slo.given
+    with pytest.raises(TenantsError, match=r"tenants\.acme\.slo_ttft_ms: must be > 0"):
+        parse("[tenants.acme]\nslo_ttft_ms = 0.0\n")

@@ -1,0 +1,89 @@
+"""`scripts/kubernetes.yaml`: every object fits its schema, refers to what is there, and gives crossdock options that it has."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.options import load
+from runtime.setting_types import Options
+from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
+
+yaml = pytest.importorskip("yaml")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="of the extra `test`")
+VERSIONS = ("1.30", "1.37")
+PATH = Path(__file__).parents[2] / "scripts/kubernetes.yaml"
+OBJECTS: list[dict[str, Any]] = list(yaml.safe_load_all(PATH.read_text()))
+PODS = {
+    one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in OBJECTS if "template" in one.get("spec", {})
+}
+SETTINGS: dict[str, type[Options]] = {
+    "coordinator": CoordinatorSettings,
+    "gateway": GatewaySettings,
+    "prefill_worker": WorkerSettings,
+    "decode_worker": WorkerSettings,
+}
+
+
+def names(kind: str) -> set[str]:
+    return {one["metadata"]["name"] for one in OBJECTS if one["kind"] == kind}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_fits_its_schema(version: str) -> None:
+    for one in OBJECTS:
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_a_mistake_would_be_seen() -> None:
+    broken = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"prots": []}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
+
+
+def test_all_refer_to_what_is_there() -> None:
+    assert names("Namespace") == {one["metadata"].get("namespace", "crossdock") for one in OBJECTS}
+    for pod in PODS.values():
+        (container,) = pod["containers"]
+        volumes = {volume["name"] for volume in pod["volumes"]} | {"state"}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        ports = {port["name"] for port in container.get("ports", ())}
+        probes = [probe for key, probe in container.items() if key.endswith("Probe")]
+        assert {probe.get("httpGet", probe.get("tcpSocket"))["port"] for probe in probes} <= ports
+        claims = {v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v}
+        assert claims <= names("PersistentVolumeClaim")
+    roles = {
+        one["spec"]["template"]["metadata"]["labels"]["role"] for one in OBJECTS if "template" in one.get("spec", {})
+    }
+    assert roles == {"coordinator", "gateway", "prefill", "decode"}
+    for one in OBJECTS:
+        if one["kind"] == "Service":
+            assert one["spec"]["selector"]["role"] in roles
+
+
+@pytest.mark.parametrize("name", sorted(PODS))
+def test_options_are_ones_that_the_role_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (container,) = PODS[name]["containers"]
+    module = container["command"][-1]
+    config = next(one["data"] for one in OBJECTS if one["kind"] == "ConfigMap")
+    own = {one["name"]: one.get("value", "10.1.2.3") for one in container["env"]}
+    assert {key for key in own if key.startswith("CROSSDOCK_")} <= {
+        f"CROSSDOCK_{key.upper()}" for key in SETTINGS[module].model_fields
+    }
+    for key, value in {**config, **own}.items():
+        monkeypatch.setenv(key, value)
+    load(SETTINGS[module], {"role": module.removesuffix("_worker")} if module.endswith("_worker") else {})
+
+
+@pytest.mark.parametrize("name", sorted(PODS))
+def test_pods_are_shut_in(name: str) -> None:
+    pod = PODS[name]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+    assert pod["enableServiceLinks"] is False, "Kubernetes would set CROSSDOCK_PORT"
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    secret = next(volume["secret"] for volume in pod["volumes"] if volume["name"] == "keys")
+    assert secret["secretName"] == f"{name}-keys" and secret["defaultMode"] & 0o007 == 0
+    wants_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
+    assert wants_gpu == container["command"][-1].endswith("_worker")

@@ -1,0 +1,170 @@
+"""The systemd units of a host: systemd takes them, they are shut in well, and their options are those of the plan."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher import install_units, units
+from launcher.cluster_file import ClusterError, parse
+from launcher.cluster_plan import HostPlan, plan_host
+from launcher.cluster_settings import UnitsSettings
+from launcher.units import OPTIONS, UNITS, Installed
+from runtime.options import SettingsError, load
+
+EXPOSURE_MAX = 3.0
+TEXT = """
+model = "/srv/models/llama"
+{security}
+[hosts.a]
+address = "10.0.0.1"
+coordinator = true
+gateways = 2
+workers = "1P2D"
+gpus = [0, 1, "GPU-1f"]
+[hosts.b]
+address = "10.0.0.2"
+workers = "1P1D"
+cores = "0-7"
+[coordinator]
+usage_db = "/var/lib/crossdock/usage.db"
+[gateway]
+api_keys = ['a "quoted" $KEY`x\\']
+[decode]
+prefix_cache = false
+"""
+ON = Installed(python=sys.executable, prefixes=("/opt/venv",), root="/opt/crossdock")
+NAMES = ("coordinator", "gateway", "prefill", "decode", "client")
+KEYS = tuple(name + end for name in NAMES for end in (".key", ".key_secret"))
+
+
+def plan(host: str, text: str = TEXT) -> HostPlan:
+    folder = Path("/etc/crossdock")
+    return plan_host(parse(text.format(security="insecure = true"), folder), host, "/srv/models/llama")
+
+
+def write(root: Path, files: dict[str, str]) -> list[Path]:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return sorted((root / UNITS).glob("crossdock*.*"))
+
+
+def analyze(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = shutil.which("systemd-analyze")
+    if command is None:
+        pytest.skip("systemd is not installed")
+    return subprocess.run([command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("keys", ["", "/etc/crossdock/keys"])
+@pytest.mark.parametrize("host", ["a", "b"])
+def test_systemd_takes_them_and_they_are_shut_in(tmp_path: Path, host: str, keys: str) -> None:
+    on = Installed(ON.python, ("/home/me/venv",), ON.root, keys, KEYS if keys else ())
+    files = [path for path in write(tmp_path, units.render(plan(host), on)) if path.is_file()]
+    assert len(files) == {"a": 5, "b": 3}[host]
+    done = analyze("verify", "--man=no", *map(str, files))
+    assert (done.returncode, done.stderr) == (0, "")
+    for path in files:
+        if path.suffix == ".service":
+            said = analyze(
+                "security", "--offline=true", f"--threshold={EXPOSURE_MAX * 10:.0f}", "--no-pager", str(path)
+            )
+            found = re.search(r"exposure level for \S+ ([\d.]+)", said.stdout)
+            assert said.returncode == 0 and found and float(found[1]) <= EXPOSURE_MAX, said.stdout
+
+
+def test_a_unit_that_systemd_does_not_take_is_an_error(tmp_path: Path) -> None:
+    analyze("--version")
+    files = units.render(plan("b"), Installed("/nowhere/python", (), "/opt/crossdock"))
+    write(tmp_path, files)
+    with pytest.raises(install_units.CannotInstall, match="/nowhere/python"):
+        install_units.verify(tmp_path, [path for path in files if path.endswith(".service")])
+
+
+@pytest.mark.parametrize("host", ["a", "b"])
+def test_options_are_those_of_the_plan(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("CROSSDOCK_")]:
+        monkeypatch.delenv(name)
+    files = units.render(plan(host), ON)
+    for process in plan(host).processes:
+        name = process.role if process.role == "coordinator" else f"{process.role}-{process.index}"
+        values = dict(line.split("=", 1) for line in files[f"{OPTIONS}/{name}.env"].splitlines())
+        with monkeypatch.context() as patched:
+            for key, value in values.items():
+                patched.setenv(key, re.sub(r"\\(.)", r"\1", value[1:-1]))
+            role = {"role": process.role} if process.role in ("prefill", "decode") else {}
+            assert load(type(process.settings), role) == process.settings
+
+
+def test_what_differs_is_with_the_instance() -> None:
+    files = units.render(plan("a"), ON)
+    assert 'VISIBLE_DEVICES="0"' in files[f"{OPTIONS}/prefill-0.env"]
+    assert 'VISIBLE_DEVICES="GPU-1f"' in files[f"{OPTIONS}/decode-1.env"]
+    assert "DeviceAllow=char-nvidia rw" in files[f"{UNITS}/crossdock-decode@.service"]
+    names = ("coordinator", "gateway@0", "gateway@1", "prefill@0", "decode@0", "decode@1")
+    wants = " ".join(f"crossdock-{name}.service" for name in names)
+    assert f"Wants={wants}\n" in files[f"{UNITS}/crossdock.target"]
+    files = units.render(plan("b"), ON)
+    assert "CPUAffinity=0-7\n" in files[f"{UNITS}/crossdock-decode@0.service.d/cores.conf"]
+    assert 'CPU_CORES="4-7"' in files[f"{OPTIONS}/decode-0.env"]
+    assert "PrivateDevices=yes" in files[f"{UNITS}/crossdock-decode@.service"]
+
+
+def test_each_role_gets_its_own_secret_key_and_no_other() -> None:
+    on = Installed(ON.python, (), ON.root, "/etc/crossdock/keys", KEYS)
+    for role in ("coordinator", "gateway", "prefill", "decode"):
+        text = units.render(plan("a"), on)[f"{UNITS}/{units.template(role)}"]
+        assert re.findall(r"LoadCredential=(\w+)\.key_secret:/etc/crossdock/keys/(\w+)\.key_secret", text) == [
+            (role, role)
+        ]
+        assert len(re.findall(r"LoadCredential=\w+\.key:", text)) == len(NAMES)
+        assert "--keys ${CREDENTIALS_DIRECTORY}" in text
+    with pytest.raises(ClusterError, match=re.escape("has no coordinator.key_secret")):
+        units.render(plan("a"), Installed(ON.python, (), ON.root, "/etc/crossdock/keys", ("decode.key_secret",)))
+
+
+def test_what_a_unit_could_not_do_is_refused() -> None:
+    with pytest.raises(
+        ClusterError, match=re.escape("[coordinator] usage_db: a unit can write to /var/lib/crossdock only")
+    ):
+        units.render(plan("a", TEXT.replace("/var/lib/crossdock", "/tmp")), ON)
+    with pytest.raises(ClusterError, match="cannot stand in a unit"):
+        units.render(plan("b"), Installed("/opt/my venv/bin/python", (), "/opt"))
+    with pytest.raises(ClusterError, match="line break"):
+        units.render(plan("a", 'model_id = "a\\nb"' + TEXT), ON)
+
+
+def test_installed_again_after_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, root = tmp_path / "cluster.toml", tmp_path / "root"
+
+    def install(text: str, *, dry_run: bool = False) -> str:
+        path.write_text(text.format(security="insecure = true"))
+        install_units.run(UnitsSettings(cluster_file=str(path), on_host="b", dest=str(root), dry_run=dry_run))
+        return capsys.readouterr().out
+
+    assert "ExecStart=" in install(TEXT, dry_run=True) and not root.exists()
+    install(TEXT)
+    (root / UNITS / "crossdock-prefill@.service.d").mkdir()
+    own = root / UNITS / "crossdock-prefill@.service.d/mine.conf"
+    own.write_text("[Service]\nNice=1\n")
+    assert (root / OPTIONS / "decode-0.env").stat().st_mode & 0o777 == 0o600
+    said = install(TEXT.replace('"1P1D"', '"2P0D"'))
+    assert (
+        f"remove {root / OPTIONS}/decode-0.env" in said and f"keep   {root / UNITS}/crossdock-prefill@.service" in said
+    )
+    there = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    assert not [name for name in there if "decode" in name]
+    assert f"{OPTIONS}/prefill-1.env" in there and own.exists(), "a drop-in of the operator's own is left alone"
+
+
+def test_units_need_a_model_that_they_can_read(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(TEXT.replace("model =", "# model =").format(security="insecure = true"))
+    with pytest.raises(SettingsError, match="model: units need a folder"):
+        install_units.run(
+            UnitsSettings(cluster_file=str(tmp_path / "c.toml"), on_host="b", dest=str(tmp_path / "root"))
+        )

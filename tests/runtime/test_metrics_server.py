@@ -1,0 +1,199 @@
+"""The metrics port: what it answers, and that it is never in the way."""
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+import uvloop
+from pydantic import TypeAdapter, ValidationError
+
+from runtime import metrics_server
+from runtime.addresses import MetricsAddress, advertised_metrics
+from runtime.exits import ConfigError
+from runtime.metrics import Page
+from runtime.metrics_server import CONNECTIONS_MAX, MetricsServer
+
+BIG = 40_000_000
+"""Bytes: more than the kernel's buffers hold."""
+
+
+def served(test: Callable[[MetricsServer, str, int], Awaitable[None]]) -> None:
+    async def scene() -> None:
+        server = MetricsServer("127.0.0.1:0")
+        await server.start()
+        try:
+            host, _, port = server.address.rpartition(":")
+            async with asyncio.timeout(30):
+                await test(server, host, int(port))
+        finally:
+            await server.close()
+
+    uvloop.run(scene())
+
+
+async def ask(host: str, port: int, request: bytes = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") -> bytes:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(request)
+        return await reader.read(-1)  # until it is closed from there
+    finally:
+        writer.close()
+
+
+def test_what_is_where() -> None:
+    async def test(server: MetricsServer, host: str, port: int) -> None:
+        page, not_ready = Page("gateway"), ["no worker"]
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/ready")).status_code == 503, "it is starting"
+            assert (await client.get("/metrics")).status_code == 503
+            server.show(page, lambda: next(iter(not_ready), None), {"/targets": lambda: [1]})
+            assert "no worker" in (await client.get("/ready")).text
+            not_ready.clear()
+            assert (await client.get("/ready")).status_code == 200
+            assert (await client.get("/targets")).json() == [1]
+            assert (await client.get("/v1/models")).status_code == 404
+            assert (await client.post("/metrics", content=b"x")).status_code == 405
+            answer = await client.get("/metrics")
+            assert answer.status_code == 200 and answer.headers["connection"] == "close"
+            assert answer.headers["content-type"].startswith("text/plain")
+            assert "process_resident_memory_bytes" in answer.text
+
+    served(test)
+
+
+def test_slow_and_idle_connections_are_cut_off_and_others_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "EXCHANGE_S", 1.0)
+
+    async def test(server: MetricsServer, host: str, port: int) -> None:
+        page = Page("gateway")
+        big = page.counter("crossdock_x", "x" * BIG)
+        big.inc()
+        monkeypatch.setattr(metrics_server, "FRESH_S", 1e9)
+        server._text(page)
+        server.show(page, lambda: None)
+        idle = [await asyncio.open_connection(host, port) for _ in range(3)]
+        for _, writer in idle[:2]:
+            writer.write(b"GET /metrics HTTP/1.1\r\nX: ")  # a head that never ends
+        slow_reader, slow_writer = await asyncio.open_connection(host, port, limit=1024)
+        slow_writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200 OK" in await ask(host, port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"), "beside them"
+        for reader, _ in idle:
+            assert await _all(reader) == b""
+        await asyncio.sleep(1.0)
+        assert len(await _all(slow_reader)) < BIG, "who does not read is not waited for"
+        for _, writer in (*idle, (slow_reader, slow_writer)):
+            writer.close()
+
+    served(test)
+
+
+async def _all(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read(-1)
+    except ConnectionError:
+        return b""
+
+
+def test_there_are_only_so_many_connections_at_once() -> None:
+    async def test(server: MetricsServer, host: str, port: int) -> None:
+        server.show(Page("gateway"), lambda: None)
+        held = [await asyncio.open_connection(host, port) for _ in range(CONNECTIONS_MAX)]
+        await asyncio.sleep(0.05)
+        reader, writer = await asyncio.open_connection(host, port)
+        assert await _all(reader) == b"", "one too many"
+        for _, one in (*held, (reader, writer)):
+            one.close()
+        await asyncio.sleep(0.2)
+        assert b"200 OK" in await ask(host, port)
+
+    served(test)
+
+
+def test_a_flood_of_readers_costs_one_page() -> None:
+    async def test(server: MetricsServer, host: str, port: int) -> None:
+        page, made = Page("gateway"), []
+        page.before.append(lambda: made.append(1))
+        server.show(page, lambda: None)
+        for _ in range(5):
+            await asyncio.gather(*(ask(host, port) for _ in range(10)))
+        assert 1 <= len(made) <= 10
+
+    served(test)
+
+
+def test_garbage_is_answered_or_cut_off_and_nobody_notices() -> None:
+    generator = random.Random(7)
+    odd = [
+        b"",
+        b"\0",
+        b"GET",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /metrics HTTP/1.1\r\nContent-Length: 999999999999\r\n\r\nx",
+    ]
+    odd += [
+        b"GET /metrics HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"GET " + b"/" * 20_000 + b" HTTP/1.1\r\n\r\n",
+    ]
+    odd += [b"GET /metrics HTTP/1.1\r\nUpgrade: websocket\r\nConnection: upgrade\r\nExpect: 100-continue\r\n\r\n"]
+    odd += [generator.randbytes(generator.randrange(300)) for _ in range(100)]
+
+    async def test(server: MetricsServer, host: str, port: int) -> None:
+        server.show(Page("gateway"), lambda: None)
+        loose: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: loose.append(context))
+        for bytes_ in odd:
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(bytes_ + b"\r\n\r\n")
+            if generator.random() < 0.5:
+                await asyncio.sleep(0)
+                writer.transport.abort()
+                continue
+            writer.write_eof()
+            assert b"200 OK" not in await _all(reader) or b"/metrics" in bytes_
+            writer.close()
+        assert b"200 OK" in await ask(host, port)
+        assert not loose, "in a process of ours that would be its end"
+
+    served(test)
+
+
+def test_where_it_listens() -> None:
+    check = TypeAdapter(MetricsAddress).validate_python
+    assert check("9400") == "127.0.0.1:9400", "beyond loopback only where that is written out"
+    assert check("0.0.0.0:9400") == "0.0.0.0:9400" and check("[::1]:0") == "[::1]:0" and check("off") == "off"
+    for wrong in ("", "on", "*:9400", "127.0.0.1", "127.0.0.1:99999", "70000", "tcp://127.0.0.1:1", "h:1/x"):
+        with pytest.raises(ValidationError):
+            check(wrong)
+    assert advertised_metrics("127.0.0.1", 7, "tcp://10.0.0.5:9", "here") == "127.0.0.1:7"
+    assert advertised_metrics("0.0.0.0", 7, "tcp://10.0.0.5:9", "here") == "10.0.0.5:7"
+    assert advertised_metrics("::", 7, "10.0.0.5", "here") == "10.0.0.5:7"
+    assert advertised_metrics("::", 7, "", "here") == "here:7"
+    assert advertised_metrics("::1", 7, "", "here") == "[::1]:7"
+
+
+def test_off_is_off_and_a_taken_port_is_named() -> None:
+    async def scene() -> None:
+        server = MetricsServer("off")
+        await server.start()
+        assert server.address == ""
+        await server.close()
+        first = MetricsServer("127.0.0.1:0")
+        await first.start()
+        with pytest.raises(ConfigError, match=r"--metrics: cannot listen on 127\.0\.0\.1"):
+            await MetricsServer(first.address).start()
+        await first.close()
+
+    asyncio.run(scene())
+
+
+def test_targets_are_json() -> None:
+    async def test(server: MetricsServer, host: str, port: int) -> None:
+        server.show(Page("coordinator"), lambda: None, {"/targets": lambda: [{"targets": ["h:1"], "labels": {}}]})
+        head, _, body = (await ask(host, port, b"GET /targets HTTP/1.1\r\nHost: x\r\n\r\n")).partition(b"\r\n\r\n")
+        assert b"application/json" in head and json.loads(body)[0]["targets"] == ["h:1"]
+
+    served(test)

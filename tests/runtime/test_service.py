@@ -1,0 +1,34 @@
+"""When a worker that is to end may go."""
+
+from proto.drain import Drained, Draining
+from runtime.service import Service
+
+
+def test_it_goes_when_it_holds_nothing_and_nothing_can_come() -> None:
+    service = Service()
+    assert service.hand_over_ms(0.0) is None
+    service.ordered(Drained(), 0.0)
+    assert not service.may_go(up=True, empty=True), "nobody has asked it to"
+    service.link_lost()
+    assert service.leave(20.0, 5.0) == Draining(20_000.0)
+    assert not service.may_go(up=True, empty=True), "something may be on its way"
+    service.ordered(Drained(), 6.0)
+    assert not service.may_go(up=True, empty=False) and service.may_go(up=True, empty=True)
+    service.link_lost()
+    assert service.may_go(up=False, empty=True) and not service.may_go(up=True, empty=True)
+
+
+def test_what_a_person_asked_for_is_repeated_until_it_is_undone() -> None:
+    service = Service()
+    service.ordered(Draining(3000.0), 10.0)
+    assert service.hand_over_ms(11.0) == 2000.0 and service.hand_over_ms(20.0) == 0.0
+    assert not service.may_go(up=False, empty=True)
+    service.ordered(Draining(None), 12.0)
+    assert service.hand_over_ms(12.0) is None
+
+
+def test_one_that_is_to_end_stays_so_whatever_a_person_says() -> None:
+    service = Service()
+    service.leave(1.0, 0.0)
+    service.ordered(Draining(None), 0.0)
+    assert service.hand_over_ms(0.5) == 500.0

@@ -49,6 +49,7 @@ def rather_waits(request: Request, prefill: Worker, pool: Pool, now: float) -> b
         if not worker.draining
         and (cached := cached_tokens(submit, worker, pool)) > here
         and worker.fits(worker.prefill_holding(submit))
+        and pool.has_pair(worker, now)
     }
     patience = patience_s(submit.prompt_tokens, _prefill_side(prefill, here), others, pool.weights)
     if patience <= 0.0:
@@ -66,12 +67,12 @@ def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
     return sorted(pool.prefill.values(), key=order)
 
 
-def choose_decode(submit: Submit, prefill: Worker, decode: Sequence[Worker], pool: Pool) -> Worker | None:
+def choose_decode(submit: Submit, prefill: Worker, decode: Sequence[Worker], pool: Pool, now: float) -> Worker | None:
     """The best of these decode workers, which have room for it."""
     if len(decode) < 2:
         return decode[0] if decode else None
     spread = sorted(decode, key=lambda w: (w.tokens_forwarded, w.epoch))  # of equals, the one that has done least
-    sides = ((worker.epoch, _decode_side(worker, submit, pool)) for worker in spread)
+    sides = ((worker.epoch, _decode_side(worker, submit, prefill, pool, now)) for worker in spread)
     epoch = best_decode(sides, prefill.hello.host, pool.weights)
     return None if epoch is None else pool.decode[epoch]
 
@@ -87,12 +88,12 @@ def _prefill_side(worker: Worker, cached: int) -> PrefillSide:
     )
 
 
-def _decode_side(worker: Worker, submit: Submit, pool: Pool) -> DecodeSide:
+def _decode_side(worker: Worker, submit: Submit, prefill: Worker, pool: Pool, now: float) -> DecodeSide:
     size, capacity = worker.capacity.block_size, worker.capacity
     blocks = -(-submit.prompt_tokens // size)
     return DecodeSide(
         missing_blocks=blocks - known_blocks(pool.locality, worker.epoch, submit, size),
         fullness=1 - min(worker.free_blocks / capacity.kv_blocks, worker.free_seqs / capacity.max_seqs),
-        trouble=worker.trouble,
+        trouble=max(worker.trouble, pool.breakers.trouble((prefill.epoch, worker.epoch), now)),
         host=worker.hello.host,
     )

@@ -35,7 +35,7 @@ from proto.messages import (
     Submit,
     WorkFailed,
 )
-from proto.progress import DecodeProgress
+from proto.progress import DecodeProgress, Hung
 from proto.status import KvHeld, KvPairs
 
 
@@ -57,6 +57,7 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
     Finished: (WORKERS, progress.finished),
     Released: (WORKERS, progress.released),
     WorkFailed: (WORKERS, progress.work_failed),
+    Hung: (WORKERS, members.hung),
     KvPairs: ((Role.PREFILL,), progress.kv_pairs),
     KvHeld: (WORKERS, progress.kv_held),
     Draining: (WORKERS, draining.said),
@@ -69,6 +70,8 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
 class Core(State):
     def refusal(self, hello: Hello) -> str | None:
         """Why a process may not join, or None. Asked before its `PeerUp`."""
+        if hello.epoch in self.fenced:
+            return "this incarnation hung, and was given up"
         return admission.refusal(hello, self.pools)
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -96,6 +99,7 @@ class Core(State):
         waiting = [timer for queue in self.queues.values() if (timer := queue.next_timer()) is not None]
         if self.interrupted:
             waiting.append(next(iter(self.interrupted.values())).since + self.limits.resubmit_s_max)
+        waiting += [at for pool in self.pools.values() if (at := pool.breakers.next_wake()) is not None]
         if (write_off := self.billing.next_write_off()) is not None:
             waiting.append(write_off)
         if (hand_over := draining.next_hand_over(self)) < inf:

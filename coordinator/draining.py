@@ -32,6 +32,7 @@ def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None
     worker.draining, worker.dismissed = True, False
     worker.hand_over_at = now + hand_over_ms / 1000
     state.draining[worker.epoch] = worker
+    state.drop_claims_on(worker)
     _sort_out(state, worker)
 
 
@@ -92,6 +93,8 @@ def hand_over(state: State, now: float) -> None:
         worker.hand_over_at = inf
         for request in [request for request in state.requests.values() if needs(request, worker)]:
             state.interrupt(request, Interrupt.DRAINED, f"{worker.hello.name} is drained", now)
+            if worker.hello.role is Role.PREFILL:
+                state.claim_room(request)
 
 
 def dismiss(state: State) -> None:

@@ -94,6 +94,10 @@ class Limits:
     steps_in_flight: int = 2
     """Per prefill worker; two hide the round trip, more only delay cancellation."""
     attempts_max: int = 8
+    retry_floor: int = 100
+    """Interrupted requests that may come back within ten seconds in any case ..."""
+    retry_share: float = 1.0
+    """... and so many more for each request that lives."""
     resubmit_s_max: float = 30.0
     """An interrupted request whose gateway does not come back within this is failed."""
     bands: Mapping[str, Band] = field(default_factory=lambda: DEFAULT_BANDS)

@@ -37,6 +37,9 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         if submit.attempt == known.attempt:
             state.send(epoch, Accepted(*known.key, state.billing.rates(submit.tenant, now)))
         return
+    again = _comes_back(state, submit)
+    if again and _put_off(state, epoch, submit, now):
+        return
     reason, why = _judge(state, submit)
     request, retry_after_s = known, None
     if reason is None and request is None:
@@ -58,6 +61,9 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         state.journal(tenancy.opened(state, request))
     else:
         _renew(state, request, submit, event.blob, now)
+    if again:
+        state.counters["retries"] += 1
+        state.retries.spend(now)
     if submit.drained_attempts and submit.resumed_tokens:
         request.paid_tokens = submit.prompt_tokens  # its prompt was computed, and those tokens were emitted
     queue = state.queues[submit.model]
@@ -66,6 +72,27 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
     state.pools[submit.model].full.clear()
     state.send(epoch, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))
+
+
+def _comes_back(state: State, submit: Submit) -> bool:
+    """Whether an earlier attempt at it was cut short here, and not by a drain. Of what an earlier coordinator had accepted
+    nothing is known."""
+    known = state.requests.get(submit.request_id)
+    if known is not None:
+        drained = submit.drained_attempts > known.submit.drained_attempts
+        return known.state is Life.INTERRUPTED and not drained
+    return submit.attempt > 1 and submit.request_id in state.ended
+
+
+def _put_off(state: State, epoch: int, submit: Submit, now: float) -> bool:
+    """Where too many come back at once, its gateway is told to try again later; nothing else changes."""
+    if state.retries.allows(len(state.requests), now):
+        return False
+    state.counters["retries_put_off"] += 1
+    why = "too many interrupted requests come back at once"
+    put_off = Rejected(submit.request_id, submit.attempt, Reject.RETRY_BUDGET, why, state.retries.wait_s(now))
+    state.send(epoch, put_off)
+    return True
 
 
 def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: float) -> None:

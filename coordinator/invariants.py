@@ -4,6 +4,7 @@ from collections import Counter
 
 from coordinator.core import Core
 from coordinator.lifecycle import TERMINAL, State
+from coordinator.request import CLAIM
 
 
 def check(core: Core) -> None:
@@ -14,6 +15,11 @@ def check(core: Core) -> None:
         assert worker.draining == (worker.epoch in core.draining)
         assert all(core.requests.get(r.id) is r and r.prefill_epoch == worker.epoch for r in worker.placed.values())
         assert all(r.entry is not None for r in worker.placed.values())
+        for request_id, attempt in worker.holdings:
+            if attempt == CLAIM:
+                request = core.requests[request_id]
+                assert request.claim[0] == worker.epoch and core.pools[worker.hello.model].claims[request_id] is request
+                assert request.state in (State.QUEUED, State.INTERRUPTED)
         assert worker.tokens_in_flight == sum(c.length for step, _ in worker.steps.values() for c in step.chunks)
     queued = [request.id for queue in core.queues.values() for request in queue]
     assert len(queued) == len(set(queued))

@@ -63,6 +63,8 @@ class Coordinator:
                 step_tokens=settings.step_tokens,
                 steps_in_flight=settings.steps_in_flight,
                 attempts_max=settings.attempts_max,
+                retry_floor=settings.retry_floor,
+                retry_share=settings.retry_share,
                 kv_overcommit=settings.kv_overcommit,
             )
         )

@@ -1,7 +1,7 @@
 """Processes come and go: what that means for the requests they hold."""
 
 from coordinator import draining
-from coordinator.events import Misbehaved
+from coordinator.events import Misbehaved, Received
 from coordinator.lifecycle import State as Life
 from coordinator.lifecycle import Trigger
 from coordinator.pool import WORKERS, Holding, Pool, Worker
@@ -9,12 +9,16 @@ from coordinator.queue import WaitQueue
 from coordinator.state import State
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Hello, Release, Role
+from proto.progress import Hung
+
+REMEMBERED_MAX = 1024
 
 
 def up(state: State, epoch: int, hello: Hello, now: float) -> None:
     if epoch in state.peers:
         down(state, epoch, "connected again", now)
     state.peers[epoch] = hello
+    _count_restart(state, epoch, hello)
     if hello.role in WORKERS:
         worker = Worker.from_hello(hello)
         pool = state.pools.setdefault(hello.model, Pool(hello.model, state.limits.placement))
@@ -28,6 +32,16 @@ def up(state: State, epoch: int, hello: Hello, now: float) -> None:
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
         state.send(epoch, state.cluster_state())
+
+
+def _count_restart(state: State, epoch: int, hello: Hello) -> None:
+    """A process of this name was here before, and it was another one."""
+    if hello.role is Role.OBSERVER:
+        return
+    state.counters[f"{hello.role}_restarted"] += state.names.pop(hello.name, epoch) != epoch
+    state.names[hello.name] = epoch
+    if len(state.names) > REMEMBERED_MAX:
+        del state.names[next(iter(state.names))]
 
 
 def down(state: State, epoch: int, reason: str, now: float) -> None:
@@ -48,13 +62,27 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
             emitted = worker.forwarded(key)
             state.emitted(hello.model, holding.path, key[0], holding.resumed_tokens, emitted, first=emitted > 0)
             state.journal(state.billing.let_go(key[0], now))
+        state.drop_claims_on(worker)
         for request in [request for request in state.requests.values() if draining.needs(request, worker)]:
             state.interrupt(request, _why(worker), f"{hello.name}: {reason}"[:500], now)
+            if hello.role is Role.PREFILL:
+                state.claim_room(request)
         state.sort_out(hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
         for request in [r for r in state.requests.values() if r.gateway_epoch == epoch]:
             state.end(request, Trigger.CANCEL, CancelReason.GATEWAY_LOST, now)
+
+
+def hung(state: State, epoch: int, event: Received, now: float) -> None:
+    """The worker is about to end itself. Whatever becomes of that, it is fenced from now on: nothing more that it says is
+    taken, and it is not let in again."""
+    assert isinstance(event.message, Hung)
+    state.counters[f"{state.peers[epoch].role}_hung"] += 1
+    state.fenced[epoch] = None
+    if len(state.fenced) > REMEMBERED_MAX:
+        del state.fenced[next(iter(state.fenced))]
+    down(state, epoch, f"its step hung for {event.message.ran_ms / 1000:.1f} s", now)
 
 
 def _adopt(state: State, worker: Worker, hello: Hello) -> None:

@@ -7,7 +7,7 @@ from coordinator.request import Request
 from proto.messages import Hello, Peer, Prefill, Reserve
 
 
-def room(request: Request, prefill: Worker, pool: Pool) -> Worker | None:
+def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:
     """The best decode worker for a request that `prefill` could take, or None if it cannot run there now."""
     submit = request.submit
     if prefill.draining or not prefill.fits(prefill.prefill_holding(submit)):
@@ -15,15 +15,17 @@ def room(request: Request, prefill: Worker, pool: Pool) -> Worker | None:
     decode = [
         worker
         for worker in pool.decode.values()
-        if not worker.draining and worker.fits(worker.decode_holding(submit, expected_left=request.expected_left))
+        if not worker.draining
+        and worker.fits(worker.decode_holding(submit, expected_left=request.expected_left))
+        and pool.may_pair(prefill, worker, now)
     ]
-    return choose_decode(submit, prefill, decode, pool)
+    return choose_decode(submit, prefill, decode, pool, now)
 
 
-def room_anywhere(request: Request, pool: Pool) -> tuple[Worker, Worker] | None:
+def room_anywhere(request: Request, pool: Pool, now: float) -> tuple[Worker, Worker] | None:
     """The best pair with room."""
     for prefill in best_prefill_first(request.submit, pool):
-        decode = room(request, prefill, pool)
+        decode = room(request, prefill, pool, now)
         if decode is not None:
             return prefill, decode
     return None

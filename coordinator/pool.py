@@ -6,6 +6,7 @@ from math import inf
 
 import msgspec
 
+from coordinator.breakers import Breakers
 from coordinator.fairqueue import REFUSALS_MAX, Path
 from coordinator.locality import Locality
 from coordinator.request import Request
@@ -183,6 +184,7 @@ class Pool:
         self.model = model
         self.weights = weights or Weights()
         self.locality = Locality()
+        self.breakers = Breakers()
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
         self.full: set[int] = set()
@@ -194,6 +196,8 @@ class Pool:
         self.rents: dict[tuple[str, int], tuple[float, float, float]] = {}
         """Attempts for which room had been kept: the cost of that, since when they have it, and what would run there else per
         second."""
+        self.claims: dict[str, Request] = {}
+        """Those that lost their prefill worker and keep their room in decode, by id."""
         self.refused: list[Request] = []
         """Those that the pop in hand has found without room."""
         self.no_room = self.cache_waits = 0
@@ -207,6 +211,7 @@ class Pool:
     def remove(self, worker: Worker) -> None:
         del self._side(worker)[worker.epoch]
         self.locality.leave(worker.epoch)
+        self.breakers.leave(worker.epoch)
         self.full.discard(worker.epoch)
 
     def blame(self, worker: Worker) -> None:
@@ -217,6 +222,15 @@ class Pool:
         """Something went well: old troubles count less, for whoever had them, or they would never be tried again."""
         for worker in (*self.prefill.values(), *self.decode.values()):
             worker.trouble = worker.trouble * 0.95 if worker.trouble > 0.01 else 0.0
+
+    def may_pair(self, prefill: Worker, decode: Worker, now: float) -> bool:
+        return not self.breakers.pairs or self.breakers.allows(
+            (prefill.epoch, decode.epoch), now, lambda key: key in decode.holdings
+        )
+
+    def has_pair(self, prefill: Worker, now: float) -> bool:
+        """Whether anything may be placed on it, as far as its pairs go."""
+        return not self.breakers.pairs or any(self.may_pair(prefill, decode, now) for decode in self.decode.values())
 
     def hash_block_size(self) -> int:
         """Tokens that one hash of a prompt covers: the smallest block size, of which all others are multiples."""
@@ -256,7 +270,9 @@ class Pool:
         room is kept, nobody has looked whether others would have some."""
         if self.kept_for is not None:
             return
-        if any(not prefill.fits(prefill.prefill_holding(request.submit)) for request in self.refused):
+        if self.breakers.concern(prefill.epoch) or any(
+            not prefill.fits(prefill.prefill_holding(request.submit)) for request in self.refused
+        ):
             self.full.add(prefill.epoch)
         elif self.refused:
             self.full.update(self.prefill)

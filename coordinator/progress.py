@@ -109,6 +109,7 @@ def handed_over(state: State, epoch: int, event: Received, now: float) -> None:
     state.counters["kv_exposed_us"] += round(1000 * done.transfer_ms)  # what prefill did not hide
     state.let_go(epoch, (done.request_id, done.attempt), 0, first=True)
     if request and request.prefill_epoch == epoch and request.state in (Life.PREFILLING, Life.HANDING_OVER):
+        state.pools[request.submit.model].breakers.worked((epoch, request.decode_epoch))
         state.move(request, Trigger.HANDED_OVER, now)
 
 
@@ -179,16 +180,14 @@ def work_failed(state: State, epoch: int, event: Received, now: float) -> None:
         return
     if epoch == request.prefill_epoch and request.state is Life.DECODING:
         return
-    _blame(state, request, worker, failed.reason)
+    _blame(state, request, worker, failed.reason, now)
     state.interrupt(request, failed.reason, f"{worker.hello.name}: {failed.message}"[:500], now)
 
 
-def _blame(state: State, request: Request, worker: Worker, reason: Interrupt) -> None:
-    """Of a transfer that failed nobody can say which end did it."""
+def _blame(state: State, request: Request, worker: Worker, reason: Interrupt, now: float) -> None:
     pool = state.pools[request.submit.model]
     if reason is Interrupt.ENGINE_ERROR:
         pool.blame(worker)
     elif reason is Interrupt.TRANSFER_FAILED:
-        for epoch in (request.prefill_epoch, request.decode_epoch):
-            if epoch in state.workers:
-                pool.blame(state.workers[epoch])
+        pair = request.prefill_epoch, request.decode_epoch
+        state.counters["pairs_left_out"] += pool.breakers.failed(pair, request.placed_at, now)

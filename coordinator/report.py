@@ -54,6 +54,7 @@ def status(state: State) -> StatusReport:
         finished=dict(state.outcomes),
         counters=dict(state.counters),
         kv_pairs=tuple(sorted(_pairs(state), key=lambda pair: (pair.prefill, pair.decode))),
+        left_out=tuple(sorted(_left_out(state))),
         tenants=_tenants(state),
         metrics={hello.name: hello.metrics for hello in state.peers.values() if hello.metrics},
     )
@@ -78,4 +79,14 @@ def _pairs(state: State) -> list[PairStatus]:
         for worker in state.workers.values()
         for pair in worker.kv_pairs
         if pair.decode_epoch in state.workers
+    ]
+
+
+def _left_out(state: State) -> list[str]:
+    return [
+        f"{state.workers[prefill].hello.name} → {state.workers[decode].hello.name}: {breaker.failures} transfers failed in a"
+        f" row; tried again in {max(breaker.open_until - state.now, 0.0):.0f} s"
+        for pool in state.pools.values()
+        for (prefill, decode), breaker in pool.breakers.pairs.items()
+        if breaker.tripped
     ]

@@ -15,6 +15,10 @@ from proto.sampling import Sampling
 _COMMON = {value: value for value in (0.0, 1.0)}
 _FLOATS = tuple(name for name, kind in Sampling.__annotations__.items() if kind.__origin__ is float)
 
+NO_CLAIM = (0, 0)
+CLAIM = 0
+"""The attempt under which a worker holds room that no attempt has: real ones begin with 1."""
+
 
 def share(submit: Submit) -> None:
     """Make what most requests have alike one object for all of them: a third of the memory of one that waits. The decoder makes
@@ -63,6 +67,9 @@ class Request(msgspec.Struct, eq=False):
     placed_at: float = 0.0
     expected_left: int = NEVER
     """Tokens its answer is counted with on a decode worker, if less than it may have."""
+    claim: tuple[int, int] = NO_CLAIM
+    """Its prefill worker was lost: the decode worker whose room stays its own until it is placed again, and which attempt had
+    it."""
     paid_tokens: int = 0
     """Of this attempt's prompt, those that its tenant was charged for with an earlier one, which a drain cut short."""
     bypassed: int = 0

@@ -4,7 +4,7 @@
                 + compute * (prompt tokens not cached on p / rate of p)
                 + transfer * (blocks not cached on d)   [+ remote * (the same), where p and d are on different hosts]
                 + room * (fullness of p squared) + load * (fullness of d)
-                + trouble * (share of recent work that failed on p + the same of d)
+                + trouble * (share of recent work that failed on p + the same of d, or of what went from p to d if that is more)
 
 The first two are what the prompt waits for; the others are set against them in seconds too, so that each weight says how much
 longer a first token may take for what it stands for. Longest-prefix-first is `compute` without bounds, least-loaded is

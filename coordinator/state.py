@@ -9,7 +9,8 @@ from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as Life
 from coordinator.pool import Holding, Pool, Worker
 from coordinator.queue import WaitQueue
-from coordinator.request import Request
+from coordinator.request import CLAIM, NO_CLAIM, Request
+from coordinator.retries import RetryBudget
 from coordinator.usage import Closed, Opened
 from coordinator.watch import Watch
 from proto.errors import Interrupt
@@ -26,6 +27,9 @@ class State:
         """Of the event in hand."""
         self.peers: dict[int, Hello] = {}
         self.workers: dict[int, Worker] = {}
+        self.retries = RetryBudget(self.limits.retry_floor, self.limits.retry_share)
+        self.fenced: dict[int, None] = {}
+        """Epochs of the last workers that hung, oldest first."""
         self.pools: dict[str, Pool] = {}
         """By model id; a pool stays when its workers go, so that its model stays known."""
         self.queues: dict[str, WaitQueue] = {}
@@ -38,6 +42,8 @@ class State:
         and a worker that comes back with one is told to let go."""
         self.leaving: dict[str, None] = {}
         """Tenants that the file does not have any more, until nothing of theirs is left."""
+        self.names: dict[str, int] = {}
+        """Of the last processes that joined, and their epochs."""
         self.outcomes: Counter[str] = Counter()
         self.draining: dict[int, Worker] = {}
         """Workers on which nothing new is placed."""
@@ -66,6 +72,7 @@ class State:
 
     def end(self, request: Request, trigger: Trigger, why: str, now: float) -> None:
         self.withdraw(request)
+        self.drop_claim(request)
         self.interrupted.pop(request.id, None)
         self.move(request, trigger, now, why)
         assert request.state in TERMINAL
@@ -103,6 +110,29 @@ class State:
         self.interrupted[request.id] = request
         self.send(request.gateway_epoch, Interrupted(*request.key, reason, why))
 
+    def claim_room(self, request: Request) -> None:
+        """Its attempt was interrupted through no fault of its decode worker. What it has reserved there goes over from that
+        attempt to the request when the worker has let go, so that nobody else gets it before the next attempt comes."""
+        decode = self.workers.get(request.decode_epoch)
+        holding = decode.holdings.get(request.key) if decode is not None else None
+        if decode is not None and not decode.draining and holding is not None and holding.life is not None:
+            request.claim = request.decode_epoch, request.attempt
+            self.pools[request.submit.model].claims[request.id] = request
+
+    def drop_claim(self, request: Request) -> None:
+        (epoch, _), request.claim = request.claim, NO_CLAIM
+        pool = self.pools[request.submit.model]
+        if pool.claims.pop(request.id, None) is None:
+            return
+        worker = self.workers.get(epoch)
+        if worker is not None and worker.let_go((request.id, CLAIM)) is not None:
+            pool.full.clear()
+            self.journal(self.billing.let_go(request.id, self.now))
+
+    def drop_claims_on(self, worker: Worker) -> None:
+        for request in [r for r in self.pools[worker.hello.model].claims.values() if r.claim[0] == worker.epoch]:
+            self.drop_claim(request)
+
     def withdraw(self, request: Request) -> None:
         """Take the attempt out of the queue or off its workers, whichever it is in, and its estimate off its tenant's bill."""
         queue = self.queues[request.submit.model]
@@ -132,6 +162,10 @@ class State:
         self.pools[worker.hello.model].full.clear()
         self.collect_rent(worker, key, holding)
         self.emitted(worker.hello.model, holding.path, key[0], holding.resumed_tokens, emitted_tokens, first=first)
+        request = self.requests.get(key[0])
+        if request is not None and request.claim == (epoch, key[1]):
+            worker.hold((request.id, CLAIM), holding)
+            self.billing.hold(request.id)
         self.journal(self.billing.let_go(key[0], self.now))
 
     def collect_rent(self, worker: Worker, key: tuple[str, int], holding: Holding) -> None:

@@ -40,7 +40,7 @@ def compose(
         if request.state is State.QUEUED:
             if pool.kept_for is not None:
                 return 0
-            decode = room(request, worker, pool)
+            decode = room(request, worker, pool, now)
             if decode is None:
                 pool.refuse(request, options.bypasses_max, queue.served_per_s, now)
                 return 0

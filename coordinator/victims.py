@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from coordinator.lifecycle import ON_WORKERS
 from coordinator.pool import Worker
-from coordinator.request import Request
+from coordinator.request import CLAIM, Request
 from coordinator.room import NEVER, Key
 from coordinator.state import State
 from proto.errors import Interrupt
@@ -58,7 +58,10 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
     room = worker.room
     assert room is not None
     candidates: list[Candidate] = []
-    for key, holding in worker.holdings.items():
+    for key, holding in list(worker.holdings.items()):
+        if key[1] == CLAIM:
+            state.drop_claim(state.requests[key[0]])  # of this room nothing is in use
+            continue
         request = state.current(*key)
         if request is not None and request.decode_epoch == worker.epoch and request.state in ON_WORKERS:
             debt = state.queues[worker.hello.model].fair.debt(request.path)

@@ -68,6 +68,8 @@ class NoRoom(msgspec.Struct, frozen=True, tag_field="kind", tag="no_room"):
     most_held_blocks: int
     kept: bool
     """What comes free is kept for this request: it was bypassed often enough."""
+    left_out: bool = False
+    """There is room, but transfers from the prefill worker that asked failed."""
 
 
 class RoomKept(msgspec.Struct, frozen=True, tag_field="kind", tag="room_kept"):
@@ -134,6 +136,10 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
 
 def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
     worker, holding = prefill, prefill.prefill_holding(target.submit)
+    left_out = worker.fits(holding) and any(
+        decode.fits(decode.decode_holding(target.submit, expected_left=target.expected_left))
+        for decode in pool.decode.values()
+    )
     if worker.fits(holding) and pool.decode:
         worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.epoch))
         holding = worker.decode_holding(target.submit)
@@ -151,6 +157,7 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
         most,
         held.get(most, 0),
         pool.kept_for is target,
+        left_out,
     )
 
 

@@ -34,7 +34,8 @@ from runtime.metrics_server import MetricsServer
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
-from runtime.worker_process import kv_held
+from runtime.step_watch import StepWatch
+from runtime.worker_process import end_if_hung, kv_held
 
 
 class DecodeWorker:
@@ -61,6 +62,7 @@ class DecodeWorker:
         self.core = DecodeCore(self, table, vocab_size=info.vocab_size, make_state=self._sampler_state)
         self.work = asyncio.Event()
         """Set when there may be something to run."""
+        self.watch = StepWatch(settings.step_timeout_ms / 1000)
         self.name = name
         self.observed = observed
         self.epoch = clock.new_epoch()
@@ -138,6 +140,7 @@ class DecodeWorker:
         await self.registration.start()
         loop = asyncio.get_running_loop()
         stepping, stopping = watched(self._run_steps()), loop.create_task(stop.wait())
+        watching = watched(end_if_hung(self.watch, self.registration.send, self.log))
         try:
             await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not stepping.done():
@@ -145,6 +148,7 @@ class DecodeWorker:
         finally:
             stopping.cancel()
             stepping.cancel()
+            watching.cancel()
             await asyncio.wait({stepping}, timeout=5)
             await self.registration.close()
             with contextlib.suppress(
@@ -246,6 +250,7 @@ class DecodeWorker:
         plan = self.core.plan()
         if plan is None:
             return None
+        self.watch.begin(len(plan.rows), clock.now())
         return asyncio.get_running_loop().run_in_executor(self.thread, run_step, self.engine, plan)
 
     async def _finish_step(self, step: "asyncio.Future[StepResult]") -> "asyncio.Future[StepResult] | None":
@@ -256,6 +261,8 @@ class DecodeWorker:
             self.metrics.step_failed()
             self.core.step_failed(str(error))
             return None
+        finally:
+            self.watch.end(clock.now())
         outcome, farewells = self.core.apply(result.drawn)
         following = self._start_step()
         self.core.pass_on(outcome, farewells, clock.now())

@@ -109,6 +109,7 @@ _OF_REJECT: dict[Reject, tuple[int, str]] = {
     Reject.QUEUE_FULL: (429, "queue_full"),
     Reject.NO_CAPACITY: (503, "no_capacity"),
     Reject.UNKNOWN_MODEL: (503, "no_capacity"),  # this gateway serves the model, but no worker has come up for it
+    Reject.RETRY_BUDGET: (503, "recovering"),
     Reject.EXPIRED: (503, "queue_timeout"),
     Reject.SHUTTING_DOWN: (503, "shutting_down"),
     Reject.QUOTA: (429, "rate_limit_exceeded"),

@@ -6,9 +6,12 @@ from zlib import crc32
 
 from gateway.stream_types import Finish, StreamLimits, StreamSpec, TextSink
 from proto.codec import pack_tokens
+from proto.errors import Reject
 from proto.messages import Submit, TokenItem
 
 _RETRY_S = (0.25, 2.0)
+_PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL)
+_PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET)
 
 
 class Phase(Enum):
@@ -75,6 +78,12 @@ class Submission:
     def is_new(self) -> bool:
         """Nothing was promised to the client yet: its wait is bounded, and a rejection may be its end."""
         return not self.stream.admitted
+
+    @property
+    def passing(self) -> tuple[Reject, ...]:
+        """Rejections that a moment's wait may cure. The gateway has checked the model's name: unknown means no worker was up
+        yet."""
+        return _PASSING if self.is_new else _PASSING_RESUME
 
     @property
     def tries(self) -> int:

@@ -36,11 +36,8 @@ from gateway.stream_types import (
     Why,
     WorkerDown,
 )
-from proto.errors import CancelReason, Interrupt, Reject
+from proto.errors import CancelReason, Interrupt
 from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, TokenItem, Tokens
-
-_PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL)
-"""Rejections that a moment's wait may cure. The gateway has checked the model's name: unknown means no worker was up yet."""
 
 
 class StreamKeeper:
@@ -174,8 +171,7 @@ class StreamKeeper:
             return
         resume_until = submission.interrupted_at + self.limits.resume_wait_s
         until = submission.wait_until if submission.is_new else resume_until
-        passing = _PASSING if submission.is_new else (*_PASSING, Reject.QUEUE_FULL, Reject.SHED)
-        if event.reason in passing and until is not None and now < until:
+        if event.reason in submission.passing and until is not None and now < until:
             # An attempt that had been accepted, and was shed since, is spent.
             submission.resuming |= submission.phase is Phase.RUNNING
             submission.phase = Phase.PENDING

@@ -29,13 +29,17 @@ _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Cluster:
-    base_url: str
-    """For a client on this machine."""
+    base_urls: tuple[str, ...]
+    """One for each gateway, for a client on this machine."""
     coordinator: str
     plan: CpuPlan
     processes: tuple[ProcessSpec, ...]
     key: str = field(default="", repr=False)
     """For a client on this machine; empty where none is needed."""
+
+    @property
+    def base_url(self) -> str:
+        return self.base_urls[0]
 
 
 def sees_gpu(device: str) -> bool:
@@ -85,6 +89,13 @@ def http_port(host: str, port: int) -> int:
     return port
 
 
+def http_ports(host: str, port: int, count: int) -> tuple[int, ...]:
+    """So many from `port` on, or free ones for 0. Raises `SettingsError` where one cannot be listened on."""
+    if port + count > 65_536:
+        raise SettingsError(f"--gateways: there are no {count} ports from {port} on")
+    return tuple(http_port(host, port + index if port else 0) for index in range(count))
+
+
 def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     """Raises `SettingsError`. Every role's own options may still come from the environment and the file."""
     plan = plan_cpu(
@@ -94,7 +105,7 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
         on_gpu=sees_gpu(settings.device),
         threads=settings.threads,
     )
-    port = http_port(settings.host, settings.port)
+    ports = http_ports(settings.host, settings.port, settings.gateways)
     coordinator = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     key = _own_key(settings)
     metrics = _metrics_addresses(settings)
@@ -102,9 +113,14 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     usage_db = settings.usage_db or (default_db() if settings.tenants else "")
     journal = {"usage_db": str(Path(usage_db).expanduser().resolve())} if usage_db else {}
     shared = {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id, "log_format": "json"}
-    front = GatewaySettings.model_validate(
-        shared | {"name": "gateway-0", "host": settings.host, "port": port, "metrics": metrics[1]} | tenants
-    )
+    fronts = [
+        GatewaySettings.model_validate(
+            shared
+            | {"name": f"gateway-{index}", "host": settings.host, "port": port, "metrics": metrics[1 + index]}
+            | tenants
+        )
+        for index, port in enumerate(ports)
+    ]
     # Keys go by the environment: flags can be seen in ps.
     keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
     control = child_environment(1)
@@ -112,7 +128,7 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     core = CoordinatorSettings.model_validate(own | tenants | journal | _decisions(settings))
     processes = [
         _spec("coordinator", core, control, plan.control),
-        _spec("gateway", front, control | keys, plan.control),
+        *(_spec("gateway", front, control | keys, plan.control) for front in fronts),
     ]
     for role, seats in (("prefill", plan.prefill), ("decode", plan.decode)):
         for index, seat in enumerate(seats):
@@ -120,7 +136,8 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
             processes.append(worker_spec(role, index, seat, settings, shared | observed, plan.control))
     client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
     shown_host = f"[{client_host}]" if ":" in client_host else client_host
-    return Cluster(f"http://{shown_host}:{port}", coordinator, plan, tuple(processes), key)
+    urls = tuple(f"http://{shown_host}:{port}" for port in ports)
+    return Cluster(urls, coordinator, plan, tuple(processes), key)
 
 
 def _own_key(settings: ServeSettings) -> str:
@@ -138,7 +155,7 @@ def _own_key(settings: ServeSettings) -> str:
 
 def _metrics_addresses(settings: ServeSettings) -> list[str]:
     """For each process, in the order in which they start; one that starts again has the same. Raises `SettingsError`."""
-    processes = 2 + settings.prefill + settings.decode
+    processes = 1 + settings.gateways + settings.prefill + settings.decode
     if settings.metrics == METRICS_OFF:
         return [METRICS_OFF] * processes
     host, first = split_metrics(settings.metrics)

@@ -187,6 +187,8 @@ def _reason(reason: Reason, whose: str) -> str:
 
 
 def _no_room(reason: NoRoom) -> str:
+    if reason.left_out:
+        return f"transfers to {reason.worker} failed one after the other: that pair is left out for a while"
     lacks = []
     if reason.blocks_needed > reason.blocks_free:
         lacks.append(f"{reason.blocks_needed:,} KV blocks needed, {reason.blocks_free:,} free")

@@ -63,7 +63,7 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
             ):
                 for spec in cluster.processes:
                     supervisor.start(spec)
-                await wait_ready(lambda: _is_ready(client), supervisor, settings.ready_timeout_s, console)
+                await wait_ready(lambda: _all_ready(client, cluster), supervisor, settings.ready_timeout_s, console)
                 supervisor.started_up = True
                 yield Running(cluster, supervisor, client, log_dir)
         finally:
@@ -141,8 +141,8 @@ async def wait_ready(
             await asyncio.wait({failed})
 
 
-async def _is_ready(client: httpx.AsyncClient) -> bool:
-    return await answers_ready(client, "/ready")
+async def _all_ready(client: httpx.AsyncClient, cluster: Cluster) -> bool:
+    return all([await answers_ready(client, f"{url}/ready") for url in cluster.base_urls])
 
 
 async def answers_ready(client: httpx.AsyncClient, url: str) -> bool:

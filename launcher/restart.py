@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from runtime.exits import HOPELESS_EXITS
 
-FIRST_DELAY_S = 0.5
+FIRST_DELAY_S = 0.1
 LAST_DELAY_S = 30.0
 STABLE_AFTER_S = 30.0
 """A process that lived this long did work: its death starts a new count."""
-QUICK_FAILURES_MAX = 5
+QUICK_FAILURES_MAX = 7
 STARTUP_FAILURES_MAX = 2
 """While the cluster has never been ready, what fails twice will fail again: say so soon."""
 

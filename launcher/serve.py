@@ -34,7 +34,9 @@ def run(settings: ServeSettings) -> int:
     """Raises `CrossdockError`, `SettingsError` among them, with what to tell the user."""
     console = Console()
     started_at = clock.now()
-    clusters.http_port(settings.host, settings.port)  # a taken one is told before a model is fetched for minutes
+    clusters.http_ports(
+        settings.host, settings.port, settings.gateways
+    )  # a taken one is told before a model is fetched for minutes
     model = models.ready(settings.model, settings.model_id, console)
     status = uvloop.run(until_interrupted(_serve(settings, model, console, started_at), console))
     if status is None:
@@ -108,6 +110,8 @@ def _invite(up: Running, model: ReadyModel, console: Console) -> None:
     )
     key = ' -H "Authorization: Bearer $KEY"' if up.cluster.key else ""
     console.print(f"Base URL   {base_url}", highlight=False)
+    for other in up.cluster.base_urls[1:]:
+        console.print(f"and        {other}/v1", highlight=False)
     status = f"crossdock status --coordinator {up.cluster.coordinator}"
     console.print(f"Status     {status}", highlight=False, soft_wrap=True)
     console.print("Try        ", end="")

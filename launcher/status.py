@@ -147,6 +147,8 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
     for pair in report.kv_pairs:
         why = f" ({escape(pair.why)})" if pair.why else ""
         console.print(f"KV {escape(pair.prefill)} → {escape(pair.decode)}: {pair.transport}{why}", highlight=False)
+    for words in report.left_out:
+        console.print(f"Left out: {escape(words)}", highlight=False)
     console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
     console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
     _show_essence(report, console)

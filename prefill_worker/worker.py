@@ -28,7 +28,8 @@ from runtime.metrics_server import MetricsServer
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
-from runtime.worker_process import kv_held
+from runtime.step_watch import StepWatch
+from runtime.worker_process import end_if_hung, kv_held
 
 
 class PrefillWorker:
@@ -56,6 +57,7 @@ class PrefillWorker:
         )
         self.work = asyncio.Event()
         """Set when there may be a step to run."""
+        self.watch = StepWatch(settings.step_timeout_ms / 1000)
         self.pairs_reported_at = 0
         epoch = clock.new_epoch()
         capacity = Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens)
@@ -111,6 +113,7 @@ class PrefillWorker:
     async def run(self, stop: Stop) -> None:
         await self.registration.start()
         stepping = watched(self._run_steps())
+        watching = watched(end_if_hung(self.watch, self.registration.send, self.log))
         stopping = asyncio.get_running_loop().create_task(stop.wait())
         try:
             await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,6 +122,7 @@ class PrefillWorker:
         finally:
             stopping.cancel()
             stepping.cancel()
+            watching.cancel()
             await asyncio.wait({stepping}, timeout=5)
             await self.registration.close()
             with contextlib.suppress(
@@ -147,6 +151,7 @@ class PrefillWorker:
                 self.work.clear()
                 await self.work.wait()
                 continue
+            self.watch.begin(sum(chunk.length for _, chunk in begun.work), clock.now())
             try:
                 result = await loop.run_in_executor(self.thread, run_step, self.engine, begun.work)
             except (CrossdockError, RuntimeError, ValueError, IndexError) as error:
@@ -154,6 +159,8 @@ class PrefillWorker:
                 self.metrics.step_failed()
                 self.core.step_failed(begun, str(error))
                 continue
+            finally:
+                self.watch.end(clock.now())
             self.core.step_done(begun, result)
             self.metrics.step_done(begun.work, result)
 

@@ -52,6 +52,8 @@ class Reject(StrEnum):
     """It waited, and had to make room for others in an overload."""
     BAND = "band"
     """The tenant may not use the band asked for."""
+    RETRY_BUDGET = "retry_budget"
+    """Too many interrupted requests come back at once; it may a little later."""
     TOO_MANY_ATTEMPTS = "too_many_attempts"
     SHUTTING_DOWN = "shutting_down"
 

@@ -1,11 +1,12 @@
-"""How far a decode worker is: what lets the coordinator know the blocks of all that runs there from one number."""
+"""How far a worker is: what lets the coordinator know the blocks of all that runs on a decode worker from one number, and
+that a worker does not get any further."""
 
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from proto.messages import Attempt, Count, Message, RequestId
+from proto.messages import Attempt, Count, DurationMs, Message, RequestId
 
 
 class Joined(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -26,3 +27,9 @@ class DecodeProgress(Message, frozen=True):
     """What may be missing within the next steps; more than 0 only where the coordinator overcommits."""
     joined: Annotated[tuple[Joined, ...], Meta(max_length=1 << 16)] = ()
     """Attempts that joined the batch since the last message."""
+
+
+class Hung(Message, frozen=True):
+    """A worker's last word: a step of its model does not end, and it is about to end itself."""
+
+    ran_ms: DurationMs

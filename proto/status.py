@@ -77,6 +77,8 @@ class StatusReport(Message, frozen=True):
     """Requests ended since start, by outcome."""
     counters: dict[Text, Annotated[int, Meta(ge=0)]]  # bytes moved are soon more than a Count
     kv_pairs: tuple[PairStatus, ...] = ()
+    left_out: tuple[Text, ...] = ()
+    """Pairs of workers that get no requests for a while, in words."""
     tenants: tuple[TenantStatus, ...] = ()
     """With the largest shares, largest first."""
     metrics: dict[Text, Text] = {}  # noqa: RUF012 (msgspec copies it)

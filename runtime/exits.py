@@ -11,6 +11,8 @@ USAGE_EXIT: Final = 2
 """A setting is missing, malformed or out of bounds: see `runtime.options.SettingsError`."""
 BUG_EXIT: Final = 70
 """After an exception that nobody caught. As EX_SOFTWARE of sysexits.h."""
+HUNG_EXIT: Final = 75
+"""A worker's step did not end within --step-timeout-ms. As EX_TEMPFAIL of sysexits.h: start it again."""
 CONFIG_EXIT: Final = 78
 """The settings are well-formed, but cannot work on this machine or with this model. As EX_CONFIG of sysexits.h."""
 INTERRUPTED_EXIT: Final = 130

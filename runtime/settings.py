@@ -116,6 +116,19 @@ class CoordinatorSettings(CommonSettings):
     attempts_max: int = Field(
         8, ge=1, le=1_000, description="Attempts at one request, the first included, before it fails for good."
     )
+    retry_floor: int = Field(
+        100,
+        ge=1,
+        le=1_000_000,
+        description="Interrupted requests that may come back within ten seconds, beside --retry-share. More wait for their"
+        " turn: lower shields a cluster whose workers keep dying, higher lets a large one recover from a loss at once.",
+    )
+    retry_share: float = Field(
+        1.0,
+        ge=0.0,
+        le=100.0,
+        description="And so many more for each live request: with 1, each may come back once in that time.",
+    )
     journal: str = Field(
         "",
         description="File to record decisions in, for crossdock replay and crossdock explain; never a prompt or a key. The"
@@ -264,6 +277,14 @@ class WorkerSettings(_ClientSettings):
         le=65_536,
         description="Largest prefill step in tokens taken on. It bounds the memory of one forward pass.",
     )
+    step_timeout_ms: int = Field(
+        30_000,
+        ge=0,
+        le=86_400_000,
+        description="Milliseconds after which a step that does not end counts as hung: the worker ends with status 75, to be"
+        " started again, and its streams go on elsewhere. A step larger than any before, and one on a machine whose steps are"
+        " slow, has longer. 0: never.",
+    )
     kv_bind: Address = Field(
         "tcp://127.0.0.1:0", description="Port on which a decode worker is offered KV; 0: any free one."
     )
@@ -328,6 +349,12 @@ class ServeSettings(Options):
     model_id: str = Field("", max_length=512, description="Model name that clients use; empty: taken from the model.")
     prefill: int = Field(1, ge=1, le=64, description="Number of prefill workers.")
     decode: int = Field(1, ge=1, le=64, description="Number of decode workers.")
+    gateways: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Number of gateways, on --port and the ports after it: while one is down, clients reach another.",
+    )
     host: str = Field(
         "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."
     )

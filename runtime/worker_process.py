@@ -1,22 +1,29 @@
 """What both worker processes do around their worker: load on the engine thread, run until told to stop."""
 
+import asyncio
 import contextlib
+import faulthandler
+import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from typing import Protocol, TypeVar
 
 from proto.errors import BadOption, CrossdockError
-from proto.messages import Role
+from proto.messages import Message, Role
+from proto.progress import Hung
 from proto.status import KvHeld
 from runtime import clock, log, machine, notify
 from runtime.driver import Stop, run_process, unless_stopped
-from runtime.exits import ConfigError
+from runtime.exits import HUNG_EXIT, ConfigError
 from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkSettings
 from runtime.log import Log
 from runtime.metrics_server import MetricsServer
+from runtime.peer import close_sockets
 from runtime.settings import WorkerSettings
+from runtime.step_watch import StepWatch
 
 LONGEST_STEP_S = 600.0
 """A compute thread that got to no end for so long starves the watchdog of the process, where there is one."""
@@ -102,3 +109,18 @@ def leave_cores(cores: tuple[int, ...]) -> None:
     rest = os.sched_getaffinity(0) - set(cores)
     if cores and rest:
         os.sched_setaffinity(0, rest)
+
+
+async def end_if_hung(watch: StepWatch, tell: Callable[[Message], None], logger: Log) -> None:
+    """Look after the compute thread, which cannot be interrupted: where its step hangs, tell the coordinator, and end."""
+    while watch.timeout_s:
+        await asyncio.sleep(watch.look_every_s)
+        ran_s = watch.hung_for(clock.now())
+        if ran_s is None:
+            continue
+        logger.critical("a step hangs (--step-timeout-ms); ending", ran_s=round(ran_s, 1))
+        tell(Hung(1000 * ran_s))
+        faulthandler.dump_traceback(sys.stderr)
+        logging.shutdown()
+        close_sockets()
+        os._exit(HUNG_EXIT)

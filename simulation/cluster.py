@@ -74,7 +74,7 @@ class Cluster(World):
         self.log("world", "fault", str(fault))
         match fault.kind:
             case "crash":
-                self._crash(process, fault.for_s)
+                self.end(process, fault.for_s)
             case "pause":
                 process.pause()
                 self.network.suspect_all()
@@ -91,11 +91,15 @@ class Cluster(World):
             case "step":
                 assert isinstance(process, PrefillProcess | DecodeProcess)
                 process.fail_step = fault.how
+            case "hang":
+                assert isinstance(process, PrefillProcess | DecodeProcess)
+                process.hang_s = fault.for_s
             case "transfer":
                 assert isinstance(process, PrefillProcess | DecodeProcess)
                 process.call(process.transfers.break_pair)
 
-    def _crash(self, process: Process, for_s: float) -> None:
+    def end(self, process: Process, for_s: float) -> None:
+        """Whatever ended it, it is started again after `for_s`."""
         process.stop()
         self.network.process_died(process)
         if isinstance(process, GatewayProcess):
@@ -193,5 +197,5 @@ class Cluster(World):
                 self._restart(process)
             self._resume(process)
         for worker in self.workers:
-            worker.slow, worker.fail_step = 1.0, ""
+            worker.slow, worker.fail_step, worker.hang_s = 1.0, "", 0.0
         self.network.break_robbed()

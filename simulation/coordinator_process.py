@@ -10,7 +10,7 @@ import msgspec
 from coordinator.core import Core
 from coordinator.events import Action, Configured, Event, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
 from coordinator.invariants import check
-from coordinator.lifecycle import TERMINAL
+from coordinator.lifecycle import TERMINAL, State
 from coordinator.outbox import Outbox
 from coordinator.quota import DAY_S, Ask
 from coordinator.usage import Closed, Entry, Opened, Past
@@ -156,6 +156,9 @@ class CoordinatorProcess(Process):
                     self._send(action)
             case Opened() | Closed():
                 self._journal(action)
+            case Moved(request_id, state=State.QUEUED):
+                alive = self.core.requests
+                self.cluster.oracles.taken(self.epoch, alive[request_id].submit, len(alive), self.now())
             case Moved(request_id, attempt, state, why):
                 if state in TERMINAL:
                     self.log(f"{state.value} {request_id}/{attempt}", why)

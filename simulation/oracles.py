@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from coordinator.core import Core
 from coordinator.events import Moved
 from coordinator.lifecycle import State
+from coordinator.retries import WINDOW_S
 from gateway.stream_types import Action, Deliver, Ended, FailKind, Finish, LinkDown
 from proto.errors import FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens, WorkFailed
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from simulation.gateway_process import GatewayProcess
     from simulation.worker_processes import WorkerProcess
 
-_PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED})
+_PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET})
 """Why a new request may be turned away in a small cluster with short queues, whatever its tenant."""
 LEFT_S = 0.1
 """Until nothing more is computed for a client that left, where nothing is disturbed."""
@@ -68,6 +69,10 @@ class Oracles:
     _ends: set[tuple[int, str, int]] = field(default_factory=set)
     _backoff: dict[str, tuple[int, float, bool]] = field(default_factory=dict)
     """Attempt that ended, when, and whether a drain cut it short."""
+    _known: dict[tuple[int, str], int] = field(default_factory=dict)
+    """Requests that a coordinator has taken, by its epoch; of each, how many attempts drains had cut short."""
+    _retries: dict[int, list[float]] = field(default_factory=dict)
+    """When it took one of them again."""
 
     # --- clients --------------------------------------------------------------------------------------------------------
 
@@ -221,6 +226,19 @@ class Oracles:
             raise Violation("one outcome", f"attempt {moved.attempt} ends again", stream_of(moved.request_id))
         self._ends.add(key)
 
+    def taken(self, epoch: int, submit: Submit, alive: int, now: float) -> None:
+        """A request is in the queue: for the first time with this coordinator, or again."""
+        known, drained = (epoch, submit.request_id), submit.drained_attempts
+        before, self._known[known] = self._known.get(known), drained
+        if before != drained:
+            return
+        limits, retries = self.cluster.plan.limits, self._retries.setdefault(epoch, [])
+        retries.append(now)
+        in_window = sum(at > now - WINDOW_S for at in retries)
+        if in_window - 1 >= limits.retry_floor + limits.retry_share * alive and self.cluster.plan.hostility is None:
+            why = f"{in_window} came back within {WINDOW_S:g} s, with {alive} alive"
+            raise Violation("bounded retries", why, stream_of(submit.request_id))
+
     def misbehaved(self, epoch: int, reason: str) -> None:
         if self.cluster.plan.hostility is None:
             raise Violation("peers behave", f"the coordinator says of {epoch}: {reason}")
@@ -233,7 +251,8 @@ class Oracles:
         for model, queue in core.queues.items():
             if queue.fair.size and not any(w.steps or w.holdings for w in core.workers.values()):
                 pool = core.pools[model]
-                if pool.takes_work():
+                pairs = [(p, d) for p in pool.prefill.values() for d in pool.decode.values()]
+                if any(not (p.draining or d.draining) and pool.may_pair(p, d, core.now) for p, d in pairs):
                     waiting = next((r for r in core.requests.values() if r.entry is not None), None)
                     why = f"{queue.fair.size} wait while every worker lies idle"
                     raise Violation("work conserving", why, stream_of(waiting.id) if waiting else "")

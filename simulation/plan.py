@@ -1,6 +1,6 @@
 """What one seed stands for: a small cluster, its requests, and what will go wrong when. Drawn before anything runs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
 from typing import Final
@@ -19,12 +19,15 @@ FAULTS: Final = {
     "cut": "the connections of a process break, with or without a word",
     "slow": "a worker, a process's frames or the journal's disk are slow",
     "step": "a step of a worker fails, or its logits are not finite",
+    "hang": "a step of a worker does not end, or only late",
     "transfer": "segments arrive damaged, pairs break",
     "hostile": "single frames of live connections are lost, doubled or swapped",
     "drain": "a worker is drained, to end or because a person asked for it; the coordinator is stopped in order",
     "leave": "clients leave early",
 }
 """What `--faults` can name."""
+
+FOR_EVER_S: Final = 1e6
 
 TENANTS: Final = """
 [tenants.acme]
@@ -153,9 +156,12 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
     requests = random.randint(3, 8)
     beginnings = [tuple(random.randrange(1, VOCAB) for _ in range(12)) for _ in range(2)]
     plan.asked = [_asked(plan, random, number, beginnings, "leave" in kinds) for number in range(requests)]
+    plan.limits = replace(plan.limits, retry_floor=random.choice((3, 4, 100)), retry_share=random.choice((0.2, 0.5)))
     chaos = Random(seed ^ 0x5EED)
     chosen = [
-        kind for kind in ("crash", "crash", "pause", "partition", "cut", "slow", "step", "transfer") if kind in kinds
+        kind
+        for kind in ("crash", "crash", "pause", "partition", "cut", "slow", "step", "hang", "transfer")
+        if kind in kinds
     ]
     if chosen:
         plan.faults = [_fault(plan, chaos, chaos.choice(chosen)) for _ in range(chaos.choice((0, 1, 1, 2, 3, 4)))]
@@ -163,8 +169,8 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
     if "drain" in kinds:
         plan.faults += _drains(plan, Random(seed ^ 0xD4A1))
         plan.faults.sort(key=lambda fault: fault.at_s)
-    if "transfer" in kinds and chaos.random() < 0.15:
-        plan.corrupt = chaos.choice((0.1, 0.1, 0.8))
+    if "transfer" in kinds and chaos.random() < 0.2:
+        plan.corrupt = chaos.choice((0.1, 0.8))
     if "hostile" in kinds and (kinds == {"hostile"} or chaos.random() < 0.2):
         plan.hostility = Hostility(*(chaos.choice((0.0, 0.01, 0.05)) for _ in range(3)))
     return plan
@@ -218,7 +224,7 @@ def _fault(plan: Plan, random: Random, kind: str) -> Fault:
         case "crash":
             return Fault(at_s, kind, who, for_s=random.choice((0.05, random.uniform(0.05, 0.5), 3.0)))
         case "pause":
-            return Fault(at_s, kind, who, for_s=briefly)
+            return Fault(at_s, kind, random.choice((who, random.choice(plan.workers))), for_s=briefly)
         case "partition":
             how = random.choice(("one way", "both ways", "from everyone"))
             return Fault(at_s, kind, who, other if how != "from everyone" else "", briefly, how)
@@ -230,5 +236,7 @@ def _fault(plan: Plan, random: Random, kind: str) -> Fault:
             return Fault(at_s, kind, where, for_s=briefly, how=how)
         case "step":
             return Fault(at_s, kind, random.choice(plan.workers), how=random.choice(("error", "nan")))
+        case "hang":
+            return Fault(at_s, kind, random.choice(plan.workers), for_s=random.choice((0.5, 3.0, FOR_EVER_S)))
         case _:
             return Fault(at_s, "transfer", random.choice(plan.workers), how="broken pair")

@@ -3,8 +3,8 @@ drive them, with the toy model on the engine thread. A step takes time, during w
 writes its blocks when it ends, so that a block given away too early shows.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from decode_worker.batch import Batch, Draw, StepPlan
 from decode_worker.core import DecodeCore
@@ -20,7 +20,9 @@ from proto.kv import Commit, FirstToken
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Capacity, Hello, Message, Reserve, Role, TokenItem, Tokens
 from proto.messages import Peer as Destination
+from proto.progress import Hung
 from runtime.service import GO_AFTER_S
+from runtime.step_watch import StepWatch
 from simulation.links import Link, Outbound, Registration, Server
 from simulation.oracles import DRAINED
 from simulation.pairs import PoolProcess
@@ -32,6 +34,8 @@ from simulation.world import Violation
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
+STEP_TIMEOUT_S = 1.0
+RESTART_S = 0.5
 MODEL, FINGERPRINT = "toy", "f"
 STEP_TOKENS_MAX = 64
 
@@ -60,6 +64,10 @@ class WorkerProcess(PoolProcess):
         self.slow = 1.0
         self.fail_step = ""
         """The next step fails: in the model (`error`), or its logits are not finite (`nan`)."""
+        self.hang_s = 0.0
+        """So much longer does the next step take."""
+        self.watch = StepWatch(STEP_TIMEOUT_S)
+        self._hangs = False
         self.toy = Toy(self.kv_blocks, self.block_size)
         self.allocator = BlockAllocator(self.kv_blocks)
         self.hello = Hello(
@@ -69,6 +77,35 @@ class WorkerProcess(PoolProcess):
 
     def start(self) -> None:
         self.registration.client.start()
+        self.after(self.watch.look_every_s, self._look)
+
+    def _look(self) -> None:
+        """As `runtime.worker_process.end_if_hung`."""
+        ran_s = self.watch.hung_for(self.now())
+        if ran_s is None:
+            self.after(self.watch.look_every_s, self._look)
+            return
+        self.log(f"its step hangs for {ran_s:.1f} s")
+        if not self._hangs:
+            raise Violation("no false alarm", f"{self.name} ends itself, though its step does not hang")
+        self.registration.send(Hung(1000 * ran_s))
+        self.cluster.end(self, RESTART_S)
+
+    def compute(self, tokens: int, seconds: float, then: Callable[..., None], *arguments: Any) -> None:
+        """A step, on the thread that computes."""
+        self.watch.begin(tokens, self.now())
+        hang_s, self.hang_s = self.hang_s, 0.0
+        self._hangs = hang_s > STEP_TIMEOUT_S
+        self.after(seconds + hang_s, self._computed, then, arguments)
+
+    def _computed(self, then: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if self.resumed_at == self.world.now:
+            # Stopped in the midst of it, that thread has the rest yet to do.
+            self.after(0.001, self._computed, then, arguments)
+            return
+        self.watch.end(self.now())
+        self._hangs = False
+        then(*arguments)
 
     def drain(self, grace_s: float) -> None:
         """As on SIGTERM."""
@@ -135,7 +172,7 @@ class PrefillProcess(WorkerProcess):
         if begun is not None:
             self._computing = True
             tokens = sum(chunk.length for _, chunk in begun.work)
-            self.after(self.step_s(0.002, 0.006) + 0.0005 * tokens * self.slow, self._step_ended, begun)
+            self.compute(tokens, self.step_s(0.002, 0.006) + 0.0005 * tokens * self.slow, self._step_ended, begun)
 
     def _step_ended(self, begun: Begun) -> None:
         self._computing = False
@@ -256,7 +293,7 @@ class DecodeProcess(WorkerProcess):
         plan = self.core.plan()
         if plan is not None:
             self._computing = True
-            self.after(self.step_s(0.008, 0.02), self._step_ended, plan)
+            self.compute(len(plan.rows), self.step_s(0.008, 0.02), self._step_ended, plan)
 
     def _step_ended(self, plan: StepPlan[ToyState]) -> None:
         self._computing = False

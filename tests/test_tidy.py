@@ -59,6 +59,7 @@ PURE = (
     "runtime/ports.py",
     "runtime/silence.py",
     "runtime/service.py",
+    "runtime/step_watch.py",
     "launcher/cluster_file.py",
     "launcher/cluster_plan.py",
     "launcher/plan.py",

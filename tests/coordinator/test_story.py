@@ -20,7 +20,8 @@ from coordinator.story import (
     Submitted,
 )
 from coordinator.why import BehindNoRoom, CachedElsewhere, NoRoom, Order, OtherTurn, Reason, RoomKept, SameTenant
-from proto.messages import CacheEvents, Chunk, Finished, HandedOver, StepDone
+from proto.errors import Interrupt
+from proto.messages import CacheEvents, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
 from runtime.tenants import Band
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.test_cache import hashes
@@ -186,6 +187,21 @@ def test_no_room_in_decode() -> None:
     why, _ = reason(NoRoom, entries)
     assert why == NoRoom("decode-20", 8, 2, 1, 63, "hogs", 8, kept=False)
     assert only(Placed, entries).at_s == pytest.approx(0.1)
+
+
+def test_a_pair_is_left_out() -> None:
+    s = Scene.of()
+    for number in range(3):
+        s.come(f"r{number}", "acme")
+        s.step(number, Chunk(f"r{number}", 1, 0, 8))
+        s.receive(10, WorkFailed(f"r{number}", 1, Interrupt.TRANSFER_FAILED, "planted"))
+        s.receive(20, Released(f"r{number}", 1))
+    s.come("waits", "acme")
+    s.now += 2.1
+    s.post(Tick())
+    entries = s.story("waits")
+    assert reason(NoRoom, entries)[0].left_out
+    assert only(Placed, entries).at_s == pytest.approx(2.1)
 
 
 def test_room_is_kept_for_one_that_others_bypassed() -> None:

@@ -18,6 +18,7 @@ from tests.gateway.http_words import ANSWER_TOKENS, completion, events, on_site,
         (Reject.UNKNOWN_MODEL, 503, "no_capacity"),
         (Reject.SHUTTING_DOWN, 503, "shutting_down"),
         (Reject.EXPIRED, 503, "queue_timeout"),
+        (Reject.RETRY_BUDGET, 503, "recovering"),
         (Reject.TOO_LONG, 400, "context_length_exceeded"),
         (Reject.TOO_LARGE, 400, "context_length_exceeded"),
         (Reject.TOO_MANY_ATTEMPTS, 500, "too_many_attempts"),
@@ -121,6 +122,23 @@ def test_health_ready_models_metrics() -> None:
         assert "crossdock_gateway_active_streams 0.0" in text
 
     on_site(test, connected=False)
+
+
+def test_resumes_that_are_put_off_come_back_and_are_not_seen() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.interrupt_at = {1: 10}
+        put_off, refusals = rejecting(Reject.RETRY_BUDGET, 0.01), [True, True]
+        site.cluster.reject = lambda submit: (
+            put_off(submit) if submit.attempt == 2 and refusals and refusals.pop() else None
+        )
+        chunks, done = await events(site, "/v1/completions")
+        assert done and "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER
+        assert [(submit.attempt, submit.resumed_tokens) for submit, _ in site.cluster.submits] == [
+            (1, 0),
+            *[(2, 10)] * 3,
+        ]
+
+    on_site(test)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,16 @@ def test_every_role_is_a_process_with_options_that_parse() -> None:
     assert cluster.processes[2].cores == plan.prefill[0].cores == (0,)
 
 
+def test_each_gateway_has_a_port_of_its_own() -> None:
+    cluster = clusters.build(ServeSettings(port=0, gateways=3), MODEL)
+    fronts = [parse(GatewaySettings, _options(spec.arguments)) for spec in cluster.processes[1:4]]
+    assert [front.name for front in fronts] == ["gateway-0", "gateway-1", "gateway-2"]
+    assert cluster.base_urls == tuple(f"http://127.0.0.1:{front.port}" for front in fronts)
+    assert cluster.base_url == cluster.base_urls[0]
+    with pytest.raises(SettingsError, match="--gateways"):
+        clusters.http_ports("127.0.0.1", 65_535, 2)
+
+
 def test_keys_are_not_on_command_lines() -> None:
     cluster = clusters.build(ServeSettings(port=0, api_keys=["sesame"]), MODEL)
     assert not any("sesame" in text for spec in cluster.processes for text in spec.arguments)

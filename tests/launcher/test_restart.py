@@ -9,7 +9,7 @@ from launcher.restart import (
     STARTUP_FAILURES_MAX,
     RestartPolicy,
 )
-from runtime.exits import HOPELESS_EXITS
+from runtime.exits import HOPELESS_EXITS, HUNG_EXIT
 
 
 def _die(policy: RestartPolicy, lived_s: float = 0.1, uniform: float = 0.0, started_up: bool = True) -> float | None:
@@ -49,3 +49,7 @@ def test_before_the_first_ready_patience_is_short() -> None:
 def test_wrong_settings_are_not_tried_again() -> None:
     for exit_code in HOPELESS_EXITS:
         assert RestartPolicy().on_exit(lived_s=99.0, exit_code=exit_code, started_up=True, uniform=0.0) is None
+
+
+def test_a_worker_that_hung_is_started_again() -> None:
+    assert RestartPolicy().on_exit(lived_s=1.0, exit_code=HUNG_EXIT, started_up=True, uniform=0.0) is not None

@@ -60,6 +60,7 @@ SAMPLES: list[Message] = [
     messages.CacheEvents(HASHES, b""),
     messages.HandedOver(*ID, 1 << 30, 2.5),
     progress.DecodeProgress(900, 40, 0, (progress.Joined(*ID, 890),)),
+    progress.Hung(31_000.0),
     messages.Finished(*ID, 9, 8),
     messages.Released(*ID, 7),
     messages.WorkFailed(*ID, Interrupt.TRANSFER_FAILED, "broke"),

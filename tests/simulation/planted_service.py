@@ -6,8 +6,11 @@ import msgspec
 import pytest
 
 from coordinator import billing, core, draining, intake, members, outbox, state, steps
+from coordinator.breakers import Breakers
+from coordinator.lifecycle import State as Life
 from coordinator.pool import Pool, Worker
 from coordinator.request import Request
+from coordinator.retries import RetryBudget
 from coordinator.usage import Closed, Past
 from gateway.stream_state import Phase, Submission
 from gateway.stream_types import StreamLimits
@@ -284,7 +287,7 @@ def an_expired_wait_for_a_resume_is_never_noticed(m: pytest.MonkeyPatch) -> None
 def a_worker_that_is_drained_gets_more(m: pytest.MonkeyPatch) -> None:
     """It never becomes empty, and is killed with streams on it."""
 
-    def room(request: Request, prefill: Worker, pool: Pool) -> Worker | None:
+    def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:
         held = prefill.prefill_holding(request.submit)
         fits = [worker for worker in pool.decode.values() if worker.fits(worker.decode_holding(request.submit))]
         return fits[0] if fits and prefill.fits(held) else None
@@ -302,3 +305,54 @@ def nobody_says_that_a_worker_is_drained(m: pytest.MonkeyPatch) -> None:
 def a_worker_that_is_to_end_goes_at_once(m: pytest.MonkeyPatch) -> None:
     """Its streams are cut off instead of ending."""
     m.setattr(Service, "may_go", lambda self, up, empty: self.leaving)
+
+
+# --- recovery -------------------------------------------------------------------------------------------------------------
+
+
+@bug
+def all_that_was_interrupted_comes_back_at_once(m: pytest.MonkeyPatch) -> None:
+    """A cluster whose workers keep dying does little but work that is lost again."""
+    m.setattr(RetryBudget, "allows", lambda self, alive, now: True)
+
+
+@bug
+def a_budget_once_spent_is_never_there_again(m: pytest.MonkeyPatch) -> None:
+    """Streams are given up long after the faults."""
+
+    def allows(self: RetryBudget, alive: int, now: float) -> bool:
+        return len(self._let_in) < self._floor + self._share * alive
+
+    m.setattr(RetryBudget, "allows", allows)
+
+
+@bug
+def a_pair_that_was_left_out_is_never_tried_again(m: pytest.MonkeyPatch) -> None:
+    """What its transfers cost once, it costs for ever."""
+    m.setattr(Breakers, "allows", lambda self, pair, now, held: not (pair in self.pairs and self.pairs[pair].tripped))
+
+
+@bug
+def a_probe_without_a_verdict_is_never_over(m: pytest.MonkeyPatch) -> None:
+    """A client that leaves at the wrong moment takes a pair of workers with it."""
+    original = Breakers.allows
+    m.setattr(Breakers, "allows", lambda self, pair, now, held: original(self, pair, now, lambda key: True))
+
+
+@bug
+def nobody_looks_when_a_pair_may_be_tried_again(m: pytest.MonkeyPatch) -> None:
+    """Requests wait until something else happens."""
+    m.setattr(Breakers, "wake", lambda self, now: False)
+    m.setattr(Breakers, "next_wake", lambda self: None)
+
+
+@bug
+def room_kept_for_a_request_outlives_it(m: pytest.MonkeyPatch) -> None:
+    """A decode worker fills up with room for nobody."""
+    original = state.State.drop_claim
+
+    def drop(self: state.State, request: Any) -> None:
+        if request.state is not Life.INTERRUPTED:
+            original(self, request)
+
+    m.setattr(state.State, "drop_claim", drop)

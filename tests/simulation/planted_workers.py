@@ -14,10 +14,27 @@ from kvtransfer.session import Ended, KvCommitted, SegmentDone, SegmentDropped, 
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import Prompt, PromptTable
 from proto.messages import Released, TokenItem, Tokens
+from runtime import step_watch
+from runtime.step_watch import StepWatch
 from tests.simulation.planted import Planted
 
 BUGS = Planted()
 bug = BUGS.add
+
+
+# --- both -----------------------------------------------------------------------------------------------------------------
+
+
+@bug
+def a_step_that_hangs_is_waited_for(m: pytest.MonkeyPatch) -> None:
+    """Its heartbeats are answered, and its streams stand still."""
+    m.setattr(StepWatch, "hung_for", lambda self, now: None)
+
+
+@bug
+def a_process_that_was_stopped_takes_its_step_for_hung(m: pytest.MonkeyPatch) -> None:
+    """A worker ends itself, and its streams with it, whenever it was stopped for a while."""
+    m.setattr(step_watch, "_LATE_LOOKS", 1e9)
 
 
 # --- prefill worker ---------------------------------------------------------------------------------------------------------

@@ -32,7 +32,19 @@ def test_nothing_is_lost(part: int) -> None:
 @pytest.mark.timeout(600)
 def test_each_kind_of_fault_comes_up() -> None:
     injected = {name for seed in range(100) for name in run(seed).injected}
-    for kind in ("crash", "pause", "partition", "cut", "slow", "step", "transfer", "frame", "client", "segment"):
+    for kind in (
+        "crash",
+        "pause",
+        "partition",
+        "cut",
+        "slow",
+        "step",
+        "hang",
+        "transfer",
+        "frame",
+        "client",
+        "segment",
+    ):
         assert any(name.startswith(kind) for name in injected), kind
 
 

@@ -1,0 +1,60 @@
+"""Whether the step that a worker's compute thread runs has hung. Pure.
+
+The event loop answers heartbeats whatever the model does, so a step that never ends (a driver that waits for ever, a deadlock
+in a library) is found by how long it runs. What a slow machine takes must not be taken for that:
+
+- A step of more tokens than any before may compile, allocate, or just take longer: it has `FIRST_OF_ITS_SIZE` times as long.
+- No other has less than `TIMES_THE_LONGEST` times what the longest one took so far.
+- While the process itself was stopped, so was the step: its time begins anew.
+"""
+
+from dataclasses import dataclass, field
+
+FIRST_OF_ITS_SIZE = 10
+TIMES_THE_LONGEST = 10
+_LOOKS = 4
+_LOOK_S_MAX = 1.0
+_LATE_LOOKS = 3
+"""A look that comes so many pauses late shows that the process was stopped."""
+
+
+@dataclass
+class StepWatch:
+    timeout_s: float
+    """0: never."""
+    _tokens: int = 0
+    """Of the step that runs; 0: none does."""
+    _began_at: float = 0.0
+    _most_tokens: int = 0
+    """Of the steps that ended, as the next."""
+    _longest_s: float = 0.0
+    _looked_at: float = field(default=float("-inf"))
+
+    @property
+    def look_every_s(self) -> float:
+        return min(self.timeout_s / _LOOKS, _LOOK_S_MAX)
+
+    def begin(self, tokens: int, now: float) -> None:
+        assert tokens > 0 and not self._tokens
+        self._tokens, self._began_at = tokens, now
+
+    def end(self, now: float) -> None:
+        """It has ended, well or not."""
+        self._longest_s = max(self._longest_s, now - self._began_at)
+        self._most_tokens, self._tokens = max(self._most_tokens, self._tokens), 0
+
+    def hung_for(self, now: float) -> float | None:
+        """To be asked every `look_every_s`: the seconds that a step has run which will not end, or None."""
+        was_stopped = now - self._looked_at > _LATE_LOOKS * self.look_every_s
+        self._looked_at = now
+        if not self._tokens:
+            return None
+        if was_stopped:
+            self._began_at = now
+        ran_s = now - self._began_at
+        return ran_s if ran_s > self._limit_s() else None
+
+    def _limit_s(self) -> float:
+        if self._tokens > self._most_tokens:
+            return max(FIRST_OF_ITS_SIZE * self.timeout_s, TIMES_THE_LONGEST * self._longest_s)
+        return max(self.timeout_s, TIMES_THE_LONGEST * self._longest_s)

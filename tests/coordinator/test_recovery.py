@@ -1,0 +1,295 @@
+"""What becomes of requests whose worker is lost or hangs: room that is kept for them, how many may come back at once, and which
+pairs of workers are left out for a while."""
+
+import random
+
+import msgspec
+import pytest
+
+from coordinator import report
+from coordinator.breakers import OPEN_S, OPEN_S_MAX, TRIP_AFTER, Breakers
+from coordinator.events import Limits, PeerDown, PeerUp, Tick
+from coordinator.lifecycle import State
+from coordinator.retries import WINDOW_S, RetryBudget
+from proto.errors import CancelReason, Interrupt, Reject
+from proto.messages import (
+    Accepted,
+    Cancel,
+    Chunk,
+    Finished,
+    HandedOver,
+    Interrupted,
+    Message,
+    Prefill,
+    Rejected,
+    Release,
+    Released,
+    Reserve,
+    Role,
+    Step,
+    StepDone,
+    WorkFailed,
+)
+from proto.progress import Hung
+from tests.coordinator.world import Harness, submit, worker_hello
+
+# --- a worker that hangs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_worker_that_says_it_hangs_is_fenced_before_its_link_ends(role: Role) -> None:
+    h = Harness.make(2, 2)
+    h.receive(1, submit("a"))
+    request = h.core.requests["a"]
+    hung = request.prefill_epoch if role is Role.PREFILL else request.decode_epoch
+    hello = h.core.peers[hung]
+    h.receive(hung, Hung(31_000.0))
+    assert [m.attempt for m in h.take(Interrupted, 1) if isinstance(m, Interrupted)] == [1]
+    assert hung not in h.core.workers and h.core.counters[f"{role}_hung"] == 1
+    state, ends = request.state, dict(h.ended)
+    for late in (Finished("a", 1, 3, 0), WorkFailed("a", 1, Interrupt.ENGINE_ERROR, "late"), Hung(1.0)):
+        assert h.receive(hung, late) == []
+    h.post(PeerDown(hung, "connection closed"))
+    assert (request.state, h.ended) == (state, ends) and h.core.counters[f"{role}_lost"] == 1
+    assert "hung" in (h.core.refusal(hello) or "")
+
+
+def test_a_process_that_comes_back_as_another_is_counted_as_started_again() -> None:
+    h = Harness.make()
+    first = h.core.peers[10]
+    h.post(PeerDown(10, "connection closed"))
+    h.post(PeerUp(10, first))
+    assert h.core.counters["prefill_restarted"] == 0, "its link was lost, no more"
+    h.post(PeerDown(10, "killed"))
+    h.post(PeerUp(99, msgspec.structs.replace(first, epoch=99)))
+    assert h.core.counters["prefill_restarted"] == 1
+
+
+def test_what_is_left_out_is_said() -> None:
+    h = cluster()
+    for number in range(TRIP_AFTER):
+        h.one(f"r{number}", works=False)
+    [said] = report.status(h.core).left_out
+    assert "prefill-10 → decode-20" in said and f"{TRIP_AFTER} transfers" in said
+
+
+# --- how many come back --------------------------------------------------------------------------------------------------
+
+
+def interrupted(h: Harness, *names: str) -> None:
+    """Their prefill worker is lost, and another one comes."""
+    for name in names:
+        h.receive(1, submit(name))
+    lost = next(epoch for epoch, peer in h.core.peers.items() if peer.role is Role.PREFILL)
+    h.post(PeerDown(lost, "killed"))
+    h.post(PeerUp(lost + 100, worker_hello(Role.PREFILL, lost + 100)))
+    for release in h.take(Release, 20):
+        assert isinstance(release, Release)
+        h.receive(20, Released(release.request_id, release.attempt))
+    h.sent.clear()
+
+
+def test_more_than_the_budget_wait_and_then_come_back_too() -> None:
+    h = Harness.make(limits=Limits(retry_floor=2, retry_share=0.0, steps_in_flight=4))
+    interrupted(h, "a", "b", "c")
+    for name in "abc":
+        h.receive(1, submit(name, attempt=2))
+    assert len(h.take(Accepted)) == 2
+    [refused] = h.take(Rejected)
+    assert isinstance(refused, Rejected) and refused.reason is Reject.RETRY_BUDGET
+    assert 0 < refused.retry_after_s <= WINDOW_S
+    assert h.core.requests["c"].state is State.INTERRUPTED and not h.ended, "it is not lost"
+    for _ in range(20):
+        h.now += 0.1
+        h.receive(1, submit("c", attempt=2))
+    assert len(h.take(Rejected)) == 20 and not h.take(Accepted)
+    h.now = WINDOW_S
+    h.receive(1, submit("c", attempt=2))
+    assert len(h.take(Accepted)) == 1, "what was refused does not count"
+    assert h.core.counters["retries"] == 3 and h.core.counters["retries_put_off"] == 21
+
+
+def test_what_an_earlier_coordinator_had_accepted_is_not_a_retry() -> None:
+    h = Harness.make(limits=Limits(retry_floor=1, retry_share=0.0))
+    for number in range(5):
+        h.receive(1, submit(f"r{number}", attempt=2))
+    assert len(h.take(Accepted)) == 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_window_has_more_than_the_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    floor, share, alive = rng.randint(1, 5), rng.choice([0.0, 0.5, 1.0]), 6
+    budget, now = RetryBudget(floor, share), 0.0
+    let_in: list[float] = []
+    for _ in range(500):
+        now += rng.expovariate(2.0)
+        if budget.allows(alive, now):
+            budget.spend(now)
+            let_in.append(now)
+        else:
+            later = now + budget.wait_s(now) + 1e-6
+            assert later > now
+            assert budget.allows(alive, later), "the time it names is right"
+            now = later
+    for at in let_in:
+        assert sum(at < other + WINDOW_S and other <= at for other in let_in) <= floor + share * alive
+
+
+# --- pairs that are left out ---------------------------------------------------------------------------------------------
+
+
+def nothing_held(_: tuple[str, int]) -> bool:
+    return False
+
+
+def test_a_pair_opens_after_failures_in_a_row_and_for_longer_each_time() -> None:
+    breakers, pair, now = Breakers(), (10, 20), 100.0
+    for failure in range(1, 12):
+        assert breakers.allows(pair, now, nothing_held)
+        opened = breakers.failed(pair, placed_at=now, now=now + 0.1)
+        now += 0.1
+        assert opened == (failure >= TRIP_AFTER)
+        if opened:
+            open_s = min(OPEN_S * 2 ** (failure - TRIP_AFTER), OPEN_S_MAX)
+            assert not breakers.allows(pair, now + open_s - 0.01, nothing_held)
+            assert breakers.allows((10, 21), now, nothing_held) and breakers.allows((11, 20), now, nothing_held)
+            now += open_s
+            assert breakers.wake(now) and not breakers.wake(now)
+    breakers.worked(pair)
+    assert not breakers.pairs and breakers.trouble(pair, now) == 0.0
+
+
+def test_failures_of_one_incident_count_once() -> None:
+    breakers, pair = Breakers(), (10, 20)
+    for number in range(10):
+        breakers.failed(pair, placed_at=1.0 + number / 100, now=2.0)
+    assert breakers.allows(pair, 2.0, nothing_held)
+
+
+class Cluster(Harness):
+    """Requests that go through it one at a time."""
+
+    def one(self, name: str, works: bool, lasts_s: float = 0.1) -> tuple[int, int] | None:
+        """The pair it was placed on; None if it waits."""
+        self.receive(1, submit(name, 8))
+        return self.go_on(name, works, lasts_s)
+
+    def go_on(self, name: str, works: bool, lasts_s: float = 0.1) -> tuple[int, int] | None:
+        request = self.core.requests[name]
+        if request.state is State.QUEUED:
+            return None
+        prefill, decode = request.prefill_epoch, request.decode_epoch
+        [step] = [m for m in self.take(Step, prefill) if isinstance(m, Step)]
+        self.receive(prefill, StepDone(step.step_id, step.chunks, 1.0, self.core.workers[prefill].tokens_forwarded + 8))
+        self.now += lasts_s
+        if works:
+            self.receive(prefill, HandedOver(name, 1, 9, 1.0))
+            self.receive(decode, Finished(name, 1, 4, self.core.workers[decode].tokens_forwarded + 3))
+        else:
+            self.receive(prefill, WorkFailed(name, 1, Interrupt.TRANSFER_FAILED, "planted"))
+            self.receive(decode, Released(name, 1))
+            self.receive(1, Cancel(name, 1, CancelReason.ABANDONED))
+        return prefill, decode
+
+
+def cluster(prefill: int = 1, decode: int = 1) -> Cluster:
+    made = Harness.make(prefill, decode)
+    return Cluster(made.core)
+
+
+def test_a_pair_that_fails_is_left_out_and_its_ends_serve_others() -> None:
+    h, broken = cluster(2, 2), (10, 20)
+    pairs: list[tuple[int, int] | None] = []
+    for number in range(200):
+        request = h.core.requests
+        h.receive(1, submit(f"r{number}", 8))
+        found = request[f"r{number}"]
+        pair = found.prefill_epoch, found.decode_epoch
+        pairs.append(h.go_on(f"r{number}", works=pair != broken))
+    tries = [index for index, pair in enumerate(pairs) if pair == broken]
+    assert None not in pairs and len(tries) <= 8, tries
+    assert all(pairs.count(pair) >= 50 for pair in ((10, 21), (11, 20)))
+
+
+def test_the_only_pair_is_tried_by_one_at_a_time_until_it_works() -> None:
+    h = cluster()
+    for number in range(TRIP_AFTER):
+        assert h.one(f"r{number}", works=False) == (10, 20)
+    assert h.core.counters["pairs_left_out"] == 1
+    for name in ("a", "b"):
+        assert h.one(name, works=True) is None, "it waits, rather than fail"
+    assert h.core.next_deadline() is not None
+    h.now = h.core.next_deadline() or 0.0
+    h.post(Tick())
+    states = [h.core.requests[name].state for name in ("a", "b")]
+    assert states == [State.PREFILLING, State.QUEUED], "one probe"
+    h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
+    assert h.core.requests["b"].state is State.QUEUED, "its blocks are not back yet"
+    h.receive(10, Released("a", 1))
+    h.receive(20, Released("a", 1))
+    assert h.core.requests["b"].state is not State.QUEUED, "a probe that ends without a verdict makes room for the next"
+    h.receive(1, submit("c", 8))
+    h.take(Step)
+    for step_id, (step, _) in list(h.core.workers[10].steps.items()):
+        h.receive(10, StepDone(step_id, tuple(c for c in step.chunks if c == Chunk("b", 1, 0, 8)), 1.0, 0))
+    assert [h.core.requests[name].state for name in ("b", "c")] == [State.HANDING_OVER, State.QUEUED]
+    h.receive(10, HandedOver("b", 1, 9, 1.0))
+    assert h.core.requests["c"].state is State.PREFILLING, "it works again"
+
+
+# --- room that is kept ---------------------------------------------------------------------------------------------------
+
+
+def full() -> Harness:
+    """`a` has all the room in decode and loses its prefill worker; `b` waits for room; another prefill worker is there."""
+    h = Harness.make(2, 1, kv_blocks=3)
+    h.receive(1, submit("a", 9, max_tokens=3))
+    h.receive(1, submit("b", 9, max_tokens=3))
+    assert h.core.requests["b"].state is State.QUEUED
+    h.sent.clear()
+    h.post(PeerDown(h.core.requests["a"].prefill_epoch, "killed"))
+    assert h.take(Release, 20) == [Release("a", 1)]
+    return h
+
+
+def test_a_request_whose_prefill_worker_is_lost_keeps_its_room() -> None:
+    h = full()
+    h.receive(20, Released("a", 1))
+    h.receive(20, Released("a", 1))
+    assert h.core.requests["b"].state is State.QUEUED, "the room is not free"
+    h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
+    assert h.core.requests["a"].state is State.PREFILLING, "at once, though it is not its turn"
+    assert [m.request_id for m in sent(h, Prefill)] == [m.request_id for m in sent(h, Reserve)] == ["a"]
+    assert list(h.core.workers[20].holdings) == [("a", 2)]
+
+
+def test_its_room_is_not_counted_twice_while_the_last_attempt_is_still_there() -> None:
+    h = full()
+    h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
+    assert h.core.requests["a"].state is State.QUEUED, "blocks are held until the worker lets go"
+    h.receive(20, Released("a", 1))
+    assert h.core.requests["a"].state is State.PREFILLING and h.core.requests["b"].state is State.QUEUED
+
+
+@pytest.mark.parametrize("released_first", [True, False])
+@pytest.mark.parametrize("how", ["cancel", "silence", "decode lost"])
+def test_room_that_nobody_comes_for_is_given_back(how: str, released_first: bool) -> None:
+    h = full()
+    if released_first:
+        h.receive(20, Released("a", 1))
+    if how == "cancel":
+        h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
+    elif how == "silence":
+        h.now += h.core.limits.resubmit_s_max + 0.1
+        h.post(Tick())
+    else:
+        h.post(PeerDown(20, "killed"))
+        h.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=3)))
+    if not released_first:
+        h.receive(20, Released("a", 1))
+    assert h.core.requests["b"].state is State.PREFILLING and not h.core.pools["m"].claims
+
+
+def sent(h: Harness, kind: type[Message]) -> list[Message]:
+    return [s.message for s in h.sent if isinstance(s.message, kind)]

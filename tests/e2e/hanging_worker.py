@@ -1,0 +1,31 @@
+"""A worker of the role named in $HANG_ROLE, whose compute thread hangs in its next step once the file $HANG_WHEN exists, as in
+a driver that never returns. Started by a test in place of `python -m decode_worker`; nothing in the product knows of it."""
+
+import os
+import threading
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from runtime.exits import leave
+from runtime.options import run_role
+from runtime.settings import WorkerSettings
+
+
+def run(settings: WorkerSettings) -> int:
+    folder = f"{settings.role}_worker"
+    driver = import_module(f"{folder}.worker")
+    run_step = driver.run_step
+
+    def hangs(*arguments: Any) -> Any:
+        if Path(os.environ["HANG_WHEN"]).exists():
+            threading.Event().wait()
+        return run_step(*arguments)
+
+    driver.run_step = hangs
+    status: int = import_module(f"{folder}.main").run(settings)
+    return status
+
+
+if __name__ == "__main__":
+    leave(run_role("worker", WorkerSettings, run, fixed={"role": os.environ["HANG_ROLE"]}))

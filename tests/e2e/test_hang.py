@@ -1,0 +1,37 @@
+"""A worker that hangs in a step while it answers its heartbeats: found, fenced, ended; its streams go on elsewhere."""
+
+from pathlib import Path
+
+import pytest
+
+from runtime.exits import HUNG_EXIT
+from tests.e2e.parts import parts
+from tests.e2e.test_faults import Background
+
+PROMPT = list(range(20, 90))
+TOKENS = 200
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_worker_that_hangs_in_a_step_changes_no_token(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    monkeypatch.setenv("HANG_ROLE", role)
+    monkeypatch.setenv("HANG_WHEN", str(tmp_path / "now"))
+    with parts(tiny) as up:
+        for part in ("coordinator", "gateway", "prefill_worker", "decode_worker"):
+            up.start(part)
+        up.start("tests.e2e.hanging_worker", "--step-timeout-ms", "500", name="bad")
+        up.wait_registered(3)
+        expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True)
+        streams = [Background(up, PROMPT, TOKENS) for _ in range(8)]
+        if role == "decode":
+            up.wait_for("it has work", lambda: any(w.name == "bad" and w.requests for w in up.status().workers))
+        (tmp_path / "now").touch()
+        others = [Background(up, [5 + number, *PROMPT], 5) for number in range(8)]
+        assert [stream.result() for stream in streams] == [expected] * 8
+        assert all(len(stream.result()) == 5 for stream in others)
+        assert up.processes["bad"].wait(30) == HUNG_EXIT
+        report = up.wait_idle()
+        assert report.counters[f"{role}_hung"] == 1 and report.counters[f"{role}_lost"] == 1
+        assert [worker.name for worker in report.workers if worker.name == "bad"] == []

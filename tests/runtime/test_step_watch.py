@@ -1,0 +1,63 @@
+"""When a step counts as hung, and what must not be taken for that."""
+
+from runtime.step_watch import FIRST_OF_ITS_SIZE, TIMES_THE_LONGEST, StepWatch
+
+
+class Watched:
+    def __init__(self, timeout_s: float = 10.0) -> None:
+        self.watch, self.now = StepWatch(timeout_s), 1000.0
+
+    def run(self, tokens: int, seconds: float, ends: bool = True) -> float | None:
+        """Seconds after which the step was found hung, or None."""
+        self.watch.begin(tokens, self.now)
+        hung = self.pass_by(seconds)
+        if ends:
+            self.watch.end(self.now)
+        return hung
+
+    def pass_by(self, seconds: float) -> float | None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += self.watch.look_every_s
+            found = self.watch.hung_for(self.now)
+            if found is not None:
+                return found
+        return None
+
+
+def test_a_step_that_does_not_end_is_found_soon_after_its_time() -> None:
+    watched = Watched()
+    assert watched.run(8, 1.0) is None
+    ran_s = watched.run(8, 100.0, ends=False)
+    assert ran_s is not None and 10.0 < ran_s <= 10.0 + 2 * watched.watch.look_every_s
+
+
+def test_a_step_larger_than_any_before_has_longer() -> None:
+    watched = Watched()
+    assert watched.run(8, 9.0 * FIRST_OF_ITS_SIZE) is None, "it may compile"
+    watched = Watched()
+    assert watched.run(8, 0.1) is None
+    ran_s = watched.run(9, 500.0)
+    assert ran_s is not None and ran_s > 10.0 * FIRST_OF_ITS_SIZE
+
+
+def test_a_slow_machine_is_not_hung() -> None:
+    watched = Watched()
+    assert watched.run(256, 50.0) is None
+    assert watched.run(256, 49.0 * TIMES_THE_LONGEST) is None
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    watched = Watched()
+    assert watched.run(8, 0.1) is None
+    watched.watch.begin(8, watched.now)
+    watched.now += 3600.0  # nobody looked: SIGSTOP, or the whole machine
+    assert watched.watch.hung_for(watched.now) is None
+    assert watched.pass_by(9.0) is None
+    assert watched.pass_by(9.0) is not None, "and if it goes on hanging, it is found"
+
+
+def test_what_does_not_run_does_not_hang() -> None:
+    watched = Watched()
+    assert watched.run(8, 0.1) is None
+    assert watched.pass_by(1000.0) is None

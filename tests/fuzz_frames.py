@@ -29,7 +29,7 @@ LENGTHS = (
     b"\xc9\xff\xff\xff\xff\1",
 )
 """Announced sizes of an array, a map, bytes, text and an extension, without what they announce."""
-FRAMES_EACH = 400
+FRAMES_EACH = 2_000
 """Of one connection."""
 SAID_AGAIN = 6
 """A connection says Hello after so many frames at the latest: a bad one ends its link."""

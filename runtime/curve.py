@@ -85,10 +85,11 @@ class Gate:
         return False
 
     def handshake_failed(self, failure: Failure) -> None:
-        if failure is Failure.MECHANISM:
+        # A client without keys often sees first that they do not suit each other, and is gone.
+        if failure is Failure.MECHANISM or (failure is Failure.BROKEN_OFF and self._keys is not None):
             self._counters.plain += 1
             self._seldom("turned away", reason="it came without a key")
-        elif failure is Failure.GARBAGE:
+        elif failure in (Failure.GARBAGE, Failure.BROKEN_OFF):
             self._counters.protocol_errors += 1
 
     async def receive(self) -> tuple[bytes, list[bytes], str]:

@@ -18,6 +18,7 @@ class Failure(Enum):
     """Why a handshake failed."""
 
     GARBAGE = "it does not speak this protocol, or one end has keys and the other has none (--keys)"
+    BROKEN_OFF = "its connection ended amid the handshake; does one end have keys and the other none (--keys)?"
     MECHANISM = "one end has keys and the other has none (--keys)"
     KEY = "it does not let this key in (--keys)"
 
@@ -52,6 +53,8 @@ class ConnectionMonitor:
                     self._on_failed(Failure.KEY)
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and message["value"] == _MECHANISM_MISMATCH:
                     self._on_failed(Failure.MECHANISM)
+                elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                    self._on_failed(Failure.BROKEN_OFF)
                 elif event & _FAILED:
                     self._on_failed(Failure.GARBAGE)
         except asyncio.CancelledError:

@@ -75,10 +75,16 @@ class DecodeCore(Generic[S]):
         else:
             self._close(attempt, released, "released")
 
-    def coordinator_lost(self, _: str) -> None:
+    def coordinator_lost(self, now: float) -> None:
+        """What runs goes on, and so do reservations: the first tokens of some are out, and their KV is about to be offered. Of
+        the others the next coordinator hears from their gateways; those of which it never hears end with `expire`."""
         self.table.allocator.report_all()
-        for attempt in self.table.coordinator_lost():
-            self._close(attempt, Released(*attempt.key), "coordinator lost")
+        self.table.coordinator_lost(now)
+
+    def expire(self, until: float) -> None:
+        """End reservations that lost their coordinator by then, and that nobody has offered anything for since."""
+        for attempt in self.table.unoffered_since(until):
+            self._close(attempt, Released(*attempt.key), "nothing was offered")
 
     def gateway_lost(self, epoch: int, reason: str) -> None:
         for attempt in self.table.of_gateway(epoch):

@@ -45,6 +45,8 @@ class Attempt(Generic[S]):
     hashes: list[bytes] = field(default_factory=list)
     """Of the prompt's full blocks, as far as they may be shared."""
     farewell: Farewell | None = None
+    alone_since: float | None = None
+    """When the coordinator that made the reservation was lost."""
 
     @property
     def key(self) -> Key:
@@ -180,9 +182,18 @@ class AttemptTable(Generic[S]):
             Held(*key, a.order.kv_blocks, a.order.choices, a.order.resumed_tokens) for key, a in self.attempts.items()
         )
 
-    def coordinator_lost(self) -> list[Attempt[S]]:
-        """Reservations that nothing was offered for yet; nobody will, since their prompts are given up too."""
-        return [attempt for attempt in self.attempts.values() if attempt.phase is Phase.RESERVED]
+    def coordinator_lost(self, now: float) -> None:
+        """Reservations that nothing was offered for yet are on their own from now on."""
+        for attempt in self.attempts.values():
+            if attempt.phase is Phase.RESERVED and attempt.alone_since is None:
+                attempt.alone_since = now
+
+    def unoffered_since(self, until: float) -> list[Attempt[S]]:
+        return [
+            attempt
+            for attempt in self.attempts.values()
+            if attempt.phase is Phase.RESERVED and attempt.alone_since is not None and attempt.alone_since <= until
+        ]
 
     def _forget(self, attempt: Attempt[S]) -> list[Farewell]:
         assert attempt.farewell is not None

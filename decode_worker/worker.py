@@ -129,7 +129,7 @@ class DecodeWorker:
             hello=self._hello(advertised(self.settings.advertise, bound)),
             held=self.core.table.held,
             on_message=self._order,
-            on_lost=self.core.coordinator_lost,
+            on_lost=self._coordinator_lost,
             log=self.log,
             is_idle=lambda: self.gateways.idle,
             links=self.links,
@@ -165,6 +165,12 @@ class DecodeWorker:
             self.registration.send(kv_held(self.core.table.allocator, self.receiver.sessions))
         else:
             self.core.order(message)
+
+    def _coordinator_lost(self, _: str) -> None:
+        now, loop = clock.now(), asyncio.get_running_loop()
+        self.core.coordinator_lost(now)
+        # A transfer that stood still for so long would be given up too.
+        loop.call_later(self.settings.kv_timeout_ms / 1000, self.core.expire, now)
 
     # --- KV in ----------------------------------------------------------------------------------------------------------
 

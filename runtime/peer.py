@@ -28,7 +28,9 @@ class LinkSettings:
     keys: Keys | None = None
     """Of this process, for CURVE; None: links are neither encrypted nor authenticated."""
     reconnect_ms: int = 50
-    reconnect_ms_max: int = 1_000
+    reconnect_ms_max: int = 300
+    """Less than a coordinator takes to start: what waits for it is to lose no more than that again. A refused connection is
+    cheap, and where nobody answers at all a try takes `handshake_timeout_ms`."""
 
 
 @dataclass

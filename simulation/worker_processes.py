@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
 STEP_TIMEOUT_S = 1.0
+KV_TIMEOUT_S = 10.0
 RESTART_S = 0.5
 MODEL, FINGERPRINT = "toy", "f"
 STEP_TOKENS_MAX = 64
@@ -242,7 +243,7 @@ class DecodeProcess(WorkerProcess):
             self.hello,
             held=table.held,
             on_message=lambda _, message, __: self.core.order(message),
-            on_lost=self.core.coordinator_lost,
+            on_lost=self._coordinator_lost,
             is_idle=lambda: self.gateways.idle,
             on_may_go=self.may_go,
         )
@@ -266,6 +267,11 @@ class DecodeProcess(WorkerProcess):
             on_quarantined=self.core.not_yet_free,
         )
         self._computing = False
+
+    def _coordinator_lost(self, _: str) -> None:
+        now = self.now()
+        self.core.coordinator_lost(now)
+        self.after(KV_TIMEOUT_S, self.core.expire, now)
 
     def _kv_message(self, link: Link, message: Message, blob: bytes) -> None:
         self.senders.heard(link.epoch, link)

@@ -1,0 +1,84 @@
+"""What becomes of a decode worker's reservations while their coordinator is away."""
+
+from decode_worker.batch import Batch
+from decode_worker.core import DecodeCore
+from decode_worker.requests import AttemptTable, Phase
+from engine.blocks import BlockAllocator
+from kvtransfer.session import Accepted
+from proto.kv import Commit, FirstToken, Offer
+from proto.messages import Message, Peer, Release, Released
+from runtime.ports import TakeChanges
+from tests.workers.test_batch import BLOCK, reserve
+
+PREFILL_EPOCH = 9
+LOST_AT = 100.0
+
+
+class Ports:
+    """All three of a core's, and what it told them."""
+
+    up = True
+
+    def __init__(self) -> None:
+        self.registration = self.gateways = self.receiver = self
+        self.said: list[Message] = []
+        self.decided: list[tuple[str, Accepted | str]] = []
+
+    def send(self, *message: Message | Peer) -> None:
+        self.said += [part for part in message if isinstance(part, Message)]
+
+    def report_cache(self, take_changes: TakeChanges) -> None: ...
+
+    def connect(self, to: Peer) -> None: ...
+
+    def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
+        self.decided.append((request_id, answer))
+
+    def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
+
+
+def make_core() -> tuple[DecodeCore[str], Ports]:
+    ports, batch = Ports(), Batch[str]()
+    table = AttemptTable(BlockAllocator(8), BLOCK, batch)
+    return DecodeCore(ports, table, vocab_size=64, make_state=lambda order, first, prompt: "state"), ports
+
+
+def offer(core: DecodeCore[str], name: str, blocks: int = 2) -> Accepted | str | None:
+    return core.offered(PREFILL_EPOCH, Offer(name, 1, 1, blocks))
+
+
+def test_kv_offered_after_the_coordinator_went_is_taken_and_runs() -> None:
+    """The first token is out: whoever reads the stream is not to notice."""
+    core, _ = make_core()
+    core.order(reserve("a", 2 * BLOCK))
+    core.coordinator_lost(LOST_AT)
+    assert [held.request_id for held in core.table.held()] == ["a"], "the next coordinator counts it"
+    answer = offer(core, "a")
+    assert isinstance(answer, Accepted)
+    core.expire(LOST_AT)
+    core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
+    assert core.table.attempts["a", 1].phase is Phase.RUNNING
+
+
+def test_a_reservation_for_which_nothing_came_is_given_up_in_the_end() -> None:
+    """Of its stream nobody may be left to tell."""
+    core, ports = make_core()
+    core.order(reserve("a", 2 * BLOCK))
+    core.coordinator_lost(LOST_AT)
+    core.order(reserve("b", 2 * BLOCK))  # of the coordinator that came next
+    core.coordinator_lost(LOST_AT + 5)
+    core.order(reserve("c", 2 * BLOCK))
+    core.expire(LOST_AT)
+    assert ports.said == [Released("a", 1)]
+    core.expire(LOST_AT + 5)
+    assert ports.said == [Released("a", 1), Released("b", 1)]
+    assert [key for key, _ in core.table.attempts] == ["c"]
+
+
+def test_the_next_coordinator_may_end_a_reservation_that_it_does_not_want() -> None:
+    core, ports = make_core()
+    core.order(reserve("a", 2 * BLOCK))
+    core.coordinator_lost(LOST_AT)
+    core.order(Release("a", 1))
+    core.expire(LOST_AT)
+    assert ports.said == [Released("a", 1)] and not core.table.attempts

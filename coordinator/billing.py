@@ -14,6 +14,9 @@ which goes on from there, and its row in the journal is opened again.
 
 A bill of an earlier coordinator is an *orphan*: its row in the journal is open, and a worker's or the gateway's word closes it.
 If none comes in `orphan_s`, it is written off at its estimate.
+
+Where a worker's link is lost, as by a stop of this very process, the worker may be back in a moment, and say again what has
+finished meanwhile. So a bill that it held is not closed as cancelled before `DOUBT_S` have passed.
 """
 
 import msgspec
@@ -28,6 +31,8 @@ LOST = "lost"
 """Outcome of an orphan that nobody could tell about."""
 _UNSERVED = frozenset({State.REJECTED, State.EXPIRED, State.FAILED})
 """Ends that are ours: where nothing was computed either, it is as if the request had not been."""
+DOUBT_S = 5.0
+"""Longer than a worker that lives takes to come back."""
 _SETTLED_MAX = 4096
 """Bills kept to go on from; of older ones the journal alone knows what they came to."""
 
@@ -56,6 +61,8 @@ class Bill(msgspec.Struct, eq=False, gc=False):
     """It was an orphan, and its row is in the journal."""
     held: int = 0
     """Reservations on workers, and chunks dispatched and not heard of."""
+    doubt_until: float = 0.0
+    """A worker that was lost with it may say more of it until then."""
     outcome: str = ""
     ended: str = ""
     """Its outcome before it was reopened."""
@@ -93,6 +100,8 @@ class Billing:
         self.bills: dict[str, Bill] = {}
         self.orphans: dict[str, float] = {}
         """Request → when it is written off; soonest first."""
+        self.doubts: dict[str, float] = {}
+        """Cancelled request → when it is closed as that; soonest first, or nearly."""
         self.settled: dict[str, Bill] = {}
         """The last ones, oldest first."""
 
@@ -126,6 +135,7 @@ class Billing:
         if bill is None:
             return None
         bill.ended, bill.outcome = bill.outcome, ""
+        self.doubts.pop(request_id, None)
         bill.output_tokens = max(bill.output_tokens, resumed_tokens)
         if self.orphans.pop(request_id, None) is not None:
             bill.adopted = True
@@ -175,6 +185,8 @@ class Billing:
         """It was not accepted after all; an orphan is one again, since its gateway may come once more."""
         if bill.ended:
             bill.outcome, bill.ended = bill.ended, ""
+            if not bill.held:
+                self.doubts[bill.request_id] = bill.doubt_until
             return
         if bill.adopted:
             self.orphans[bill.request_id] = orphans_until
@@ -231,6 +243,13 @@ class Billing:
         bill.output_tokens += new
         return new
 
+    def lost(self, request_id: str, now: float) -> Closed | None:
+        """One thing less of it is on a worker, whose link was lost."""
+        bill = self.bills.get(request_id)
+        if bill is not None:
+            bill.doubt_until = now + DOUBT_S
+        return self.let_go(request_id, now)
+
     def let_go(self, request_id: str, now: float) -> Closed | None:
         """One thing less of it is on a worker."""
         bill = self.bills.get(request_id)
@@ -248,13 +267,24 @@ class Billing:
         bill.outcome = outcome
         return self._close_if_over(bill, now)
 
+    def is_open_to(self, request_id: str) -> bool:
+        """Whether a worker may tell the end of what is no request here any more."""
+        return request_id in self.orphans or request_id in self.doubts
+
     def end_orphan(self, request_id: str, outcome: str, now: float) -> Closed | None:
-        """A worker says how a request of an earlier coordinator ended."""
-        return self.end(request_id, outcome, now) if request_id in self.orphans else None
+        """A worker says how a request ended of an earlier coordinator, or of which it had been lost."""
+        if not self.is_open_to(request_id):
+            return None
+        self.bills[request_id].doubt_until = now
+        return self.end(request_id, outcome, now)
 
     def write_off(self, now: float, orphans_until: float) -> list[Closed]:
         """Orphans whose time has come; those that a worker still holds get more."""
         closed = []
+        while self.doubts and (first := next(iter(self.doubts.items())))[1] <= now:
+            del self.doubts[first[0]]
+            if (entry := self._close_if_over(self.bills[first[0]], now)) is not None:
+                closed.append(entry)
         while self.orphans and (first := next(iter(self.orphans.items())))[1] <= now:
             request_id, _ = first
             del self.orphans[request_id]
@@ -268,14 +298,21 @@ class Billing:
         return closed
 
     def next_write_off(self) -> float | None:
-        return next(iter(self.orphans.values()), None)
+        soonest = [next(iter(waiting.values())) for waiting in (self.orphans, self.doubts) if waiting]
+        return min(soonest, default=None)
 
     def _close_if_over(self, bill: Bill, now: float) -> Closed | None:
-        return self._close(bill, now) if bill.outcome and not bill.held else None
+        if not bill.outcome or bill.held:
+            return None
+        if bill.outcome == State.CANCELLED and now < bill.doubt_until:
+            self.doubts[bill.request_id] = bill.doubt_until
+            return None
+        return self._close(bill, now)
 
     def _close(self, bill: Bill, now: float) -> Closed:
         del self.bills[bill.request_id]
         self.orphans.pop(bill.request_id, None)
+        self.doubts.pop(bill.request_id, None)
         whole = bill.prompt_done or bill.outcome == State.FINISHED
         cached_tokens = max(bill.prompt_tokens_max - bill.prompt_tokens, 0) if whole else 0
         used_tokens = bill.used_tokens

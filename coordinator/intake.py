@@ -205,6 +205,6 @@ def expire(state: State, now: float) -> None:
         if first.since + state.limits.resubmit_s_max > now:
             break
         state.end(first, Trigger.EXPIRE, "its gateway did not resume it", now)
-    if state.billing.orphans:
+    if state.billing.orphans or state.billing.doubts:
         for entry in state.billing.write_off(now, now + state.limits.orphan_s_max):
             state.journal(entry)

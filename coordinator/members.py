@@ -50,18 +50,19 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
         return
     worker = state.workers.pop(epoch, None)
     if worker is not None:
+        let_go = state.billing.let_go if epoch in state.fenced else state.billing.lost
         state.counters[f"{hello.role}_{'drained' if worker.draining else 'lost'}"] += 1
         state.draining.pop(epoch, None)
         state.pools[hello.model].remove(worker)
         for step, requests in worker.steps.values():
             for chunk, request in zip(step.chunks, requests, strict=True):
                 state.queues[hello.model].skipped(request, chunk)
-                state.journal(state.billing.let_go(request.id, now))
+                state.journal(let_go(request.id, now))
         for key, holding in worker.holdings.items():
             state.collect_rent(worker, key, holding)
             emitted = worker.forwarded(key)
             state.emitted(hello.model, holding.path, key[0], holding.resumed_tokens, emitted, first=emitted > 0)
-            state.journal(state.billing.let_go(key[0], now))
+            state.journal(let_go(key[0], now))
         state.drop_claims_on(worker)
         for request in [request for request in state.requests.values() if draining.needs(request, worker)]:
             state.interrupt(request, _why(worker), f"{hello.name}: {reason}"[:500], now)

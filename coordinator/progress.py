@@ -147,7 +147,7 @@ def finished(state: State, epoch: int, event: Received, now: float) -> None:
     state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens)
     worker.tokens_forwarded = done.tokens_forwarded
     state.counters["output_tokens"] += done.output_tokens
-    if done.request_id in state.billing.orphans:
+    if state.billing.is_open_to(done.request_id):
         # It finished when nobody was here to be told, so it was in no registration.
         state.billing.emitted(done.request_id, done.resumed_tokens, done.output_tokens)
     state.journal(state.billing.end_orphan(done.request_id, Life.FINISHED, now))

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from coordinator.billing import DOUBT_S
 from coordinator.events import Configured, PeerDown, PeerUp, Tick
 from coordinator.quota import Ask
 from coordinator.usage import Opened
@@ -146,6 +147,8 @@ def test_what_a_lost_worker_has_emitted_is_charged_as_far_as_its_steps_tell(end:
         w.receive(20, WorkFailed("r", 1, Interrupt.ENGINE_ERROR, "planted"))
     if not resumes:
         w.receive(1, Cancel("r", 1, CancelReason.DISCONNECTED))
+        w.now += DOUBT_S
+        w.post(Tick())
         assert w.closed("r").charged_tokens == 10 + 1 + 24, "of 25 steps begun the last may not be over"
         return
     w.sent.clear()
@@ -203,3 +206,27 @@ def known(w: World) -> set[str]:
         rings = [ring for band in queue.fair._root.children.values() for ring in (band, *band.children.values())]
         found |= {"/".join(filter(None, node.path[1:])) for ring in rings for node in ring.children.values()}
     return found
+
+
+@pytest.mark.parametrize("first", ["gateway", "worker"])
+@pytest.mark.parametrize("back", [True, False])
+def test_what_finished_while_the_coordinator_was_stopped_is_charged_as_that(first: str, back: bool) -> None:
+    """It loses all links when it goes on. The worker comes back, and says again what it had said to nobody."""
+    w = world()
+    w.receive(1, by("a/y", "r", 10, max_tokens=90))
+    w.run_prompt("r", 1)
+    hello = w.core.peers[20]
+    for epoch in (1, 20) if first == "gateway" else (20, 1):
+        w.post(PeerDown(epoch, "no heartbeat"))
+    assert w.held("a/y")[0] == 1, "its row is open"
+    if back:
+        w.post(PeerUp(20, hello))
+        w.receive(20, Finished("r", 1, 20, 0))
+        assert (w.closed("r").outcome, w.closed("r").output_tokens) == ("finished", 20)
+    else:
+        at = w.core.next_deadline()
+        assert at == w.now + DOUBT_S
+        w.now = at
+        w.post(Tick())
+        assert w.closed("r").outcome == "cancelled"
+    assert w.held("a") == (0, 0, 0) and not w.core.billing.bills

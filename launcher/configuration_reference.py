@@ -28,9 +28,9 @@ port = 8080
 kv_gib = 4.0
 ```
 
-The sections are `coordinator`, `gateway`, `worker` and `serve`. A list is written with commas. A switch is turned on by `--name`
-and off by `--no-name`. What is unknown, malformed or out of bounds is refused, and the message names the option and where its
-value came from.
+The sections are `coordinator`, `gateway`, `worker` and `serve`. A list is written with commas. A switch is turned on by
+`--name` and off by `--no-name`. What is unknown, malformed or out of bounds is refused, and the message names the option and
+where its value came from.
 
 `cluster.toml`, which `crossdock up`, `scripts/launch_ssh` and `scripts/install_units` read, is another file:
 [multi-node](multi-node.md), and `scripts/cluster.toml`, which explains every key.

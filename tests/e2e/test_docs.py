@@ -1,5 +1,5 @@
-"""The commands of README.md and docs/ that can run on one machine, run: against a small cluster, in the order of the pages. Addresses
-and the model's name are put in. `tests/launcher/test_docs.py` checks the options of all the others."""
+"""The commands of README.md and docs/ that can run on one machine, run: against a small cluster, in the order of the pages.
+Addresses and the model's name are put in. `tests/launcher/test_docs.py` checks the options of all the others."""
 
 import re
 import subprocess
@@ -16,7 +16,8 @@ from tests.e2e.netns import network
 from tests.e2e.test_launch_ssh import launched
 
 RUN_HERE = re.compile(
-    r"curl |crossdock (--help|status|tenants|usage|explain|replay|simulate|drain|cluster|keys)\b|scripts/install_units .*--dry-run"
+    r"curl |crossdock (--help|status|tenants|usage|explain|replay|simulate|drain|cluster|keys)\b"
+    r"|scripts/install_units .*--dry-run"
 )
 """Of these, what names a host of a guide needs that host."""
 GUIDE = "docs/multi-node.md"
@@ -75,7 +76,6 @@ def desk(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]
     usage.parent.mkdir(parents=True)
     with live(tiny, folder / "state", "--journal", str(journal), "--usage-db", str(usage)) as cluster:
         request = cluster.complete([1, 2, 3], 5)["id"]
-        # Keys are made by the guide, which comes after the page of benchmarks and before all that needs them.
         yield Desk(folder, cluster, request)
 
 
@@ -114,7 +114,9 @@ def test_the_program_of_the_quick_start(desk: Desk) -> None:
 @pytest.mark.timeout(600)
 def test_the_guide_for_two_hosts_word_for_word(tiny: Path, tmp_path: Path) -> None:
     """Each host is a network namespace, so `launch_ssh` needs no ssh; addresses and the model are put in."""
-    steps = [one.text for one in commands() if one.page == GUIDE and one.heading == "Two hosts" and "/opt/" not in one.text]
+    steps = [
+        one.text for one in commands() if one.page == GUIDE and one.heading == "Two hosts" and "/opt/" not in one.text
+    ]
     assert [one.split()[1] for one in steps if one.startswith("scripts/launch_ssh")] == ["up", "status", "logs", "down"]
     (text,) = (one.text for one in blocks("toml") if one.page == GUIDE)
     with network() as net:

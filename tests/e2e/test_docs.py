@@ -61,6 +61,8 @@ def furnish(folder: Path) -> None:
     shim = folder / "bin" / "crossdock"
     shim.write_text(SHIM.format(root=ROOT, python=sys.executable))
     shim.chmod(0o755)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "activate").write_text("# crossdock is on the path already\n")
     (folder / "scripts").symlink_to(ROOT / "scripts")
     for block in blocks("toml"):
         if block.page in ("docs/tenants.md", GUIDE):
@@ -117,7 +119,13 @@ def test_the_guide_for_two_hosts_word_for_word(tiny: Path, tmp_path: Path) -> No
     steps = [
         one.text for one in commands() if one.page == GUIDE and one.heading == "Two hosts" and "/opt/" not in one.text
     ]
-    assert [one.split()[1] for one in steps if one.startswith("scripts/launch_ssh")] == ["up", "status", "logs", "down"]
+    assert [one.split()[1] for one in steps if one.startswith("scripts/launch_ssh")] == [
+        "--help",
+        "up",
+        "status",
+        "logs",
+        "down",
+    ]
     (text,) = (one.text for one in blocks("toml") if one.page == GUIDE)
     with network() as net:
         for name, address in (("alpha", "10.0.0.1"), ("beta", "10.0.0.2")):
@@ -131,8 +139,8 @@ def test_the_guide_for_two_hosts_word_for_word(tiny: Path, tmp_path: Path) -> No
             for step in steps:
                 step = ADDRESS.sub(f"http://{alpha[1]}:8000", step).replace('"llama"', f'"{tiny.name}"')
                 said.append(sh(step, tmp_path, {"XDG_STATE_HOME": str(cluster.state)}))
-            assert f"Base URL   http://{alpha[1]}:8000/v1" in said[2]
-            assert said[3].count("up (pid") == 2 and "beta.decode-0" in said[3]
-            assert "data: [DONE]" in said[5]
-            assert said[7].count("is down") == 2
+            assert f"Base URL   http://{alpha[1]}:8000/v1" in said[4]
+            assert said[5].count("up (pid") == 2 and "beta.decode-0" in said[5]
+            assert "data: [DONE]" in said[7]
+            assert said[9].count("is down") == 2
             assert not cluster.processes()

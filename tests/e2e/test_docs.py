@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cluster import free_port
 from tests.documents import ROOT, Command, blocks, commands
 from tests.e2e.live import Live, live
 from tests.e2e.netns import network
@@ -144,3 +145,19 @@ def test_the_guide_for_two_hosts_word_for_word(tiny: Path, tmp_path: Path) -> No
             assert "data: [DONE]" in said[7]
             assert said[9].count("is down") == 2
             assert not cluster.processes()
+
+
+@pytest.mark.long
+def test_a_file_is_tried_on_one_machine(tiny: Path, tmp_path: Path) -> None:
+    steps = [one.text for one in commands() if one.page == GUIDE and one.heading == "Try a file on one machine"]
+    (text,) = (one.text for one in blocks("toml") if one.page == GUIDE)
+    for old, new in (("10.0.0.", "127.0.0."), ("/srv/models/llama", str(tiny))):
+        text = text.replace(old, new)
+    text += (
+        f"[worker]\nkv_gib = 0.25\n[ports]\ncoordinator = {free_port('127.0.0.1')}\nhttp = {free_port('127.0.0.1')}\n"
+    )
+    furnish(tmp_path)
+    with launched(tmp_path, text) as cluster:
+        sh("crossdock keys new keys", tmp_path, {})
+        up, down = (sh(step, tmp_path, {"XDG_STATE_HOME": str(cluster.state)}) for step in steps)
+        assert "Base URL   http://127.0.0.1:" in up and down.count("is down") == 2

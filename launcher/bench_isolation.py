@@ -17,7 +17,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from launcher import bench_report, models
+from launcher import bench_report, load_plot, models
 from launcher.bench_client import BenchFailed, SteadyStreams, Stream, gaps_between, long_prompt, stream_completion
 from launcher.bench_settings import IsolationSettings
 from launcher.local import running, until_interrupted
@@ -46,6 +46,7 @@ def run(settings: IsolationSettings) -> int:
     if settings.prompt_words_max < settings.prompt_words_min:
         raise SettingsError(f"--prompt-words-max: {settings.prompt_words_max} is under --prompt-words-min")
     bench_report.check_writable(settings.json_out)
+    load_plot.check(settings.plot)
     console = Console()
     status = uvloop.run(until_interrupted(_run(settings, console), console))
     return INTERRUPTED_EXIT if status is None else status
@@ -58,9 +59,11 @@ async def _run(settings: IsolationSettings, console: Console) -> int:
             result = await _measure(client, model, settings, console)
     except httpx.HTTPError as error:
         raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
-    result["settings"] = settings.model_dump(exclude={"api_key"})
+    result["settings"] = settings.model_dump(exclude={"api_key", "plot"})
     bench_report.show_isolation(result, console)
     bench_report.write_json(settings.json_out, result)
+    if settings.plot:
+        load_plot.draw_isolation(settings.plot, result)
     return 0
 
 

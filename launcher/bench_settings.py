@@ -40,6 +40,7 @@ class IsolationSettings(Options):
     )
     seed: int = Field(0, ge=0, le=1 << 31, description="Of the words of the prompts.")
     json_out: str = Field("", description="File for all figures, gaps included, as JSON.")
+    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
 
 
 class HandoverSettings(Options):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
 from launcher import units
@@ -113,10 +114,14 @@ def _write(path: Path, text: str) -> None:
     os.replace(half, path)
 
 
-def main() -> None:
+def build_app() -> typer.Typer:
     app = new_app()
     add_command(app, "install_units", UnitsSettings, run)
-    leave(invoke(app, sys.argv[1:], "install_units"))
+    return app
+
+
+def main() -> None:
+    leave(invoke(build_app(), sys.argv[1:], "install_units"))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
 from launcher.childlog import readable
@@ -182,13 +183,17 @@ def _show(name: str, process: "subprocess.Popen[bytes]") -> None:
         sys.stdout.flush()
 
 
-def main() -> None:
+def build_app() -> typer.Typer:
     app = new_app(HELP)
     add_command(app, "up", LaunchUpSettings, up)
     add_command(app, "status", LaunchStatusSettings, status)
     add_command(app, "logs", LaunchLogsSettings, logs)
     add_command(app, "down", LaunchDownSettings, down)
-    leave(invoke(app, sys.argv[1:] or ["--help"], "launch_ssh"))
+    return app
+
+
+def main() -> None:
+    leave(invoke(build_app(), sys.argv[1:] or ["--help"], "launch_ssh"))
 
 
 if __name__ == "__main__":

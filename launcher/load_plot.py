@@ -57,6 +57,23 @@ def _cumulate(axes: Any, found: Sequence[float], name: str) -> None:
         axes.step(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))], where="post", label=name)
 
 
+def draw_isolation(path: str, result: dict[str, Any]) -> None:
+    """For each length of a gap, the share of gaps that were longer, of the streams alone and beside long prompts."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for key, name in (("alone", "streams alone"), ("loaded", "while long prompts are computed")):
+        gaps_ms = sorted(result[key]["gaps_ms"])
+        shares = [1 - index / len(gaps_ms) for index in range(len(gaps_ms))]
+        axes.step(gaps_ms, shares, where="pre", label=f"{name}: p99 {result[key]['p99_ms']:.0f} ms")
+    axes.set(xlabel="gap between two tokens of one stream, ms", ylabel="share of gaps that are longer", yscale="log")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(Path(path).expanduser())
+
+
 def timeline(run: RunFile) -> tuple[list[float], list[float]]:
     """Beginnings of equal spans of the run, and chunks with tokens per second in each."""
     arrivals: list[float] = []

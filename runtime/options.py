@@ -174,7 +174,8 @@ def _metavar(annotation: Any) -> str:
     return {int: "NUMBER", float: "NUMBER"}.get(annotation, "TEXT")
 
 
-def _bounds(field: FieldInfo) -> str:
+def bounds(field: FieldInfo) -> str:
+    """`1 to 64`, or which words may be; empty: no bounds."""
     if get_origin(field.annotation) is Literal:
         return "one of " + ", ".join(get_args(field.annotation))
     names = ("ge", "gt", "le")
@@ -192,7 +193,7 @@ def _help_text(field: FieldInfo) -> str:
     else:
         value = field.get_default(call_default_factory=True)
         default = f"default {value}" if value not in ("", [], False) else ""
-    facts = "; ".join(text for text in (default, _bounds(field)) if text)
+    facts = "; ".join(text for text in (default, bounds(field)) if text)
     return escape((field.description or "") + (f" ({facts})" if facts else ""))
 
 
@@ -248,6 +249,7 @@ def add_command(
         parameters.append(inspect.Parameter("config", keyword, default=None, annotation=annotation))
     help_text = _paragraphs(inspect.getdoc(cls) or "")
     epilog = escape(_EPILOG.format(section=f", or in section [{cls.section}] of the file" if cls.section else ""))
+    command.settings_class = cls  # type: ignore[attr-defined]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app.command(name, help=help_text, epilog=epilog)(command)

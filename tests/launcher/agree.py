@@ -204,5 +204,9 @@ def run(settings: AgreeSettings) -> int:
     return INTERRUPTED_EXIT if status is None else status
 
 
+def main() -> int:
+    return run_role("tests.launcher.agree", AgreeSettings, run)
+
+
 if __name__ == "__main__":
-    sys.exit(run_role("tests.launcher.agree", AgreeSettings, run))
+    sys.exit(main())

@@ -181,5 +181,8 @@ def test_a_picture_is_drawn_or_the_missing_extra_named(tmp_path: Path, monkeypat
     pytest.importorskip("matplotlib")
     load_plot.draw(str(tmp_path / "x.svg"), [("A", run_of(1, 1.0, 20)), ("B", run_of(2, 1.5, 20))])
     assert "<svg" in (tmp_path / "x.svg").read_text()
+    windows = {name: {"gaps_ms": [30.0, 10.0, 20.0], "p99_ms": 30.0} for name in ("alone", "loaded")}
+    load_plot.draw_isolation(str(tmp_path / "i.svg"), windows)
+    assert "<svg" in (tmp_path / "i.svg").read_text()
     edges, rates = load_plot.timeline(run_of(1, 1.0, 50))
     assert sum(rates) * edges[1] == pytest.approx(500, abs=20)

@@ -167,7 +167,7 @@ def test_a_trace_that_is_not_there_or_not_text(tmp_path: Path) -> None:
         make(rate=0.001, duration_s=1.0)
 
 
-@pytest.mark.skipif(not AZURE.is_file(), reason="the Azure trace is not here; README.md says where it is from")
+@pytest.mark.skipif(not AZURE.is_file(), reason="the Azure trace is not here; docs/benchmarks.md says where it is from")
 def test_the_azure_trace_has_its_known_size() -> None:
     rows = load_traces.read(str(AZURE))
     assert len(rows) == 19_366

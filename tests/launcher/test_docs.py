@@ -1,0 +1,209 @@
+"""Every command in the docs has options that exist; names, messages and links are those of the product. Commands that can run
+here do so in `tests/e2e/test_docs.py`."""
+
+import argparse
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from gateway.errors import _OF_KIND, _OF_REJECT
+from launcher import cli, configuration_reference, install_units, launch_ssh
+from launcher.cluster_file import parse as parse_cluster
+from proto.codec import ALL_MESSAGES, WITH_BLOB
+from proto.limits import PROTOCOL_VERSION
+from runtime import options
+from runtime.tenants_file import read as read_tenants
+from tests.documents import PAGES, ROOT, Command, blocks, commands
+
+COMMANDS = commands()
+NOT_OURS = {"curl", "journalctl", "kubectl", "pip", "python3", "sbatch", "systemctl"}
+"""Of them, and of what is in a `.venv`, only what they name of ours is checked."""
+HTTP_CODES = (
+    "missing_api_key invalid_api_key model_not_found request_timeout request_too_large not_ready gateway_overloaded"
+).split()
+
+
+class Understood(BaseException):
+    """The command line is right; nothing is executed."""
+
+
+def _stop(real: Callable[..., Any]) -> Callable[..., Any]:
+    def understood(*arguments: Any, **more: Any) -> Any:
+        real(*arguments, **more)
+        raise Understood
+
+    return understood
+
+
+def _understands(app: typer.Typer, words: tuple[str, ...]) -> None:
+    if words in ((), ("--help",)):
+        return
+    with pytest.raises(Understood):
+        app(list(words), prog_name="x", standalone_mode=False)
+
+
+def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raises where something in it does not exist, or no rule covers it."""
+    program, words = command.words[0].removeprefix("./"), command.words[1:]
+    for word in words:
+        if word.startswith("scripts/") or word == "constraints.txt":
+            assert (ROOT / word).is_file(), word
+    name = program.rpartition("/")[2]
+    if program == "crossdock":
+        _understands(cli.build_app(), words)
+    elif program == "scripts/launch_ssh":
+        _understands(launch_ssh.build_app(), words)
+    elif program == "scripts/install_units":
+        _understands(install_units.build_app(), words)
+    elif program.startswith("scripts/"):
+        _check_script(ROOT / program, words, monkeypatch)
+    elif name in ("systemctl", "journalctl"):
+        units = {"crossdock.target", "crossdock-*", "crossdock-coordinator.service", "crossdock-decode@0.service"}
+        assert {word for word in words if "crossdock" in word} <= units
+    else:
+        assert name in NOT_OURS or command.words == (".", ".venv/bin/activate"), "no rule covers it"
+
+
+def _check_script(script: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    last = script.read_text(encoding="utf-8").splitlines()[-1]
+    if found := re.search(r"bin/crossdock (\w+)", last):
+        _understands(cli.build_app(), (found[1], *words))
+    elif "-m pytest" in last:
+        assert words[:2] in ((), ("-m", "long")) and all((ROOT / word).is_file() for word in words[2:])
+    else:
+        found = re.search(r"-m (tests\.[\w.]+) ", last)
+        assert found is not None, "what does it run?"
+        name = f"{found[1]}.__main__" if (ROOT / found[1].replace(".", "/")).is_dir() else found[1]
+        monkeypatch.setattr(sys, "argv", [script.name, *words])
+        with pytest.raises(Understood):
+            importlib.import_module(name).main()
+
+
+@pytest.fixture
+def understanding(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in [name for name in options.os.environ if name.startswith("CROSSDOCK_")]:  # type: ignore[attr-defined]
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(options, "load", _stop(options.load))
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", _stop(argparse.ArgumentParser.parse_args))
+    return monkeypatch
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_every_command_has_options_that_exist(command: Command, understanding: pytest.MonkeyPatch) -> None:
+    check(command, understanding)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "crossdock serve --fast",
+        "crossdock serv",
+        "crossdock serve --prefill 0",
+        "./scripts/serve --fast",
+        "./scripts/none",
+        "./scripts/chaos --fault 3x",
+        "scripts/launch_ssh left cluster.toml",
+        "kubectl apply -f scripts/nothing.yaml",
+        "systemctl restart crossdock-worker@0.service",
+        "make install",
+    ],
+)
+def test_a_wrong_command_is_seen(words: str, understanding: pytest.MonkeyPatch) -> None:
+    with pytest.raises((Exception, SystemExit, pytest.fail.Exception)):
+        check(Command("x.md", 1, "", words, tuple(words.split())), understanding)
+
+
+def test_the_configuration_reference_is_up_to_date() -> None:
+    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert written == configuration_reference.text(), (
+        "run: python -m launcher.configuration_reference docs/configuration.md"
+    )
+
+
+def test_options_named_in_the_pages_exist() -> None:
+    known = {options.option_name(key, field) for _, cls in configuration_reference.commands()
+             for key, field in cls.model_fields.items()}  # fmt: skip
+    known |= {"--config", "--help", "--aiperf", "--aiperf-tokenizer"}
+    for path in PAGES:
+        prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {"--name", "--no-name", "--roles"}
+        assert not {one for one in named if one not in known and "--" + one.removeprefix("--no-") not in known}, path
+
+
+def test_files_in_the_pages_are_right(tmp_path: Path) -> None:
+    seen = set()
+    for block in blocks("toml"):
+        if "[tenants." in block.text:
+            (tmp_path / "tenants.toml").write_text(block.text)
+            assert read_tenants(tmp_path / "tenants.toml").policies
+        elif "[hosts." in block.text:
+            assert len(parse_cluster(block.text, tmp_path).hosts) == 2
+        else:
+            (tmp_path / "settings.toml").write_text(block.text)
+            for cls in options.SECTIONS.values():
+                options._read_section(cls, str(tmp_path / "settings.toml"))
+        seen.add(block.page)
+    assert seen >= {"docs/tenants.md", "docs/multi-node.md", "docs/configuration.md"}
+
+
+def test_links_lead_somewhere() -> None:
+    for path in PAGES:
+        for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)(#[^)]*)?\)", path.read_text(encoding="utf-8")):
+            there = path.parent / target if target else path
+            assert there.is_file(), f"{path.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.+)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+                assert anchor[1:] in {heading.lower().replace(" ", "-") for heading in headings}, anchor
+
+
+def test_the_protocol_page_names_every_message() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert sorted(named) == sorted(message.__name__ for message in ALL_MESSAGES)
+    assert f"protocol version {PROTOCOL_VERSION}." in text
+    blob = re.search(r"^2\. for (.+), a binary frame", text, re.MULTILINE)
+    assert blob is not None
+    assert set(re.findall(r"`(\w+)`", blob[1])) == {message.__name__ for message in WITH_BLOB}
+
+
+def _texts() -> str:
+    """Every text of the source, with … where something is put in, and the scripts."""
+    found = []
+    for path in ROOT.glob("*/*.py"):
+        if path.parts[-2] == "tests":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+    return "\n".join([*found, (ROOT / "scripts" / "_env.sh").read_text(encoding="utf-8")])
+
+
+def test_messages_in_troubleshooting_are_what_is_printed() -> None:
+    texts = _texts()
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    tables = page.split("| message | cause | what to do |")[1:]
+    messages = [one for table in tables for one in re.findall(r"^\| `(.+?)` \|", table.split("\n\n")[0], re.MULTILINE)]
+    assert len(messages) > 20
+    for message in messages:
+        assert all(part in texts for part in message.split("…")), message
+
+
+def test_codes_in_troubleshooting_are_those_of_the_api() -> None:
+    known = {f"{status} {code}" for status, code in _OF_REJECT.values()}
+    known |= {f"{status} {kind.value}" for kind, status in _OF_KIND.items()}
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "gateway").glob("*.py"))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d{3}) ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE)
+    assert len(rows) > 10
+    for status, codes in rows:
+        for code in re.findall(r"`(\w+)`", codes):
+            assert f"{status} {code}" in known or (code in HTTP_CODES and f'"{code}"' in source), code

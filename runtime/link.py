@@ -184,7 +184,7 @@ class LinkServer:
         elif len(self.peers) >= self._settings.peers_max:
             refusal = f"{len(self.peers)} peers are connected already"
         else:
-            refusal = self._gate.refusal(message, user_id) or self._taken(message, user_id) or self._accept(message)
+            refusal = self._gate.refusal(message, user_id, self.peers.values()) or self._accept(message)
         if refusal is not None:
             self._warn("refused", peer=message.name, role=message.role.value, reason=refusal)
             self._refuse(routing_id, refusal)
@@ -193,14 +193,6 @@ class LinkServer:
         self.peers[routing_id] = peer
         peer.send(Welcome(self._epoch, self._settings.heartbeat_ms))
         self._on_up(peer)
-
-    def _taken(self, hello: Hello, user_id: str) -> str | None:
-        """Whether its epoch is that of another process, which it would put out: an owner lets only that one come again."""
-        own = (hello.role, user_id)
-        if any(peer.epoch == hello.epoch and (peer.hello.role, peer.user_id) != own for peer in self.peers.values()):
-            self.counters.impostors += 1
-            return "its epoch is another process's"
-        return None
 
     def _refuse(self, routing_id: bytes, reason: str) -> None:
         self.counters.refused += 1

@@ -97,6 +97,20 @@ def test_chunks_of_a_prompt_that_is_placed_go_on() -> None:
     assert h.take(Drained, there)
 
 
+def test_a_failure_after_a_drain_is_charged_as_any_other() -> None:
+    h = Harness.make()
+    decoding(h, submit("a", 10, max_tokens=50))
+    h.receive(20, Draining(0.0))
+    h.receive(20, Released("a", 1, 20))
+    h.post(PeerUp(22, worker_hello(Role.DECODE, 22)))
+    second = again(submit("a", 10, max_tokens=50), 21)
+    decoding(h, second)
+    assert h.core.requests["a"].paid_tokens == 31
+    h.post(PeerDown(22, "killed"))
+    h.receive(1, msgspec.structs.replace(second, attempt=3))
+    assert h.core.requests["a"].paid_tokens == 0
+
+
 def test_streams_of_an_earlier_coordinator_are_handed_over_too() -> None:
     """It does not know whose they are, so all gateways are told, and the one whose it is goes on."""
     h = Harness.make(decode=2)

@@ -127,7 +127,8 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
         # Hosts that share a machine have addresses of their own on its loopback.
         where = host.listens_on if is_loopback(host.listens_on) and is_ip(host.listens_on) else "127.0.0.1"
         found = [
-            _with_metrics(process, f"{_shown(where)}:{file.ports.metrics + index}") for index, process in enumerate(found)
+            _with_metrics(process, f"{_shown(where)}:{file.ports.metrics + index}")
+            for index, process in enumerate(found)
         ]
     return HostPlan(tuple(found), tuple(_url(host, one) for one in found if one.role == "gateway"), cpu.note)
 

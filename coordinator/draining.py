@@ -16,7 +16,7 @@ from coordinator.request import Request
 from coordinator.state import State
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
 from proto.errors import Interrupt
-from proto.messages import Role
+from proto.messages import Interrupted, Release, Role
 
 
 def needs(request: Request, worker: Worker) -> bool:
@@ -95,6 +95,21 @@ def hand_over(state: State, now: float) -> None:
             state.interrupt(request, Interrupt.DRAINED, f"{worker.hello.name} is drained", now)
             if worker.hello.role is Role.PREFILL:
                 state.claim_room(request)
+        if worker.hello.role is Role.DECODE:
+            _hand_over_adopted(state, worker)
+
+
+def _hand_over_adopted(state: State, worker: Worker) -> None:
+    """Streams of an earlier coordinator, each of which one of the gateways knows to be its own."""
+    gateways = [epoch for epoch, hello in state.peers.items() if hello.role is Role.GATEWAY]
+    for request_id, attempt in worker.holdings:
+        if request_id in state.requests or request_id in state.ended:
+            continue
+        state.counters[f"interrupted_{Interrupt.DRAINED}"] += 1
+        state.send(worker.epoch, Release(request_id, attempt))
+        for epoch in gateways:
+            why = f"{worker.hello.name} is drained"
+            state.send(epoch, Interrupted(request_id, attempt, Interrupt.DRAINED, why))
 
 
 def dismiss(state: State) -> None:

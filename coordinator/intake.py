@@ -58,14 +58,13 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
     if known is None:
         share(submit)
         state.requests[request.id] = request
+        request.pay_for_drained(0)
         state.journal(tenancy.opened(state, request))
     else:
         _renew(state, request, submit, event.blob, now)
     if again:
         state.counters["retries"] += 1
         state.retries.spend(now)
-    if submit.drained_attempts and submit.resumed_tokens:
-        request.paid_tokens = submit.prompt_tokens  # its prompt was computed, and those tokens were emitted
     queue = state.queues[submit.model]
     request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
     queue.push(request, now, not state.draining or state.can_run(request))

@@ -27,6 +27,8 @@ def check(core: Core) -> None:
         assert queue.backlog.tokens == sum(request.submit.prompt_tokens for request in queue)
         for request in queue:
             assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)
+    for pool in core.pools.values():
+        assert pool.kept_for is None or pool.kept_for.state is State.QUEUED
     assert sum(len(queue.fair) for queue in core.queues.values()) == sum(
         request.entry is not None for request in core.requests.values()
     )

@@ -173,7 +173,8 @@ def work_failed(state: State, epoch: int, event: Received, now: float) -> None:
     failed = event.message
     assert isinstance(failed, WorkFailed)
     worker = state.workers[epoch]
-    state.let_go(epoch, (failed.request_id, failed.attempt), None)
+    emitted = failed.output_tokens if worker.room is None else None
+    state.let_go(epoch, (failed.request_id, failed.attempt), emitted)
     state.counters[f"work_failed_{failed.reason}"] += 1
     request = state.current(failed.request_id, failed.attempt)
     if request is None or request.state not in ON_WORKERS or epoch not in (request.prefill_epoch, request.decode_epoch):

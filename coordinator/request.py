@@ -99,6 +99,14 @@ class Request(msgspec.Struct, eq=False):
         """Of a chunk, those that its tenant is charged for; or gets back, if it was skipped, be it of an earlier attempt."""
         return max(start + length - max(start, self.paid_tokens), 0)
 
+    def pay_for_drained(self, drained_before: int) -> None:
+        """Where the last attempt failed, all is charged again. Where it was drained behind some tokens, its prompt had been
+        computed and those tokens emitted."""
+        if self.submit.drained_attempts <= drained_before:
+            self.paid_tokens = 0
+        elif self.submit.resumed_tokens:
+            self.paid_tokens = self.submit.prompt_tokens
+
     def fire(self, trigger: Trigger, now: float) -> None:
         if self.bill is not None:
             self.bill.spend(self.state, now - self.since)
@@ -107,9 +115,9 @@ class Request(msgspec.Struct, eq=False):
 
     def renew(self, submit: Submit, blob: bytes) -> None:
         """Take the next attempt's parameters over."""
-        if submit.drained_attempts == self.submit.drained_attempts:
-            self.paid_tokens = 0
+        drained_before = self.submit.drained_attempts
         self.submit, self.blob = submit, blob
+        self.pay_for_drained(drained_before)
         self.prefill_epoch = self.decode_epoch = 0
         self.dispatched_tokens = self.computed_tokens = self.cached_tokens = self.bypassed = 0
         self.waits_since = None

@@ -47,6 +47,8 @@ def _place_claims(state: State, pool: Pool, queue: WaitQueue, now: float) -> Non
                 and pool.may_pair(prefill, decode, now)
             ):
                 state.drop_claim(request)
+                if pool.kept_for is request:
+                    queue.charge(request.path, pool.stop_keeping(now))  # others were let by before it got its own back
                 if decode.fits(decode.decode_holding(request.submit, expected_left=request.expected_left)):
                     expect_cached(request, prefill, pool)
                     _place(state, request, prefill, decode, queue, now)

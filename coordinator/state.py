@@ -76,6 +76,7 @@ class State:
         self.interrupted.pop(request.id, None)
         self.move(request, trigger, now, why)
         assert request.state in TERMINAL
+        request.blob = b""  # lines and lists may know it for a while yet
         self.outcomes[request.state] += 1
         del self.requests[request.id]
         self.remember(*request.key)

@@ -116,6 +116,7 @@ class StreamTimes:
                 busy_s = sum(at - self._first_at for at in self._last_at.values())
                 metrics.tpot.observe(busy_s / later)
         if self._slo is not None:
+            metrics.tenants.rank(now)
             metrics.tenants.served(self._tenant, self._tokens + 1)
             metrics.slo.inc(metrics.tenants.label(self._tenant), self._result(self._slo, failure))
 

@@ -10,8 +10,8 @@ from proto.errors import Reject
 from proto.messages import Submit, TokenItem
 
 _RETRY_S = (0.25, 2.0)
-_PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL)
-_PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET)
+_PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.RETRY_BUDGET)
+_PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED)
 
 
 class Phase(Enum):

@@ -50,10 +50,6 @@ class KvLayout:
         elements = self.layers * 2 * self.block_size * self.kv_heads * self.head_dim
         return elements * DTYPE_BYTES[self.dtype]
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens; the last may be partly filled."""
-        return -(-tokens // self.block_size)
-
     def in_blocks_of(self, block_size: int) -> "KvLayout":
         """The same KV in blocks of another size."""
         return dataclasses.replace(self, block_size=block_size)

@@ -69,7 +69,7 @@ class Line:
         """The number of the next word, which must be of this kind."""
         deadline = time.monotonic() + timeout_s
         while (word := self.hear()) is None:
-            _poll(self._socket, deadline, "the peer said nothing")
+            wait_readable(self._socket, deadline, "the peer said nothing")
         if word[0] != kind:
             raise PairBroken(f"the peer broke the protocol: word {word[0]} in place of {kind}")
         return word[1]
@@ -99,7 +99,7 @@ class Door:
         deadline = time.monotonic() + timeout_s
         try:
             while True:
-                _poll(self._socket, deadline, "the sender did not come")
+                wait_readable(self._socket, deadline, "the sender did not come")
                 connected, _ = self._socket.accept()
                 connected.settimeout(_GREETING_S)
                 try:
@@ -127,7 +127,8 @@ def call(host: str, port: int, secret: str, timeout_s: float) -> Line:
     return Line(connected)
 
 
-def _poll(waiting: socket.socket, deadline: float, fault: str) -> None:
+def wait_readable(waiting: socket.socket, deadline: float, fault: str) -> None:
+    """Raises `PairBroken` with `fault` where nothing has come by then."""
     poll = select.poll()
     poll.register(waiting, select.POLLIN)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):

@@ -16,12 +16,12 @@ and only for processes of one network namespace. Whoever connects must run as ou
 import array
 import os
 import secrets
-import select
 import socket
 import struct
 import time
 from typing import Final
 
+from kvtransfer.line import wait_readable
 from kvtransfer.transport import PairBroken
 
 READY: Final = 1
@@ -78,7 +78,7 @@ class Connection:
         """The next message; waits for it."""
         deadline = time.monotonic() + timeout_ms / 1e3
         while (message := self.receive()) is None:
-            _poll(self._socket, deadline, "the peer said nothing")
+            wait_readable(self._socket, deadline, "the peer said nothing")
         return message
 
     def hang_up(self) -> None:
@@ -107,7 +107,7 @@ class Door:
         deadline = time.monotonic() + timeout_ms / 1e3
         try:
             while True:
-                _poll(self._socket, deadline, "the sender did not come")
+                wait_readable(self._socket, deadline, "the sender did not come")
                 connected, _ = self._socket.accept()
                 if is_ours(connected):
                     return connected
@@ -161,7 +161,7 @@ def send_with_descriptors(connected: socket.socket, message: bytes, descriptors:
 def receive_with_descriptors(connected: socket.socket, size: int, timeout_ms: int) -> tuple[bytes, list[int]]:
     """A message of at most `size` bytes and the descriptors with it, at most DESCRIPTORS; the caller closes them."""
     connected.setblocking(False)
-    _poll(connected, time.monotonic() + timeout_ms / 1e3, "the receiver said nothing")
+    wait_readable(connected, time.monotonic() + timeout_ms / 1e3, "the receiver said nothing")
     room = socket.CMSG_SPACE(DESCRIPTORS * array.array("i").itemsize)
     message, ancillary, _, _ = connected.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")
@@ -173,10 +173,3 @@ def receive_with_descriptors(connected: socket.socket, size: int, timeout_ms: in
 
 def _address(name: str) -> str:
     return f"\0crossdock-kv-{name}"
-
-
-def _poll(waiting: socket.socket, deadline: float, fault: str) -> None:
-    poll = select.poll()
-    poll.register(waiting, select.POLLIN)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-        raise PairBroken(f"{fault} in time")

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from launcher.cluster_file import EVERYWHERE, ClusterError, ClusterFile, Host, is_ip
+from launcher.cluster_file import EVERYWHERE, ClusterError, ClusterFile, Host, is_ip, is_loopback
 from launcher.plan import CpuPlan, Seat, plan_cpu
 from runtime.cores import cores_text, parse_cores
 from runtime.options import to_arguments, what_is_wrong
@@ -124,15 +124,20 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
                 decided |= _bound(host, "kv_bind", file.ports.kv, index)
             found.append(_worker(file, name, role, index, seat, cpu.control, decided, next(gpus, "")))
     if file.ports.metrics:
-        found = [_with_metrics(process, file.ports.metrics + index) for index, process in enumerate(found)]
+        # Hosts that share a machine have addresses of their own on its loopback.
+        where = host.listens_on if is_loopback(host.listens_on) and is_ip(host.listens_on) else "127.0.0.1"
+        found = [
+            _with_metrics(process, f"{_shown(where)}:{file.ports.metrics + index}")
+            for index, process in enumerate(found)
+        ]
     return HostPlan(tuple(found), tuple(_url(host, one) for one in found if one.role == "gateway"), cpu.note)
 
 
-def _with_metrics(process: Planned, port: int) -> Planned:
-    """On this port of loopback, unless its table says another place."""
+def _with_metrics(process: Planned, address: str) -> Planned:
+    """There, unless its table says another place."""
     if "metrics" in process.settings.model_fields_set:
         return process
-    return replace(process, settings=process.settings.model_copy(update={"metrics": f"127.0.0.1:{port}"}))
+    return replace(process, settings=process.settings.model_copy(update={"metrics": address}))
 
 
 def _worker(

@@ -89,13 +89,18 @@ def up(settings: UpSettings) -> int:
     """Raises `CrossdockError`, `SettingsError` among them."""
     console = Console()
     at = place(settings.cluster_file, settings.on_host)
-    if running := here.running(at.folder):
-        raise RunsAlready(f"{at.host} of {at.file.name} is up already (pid {running.pid}); crossdock down stops it")
+    _check_down(at)
     if settings.detach:
         return _detach(settings, at, console)
     plan, model_id = _plan(at, console)
     status = uvloop.run(until_interrupted(_up(settings, at, plan, model_id, console), console))
     return 0 if status is None else status
+
+
+def _check_down(at: Place) -> None:
+    """Raises `RunsAlready`."""
+    if running := here.running(at.folder):
+        raise RunsAlready(f"{at.host} of {at.file.name} is up already (pid {running.pid}); crossdock down stops it")
 
 
 def _plan(at: Place, console: Console) -> tuple[HostPlan, str]:
@@ -113,6 +118,7 @@ def _plan(at: Place, console: Console) -> tuple[HostPlan, str]:
 
 async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, console: Console) -> int:
     at.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_down(at)  # once more: fetching a model may have taken minutes, and two of us would share one note
     supervisor = Supervisor(log_dir=at.folder, say=sayer(console), verbose=settings.verbose)
     coordinator = coordinator_address(at.file)
     if plan.note:

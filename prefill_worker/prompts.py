@@ -152,6 +152,6 @@ class PromptTable:
         if self.prompts.pop(prompt.key, None) is None:
             return []
         self.allocator.free(prompt.blocks)
-        if isinstance(prompt.farewell, Released):
+        if isinstance(prompt.farewell, Released | WorkFailed):
             return [msgspec.structs.replace(prompt.farewell, output_tokens=prompt.output_tokens)]
         return [prompt.farewell]

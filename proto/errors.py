@@ -22,10 +22,6 @@ class RemoteProtocolError(CrossdockError):
     """A peer sent bytes that are not a message of this protocol, or a message that is not allowed here and now."""
 
 
-class PeerLost(CrossdockError):
-    """A peer's link closed, or it missed its heartbeats."""
-
-
 class PeerRefused(CrossdockError):
     """A peer answered the handshake or an offer with a refusal; `str()` says which field differs."""
 
@@ -68,7 +64,6 @@ class Interrupt(StrEnum):
     ENGINE_ERROR = "engine_error"
     PREEMPTED = "preempted"
     """It had to make room on its decode worker, which the coordinator had overcommitted."""
-    COORDINATOR_LOST = "coordinator_lost"
     DRAINED = "drained"
     """Its worker is about to end, on purpose. It goes on at once, and this attempt does not count as one."""
 

@@ -356,6 +356,8 @@ class WorkFailed(Message, frozen=True):
     attempt: Attempt
     reason: Interrupt
     message: Text
+    output_tokens: Count = 0
+    """First tokens emitted in prefill. What a decode worker has emitted is known by its steps."""
 
 
 # --- worker → gateway --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ carries its key as `User-Id` on every frame, and by it, not by its Hello or its 
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import zmq
@@ -18,7 +18,7 @@ from runtime import log
 from runtime.driver import watched
 from runtime.keys import Keys
 from runtime.monitor import Failure
-from runtime.peer import LinkCounters, LinkSettings, open_socket
+from runtime.peer import LinkCounters, LinkSettings, Peer, open_socket
 from runtime.seldom import Seldom
 
 _log = log.get("crossdock.curve")
@@ -100,17 +100,21 @@ class Gate:
         first, *rest = await self._socket.recv_multipart(copy=False)
         return first.bytes, [frame.bytes for frame in rest], str(first.get("User-Id"))
 
-    def refusal(self, hello: Hello, user_id: str) -> str | None:
-        """Why this key may not say this Hello."""
+    def refusal(self, hello: Hello, user_id: str, peers: Iterable[Peer]) -> str | None:
+        """Why this key may not say this Hello, beside these peers: an epoch that one of them has is its own, who would be put
+        out by another."""
         if self._keys is None:
             return None
         listed = self._keys.listed(user_id)
-        if listed is not None and listed.role is hello.role:
+        taken = any(peer.epoch == hello.epoch and peer.user_id != user_id for peer in peers)
+        if listed is not None and listed.role is hello.role and not taken:
             return None
         self._counters.impostors += 1
         if listed is None:
             return "its key was removed"
-        return f"its key is {listed.name}, which may not be a {hello.role}"
+        if listed.role is not hello.role:
+            return f"its key is {listed.name}, which may not be a {hello.role}"
+        return "its epoch is another process's"
 
     def is_listed(self, user_id: str) -> bool:
         return self._keys is None or self._keys.listed(user_id) is not None

@@ -184,7 +184,7 @@ class LinkServer:
         elif len(self.peers) >= self._settings.peers_max:
             refusal = f"{len(self.peers)} peers are connected already"
         else:
-            refusal = self._gate.refusal(message, user_id) or self._accept(message)
+            refusal = self._gate.refusal(message, user_id, self.peers.values()) or self._accept(message)
         if refusal is not None:
             self._warn("refused", peer=message.name, role=message.role.value, reason=refusal)
             self._refuse(routing_id, refusal)

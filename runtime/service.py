@@ -34,9 +34,8 @@ class Service:
 
     def ordered(self, order: Draining | Drained, now: float) -> None:
         """By the coordinator."""
-        if isinstance(order, Drained):
-            self._dismissed = True
-        elif not self.leaving:
+        self._dismissed = isinstance(order, Drained)  # after any other order it is said anew, if it is so
+        if isinstance(order, Draining) and not self.leaving:
             self._hand_over_at = None if order.hand_over_ms is None else now + order.hand_over_ms / 1000
 
     def link_lost(self) -> None:

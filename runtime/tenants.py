@@ -153,9 +153,6 @@ class Tenants:
                 weights[f"{band}/{policy.organisation}/{policy.user}"] = policy.weight
         return weights
 
-    def tenant_of_key_hash(self, digest: bytes) -> str | None:
-        return self.keys.get(digest)
-
 
 # --- the file's shape -------------------------------------------------------------------------------------------------
 

@@ -133,6 +133,19 @@ def test_the_first_token_is_charged_though_the_client_left_right_after_hand_over
     assert (w.closed("r").output_tokens, w.closed("r").charged_tokens) == (2, 12)
 
 
+def test_the_first_token_is_charged_though_its_transfer_failed_when_the_client_left() -> None:
+    """As where the decode worker hears of the cancel first, and aborts the transfer."""
+    w = world()
+    w.receive(1, by("a/y", "r", 10, max_tokens=90, choices=2))
+    for step in w.take(Step):
+        assert isinstance(step, Step)
+        w.receive(10, StepDone(step.step_id, step.chunks, 1.0, 10))
+    w.receive(1, Cancel("r", 1, CancelReason.STOP_STRING))
+    w.receive(20, Released("r", 1, 0))
+    w.receive(10, WorkFailed("r", 1, Interrupt.TRANSFER_FAILED, "released", 2))
+    assert (w.closed("r").output_tokens, w.closed("r").charged_tokens) == (2, 12)
+
+
 @pytest.mark.parametrize("end", ["lost", "failed"])
 @pytest.mark.parametrize("resumes", [True, False])
 def test_what_a_lost_worker_has_emitted_is_charged_as_far_as_its_steps_tell(end: str, resumes: bool) -> None:

@@ -250,6 +250,18 @@ def test_a_submit_of_an_attempt_that_has_ended_is_told_so() -> None:
     assert h.core.requests["a"].attempt == 2
 
 
+def test_prompts_of_requests_that_were_cancelled_are_not_kept_behind_one_that_waits() -> None:
+    """Lanes and lists clear out what has left them later."""
+    h = Harness.make(kv_blocks=3)
+    for number in range(20):
+        h.receive(1, submit(f"r{number}", 9, max_tokens=3))
+    left = [h.core.requests[f"r{number}"] for number in range(2, 20)]
+    assert all(request.blob for request in left)
+    for request in left:
+        h.receive(1, Cancel(request.id, 1, CancelReason.DISCONNECTED))
+    assert not any(request.blob for request in left)
+
+
 def test_finish_may_overtake_the_hand_over() -> None:
     h = dict(states_of_a_life())[State.HANDING_OVER]
     h.receive(20, Finished("a", 1, 4, 0))

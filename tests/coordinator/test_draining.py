@@ -8,13 +8,15 @@ import pytest
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from coordinator.report import status
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
-from proto.errors import Interrupt
+from proto.errors import CancelReason, Interrupt
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import (
     Accepted,
+    Cancel,
     Chunk,
     Finished,
     HandedOver,
+    Held,
     Hello,
     Interrupted,
     Prefill,
@@ -27,7 +29,7 @@ from proto.messages import (
     StepDone,
     Submit,
 )
-from tests.coordinator.world import Harness, submit, worker_hello
+from tests.coordinator.world import Harness, gateway_hello, submit, worker_hello
 
 PATH = ("standard", "default", "")
 
@@ -93,6 +95,40 @@ def test_chunks_of_a_prompt_that_is_placed_go_on() -> None:
     assert placed_on(h.take(Prefill, 21 - there)) == {"new"}
     h.receive(there, HandedOver("long", 1, 100, 1.0))
     assert h.take(Drained, there)
+
+
+def test_a_failure_after_a_drain_is_charged_as_any_other() -> None:
+    h = Harness.make()
+    decoding(h, submit("a", 10, max_tokens=50))
+    h.receive(20, Draining(0.0))
+    h.receive(20, Released("a", 1, 20))
+    h.post(PeerUp(22, worker_hello(Role.DECODE, 22)))
+    second = again(submit("a", 10, max_tokens=50), 21)
+    decoding(h, second)
+    assert h.core.requests["a"].paid_tokens == 31
+    h.post(PeerDown(22, "killed"))
+    h.receive(1, msgspec.structs.replace(second, attempt=3))
+    assert h.core.requests["a"].paid_tokens == 0
+
+
+def test_streams_of_an_earlier_coordinator_are_handed_over_too() -> None:
+    """It does not know whose they are, so all gateways are told, and the one whose it is goes on."""
+    h = Harness.make(decode=2)
+    held = (Held("a", 1, 5, 1), Held("gone", 1, 5, 1))
+    h.receive(1, Cancel("gone", 1, CancelReason.DISCONNECTED))
+    h.post(PeerUp(2, gateway_hello(2)))
+    h.post(PeerUp(22, msgspec.structs.replace(worker_hello(Role.DECODE, 22), held=held, hand_over_ms=1000.0)))
+    h.sent.clear()
+    h.now = 1.0
+    h.post(Tick())
+    told = [(s.epoch, s.message) for s in h.sent if isinstance(s.message, Interrupted)]
+    expected = Interrupted("a", 1, Interrupt.DRAINED, "decode-22 is drained")
+    assert told == [(1, expected), (2, expected)] and h.take(Release, 22) == [Release("a", 1)]
+    decoding(h, again(submit("a", 10, max_tokens=50), 21))
+    assert h.core.requests["a"].decode_epoch != 22 and not h.core.counters["retries"]
+    for name in ("a", "gone"):
+        h.receive(22, Released(name, 1, 20))
+    assert h.take(Drained, 22)
 
 
 def test_what_runs_longer_is_handed_over_and_goes_first_and_free() -> None:

@@ -293,3 +293,17 @@ def test_room_that_nobody_comes_for_is_given_back(how: str, released_first: bool
 
 def sent(h: Harness, kind: type[Message]) -> list[Message]:
     return [s.message for s in h.sent if isinstance(s.message, kind)]
+
+
+def test_room_that_is_kept_twice_for_one_request_is_kept_no_longer_once_it_has_it() -> None:
+    """As its own, from before its prefill worker was lost, and since others were let by."""
+    h = Harness.make(2, 1, Limits(bypasses_max=1), kv_blocks=5)
+    h.receive(1, submit("a", 9, max_tokens=3))
+    h.post(PeerDown(h.core.requests["a"].prefill_epoch, "killed"))
+    h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
+    for name in ("small", "smaller"):
+        h.receive(1, msgspec.structs.replace(submit(name, 2, max_tokens=2), tenant=name))
+    pool = h.core.pools["m"]
+    assert pool.kept_for is h.core.requests["a"] and pool.claims
+    h.receive(20, Released("a", 1))
+    assert h.core.requests["a"].state is State.PREFILLING and pool.kept_for is None

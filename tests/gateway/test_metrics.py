@@ -4,6 +4,7 @@ import pytest
 
 from gateway.metrics import GatewayMetrics, StreamTimes
 from gateway.stream_types import FailKind, Failure
+from runtime.metrics import TENANTS_MAX
 from runtime.tenants import Slo, TenantsError, parse
 
 SLO = Slo(1000.0, 100.0)
@@ -53,6 +54,18 @@ def test_failures_rejections_and_those_who_left() -> None:
     assert results(metrics) == {"rejected": 1.0, "failed": 1.0}
     assert metrics.streams.values == {("rejected",): 1.0, ("interrupted",): 1.0, ("left",): 1.0, ("ok",): 1.0}
     assert sum(metrics.tpot.counts) == 0 and sum(metrics.duration.counts) == 1
+
+
+def test_tenants_of_their_own_series_are_those_served_lately_not_those_who_came_first() -> None:
+    metrics = GatewayMetrics()
+    metrics.slo_of = lambda tenant: SLO
+    for now in (100.0, 200.0, 300.0):
+        for number in range(TENANTS_MAX + 1):
+            times = StreamTimes(metrics, f"t{number}", 1, now)
+            times.delivered(0, 1 + number, 0, now)
+            times.ended(None, now)
+    known = {tenant for tenant, _ in metrics.slo.values}
+    assert f"t{TENANTS_MAX}" in known and "t0" not in known
 
 
 def test_time_per_token_counts_every_choice_from_the_first_token() -> None:

@@ -61,6 +61,18 @@ def test_an_unanswered_submission_is_sent_again_as_a_new_attempt() -> None:
     assert submits(up) == [("r", 2, [1, 2, 3], 0, 1, 0)]
 
 
+def test_an_unanswered_submission_waits_its_turn_among_those_that_come_back() -> None:
+    """Its first attempt may have been among those that the loss of the link ended."""
+    bench = Bench()
+    bench.open()
+    bench.do(LinkDown())
+    bench.do(LinkUp(7))
+    assert bench.do(Rejected("r", 2, Reject.RETRY_BUDGET, "too many", 5.0)) == []
+    assert submits(bench.wait()) == [("r", 2, [1, 2, 3], 0, 1, 0)]
+    bench.now += LIMITS.link_wait_s
+    assert failures(bench.do(Rejected("r", 2, Reject.RETRY_BUDGET, "too many", 5.0))) == [FailKind.REJECTED]
+
+
 def test_an_unanswered_submission_still_waits_a_bounded_time_for_the_link() -> None:
     bench = Bench()
     bench.open()

@@ -126,6 +126,12 @@ def test_metrics_are_on_ports_in_turn() -> None:
     assert said == ["127.0.0.1:9400", "127.0.0.1:9401", "10.0.0.1:9", "127.0.0.1:9403"]
 
 
+def test_hosts_that_share_a_machine_have_metrics_beside_each_other() -> None:
+    found = plans(FRONT + '[hosts.b]\naddress = "127.0.0.2"\nworkers = "1P0D"\n[ports]\nmetrics = 9400\n')
+    metrics = [one.settings.metrics for plan in found.values() for one in plan.processes]  # type: ignore[attr-defined]
+    assert len(set(metrics)) == 5 and metrics[-1] == "127.0.0.2:9400"
+
+
 def test_a_host_behind_another_address_says_which() -> None:
     text = "insecure = true\n" + FRONT.replace('"127.0.0.1"', '"alpha.example"\nbind = "10.0.0.7"')
     plan = plans(text)["a"]

@@ -1,5 +1,6 @@
 """`crossdock up` and `down` of one host, with a real process, and what `launch_ssh` sends to which host."""
 
+import asyncio
 import io
 import json
 import os
@@ -13,9 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
+from launcher import here, up
 from launcher.cluster import free_port
 from launcher.cluster_file import parse
+from launcher.cluster_plan import HostPlan
+from launcher.cluster_settings import UpSettings
 from launcher.hosts import Site, keys_there, parcel
 from launcher.keys import NewKeysSettings
 from launcher.keys import run as make_keys
@@ -65,6 +70,19 @@ def test_up_detached_restarts_what_dies_and_leaves_nothing(tmp_path: Path) -> No
     assert not [one for one in others if one.is_running()]
     assert not list((tmp_path / "state").rglob("*.*")), "files are left"
     assert "is not up" in call(tmp_path, "down").stdout
+
+
+def test_an_up_that_came_second_leaves_the_first_ones_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both had looked before either was up, as where a model has to be fetched first."""
+    coordinator_alone(tmp_path, 7070)
+    monkeypatch.setattr(here, "runs_folder", lambda: tmp_path)
+    settings = UpSettings(cluster_file=str(tmp_path / "cluster.toml"))
+    at = up.place(settings.cluster_file, "only")
+    at.folder.mkdir()
+    with here.noted(at.folder, model_id="m", base_url="", coordinator="tcp://127.0.0.1:7070"):
+        with pytest.raises(up.RunsAlready):
+            asyncio.run(up._up(settings, at, HostPlan((), ()), "", Console()))
+        assert here.running(at.folder)
 
 
 def test_up_detached_says_why_it_failed(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_key_is_printed_once_with_lines_that_make_it_work(tmp_path: Path) -> N
     (key,) = re.findall(r"sk-[0-9a-f]{64}", done.stdout)
     lines = done.stdout.split("For the tenants file:")[1]
     tenants = parse(lines)
-    assert tenants.tenant_of_key_hash(hashlib.sha256(key.encode()).digest()) == "acme.org/ann"
+    assert tenants.keys.get(hashlib.sha256(key.encode()).digest()) == "acme.org/ann"
     file = tmp_path / "tenants.toml"
     file.write_text(lines)
     checked = crossdock("tenants", "check", str(file))

@@ -161,6 +161,40 @@ def test_a_routing_id_is_no_identity(folder: Path) -> None:
     run(body)
 
 
+def test_an_epoch_is_no_identity(folder: Path) -> None:
+    """Epochs are told to others; whoever says another process's does not put it out. The process itself may come again."""
+    make(folder, ["decode-b"])
+    other = folder.parent / "other"
+    other.mkdir(mode=0o700)
+    for path in folder.iterdir():
+        if path.name not in ("decode.key", "decode.key_secret"):
+            (other / path.name).write_bytes(path.read_bytes())
+            (other / path.name).chmod(0o600)
+
+    async def body() -> None:
+        a = End()
+        server = a.server(settings=links(folder, Role.COORDINATOR))
+        address = await server.start()
+        served = End().client(address, hello=hello(Role.DECODE), settings=links(folder, Role.DECODE))
+        await served.start()
+        assert await a.next() == ("up", 9)
+        observer = End().client(address, hello=hello(Role.OBSERVER), settings=links(folder, Role.OBSERVER))
+        same_role = End().client(address, hello=hello(Role.DECODE), settings=links(other, Role.DECODE))
+        for client in (observer, same_role):
+            await client.start()
+            await until(lambda client=client: "another process" in client.last_error)  # type: ignore[misc]
+            await client.close()
+        assert a.events.empty() and len(server.peers) == 1 and server.counters.impostors >= 2
+        again = End().client(address, hello=hello(Role.DECODE), settings=links(folder, Role.DECODE))
+        await again.start()
+        assert await a.next() == ("up", 9), "its owner decides what becomes of the earlier link"
+        for client in (again, served):
+            await client.close()
+        await server.close()
+
+    run(body)
+
+
 def test_keys_are_rotated_on_sighup(folder: Path) -> None:
     """A new key is let in once the public file is there, and its links end once it is gone; a mistake changes nothing."""
     make(folder, ["decode-b"])

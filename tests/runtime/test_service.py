@@ -32,3 +32,14 @@ def test_one_that_is_to_end_stays_so_whatever_a_person_says() -> None:
     service.leave(1.0, 0.0)
     service.ordered(Draining(None), 0.0)
     assert service.hand_over_ms(0.5) == 500.0
+
+
+def test_a_drain_that_was_undone_dismisses_nobody() -> None:
+    service = Service()
+    service.ordered(Draining(0.0), 10.0)
+    service.ordered(Drained(), 10.0)
+    service.ordered(Draining(None), 11.0)
+    service.leave(20.0, 12.0)
+    assert not service.may_go(up=True, empty=True), "something may be on its way to it"
+    service.ordered(Drained(), 13.0)
+    assert service.may_go(up=True, empty=True)

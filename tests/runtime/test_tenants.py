@@ -42,8 +42,8 @@ def test_users_inherit_all_but_weight_and_limits() -> None:
 
 def test_keys_name_their_tenant_and_are_not_shown() -> None:
     tenants = parse(FILE)
-    assert tenants.tenant_of_key_hash(hashlib.sha256(b"bob's").digest()) == "acme/bob"
-    assert tenants.tenant_of_key_hash(hashlib.sha256(b"eve's").digest()) is None
+    assert tenants.keys.get(hashlib.sha256(b"bob's").digest()) == "acme/bob"
+    assert tenants.keys.get(hashlib.sha256(b"eve's").digest()) is None
     assert BOB not in repr(tenants)
 
 

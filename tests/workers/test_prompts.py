@@ -154,6 +154,15 @@ def test_release_during_a_step_and_a_transfer_waits_for_both() -> None:
     assert t.close(prompt, Finished("a", 1, 1, 0)) == [], "told once"
 
 
+def test_what_failed_after_its_first_token_says_that_it_was_emitted() -> None:
+    t = table()
+    prompt = take(t, "a", 10)
+    compute(t, prompt, 10)
+    prompt.output_tokens = 2
+    [failed] = t.sent(prompt, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "aborted"))
+    assert isinstance(failed, WorkFailed) and failed.output_tokens == 2
+
+
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_every_prompt_is_told_of_once_and_every_block_comes_back(data: st.DataObject) -> None:

@@ -13,15 +13,19 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from runtime import clock, log
+from proto.errors import CrossdockError
+from runtime import clock, log, machine
 from runtime.addresses import METRICS_OFF, advertised_metrics, split_metrics
-from runtime.exits import ConfigError
 from runtime.metrics import Page
 
 CONNECTIONS_MAX: Final = 16
 EXCHANGE_S: Final = 10.0
 FRESH_S: Final = 0.25
 _HEAD_BYTES_MAX: Final = 4096
+
+
+class PortTaken(CrossdockError):
+    """Somebody else listens there, perhaps this process's predecessor: another start may do better."""
 
 
 class _Exchange(web.RequestHandler):
@@ -68,7 +72,7 @@ class MetricsServer:
         self._made: tuple[float, bytes] = (-FRESH_S, b"")
 
     async def start(self) -> None:
-        """Raises `ConfigError` where it cannot listen."""
+        """Raises `ConfigError` where it cannot listen, and `PortTaken` where it may do so later."""
         if self._asked == METRICS_OFF:
             return
         host, port = split_metrics(self._asked)
@@ -79,7 +83,8 @@ class MetricsServer:
                 lambda: _Exchange(server, loop), host, port, backlog=CONNECTIONS_MAX
             )
         except OSError as error:
-            raise ConfigError(f"--metrics: cannot listen on {self._asked}: {error.strerror or error}") from error
+            machine.check_listening(f"--metrics: cannot listen on {self._asked}", error)
+            raise PortTaken(f"--metrics: cannot listen on {self._asked}: {error.strerror or error}") from None
         bound = self._listener.sockets[0].getsockname()
         self.address = advertised_metrics(bound[0], bound[1], self._advertise, socket.gethostname())
         log.get("crossdock.metrics").info("metrics", address=self.address)

@@ -12,9 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from runtime import metrics_server
 from runtime.addresses import MetricsAddress, advertised_metrics
-from runtime.exits import ConfigError
 from runtime.metrics import Page
-from runtime.metrics_server import CONNECTIONS_MAX, MetricsServer
+from runtime.metrics_server import CONNECTIONS_MAX, MetricsServer, PortTaken
 
 BIG = 40_000_000
 """Bytes: more than the kernel's buffers hold."""
@@ -183,7 +182,7 @@ def test_off_is_off_and_a_taken_port_is_named() -> None:
         await server.close()
         first = MetricsServer("127.0.0.1:0")
         await first.start()
-        with pytest.raises(ConfigError, match=r"--metrics: cannot listen on 127\.0\.0\.1"):
+        with pytest.raises(PortTaken, match=r"--metrics: cannot listen on 127\.0\.0\.1"):
             await MetricsServer(first.address).start()
         await first.close()
 

@@ -31,6 +31,7 @@ def test_status_finds_the_cluster_of_this_machine(cluster: Live) -> None:
 
 
 def test_decode_never_computes_a_prompt_and_prefill_never_decodes(cluster: Live) -> None:
+    cluster.token_ids([6, 7, 8], 2, ignore_eos=True)  # its end tells what was computed for clients that had left before
     before = {w.role.value: w.tokens_forwarded for w in cluster.wait_idle().workers}
     for length, new in ((150, 10), (3, 20)):
         cluster.token_ids(list(range(6, 6 + length)), new, ignore_eos=True)

@@ -309,7 +309,7 @@ class WorkerSettings(_ClientSettings):
         "full", description="KV segments a decode worker on a GPU verifies: all, or one in 16. On the CPU always all."
     )
     kv_mib_per_s: int = Field(
-        512,
+        256,
         ge=0,
         le=1 << 20,
         description="MiB of KV per second taken in on a CPU while streams run, 64 at once; 0: no limit. More slows them.",

@@ -1,7 +1,6 @@
 """Drives a decode worker: reservations and KV in, steps to the engine thread, tokens to gateways."""
 
 import asyncio
-import contextlib
 
 from decode_worker.batch import Batch
 from decode_worker.compute import StepResult, run_step
@@ -26,7 +25,7 @@ from proto.messages import Capacity, Hello, Message, Reserve, Role, StatusReques
 from runtime import clock
 from runtime.addresses import advertised
 from runtime.common_metrics import link_counters
-from runtime.driver import Stop, watched
+from runtime.driver import Stop
 from runtime.link import LinkServer, LinkSettings
 from runtime.link import Peer as LinkPeer
 from runtime.log import Log
@@ -35,7 +34,7 @@ from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
 from runtime.step_watch import StepWatch
-from runtime.worker_process import end_if_hung, kv_held
+from runtime.worker_process import kv_held, work_until_stopped
 
 
 class DecodeWorker:
@@ -137,28 +136,19 @@ class DecodeWorker:
         ends = {"kv": self.server.counters, "coordinator": self.registration.counters}
         link_counters(self.metrics.page, ends, lambda: self.registration.up)
         self.observed.show(self.metrics.page, self.registration.not_ready)
-        await self.registration.start()
-        loop = asyncio.get_running_loop()
-        stepping, stopping = watched(self._run_steps()), loop.create_task(stop.wait())
-        watching = watched(end_if_hung(self.watch, self.registration.send, self.log))
         try:
-            await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not stepping.done():
-                await self.registration.leave(self.settings.drain_timeout_s, stop)
+            await work_until_stopped(
+                self._run_steps(),
+                registration=self.registration,
+                watch=self.watch,
+                stop=stop,
+                drain_timeout_s=self.settings.drain_timeout_s,
+                close_transfers=self.receiver.close,
+                logger=self.log,
+            )
         finally:
-            stopping.cancel()
-            stepping.cancel()
-            watching.cancel()
-            await asyncio.wait({stepping}, timeout=5)
-            await self.registration.close()
-            with contextlib.suppress(
-                TimeoutError
-            ):  # a transfer thread is stuck with a dead peer; the process ends anyway
-                await self.receiver.close()
             await self.server.close()
             await self.gateways.close()
-        if stepping.done() and not stepping.cancelled():
-            stepping.result()
 
     def _order(self, _: LinkPeer, message: Message, __: bytes) -> None:
         if isinstance(message, StatusRequest):

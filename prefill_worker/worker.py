@@ -1,7 +1,6 @@
 """Drives a prefill worker: orders in, steps to the engine thread, tokens to gateways, KV to decode workers."""
 
 import asyncio
-import contextlib
 
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
@@ -20,7 +19,7 @@ from proto.messages import Capacity, Message, Role, StatusRequest
 from proto.status import KvPair, KvPairs
 from runtime import clock
 from runtime.common_metrics import link_counters
-from runtime.driver import Stop, watched
+from runtime.driver import Stop
 from runtime.link import LinkSettings
 from runtime.link import Peer as LinkPeer
 from runtime.log import Log
@@ -29,7 +28,7 @@ from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
 from runtime.settings import WorkerSettings
 from runtime.step_watch import StepWatch
-from runtime.worker_process import end_if_hung, kv_held
+from runtime.worker_process import kv_held, work_until_stopped
 
 
 class PrefillWorker:
@@ -111,28 +110,19 @@ class PrefillWorker:
         observed.show(page, self.registration.not_ready)
 
     async def run(self, stop: Stop) -> None:
-        await self.registration.start()
-        stepping = watched(self._run_steps())
-        watching = watched(end_if_hung(self.watch, self.registration.send, self.log))
-        stopping = asyncio.get_running_loop().create_task(stop.wait())
         try:
-            await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not stepping.done():
-                await self.registration.leave(self.settings.drain_timeout_s, stop)
+            await work_until_stopped(
+                self._run_steps(),
+                registration=self.registration,
+                watch=self.watch,
+                stop=stop,
+                drain_timeout_s=self.settings.drain_timeout_s,
+                close_transfers=self.sender.close,
+                logger=self.log,
+            )
         finally:
-            stopping.cancel()
-            stepping.cancel()
-            watching.cancel()
-            await asyncio.wait({stepping}, timeout=5)
-            await self.registration.close()
-            with contextlib.suppress(
-                TimeoutError
-            ):  # a transfer thread is stuck with a dead peer; the process ends anyway
-                await self.sender.close()
             await self.gateways.close()
             await self.receivers.close()
-        if stepping.done() and not stepping.cancelled():
-            stepping.result()
 
     def _order(self, _: LinkPeer, message: Message, blob: bytes) -> None:
         if self.pairs_reported_at != self.core.links_lost:

@@ -6,27 +6,30 @@ import faulthandler
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Executor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from proto.errors import BadOption, CrossdockError
 from proto.messages import Message, Role
 from proto.progress import Hung
 from proto.status import KvHeld
 from runtime import clock, log, machine, notify
-from runtime.driver import Stop, run_process, unless_stopped
+from runtime.driver import Stop, run_process, unless_stopped, watched
 from runtime.exits import HUNG_EXIT, ConfigError
 from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkSettings
 from runtime.log import Log
 from runtime.metrics_server import MetricsServer
 from runtime.peer import close_sockets
+from runtime.registration import Registration
 from runtime.settings import WorkerSettings
 from runtime.step_watch import StepWatch
 
 LONGEST_STEP_S = 600.0
 """A compute thread that got to no end for so long starves the watchdog of the process, where there is one."""
+
+_STEP_END_S = 5.0
 
 EngineT = TypeVar("EngineT")
 
@@ -109,6 +112,37 @@ def leave_cores(cores: tuple[int, ...]) -> None:
     rest = os.sched_getaffinity(0) - set(cores)
     if cores and rest:
         os.sched_setaffinity(0, rest)
+
+
+async def work_until_stopped(
+    steps: Coroutine[Any, Any, None],
+    *,
+    registration: Registration,
+    watch: StepWatch,
+    stop: Stop,
+    drain_timeout_s: float,
+    close_transfers: Callable[[], Awaitable[None]],
+    logger: Log,
+) -> None:
+    """Registered, run `steps` until told to stop; then take leave of what runs. Raises what `steps` ended with."""
+    await registration.start()
+    stepping, stopping = watched(steps), asyncio.get_running_loop().create_task(stop.wait())
+    watching = watched(end_if_hung(watch, registration.send, logger))
+    try:
+        await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not stepping.done():
+            await registration.leave(drain_timeout_s, stop)
+    finally:
+        stopping.cancel()
+        stepping.cancel()
+        watching.cancel()
+        await asyncio.wait({stepping}, timeout=_STEP_END_S)
+        await registration.close()
+        # Late: a transfer thread is stuck with a dead peer; the process ends anyway.
+        with contextlib.suppress(TimeoutError):
+            await close_transfers()
+    if stepping.done() and not stepping.cancelled():
+        stepping.result()
 
 
 async def end_if_hung(watch: StepWatch, tell: Callable[[Message], None], logger: Log) -> None:

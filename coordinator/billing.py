@@ -6,14 +6,15 @@ blocks count as taken, because they are.
 
 Charged are the prompt tokens computed, once, however often a lost worker made us compute them again, and the tokens emitted,
 each once, whichever attempt it came from: what is counted is how far the answer is known to have got, by its workers' word, by
-its gateway's (`resumed_tokens`), or by the steps of a worker that was lost. So it does not matter who speaks first, or twice.
-(Of several choices on a lost worker it is not known which have ended: charged are their first tokens and the steps of one.)
+its gateway's (`resumed_tokens`, and its last word), or by the steps of a worker that was lost. So it does not matter who speaks
+first, or twice.
 
 A request that comes back after its bill was settled, as a stream does that its gateway gave up and resumes, gets another one,
 which goes on from there, and its row in the journal is opened again.
 
 A bill of an earlier coordinator is an *orphan*: its row in the journal is open, and a worker's or the gateway's word closes it.
-If none comes in `orphan_s`, it is written off at its estimate.
+Both say again what ended shortly before they lost the coordinator, and since. If no word comes in `orphan_s`, as where both are
+lost too, it is written off at its estimate.
 
 Where a worker's link is lost, as by a stop of this very process, the worker may be back in a moment, and say again what has
 finished meanwhile. So a bill that it held is not closed as cancelled before `DOUBT_S` have passed.
@@ -37,10 +38,15 @@ _SETTLED_MAX = 4096
 """Bills kept to go on from; of older ones the journal alone knows what they came to."""
 
 
-class Bill(msgspec.Struct, eq=False, gc=False):
-    request_id: str
-    grant: Grant
-    prompt_tokens_max: int
+def whole_of(submit: Submit) -> str:
+    """The request that this one is the rest of, as one of several choices that had begun; empty where it is none."""
+    end = f".c{submit.first_choice}"
+    return submit.request_id.removesuffix(end) if submit.choices == 1 and submit.request_id.endswith(end) else ""
+
+
+class Tally(msgspec.Struct, eq=False, gc=False):
+    """What has come of a bill so far."""
+
     attempt: int = 0
     computed_tokens: int = 0
     """Of the prompt, in this attempt."""
@@ -52,7 +58,6 @@ class Bill(msgspec.Struct, eq=False, gc=False):
     """Of the answer, known to be emitted, summed over choices."""
     from_token: int = 0
     """Of the answer: those before it are on another bill."""
-    choices: int = 1
     charged_tokens: int = 0
     """By an earlier bill of this request."""
     again: bool = False
@@ -72,26 +77,46 @@ class Bill(msgspec.Struct, eq=False, gc=False):
     decode_s: float = 0.0
 
     @property
-    def estimate(self) -> Ask:
-        """What was reserved, with what was charged before."""
-        prompt_tokens = self.prompt_tokens if self.prompt_done else self.prompt_tokens_max
-        return Ask(prompt_tokens, self.charged_tokens + self.grant.tokens - prompt_tokens, self.grant.kv_blocks)
-
-    @property
     def used_tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens - self.from_token
 
+
+class _Nothing(Tally, frozen=True):  # type: ignore[misc]
+    """Writing to it is an error."""
+
+
+class Bill(Grant, eq=False, gc=False):
+    request_id: str
+    prompt_tokens_max: int
+    choices: int = 1
+    tally: Tally = _Nothing()
+    """To be read. Its own is made by `begin`: most requests wait before anything comes of them, and there are many."""
+
+    def begin(self) -> Tally:
+        """Its tally, to be written to."""
+        if isinstance(self.tally, _Nothing):
+            self.tally = Tally()
+        return self.tally
+
+    @property
+    def estimate(self) -> Ask:
+        """What was reserved, with what was charged before."""
+        tally = self.tally
+        prompt_tokens = tally.prompt_tokens if tally.prompt_done else self.prompt_tokens_max
+        return Ask(prompt_tokens, tally.charged_tokens + self.tokens - prompt_tokens, self.kv_blocks)
+
     def spend(self, state: State, seconds: float) -> None:
         """Time passed in a state of the request."""
+        tally = self.begin()
         match state:
             case State.PREFILLING:
-                self.prefill_s += seconds
+                tally.prefill_s += seconds
             case State.HANDING_OVER:
-                self.transfer_s += seconds
+                tally.transfer_s += seconds
             case State.DECODING:
-                self.decode_s += seconds
+                tally.decode_s += seconds
             case _:
-                self.queue_s += seconds
+                tally.queue_s += seconds
 
 
 class Billing:
@@ -114,16 +139,10 @@ class Billing:
         for tenant, day, tokens in past.charged:
             self.quotas.seed(tenant, day, tokens, now)
         for row in past.open:
-            assert row.request_id not in self.bills, "the past comes before anything else"
             grant = self.quotas.restore(row.tenant, row.ask, row.day, now)
-            self.bills[row.request_id] = Bill(
-                row.request_id,
-                grant,
-                row.ask.prompt_tokens,
-                prompt_tokens=row.ask.prompt_tokens,
-                output_tokens=row.from_token,
-                from_token=row.from_token,
-            )
+            tally = self._open(row.request_id, grant, row.ask.prompt_tokens).begin()
+            tally.prompt_tokens = row.ask.prompt_tokens
+            tally.output_tokens = tally.from_token = row.from_token
             self.orphans[row.request_id] = orphans_until
 
     # --- acceptance -----------------------------------------------------------------------------------------------------
@@ -134,13 +153,14 @@ class Billing:
         bill = self.bills.get(request_id)
         if bill is None:
             return None
-        bill.ended, bill.outcome = bill.outcome, ""
+        tally = bill.begin()
+        tally.ended, tally.outcome = tally.outcome, ""
         self.doubts.pop(request_id, None)
-        bill.output_tokens = max(bill.output_tokens, resumed_tokens)
+        tally.output_tokens = max(tally.output_tokens, resumed_tokens)
         if self.orphans.pop(request_id, None) is not None:
-            bill.adopted = True
+            tally.adopted = True
             if not resumed_tokens:
-                bill.prompt_tokens = 0
+                tally.prompt_tokens = 0
         return bill
 
     def open(
@@ -149,8 +169,21 @@ class Billing:
         grant = self.quotas.reserve(tenant, ask, now, idle=idle)
         if isinstance(grant, Denial):
             return grant
+        return self._open(request_id, grant, ask.prompt_tokens, choices)
+
+    def _open(self, request_id: str, grant: Grant, prompt_tokens_max: int, choices: int = 1) -> Bill:
         assert request_id not in self.bills
-        bill = self.bills[request_id] = Bill(request_id, grant, ask.prompt_tokens, choices=choices)
+        bill = self.bills[request_id] = Bill(
+            grant.accounts,
+            grant.tokens,
+            grant.kv_blocks,
+            grant.day,
+            grant.rated,
+            grant.borrowed,
+            request_id,
+            prompt_tokens_max,
+            choices,
+        )
         return bill
 
     def open_promised(self, submit: Submit, output_tokens: int, kv_blocks: int, held: int, now: float) -> Bill:
@@ -158,41 +191,43 @@ class Billing:
         limit is asked. Of what it was charged before nothing is charged again; where that is forgotten, the journal knows, and
         tokens that were sent are taken to be charged. `held`: reservations that workers brought along."""
         request_id, resumed_tokens = submit.request_id, submit.resumed_tokens
-        assert request_id not in self.bills
-        before = self.settled.get(request_id)
-        of_choice = submit.choices == 1 and request_id.endswith(f".c{submit.first_choice}")
+        bill_before = self.settled.get(request_id)
+        before = bill_before.tally if bill_before is not None else None
+        of_choice = bool(whole_of(submit))
         done = before.prompt_done if before is not None else of_choice or resumed_tokens > 0
         prompt_tokens_max = 0 if done else submit.prompt_tokens - resumed_tokens
-        if before is not None:
-            prompt_tokens_max = before.prompt_tokens_max
+        if bill_before is not None:
+            prompt_tokens_max = bill_before.prompt_tokens_max
         due = prompt_tokens_max - before.prompt_tokens if before is not None else prompt_tokens_max
         ask = Ask(0 if done else due, output_tokens, kv_blocks)
         grant = self.quotas.restore(submit.tenant, ask, self.quotas.day(now), now, counted=False)
-        bill = self.bills[request_id] = Bill(request_id, grant, prompt_tokens_max, prompt_done=done, held=held)
-        bill.again, bill.choices, bill.output_tokens = True, submit.choices, resumed_tokens
+        bill = self._open(request_id, grant, prompt_tokens_max, submit.choices)
+        tally = bill.begin()
+        tally.again, tally.prompt_done, tally.held, tally.output_tokens = True, done, held, resumed_tokens
         if before is not None:
-            bill.attempt, bill.computed_tokens = before.attempt, before.computed_tokens
-            bill.prompt_tokens, bill.from_token = before.prompt_tokens, before.from_token
-            bill.output_tokens = max(before.output_tokens, resumed_tokens)
-            bill.charged_tokens = before.used_tokens
+            tally.attempt, tally.computed_tokens = before.attempt, before.computed_tokens
+            tally.prompt_tokens, tally.from_token = before.prompt_tokens, before.from_token
+            tally.output_tokens = max(before.output_tokens, resumed_tokens)
+            tally.charged_tokens = before.used_tokens
         elif of_choice:
-            bill.from_token = resumed_tokens
+            tally.from_token = resumed_tokens
         else:
-            bill.charged_tokens = resumed_tokens
+            tally.charged_tokens = resumed_tokens
         return bill
 
     def undo(self, bill: Bill, now: float, orphans_until: float) -> None:
         """It was not accepted after all; an orphan is one again, since its gateway may come once more."""
-        if bill.ended:
-            bill.outcome, bill.ended = bill.ended, ""
-            if not bill.held:
-                self.doubts[bill.request_id] = bill.doubt_until
+        if bill.tally.ended:
+            tally = bill.begin()
+            tally.outcome, tally.ended = tally.ended, ""
+            if not tally.held:
+                self.doubts[bill.request_id] = tally.doubt_until
             return
-        if bill.adopted:
+        if bill.tally.adopted:
             self.orphans[bill.request_id] = orphans_until
             return
         del self.bills[bill.request_id]
-        self.quotas.undo(bill.grant, now)
+        self.quotas.undo(bill, now)
 
     def rates(self, tenant: str, now: float) -> RateState | None:
         """None where nothing is limited, or nobody is known."""
@@ -207,29 +242,31 @@ class Billing:
         """A worker has registered with this; `of_answer`: a decode worker."""
         bill = self.bills.get(held.request_id)
         if bill is not None:
-            bill.held += 1
+            tally = bill.begin()
+            tally.held += 1
             bill.choices = max(bill.choices, held.seqs if of_answer else 1)
-            bill.output_tokens = max(bill.output_tokens, held.resumed_tokens)
+            tally.output_tokens = max(tally.output_tokens, held.resumed_tokens)
 
     def hold(self, request_id: str, count: int = 1) -> None:
         """So much more of it is on workers."""
         bill = self.bills.get(request_id)
         if bill is not None:
-            bill.held += count
+            bill.begin().held += count
 
     def computed(self, request_id: str, attempt: int, tokens: int) -> None:
         bill = self.bills.get(request_id)
-        if bill is None or bill.prompt_done or attempt < bill.attempt:
+        if bill is None or bill.tally.prompt_done or attempt < bill.tally.attempt:
             return
-        if attempt > bill.attempt:
-            bill.attempt, bill.computed_tokens = attempt, 0
-        bill.computed_tokens += tokens
-        bill.prompt_tokens = max(bill.prompt_tokens, min(bill.computed_tokens, bill.prompt_tokens_max))
+        tally = bill.begin()
+        if attempt > tally.attempt:
+            tally.attempt, tally.computed_tokens = attempt, 0
+        tally.computed_tokens += tokens
+        tally.prompt_tokens = max(tally.prompt_tokens, min(tally.computed_tokens, bill.prompt_tokens_max))
 
     def prompt_done(self, request_id: str) -> None:
         bill = self.bills.get(request_id)
         if bill is not None:
-            bill.prompt_done = True
+            bill.begin().prompt_done = True
 
     def emitted(self, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False) -> int:
         """The attempt that began behind `resumed_tokens` has emitted so many; `first`: and besides the first token of each
@@ -237,25 +274,25 @@ class Billing:
         bill = self.bills.get(request_id)
         if bill is None:
             return 0
-        new = resumed_tokens + tokens + (bill.choices if first else 0) - bill.output_tokens
+        new = resumed_tokens + tokens + (bill.choices if first else 0) - bill.tally.output_tokens
         if new <= 0:
             return 0
-        bill.output_tokens += new
+        bill.begin().output_tokens += new
         return new
 
     def lost(self, request_id: str, now: float) -> Closed | None:
         """One thing less of it is on a worker, whose link was lost."""
         bill = self.bills.get(request_id)
         if bill is not None:
-            bill.doubt_until = now + DOUBT_S
+            bill.begin().doubt_until = now + DOUBT_S
         return self.let_go(request_id, now)
 
     def let_go(self, request_id: str, now: float) -> Closed | None:
         """One thing less of it is on a worker."""
         bill = self.bills.get(request_id)
-        if bill is None or not bill.held:
+        if bill is None or not bill.tally.held:
             return None  # a worker may bring along what was not counted when this bill was opened
-        bill.held -= 1
+        bill.begin().held -= 1
         return self._close_if_over(bill, now)
 
     # --- ends -----------------------------------------------------------------------------------------------------------
@@ -264,7 +301,7 @@ class Billing:
         bill = self.bills.get(request_id)
         if bill is None:
             return None
-        bill.outcome = outcome
+        bill.begin().outcome = outcome
         return self._close_if_over(bill, now)
 
     def is_open_to(self, request_id: str) -> bool:
@@ -272,11 +309,25 @@ class Billing:
         return request_id in self.orphans or request_id in self.doubts
 
     def end_orphan(self, request_id: str, outcome: str, now: float) -> Closed | None:
-        """A worker says how a request ended of an earlier coordinator, or of which it had been lost."""
+        """A worker says how a request ended of an earlier coordinator, or of which it had been lost; or its gateway has
+        all of the answer."""
         if not self.is_open_to(request_id):
             return None
-        self.bills[request_id].doubt_until = now
+        tally = self.bills[request_id].begin()
+        if outcome != State.CANCELLED:
+            tally.doubt_until = now
+        elif tally.outcome:
+            outcome = tally.outcome  # one that lets go of an attempt does not know of all of the answer
+        else:
+            tally.doubt_until = now + DOUBT_S  # its gateway may know of more, and be on its way back
         return self.end(request_id, outcome, now)
+
+    def give_up(self, request_id: str, now: float) -> Closed | None:
+        """The gateway of an orphan wants no more of it. A worker that holds it may be on its way back, and know of more."""
+        if request_id not in self.orphans:
+            return None
+        self.bills[request_id].begin().doubt_until = now + DOUBT_S
+        return self.end(request_id, State.CANCELLED, now)
 
     def write_off(self, now: float, orphans_until: float) -> list[Closed]:
         """Orphans whose time has come; those that a worker still holds get more."""
@@ -289,11 +340,13 @@ class Billing:
             request_id, _ = first
             del self.orphans[request_id]
             bill = self.bills[request_id]
-            if bill.held:
+            tally = bill.begin()
+            if tally.held:
                 self.orphans[request_id] = orphans_until
                 continue
-            bill.outcome = LOST
-            bill.output_tokens = max(bill.output_tokens, bill.from_token + bill.estimate.output_tokens)
+            if not tally.outcome:
+                tally.outcome = LOST
+                tally.output_tokens = max(tally.output_tokens, tally.from_token + bill.estimate.output_tokens)
             closed.append(self._close(bill, now))
         return closed
 
@@ -302,10 +355,11 @@ class Billing:
         return min(soonest, default=None)
 
     def _close_if_over(self, bill: Bill, now: float) -> Closed | None:
-        if not bill.outcome or bill.held:
+        tally = bill.tally
+        if not tally.outcome or tally.held:
             return None
-        if bill.outcome == State.CANCELLED and now < bill.doubt_until:
-            self.doubts[bill.request_id] = bill.doubt_until
+        if tally.outcome == State.CANCELLED and now < tally.doubt_until:
+            self.doubts[bill.request_id] = tally.doubt_until
             return None
         return self._close(bill, now)
 
@@ -313,27 +367,28 @@ class Billing:
         del self.bills[bill.request_id]
         self.orphans.pop(bill.request_id, None)
         self.doubts.pop(bill.request_id, None)
-        whole = bill.prompt_done or bill.outcome == State.FINISHED
-        cached_tokens = max(bill.prompt_tokens_max - bill.prompt_tokens, 0) if whole else 0
-        used_tokens = bill.used_tokens
-        if used_tokens or bill.outcome not in _UNSERVED:
-            self.quotas.settle(bill.grant, used_tokens - bill.charged_tokens, now)
+        tally = bill.tally
+        whole = tally.prompt_done or tally.outcome == State.FINISHED
+        cached_tokens = max(bill.prompt_tokens_max - tally.prompt_tokens, 0) if whole else 0
+        used_tokens = tally.used_tokens
+        if used_tokens or tally.outcome not in _UNSERVED:
+            self.quotas.settle(bill, used_tokens - tally.charged_tokens, now)
         else:
-            self.quotas.undo(bill.grant, now)
+            self.quotas.undo(bill, now)
         self.settled.pop(bill.request_id, None)
         self.settled[bill.request_id] = bill
         if len(self.settled) > _SETTLED_MAX:
             del self.settled[next(iter(self.settled))]
         return Closed(
             bill.request_id,
-            bill.outcome,
+            tally.outcome,
             used_tokens,
-            bill.prompt_tokens,
+            tally.prompt_tokens,
             cached_tokens,
-            bill.output_tokens - bill.from_token,
-            1000 * bill.queue_s,
-            1000 * bill.prefill_s,
-            1000 * bill.transfer_s,
-            1000 * bill.decode_s,
-            bill.from_token,
+            tally.output_tokens - tally.from_token,
+            1000 * tally.queue_s,
+            1000 * tally.prefill_s,
+            1000 * tally.transfer_s,
+            1000 * tally.decode_s,
+            tally.from_token,
         )

@@ -54,9 +54,10 @@ def rather_waits(request: Request, prefill: Worker, pool: Pool, now: float) -> b
     patience = patience_s(submit.prompt_tokens, _prefill_side(prefill, here), others, pool.weights)
     if patience <= 0.0:
         return False
-    if request.waits_since is None:
-        request.waits_since = now
-    return now < request.waits_since + patience
+    course = request.begin()
+    if course.waits_since is None:
+        course.waits_since = now
+    return now < course.waits_since + patience
 
 
 def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:

@@ -16,91 +16,27 @@ go. For i and j backlogged and able to run over any interval,
 
 also where some tenants can run on some workers only. Where estimates were wrong, the bound is wider by the errors.
 
-A ring is a heap of `(round, position, line)` for each place where children have something to run. A turn taken only makes a
-key grow, so an outdated key is put right when it comes to the top, and a pop costs O(log n) at each level. What a pop needs
-hangs together by references, from ring to line to entry: each table that it would have to look into costs misses of the cache.
+A ring is a sorted line of lines (`lines.py`) for each place where children have something to run. A turn taken only makes a key
+grow, so an outdated key is put right when it comes to the top. What a pop needs hangs together by references, from ring to line
+to entry, and rounds lie side by side: where many tenants wait, what a pop costs is how many lines of memory it has to fetch.
 
 Inside one tenant `lanes` decides. Pure; costs are in weighted tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, TypeVar
 
-from coordinator.lanes import ANYWHERE, SPARE, Entry, Lane, Line, heads
+from coordinator.lanes import ANYWHERE, Entry, Lane, heads
+from coordinator.nodes import Node, Path
 
 T = TypeVar("T")
 Terms = tuple[float, bool]
 """The cost of a request's next chunk, and whether it is its last one."""
 Offer = Callable[[T], Terms | None]
 """Terms on the worker that asks, or None if the request cannot run there now."""
-Path = tuple[str, ...]
-Slot = tuple[float, int, Line]
-"""(round, ring position, line of a child)."""
 REFUSALS_MAX = 8
 """Requests without room that one pop looks at before it keeps to those placed already: what bounds its time when the
 workers are full."""
-
-
-class Node:
-    """A tenant at some level."""
-
-    __slots__ = ("children", "lines", "now", "owed", "parent", "path", "position", "round", "weight")
-
-    def __init__(self, path: Path, weight: float, parent: "Node | None", position: int) -> None:
-        assert weight > 0, path
-        self.path, self.weight, self.parent, self.position = path, weight, parent, position
-        self.round = 0.0
-        """Of the parent's ring: when this node's turn comes."""
-        self.owed = 0.0
-        """Corrections not yet charged: they count with the next chunk."""
-        self.now = 0.0
-        """The round this node's own ring has come to."""
-        self.lines: dict[int, Any] = {}
-        """By place, where it has something to run: lanes at the bottom, rings above."""
-        self.children: dict[str, Node] = {}
-
-    def before(self, other: "Node") -> bool:
-        """Whether its turn comes before that of another child of the same ring."""
-        return self.round < other.round or (self.round == other.round and self.position < other.position)
-
-
-class Ring(Line):
-    """The lines of a node's children at one place; its size is how many there are."""
-
-    __slots__ = ("heap",)
-
-    def __init__(self, node: Node, place: int) -> None:
-        super().__init__(node, place)
-        self.heap: list[Slot] = []
-
-    def enter(self, line: Line) -> None:
-        """The slot it had before, if any, is void."""
-        node, heap = line.node, self.heap
-        slot = line.slot = (node.round, node.position, line)
-        heappush(heap, slot)
-        if len(heap) > 2 * self.size + SPARE:
-            heap[:] = [other for other in heap if other[2].slot is other]
-            heapify(heap)
-
-    def first(self) -> Line | None:
-        """Whose turn comes first, after putting outdated slots right; alone, one may stay as it is."""
-        heap = self.heap
-        while heap:
-            slot = heap[0]
-            line = slot[2]
-            if line.slot is not slot:
-                heappop(heap)
-            elif slot[0] < line.node.round and len(heap) > 1:
-                self.put_right(line)
-            else:
-                return line
-        return None
-
-    def put_right(self, first: Line) -> None:
-        node = first.node
-        fresh = first.slot = (node.round, node.position, first)
-        heapreplace(self.heap, fresh)
 
 
 class FairQueue(Generic[T]):
@@ -110,12 +46,12 @@ class FairQueue(Generic[T]):
         self, quantum: float = 0.0, weights: Mapping[str, float] | None = None, overtaken_max: int = 16
     ) -> None:
         """`quantum`: cost per weight that an idle tenant may save up. `weights` by path joined with "/", 1 where none is
-        given. `overtaken_max`: see `Lanes`."""
+        given. `overtaken_max`: see `lanes`."""
         assert quantum >= 0 and overtaken_max >= 1
         self.quantum = quantum
         self.weights = dict(weights or {})
         self._overtaken_max = overtaken_max
-        self._root = Node((), 1.0, None, 0)
+        self._root = Node((), 1.0, None, 0, overtaken_max)
         self._leaves: dict[Path, Node] = {}
         self._positions = 0
         self._joins = 0
@@ -139,11 +75,11 @@ class FairQueue(Generic[T]):
 
     def forget(self, path: Path) -> None:
         """Let go of a tenant that has no entries, and of what was above it for its sake; with them go its debts."""
-        node = self._leaves.get(path)
-        if node is None or node.lines:
+        node: Node | None = self._leaves.get(path)
+        if node is None or node.busy:
             return
         del self._leaves[path]
-        while node is not None and node.parent is not None and not node.lines and not node.children:
+        while node is not None and node.parent is not None and not node.busy and not node.children:
             del node.parent.children[node.path[-1]]
             node = node.parent
 
@@ -151,8 +87,8 @@ class FairQueue(Generic[T]):
 
     def push(self, item: T, path: Path, deadline: float, chunks: int) -> Entry[T]:
         """Add a request with about `chunks` chunks to run; `deadline` in the seconds of whoever calls."""
-        leaf = self._leaves.get(path) or self._leaf(path)
-        lane = leaf.lines.get(ANYWHERE) or self._lane(leaf, ANYWHERE)
+        leaf = self._leaf(path)
+        lane: Lane[T] = leaf if leaf.size else self._lane(leaf, ANYWHERE)
         self._joins += 1
         entry = Entry(item, lane, deadline, chunks, self._joins)
         lane.join(entry)
@@ -182,7 +118,7 @@ class FairQueue(Generic[T]):
             return None
         entry, cost, last = found
         quantum = self.quantum
-        line: Line = entry.lane
+        line = entry.lane
         while (above := line.above) is not None:
             # Conditions in place of min and max: this runs for every chunk and level, and calls cost.
             node, ring = line.node, above.node
@@ -195,7 +131,7 @@ class FairQueue(Generic[T]):
                 node.owed, node.round = 0.0, start + due / node.weight
             else:
                 node.owed, node.round = due, start
-            if above.heap[0] is line.slot and above.size > 1:
+            if above.size > 1 and above[-1] is line:
                 above.put_right(line)  # now, while the cache has it
             line = above
         self._count_turn(entry, place)
@@ -210,47 +146,80 @@ class FairQueue(Generic[T]):
 
         A charge counts with the next chunk. A refund is felt at once, or who was charged too much would go on waiting.
         """
-        node = self._leaves.get(path) or self._leaf(path)
+        node: Node = self._leaf(path)
         while (ring := node.parent) is not None:
             node.owed += cost
-            if cost < 0 and node.owed < 0 and node.lines and node.round > ring.now:
+            if cost < 0 and node.owed < 0 and node.busy and node.round > ring.now:
                 ahead = node.round - ring.now
                 node.round = ring.now + max(ahead + node.owed / node.weight, 0.0)
                 node.owed = min(node.owed + ahead * node.weight, 0.0)
-                for line in node.lines.values():
+                for line in node.lines():
+                    line.above.extract(line)
                     line.above.enter(line)
             node = ring
 
     def charge(self, path: Path, cost: float) -> None:
         """Charge at once for something that is no chunk: the turns after it come later, whatever waits already."""
-        node = self._leaves.get(path) or self._leaf(path)
+        node: Node = self._leaf(path)
         while (ring := node.parent) is not None:
             node.round = max(node.round, ring.now - self.quantum) + cost / node.weight
             node = ring
 
     def debt(self, path: Path) -> float:
         """How far a tenant is ahead of its ring, in cost; negative is credit, which it has only while it has work."""
-        node = self._leaves.get(path) or self._leaf(path)
+        node: Node = self._leaf(path)
         assert node.parent is not None
         ahead = (node.round - node.parent.now) * node.weight
-        return (max(ahead, 0.0) if node.lines else ahead) + node.owed
+        return (max(ahead, 0.0) if node.busy else ahead) + node.owed
 
     # --- whose turn it is -----------------------------------------------------------------------------------------------
 
     def _find(self, place: int, offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
         """The next entry that can run, with its terms. Serves nothing."""
-        lines = self._root.lines
-        return self._find_in(lines.get(place), lines.get(ANYWHERE) if place != ANYWHERE else None, offer)
+        root = self._root
+        free = root if root.size else None
+        if place == ANYWHERE or root.others is None:
+            return self._find_in(free, offer) if free is not None else None
+        return self._find_either(root.line(place), free, offer)
 
-    def _find_in(self, own: Any, free: Any, offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
+    def _find_in(self, line: Node, offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
+        """In one line: what it has at the bottom goes first, or nothing of it."""
+        free = line.place == ANYWHERE
+        if line.bottom:
+            entry: Entry[T] = line.first()
+            terms = offer(entry.item)
+            if terms is not None:
+                return entry, *terms
+            if free:
+                self._refusals -= 1
+            return None
+        passed: list[Node] = []
+        found = None
+        while not free or self._refusals > 0:
+            child = line.next_line()
+            if child is None:
+                break
+            found = self._find_in(child, offer)
+            if found is not None:
+                break
+            line.drop()
+            passed.append(child)
+        for child in passed:
+            line.add(child, -child.due)
+        return found
+
+    def _find_either(self, own: Node | None, free: Node | None, offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
         """In the lines of one node: at the place that asks, and anywhere."""
-        if (own or free).__class__ is Lane:
+        if own is None or free is None:
+            line = free if own is None else own
+            return self._find_in(line, offer) if line is not None else None
+        if own.bottom:
             return self._find_head(own, free, offer)
-        passed: list[Line] = []
+        passed: list[Node] = []
         found = None
         while True:
-            mine = own.first() if own is not None else None
-            other = free.first() if free is not None and self._refusals > 0 else None
+            mine = own.next_line()
+            other = free.next_line() if self._refusals > 0 else None
             if mine is not None and other is not None and mine.node is not other.node:
                 if mine.node.before(other.node):
                     other = None
@@ -258,20 +227,18 @@ class FairQueue(Generic[T]):
                     mine = None
             if mine is None and other is None:
                 break
-            found = self._find_in(mine, other, offer)
+            found = self._find_either(mine, other, offer)
             if found is not None:
                 break
             for line in (mine, other):
                 if line is not None:
-                    heappop(line.above.heap)
+                    line.above.drop()
                     passed.append(line)
         for line in passed:
-            heappush(line.above.heap, line.slot)
+            line.above.add(line, -line.due)
         return found
 
-    def _find_head(
-        self, own: Lane[T] | None, free: Lane[T] | None, offer: Offer[T]
-    ) -> tuple[Entry[T], float, bool] | None:
+    def _find_head(self, own: Lane[T], free: Lane[T], offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
         for entry in heads(own, free):
             terms = offer(entry.item)
             if terms is not None:
@@ -282,10 +249,11 @@ class FairQueue(Generic[T]):
 
     def _count_turn(self, entry: Entry[T], place: int) -> None:
         """`entry` gets a chunk on `place`: whoever joined before it and could have run there is overtaken."""
-        lane, lanes = entry.lane, entry.lane.node.lines
+        lane = entry.lane
+        leaf = lane.node
         lane.overtake(entry)
-        if len(lanes) > 1:
-            other = lanes.get(place if lane.place == ANYWHERE else ANYWHERE)
+        if leaf.others is not None:
+            other = leaf.line(place if lane is leaf else ANYWHERE)
             if other is not None and other is not lane:
                 other.overtake(None)
 
@@ -294,7 +262,9 @@ class FairQueue(Generic[T]):
     def _move(self, entry: Entry[T], place: int, chunks: int) -> None:
         """It waits on `place` for its next chunk, as the newest there."""
         before = entry.lane
-        lane = before if before.place == place else before.node.lines.get(place) or self._lane(before.node, place)
+        lane: Lane[T] | None = before if before.place == place else before.node.line(place)
+        if lane is None:
+            lane = self._lane(before.node, place)
         before.leave(entry, for_good=False)
         self._joins += 1
         entry.lane, entry.chunks, entry.joined = lane, chunks, self._joins
@@ -304,48 +274,51 @@ class FairQueue(Generic[T]):
 
     def _lane(self, leaf: Node, place: int) -> Lane[T]:
         """A new lane, and the rings above it that are missing."""
-        lane = Lane[T](leaf, place, self._overtaken_max)
-        node: Node = leaf
-        line: Line = lane
-        while True:
+        lane = below = None
+        node: Node | None = leaf
+        while node is not None:
+            there, idle = node.line(place), not node.busy
+            line = there if there is not None else node.begin(place)
+            if below is None:
+                lane = line
+            else:
+                below.above = line
+                line.size += 1
+                line.enter(below)
+            if there is not None:
+                break
             ring = node.parent
-            if not node.lines and ring is not None:
+            if idle and ring is not None:
                 node.round = max(node.round + node.owed / node.weight, ring.now - self.quantum)
                 node.owed = 0.0
-            node.lines[place] = line
-            if ring is None:
-                return lane
-            above = ring.lines.get(place)
-            there = above is not None
-            if above is None:
-                above = Ring(ring, place)
-            line.above = above
-            above.size += 1
-            above.enter(line)
-            if there:
-                return lane
-            node, line = ring, above
+            below, node = line, ring
+        assert lane is not None
+        return lane
 
-    def _end(self, line: Line) -> None:
+    def _end(self, line: Any) -> None:
         """Nothing is left in it, nor in the rings above that have no other."""
         while True:
-            del line.node.lines[line.place]
-            line.slot = None
-            if line.above is None:
+            line.node.end(line.place)
+            ended, line = line, line.above
+            if line is None:
                 return
-            line = line.above
+            line.extract(ended)
             line.size -= 1
             if line.size:
                 return
 
     def _leaf(self, path: Path) -> Node:
+        found = self._leaves.get(path)
+        if found is not None:
+            return found
         node = self._root
         for depth, name in enumerate(path, 1):
             child = node.children.get(name)
             if child is None:
                 weight = self.weights.get("/".join(path[:depth]), 1.0)
                 self._positions += 1
-                child = node.children[name] = Node(path[:depth], weight, node, self._positions)
+                child = node.children[name] = Node(path[:depth], weight, node, self._positions, self._overtaken_max)
+                node.bottom = False
             node = child
         self._leaves[path] = node
         return node

@@ -1,14 +1,15 @@
 """What gateways ask for: a request comes in, is cancelled, or has waited too long."""
 
 from coordinator import admission, report, tenancy
+from coordinator.billing import whole_of
 from coordinator.choice import uncached_tokens
 from coordinator.events import Misbehaved, Moved, Received
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
 from coordinator.request import Request, share
-from coordinator.state import State
+from coordinator.state import Last, State
 from coordinator.victims import expected_left
-from proto.errors import Interrupt, Reject
+from proto.errors import CancelReason, Interrupt, Reject
 from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 
@@ -23,7 +24,7 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         # A worker would hold it against us.
         state.out.append(Misbehaved(epoch, f"{len(submit.block_hashes)} bytes are no whole number of block hashes"))
         return
-    ended = state.ended.get(submit.request_id, 0)
+    ended = state.ended.get(submit.request_id, Last()).attempt
     if submit.attempt <= ended:
         if submit.attempt == ended:
             why = "this attempt has ended; its tokens were lost on their way if they have not come"
@@ -74,13 +75,14 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
 
 
 def _comes_back(state: State, submit: Submit) -> bool:
-    """Whether an earlier attempt at it was cut short here, and not by a drain. Of what an earlier coordinator had accepted
-    nothing is known."""
+    """Whether an earlier attempt at it, or at all of its choices, was cut short here, and not by a drain. Of what an earlier
+    coordinator had accepted nothing is known."""
     known = state.requests.get(submit.request_id)
     if known is not None:
         drained = submit.drained_attempts > known.submit.drained_attempts
         return known.state is Life.INTERRUPTED and not drained
-    return submit.attempt > 1 and submit.request_id in state.ended
+    last = state.ended.get(submit.request_id) or state.ended.get(whole_of(submit))
+    return submit.attempt > 1 and last is not None and submit.drained_attempts <= last.drained
 
 
 def _put_off(state: State, epoch: int, submit: Submit, now: float) -> bool:
@@ -175,12 +177,20 @@ def cancel(state: State, epoch: int, event: Received, now: float) -> None:
     assert isinstance(cancel, Cancel)
     request = state.requests.get(cancel.request_id)
     if request is not None and request.gateway_epoch == epoch and cancel.attempt >= request.attempt:
-        state.end(request, Trigger.CANCEL, cancel.reason, now)
+        state.emitted(request.submit.model, request.path, request.id, cancel.output_tokens, 0)
+        whole = cancel.reason is CancelReason.ANSWERED and request.state is Life.INTERRUPTED
+        state.end(request, Trigger.FINISH if whole else Trigger.CANCEL, cancel.reason, now)
     elif request is None:
         # Accepted by an earlier coordinator: the workers know it, and so do their holdings.
         # One that has still to come back finds the cancel here.
-        state.release_everywhere((cancel.request_id, cancel.attempt))
+        for attempt in range(1, cancel.attempt + 1):  # one before may have missed that it was given up
+            state.release_everywhere((cancel.request_id, attempt))
         state.remember(cancel.request_id, cancel.attempt)
+        state.billing.emitted(cancel.request_id, cancel.output_tokens, 0)
+        if cancel.reason is CancelReason.ANSWERED:
+            state.journal(state.billing.end_orphan(cancel.request_id, Life.FINISHED, now))
+        else:
+            state.journal(state.billing.give_up(cancel.request_id, now))
 
 
 def expire(state: State, now: float) -> None:

@@ -18,7 +18,10 @@ def check(core: Core) -> None:
         for request_id, attempt in worker.holdings:
             if attempt == CLAIM:
                 request = core.requests[request_id]
-                assert request.claim[0] == worker.epoch and core.pools[worker.hello.model].claims[request_id] is request
+                assert (
+                    request.course.claim[0] == worker.epoch
+                    and core.pools[worker.hello.model].claims[request_id] is request
+                )
                 assert request.state in (State.QUEUED, State.INTERRUPTED)
         assert worker.tokens_in_flight == sum(c.length for step, _ in worker.steps.values() for c in step.chunks)
     queued = [request.id for queue in core.queues.values() for request in queue]
@@ -52,9 +55,13 @@ def _check_bills(core: Core) -> None:
         out.update(chunk.request_id for step, _ in worker.steps.values() for chunk in step.chunks)
     concurrency: Counter[str] = Counter()
     for request_id, bill in billing.bills.items():
-        assert bill.held == out[request_id]
+        assert bill.tally.held == out[request_id]
         request = core.requests.get(request_id)
-        assert request.bill is bill if request else billing.is_open_to(request_id) or (bill.outcome and bill.held)
-        concurrency.update(account.name for account in bill.grant.accounts)
+        assert (
+            request.bill is bill
+            if request
+            else billing.is_open_to(request_id) or (bill.tally.outcome and bill.tally.held)
+        )
+        concurrency.update(account.name for account in bill.accounts)
     assert set(core.requests) <= set(billing.bills)
     assert all(account.concurrency == concurrency[name] for name, account in billing.quotas.accounts.items())

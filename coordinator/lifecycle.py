@@ -58,6 +58,8 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.DECODING, Trigger.FINISH): State.FINISHED,
     (State.PREFILLING, Trigger.HANDED_OVER): State.DECODING,
     (State.INTERRUPTED, Trigger.RESUBMIT): State.QUEUED,
+    # Its worker was lost with its last word, but not before its gateway had all of the answer.
+    (State.INTERRUPTED, Trigger.FINISH): State.FINISHED,
     (State.QUEUED, Trigger.RESUBMIT): State.QUEUED,
     (State.QUEUED, Trigger.EXPIRE): State.EXPIRED,
     (State.QUEUED, Trigger.SHED): State.REJECTED,

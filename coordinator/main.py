@@ -26,6 +26,7 @@ from coordinator.lifecycle import TERMINAL
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.outbox import Outbox
 from coordinator.quota import DAY_S
+from coordinator.state import Last
 from coordinator.usage import Closed, Opened
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
@@ -226,9 +227,8 @@ class Coordinator:
         """Where the ledger is behind, what is new is refused; what is known, and only said again, is for the core."""
         if self.ledger is None or not self.ledger.behind:
             return False
-        return submit.request_id not in self.core.requests and submit.attempt > self.core.ended.get(
-            submit.request_id, 0
-        )
+        last = self.core.ended.get(submit.request_id, Last())
+        return submit.request_id not in self.core.requests and submit.attempt > last.attempt
 
     def _send(self, send: Send) -> None:
         peer, message = self.peers.get(send.epoch), send.message

@@ -12,6 +12,7 @@ from proto.messages import Hello, Release, Role
 from proto.progress import Hung
 
 REMEMBERED_MAX = 1024
+_LOST = {Role.PREFILL: Interrupt.PREFILL_LOST, Role.DECODE: Interrupt.DECODE_LOST}
 
 
 def up(state: State, epoch: int, hello: Hello, now: float) -> None:
@@ -50,8 +51,11 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
         return
     worker = state.workers.pop(epoch, None)
     if worker is not None:
-        let_go = state.billing.let_go if epoch in state.fenced else state.billing.lost
-        state.counters[f"{hello.role}_{'drained' if worker.draining else 'lost'}"] += 1
+        hung = epoch in state.fenced
+        let_go = state.billing.let_go if hung else state.billing.lost
+        drained = worker.draining and not hung
+        why = Interrupt.DRAINED if drained else _LOST[hello.role]
+        state.counters[f"{hello.role}_{'drained' if drained else 'lost'}"] += 1
         state.draining.pop(epoch, None)
         state.pools[hello.model].remove(worker)
         for step, requests in worker.steps.values():
@@ -65,7 +69,7 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
             state.journal(let_go(key[0], now))
         state.drop_claims_on(worker)
         for request in [request for request in state.requests.values() if draining.needs(request, worker)]:
-            state.interrupt(request, _why(worker), f"{hello.name}: {reason}"[:500], now)
+            state.interrupt(request, why, f"{hello.name}: {reason}"[:500], now)
             if hello.role is Role.PREFILL:
                 state.claim_room(request)
         state.sort_out(hello.model)
@@ -80,7 +84,7 @@ def hung(state: State, epoch: int, event: Received, now: float) -> None:
     taken, and it is not let in again."""
     assert isinstance(event.message, Hung)
     state.counters[f"{state.peers[epoch].role}_hung"] += 1
-    state.fenced[epoch] = None
+    state.fenced[epoch] = state.peers[epoch]
     if len(state.fenced) > REMEMBERED_MAX:
         del state.fenced[next(iter(state.fenced))]
     down(state, epoch, f"its step hung for {event.message.ran_ms / 1000:.1f} s", now)
@@ -101,9 +105,3 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
         state.billing.found(held, of_answer=worker.room is not None)
         if held.request_id in state.requests or held.request_id in state.ended:
             state.send(worker.epoch, Release(*key))
-
-
-def _why(worker: Worker) -> Interrupt:
-    if worker.draining:
-        return Interrupt.DRAINED
-    return Interrupt.PREFILL_LOST if worker.hello.role is Role.PREFILL else Interrupt.DECODE_LOST

@@ -98,7 +98,7 @@ class CoordinatorMetrics:
         self._tenants.served(tenant, entry.charged_tokens)
         label = self._tenants.label(tenant)
         bill = self._core.billing.settled.get(entry.request_id)
-        charged_before = bill.charged_tokens if bill is not None else 0
+        charged_before = bill.tally.charged_tokens if bill is not None else 0
         self._tenant_tokens.inc(label, by=max(entry.charged_tokens - charged_before, 0))
         self._tenant_requests.inc(label, entry.outcome)
         self._prompt_tokens.inc(model, "computed", by=entry.prompt_tokens)

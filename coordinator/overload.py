@@ -10,7 +10,7 @@ from math import exp
 from typing import Generic, TypeVar
 from zlib import crc32
 
-from coordinator.fairqueue import Path
+from coordinator.nodes import Path
 from coordinator.request import Request
 
 K = TypeVar("K", bound=Hashable)

@@ -34,8 +34,9 @@ def room_anywhere(request: Request, pool: Pool, now: float) -> tuple[Worker, Wor
 def reserve(request: Request, prefill: Worker, decode: Worker) -> None:
     prefill.hold(request.key, prefill.prefill_holding(request.submit, request.path))
     decode.hold(request.key, decode.decode_holding(request.submit, request.path, request.expected_left))
-    request.prefill_epoch, request.decode_epoch = prefill.epoch, decode.epoch
-    request.computed_tokens = request.cached_tokens
+    course = request.begin()
+    course.prefill_epoch, course.decode_epoch = prefill.epoch, decode.epoch
+    course.computed_tokens = request.cached_tokens
     prefill.placed[request.id] = request
 
 

@@ -7,8 +7,9 @@ from math import inf
 import msgspec
 
 from coordinator.breakers import Breakers
-from coordinator.fairqueue import REFUSALS_MAX, Path
+from coordinator.fairqueue import REFUSALS_MAX
 from coordinator.locality import Locality
+from coordinator.nodes import Path
 from coordinator.request import Request
 from coordinator.room import NEVER, Life, Room
 from coordinator.score import Weights
@@ -230,7 +231,7 @@ class Pool:
 
     def has_pair(self, prefill: Worker, now: float) -> bool:
         """Whether anything may be placed on it, as far as its pairs go."""
-        return not self.breakers.pairs or any(self.may_pair(prefill, decode, now) for decode in self.decode.values())
+        return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
 
     def hash_block_size(self) -> int:
         """Tokens that one hash of a prompt covers: the smallest block size, of which all others are multiples."""
@@ -283,7 +284,7 @@ class Pool:
         `served`: cost per second at which tenants are served."""
         self.refused.append(request)
         self.no_room += 1
-        if request.bypassed >= bypasses_max and self.kept_for is None and self.could_place(request.submit):
+        if request.course.bypassed >= bypasses_max and self.kept_for is None and self.could_place(request.submit):
             self.kept_for, self.kept_since, self.kept_rate = request, now, served(now)
 
     def stop_keeping(self, now: float) -> float:
@@ -305,7 +306,7 @@ class Pool:
     def count_bypasses(self) -> None:
         """A request got room, and those `refused` in the same pop, which were before it, did not."""
         for request in self.refused:
-            request.bypassed += 1
+            request.begin().bypassed += 1
 
     def waits_for_room(self) -> Request | None:
         """The request for which all room that comes free is kept."""

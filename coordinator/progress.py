@@ -43,8 +43,9 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
         request = state.current(chunk.request_id, chunk.attempt)
         if request is None or request.prefill_epoch != epoch:
             continue
-        request.computed_tokens += chunk.length
-        if request.state is Life.PREFILLING and request.computed_tokens >= request.submit.prompt_tokens:
+        course = request.begin()
+        course.computed_tokens += chunk.length
+        if request.state is Life.PREFILLING and course.computed_tokens >= request.submit.prompt_tokens:
             state.counters["prompt_tokens_cached"] += request.cached_tokens
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
@@ -86,7 +87,7 @@ def cache_miss(state: State, epoch: int, event: Received, now: float) -> None:
     state.counters["cache_misses"] += 1
     submit = request.submit
     state.pools[submit.model].locality.forget(epoch, usable_hashes(submit, size), miss.cached_tokens // size)
-    request.cached_tokens = request.computed_tokens = miss.cached_tokens
+    request.cached_tokens = request.begin().computed_tokens = miss.cached_tokens
     state.queues[submit.model].put_back(request, miss.cached_tokens)
     worker.placed[request.id] = request
 
@@ -163,18 +164,21 @@ def finished(state: State, epoch: int, event: Received, now: float) -> None:
 def released(state: State, epoch: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, Released)
+    _cut_short(state, epoch, done)
+    state.journal(state.billing.end_orphan(done.request_id, Life.CANCELLED, now))
+
+
+def _cut_short(state: State, epoch: int, done: Released | WorkFailed) -> None:
     # A decode worker does not count first tokens, which came before what it has emitted.
     first = done.output_tokens > 0 and state.workers[epoch].room is not None
     state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens, first=first)
-    state.journal(state.billing.end_orphan(done.request_id, Life.CANCELLED, now))
 
 
 def work_failed(state: State, epoch: int, event: Received, now: float) -> None:
     failed = event.message
     assert isinstance(failed, WorkFailed)
     worker = state.workers[epoch]
-    emitted = failed.output_tokens if worker.room is None else None
-    state.let_go(epoch, (failed.request_id, failed.attempt), emitted)
+    _cut_short(state, epoch, failed)
     state.counters[f"work_failed_{failed.reason}"] += 1
     request = state.current(failed.request_id, failed.attempt)
     if request is None or request.state not in ON_WORKERS or epoch not in (request.prefill_epoch, request.decode_epoch):
@@ -191,4 +195,4 @@ def _blame(state: State, request: Request, worker: Worker, reason: Interrupt, no
         pool.blame(worker)
     elif reason is Interrupt.TRANSFER_FAILED:
         pair = request.prefill_epoch, request.decode_epoch
-        state.counters["pairs_left_out"] += pool.breakers.failed(pair, request.placed_at, now)
+        state.counters["pairs_left_out"] += pool.breakers.failed(pair, request.course.placed_at, now)

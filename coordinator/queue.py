@@ -8,8 +8,9 @@ from math import inf
 from coordinator.bands import ring_weights
 from coordinator.cost import OutputLength
 from coordinator.events import Limits
-from coordinator.fairqueue import REFUSALS_MAX, FairQueue, Path, Terms
+from coordinator.fairqueue import REFUSALS_MAX, FairQueue, Terms
 from coordinator.lanes import SPARE, Entry
+from coordinator.nodes import Path
 from coordinator.overload import Backlog, Rate
 from coordinator.request import Request
 from proto.messages import Chunk, Submit
@@ -201,7 +202,7 @@ class WaitQueue:
         request.dispatched_tokens += length
         self.backlog.dispatched(request.path, length, found[1], now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
-            request.output_charged = output_cost
+            request.begin().output_charged = output_cost
             request.entry = None
         return request, length
 
@@ -234,9 +235,9 @@ class WaitQueue:
 
     def refund_output(self, request: Request) -> None:
         """The estimate gives way to what is reported as emitted."""
-        if request.output_charged:
-            self.fair.adjust(request.path, -request.output_charged)
-            request.output_charged = 0.0
+        if request.course.output_charged:
+            self.fair.adjust(request.path, -request.course.output_charged)
+            request.begin().output_charged = 0.0
 
     def learn(self, request: Request, emitted_tokens: int) -> None:
         """From an answer that came to its end: how long this tenant's are."""

@@ -5,11 +5,12 @@ from collections import Counter
 from coordinator.fairness import services
 from coordinator.state import State
 from proto.messages import Role, Submit
-from proto.status import PairStatus, StatusReport, TenantStatus, WorkerStatus
+from proto.status import PairStatus, Process, StatusReport, TenantStatus, WorkerStatus
 
 NO_CAPACITY_S = 5.0
 """About what a supervised worker takes to come back."""
 TENANTS_SHOWN = 16
+HUNG_SHOWN = 16
 
 
 def retry_after_s(state: State, submit: Submit, now: float) -> float:
@@ -57,6 +58,7 @@ def status(state: State) -> StatusReport:
         left_out=tuple(sorted(_left_out(state))),
         tenants=_tenants(state),
         metrics={hello.name: hello.metrics for hello in state.peers.values() if hello.metrics},
+        hung=tuple(Process(hello.name, hello.pid) for hello in list(state.fenced.values())[-HUNG_SHOWN:]),
     )
 
 

@@ -31,6 +31,31 @@ def share(submit: Submit) -> None:
             force_setattr(part, name, _COMMON.get(value, value))
 
 
+class Course(msgspec.Struct, eq=False, gc=False):
+    """What has happened to a request since it came to wait."""
+
+    prefill_epoch: int = 0
+    decode_epoch: int = 0
+    placed_at: float = 0.0
+    computed_tokens: int = 0
+    """Of the prompt, the cached ones before them included."""
+    waits_since: float | None = None
+    """When it first let a worker's turn pass, for one with more of it cached."""
+    bypassed: int = 0
+    """How often another request got room while this one waited for it."""
+    output_charged: float = 0.0
+    """What its tenant was charged for output, as estimated."""
+    claim: tuple[int, int] = NO_CLAIM
+    """Its prefill worker was lost: the decode worker whose room stays its own until it is placed again, and which attempt had
+    it."""
+    paid_tokens: int = 0
+    """Of this attempt's prompt, those that its tenant was charged for with an earlier one, which a drain cut short."""
+
+
+class _Nothing(Course, frozen=True):  # type: ignore[misc]
+    """Writing to it is an error."""
+
+
 class Request(msgspec.Struct, eq=False):
     """One request over all its attempts; the fields from `submit` on belong to the current one."""
 
@@ -45,35 +70,35 @@ class Request(msgspec.Struct, eq=False):
     path: tuple[str, str, str]
     """(band, organisation, user): whose turn and whose bill."""
     state: State = State.QUEUED
-    prefill_epoch: int = 0
-    decode_epoch: int = 0
     dispatched_tokens: int = 0
     """Prompt tokens sent out in chunks, the cached ones before them included."""
-    computed_tokens: int = 0
-    """Likewise."""
     cached_tokens: int = 0
     """Of the prompt's first tokens, those that its prefill worker has: they are neither computed nor charged."""
     waits: bool = False
     """In its model's queue, and not placed."""
-    waits_since: float | None = None
-    """When it first let a worker's turn pass, for one with more of it cached."""
     entry: "Entry[Request] | None" = None
     """Its place in the fair queue while it has chunks to dispatch."""
-    output_charged: float = 0.0
-    """What its tenant was charged for output, as estimated."""
     borrowed: bool = False
     """Beyond its tenant's rates, while nobody else wanted the capacity: the first to go in an overload."""
     bill: Bill | None = None
-    placed_at: float = 0.0
     expected_left: int = NEVER
     """Tokens its answer is counted with on a decode worker, if less than it may have."""
-    claim: tuple[int, int] = NO_CLAIM
-    """Its prefill worker was lost: the decode worker whose room stays its own until it is placed again, and which attempt had
-    it."""
-    paid_tokens: int = 0
-    """Of this attempt's prompt, those that its tenant was charged for with an earlier one, which a drain cut short."""
-    bypassed: int = 0
-    """How often another request got room while this one waited for it."""
+    course: Course = _Nothing()
+    """To be read. Its own is made by `begin`: there are many requests, and most wait before anything happens to them."""
+
+    def begin(self) -> Course:
+        """Its course, to be written to."""
+        if isinstance(self.course, _Nothing):
+            self.course = Course()
+        return self.course
+
+    @property
+    def prefill_epoch(self) -> int:
+        return self.course.prefill_epoch
+
+    @property
+    def decode_epoch(self) -> int:
+        return self.course.decode_epoch
 
     @property
     def deadline(self) -> float | None:
@@ -97,15 +122,16 @@ class Request(msgspec.Struct, eq=False):
 
     def unpaid_tokens(self, start: int, length: int) -> int:
         """Of a chunk, those that its tenant is charged for; or gets back, if it was skipped, be it of an earlier attempt."""
-        return max(start + length - max(start, self.paid_tokens), 0)
+        return max(start + length - max(start, self.course.paid_tokens), 0)
 
     def pay_for_drained(self, drained_before: int) -> None:
         """Where the last attempt failed, all is charged again. Where it was drained behind some tokens, its prompt had been
         computed and those tokens emitted."""
-        if self.submit.drained_attempts <= drained_before:
-            self.paid_tokens = 0
-        elif self.submit.resumed_tokens:
-            self.paid_tokens = self.submit.prompt_tokens
+        if self.submit.drained_attempts > drained_before:
+            if self.submit.resumed_tokens:
+                self.begin().paid_tokens = self.submit.prompt_tokens
+        elif self.course.paid_tokens:
+            self.begin().paid_tokens = 0
 
     def fire(self, trigger: Trigger, now: float) -> None:
         if self.bill is not None:
@@ -118,6 +144,7 @@ class Request(msgspec.Struct, eq=False):
         drained_before = self.submit.drained_attempts
         self.submit, self.blob = submit, blob
         self.pay_for_drained(drained_before)
-        self.prefill_epoch = self.decode_epoch = 0
-        self.dispatched_tokens = self.computed_tokens = self.cached_tokens = self.bypassed = 0
-        self.waits_since = None
+        self.dispatched_tokens = self.cached_tokens = 0
+        course = self.begin()
+        course.prefill_epoch = course.decode_epoch = course.computed_tokens = course.bypassed = 0
+        course.waits_since = None

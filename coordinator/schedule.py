@@ -37,7 +37,7 @@ def _place_claims(state: State, pool: Pool, queue: WaitQueue, now: float) -> Non
     """A request whose prefill worker was lost has had its turn, and has its room in decode: it goes on as soon as another
     prefill worker has room. (While its last attempt is not yet out of the decode worker, it may be placed in its turn.)"""
     for request in list(pool.claims.values()):
-        decode = state.workers[request.claim[0]]
+        decode = state.workers[request.course.claim[0]]
         if request.entry is None or request.state is not Life.QUEUED or (request.id, CLAIM) not in decode.holdings:
             continue
         for prefill in best_prefill_first(request.submit, pool):
@@ -97,7 +97,7 @@ def _place(state: State, request: Request, prefill: Worker, decode: Worker, queu
     reserve(request, prefill, decode)
     state.pools[request.submit.model].breakers.placed((prefill.epoch, decode.epoch), request.key)
     state.billing.hold(request.id, 2)
-    request.placed_at = now
+    request.begin().placed_at = now
     keep, take_in = orders(request, prefill, decode, state.peers[request.gateway_epoch])
     state.send(decode.epoch, keep)
     state.send(prefill.epoch, take_in, request.blob)

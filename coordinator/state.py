@@ -1,12 +1,13 @@
 """What the core knows, and the moves that every part of it makes: a request changes state, ends, or leaves its workers."""
 
 from collections import Counter
+from typing import NamedTuple
 
 from coordinator.billing import Billing
 from coordinator.events import Action, Limits, Moved, Send
-from coordinator.fairqueue import Path
 from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as Life
+from coordinator.nodes import Path
 from coordinator.pool import Holding, Pool, Worker
 from coordinator.queue import WaitQueue
 from coordinator.request import CLAIM, NO_CLAIM, Request
@@ -16,6 +17,12 @@ from coordinator.watch import Watch
 from proto.errors import Interrupt
 from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role, Submit
 from runtime.tenants import open_tenants
+
+
+class Last(NamedTuple):
+    attempt: int = 0
+    drained: int = -1
+    """Attempts up to it that drains cut short; less than any where it was never accepted here."""
 
 
 class State:
@@ -28,7 +35,7 @@ class State:
         self.peers: dict[int, Hello] = {}
         self.workers: dict[int, Worker] = {}
         self.retries = RetryBudget(self.limits.retry_floor, self.limits.retry_share)
-        self.fenced: dict[int, None] = {}
+        self.fenced: dict[int, Hello] = {}
         """Epochs of the last workers that hung, oldest first."""
         self.pools: dict[str, Pool] = {}
         """By model id; a pool stays when its workers go, so that its model stays known."""
@@ -37,8 +44,8 @@ class State:
         """All that have not ended."""
         self.interrupted: dict[str, Request] = {}
         """Those that wait for their gateway, longest first."""
-        self.ended: dict[str, int] = {}
-        """The last requests that ended, with their last attempt, oldest first: what repeats them does not start them again,
+        self.ended: dict[str, Last] = {}
+        """The last requests that ended, with their last attempts, oldest first: what repeats them does not start them again,
         and a worker that comes back with one is told to let go."""
         self.leaving: dict[str, None] = {}
         """Tenants that the file does not have any more, until nothing of theirs is left."""
@@ -79,7 +86,7 @@ class State:
         request.blob = b""  # lines and lists may know it for a while yet
         self.outcomes[request.state] += 1
         del self.requests[request.id]
-        self.remember(*request.key)
+        self.remember(*request.key, request.submit.drained_attempts)
         self.journal(self.billing.end(request.id, request.state, now))
 
     def journal(self, entry: Opened | Closed | None) -> None:
@@ -96,16 +103,17 @@ class State:
             for queue in self.queues.values():
                 queue.forget(tenant)
 
-    def remember(self, request_id: str, attempt: int) -> None:
-        self.ended.pop(request_id, None)
-        self.ended[request_id] = attempt
+    def remember(self, request_id: str, attempt: int, drained: int = -1) -> None:
+        before = self.ended.pop(request_id, Last())
+        self.ended[request_id] = Last(max(before.attempt, attempt), max(before.drained, drained))
         if len(self.ended) > self.limits.remembered_max:
             del self.ended[next(iter(self.ended))]
 
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float) -> None:
         self.counters[f"interrupted_{reason}"] += 1
         if reason is Interrupt.DRAINED:
-            request.paid_tokens = max(request.paid_tokens, request.dispatched_tokens)
+            course = request.begin()
+            course.paid_tokens = max(course.paid_tokens, request.dispatched_tokens)
         self.withdraw(request)
         self.move(request, Trigger.INTERRUPT, now, f"{reason}: {why}")
         self.interrupted[request.id] = request
@@ -117,21 +125,22 @@ class State:
         decode = self.workers.get(request.decode_epoch)
         holding = decode.holdings.get(request.key) if decode is not None else None
         if decode is not None and not decode.draining and holding is not None and holding.life is not None:
-            request.claim = request.decode_epoch, request.attempt
+            request.begin().claim = request.decode_epoch, request.attempt
             self.pools[request.submit.model].claims[request.id] = request
 
     def drop_claim(self, request: Request) -> None:
-        (epoch, _), request.claim = request.claim, NO_CLAIM
         pool = self.pools[request.submit.model]
         if pool.claims.pop(request.id, None) is None:
             return
+        course = request.begin()
+        (epoch, _), course.claim = course.claim, NO_CLAIM
         worker = self.workers.get(epoch)
         if worker is not None and worker.let_go((request.id, CLAIM)) is not None:
             pool.full.clear()
             self.journal(self.billing.let_go(request.id, self.now))
 
     def drop_claims_on(self, worker: Worker) -> None:
-        for request in [r for r in self.pools[worker.hello.model].claims.values() if r.claim[0] == worker.epoch]:
+        for request in [r for r in self.pools[worker.hello.model].claims.values() if r.course.claim[0] == worker.epoch]:
             self.drop_claim(request)
 
     def withdraw(self, request: Request) -> None:
@@ -150,13 +159,10 @@ class State:
             prefill.placed.pop(request.id, None)
         self.release_everywhere(request.key)
 
-    def let_go(self, epoch: int, key: tuple[str, int], emitted_tokens: int | None, *, first: bool = False) -> None:
+    def let_go(self, epoch: int, key: tuple[str, int], emitted_tokens: int, *, first: bool = False) -> None:
         """A worker holds nothing more for an attempt, and has emitted so much for it, `first`: and before that the first token
-        of each choice was; None: it does not say, and its steps must."""
+        of each choice was."""
         worker = self.workers[epoch]
-        if emitted_tokens is None:
-            emitted_tokens = worker.forwarded(key)
-            first = emitted_tokens > 0
         holding = worker.let_go(key)
         if holding is None:
             return
@@ -164,7 +170,7 @@ class State:
         self.collect_rent(worker, key, holding)
         self.emitted(worker.hello.model, holding.path, key[0], holding.resumed_tokens, emitted_tokens, first=first)
         request = self.requests.get(key[0])
-        if request is not None and request.claim == (epoch, key[1]):
+        if request is not None and request.course.claim == (epoch, key[1]):
             worker.hold((request.id, CLAIM), holding)
             self.billing.hold(request.id)
         self.journal(self.billing.let_go(key[0], self.now))
@@ -176,7 +182,7 @@ class State:
             return
         due, bill, prices = pool.rent_due(key, self.now), self.billing.bills.get(key[0]), self.limits.prices
         if due and bill is not None:
-            paid = prices.prompt_token * bill.prompt_tokens + prices.output(bill.output_tokens)
+            paid = prices.prompt_token * bill.tally.prompt_tokens + prices.output(bill.tally.output_tokens)
             self.queues[worker.hello.model].charge(holding.path, due - paid)
 
     def emitted(

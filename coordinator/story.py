@@ -185,7 +185,7 @@ class Story:
         target = core.requests.get(self.request_id)
         kept = target is not None and any(pool.kept_for is target for pool in core.pools.values())
         if kept and not self._kept and target is not None:
-            self._add(KeptFor(self._at_s, target.bypassed))
+            self._add(KeptFor(self._at_s, target.course.bypassed))
         self._kept, self._came = kept, None
 
     def _watch(self, decision: Decision) -> None:

@@ -58,7 +58,7 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
     bill = billing.open(request.id, submit.tenant, _ask(state, request), now, idle=idle, choices=submit.choices)
     if isinstance(bill, Denial):
         return Reject.QUOTA, str(bill), _retry_after_s(bill, submit)
-    request.bill, request.borrowed = bill, bill.grant.borrowed
+    request.bill, request.borrowed = bill, bill.borrowed
     return None, "", None
 
 
@@ -67,14 +67,14 @@ def opened(state: State, request: Request) -> Opened:
     assert bill is not None
     return Opened(
         request.id,
-        bill.grant.day,
+        bill.day,
         submit.tenant,
         submit.model,
         request.path[0],
         request.borrowed,
         bill.estimate,
-        bill.again,
-        bill.from_token,
+        bill.tally.again,
+        bill.tally.from_token,
     )
 
 

@@ -66,7 +66,9 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
         if request is not None and request.decode_epoch == worker.epoch and request.state in ON_WORKERS:
             debt = state.queues[worker.hello.model].fair.debt(request.path)
             weight = state.limits.bands[request.path[0]].weight
-            candidates.append(Candidate(key, request.resumed, weight, debt, request.placed_at, room.held_now(key)))
+            candidates.append(
+                Candidate(key, request.resumed, weight, debt, request.course.placed_at, room.held_now(key))
+            )
         elif holding.life is not None:
             short_blocks -= room.held_now(key)
     for request_id, _ in choose(candidates, short_blocks):

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from coordinator.choice import cached_tokens
-from coordinator.fairqueue import Node
 from coordinator.lanes import AGED, ANYWHERE, Entry
+from coordinator.nodes import Node
 from coordinator.pool import Pool, Worker
 from coordinator.request import Request
 from coordinator.watch import Looked, Outcome
@@ -127,7 +127,7 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
     if pool.kept_for is target:
         return no_room(target, worker, pool)
     if pool.kept_for is not None:
-        return RoomKept(by(pool.kept_for), pool.kept_for.bypassed)
+        return RoomKept(by(pool.kept_for), pool.kept_for.course.bypassed)
     refused = [look.request for look in looked if look.outcome is Outcome.NO_ROOM]
     if refused or worker.epoch in pool.full:
         return BehindNoRoom(by(refused[-1]) if refused else None)
@@ -176,7 +176,7 @@ def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | No
         ours, other = mine.lane.order(mine), theirs.lane.order(theirs)
         if other > ours:
             return None
-        return SameTenant(by(winner), _order(other, ours), round(mine.deadline - theirs.deadline, 6))
+        return SameTenant(by(winner), _order(other, ours), round(mine.due - theirs.due, 6))
     node, rival = _where_they_part(mine.leaf, theirs.leaf)
     if (node.round, node.position) < (rival.round, rival.position):
         return None

@@ -24,7 +24,6 @@ def run(settings: WorkerSettings) -> int:
             dtype=settings.dtype,
             block_size=settings.block_size,
             kv_bytes=int(settings.kv_gib * (1 << 30)),
-            step_tokens_max=settings.max_seqs,
             allocate=memory.allocate if memory is not None else None,
         )
         thread.be_nice(settings.nice)

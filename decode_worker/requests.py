@@ -199,7 +199,7 @@ class AttemptTable(Generic[S]):
         assert attempt.farewell is not None
         if self.attempts.pop(attempt.key, None) is None:
             return []
-        if isinstance(attempt.farewell, Released):
+        if isinstance(attempt.farewell, Released | WorkFailed):
             # First tokens were emitted, and are counted, in prefill.
             emitted = attempt.output_tokens - attempt.started
             return [msgspec.structs.replace(attempt.farewell, output_tokens=emitted)]

@@ -140,6 +140,7 @@ class DecodeWorker:
             await work_until_stopped(
                 self._run_steps(),
                 registration=self.registration,
+                thread=self.thread,
                 watch=self.watch,
                 stop=stop,
                 drain_timeout_s=self.settings.drain_timeout_s,

@@ -44,20 +44,19 @@ def load_engine(
     dtype: str = "auto",
     block_size: int = 16,
     kv_bytes: int,
-    step_tokens_max: int,
     allocate: Callable[[int], torch.Tensor] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Engine:
     """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`; `allocate(bytes)` may
     provide its memory, as a tensor of zero bytes on the device.
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `block_size` is in tokens.
-    `step_tokens_max` is the most tokens one forward will have; it says which forms of the weights pay. Raises ModelUnsupported.
+    Raises ModelUnsupported.
     """
     progress = on_progress or (lambda _: None)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ModelUnsupported(f"dtype {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
-    if block_size < 1 or step_tokens_max < 1:
-        raise ModelUnsupported(f"block_size {block_size} and step_tokens_max {step_tokens_max} must be at least 1")
+    if block_size < 1:
+        raise ModelUnsupported(f"block_size {block_size} must be at least 1")
     folder = _resolve(model, progress)
     loaded, config = _load_weights(folder, model, device, dtype, progress)
     text_config = loaded.config.get_text_config()
@@ -85,8 +84,8 @@ def load_engine(
     check = selfcheck.SelfCheck(loaded, info, text_config, windows)
     check.compute_reference()
     loaded.set_attn_implementation(attention.NAME)
-    if device == "cpu" and weights_dtype == torch.float32 and step_tokens_max >= linear.MIN_ROWS:
-        progress("packing the weights for small batches")
+    if device == "cpu" and weights_dtype == torch.float32:
+        progress("packing the weights")
         linear.pack_linears(loaded)
     pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device, allocate)
     engine = Engine(loaded, info, pool)

@@ -158,7 +158,7 @@ def validate(cls: type[R], content: Any) -> R:
         if key in cls.model_fields:
             fields[key] = value
         elif key in NEUTRAL_ONLY:
-            if not any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL_ONLY[key]):
+            if not any(_is(value, neutral) for neutral in NEUTRAL_ONLY[key]):
                 raise bad_value(
                     key, f"The parameter '{key}' is not supported with this value.", "unsupported_parameter"
                 )
@@ -169,6 +169,11 @@ def validate(cls: type[R], content: Any) -> R:
         return cls.model_validate(fields)
     except ValidationError as error:
         raise _explain(error.errors(include_url=False, include_context=True, include_input=False)) from None
+
+
+def _is(value: Any, neutral: Any) -> bool:
+    """1 is 1.0, since JavaScript writes it so; false is no 0."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _explain(found: list[ErrorDetails]) -> ApiError:

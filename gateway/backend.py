@@ -8,6 +8,7 @@ from gateway.metrics import GatewayMetrics, StreamTimes
 from gateway.stream_types import (
     Action,
     Admitted,
+    Came,
     ClientGone,
     Deliver,
     Drain,
@@ -27,10 +28,12 @@ from gateway.stream_types import (
     WorkerDown,
 )
 from gateway.streams import StreamKeeper
+from gateway.worker_links import WorkerLinks
 from proto.errors import RemoteProtocolError
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
 from runtime import clock, log
 from runtime.driver import CoreDriver
+from runtime.peer import Peer
 
 _log = log.get("crossdock.gateway")
 
@@ -94,6 +97,7 @@ class Backend:
         self.keeper = StreamKeeper(limits)
         self.metrics = metrics
         self._driver: CoreDriver[Event, Action] = CoreDriver(self.keeper, perform=self._perform, tick=Tick())
+        self._workers = WorkerLinks()
         self._coordinator: Sender | None = None
         self._servable: dict[str, int] = {}
         """Tokens that each hash of a prompt is to cover, for each model; 0 where that is not known."""
@@ -187,13 +191,18 @@ class Backend:
             return f"this gateway serves model {self.model!r}"
         return None
 
-    def worker_message(self, _peer: Sender, message: Message, _blob: bytes) -> None:
+    def worker_message(self, peer: Peer, message: Message, _blob: bytes) -> None:
         if not isinstance(message, Tokens):
             raise RemoteProtocolError(f"a worker may not send {type(message).__name__} to a gateway")
-        self._driver.post(message)
+        self._driver.post(Came(message.items, peer.epoch if peer.hello.role is Role.DECODE else 0))
 
-    def worker_down(self) -> None:
-        self._driver.post(WorkerDown())
+    def worker_up(self, peer: Peer) -> None:
+        if self._workers.returns(peer.epoch):
+            self._driver.post(WorkerDown(peer.epoch))
+
+    def worker_down(self, peer: Peer) -> None:
+        self._workers.down(peer.epoch)
+        self._driver.post(WorkerDown(peer.epoch))
 
     # --- actions --------------------------------------------------------------------------------------------------------
 

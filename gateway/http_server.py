@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import ApiError
 
@@ -24,6 +24,10 @@ HEADER_BYTES_MAX: Final = 64 << 10
 HEADERS_MAX: Final = 200
 CONNECTIONS_MAX: Final = 8_192
 """Open at once, as far as the process may have so many files; one more is closed unread."""
+PIPELINED_MAX: Final = 4
+"""Requests that wait for the answer to an earlier one of their connection; after these nothing is read."""
+QUEUED_MAX: Final = 64
+"""Likewise, when they came in one packet, so that they were there before reading could end; one more ends the connection."""
 KEEP_ALIVE_S: Final = 30
 SEND_BUFFER_BYTES: Final = 256 << 10
 """The kernel's, for each connection: what a client that reads nothing can make it hold."""
@@ -85,6 +89,7 @@ class _Connection(HttpToolsProtocol):
         self._header_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
+        self._unanswered: list[RequestResponseCycle] = []
         if len(self.connections) > self.connections_max:
             transport.abort()
             return
@@ -97,6 +102,10 @@ class _Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self.resume_writing()
+        for one in self._unanswered:
+            if not one.response_complete:
+                one.disconnected = True
+                one.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -136,6 +145,14 @@ class _Connection(HttpToolsProtocol):
             self._turn_away(431, "The headers are too large.", "headers_too_large")
         elif not self.transport.is_closing():
             super().on_headers_complete()
+            # uvicorn tells only the latest request of a loss, and reads nothing while one waits for the answer before it: who
+            # waits for that would not be seen to leave.
+            if self.cycle is not None:
+                self._unanswered = [*(one for one in self._unanswered if not one.response_complete), self.cycle]
+            if len(self.pipeline) > QUEUED_MAX:
+                self.transport.abort()
+            elif len(self.pipeline) < PIPELINED_MAX:
+                self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         if self.cycle is not None:
@@ -161,8 +178,9 @@ class _Connection(HttpToolsProtocol):
         self._timer = None
         if self.cycle is None or self.cycle.response_complete:
             self._turn_away(408, "The request took too long to arrive.", "request_timeout")
-        elif self._in_headers:
-            self._start_timer()  # a stray byte of the next one must not end the answer that is being sent
+        elif self._in_headers or self.pipeline:
+            # A stray byte of the next request must not end the answer that is being sent, nor may one whose body waits.
+            self._start_timer()
         else:
             # Its body is late: whoever answers it has been waiting for as long, and says so.
             self._timer = self.loop.call_later(self.timeout_s, self.transport.abort)

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 
@@ -24,7 +26,7 @@ from runtime.addresses import advertised
 from runtime.common_metrics import link_counters
 from runtime.driver import Stop, cancelled, run_process, unless_stopped, watched
 from runtime.exits import ConfigError
-from runtime.keys import keys_for
+from runtime.keys import is_loopback, keys_for
 from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.metrics_server import MetricsServer
 from runtime.settings import GatewaySettings
@@ -63,15 +65,19 @@ class GatewayProcess:
             bind=settings.tokens_bind,
             hello=self.hello,
             accept=self.backend.refusal,
-            on_up=lambda peer: self.log.info("worker connected", peer=peer.hello.name),
+            on_up=self._worker_up,
             on_message=self.backend.worker_message,
             on_down=self._worker_down,
             settings=self.link_settings,
         )
 
+    def _worker_up(self, peer: Peer) -> None:
+        self.log.info("worker connected", peer=peer.hello.name)
+        self.backend.worker_up(peer)
+
     def _worker_down(self, peer: Peer, reason: str) -> None:
         self.log.info("worker disconnected", peer=peer.hello.name, reason=reason)
-        self.backend.worker_down()
+        self.backend.worker_down(peer)
 
     def _is(self, what: str) -> None:
         if self.missing:
@@ -84,9 +90,7 @@ class GatewayProcess:
         try:
             listener = _listen(settings.host, settings.port)
         except OSError as error:
-            machine.check_listening(f"--host, --port: cannot listen on {settings.host}:{settings.port}", error)
-            self.log.error("cannot start", error=f"--port: {settings.port} on {settings.host}: {error.strerror}")
-            return 1
+            return self._cannot_listen(error)
         with listener:
             await self.observed.start()
             try:
@@ -98,7 +102,9 @@ class GatewayProcess:
             try:
                 tokenizer = await self._load(stop)
                 if tokenizer is not None:
-                    await self._run(tokenizer, advertised(settings.advertise, address), listener, stop)
+                    status = await self._run(tokenizer, advertised(settings.advertise, address), listener, stop)
+                    if status:
+                        return status
             finally:
                 await self.tokens.close()
                 await self.observed.close()
@@ -106,8 +112,15 @@ class GatewayProcess:
         self.log.info("stopped")
         return 0
 
-    async def _run(self, tokenizer: ModelTokenizer, address: str, listener: socket.socket, stop: Stop) -> None:
-        """`address`: where workers deliver tokens. Raises `ConfigError`."""
+    def _cannot_listen(self, error: OSError) -> int:
+        """The exit status. Raises `ConfigError` where another start would not help."""
+        settings = self.settings
+        machine.check_listening(f"--host, --port: cannot listen on {settings.host}:{settings.port}", error)
+        self.log.error("cannot start", error=f"--port: {settings.port} on {settings.host}: {error.strerror}")
+        return 1
+
+    async def _run(self, tokenizer: ModelTokenizer, address: str, listener: socket.socket, stop: Stop) -> int:
+        """`address`: where workers deliver tokens. Returns the exit status; raises `ConfigError`."""
         try:
             tenants = TenantsFile(self.settings.tenants) if self.settings.tenants else None
         except TenantsError as error:
@@ -132,7 +145,7 @@ class GatewayProcess:
         self.observed.show(self.metrics.page, lambda: self.backend.not_ready)
         watching = [watched(tenants.watch(keys.replace))] if tenants else []
         try:
-            await self._serve(gateway, listener, stop)
+            return await self._serve(gateway, listener, stop)
         finally:
             await cancelled(*watching)
             await coordinator.close()
@@ -175,16 +188,13 @@ class GatewayProcess:
         waiting = WaitNotice(self.log, self.settings.coordinator, lambda: client.last_error)
         return client, waiting
 
-    async def _serve(self, gateway: Gateway, listener: socket.socket, stop: Stop) -> None:
+    async def _serve(self, gateway: Gateway, listener: socket.socket, stop: Stop) -> int:
         """Serve HTTP until told to stop; then let streams end, bounded, and the rest with an error event."""
         server = make_server(create_app(gateway), self.settings.client_timeout_ms / 1000, _CLOSE_TIMEOUT_S)
         server.on_listening = lambda: self._is("listening")
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         stopping = asyncio.get_running_loop().create_task(_wait(stop))
-        host, port = listener.getsockname()[:2]
-        self.log.info(
-            "serving", url=f"http://{f'[{host}]' if ':' in host else host}:{port}", model=gateway.rules.model_id
-        )
+        say_where(self.log, listener.getsockname(), gateway)
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         self.backend.drain()
         streams = len(self.backend.keeper.streams)
@@ -194,8 +204,22 @@ class GatewayProcess:
         self.log.info("stopping", streams=len(self.backend.keeper.streams))
         self.backend.shut_down()
         server.should_exit = True
-        await serving
         await cancelled(stopping)
+        try:
+            await serving
+        except OSError as error:
+            # To bind reserves no port: another process had bound it too, and listened first.
+            return self._cannot_listen(error)
+        return 0
+
+
+def say_where(logger: log.Log, bound: Sequence[Any], gateway: Gateway) -> None:
+    """Which HTTP port is open, and whether to everyone who can reach it. `bound`: as `getsockname` says it."""
+    host, port = bound[:2]
+    address = f"{f'[{host}]' if ':' in host else host}:{port}"
+    logger.info("serving", url=f"http://{address}", model=gateway.rules.model_id)
+    if not (gateway.keys.needed or is_loopback(f"tcp://{address}")):
+        logger.warning("no API keys: whoever reaches this port is let in; see --tenants and --api-keys", port=address)
 
 
 async def _wait(stop: asyncio.Event) -> None:

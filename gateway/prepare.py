@@ -208,6 +208,9 @@ def _finish(
     """Check lengths and put all together. `asked` and `default` are of `max_tokens`."""
     if not all(prompts):
         raise bad_value(param, f"'{param}' has no tokens.")
+    if max(map(max, prompts)) >= tokenizer.facts.vocab_size:
+        # Ids that were sent have been checked: some tokenizers have special tokens more than their model.
+        raise bad_value(param, f"'{param}' has a special token that the tokenizer knows and the model does not.")
     longest = max(len(prompt) for prompt in prompts)
     left = tokenizer.facts.context_tokens - longest
     max_tokens = min(default, left) if asked is None else asked

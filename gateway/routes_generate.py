@@ -97,6 +97,9 @@ async def _generate(
     except ClientLeft:
         count(endpoint, "disconnected")
         return Response(status_code=CLIENT_LEFT)
+    except Exception:
+        count(endpoint, "internal_error")
+        raise
 
 
 def _prepare(

@@ -6,8 +6,8 @@ from zlib import crc32
 
 from gateway.stream_types import Finish, StreamLimits, StreamSpec, TextSink
 from proto.codec import pack_tokens
-from proto.errors import Reject
-from proto.messages import Submit, TokenItem
+from proto.errors import CancelReason, Reject
+from proto.messages import Cancel, Submit, TokenItem
 
 _RETRY_S = (0.25, 2.0)
 _PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.RETRY_BUDGET)
@@ -70,6 +70,12 @@ class Submission:
     interrupted_at: float = 0.0
     got_tokens: bool = False
     """In this attempt."""
+    coordinator: int = 0
+    """Epoch of the one that this attempt was submitted to."""
+    decoder: int = 0
+    """Epoch of the decode worker that its tokens come from; 0: none has come from one yet."""
+    cut_at: float | None = None
+    """When that worker's connection ended, or any while it is not known whose they would be; None once more have come."""
     stall_at: float | None = None
     ended_early: bool = False
     """Some choice ended here while its worker, or the coordinator, believes that it goes on."""
@@ -121,6 +127,10 @@ class Submission:
         )
         return submit, packed
 
+    def last_word(self, reason: CancelReason) -> Cancel:
+        output_tokens = sum(len(choice.tokens) for choice in self.choices)
+        return Cancel(self.request_id, self.attempt, reason, output_tokens)
+
     def _deadline_ms(self, now: float) -> float:
         """What is left of the stream's own; one whose first token is out has met it."""
         spec = self.stream.spec
@@ -141,8 +151,24 @@ class Submission:
     def doubt(self, until: float) -> None:
         """Taken for lost if it is silent until then. A later loss does not put that off: one that has been silent since the
         first would wait for as long as any come."""
-        if self.stall_at is None:
-            self.stall_at = until
+        self.stall_at = until if self.stall_at is None else min(self.stall_at, until)
+
+    def cut(self, worker: int, now: float) -> None:
+        """The connection of this worker, by its epoch, has ended."""
+        if self.decoder in (0, worker) and self.cut_at is None:
+            self.cut_at = now
+
+    def sent_to(self, coordinator: int) -> None:
+        """The current attempt is on its way there."""
+        self.phase, self.sent, self.got_tokens = Phase.SENT, True, False
+        self.coordinator, self.decoder = coordinator, 0
+        self.cut_at = self.stall_at = None
+
+    def heard(self, decoder: int) -> None:
+        """Its tokens have come."""
+        self.got_tokens = True
+        self.decoder = decoder or self.decoder
+        self.cut_at = self.stall_at = None
 
     def jitter(self) -> float:
         """0.5 to 1.5, the same for the same attempt: spread without randomness, which a pure core has none of."""

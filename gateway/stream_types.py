@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from gateway.block_hashes import BlockNames
-from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, Tokens
+from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, TokenItem
 from proto.sampling import Sampling, TokenLogprobs
 
 
@@ -33,7 +33,11 @@ class StreamLimits:
     """How long a resume that meets a full queue is tried again."""
     stall_s: float = 5.0
     """Silence after which a stream that outlived its coordinator, or a worker's connection, is taken for lost."""
-    owed_cancels_max: int = 4096
+    gone_s: float = 0.5
+    """Likewise, where the connection that its tokens came by has ended, and no coordinator that knows of it is there to tell
+    more: as long as one that lives takes to connect again."""
+    last_words_max: int = 4096
+    """Requests that ended, kept to tell a coordinator that may not have heard of it."""
 
 
 class Piece(Protocol):
@@ -70,7 +74,7 @@ class StreamSpec:
     """For the first token, from the opening of the stream; 0: none of its own."""
 
 
-# --- events; Accepted, Rejected and Interrupted come as the coordinator sent them, Tokens as the worker did -----------
+# --- events; Accepted, Rejected and Interrupted come as the coordinator sent them -------------------------------------
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,20 @@ class LinkDown:
 
 
 @dataclass(frozen=True)
+class Came:
+    """Tokens, from a worker."""
+
+    items: tuple[TokenItem, ...]
+    decoder: int
+    """The decode worker's epoch; 0: they are first tokens, from a prefill worker."""
+
+
+@dataclass(frozen=True)
 class WorkerDown:
-    """A connection on which a worker delivered tokens has ended."""
+    """A connection on which a worker delivered tokens has ended, or the worker comes back on a new one: what it sent meanwhile
+    on the old one is lost as well."""
+
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +142,7 @@ Event = (
     | Accepted
     | Rejected
     | Interrupted
-    | Tokens
+    | Came
 )
 
 # --- actions ----------------------------------------------------------------------------------------------------------

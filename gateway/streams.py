@@ -11,10 +11,12 @@ Rules:
 
 from heapq import heapify, heappop, heappush
 
+from gateway.last_words import LastWords
 from gateway.stream_state import Choice, Phase, Stream, Submission
 from gateway.stream_types import (
     Action,
     Admitted,
+    Came,
     ClientGone,
     Deliver,
     Drain,
@@ -37,7 +39,7 @@ from gateway.stream_types import (
     WorkerDown,
 )
 from proto.errors import CancelReason, Interrupt
-from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, TokenItem, Tokens
+from proto.messages import Accepted, Interrupted, RateState, Rejected, TokenItem
 
 
 class StreamKeeper:
@@ -49,18 +51,19 @@ class StreamKeeper:
         self._coordinator_epoch = 0
         self._settled_at = 0.0
         self._draining = False
-        self._owed_cancels: dict[tuple[str, int], CancelReason] = {}
+        self._words = LastWords(self.limits.last_words_max)
+        self._now = 0.0
         self._heap: list[tuple[float, str]] = []
         self._out: list[Action] = []
 
     # --- the interface ----------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        self._out = []
+        self._out, self._now = [], now
         match event:
-            case Tokens(items):
+            case Came(items, decoder):
                 for item in items:
-                    self._item(item, now)
+                    self._item(item, decoder, now)
             case Open(spec):
                 self._open(spec, now)
             case Accepted():
@@ -77,8 +80,8 @@ class StreamKeeper:
                 self._link_is_up(epoch, now)
             case LinkDown():
                 self._link_is_down(now)
-            case WorkerDown():
-                self._worker_is_down(now)
+            case WorkerDown(epoch):
+                self._worker_is_down(epoch, now)
             case Drain():
                 self._draining = True
             case Shutdown():
@@ -138,10 +141,8 @@ class StreamKeeper:
             submission.attempt += 1
             submission.resuming = False
             self._out.append(Noticed(Why.RESUMED, submission.request_id))
-        submission.phase = Phase.SENT
-        submission.sent = True
-        submission.got_tokens = False
-        submission.stall_at = None
+        submission.sent_to(self._coordinator_epoch)
+        self._words.take_back(submission.request_id)
         self._out.append(SendSubmit(*submission.to_submit(now)))
 
     # --- answers of the coordinator ---------------------------------------------------------------------------------
@@ -169,8 +170,7 @@ class StreamKeeper:
         submission = self._current(event.request_id, event.attempt)
         if submission is None:
             return
-        resume_until = submission.interrupted_at + self.limits.resume_wait_s
-        until = submission.wait_until if submission.is_new else resume_until
+        until = submission.wait_until if submission.is_new else submission.interrupted_at + self.limits.resume_wait_s
         if event.reason in submission.passing and until is not None and now < until:
             # An attempt that had been accepted, and was shed since, is spent.
             submission.resuming |= submission.phase is Phase.RUNNING
@@ -178,12 +178,15 @@ class StreamKeeper:
             submission.not_before = now + submission.retry_s(event.retry_after_s, settling=now < self._settled_at)
             self._schedule(submission.stream)
             return
-        self._drop(submission)
+        if submission.is_new:
+            self._drop(submission)  # else it is cancelled: of an earlier attempt a row may be open
         self._fail(submission.stream, Failure(FailKind.REJECTED, event.message, event))
 
     def _interrupted(self, event: Interrupted, now: float) -> None:
         submission = self._current(event.request_id, event.attempt)
-        if submission is not None:
+        if submission is None:
+            self._out += map(SendCancel, self._words.about(event.request_id))  # it does not come back
+        else:
             self._runs(submission)  # what is interrupted had been accepted
             drained = event.reason is Interrupt.DRAINED and submission.drained < self.limits.drained_max
             self._resume(submission, f"{event.reason}: {event.message}", now, drained=drained)
@@ -219,7 +222,7 @@ class StreamKeeper:
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
-    def _item(self, item: TokenItem, now: float) -> None:
+    def _item(self, item: TokenItem, decoder: int, now: float) -> None:
         submission = self.submissions.get(item.request_id)
         first = submission.choices[0].index if submission is not None else 0
         if (
@@ -240,8 +243,7 @@ class StreamKeeper:
             self._broken(submission, f"token {have} of choice {choice.index} expected, {item.index} came", now)
             return
         submission.stream.progress_at = now
-        submission.got_tokens = True
-        submission.stall_at = None
+        submission.heard(decoder)
         self._runs(submission)
         self._take(submission, choice, item, have - item.index)
 
@@ -273,8 +275,7 @@ class StreamKeeper:
         """Close what has nothing left to do."""
         if not all(choice.done for choice in submission.choices):
             return
-        if submission.ended_early:
-            self._cancel(submission, CancelReason.STOP_STRING)
+        self._cancel(submission, CancelReason.STOP_STRING if submission.ended_early else CancelReason.ANSWERED)
         self._drop(submission)
         stream = submission.stream
         if all(choice.done for choice in stream.choices):
@@ -288,9 +289,7 @@ class StreamKeeper:
         self.link_up, self._coordinator_epoch = True, epoch
         if not same:
             self._settled_at = now + self.limits.settle_s
-        for (request_id, attempt), reason in self._owed_cancels.items():
-            self._out.append(SendCancel(Cancel(request_id, attempt, reason)))
-        self._owed_cancels.clear()
+        self._out += map(SendCancel, self._words.again(now))
         for submission in list(self.submissions.values()):
             if self.submissions.get(submission.request_id) is not submission:
                 continue  # its stream failed with an earlier one's
@@ -301,11 +300,12 @@ class StreamKeeper:
                 self._cancel(submission, CancelReason.ABANDONED)
                 self._resume(submission, "the loss of the coordinator's link", now)
             else:
-                submission.doubt(now + self.limits.stall_s)
+                self._doubt(submission, now)
             self._schedule(submission.stream)
 
     def _link_is_down(self, now: float) -> None:
         self.link_up = False
+        self._words.lost(now)
         for submission in self.submissions.values():
             if submission.phase is Phase.SENT:
                 # Whether it arrived is not known: the next is a new attempt, which cannot be taken for the old one.
@@ -317,12 +317,21 @@ class StreamKeeper:
                 submission.wait_until = now + self.limits.link_wait_s
             self._schedule(submission.stream)
 
-    def _worker_is_down(self, now: float) -> None:
+    def _worker_is_down(self, epoch: int, now: float) -> None:
         """Tokens may have died with the connection, all of them perhaps; a stream that lives on shows it with its next one."""
         for submission in self.submissions.values():
             if submission.phase is Phase.RUNNING:
-                submission.doubt(now + self.limits.stall_s)
+                submission.cut(epoch, now)
+                self._doubt(submission, now)
                 self._schedule(submission.stream)
+
+    def _doubt(self, submission: Submission, now: float) -> None:
+        """It may have been lost. The coordinator that it was submitted to would say so, at once and for certain; any other
+        does not know of it."""
+        submission.doubt(now + self.limits.stall_s)
+        knows = self.link_up and submission.coordinator == self._coordinator_epoch
+        if submission.cut_at is not None and not knows:
+            submission.doubt(submission.cut_at + self.limits.gone_s)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -371,12 +380,10 @@ class StreamKeeper:
     def _cancel(self, submission: Submission, reason: CancelReason) -> None:
         if not submission.sent:
             return
-        if self.link_up:
-            self._out.append(SendCancel(Cancel(submission.request_id, submission.attempt, reason)))
-            return
-        if len(self._owed_cancels) >= self.limits.owed_cancels_max:
-            self._owed_cancels.pop(next(iter(self._owed_cancels)))
-        self._owed_cancels[submission.request_id, submission.attempt] = reason
+        word = submission.last_word(reason)
+        self._words.add(word, self._now)
+        if self.link_up and reason is not CancelReason.ANSWERED:
+            self._out.append(SendCancel(word))
 
     def _drop(self, submission: Submission) -> None:
         del self.submissions[submission.request_id]

@@ -165,7 +165,7 @@ def load(model: str) -> ModelTokenizer:
         loader = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
         tokenizer = loader.from_pretrained(source)
         facts = _facts(source, config, _read_json(source, "generation_config.json") or {}, tokenizer)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:  # of odd files, too
         raise ModelFilesError(f"{model}: its tokenizer cannot be loaded: {str(error)[:500]}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise ModelFilesError(f"{model}: its tokenizer has no fast version (tokenizer.json), which crossdock needs")

@@ -26,6 +26,7 @@ from kvtransfer.device_copy import DeviceCopier, DeviceDigester
 from kvtransfer.layout import KvLayout, blocks_of
 from kvtransfer.memory import SEALS, Pages, SharedMemory, map_shared
 from kvtransfer.pool import PoolRows
+from kvtransfer.settings import WINDOW_SEGMENTS_MAX
 from kvtransfer.shm_socket import (
     DESCRIPTORS,
     DONE,
@@ -186,8 +187,7 @@ class Grants(Channel):
             self._grant()
             if self._hear(answer):
                 heard_at = time.monotonic()
-            self._grant()
-            poll.modify(self._connection, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+            poll.modify(self._connection, select.POLLIN | (0 if self._grant() else select.POLLOUT))
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
         for job, _ in self._granted:
@@ -214,9 +214,10 @@ class Grants(Channel):
     def revoke(self, job: SegmentJob) -> None:
         self._board.revoke(job.sequence)
 
-    def _grant(self) -> None:
-        """Name the target blocks of as many segments as the connection takes."""
-        while self._outbox:
+    def _grant(self) -> bool:
+        """Name the target blocks of the next segments, but of no more than a window: a sender is done with a segment before we
+        have digested it, and would announce more and more. False if the connection has no room now."""
+        while self._outbox and len(self._granted) < WINDOW_SEGMENTS_MAX:
             job = self._outbox[0]
             block_ids = job.block_ids or ()
             if isinstance(self._memory, SharedMemory):
@@ -224,8 +225,9 @@ class Grants(Channel):
                     blocks_of(block_ids, self._rows.ratio), self._rows.layout.block_bytes * self._rows.ratio
                 )
             if not self._connection.send(GRANT, job.sequence, np.array(block_ids, dtype="<u4").tobytes()):
-                return
+                return False
             self._granted.append((self._outbox.popleft(), bool(block_ids)))
+        return True
 
     def _hear(self, answer: Answer) -> bool:
         """Take in one thing that the sender is done with, if there is one."""

@@ -28,7 +28,8 @@ from kvtransfer.pool import PoolRows
 from kvtransfer.settings import KvSettings
 
 MAX_QUEUED_SEGMENTS = 256
-"""Segments a pair holds at once. A correct sender stays within its window, of at most 64."""
+"""Segments a pair holds at once. A correct sender stays within its window, of at most 64, and may be done with as many that the
+receiver is not."""
 
 
 PoolMemory = SharedMemory | DeviceMemory

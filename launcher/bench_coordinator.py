@@ -1,13 +1,14 @@
 """`crossdock bench coordinator`: what a decision costs, in CPU time of the deciding thread.
 
-- the fair queue alone: taking the next chunk (and its request out) and adding a request, at a constant backlog;
+- the fair queue alone: taking the next chunk (and its request out) and adding a request, at a constant backlog; with deadlines
+  as the core sets them (nearly in order of arrival) and, for the worst case inside a tenant, at random;
 - the whole core: one request's life of four chunks, from `Submit` to `Finished`, seven messages in and seven out;
 - memory of one waiting request, its message included.
 
-The floor, for one thread of CPython at about 50 ns per simple operation: a pop takes the head of two heaps (the organisations',
-the users') and the end of one lane, and puts the heads back, about 60 operations, so 3 µs where all of it is in the core's own
-cache. Where 10,000 tenants wait it is not: each visit finds its organisation, user, lane and entry, and the users' slots that a
-heap compares, elsewhere, some 20-30 lines at 40-220 ns each. A life is seven messages with about 300 operations each.
+The floor, for one thread of CPython at about 50 ns per simple operation: a pop takes the ends of two rings (the organisations',
+the users') and of one lane, and finds places for the two anew, about 60 operations, so 3 µs where all of it is in the core's
+cache. Where 10,000 tenants wait it is not: each visit finds its organisation, user, entry and the entry's neighbours elsewhere,
+some 15-20 lines at 0.1-0.2 µs each. A life is seven messages with about 300 operations each.
 """
 
 import gc
@@ -15,6 +16,7 @@ import random
 import resource
 import time
 from collections.abc import Callable
+from itertools import count, product
 from statistics import quantiles
 from typing import Any
 
@@ -32,6 +34,9 @@ from proto.messages import Capacity, Chunk, Finished, HandedOver, Hello, Role, S
 from proto.sampling import Sampling
 
 _TENANTS = (100, 1_000, 10_000)
+_DEADLINES = ("core's own", "random")
+_PER_S = 3_000.0
+"""Requests that arrive."""
 _SAMPLES = 20_000
 _LIVES = 3_000
 _CHUNKS = 4
@@ -44,17 +49,17 @@ def run(settings: CoordinatorBenchSettings) -> int:
     console = Console()
     with console.status("measuring") as status:
         request_bytes = _memory(min(settings.requests, 200_000))
-        queue: dict[int, dict[str, float]] = {}
-        for tenants in _TENANTS:
-            status.update(f"fair queue of {settings.requests:,} requests, {tenants:,} tenants")
-            queue[tenants] = _fair_queue(tenants, settings.requests)
+        queue: dict[str, dict[int, dict[str, float]]] = {kind: {} for kind in _DEADLINES}
+        for kind, tenants in product(_DEADLINES, _TENANTS):
+            status.update(f"fair queue of {settings.requests:,} requests, {tenants:,} tenants, {kind} deadlines")
+            queue[kind][tenants] = _fair_queue(tenants, settings.requests, kind)
         status.update("whole core")
         life_us = _lives()
     table = Table(title=f"Fair queue, {settings.requests:,} requests waiting, µs of CPU", title_justify="left")
-    for heading in ("tenants", "pop p50", "p99", "enqueue p50", "p99"):
-        table.add_column(heading, justify="right")
-    for tenants, row in queue.items():
-        table.add_row(f"{tenants:,}", *(f"{figure:.1f}" for figure in row.values()))
+    for heading in ("deadlines", "tenants", "pop p50", "p99", "enqueue p50", "p99"):
+        table.add_column(heading, justify="left" if heading == "deadlines" else "right")
+    for kind, tenants in product(_DEADLINES, _TENANTS):
+        table.add_row(kind, f"{tenants:,}", *(f"{figure:.1f}" for figure in queue[kind][tenants].values()))
     console.print(table)
     console.print(
         f"A request's life of {_CHUNKS} chunks in the core: {life_us:.0f} µs, so {1e6 / life_us:,.0f} requests/s"
@@ -68,16 +73,24 @@ def _whole(cost: int) -> Terms:
     return float(cost), True
 
 
-def _fair_queue(tenants: int, requests: int) -> dict[str, float]:
-    rnd = random.Random(0)
+def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]:
+    rnd, arrivals, band = random.Random(0), count(), Limits().bands["standard"]
+
+    def due(cost: int) -> float:
+        """As the core sets it, by arrival but for the length of the prompt; or as if each request asked for its own."""
+        chunks = -(-cost // _STEP_TOKENS)
+        return rnd.random() if deadlines == "random" else next(arrivals) / _PER_S + chunks * band.ttft_s_per_chunk
+
     queue = FairQueue[int](1024.0)
     paths = [("standard", f"o{tenant // 10}", f"u{tenant}") for tenant in range(tenants)]
     for _ in range(requests):
-        queue.push(rnd.randint(1, 512), paths[rnd.randrange(tenants)], rnd.random(), 1)
+        cost = rnd.randint(1, 512)
+        queue.push(cost, paths[rnd.randrange(tenants)], due(cost), 1)
     pops, pushes = [], []
     with _Steady():
         for _ in range(_SAMPLES):
-            cost, path, deadline = rnd.randint(1, 512), paths[rnd.randrange(tenants)], rnd.random()
+            cost, path = rnd.randint(1, 512), paths[rnd.randrange(tenants)]
+            deadline = due(cost)
             begin = time.thread_time_ns()
             queue.pop(1, _whole)
             middle = time.thread_time_ns()

@@ -33,7 +33,7 @@ def run(model_path: str, threads: int = 1) -> dict[str, float]:
     Rounds of the engine and of transformers alternate, so that both see the same machine; each figure is the median round.
     """
     torch.set_num_threads(threads)
-    engine = load_engine(model_path, kv_bytes=1 << 30, step_tokens_max=_PREFILL_TOKENS)
+    engine = load_engine(model_path, kv_bytes=1 << 30)
     plain: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     plain.eval()
     cases: list[tuple[str, Callable[[], float]]] = [

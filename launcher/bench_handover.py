@@ -21,7 +21,9 @@ from launcher.bench_client import BenchFailed, Stream, gaps_between, long_prompt
 from launcher.bench_settings import HandoverSettings
 from launcher.local import Running, running, until_interrupted
 from launcher.status import ask
+from proto.messages import Role
 from runtime.exits import INTERRUPTED_EXIT
+from runtime.keys import Keys, keys_for
 from runtime.settings import ServeSettings
 
 STATUS_TIMEOUT_MS = 5_000
@@ -55,12 +57,13 @@ def run(settings: HandoverSettings) -> int:
 
 
 async def _run(settings: HandoverSettings, console: Console) -> int:
+    keys = keys_for(settings, Role.OBSERVER)
     model = models.ready(settings.model, "", console)
-    serve = ServeSettings(port=0, device=settings.device, threads=settings.threads)
+    serve = ServeSettings(port=0, device=settings.device, threads=settings.threads, keys=settings.keys)
     try:
         async with running(serve, model, console) as up:
             up.client.timeout = httpx.Timeout(300.0)
-            done = await _measure(up, model.model_id, settings, console)
+            done = await _measure(up, model.model_id, settings, keys, console)
     except httpx.HTTPError as error:
         raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
     result = {"model": model.model_id, "settings": settings.model_dump(), **figures(done)}
@@ -69,15 +72,17 @@ async def _run(settings: HandoverSettings, console: Console) -> int:
     return 0
 
 
-async def _measure(up: Running, model: str, settings: HandoverSettings, console: Console) -> list[Handover]:
+async def _measure(
+    up: Running, model: str, settings: HandoverSettings, keys: Keys | None, console: Console
+) -> list[Handover]:
     """One prompt after the other, none like another, so that nothing is cached and nothing waits."""
     source, done = random.Random(settings.seed), []
     with Progress(console=console, transient=True) as progress:
         for number in progress.track(range(WARMUP_PROMPTS + settings.prompts), description="prompts"):
-            before = await _counters(up)
+            before = await _counters(up, keys)
             prompt = f"{number} {long_prompt(source, settings.prompt_words, settings.prompt_words)}"
             stream = await stream_completion(up.client, model, prompt, settings.output_tokens)
-            after = await _counters(up)
+            after = await _counters(up, keys)
             moved = after["kv_bytes_moved"] - before.get("kv_bytes_moved", 0)
             exposed = after["kv_exposed_us"] - before.get("kv_exposed_us", 0)
             if len(stream.arrivals) < 3 or not moved:
@@ -89,8 +94,8 @@ async def _measure(up: Running, model: str, settings: HandoverSettings, console:
     return done
 
 
-async def _counters(up: Running) -> dict[str, int]:
-    return dict((await ask(up.cluster.coordinator, STATUS_TIMEOUT_MS)).counters)
+async def _counters(up: Running, keys: Keys | None) -> dict[str, int]:
+    return dict((await ask(up.cluster.coordinator, STATUS_TIMEOUT_MS, keys)).counters)
 
 
 def figures(done: Sequence[Handover]) -> dict[str, Any]:

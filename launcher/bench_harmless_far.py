@@ -27,7 +27,7 @@ _CHUNK_TOKENS = 256
 
 class Store:
     def __init__(self, model: str, tokens: int) -> None:
-        engine = load_engine(model, kv_bytes=1 << 30, step_tokens_max=_CHUNK_TOKENS)
+        engine = load_engine(model, kv_bytes=1 << 30)
         self.info: ModelInfo = engine.info
         self.blocks = -(-tokens // self.info.block_size)
         self.pool = torch.empty((_COPIES * self.blocks, *engine.pool.shape[1:]), dtype=engine.pool.dtype)

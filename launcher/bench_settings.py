@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
-from runtime.setting_types import CommaList, Device, Options, split_commas
+from runtime.setting_types import CommaList, Device, KeyOptions, Options, split_commas
 
 Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas)]
 
@@ -43,7 +43,7 @@ class IsolationSettings(Options):
     plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
 
 
-class HandoverSettings(Options):
+class HandoverSettings(KeyOptions):
     """What does moving a prompt's KV to decode cost the one who waits for it?
 
     Sends long prompts one by one to a cluster of its own. Measures how much of the transfer prefill did not hide, and the gap

@@ -1,5 +1,6 @@
 """What child processes write: kept whole in files, the last lines in memory, warnings and errors shown as they come."""
 
+import contextlib
 import json
 import os
 from collections import deque
@@ -25,7 +26,7 @@ class ChildLog:
         self._verbose = verbose
         self._show = show
         self._carry = b""
-        self._file: IO[bytes] = path.open("ab")
+        self._file = self._open()
 
     def feed(self, data: bytes) -> None:
         """Bytes as they came from the pipe, cut anywhere."""
@@ -54,19 +55,25 @@ class ChildLog:
             self._show(level, text)
 
     def _keep(self, raw: bytes) -> None:
-        if self._file.tell() + len(raw) > FILE_BYTES_MAX:
-            self._file.close()
-            os.replace(self.path, self.path.with_suffix(".log.1"))
-            self._file = self.path.open("ab")
-        self._file.write(raw + b"\n")
-        self._file.flush()
+        try:
+            if self._file.tell() + len(raw) > FILE_BYTES_MAX:
+                with contextlib.suppress(FileNotFoundError):  # somebody removed it, or the last try got no further
+                    os.replace(self.path, self.path.with_suffix(".log.1"))
+                full, self._file = self._file, self._open()
+                full.close()
+            self._file.write(raw + b"\n")
+        except OSError:
+            pass  # the disk is full: what is shown, and the last lines, are kept all the same, and the process serves on
+
+    def _open(self) -> IO[bytes]:
+        return self.path.open("ab", buffering=0)
 
 
 def readable(line: str) -> tuple[str, str]:
     """A log line → (level, text for people); the level is "" where the line is no record, as a library's print."""
     try:
         record: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "", line
     if not isinstance(record, dict) or "event" not in record:
         return "", line

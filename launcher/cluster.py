@@ -112,7 +112,8 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     tenants = {"tenants": str(Path(settings.tenants).expanduser().resolve())} if settings.tenants else {}
     usage_db = settings.usage_db or (default_db() if settings.tenants else "")
     journal = {"usage_db": str(Path(usage_db).expanduser().resolve())} if usage_db else {}
-    shared = {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id, "log_format": "json"}
+    common = {"log_format": "json"} | ({"keys": keys_folder(settings)} if settings.keys else {})
+    shared = common | {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id}
     fronts = [
         GatewaySettings.model_validate(
             shared
@@ -121,14 +122,14 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
         )
         for index, port in enumerate(ports)
     ]
-    # Keys go by the environment: flags can be seen in ps.
-    keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
+    # API keys go by the environment: flags can be seen in ps.
+    api_keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
     control = child_environment(1)
-    own = {"name": "coordinator", "bind": coordinator, "log_format": "json", "metrics": metrics[0]}
-    core = CoordinatorSettings.model_validate(own | tenants | journal | _decisions(settings))
+    own = {"name": "coordinator", "bind": coordinator, "metrics": metrics[0]}
+    core = CoordinatorSettings.model_validate(common | own | tenants | journal | _decisions(settings))
     processes = [
         _spec("coordinator", core, control, plan.control),
-        *(_spec("gateway", front, control | keys, plan.control) for front in fronts),
+        *(_spec("gateway", front, control | api_keys, plan.control) for front in fronts),
     ]
     for role, seats in (("prefill", plan.prefill), ("decode", plan.decode)):
         for index, seat in enumerate(seats):
@@ -138,6 +139,11 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     shown_host = f"[{client_host}]" if ":" in client_host else client_host
     urls = tuple(f"http://{shown_host}:{port}" for port in ports)
     return Cluster(urls, coordinator, plan, tuple(processes), key)
+
+
+def keys_folder(settings: ServeSettings) -> str:
+    """In full, for processes and for who asks in another terminal."""
+    return str(Path(settings.keys).expanduser().resolve())
 
 
 def _own_key(settings: ServeSettings) -> str:

@@ -138,6 +138,12 @@ class Host(_Table):
     def listens_on(self) -> str:
         return self.bind or self.address
 
+    @property
+    def kv_address(self) -> str:
+        """Where KV itself arrives, if no interface says it; empty: neither address names one of this host."""
+        own = "127.0.0.1" if self.address == "localhost" else ""
+        return next((one for one in (self.address, self.bind) if is_ip(one) and one not in EVERYWHERE), own)
+
 
 class ClusterFile(_Table):
     """The whole file, its relative paths made absolute."""
@@ -183,7 +189,9 @@ def travels(text: str) -> list[str]:
     """The relative paths in it: what `launch_ssh` copies with the file. Of a text that `parse` takes."""
     content = tomllib.loads(text)
     found = [content.get("keys", "")]
-    found += [content.get(role, {}).get("tenants", "") for role in ("coordinator", "gateway")]
+    tables = [content.get(role, {}) for role in ("coordinator", "gateway")]
+    tables += [host.get("gateway", {}) for host in content["hosts"].values()]
+    found += [table.get("tenants", "") for table in tables]
     return sorted({path for path in found if path and _is_relative(path)})
 
 
@@ -209,12 +217,17 @@ def _absolute(content: dict[str, Any], folder: PurePath) -> dict[str, Any]:
         wanted = {key: table[key] for key in keys if isinstance(table.get(key), str) and table[key]}
         return table | {key: str(folder / value) for key, value in wanted.items() if _is_relative(value)}
 
+    def of_roles(table: dict[str, Any]) -> dict[str, Any]:
+        there = [role for role in ("coordinator", "gateway") if isinstance(table.get(role), dict)]
+        return table | {role: of(table[role], PATH_OPTIONS) for role in there}
+
     content = of(content, ("keys",))
     if str(content.get("model", "")).startswith(("./", "../")):
         content = of(content, ("model",))
-    for role in ("coordinator", "gateway"):
-        if isinstance(content.get(role), dict):
-            content[role] = of(content[role], PATH_OPTIONS)
+    content = of_roles(content)
+    if isinstance(content.get("hosts"), dict):
+        hosts = content["hosts"].items()
+        content["hosts"] = {name: of_roles(host) if isinstance(host, dict) else host for name, host in hosts}
     return content
 
 
@@ -262,6 +275,11 @@ def _hosts(file: ClusterFile) -> list[str]:
             found.append(f"[hosts.{name}] cores: only for workers on the CPU, and these are on gpus")
         if not is_ip(host.listens_on):
             found.append(f"[hosts.{name}] bind: needed, since {host.address} is a name: the IP address to listen on")
+        if workers and not host.interface and not host.kv_address:
+            found.append(
+                f"[hosts.{name}] interface: needed, since {host.address} is a name and {host.bind} is every address: the one"
+                " that KV arrives on, like eth0"
+            )
         if is_loopback(host.address) and apart:
             found.append(f"[hosts.{name}] address: {host.address} cannot be reached from the other hosts")
         if is_loopback(host.bind or "") and not is_loopback(host.address):

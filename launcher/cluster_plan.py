@@ -224,8 +224,7 @@ def _data_plane(host: Host) -> dict[str, str]:
     """Where KV itself arrives: on the interface, else on the address."""
     if host.interface:
         return {"kv_interface": host.interface}
-    own = next((one for one in (host.address, host.bind) if is_ip(one) and one not in EVERYWHERE), "")
-    return {"transfer_host": own} if own else {}
+    return {"transfer_host": host.kv_address}
 
 
 def _collisions(file: ClusterFile, plans: Mapping[str, HostPlan]) -> list[str]:

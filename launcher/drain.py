@@ -12,9 +12,10 @@ from launcher.status import WHICH_COORDINATOR, NoAnswer, ask, converse, coordina
 from proto.drain import DrainAnswer, DrainRequest
 from proto.errors import PeerRefused
 from proto.messages import Role
-from proto.status import WorkerStatus
+from proto.status import Process, WorkerStatus
 from runtime import clock
 from runtime.addresses import AddressOrEmpty
+from runtime.exits import HUNG_EXIT
 from runtime.keys import Keys, keys_for
 from runtime.setting_types import KeyOptions
 
@@ -27,6 +28,8 @@ class DrainSettings(KeyOptions):
     """Place nothing new on a worker. What runs there goes on, and what still does after a while goes on elsewhere.
 
     The worker stays up until it is ended or put back with --undo. Ending it with SIGTERM drains it too.
+
+    With --wait, status 1 says that something is left there, and 75 that the worker hung and was given up.
     """
 
     worker: str = Field(
@@ -50,7 +53,7 @@ class DrainSettings(KeyOptions):
 
 def run(settings: DrainSettings) -> int:
     """Raises `NoAnswer`, `SeveralClusters`, `PeerRefused` or `ConfigError`. Status 1: something is still there after all the
-    time."""
+    time; `HUNG_EXIT`: it hung instead."""
     keys = keys_for(settings, Role.OBSERVER)
     with coordinator_of(settings.coordinator) as coordinator:
         return uvloop.run(_drain(settings, coordinator, keys))
@@ -74,7 +77,7 @@ async def _drain(settings: DrainSettings, coordinator: str, keys: Keys | None) -
 
 
 async def _wait(settings: DrainSettings, coordinator: str, worker: WorkerStatus, keys: Keys | None) -> int:
-    """Until it holds nothing, or is gone. The coordinator is asked again and again, as it may be another one by then."""
+    """Until it holds nothing, hangs, or is gone. The coordinator is asked again and again, as it may be another one by then."""
     until = clock.now() + settings.drain_timeout_s + _PATIENCE_S
     at_first, left = worker.requests, worker.requests
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -89,6 +92,9 @@ async def _wait(settings: DrainSettings, coordinator: str, worker: WorkerStatus,
                 found.requests for found in report.workers if found.pid == worker.pid and found.name == worker.name
             )
             progress.update(bar, completed=at_first - left)
+            if Process(worker.name, worker.pid) in report.hung:
+                _say(f"{worker.name} hung and was given up; what ran there goes on elsewhere, as after a loss")
+                return HUNG_EXIT
     _say(f"{worker.name}: {_left(left)} there" if left else f"{worker.name} is drained")
     return 1 if left else 0
 

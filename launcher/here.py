@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 import platformdirs
 
+from proto.errors import CrossdockError
+
 NOTE = "cluster.json"
 
 
@@ -39,6 +41,25 @@ def host_folder(cluster: str, host: str) -> Path:
     return runs_folder() / f"{cluster}.{host}"
 
 
+class CannotKeep(CrossdockError):
+    """The folder of a run cannot be made or written to."""
+
+
+def make_folder(folder: Path) -> None:
+    """For this user alone. Raises `CannotKeep`."""
+    with _kept(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.strerror}; XDG_STATE_HOME may name a place for logs that can be written to"
+        raise CannotKeep(f"cannot keep logs in {folder}: {why}") from None
+
+
 @contextlib.contextmanager
 def noted(
     run: Path, *, model_id: str, base_url: str, coordinator: str, cluster: str = "", host: str = ""
@@ -47,8 +68,9 @@ def noted(
     pid = os.getpid()
     note = LocalCluster(pid, started_at(pid) or 0, model_id, base_url, coordinator, cluster, host)
     half = run / f"{NOTE}.part"
-    half.write_bytes(msgspec.json.encode(note) + b"\n")
-    os.replace(half, run / NOTE)
+    with _kept(run):
+        half.write_bytes(msgspec.json.encode(note) + b"\n")
+        os.replace(half, run / NOTE)
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from launcher.cluster_file import ClusterFile, Host, travels
 from launcher.process import python_command
 from proto.errors import CrossdockError
+from runtime.keys import NAME
 from runtime.options import SettingsError
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
@@ -97,10 +98,13 @@ def parcel(site: Site, name: str) -> bytes:
             raise SettingsError(f"FILE: there is no {path}{more}")
         wanted += _keys_of(path, site.host(name)) if path.is_dir() else [path]
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
+    with tarfile.open(fileobj=packed, mode="w", dereference=True) as tar:  # a link would lead nowhere there
         for path in wanted:
             inside = "cluster.toml" if path == site.path else str(path.relative_to(folder))
-            tar.add(path, inside, recursive=False, filter=_plain)
+            try:
+                tar.add(path, inside, recursive=False, filter=_plain)
+            except OSError as error:
+                raise SettingsError(f"FILE: cannot read {path}: {error.strerror}") from None
     return packed.getvalue()
 
 
@@ -121,8 +125,8 @@ def _keys_of(folder: Path, host: Host) -> Iterable[Path]:
         "decode": host.workers.decode,
     }
     for path in sorted(folder.iterdir()):
-        role = path.name.removesuffix(_SECRET).partition("-")[0]
-        if path.suffix == _PUBLIC or (path.suffix == _SECRET and roles.get(role)):
+        name = NAME.fullmatch(path.stem)
+        if name and (path.suffix == _PUBLIC or (path.suffix == _SECRET and roles[name[1]])):
             yield path
 
 

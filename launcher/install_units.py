@@ -17,6 +17,7 @@ from launcher.process import ROOT
 from launcher.up import Place, place
 from proto.errors import CrossdockError
 from runtime.exits import leave
+from runtime.keys import NAME
 from runtime.options import SettingsError, add_command, invoke, new_app
 
 _VERIFY_S = 60.0
@@ -37,7 +38,10 @@ def run(settings: UnitsSettings) -> int:
         raise SettingsError(
             "\n".join(f"--config: {settings.cluster_file}: {line}" for line in str(error).splitlines())
         ) from None
-    todo = units.changes(files, _there(root))
+    try:
+        todo = units.changes(files, _there(root))
+    except OSError as error:
+        raise CannotInstall(f"{error.filename}: {error.strerror} (--dest)") from None
     for what, path in todo:
         console.print(f"{what:6} {root / path}", markup=False)
         if settings.dry_run and what == "write":
@@ -81,7 +85,7 @@ def _model(at: Place) -> str:
 
 def _installed(at: Place) -> units.Installed:
     """Raises `SettingsError`."""
-    keys = Path(at.file.keys) if at.file.keys else None
+    keys = Path(at.file.keys).expanduser() if at.file.keys else None
     if keys is not None and not keys.is_dir():
         raise SettingsError(
             f"--config: keys: there is no folder {keys}; crossdock keys new makes it, on one host for all"
@@ -91,7 +95,7 @@ def _installed(at: Place) -> units.Installed:
         prefixes=tuple(sorted({sys.prefix, sys.base_prefix})),
         root=ROOT,
         keys=str(keys or ""),
-        key_files=tuple(sorted(path.name for path in keys.iterdir())) if keys is not None else (),
+        key_files=tuple(sorted(path.name for path in keys.iterdir() if NAME.fullmatch(path.stem))) if keys else (),
     )
 
 
@@ -99,7 +103,7 @@ def _there(root: Path) -> dict[str, str]:
     found = [*(root / units.UNITS).glob("crossdock*"), *(root / units.UNITS).glob("crossdock*/*.conf")]
     found += (root / units.OPTIONS).glob("*.env")
     paths = {str(path.relative_to(root)): path for path in found if path.is_file()}
-    return {name: path.read_text(encoding="utf-8") for name, path in paths.items() if units.is_ours(name)}
+    return {name: path.read_text("utf-8", "replace") for name, path in paths.items() if units.is_ours(name)}
 
 
 def _write(path: Path, text: str) -> None:
@@ -108,7 +112,8 @@ def _write(path: Path, text: str) -> None:
     half = path.with_name(f".{path.name}.part")
     half.unlink(missing_ok=True)
     mode = 0o600 if path.suffix == ".env" else 0o644
-    with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w") as file:
+    descriptor = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
     half.chmod(mode)
     os.replace(half, path)

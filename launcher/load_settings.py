@@ -46,8 +46,9 @@ class LoadSettings(Options):
     )
     trace: str = Field(
         "",
-        description="File with arrivals and lengths: CSV with arrival_s,prompt_tokens,output_tokens, or Mooncake JSON lines"
-        " (times of equal stamp are spread to the next one). Takes the place of --rate and the lengths.",
+        description="File with arrivals and lengths: CSV with arrival_s,prompt_tokens,output_tokens, an Azure LLM inference"
+        " trace, or Mooncake's JSON lines (times of equal stamp are spread to the next one). Takes the place of --rate and the"
+        " lengths.",
     )
     speed: float = Field(
         1.0, gt=0.0, le=1e6, description="Speed at which the trace is played: 0.1 is ten times slower."

@@ -1,13 +1,15 @@
 """Traces of real services: who arrives when, with how many tokens in and out.
 
-Two formats: CSV with the columns `arrival_s,prompt_tokens,output_tokens` (others are ignored), such as the Azure LLM
-inference traces in seconds, and the JSON lines of Mooncake (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`:
-one id per 512 prompt tokens, equal where prefixes are). A bad line is named with its number.
+Three formats: CSV with the columns `arrival_s,prompt_tokens,output_tokens` (others are ignored); the Azure LLM inference traces
+as they are (`TIMESTAMP,ContextTokens,GeneratedTokens`), with times counted from the first one; and the JSON lines of Mooncake
+(`timestamp` in ms, `input_length`, `output_length`, `hash_ids`: one id per 512 prompt tokens, equal where prefixes are). A bad
+line is named with its number.
 """
 
 import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 from typing import TextIO
@@ -22,6 +24,7 @@ ROWS_MAX = 2_000_000
 LINE_CHARS_MAX = 1 << 20
 MOONCAKE_BLOCK_TOKENS = 512
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +74,27 @@ class _BadLine(Exception):
 def _csv(stream: TextIO) -> Iterator[Row]:
     reader = csv.DictReader(stream)
     try:
-        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        names = reader.fieldnames or ()
+        columns, seconds = (AZURE_COLUMNS, _date_s) if AZURE_COLUMNS[0] in names else (COLUMNS, float)
+        missing = [name for name in columns if name not in names]
         if missing:
-            raise _BadLine(1, f"no column {missing[0]}; needed are {','.join(COLUMNS)}")
+            raise _BadLine(1, f"no column {missing[0]}; needed are {','.join(columns)}")
+        origin_s: float | None = 0.0 if columns is COLUMNS else None
         for fields in reader:
             try:
-                at_s, prompt, output = float(fields[COLUMNS[0]]), int(fields[COLUMNS[1]]), int(fields[COLUMNS[2]])
+                at_s, prompt, output = seconds(fields[columns[0]]), int(fields[columns[1]]), int(fields[columns[2]])
             except (TypeError, ValueError):
-                values = ",".join(str(fields[name]) for name in COLUMNS)[:100]
+                values = ",".join(str(fields[name]) for name in columns)[:100]
                 raise _BadLine(reader.line_num, f"{values!r} is not a time and two numbers of tokens") from None
-            yield _checked(reader.line_num, Row(at_s, prompt, output))
+            origin_s = at_s if origin_s is None else origin_s
+            yield _checked(reader.line_num, Row(at_s - origin_s, prompt, output))
     except csv.Error as error:
         raise _BadLine(reader.line_num, str(error)) from None
+
+
+def _date_s(text: str) -> float:
+    """Seconds since 1970. Raises `ValueError`."""
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
 def _mooncake(stream: TextIO) -> Iterator[Row]:

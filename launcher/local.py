@@ -106,10 +106,10 @@ def sayer(console: Console) -> Callable[[str, str, str], None]:
 
 
 def new_log_dir() -> Path:
-    """A folder for this run's logs; older runs but the last few are removed."""
+    """A folder for this run's logs; older runs but the last few are removed. Raises `CannotKeep`."""
     runs = here.runs_folder()
     own = runs / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
-    own.mkdir(parents=True)
+    here.make_folder(own)
     old = sorted(path for path in runs.iterdir() if _RUN_NAME.match(path.name) and path != own)
     for path in old[: max(0, len(old) - RUNS_KEPT)]:
         if not Path(f"/proc/{path.name.rsplit('-', 1)[1]}").exists():

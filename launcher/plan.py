@@ -35,8 +35,14 @@ def plan_cpu(cores: tuple[int, ...], *, prefill: int, decode: int, on_gpu: bool,
     if on_gpu:
         return CpuPlan((), (Seat((), threads or 1, 0),) * prefill, (Seat((), threads or 1, 0),) * decode)
     if len(cores) == 1:
-        note = "only one CPU core: prefill and decode share it, so long prompts will slow running streams"
-        return CpuPlan((), (Seat((), 1, PREFILL_NICE),) * prefill, (Seat((), 1, 0),) * decode, note)
+        notes = []
+        if prefill and decode:
+            notes.append("only one CPU core: prefill and decode share it, so long prompts will slow running streams")
+        if threads > 1:
+            notes.append(_cut(threads, 1))
+        return CpuPlan(
+            cores, (Seat(cores, 1, PREFILL_NICE),) * prefill, (Seat(cores, 1, 0),) * decode, "; ".join(notes)
+        )
     cores = tuple(sorted(cores))
     # Half of the cores, but one for each decode worker where there are enough, and never the last one of the others. Where one
     # kind is on other hosts, this one gets what it would have.
@@ -49,7 +55,7 @@ def plan_cpu(cores: tuple[int, ...], *, prefill: int, decode: int, on_gpu: bool,
     smallest = min(len(chosen) for chosen in (*decode_sets, *prefill_sets))
     notes = []
     if threads > smallest:
-        notes.append(f"--threads {threads} is over the {smallest} core(s) a worker has here, and cut to that")
+        notes.append(_cut(threads, smallest))
     if decode > len(decode_cores):
         notes.append(f"{decode} decode workers share {len(decode_cores)} core(s) and will slow each other")
     return CpuPlan(
@@ -58,6 +64,10 @@ def plan_cpu(cores: tuple[int, ...], *, prefill: int, decode: int, on_gpu: bool,
         decode=tuple(Seat(chosen, min(threads or len(chosen), len(chosen)), 0) for chosen in decode_sets),
         note="; ".join(notes),
     )
+
+
+def _cut(threads: int, cores: int) -> str:
+    return f"--threads {threads} is over the {cores} core(s) a worker has here, and cut to that"
 
 
 def _share(cores: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:

@@ -60,7 +60,7 @@ async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, s
             console.print(f"\n[red]The first question failed:[/red] {escape(why)}")
         if settings.once:
             return 0
-        _invite(up, model, console)
+        _invite(up, model, settings, console)
         await up.supervisor.wait_failed()
     return 1
 
@@ -102,7 +102,7 @@ async def sse_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     raise AnswerFailed("the stream ended before [DONE]")
 
 
-def _invite(up: Running, model: ReadyModel, console: Console) -> None:
+def _invite(up: Running, model: ReadyModel, settings: ServeSettings, console: Console) -> None:
     base_url = f"{up.cluster.base_url}/v1"
     body = json.dumps(
         {"model": model.model_id, "messages": [{"role": "user", "content": "Name three colours."}], "stream": True}
@@ -112,7 +112,8 @@ def _invite(up: Running, model: ReadyModel, console: Console) -> None:
     console.print(f"Base URL   {base_url}", highlight=False)
     for other in up.cluster.base_urls[1:]:
         console.print(f"and        {other}/v1", highlight=False)
-    status = f"crossdock status --coordinator {up.cluster.coordinator}"
+    keys = f" --keys {shlex.quote(clusters.keys_folder(settings))}" if settings.keys else ""
+    status = f"crossdock status --coordinator {up.cluster.coordinator}{keys}"
     console.print(f"Status     {status}", highlight=False, soft_wrap=True)
     console.print("Try        ", end="")
     line = f"curl -N {base_url}/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"

@@ -154,7 +154,10 @@ def _before_exec(parent: int, cores: tuple[int, ...]) -> None:
     if os.getppid() != parent:
         os._exit(1)
     if cores:
-        os.sched_setaffinity(0, cores)
+        try:
+            os.sched_setaffinity(0, cores)
+        except OSError:
+            pass  # a worker that cannot have its cores says so itself
 
 
 async def _stop(process: asyncio.subprocess.Process, log: ChildLog) -> None:

@@ -25,6 +25,7 @@ TARGET: Final = "crossdock.target"
 STOP_SLACK_S: Final = 15
 _HIDDEN: Final = ("/home/", "/root/", "/run/user/")
 _WRITES: Final = ("usage_db", "journal")
+_READS: Final = ("model", "tenants")
 _DESCRIPTIONS: Final = {
     "coordinator": "crossdock coordinator",
     "gateway": "crossdock gateway %i (OpenAI HTTP API)",
@@ -208,6 +209,10 @@ def _options(process: Planned) -> str:
         path = getattr(settings, key, "")
         if path and not path.startswith(f"{STATE}/"):
             raise ClusterError(f"[{process.role}] {key}: a unit can write to {STATE} only, and not to {path}")
+    for key in _READS:
+        path = getattr(settings, key, "")
+        if path.startswith("~"):
+            raise ClusterError(f"[{process.role}] {key}: {path} means another folder in a unit; write it out")
     chosen = {key: getattr(settings, key) for key in sorted(settings.model_fields_set) if key not in ("role", "keys")}
     values = {ENV_PREFIX + key.upper(): _text(value) for key, value in chosen.items() if key not in SECRETS}
     values |= {ENV_PREFIX + key.upper(): value for key, value in process.secrets().items()}
@@ -219,7 +224,7 @@ def _under_home(processes: Sequence[Planned], on: Installed) -> list[str]:
     """What a unit must read of folders that it does not see otherwise."""
     read: list[str] = [*on.prefixes, on.root]
     for process in processes:
-        read += [str(getattr(process.settings, key, "")) for key in ("model", "tenants")]
+        read += [str(getattr(process.settings, key, "")) for key in _READS]
     return sorted({path for path in read if path.startswith(_HIDDEN)})
 
 

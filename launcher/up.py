@@ -117,7 +117,7 @@ def _plan(at: Place, console: Console) -> tuple[HostPlan, str]:
 
 
 async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, console: Console) -> int:
-    at.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    here.make_folder(at.folder)
     _check_down(at)  # once more: fetching a model may have taken minutes, and two of us would share one note
     supervisor = Supervisor(log_dir=at.folder, say=sayer(console), verbose=settings.verbose)
     coordinator = coordinator_address(at.file)
@@ -190,7 +190,7 @@ def spec_of(process: Planned, notify_address: str = "") -> ProcessSpec:
 
 def _detach(settings: UpSettings, at: Place, console: Console) -> int:
     """The same command again, in a session of its own; returns when it says that it is ready. Raises `NotUp`."""
-    at.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    here.make_folder(at.folder)
     log = at.folder / LOG
     arguments = ["--config", str(Path(settings.cluster_file).expanduser().resolve()), "--host", at.host]
     arguments += ["--ready-timeout-s", str(settings.ready_timeout_s), *(["--verbose"] if settings.verbose else [])]

@@ -24,7 +24,6 @@ def run(settings: WorkerSettings) -> int:
             dtype=settings.dtype,
             block_size=settings.block_size,
             kv_bytes=int(settings.kv_gib * (1 << 30)),
-            step_tokens_max=settings.step_tokens_max,
         )
         thread.be_nice(settings.nice)
         return engine

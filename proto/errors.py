@@ -85,3 +85,5 @@ class CancelReason(StrEnum):
     DEADLINE = "deadline"
     ABANDONED = "abandoned"
     """The gateway gave the attempt up, for instance because its stream failed."""
+    ANSWERED = "answered"
+    """It has all of the answer. Said only to a coordinator that may not have heard that from the worker."""

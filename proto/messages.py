@@ -31,6 +31,7 @@ Attempt = Annotated[int, Meta(ge=1, le=1_000)]
 Text = Annotated[str, Meta(max_length=limits.MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Tokens_ = Annotated[int, Meta(ge=0, le=limits.MAX_CONTEXT_TOKENS)]
+AnswerTokens = Annotated[int, Meta(ge=0, le=limits.MAX_CONTEXT_TOKENS * limits.MAX_CHOICES)]
 Choices = Annotated[int, Meta(ge=1, le=limits.MAX_CHOICES)]
 ChoiceIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_CHOICES)]
 BlockHashes = Annotated[bytes, Meta(max_length=limits.MAX_BLOCK_HASHES * limits.HASH_BYTES)]
@@ -164,6 +165,8 @@ class Cancel(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     reason: CancelReason
+    output_tokens: AnswerTokens = 0
+    """Of its answer, those that the gateway has, over all choices. A worker that was lost cannot say it any more."""
 
 
 class StatusRequest(Message, frozen=True):
@@ -357,7 +360,7 @@ class WorkFailed(Message, frozen=True):
     reason: Interrupt
     message: Text
     output_tokens: Count = 0
-    """First tokens emitted in prefill. What a decode worker has emitted is known by its steps."""
+    """Emitted here. First tokens count in prefill."""
 
 
 # --- worker → gateway --------------------------------------------------------------------------------------------------------

@@ -67,6 +67,11 @@ class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
     """Requests."""
 
 
+class Process(msgspec.Struct, frozen=True, array_like=True):
+    name: Text
+    pid: Count
+
+
 class StatusReport(Message, frozen=True):
     workers: tuple[WorkerStatus, ...]
     gateways: tuple[Text, ...]
@@ -85,3 +90,5 @@ class StatusReport(Message, frozen=True):
     """Name of a process → HOST:PORT of its metrics."""
     lately: dict[Text, float] = {}  # noqa: RUF012
     """Times of the last requests, in ms, and how many they are."""
+    hung: tuple[Process, ...] = ()
+    """Workers that were given up in a step without an end, the last ones, latest last."""

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import zmq
-import zmq.asyncio
 from zmq.auth import Authenticator
 
 from proto.messages import Hello, Role
 from runtime import log
 from runtime.driver import watched
 from runtime.keys import Keys
+from runtime.loop_socket import LoopSocket
 from runtime.monitor import Failure
-from runtime.peer import LinkCounters, LinkSettings, Peer, open_socket
+from runtime.peer import LinkCounters, Peer
 from runtime.seldom import Seldom
 
 _log = log.get("crossdock.curve")
@@ -28,14 +28,14 @@ _domains = itertools.count(1)
 class _Handler(Authenticator):
     """The ZAP handler of a context, for as long as there is the context. Each server is a domain of its own."""
 
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, socket: LoopSocket) -> None:
         super().__init__(socket.context)
         self._socket = self.zap_socket = socket
         socket.bind("inproc://zeromq.zap.01")
 
     async def run(self) -> None:
         while True:
-            await self.handle_zap_message(await self._socket.recv_multipart())
+            await self.handle_zap_message(await self._socket.receive())
 
 
 _handlers: "dict[zmq.Context[Any], _Handler]" = {}
@@ -44,7 +44,7 @@ _handlers: "dict[zmq.Context[Any], _Handler]" = {}
 class Gate:
     """What a server knows of who comes: with keys, their role; without, what they say."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, keys: Keys | None, counters: LinkCounters) -> None:
+    def __init__(self, socket: LoopSocket, keys: Keys | None, counters: LinkCounters) -> None:
         self._socket = socket
         self._keys = keys
         self._counters = counters
@@ -60,7 +60,7 @@ class Gate:
         for old in [one for one in _handlers if one.closed]:
             del _handlers[old]
         if context not in _handlers:
-            handler = _handlers[context] = _Handler(open_socket(zmq.REP, LinkSettings()))
+            handler = _handlers[context] = _Handler(context.socket(zmq.REP))
             watched(handler.run())
         _handlers[context].configure_curve_callback(self._domain, self)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -95,9 +95,9 @@ class Gate:
     async def receive(self) -> tuple[bytes, list[bytes], str]:
         """(routing id, frames, whose key it is or empty) of the next message."""
         if self._keys is None:
-            routing_id, *frames = await self._socket.recv_multipart()
+            routing_id, *frames = await self._socket.receive()
             return routing_id, frames, ""
-        first, *rest = await self._socket.recv_multipart(copy=False)
+        first, *rest = await self._socket.receive(copy=False)
         return first.bytes, [frame.bytes for frame in rest], str(first.get("User-Id"))
 
     def refusal(self, hello: Hello, user_id: str, peers: Iterable[Peer]) -> str | None:
@@ -120,7 +120,7 @@ class Gate:
         return self._keys is None or self._keys.listed(user_id) is not None
 
 
-def connect_as(socket: zmq.asyncio.Socket, keys: Keys | None, to: Role, attempt: int) -> None:
+def connect_as(socket: LoopSocket, keys: Keys | None, to: Role, attempt: int) -> None:
     """Before a client's socket is connected to a process of role `to`: where it has several keys, attempts take turns."""
     if keys is None:
         return

@@ -19,7 +19,6 @@ import random
 from collections.abc import Callable
 
 import zmq
-import zmq.asyncio
 
 from proto import limits
 from proto.codec import decode, encode
@@ -28,6 +27,7 @@ from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Role, Welco
 from runtime import clock, log
 from runtime.curve import Gate, connect_as
 from runtime.driver import cancelled, watched
+from runtime.loop_socket import LoopSocket
 from runtime.monitor import ConnectionMonitor, Failure
 from runtime.peer import (
     CLOSED,
@@ -41,7 +41,6 @@ from runtime.peer import (
     greet,
     is_orderly,
     open_socket,
-    try_send,
 )
 from runtime.seldom import Seldom
 from runtime.silence import Silence
@@ -116,9 +115,10 @@ class LinkServer:
 
     def drop(self, peer: Peer, reason: str) -> None:
         """End one peer's link and say so to both ends."""
-        if self.peers.pop(peer.routing_id, None) is None:
+        if self.peers.get(peer.routing_id) is not peer:
             return
-        try_send(self._socket, [peer.routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
+        del self.peers[peer.routing_id]
+        self._socket.try_send([peer.routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
         self.counters.lost += 1
         self._on_down(peer, reason)
 
@@ -139,9 +139,9 @@ class LinkServer:
                 self.drop(peer, "its key was removed")
 
     def _send(self, peer: Peer, frames: list[bytes]) -> bool:
-        if peer.routing_id not in self.peers:
+        if self.peers.get(peer.routing_id) is not peer:
             return False
-        failure = try_send(self._socket, [peer.routing_id, *frames])
+        failure = self._socket.try_send([peer.routing_id, *frames])
         if failure is None:
             self.counters.messages_out += 1
             return True
@@ -196,7 +196,7 @@ class LinkServer:
 
     def _refuse(self, routing_id: bytes, reason: str) -> None:
         self.counters.refused += 1
-        try_send(self._socket, [routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
+        self._socket.try_send([routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
 
     def _dispatch(self, peer: Peer, message: Message, blob: bytes) -> None:
         peer.heard_at = clock.now()
@@ -248,8 +248,9 @@ class LinkClient:
         self._on_message = on_message
         self._on_down = on_down
         self._settings = settings or LinkSettings()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: LoopSocket | None = None
         self._peer: Peer | None = None
+        self._theirs_ms: int | None = None
         self._gone = asyncio.Event()
         self._why_gone = ""
         self._task: asyncio.Task[None] | None = None
@@ -303,7 +304,7 @@ class LinkClient:
                 self.counters.lost += 1
                 self._on_down(lost, self._why_gone or CLOSED)
 
-    async def _handshake(self, socket: zmq.asyncio.Socket) -> Peer | None:
+    async def _handshake(self, socket: LoopSocket) -> Peer | None:
         hello = self._hello if isinstance(self._hello, Hello) else self._hello()
         timeout_s = self._settings.handshake_timeout_ms / 1000
         try:
@@ -327,11 +328,12 @@ class LinkClient:
             self.last_error = f"{self.address} answered Hello with {type(message).__name__}"
             return None
         self.last_error = ""
+        self._theirs_ms = message.heartbeat_ms
         self._peer = Peer(message.epoch, hello, self._send)
         self._on_up(self._peer, message)
         return self._peer
 
-    def _connection_lost(self, socket: zmq.asyncio.Socket) -> None:
+    def _connection_lost(self, socket: LoopSocket) -> None:
         """Given up a moment later: what the other end said last, a goodbye perhaps, may still be unread."""
 
         def give_up() -> None:
@@ -350,16 +352,16 @@ class LinkClient:
     def _send(self, peer: Peer, frames: list[bytes]) -> bool:
         if peer is not self._peer or self._socket is None or self._gone.is_set():
             return False
-        failure = try_send(self._socket, frames)
+        failure = self._socket.try_send(frames)
         if failure is None:
             self.counters.messages_out += 1
             return True
         self._give_up(failure)
         return False
 
-    async def _receive(self, socket: zmq.asyncio.Socket, peer: Peer) -> None:
+    async def _receive(self, socket: LoopSocket, peer: Peer) -> None:
         while True:
-            frames = await socket.recv_multipart()
+            frames = await socket.receive()
             self.counters.messages_in += 1
             if self.counters.messages_in % TURN_MESSAGES == 0:
                 await asyncio.sleep(0)
@@ -382,7 +384,7 @@ class LinkClient:
 
     async def _beat(self, peer: Peer) -> None:
         """Ping until the link is lost, by its own word or by silence."""
-        silence = Silence(self._settings.heartbeat_ms, clock.now())
+        silence = Silence(self._settings.heartbeat_ms, clock.now(), self._theirs_ms)
         while not self._gone.is_set():
             peer.send(Ping())
             try:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from enum import Enum
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
+
+from runtime.loop_socket import LoopSocket
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -32,7 +33,7 @@ class ConnectionMonitor:
 
     def __init__(
         self,
-        socket: zmq.asyncio.Socket,
+        socket: LoopSocket,
         *,
         on_lost: Callable[[], None] = _ignore,
         on_failed: Callable[[Failure], None] = lambda failure: None,
@@ -45,7 +46,7 @@ class ConnectionMonitor:
     async def run(self) -> None:
         try:
             while True:
-                message = parse_monitor_message(await self._monitor.recv_multipart())
+                message = parse_monitor_message(await self._monitor.receive())
                 event = message["event"]
                 if event & _LOST:
                     self._on_lost()

@@ -48,8 +48,8 @@ def only_while(check: Callable[[], bool]) -> None:
 class Pulse:
     """A check for `only_while`: a thread that computes still gets to the end of what it does."""
 
-    def __init__(self, thread: Executor, now: Callable[[], float], longest_s: float) -> None:
-        """`longest_s`: what one piece of its work may take at most."""
+    def __init__(self, thread: Executor, now: Callable[[], float], longest_s: Callable[[], float]) -> None:
+        """`longest_s()`: what one piece of its work may take at most."""
         self._thread = thread
         self._now = now
         self._longest_s = longest_s
@@ -60,7 +60,7 @@ class Pulse:
     def __call__(self) -> bool:
         if self._asked.done():
             self._asked, self._asked_at = self._thread.submit(_nothing), self._now()
-        return self._now() - self._asked_at <= self._longest_s
+        return self._now() - self._asked_at <= self._longest_s()
 
 
 def _nothing() -> None:

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
-import zmq.asyncio
 
 from proto import limits
 from proto.codec import decode, encode, to_frames
 from proto.messages import Hello, Message
 from runtime import clock
 from runtime.keys import Keys
+from runtime.loop_socket import LoopContext, LoopSocket
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ def is_orderly(reason: str) -> bool:
 
 
 LINGER_MS = 200
-_context: zmq.asyncio.Context | None = None
+_context: LoopContext | None = None
 
 
-def open_socket(kind: int, settings: LinkSettings) -> zmq.asyncio.Socket:
+def open_socket(kind: int, settings: LinkSettings) -> LoopSocket:
     global _context
     if _context is None or _context.closed:
-        _context = zmq.asyncio.Context()
+        _context = LoopContext()
     socket = _context.socket(kind)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
@@ -117,21 +117,11 @@ def close_sockets() -> None:
     context.destroy(LINGER_MS)
 
 
-def try_send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> str | None:
-    """Send without waiting; the reason if it could not be."""
-    sent = asyncio.ensure_future(socket.send_multipart(frames, flags=zmq.NOBLOCK))
-    if not sent.done():  # cannot happen with NOBLOCK unless an earlier send is waiting, and none ever does
-        sent.cancel()
-        return "send queue is busy"
-    error = sent.exception()
-    return None if error is None else f"send failed: {error}"
-
-
-async def greet(socket: zmq.asyncio.Socket, hello: Hello, gone: asyncio.Event, timeout_s: float) -> Message | None:
+async def greet(socket: LoopSocket, hello: Hello, gone: asyncio.Event, timeout_s: float) -> Message | None:
     """Say Hello and wait for what comes back; None if nothing did before `gone` was set or the time was over. Raises
     `RemoteProtocolError`."""
-    try_send(socket, [encode(hello)])
-    waiting, leaving = asyncio.ensure_future(socket.recv_multipart()), asyncio.ensure_future(gone.wait())
+    socket.try_send([encode(hello)])
+    waiting, leaving = asyncio.ensure_future(socket.receive()), asyncio.ensure_future(gone.wait())
     try:
         await asyncio.wait({waiting, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return decode(waiting.result())[0] if waiting.done() else None

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from runtime.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
 from runtime.cores import parse_cores
-from runtime.setting_types import CommaList, Cores, Device, Dtype, Options, Port, SecurityOptions, model_id_of
+from runtime.setting_types import CommaList, Cores, Device, Dtype, KeyOptions, Port, SecurityOptions, model_id_of
 
 
 class CommonSettings(SecurityOptions):
@@ -341,7 +341,7 @@ class WorkerSettings(_ClientSettings):
         return self
 
 
-class ServeSettings(Options):
+class ServeSettings(KeyOptions):
     """Bring up a whole cluster on this machine, answer one question to show it works, and serve until Ctrl-C."""
 
     section = "serve"
@@ -366,8 +366,8 @@ class ServeSettings(Options):
     )
     tenants: str = Field(
         "",
-        description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes"
-        " and on SIGHUP. Empty: one tenant without limits.",
+        description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes."
+        " Empty: one tenant without limits.",
     )
     usage_db: str = Field(
         "",

@@ -13,9 +13,10 @@ HEARTBEATS_MISSED_MAX = 3
 class Silence:
     """For one end of links. `look` and `pause_s` take turns: look, then sleep so long."""
 
-    def __init__(self, heartbeat_ms: int, now: float) -> None:
-        self.beat_s = heartbeat_ms / 2000
-        self.limit_s = HEARTBEATS_MISSED_MAX * heartbeat_ms / 1000 + self.beat_s
+    def __init__(self, heartbeat_ms: int, now: float, theirs_ms: int | None = None) -> None:
+        """`theirs_ms` is the other end's heartbeat: where it is the shorter one, that end wants to hear from us as often."""
+        self.beat_s = min(heartbeat_ms, theirs_ms or heartbeat_ms) / 2000
+        self.limit_s = (HEARTBEATS_MISSED_MAX + 0.5) * heartbeat_ms / 1000
         self._due = now
         self._excuse_s = 0.0
 

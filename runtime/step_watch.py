@@ -8,6 +8,7 @@ in a library) is found by how long it runs. What a slow machine takes must not b
 - While the process itself was stopped, so was the step: its time begins anew.
 """
 
+import math
 from dataclasses import dataclass, field
 
 FIRST_OF_ITS_SIZE = 10
@@ -34,6 +35,13 @@ class StepWatch:
     def look_every_s(self) -> float:
         return min(self.timeout_s / _LOOKS, _LOOK_S_MAX)
 
+    @property
+    def longest_s(self) -> float:
+        """What any step may take now."""
+        if not self.timeout_s:
+            return math.inf
+        return max(FIRST_OF_ITS_SIZE * self.timeout_s, TIMES_THE_LONGEST * self._longest_s)
+
     def begin(self, tokens: int, now: float) -> None:
         assert tokens > 0 and not self._tokens
         self._tokens, self._began_at = tokens, now
@@ -56,5 +64,5 @@ class StepWatch:
 
     def _limit_s(self) -> float:
         if self._tokens > self._most_tokens:
-            return max(FIRST_OF_ITS_SIZE * self.timeout_s, TIMES_THE_LONGEST * self._longest_s)
+            return self.longest_s
         return max(self.timeout_s, TIMES_THE_LONGEST * self._longest_s)

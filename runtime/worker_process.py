@@ -26,9 +26,6 @@ from runtime.registration import Registration
 from runtime.settings import WorkerSettings
 from runtime.step_watch import StepWatch
 
-LONGEST_STEP_S = 600.0
-"""A compute thread that got to no end for so long starves the watchdog of the process, where there is one."""
-
 _STEP_END_S = 5.0
 
 EngineT = TypeVar("EngineT")
@@ -76,7 +73,6 @@ def run_worker(
             return 1
         if engine is not None:
             leave_cores(settings.cores)
-            notify.only_while(notify.Pulse(thread, clock.now, LONGEST_STEP_S))
             try:
                 await make(engine, logger, name, links, observed).run(stop)
             except CannotBind as error:
@@ -118,13 +114,16 @@ async def work_until_stopped(
     steps: Coroutine[Any, Any, None],
     *,
     registration: Registration,
+    thread: Executor,
     watch: StepWatch,
     stop: Stop,
     drain_timeout_s: float,
     close_transfers: Callable[[], Awaitable[None]],
     logger: Log,
 ) -> None:
-    """Registered, run `steps` until told to stop; then take leave of what runs. Raises what `steps` ended with."""
+    """Registered, run `steps`, which compute on `thread`, until told to stop; then take leave of what runs. Raises what `steps`
+    ended with."""
+    notify.only_while(notify.Pulse(thread, clock.now, lambda: watch.longest_s))
     await registration.start()
     stepping, stopping = watched(steps), asyncio.get_running_loop().create_task(stop.wait())
     watching = watched(end_if_hung(watch, registration.send, logger))

@@ -91,7 +91,7 @@ def _check_quotas(cluster: "Cluster", core: Core) -> None:
 
 
 def _check_rows(cluster: "Cluster") -> None:
-    """Nobody is charged for more than was done, whatever happened; and for just that, where nothing did."""
+    """Nobody is charged for more than was done, whatever happened; nor for less than came, of an answer that is whole."""
     output: Counter[str] = Counter()
     prompt: Counter[str] = Counter()
     outcomes: dict[str, set[str]] = {}
@@ -116,7 +116,8 @@ def _check_rows(cluster: "Cluster") -> None:
             raise Violation("bills", why, stream_id)
         if ends == {State.REJECTED} and output[stream_id] + prompt[stream_id]:
             raise Violation("bills", "it was turned away and charged", stream_id)
-        answered = stream.outcome == "well"
-        if answered and output[stream_id] < sum(stream.got) and not cluster.plan.disturbed:
+        # A gateway that lives says how far an answer got, whoever else is lost.
+        lives = not any(fault.kind == "crash" and fault.who == stream.gateway for fault in cluster.plan.faults)
+        if stream.outcome == "well" and lives and hostility is None and output[stream_id] < sum(stream.got):
             why = f"{output[stream_id]} output tokens charged of {sum(stream.got)} delivered"
             raise Violation("bills", why, stream_id)

@@ -124,7 +124,8 @@ class Cluster(World):
         worker = self.processes[name]
         assert isinstance(worker, PrefillProcess | DecodeProcess)
         known, drained = self.coordinator.core.workers.get(worker.epoch), worker.registration.service.hand_over_ms(0.0)
-        if name in self._leaving or (known is not None and not known.draining and drained is None):
+        put_back = known is not None and not known.draining and drained is None
+        if name in self._leaving or (put_back and not self.coordinator.paused):
             return
         self.coordinator.ask(DrainRequest(name, True, 0.0))
         self.after(0.5, self._undo_drain, name)

@@ -6,6 +6,7 @@ from gateway.block_hashes import BlockNames
 from gateway.stream_types import (
     Action,
     Admitted,
+    Came,
     ClientGone,
     Deliver,
     Ended,
@@ -21,6 +22,7 @@ from gateway.stream_types import (
     WorkerDown,
 )
 from gateway.streams import StreamKeeper
+from gateway.worker_links import WorkerLinks
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
@@ -61,6 +63,7 @@ class GatewayProcess(Process):
         self.cluster = cluster
         self.keeper = StreamKeeper(cluster.plan.stream_limits)
         self.hello = Hello(PROTOCOL_VERSION, Role.GATEWAY, self.epoch, name, address=name)
+        self.workers = WorkerLinks()
         self.coordinator: Link | None = None
         self._alarm = Alarm(self, lambda: self.post(Tick()))
         self.client = Client(
@@ -75,9 +78,9 @@ class GatewayProcess(Process):
             self,
             name,
             accept=lambda hello: None if hello.role in (Role.PREFILL, Role.DECODE) else "only workers deliver tokens",
-            on_up=lambda link: None,
+            on_up=self._worker_up,
             on_message=self._worker_message,
-            on_down=lambda link, reason: self.post(WorkerDown()),
+            on_down=self._worker_down,
         )
 
     def start(self) -> None:
@@ -111,12 +114,12 @@ class GatewayProcess(Process):
     # --- the keeper -----------------------------------------------------------------------------------------------------
 
     def post(self, event: Event) -> None:
-        if isinstance(event, Tokens):
+        if isinstance(event, Came):
             # One by one, as the keeper takes them, so that what each leads to can be judged.
             for item in event.items:
                 submission = self.keeper.submissions.get(item.request_id)
                 stale = submission is None or submission.attempt != item.attempt
-                actions = self.keeper.handle(Tokens((item,)), self.now())
+                actions = self.keeper.handle(Came((item,), event.decoder), self.now())
                 self.cluster.oracles.tokens_came(item, stale, actions)
                 self._perform(actions)
         else:
@@ -165,7 +168,15 @@ class GatewayProcess(Process):
             case _:
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")
 
-    def _worker_message(self, _: Link, message: Message, __: bytes) -> None:
+    def _worker_up(self, link: Link) -> None:
+        if self.workers.returns(link.epoch):
+            self.post(WorkerDown(link.epoch))
+
+    def _worker_down(self, link: Link, _reason: str) -> None:
+        self.workers.down(link.epoch)
+        self.post(WorkerDown(link.epoch))
+
+    def _worker_message(self, link: Link, message: Message, _: bytes) -> None:
         if not isinstance(message, Tokens):
             raise RemoteProtocolError(f"a worker may not send {type(message).__name__} to a gateway")
-        self.post(message)
+        self.post(Came(message.items, link.epoch if link.hello.role is Role.DECODE else 0))

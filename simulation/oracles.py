@@ -154,7 +154,12 @@ class Oracles:
                 stream.losses += stream.gateway == gateway.name
             return
         submission = gateway.keeper.submissions.get(event.request_id)
-        if submission is not None and submission.attempt == event.attempt and submission.sent:
+        if (
+            submission is not None
+            and submission.attempt == event.attempt
+            and submission.sent
+            and not submission.resuming
+        ):
             drained = event.reason is Interrupt.DRAINED
             self.streams[stream_of(event.request_id)].drains += drained
             self._backoff[event.request_id] = event.attempt, gateway.now(), drained
@@ -229,7 +234,8 @@ class Oracles:
     def taken(self, epoch: int, submit: Submit, alive: int, now: float) -> None:
         """A request is in the queue: for the first time with this coordinator, or again."""
         known, drained = (epoch, submit.request_id), submit.drained_attempts
-        before, self._known[known] = self._known.get(known), drained
+        whole = self._known.get((epoch, stream_of(submit.request_id)))
+        before, self._known[known] = self._known.get(known, whole), drained
         if before != drained:
             return
         limits, retries = self.cluster.plan.limits, self._retries.setdefault(epoch, [])
@@ -260,7 +266,7 @@ class Oracles:
 
 def _promised(core: Core) -> bool:
     """Whether some bill was opened without asking a limit: for a request that an earlier coordinator had accepted."""
-    return any(bill.attempt > 1 or bill.adopted or not bill.grant.rated for bill in core.billing.bills.values())
+    return any(bill.tally.attempt > 1 or bill.tally.adopted or not bill.rated for bill in core.billing.bills.values())
 
 
 def stream_of(request_id: str) -> str:

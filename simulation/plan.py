@@ -156,7 +156,7 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
     requests = random.randint(3, 8)
     beginnings = [tuple(random.randrange(1, VOCAB) for _ in range(12)) for _ in range(2)]
     plan.asked = [_asked(plan, random, number, beginnings, "leave" in kinds) for number in range(requests)]
-    plan.limits = replace(plan.limits, retry_floor=random.choice((3, 4, 100)), retry_share=random.choice((0.2, 0.5)))
+    plan.limits = replace(plan.limits, retry_floor=random.choice((8, 12, 100)), retry_share=random.choice((0.2, 0.5)))
     chaos = Random(seed ^ 0x5EED)
     chosen = [
         kind

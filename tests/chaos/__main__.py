@@ -1,9 +1,11 @@
 """`python -m tests.chaos`, or `scripts/chaos`: kill and stop the processes of a real cluster while it serves. See --help."""
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Callable
 
+from runtime.driver import cancelled
 from tests.chaos import bench, show
 from tests.chaos.cluster import ROLES, Cluster, Violation
 from tests.chaos.run import Plan, Result, Run
@@ -50,10 +52,13 @@ async def chaos(cluster: Cluster, plan: Plan, progress: Callable[[int], None] = 
         progress(done if plan.faults is not None else int(seconds))
 
     run = Run(cluster, plan, on_progress)
+    telling = asyncio.create_task(show.tell(run.result, sys.stdout))
     try:
         await run.run()
     except Violation as error:
         run.result.violations = run.result.violations or [str(error)]
+    finally:
+        await cancelled(telling)
     return run.result
 
 

@@ -1,9 +1,11 @@
 """A run's table and its JSON."""
 
+import asyncio
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -63,6 +65,20 @@ def as_dict(result: Result) -> dict[str, Any]:
             for what in ("answers", "tokens", "left", "resent", "seconds", "violations", "audit")
         },
     }
+
+
+async def tell(result: Result, out: TextIO, every_s: float = 30.0) -> None:
+    """A line now and then, where no progress bar can be shown; to be cancelled."""
+    begun = time.monotonic()
+    while not out.isatty():
+        await asyncio.sleep(every_s)
+        faults = sum(fault.kind != "none" for fault in result.faults)
+        print(
+            f"{time.monotonic() - begun:.0f} s: {faults} faults, {result.answers:,} whole answers,"
+            f" {result.tokens:,} tokens compared, {len(result.violations)} wrong",
+            file=out,
+            flush=True,
+        )
 
 
 def show(result: Result, console: Console) -> None:

@@ -13,7 +13,7 @@ from coordinator.events import Configured, PeerDown, PeerUp, Tick
 from coordinator.quota import Ask
 from coordinator.usage import Opened
 from proto.errors import CancelReason, Interrupt
-from proto.messages import Cancel, Finished, Held, Released, Role, Step, StepDone, WorkFailed
+from proto.messages import Cancel, Finished, Held, Release, Released, Role, Step, StepDone, WorkFailed
 from proto.progress import DecodeProgress, Joined
 from runtime.tenants import parse
 from tests.coordinator.test_ledger import past_of, write
@@ -114,6 +114,8 @@ def test_a_choice_that_is_resumed_by_itself_pays_for_its_rest_also_after_restart
     w.run_prompt("r.c0", 2)
     w = restart(path, w, Held("r.c0", 2, 5, 1, 10))
     w.receive(20, Released("r.c0", 2, 5))
+    w.now += DOUBT_S
+    w.post(Tick())
     write(path, *w.journal)
     assert row(path, "r.c0") == ("cancelled", 6, 0, 6)
     w = restart(path)
@@ -148,7 +150,7 @@ def test_the_first_token_is_charged_though_its_transfer_failed_when_the_client_l
 
 @pytest.mark.parametrize("end", ["lost", "failed"])
 @pytest.mark.parametrize("resumes", [True, False])
-def test_what_a_lost_worker_has_emitted_is_charged_as_far_as_its_steps_tell(end: str, resumes: bool) -> None:
+def test_what_was_emitted_before_a_loss_is_charged_as_far_as_steps_or_the_worker_tell(end: str, resumes: bool) -> None:
     w = world()
     w.receive(1, by("a/y", "r", 10, max_tokens=90))
     w.run_prompt("r")
@@ -157,7 +159,7 @@ def test_what_a_lost_worker_has_emitted_is_charged_as_far_as_its_steps_tell(end:
         w.post(PeerDown(20, "killed"))
         w.post(PeerUp(20, worker_hello(Role.DECODE, 20)))
     else:
-        w.receive(20, WorkFailed("r", 1, Interrupt.ENGINE_ERROR, "planted"))
+        w.receive(20, WorkFailed("r", 1, Interrupt.ENGINE_ERROR, "planted", 24))
     if not resumes:
         w.receive(1, Cancel("r", 1, CancelReason.DISCONNECTED))
         w.now += DOUBT_S
@@ -243,3 +245,78 @@ def test_what_finished_while_the_coordinator_was_stopped_is_charged_as_that(firs
         w.post(Tick())
         assert w.closed("r").outcome == "cancelled"
     assert w.held("a") == (0, 0, 0) and not w.core.billing.bills
+
+
+@pytest.mark.parametrize("answered", [True, False])
+@pytest.mark.parametrize("held", ["nowhere", "by a worker that is back", "by a worker that comes back"])
+def test_the_gateway_tells_how_far_an_answer_got_whose_worker_went_with_the_coordinator(
+    tmp_path: Path, answered: bool, held: str
+) -> None:
+    """Its row is closed soon, with what was got: nobody else will ever tell."""
+    path = tmp_path / "usage.sqlite"
+    write(path, Opened("r", 0, "a/x", "m", "standard", False, Ask(PROMPT, 50, 5)))
+    w = restart(path, None, *([Held("r", 1, 5, 1)] if held == "by a worker that is back" else []))
+    w.receive(1, Cancel("r", 1, CancelReason.ANSWERED if answered else CancelReason.DISCONNECTED, 12))
+    if held != "nowhere":
+        if held == "by a worker that comes back":
+            there = msgspec.structs.replace(worker_hello(Role.DECODE, 21), held=(Held("r", 1, 5, 1),))
+            w.post(PeerUp(21, there))
+        w.now += DOUBT_S
+        w.post(Tick())
+        if not answered:
+            assert not w.journal, "it may have emitted more"
+        w.receive(20 if held == "by a worker that is back" else 21, Released("r", 1, 15))
+    w.now += DOUBT_S
+    w.post(Tick())
+    late = held == "by a worker that comes back" and answered
+    got = 12 if held == "nowhere" or late else 16
+    row_now = w.closed("r")
+    assert (row_now.outcome, row_now.output_tokens) == ("finished" if answered else "cancelled", got)
+    assert row_now.prompt_tokens == PROMPT and w.held("a") == (0, 0, 0) and not w.core.billing.bills
+
+
+def test_each_of_several_choices_is_charged_as_far_as_its_gateway_got_it_from_a_lost_worker() -> None:
+    w = world()
+    w.receive(1, by("a/y", "r", 10, max_tokens=90, choices=2))
+    w.run_prompt("r")
+    w.receive(20, DecodeProgress(30, 100, 0, (Joined("r", 1, 5),)))
+    w.post(PeerDown(20, "killed"))
+    w.post(PeerUp(20, worker_hello(Role.DECODE, 20)))
+    w.receive(1, Cancel("r", 1, CancelReason.ABANDONED, 24 + 22))
+    for choice, resumed in enumerate((24, 22)):
+        rest = by("a/y", f"r.c{choice}", 10 + resumed, attempt=2, max_tokens=90, resumed=resumed)
+        w.receive(1, msgspec.structs.replace(rest, first_choice=choice))
+        w.run_prompt(f"r.c{choice}", 2)
+        w.receive(20, Finished(f"r.c{choice}", 2, 90 - resumed, 0))
+    w.now += DOUBT_S
+    w.post(Tick())
+    assert sum(w.closed(name).output_tokens for name in ("r", "r.c0", "r.c1")) == 2 * 90
+    assert sum(w.closed(name).prompt_tokens for name in ("r", "r.c0", "r.c1")) == 10
+    assert w.day_tokens("a") == 10 + 2 * 90
+
+
+def test_a_whole_answer_whose_worker_was_lost_before_its_last_word_is_charged_as_finished() -> None:
+    w = world()
+    w.receive(1, by("a/y", "r", 10, max_tokens=20))
+    w.run_prompt("r")
+    w.post(PeerDown(20, "killed"))
+    w.receive(1, Cancel("r", 1, CancelReason.ANSWERED, 20))
+    assert (w.closed("r").outcome, w.closed("r").charged_tokens) == ("finished", 30)
+    assert not w.core.requests and w.held("a") == (0, 0, 0)
+
+
+@pytest.mark.parametrize("last", ["lets go", "is lost"])
+def test_a_whole_answer_of_which_workers_hold_two_attempts_stays_finished_when_they_let_go(
+    tmp_path: Path, last: str
+) -> None:
+    path = tmp_path / "usage.sqlite"
+    write(path, Opened("r", 0, "a/x", "m", "standard", False, Ask(PROMPT, 50, 5)))
+    w = restart(path, None, Held("r", 1, 5, 1))
+    w.post(PeerUp(21, msgspec.structs.replace(worker_hello(Role.DECODE, 21), held=(Held("r", 2, 5, 1, 3),))))
+    w.receive(1, Cancel("r", 2, CancelReason.ANSWERED, 12))
+    told = {(send.epoch, send.message) for send in w.sent if isinstance(send.message, Release)}
+    assert told == {(20, Release("r", 1)), (21, Release("r", 2))}
+    w.receive(20, Released("r", 1, 4))
+    w.post(PeerDown(21, "killed")) if last == "is lost" else w.receive(21, Released("r", 2, 8))
+    assert (w.closed("r").outcome, w.closed("r").output_tokens) == ("finished", 12)
+    assert not w.core.billing.bills and w.held("a") == (0, 0, 0)

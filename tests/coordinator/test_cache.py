@@ -5,6 +5,7 @@ import pytest
 from coordinator.core import Core
 from coordinator.events import Limits, PeerDown, PeerUp
 from coordinator.score import Weights
+from proto.drain import Draining
 from proto.errors import CancelReason, Interrupt
 from proto.messages import (
     CacheEvents,
@@ -108,7 +109,7 @@ def test_a_late_repeated_or_foreign_miss_changes_nothing() -> None:
     assert h.core.requests["a"].dispatched_tokens == before and not h.misbehaved
     h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
     h.receive(10, CacheMiss("a", 1, 4))
-    assert h.core.requests["a"].computed_tokens == 42
+    assert h.core.requests["a"].course.computed_tokens == 42
     h.receive(10, CacheMiss("a", 1, 3))
     assert len(h.misbehaved) == 1, "no whole number of blocks"
 
@@ -158,6 +159,16 @@ def test_a_prompt_waits_for_its_worker_no_longer_than_that_saves() -> None:
     h.now += 5.0
     h.receive(20, CacheEvents(b"", b""))
     assert h.core.requests["b"].prefill_epoch == 11 and chunks(h.take(Step)) == [(0, 16)], "its patience is over"
+
+
+def test_a_prompt_does_not_wait_for_a_worker_from_which_no_kv_may_go() -> None:
+    h = make(prefill=2, decode=2, steps_in_flight=1)
+    h.receive(10, CacheEvents(hashes(200), b""))
+    for failure in range(3):
+        h.core.pools["m"].breakers.failed((10, 20), float(failure), float(failure))
+    h.receive(21, Draining(10_000))
+    ask(h, "a", 816)
+    assert h.core.requests["a"].prefill_epoch == 11
 
 
 def test_a_worker_in_trouble_is_avoided_until_others_have_done_well() -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from coordinator import invariants
 from coordinator.events import Limits
-from coordinator.fairqueue import FairQueue, Offer, Path
+from coordinator.fairqueue import FairQueue, Offer
 from coordinator.lanes import Entry
+from coordinator.nodes import Path
 from coordinator.request import Request
 from tests.coordinator.virtual import Virtual
 from tests.coordinator.world import MODEL

@@ -29,6 +29,8 @@ from proto.messages import (
     StepDone,
     Submit,
 )
+from proto.progress import Hung
+from proto.status import Process
 from tests.coordinator.world import Harness, gateway_hello, submit, worker_hello
 
 PATH = ("standard", "default", "")
@@ -105,10 +107,10 @@ def test_a_failure_after_a_drain_is_charged_as_any_other() -> None:
     h.post(PeerUp(22, worker_hello(Role.DECODE, 22)))
     second = again(submit("a", 10, max_tokens=50), 21)
     decoding(h, second)
-    assert h.core.requests["a"].paid_tokens == 31
+    assert h.core.requests["a"].course.paid_tokens == 31
     h.post(PeerDown(22, "killed"))
     h.receive(1, msgspec.structs.replace(second, attempt=3))
-    assert h.core.requests["a"].paid_tokens == 0
+    assert h.core.requests["a"].course.paid_tokens == 0
 
 
 def test_streams_of_an_earlier_coordinator_are_handed_over_too() -> None:
@@ -154,7 +156,7 @@ def test_what_runs_longer_is_handed_over_and_goes_first_and_free() -> None:
     h.receive(22, Finished("waits", 1, 4, 4))
     prices = h.core.limits.prices
     due = prices.chunk(10) + prices.output(50) + prices.chunk(16) + prices.output(4)
-    service = sum(bill.used_tokens for bill in h.core.billing.settled.values())
+    service = sum(bill.tally.used_tokens for bill in h.core.billing.settled.values())
     assert service == 10 + 50 + 16 + 4, "nothing is billed twice"
     assert _served(h) == pytest.approx(due) and charged <= due, "nor is its turn"
 
@@ -225,6 +227,17 @@ def test_a_worker_lost_while_it_drains_costs_no_attempt() -> None:
     h.receive(20, Draining(1e6))
     h.post(PeerDown(20, "no heartbeat"))
     assert [i.reason for i in h.take(Interrupted) if isinstance(i, Interrupted)] == [Interrupt.DRAINED]
+
+
+def test_a_worker_that_hangs_while_it_drains_is_lost_and_its_stream_has_spent_a_try() -> None:
+    h = Harness.make()
+    decoding(h, submit("a"))
+    h.receive(20, Draining(1e6))
+    h.receive(20, Hung(5000.0))
+    assert [i.reason for i in h.take(Interrupted) if isinstance(i, Interrupted)] == [Interrupt.DECODE_LOST]
+    assert h.core.counters["decode_lost"] == h.core.counters["decode_hung"] == 1
+    assert not h.core.counters["decode_drained"] and not h.take(Drained)
+    assert status(h.core).hung == (Process(h.core.fenced[20].name, h.core.fenced[20].pid),)
 
 
 def test_attempts_cut_short_do_not_count() -> None:

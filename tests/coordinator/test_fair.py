@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from coordinator import lines
 from coordinator.bands import ring_weights
 from coordinator.fairqueue import FairQueue, Offer, Terms
 from coordinator.lanes import ANYWHERE, Entry
@@ -16,8 +17,8 @@ class InArrivalOrder(FairQueue[Job]):
     """The negative control: whoever's request came first is next, whatever it has had already."""
 
     def _find(self, place: int, offer: Offer[Job]) -> tuple[Entry[Job], float, bool] | None:
-        leaves = [leaf.lines for leaf in self._leaves.values() if leaf.lines]
-        heads = [self._find_in(lines.get(place), lines.get(ANYWHERE), offer) for lines in leaves]
+        leaves = [leaf for leaf in self._leaves.values() if leaf.busy]
+        heads = [self._find_either(leaf.line(place), leaf.line(ANYWHERE), offer) for leaf in leaves]
         return min((head for head in heads if head is not None), key=lambda head: head[0].item.arrival, default=None)
 
 
@@ -212,3 +213,33 @@ def test_a_pop_looks_at_a_bounded_number_of_requests_without_room() -> None:
 
     assert queue.pop(1, full, 8) is None and asked == 8
     assert len(queue) == 1000 and queue.pop(1, one_chunk) is not None
+
+
+def served_in(seed: int, block_max: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float] | None]:
+    """What is popped where requests come, go, move, and are charged and refunded, and rings are split into blocks so long."""
+    monkeypatch.setattr(lines, "BLOCK_MAX", block_max)
+    rnd, served = random.Random(seed), []
+    queue = FairQueue[int](256.0, {"o1": 3.0}, overtaken_max=3)
+    paths = [(f"o{n % 20}", f"u{n}") for n in range(60)]
+    there: dict[int, Entry[int]] = {}
+    for number in range(600):
+        dice, path = rnd.random(), rnd.choice(paths)
+        if dice < 0.5:
+            there[number] = queue.push(number, path, float(rnd.randrange(3)), rnd.randint(1, 3))
+        elif dice < 0.8:
+            cost, none, last = float(rnd.randint(1, 3)), rnd.randrange(4), rnd.random() < 0.5
+            found = queue.pop(rnd.randint(1, 2), lambda item: None if item % 4 == none else (cost, last))  # noqa: B023
+            served.append(found and (found[0].item, found[1]))
+            if found and last:
+                del there[found[0].item]
+        elif dice < 0.9:
+            queue.adjust(path, rnd.choice([-3.0, 2.0]))
+        elif there:
+            queue.remove(there.pop(rnd.choice(list(there))))
+    return served
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_is_the_same_however_long_blocks_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = served_in(seed, 1024, monkeypatch)
+    assert len(set(whole)) > 50 and all(served_in(seed, most, monkeypatch) == whole for most in (2, 7)), seed

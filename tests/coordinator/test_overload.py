@@ -21,8 +21,8 @@ class FirstCome(FairQueue[Request]):
     """First come, first served, over all tenants: what fairness must not cost throughput against."""
 
     def _find(self, place: int, offer: Offer[Request]) -> tuple[Entry[Request], float, bool] | None:
-        leaves = [leaf.lines for leaf in self._leaves.values() if leaf.lines]
-        heads = [self._find_in(lines.get(place), lines.get(ANYWHERE), offer) for lines in leaves]
+        leaves = [leaf for leaf in self._leaves.values() if leaf.busy]
+        heads = [self._find_either(leaf.line(place), leaf.line(ANYWHERE), offer) for leaf in leaves]
         ready = [head[0] for head in heads if head is not None]
         first = min(ready, key=lambda entry: (entry.item.arrived, entry.item.id), default=None)
         terms = offer(first.item) if first is not None else None  # asked last, since the queue remembers what it said

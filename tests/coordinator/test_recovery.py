@@ -109,10 +109,35 @@ def test_more_than_the_budget_wait_and_then_come_back_too() -> None:
     assert h.core.counters["retries"] == 3 and h.core.counters["retries_put_off"] == 21
 
 
-def test_what_an_earlier_coordinator_had_accepted_is_not_a_retry() -> None:
+@pytest.mark.parametrize("drained", [False, True])
+def test_choices_that_come_back_one_by_one_are_retries_too(drained: bool) -> None:
+    h = Harness.make(limits=Limits(retry_floor=1, retry_share=0.0, steps_in_flight=4))
+    h.receive(1, submit("r", choices=2))
+    h.post(PeerDown(10, "killed"))
+    h.post(PeerUp(11, worker_hello(Role.PREFILL, 11)))
+    h.receive(1, Cancel("r", 1, CancelReason.ABANDONED, 2))
+    h.sent.clear()
+    for choice in range(2):
+        rest = submit(f"r.c{choice}", 11, attempt=2, resumed=1)
+        h.receive(1, msgspec.structs.replace(rest, first_choice=choice, drained_attempts=int(drained)))
+    assert len(h.take(Accepted)) == (2 if drained else 1)
+    assert [said.reason for said in h.take(Rejected) if isinstance(said, Rejected)] == [Reject.RETRY_BUDGET] * (
+        not drained
+    )
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("choices", [False, True])
+def test_what_an_earlier_coordinator_had_accepted_is_not_a_retry(cancelled: bool, choices: bool) -> None:
+    """Nor where its gateway gives up that attempt first, or all choices together to go on with each."""
     h = Harness.make(limits=Limits(retry_floor=1, retry_share=0.0))
+    if choices and cancelled:
+        h.receive(1, Cancel("r", 1, CancelReason.ABANDONED, 5))
     for number in range(5):
-        h.receive(1, submit(f"r{number}", attempt=2))
+        if cancelled and not choices:
+            h.receive(1, Cancel(f"r{number}", 1, CancelReason.ABANDONED, 1))
+        rest = submit(f"r.c{number}" if choices else f"r{number}", attempt=2)
+        h.receive(1, msgspec.structs.replace(rest, first_choice=number))
     assert len(h.take(Accepted)) == 5
 
 

@@ -76,7 +76,7 @@ def test_a_gateway_comes_back_before_workers_have_let_go():
     bill = world.core.billing.bills["a"]
     world.receive(10, StepDone(step.step_id, (), 1.0, 0))
     release_all(world, "a", emitted=3)
-    assert world.core.billing.bills["a"] is bill and bill.output_tokens == 1 + 3, "one bill for all attempts"
+    assert world.core.billing.bills["a"] is bill and bill.tally.output_tokens == 1 + 3, "one bill for all attempts"
     world.receive(1, Cancel("a", 2, CancelReason.DISCONNECTED))
     for epoch in (10, 20):
         world.receive(epoch, Released("a", 2))
@@ -94,7 +94,7 @@ def test_a_reopened_bill_that_is_refused_ends_as_before():
     world.core.limits = type(world.core.limits)(tenant_queue_max=0)
     world.receive(1, submit("a", attempt=2))
     assert world.take(Rejected)[0].reason is Reject.QUEUE_FULL
-    assert world.core.billing.bills["a"].outcome == "cancelled"
+    assert world.core.billing.bills["a"].tally.outcome == "cancelled"
     world.receive(10, StepDone(step.step_id, (), 1.0, 0))
     release_all(world, "a")
     assert not world.core.billing.bills
@@ -204,7 +204,7 @@ def test_what_was_cancelled_behind_one_that_waits_does_not_stay(tenant):
     assert sum(isinstance(thing, Request) and thing.id[0] == "r" for thing in gc.get_objects()) < 300
     queue = world.core.queues[MODEL]
     rings = list(queue.fair._root.children.values())
-    assert all(len(line.heap) < 100 for ring in rings for line in ring.lines.values())
+    assert all(ring.size == len(ring) < 100 for ring in rings)
 
 
 def test_no_request_is_bypassed_more_often_than_allowed_though_several_wait_for_room() -> None:
@@ -219,7 +219,7 @@ def test_no_request_is_bypassed_more_often_than_allowed_though_several_wait_for_
         world.receive(1, one_of(f"small{number}", f"s{number}", 4, 13))
         run_prefill(world)
         for request in list(world.core.requests.values()):
-            most = max(most, request.bypassed)
+            most = max(most, request.course.bypassed)
             if request.id.startswith("small") and request.state == "decoding":
                 world.receive(20, Finished(request.id, 1, 13, 0))
         leaving = {6: ("hog", 77), 10: ("big1", 97), 14: ("big2", 97)}.get(number)

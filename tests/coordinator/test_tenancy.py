@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.billing import LOST
+from coordinator.billing import DOUBT_S, LOST
 from coordinator.core import Core
 from coordinator.events import Configured, Limits, PeerDown, PeerUp, Tick
 from coordinator.quota import Ask
@@ -299,6 +299,8 @@ def test_the_gateways_word_ends_an_orphan_as_cancelled() -> None:
     w.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), held=(Held("r", 1, 5, 1),))))
     w.receive(1, Cancel("r", 1, CancelReason.DISCONNECTED))
     w.receive(20, Released("r", 1, 12))
+    w.now += DOUBT_S
+    w.post(Tick())
     assert (w.closed("r").outcome, w.closed("r").charged_tokens) == ("cancelled", 113)
 
 

@@ -1,5 +1,5 @@
 """Fuzz a real cluster's three ports with frames that are almost messages, and the HTTP API with requests made of its own
-description. `./scripts/fuzz --help`."""
+description."""
 
 import argparse
 import sys
@@ -58,7 +58,7 @@ class Outcome:
 def ports_of(up: Parts) -> list[Port]:
     gateway, decode = (listening(up, name) for name in ("gateway", "decode_worker"))
     fingerprint = load_engine(
-        str(up.model), device="cpu", dtype="auto", block_size=16, kv_bytes=1 << 24, step_tokens_max=64
+        str(up.model), device="cpu", dtype="auto", block_size=16, kv_bytes=1 << 24
     ).info.fingerprint
     workers = (Role.PREFILL, Role.DECODE)
     control = (*workers, Role.GATEWAY, Role.OBSERVER)
@@ -152,6 +152,7 @@ def _requests(number: int, seed: int, console: Console) -> bool:
     from tests.gateway.api_fuzz import BOTH, fake_server, knock
 
     found: dict[str, Any] = {}
+    console.print(f"API: {number:,} requests of each kind")
     try:
         with fake_server() as url:
             found = knock(url, seed, number, BOTH)

@@ -2,6 +2,7 @@
 A bad network takes minutes by itself."""
 
 import asyncio
+import io
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +16,8 @@ from tests.chaos.cancels import cancels
 from tests.chaos.cluster import Cluster
 from tests.chaos.orders import CONTEXT_TOKENS, Choice, compare
 from tests.chaos.proxy import FarCluster
-from tests.chaos.run import Plan, Run
+from tests.chaos.run import Fault, Plan, Result, Run
+from tests.chaos.show import tell
 from tests.chaos.soak import slope
 
 SEED = 7
@@ -97,6 +99,28 @@ def test_a_bad_network_and_partitions_in_one_direction_change_no_token(model: Pa
         return result.violations
 
     on(lambda: FarCluster(model, tmp_path, SEED), work)
+
+
+class Out(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_long_run_tells_how_far_it_is_where_there_is_no_progress_bar(terminal: bool) -> None:
+    out, result = Out(terminal), Result(Plan(), tokens=1200, violations=["a token changed"])
+    result.faults = [Fault("decode", "kill", "decode-0.1", 0.0), Fault("–", "none", "nobody", 1.0)]
+
+    async def some() -> None:
+        await asyncio.wait({asyncio.create_task(tell(result, out, 0.01))}, timeout=0.1)
+
+    asyncio.run(some())
+    said = out.getvalue().splitlines()
+    assert not said if terminal else "1 faults, 0 whole answers, 1,200 tokens compared, 1 wrong" in said[0]
 
 
 # --- what is measured with ------------------------------------------------------------------------------------------------

@@ -1,20 +1,22 @@
 """A worker that hangs in a step while it answers its heartbeats: found, fenced, ended; its streams go on elsewhere."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from runtime.exits import HUNG_EXIT
-from tests.e2e.parts import parts
+from tests.e2e.parts import ROOT, parts
 from tests.e2e.test_faults import Background
 
 PROMPT = list(range(20, 90))
 TOKENS = 200
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize(("role", "drains"), [("decode", False), ("prefill", False), ("decode", True)])
 def test_a_worker_that_hangs_in_a_step_changes_no_token(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, drains: bool
 ) -> None:
     monkeypatch.setenv("HANG_ROLE", role)
     monkeypatch.setenv("HANG_WHEN", str(tmp_path / "now"))
@@ -27,11 +29,18 @@ def test_a_worker_that_hangs_in_a_step_changes_no_token(
         streams = [Background(up, PROMPT, TOKENS) for _ in range(8)]
         if role == "decode":
             up.wait_for("it has work", lambda: any(w.name == "bad" and w.requests for w in up.status().workers))
+        drain = [sys.executable, "-m", "launcher.cli", "drain", "bad", "--wait", "--coordinator", up.coordinator]
+        draining = subprocess.Popen(drain, cwd=ROOT, stdout=subprocess.PIPE, text=True) if drains else None
+        if drains:
+            up.wait_for("it drains", lambda: any(w.draining for w in up.status().workers))
         (tmp_path / "now").touch()
         others = [Background(up, [5 + number, *PROMPT], 5) for number in range(8)]
         assert [stream.result() for stream in streams] == [expected] * 8
         assert all(len(stream.result()) == 5 for stream in others)
         assert up.processes["bad"].wait(30) == HUNG_EXIT
+        if draining is not None:
+            said, _ = draining.communicate(timeout=30)
+            assert (draining.returncode, said.partition(";")[0]) == (HUNG_EXIT, "bad hung and was given up")
         report = up.wait_idle()
         assert report.counters[f"{role}_hung"] == 1 and report.counters[f"{role}_lost"] == 1
         assert [worker.name for worker in report.workers if worker.name == "bad"] == []

@@ -28,8 +28,9 @@ def start(net: Network, up: Parts, addresses: dict[str, str]) -> None:
         "--insecure",
     )
     up.start("gateway", *gateway, inside=net.inside("g"))
-    up.start("prefill_worker", "--kv-interface", "eth0", inside=net.inside("p"))
-    decode = ("--kv-interface", "eth0", "--kv-bind", "tcp://0.0.0.0:0", "--advertise", addresses["d"], "--insecure")
+    worker = ("--kv-interface", "eth0", "--metrics", "off")  # of which what listens is looked at
+    up.start("prefill_worker", *worker, inside=net.inside("p"))
+    decode = (*worker, "--kv-bind", "tcp://0.0.0.0:0", "--advertise", addresses["d"], "--insecure")
     up.start("decode_worker", *decode, inside=net.inside("d"))
     up.wait_registered(2)
 

@@ -1,17 +1,28 @@
 """`crossdock serve` where it does not simply run: what a user is told, and with which status it ends."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import uvloop
+
+from launcher.keys import NewKeysSettings
+from launcher.keys import run as make_keys
 from launcher.process import child_environment
+from launcher.status import NoAnswer, StatusSettings, ask
+from proto.messages import Role
 from runtime.exits import CONFIG_EXIT
+from runtime.keys import keys_for
+from runtime.options import parse
 
 
-def _serve(home: Path, *arguments: str) -> "subprocess.Popen[str]":
+def _serve(home: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "launcher.cli", "serve", "--port", "0", *arguments],
-        env=child_environment(1) | {"XDG_STATE_HOME": str(home), "COLUMNS": "200"},
+        cwd=home,
+        env=child_environment(1) | {"XDG_STATE_HOME": str(home), "COLUMNS": "200"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -25,3 +36,29 @@ def test_settings_a_role_refuses_end_it_all_with_one_line(tiny: Path, tmp_path: 
     assert errors.startswith(("crossdock: prefill-0: --kv-gib: 16384 GiB", "crossdock: decode-0: --kv-gib: 16384 GiB"))
     assert errors.count("\n") == 1
     assert "again" not in out, "nothing was started again"
+
+
+@pytest.mark.parametrize("how", ["flag", "environment"])
+def test_keys_that_are_not_there_end_it_with_one_line(tiny: Path, tmp_path: Path, how: str) -> None:
+    flags, environment = (("--keys", "none"), {}) if how == "flag" else ((), {"CROSSDOCK_KEYS": "none"})
+    with _serve(tmp_path, "--model", str(tiny), "--device", "cpu", *flags, **environment) as process:
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == CONFIG_EXIT
+    assert errors.count("\n") == 1 and f"--keys: there is no folder {tmp_path / 'none'}" in errors
+
+
+def test_keys_from_the_environment_are_those_of_every_process(tiny: Path, tmp_path: Path) -> None:
+    make_keys(NewKeysSettings(folder=str(tmp_path / "keys")))
+    with _serve(tmp_path, "--model", str(tiny), "--device", "cpu", CROSSDOCK_KEYS="keys") as process:
+        try:
+            assert process.stdout is not None
+            said = next(line for line in process.stdout if line.startswith("Status "))
+            shown = parse(StatusSettings, said.split()[3:])
+            report = uvloop.run(ask(shown.coordinator, 10_000, keys_for(shown, Role.OBSERVER)))
+            assert {one.role for one in report.workers} == {Role.PREFILL, Role.DECODE} and report.kv_pairs
+            with pytest.raises(NoAnswer, match="keys"):
+                uvloop.run(ask(shown.coordinator, 1_000))
+        finally:
+            process.send_signal(signal.SIGINT)
+            out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, out + errors

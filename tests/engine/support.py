@@ -16,7 +16,7 @@ KV_BYTES = 32 << 20
 
 
 def load(path: Path, block_size: int = 16, kv_bytes: int = KV_BYTES) -> Engine:
-    return load_engine(str(path), block_size=block_size, kv_bytes=kv_bytes, step_tokens_max=512)
+    return load_engine(str(path), block_size=block_size, kv_bytes=kv_bytes)
 
 
 def plain_greedy(path: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:

@@ -21,8 +21,29 @@ def test_packed_equals_plain_for_any_number_of_rows() -> None:
     for rows in (0, 1, 2, 3, 4, 5, 16, 17, 128, 129):
         x = torch.randn(1, rows, 40)
         assert torch.allclose(packed(x), plain(x), rtol=1e-4, atol=1e-5), f"{rows} rows"
-        if rows:
-            assert torch.allclose(packed[0].packed(x), plain[0](x), rtol=1e-4, atol=1e-5), f"{rows} rows, packed"
+
+
+@pytest.mark.skipif(not linear.packing_works(), reason="this torch lacks oneDNN's prepacked linear")
+@pytest.mark.parametrize("in_features", [64, 1536, 2560])
+def test_a_row_has_the_same_bits_whatever_is_computed_beside_it(in_features: int) -> None:
+    torch.manual_seed(1)
+    layer = nn.Sequential(nn.Linear(in_features, 192)).requires_grad_(False)
+    linear.pack_linears(layer)
+    x = torch.randn(1, 300, in_features)
+    together = layer(x)
+    for rows in (1, 2, 3, 4, 7, 16, 33, 64, 128, 129):
+        assert torch.equal(layer(x[:, :rows]), together[:, :rows]), f"{rows} rows"
+    assert torch.equal(layer(x[:, 299:]), together[:, 299:]), "the last row alone"
+
+
+def test_few_sizes_of_products_compute_any_number_of_rows() -> None:
+    seen = set()
+    for rows in range(3000):
+        sizes = linear.products(rows)
+        seen |= set(sizes)
+        assert sum(sizes[:-1]) < rows <= sum(sizes) < rows + 32 + (rows == 1) or not rows
+        assert sum(sizes) == rows or sizes[-1] <= 64
+    assert seen == {2, 4, 8, 16, 32, 64, 128, 256, 512}
 
 
 def test_large_models_and_other_dtypes_keep_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:

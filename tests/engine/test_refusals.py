@@ -82,9 +82,9 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
 def test_bad_settings(tmp_path: Path) -> None:
     path = str(tiny_models.make("llama", tmp_path))
     with pytest.raises(ModelUnsupported, match="blocks"):
-        load_engine(path, kv_bytes=1000, step_tokens_max=16)
+        load_engine(path, kv_bytes=1000)
     with pytest.raises(ModelUnsupported, match="dtype"):
-        load_engine(path, dtype="int3", kv_bytes=1 << 20, step_tokens_max=16)
+        load_engine(path, dtype="int3", kv_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 16])

@@ -194,6 +194,7 @@ def _unknown(t: Rows) -> None:
     t.completion("best_of over n", "best_of", "unsupported_parameter", best_of=3)
     t.completion("best_of under n", "best_of", "invalid_value", best_of=1, n=2)
     t.completion("min_tokens", "min_tokens", "unsupported_parameter", min_tokens=2)
+    t.completion("min_tokens a bool", "min_tokens", "unsupported_parameter", min_tokens=False)
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     t.chat("tools", "tools", "unsupported_parameter", tools=[tool])
     t.chat("tool_choice required", "tool_choice", "unsupported_parameter", tool_choice="required")

@@ -22,19 +22,23 @@ from gateway.tenancy import KeyRing
 from gateway.tokenizer import ModelFacts, ModelTokenizer
 from proto.codec import unpack_tokens
 from proto.errors import FinishReason, Interrupt, Reject
+from proto.limits import PROTOCOL_VERSION
 from proto.messages import (
     Accepted,
     Cancel,
     ClusterState,
+    Hello,
     Interrupted,
     Message,
     RateState,
     Rejected,
+    Role,
     Submit,
     TokenItem,
     Tokens,
 )
 from proto.sampling import TokenLogprobs
+from runtime.peer import Peer
 from runtime.tenants import parse
 from tests import tiny_models
 
@@ -42,6 +46,7 @@ MODEL = "tiny/llama"
 CONTEXT_TOKENS = 512
 BLOCK_SIZE = 2
 BODY_BYTES_MAX = 64 << 10
+DECODER = Peer(2, Hello(PROTOCOL_VERSION, Role.DECODE, 2, "decode"), lambda peer, frames: True)
 ANSWER = "The capital is Paris. 日本語 🌍🚀 done\nEND of it."
 
 
@@ -118,7 +123,7 @@ class FakeCluster:
             cached = self.cached(submit) if index == submit.resumed_tokens else 0
             items.append(TokenItem(*key, choice, index, part, finish, self._logprobs(submit, part), cached))
         if items:
-            self.backend.worker_message(self, Tokens(tuple(items)), b"")
+            self.backend.worker_message(DECODER, Tokens(tuple(items)), b"")
             asyncio.get_running_loop().call_later(self.gap_s, self._go_on, submit, index + self.batch)
 
     def _logprobs(self, submit: Submit, tokens: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:

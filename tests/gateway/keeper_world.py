@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from gateway.stream_types import (
     Action,
+    Came,
     Deliver,
     Ended,
     Event,
@@ -19,7 +20,7 @@ from gateway.stream_types import (
 from gateway.streams import StreamKeeper
 from proto.codec import unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt
-from proto.messages import Interrupted, TokenItem, Tokens
+from proto.messages import Interrupted, TokenItem
 from proto.sampling import Sampling
 
 
@@ -72,8 +73,9 @@ class Bench:
         name: str = "r",
         attempt: int = 1,
         choice: int = 0,
+        decoder: int = 20,
     ) -> list[Action]:
-        return self.do(Tokens((TokenItem(name, attempt, choice, index, tokens, finish),)))
+        return self.do(Came((TokenItem(name, attempt, choice, index, tokens, finish),), decoder))
 
     def wait(self) -> list[Action]:
         """On to the next deadline."""

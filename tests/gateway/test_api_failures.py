@@ -1,11 +1,14 @@
 """What the endpoints answer, over a fake cluster, when something is refused or fails; keys, readiness, metrics."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from gateway.stream_types import StreamLimits
+from gateway.tokenizer import ModelTokenizer
 from proto.errors import Reject
+from tests import tiny_models
 from tests.gateway.fakes import ANSWER, CONTEXT_TOKENS, MODEL, Site, rejecting
 from tests.gateway.http_words import ANSWER_TOKENS, completion, events, on_site, post, until
 
@@ -179,6 +182,21 @@ def test_a_bug_is_a_500_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> No
             "param": None,
             "code": "internal_error",
         }
+        assert site.gateway.metrics.requests.values == {("completions", "internal_error"): 1}
+
+    on_site(test)
+
+
+def test_a_special_token_that_only_the_tokenizer_knows_is_the_prompts_fault() -> None:
+    async def test(site: Site) -> None:
+        facts = site.gateway.tokenizer.facts
+        too_high = max(site.gateway.tokenizer.encode("\u00ad", add_special_tokens=False))
+        site.gateway.tokenizer = ModelTokenizer(tiny_models.tokenizer(), replace(facts, vocab_size=too_high))
+        answer = await post(site, "/v1/completions", prompt=["Hi", "\u00ad"])
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "prompt"
+        assert not site.cluster.submits
+        assert (await post(site, "/v1/completions", prompt="Hi")).status_code == 200
 
     on_site(test)
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,15 +16,18 @@ import msgspec
 import openai
 import pytest
 
-from gateway.tokenizer import ModelFilesError, load
+from gateway.main import GatewayProcess, _listen
+from gateway.tokenizer import ModelFilesError, ModelTokenizer, load
 from proto import limits
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, FinishReason, Reject
 from proto.messages import Accepted, ClusterState, Hello, Message, Role, Submit, TokenItem, Tokens, Welcome
 from runtime import clock
+from runtime.driver import Stop
 from runtime.link import LinkClient, LinkServer, Peer
+from runtime.settings import GatewaySettings
 from tests import tiny_models
-from tests.gateway.fakes import ANSWER, BODY_BYTES_MAX, MODEL, Site, make_site, rejecting, served
+from tests.gateway.fakes import ANSWER, BODY_BYTES_MAX, MODEL, Site, make_site, rejecting, served, tokenizer
 from tests.gateway.http_words import until
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -183,6 +187,12 @@ def test_loading_a_model(model_folder: Path, tmp_path: Path) -> None:
         load(str(tmp_path / "none"))
     with pytest.raises(ModelFilesError, match=r"config\.json"):
         load(str(tmp_path))
+    odd = tmp_path / "odd"
+    shutil.copytree(model_folder, odd)
+    for config in ({"model_type": "bloom"}, {"model_type": "llama", "text_config": None}):
+        (odd / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelFilesError, match="odd: its tokenizer cannot be loaded"):
+            load(str(odd))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelFilesError, match="tokenizer"):
         load(str(tmp_path))
@@ -286,3 +296,24 @@ def test_the_process_from_start_to_sigterm(model_folder: Path) -> None:
             await other.server.close()
 
     asyncio.run(body())
+
+
+def test_a_port_that_another_process_listens_on_first_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two gateways that start at once can both bind one port; the second to listen is told."""
+    with _listen("127.0.0.1", 0) as other:
+
+        async def load_slowly(_: GatewayProcess, __: asyncio.Event) -> ModelTokenizer:
+            other.listen(1)
+            return tokenizer()
+
+        monkeypatch.setattr(GatewayProcess, "_load", load_slowly)
+        port = other.getsockname()[1]
+
+        async def body() -> int:
+            process = GatewayProcess(GatewaySettings(model=MODEL, port=port, metrics="off", log_format="console"))
+            return await asyncio.wait_for(process.run(Stop()), 30)
+
+        assert asyncio.run(body()) == 1
+    assert f"--port: {port} on 127.0.0.1: " in capsys.readouterr().err

@@ -185,6 +185,77 @@ def test_a_line_end_after_a_body_does_not_end_a_long_answer() -> None:
     on_port(test)
 
 
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_client_that_leaves_with_a_second_request_waiting_is_noticed(
+    hold: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(site: Site, _: str, port: int) -> None:
+        site.cluster.gap_s, site.cluster.hold = 0.05, hold
+        body = body_of(stream=True)
+        _reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head(len(body)) + body)
+        await until(lambda: bool(site.cluster.submits))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(0.1)
+        writer.transport.abort()
+        await until(lambda: len(site.cluster.cancels) == 1)
+
+    on_port(test, client_timeout_s=30.0)
+    assert not caplog.records
+
+
+def test_requests_at_once_are_answered_in_order() -> None:
+    async def test(site: Site, _: str, port: int) -> None:
+        site.cluster.gap_s = 0.02
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = body_of()
+        health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        last = b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        writer.write(head(len(body)) + body + health * 2 * http_server.PIPELINED_MAX + last)
+        said = await asyncio.wait_for(reader.read(), 30)
+        places = [said.index(part) for part in (b'"text":"The capital', b'"status":"ok"', b'"status":"ready"')]
+        assert places == sorted(places)
+        assert said.count(b'"status":"ok"') == 2 * http_server.PIPELINED_MAX
+        writer.close()
+
+    on_port(test, client_timeout_s=30.0)
+
+
+def test_more_requests_at_once_than_anybody_asks_end_the_connection() -> None:
+    async def test(site: Site, url: str, port: int) -> None:
+        site.cluster.hold = True
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = body_of()
+        writer.write(head(len(body)) + body)
+        await until(lambda: bool(site.cluster.submits))
+        writer.write(b"GET /health HTTP/1.1\r\n\r\n" * (http_server.QUEUED_MAX + 1))
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        await until(lambda: len(site.cluster.cancels) == 1)
+        writer.close()
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/health")).status_code == 200
+
+    on_port(test, client_timeout_s=30.0)
+
+
+def test_a_long_request_that_waits_for_an_answer_does_not_end_it() -> None:
+    """Of its body no more is read than fits: that it comes no further is not the client's fault."""
+
+    async def test(site: Site, _url: str, port: int) -> None:
+        site.cluster.gap_s = 6 * TIMEOUT_S / (len(ANSWER.encode()) / 2)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        first, second = body_of(stream=True), body_of(user="y" * 6_000_000)
+        writer.write(head(len(first)) + first)
+        await reader.readuntil(b"data: ")
+        writer.write(head(len(second)) + second)
+        assert await asyncio.wait_for(reader.readuntil(b"[DONE]"), 20)
+        assert await asyncio.wait_for(reader.readuntil(b"HTTP/1.1 "), 20)
+        writer.close()
+
+    on_port(test)
+
+
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 20)
 

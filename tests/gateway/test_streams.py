@@ -9,10 +9,11 @@ from gateway.stream_types import (
     FailKind,
     Finish,
     Open,
+    SendCancel,
     StreamSpec,
 )
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject
-from proto.messages import Accepted, Interrupted, Rejected
+from proto.messages import Accepted, Cancel, Interrupted, Rejected
 from proto.sampling import Sampling
 from tests.gateway.keeper_world import LIMITS, Bench, Words, cancels, failures, submits, texts
 
@@ -176,6 +177,21 @@ def test_a_resume_that_meets_a_full_queue_is_tried_again_for_a_while() -> None:
         tries += 1
     assert tries > 5
     assert LIMITS.resume_wait_s - 1 <= bench.now - started <= LIMITS.resume_wait_s + 4
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_what_was_accepted_once_is_cancelled_when_its_resume_is_rejected(accepted: bool) -> None:
+    """The coordinator may be another one by now, with an open row of it and nobody else to say how far it got."""
+    bench = Bench()
+    bench.open()
+    if accepted:
+        bench.tokens(0, 5, 6)
+        bench.interrupt()
+        bench.wait()
+    end = bench.do(Rejected("r", 1 + accepted, Reject.TOO_LONG, "too long"))
+    assert failures(end) == [FailKind.REJECTED]
+    said = [action.cancel for action in end if isinstance(action, SendCancel)]
+    assert said == ([Cancel("r", 2, CancelReason.ABANDONED, 2)] if accepted else [])
 
 
 def test_late_answers_are_ignored() -> None:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from gateway.stream_types import (
     Action,
+    Came,
     ClientGone,
     Deliver,
     Ended,
@@ -21,7 +22,7 @@ from gateway.stream_types import (
 from gateway.streams import StreamKeeper
 from proto.codec import unpack_tokens
 from proto.errors import FinishReason, Interrupt, Reject
-from proto.messages import Accepted, Interrupted, Rejected, Submit, TokenItem, Tokens
+from proto.messages import Accepted, Interrupted, Rejected, Submit, TokenItem
 from proto.sampling import Sampling
 from tests.gateway.keeper_world import Words
 
@@ -118,7 +119,7 @@ class World:
             self.now += 0.3
             self.post(Tick())
         elif what == "late" and self.sent:
-            self.post(Tokens((self.sent[pick % len(self.sent)],)))
+            self.post(Came((self.sent[pick % len(self.sent)],), 20))
         elif name is not None and what in ("step", "repeat", "drop"):
             if self.up:
                 self.post(Accepted(name, self.live[name][0].attempt))
@@ -127,9 +128,9 @@ class World:
             items = self.items(name)
             self.sent += items
             if what != "drop" and items:
-                self.post(Tokens(tuple(items)))
+                self.post(Came(tuple(items), 20))
                 if what == "repeat":
-                    self.post(Tokens(tuple(reversed(items))))
+                    self.post(Came(tuple(reversed(items)), 20))
         elif name is not None and self.up and what == "interrupt":
             submit, _ = self.live.pop(name)
             self.post(Interrupted(name, submit.attempt, Interrupt.DECODE_LOST))

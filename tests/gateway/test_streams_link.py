@@ -2,19 +2,23 @@
 
 from dataclasses import replace
 
+import pytest
+
+from gateway.last_words import AGAIN_S
 from gateway.stream_types import (
     ClientGone,
     Drain,
     FailKind,
     LinkDown,
     LinkUp,
+    SendCancel,
     Shutdown,
     Tick,
     WorkerDown,
 )
 from gateway.streams import StreamKeeper
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject
-from proto.messages import Accepted, Interrupted, Rejected
+from proto.messages import Accepted, Cancel, Interrupted, Rejected
 from tests.gateway.keeper_world import LIMITS, Bench, cancels, failures, submits, texts
 
 
@@ -102,7 +106,7 @@ def test_a_stream_that_stays_silent_after_its_workers_connection_ended_is_resume
         bench.open(name)
         bench.do(Accepted(name, 1))
         bench.tokens(0, 5, name=name)
-    bench.do(WorkerDown())
+    bench.do(WorkerDown(20))
     bench.tokens(1, 6, name="alive")
     bench.now += LIMITS.stall_s + 1
     assert cancels(bench.do(Tick())) == [("dead", 1, CancelReason.ABANDONED)]
@@ -114,9 +118,9 @@ def test_one_loss_after_the_other_does_not_put_off_a_silent_stream() -> None:
     bench.open()
     bench.do(Accepted("r", 1))
     bench.tokens(0, 5)
-    bench.do(WorkerDown())
+    bench.do(WorkerDown(20))
     bench.now += LIMITS.stall_s - 1
-    bench.do(WorkerDown())
+    bench.do(WorkerDown(20))
     bench.now += 2
     assert cancels(bench.do(Tick())) == [("r", 1, CancelReason.ABANDONED)]
 
@@ -126,7 +130,7 @@ def test_a_stream_that_may_have_lost_all_its_tokens_asks_what_became_of_it() -> 
     bench = Bench()
     bench.open()
     bench.do(Accepted("r", 1))
-    bench.do(WorkerDown())
+    bench.do(WorkerDown(20))
     for _ in range(2):
         bench.now += LIMITS.stall_s + 1
         asked = bench.do(Tick())
@@ -166,6 +170,60 @@ def test_a_stream_that_stays_silent_under_a_new_coordinator_is_resumed() -> None
     assert submits(bench.wait()) == [("r", 2, [1, 2, 3, 5], 1, 1, 0)]
 
 
+FIRST = 0
+"""The decoder of first tokens: a prefill worker sends them."""
+
+
+@pytest.mark.parametrize("decoder", [20, FIRST])
+@pytest.mark.parametrize("order", ["worker, coordinator", "coordinator, worker", "worker after the restart"])
+def test_a_stream_lost_with_its_coordinator_goes_on_as_soon_as_there_is_a_new_one(order: str, decoder: int) -> None:
+    """Nobody can tell: not the coordinator that knew of it, nor the next, which does not."""
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5, decoder=decoder)
+    for what in order.split(", "):
+        bench.do(WorkerDown(20) if what == "worker" else LinkDown())
+        bench.now += LIMITS.gone_s
+    resumed = bench.do(LinkUp(8))
+    back_at = bench.now
+    if order == "worker after the restart":
+        bench.do(WorkerDown(20))
+        back_at += LIMITS.gone_s
+    resumed += bench.wait()
+    assert cancels(resumed) == [("r", 1, CancelReason.ABANDONED)] and bench.now == back_at
+    assert submits(bench.wait()) == [("r", 2, [1, 2, 3, 5], 1, 1, 0)]
+
+
+def test_a_stream_whose_own_worker_is_there_is_not_taken_for_lost_with_another() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5)
+    bench.do(LinkDown())
+    bench.do(WorkerDown(21))
+    bench.do(LinkUp(8))
+    bench.now += LIMITS.stall_s - 1
+    assert bench.do(Tick()) == []
+    # A connection that was broken only: its worker connects again, and goes on.
+    bench.do(WorkerDown(20))
+    bench.tokens(1, 6)
+    bench.now += LIMITS.gone_s
+    assert bench.do(Tick()) == []
+
+
+def test_a_coordinator_that_knows_of_a_stream_is_left_to_tell_of_its_worker() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5)
+    bench.do(LinkDown())
+    bench.do(LinkUp(8))
+    bench.interrupt()
+    bench.wait()
+    bench.tokens(1, 6, attempt=2)
+    bench.do(WorkerDown(20))
+    bench.now += LIMITS.stall_s - 1
+    assert bench.do(Tick()) == []
+
+
 def test_the_same_coordinator_has_cancelled_what_it_lost() -> None:
     bench = Bench()
     bench.open()
@@ -183,8 +241,55 @@ def test_cancels_are_owed_while_the_link_is_down() -> None:
     bench.do(LinkDown())
     assert bench.do(ClientGone("r")) == []
     assert cancels(bench.do(LinkUp(8))) == [("r", 1, CancelReason.DISCONNECTED)]
+
+
+def test_last_words_are_said_again_to_a_coordinator_that_may_not_have_written_them_down() -> None:
+    """With how far each answer had got: its worker may be lost, too."""
+    bench = Bench()
+    for name in ("early", "left", "resumed", "whole"):
+        bench.open(name, choices=2 if name == "left" else 1)
+    bench.tokens(0, 5, 6, name="early", finish=FinishReason.STOP)
+    bench.now += AGAIN_S + 1
+    bench.tokens(0, 5, name="left", choice=0)
+    bench.tokens(0, 5, 6, name="left", choice=1)
+    for name in ("resumed", "whole"):
+        bench.tokens(0, 5, name=name)
+    bench.do(ClientGone("left"))
+    bench.do(LinkDown())
+    bench.tokens(1, 6, 7, name="whole", finish=FinishReason.STOP)
+    for epoch in (8, 9, 10):
+        said = {action.cancel for action in bench.do(LinkUp(epoch)) if isinstance(action, SendCancel)}
+        left = Cancel("left", 1, CancelReason.DISCONNECTED, 3)
+        assert said == {left, Cancel("whole", 1, CancelReason.ANSWERED, 3)}, "each may fall before it has them on disk"
+        bench.now += AGAIN_S - 1
+        bench.tokens(0, 5, name="resumed")
+        bench.do(LinkDown())
+    bench.now += 1
+    bench.do(LinkUp(11))
+    bench.now += AGAIN_S + 1
+    bench.do(LinkDown())
+    assert not [c for c in cancels(bench.do(LinkUp(12))) if c[0] != "resumed"], "it has had time to"
+
+
+def test_an_attempt_that_was_given_up_is_not_said_again_to_be_over_once_the_next_is_on_its_way() -> None:
+    """Or the coordinator would take the whole request for over."""
+    bench = Bench()
+    bench.open()
+    bench.do(LinkDown())
+    assert cancels(bench.do(LinkUp(7))) == [("r", 1, CancelReason.ABANDONED)]
+    bench.tokens(0, 5, attempt=2)
     bench.do(LinkDown())
     assert cancels(bench.do(LinkUp(8))) == []
+
+
+def test_a_coordinator_that_takes_a_whole_answer_for_interrupted_is_told() -> None:
+    """Its worker was lost between its last tokens and its last word."""
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5, 6, finish=FinishReason.STOP)
+    said = bench.interrupt()
+    assert said == [SendCancel(Cancel("r", 1, CancelReason.ANSWERED, 2))]
+    assert bench.interrupt("nobody's") == []
 
 
 def test_client_gone_cancels_and_is_not_told() -> None:

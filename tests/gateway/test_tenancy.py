@@ -1,19 +1,22 @@
 """Keys, bands, deadlines and rate headers, over a fake cluster."""
 
 import asyncio
+import dataclasses
 import hashlib
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from gateway.errors import duration_text
+from gateway.main import say_where
 from gateway.stream_types import LinkDown, LinkUp, Open, SendSubmit, StreamSpec
 from gateway.tenancy import KeyRing
-from proto.errors import Reject
+from proto.errors import CancelReason, Reject
 from proto.messages import Accepted, Interrupted, RateState, Rejected, Submit
 from proto.sampling import Sampling
 from runtime.tenants import parse
-from tests.gateway.fakes import Site
+from tests.gateway.fakes import Site, make_site
 from tests.gateway.http_words import completion, on_site, post
 from tests.gateway.keeper_world import Bench, Words
 
@@ -216,8 +219,9 @@ def test_a_request_shed_from_the_queue_fails_and_a_stream_shed_on_its_resume_tri
     bench = Bench()
     bench.open("new")
     bench.do(Accepted("new", 1))
-    (ended,) = bench.do(Rejected("new", 1, Reject.SHED, "room was needed", 3.0))
-    assert ended.failure.reject.reason is Reject.SHED
+    # It had been accepted: its last word goes to whichever coordinator may hold a row of it.
+    cancelled, ended = bench.do(Rejected("new", 1, Reject.SHED, "room was needed", 3.0))
+    assert cancelled.cancel.reason is CancelReason.ABANDONED and ended.failure.reject.reason is Reject.SHED
     bench.open("old")
     bench.do(Accepted("old", 1))
     bench.tokens(0, 7, name="old")
@@ -288,6 +292,27 @@ def test_a_file_without_keys_does_not_open_the_door():
     ring.replace(parse(FILE))
     assert ring.tenant_of(KEY.encode()) == "acme/ann"
     assert not KeyRing(parse("")).needed
+
+
+@pytest.mark.parametrize(
+    ("bound", "file", "api_keys", "warned"),
+    [
+        (("0.0.0.0", 8000), "", [], True),
+        (("10.0.0.5", 8000), "[tenants.acme]", [], True),
+        (("::", 8000, 0, 0), "", [], True),
+        (("fe80::1%eth0", 8000, 0, 2), "", [], True),
+        (("127.0.0.1", 8000), "", [], False),
+        (("::1", 8000, 0, 0), "", [], False),
+        (("0.0.0.0", 8000), FILE, [], False),
+        (("0.0.0.0", 8000), "", ["own"], False),
+    ],
+)
+def test_a_port_that_is_open_to_everyone_is_said(bound: tuple, file: str, api_keys: list[str], warned: bool):
+    said = []
+    logger = SimpleNamespace(info=lambda *_, **__: None, warning=lambda text, **_: said.append(text))
+    site = make_site()
+    say_where(logger, bound, dataclasses.replace(site.gateway, keys=KeyRing(parse(file), api_keys)))
+    assert len(said) == warned and all("no API keys" in text for text in said)
 
 
 def test_no_key_and_no_hash_of_one_is_ever_compared_as_it_is():

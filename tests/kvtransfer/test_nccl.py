@@ -144,7 +144,10 @@ def test_segments_cross_in_order_and_those_not_wanted_are_skipped():
         (_, first), skipped, (_, third) = w.sender.answers
         assert w.receiver.answers == [(0, first), (1, b""), (2, third)] and len({first, third}) == 2
         assert skipped == (1, UNWANTED) and w.wire.crossed == 2
-    assert w.sender.fault == w.receiver.fault == "" and w.wire.aborted == {True, False}
+        assert (
+            w.sender.fault == w.receiver.fault == ""
+        )  # while both work: the one that closes last may see the other go
+    assert w.wire.aborted == {True, False}
 
 
 def test_many_segments_of_many_sizes_cross_however_the_two_ends_keep_time():

@@ -9,6 +9,7 @@ import resource
 import socket
 import struct
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,6 +192,19 @@ def test_another_user_is_not_let_in(monkeypatch):
         knock(door.name)
     with pytest.raises(PairBroken, match="did not come"):
         door.accept(100)
+
+
+def test_a_sender_does_not_outrun_a_receiver_that_digests_slowly(monkeypatch):
+    """However many segments: no more are granted than the receiver has room to hear of."""
+    plain = Digester.digest
+    monkeypatch.setattr(Digester, "digest", lambda self, block_ids: time.sleep(0.002) or plain(self, block_ids))
+
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", shuffled(600, 600, 1))
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvSent) and ends.sender.counters["segments"] == 600
+
+    with_ends(test, blocks=600, settings=replace(SMALL, segment_bytes=LAYOUT.block_bytes))
 
 
 @pytest.mark.parametrize("payload", [struct.pack("<I", 64), b"abc", struct.pack("<2I", 1, 2)])

@@ -2,12 +2,14 @@
 
 Both send the same requests (bodies as long, at the same times) to the same server, in turn, several rounds, the order changing
 from round to round. The other one is AIPerf (`pip install aiperf`, into an environment of its own); it plays the plan as a
-trace with its fixed schedule. Without --url the server is one of known timing, which also tells when it wrote each token.
+trace with its fixed schedule. Without --url the server is one of known timing, which also tells when it wrote each token; of
+another one, --metrics may say what it measured itself.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -16,11 +18,12 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import uvloop
-from pydantic import Field
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import Field, model_validator
 from rich.console import Console
 
 from launcher import load_plan, load_run, load_show
@@ -36,6 +39,12 @@ from runtime.options import SettingsError, run_role
 
 WITHIN = 0.03
 OTHER_S_MAX = 900.0
+SERIES = {
+    "ttft": "time_to_first_token_seconds",
+    "itl": "inter_token_latency_seconds",
+    "tpot": "time_per_output_token_seconds",
+}
+"""What is compared, and what servers call it in their metrics."""
 SHOWN = ("mean", "p50", "p90", "p95")
 Measured = dict[str, list[float]]
 
@@ -45,11 +54,22 @@ class AgreeSettings(LoadSettings):
 
     url: str = Field("", description="Server, like http://127.0.0.1:8000; empty: one of known timing, started here.")
     api_key: str = Field("", description="Key, if the server wants one.")
+    metrics: str = Field(
+        "",
+        description="URL of the metrics of --url, like http://127.0.0.1:9401/metrics of a gateway: each side's means are then"
+        " taken in parts of the server's own, since no two runs find a machine in the same mood. Needs --warmup-s 0.",
+    )
     aiperf: str = Field("aiperf", description="The other generator's command.")
     aiperf_tokenizer: str = Field(
         "", description="Folder of a tokenizer, which it wants although it is told all counts."
     )
     rounds: int = Field(3, ge=1, le=100, description="Rounds; each sends the load twice.")
+
+    @model_validator(mode="after")
+    def _check_metrics(self) -> Self:
+        if self.metrics and (self.warmup_s or not self.url):
+            raise ValueError("--metrics: is of --url, and counts every request: say --url and --warmup-s 0")
+        return self
 
 
 @asynccontextmanager
@@ -79,14 +99,8 @@ async def ours(probed: Probed, plan: Plan, prompts: Prompts, console: Console) -
 async def theirs(settings: AgreeSettings, base_url: str, probed: Probed, plan: Plan, prompts: Prompts) -> Measured:
     with TemporaryDirectory(prefix="crossdock-") as folder:
         await asyncio.to_thread(_write_trace, Path(folder) / "trace.jsonl", probed, plan, prompts)
-        arguments = [settings.aiperf, "profile", "-m", probed.target.model, "--url", base_url, "--streaming"]
-        arguments += ["--endpoint-type", "completions", "--input-file", f"{folder}/trace.jsonl", "--fixed-schedule"]
-        arguments += ["--custom-dataset-type", "mooncake-trace", "--tokenizer", settings.aiperf_tokenizer]
-        arguments += ["--use-server-token-count", "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics"]
-        arguments += ["--output-artifact-dir", f"{folder}/out", "--workers-max", "1"]
-        arguments += ["--api-key", settings.api_key] if settings.api_key else []
         process = await asyncio.create_subprocess_exec(
-            *arguments,
+            *_arguments(settings, base_url, probed, folder),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             cwd=folder,
@@ -102,6 +116,20 @@ async def theirs(settings: AgreeSettings, base_url: str, probed: Probed, plan: P
         if process.returncode:
             raise SettingsError(f"--aiperf: ended with {process.returncode}:\n{said[-3000:].decode(errors='replace')}")
         return await asyncio.to_thread(_read_export, Path(folder) / "out" / "profile_export.jsonl", plan)
+
+
+def _arguments(settings: AgreeSettings, base_url: str, probed: Probed, folder: str) -> list[str]:
+    """Paths in full: it runs in a folder of its own. Raises `SettingsError`."""
+    command = shutil.which(settings.aiperf)
+    if command is None:
+        raise SettingsError(f"--aiperf: there is no command {settings.aiperf}")
+    tokenizer = Path(settings.aiperf_tokenizer).expanduser().resolve()
+    found = [os.path.abspath(command), "profile", "-m", probed.target.model, "--url", base_url, "--streaming"]
+    found += ["--endpoint-type", "completions", "--input-file", f"{folder}/trace.jsonl", "--fixed-schedule"]
+    found += ["--custom-dataset-type", "mooncake-trace", "--tokenizer", str(tokenizer)]
+    found += ["--use-server-token-count", "--ui", "none", "--no-gpu-telemetry", "--no-server-metrics"]
+    found += ["--output-artifact-dir", f"{folder}/out", "--workers-max", "1"]
+    return found + (["--api-key", settings.api_key] if settings.api_key else [])
 
 
 def _write_trace(file: Path, probed: Probed, plan: Plan, prompts: Prompts) -> None:
@@ -134,6 +162,7 @@ async def _agree(settings: AgreeSettings, base_url: str, console: Console) -> in
     rounds: list[dict[str, Measured]] = []
     for number in range(settings.rounds):
         found: dict[str, Measured] = {}
+        before = await _own_metrics(settings.metrics)
         for side in ("ours", "theirs") if number % 2 == 0 else ("theirs", "ours"):
             # As long, but never the same: what the first one sent must not be in the server's cache for the second.
             prompts = replace(probed.prompts(settings, plan), seed=settings.seed * 1000 + 2 * number + (side == "ours"))
@@ -143,6 +172,9 @@ async def _agree(settings: AgreeSettings, base_url: str, console: Console) -> in
                 found[side] = await theirs(settings, base_url, probed, plan, prompts)
             if not settings.url:
                 found[side + ", server"] = await _truth(base_url, plan)
+            elif settings.metrics:
+                after = await _own_metrics(settings.metrics)
+                found[side + ", server"], before = _means(before, after, len(plan.requests)), after
             means = ", ".join(f"{name} {sum(got) / len(got):.2f}" for name, got in found[side].items())
             console.print(f"round {number + 1}, {side}: mean ms {means}", highlight=False)
         rounds.append(found)
@@ -162,27 +194,55 @@ async def _truth(base_url: str, plan: Plan) -> Measured:
     }
 
 
+async def _own_metrics(url: str) -> dict[str, tuple[float, float]]:
+    """Sum in ms and count of what the server measured so far, over all its labels; empty without a URL."""
+    if not url:
+        return {}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        page = (await client.get(url, timeout=30.0)).text
+    found = dict.fromkeys(SERIES, (0.0, 0.0))
+    for sample in (sample for family in text_string_to_metric_families(page) for sample in family.samples):
+        for name, series in SERIES.items():
+            total, count = found[name]
+            if sample.name.endswith(f"{series}_sum"):
+                found[name] = total + 1000 * sample.value, count
+            elif sample.name.endswith(f"{series}_count"):
+                found[name] = total, count + sample.value
+    return found
+
+
+def _means(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]], requests: int) -> Measured:
+    """Of what came in between. Raises `SettingsError` where that is not these requests."""
+    sums = {name: (after[name][0] - before[name][0], after[name][1] - before[name][1]) for name in SERIES}
+    if sums["ttft"][1] != requests or not all(count for _, count in sums.values()):
+        raise SettingsError(f"--metrics: {sums['ttft'][1]:.0f} first tokens there, and {requests} requests were sent")
+    return {name: [total / count] for name, (total, count) in sums.items()}
+
+
 def show(rounds: Sequence[dict[str, Measured]], console: Console) -> bool:
     """Whether means and medians of all rounds together agree. Where the server's own times are known, each side is taken in
-    parts of what the server did for it: no two runs find the machine in the same mood."""
+    parts of what the server did for it: no two runs find the machine in the same mood. Where only their means are, medians
+    are not judged."""
     known = "ours, server" in rounds[0]
+    means_only = known and len(rounds[0]["ours, server"]["ttft"]) == 1
     title = "Ours beside AIPerf, all rounds, ms" + ("; by server: in parts of what it wrote" if known else "")
     columns = ("ours", "theirs", "ratio", *(("ours by server", "theirs by server", "ratio") if known else ()))
     rows = load_show.table(title, "", *columns, "in each round")
-    agree = True
-    for name in ("ttft", "itl", "tpot"):
+    judged, agree = ("mean",) if means_only else ("mean", "p50"), True
+    for name in SERIES:
         for what in SHOWN:
             one, other = (_figure(rounds, side, name, what) for side in ("ours", "theirs"))
             cells = [f"{one:.2f}", f"{other:.2f}", f"{one / other:.4f}"]
-            if known:
+            if known and not (means_only and what != "mean"):
                 one /= _figure(rounds, "ours, server", name, what)
                 other /= _figure(rounds, "theirs, server", name, what)
                 cells += [f"{one:.4f}", f"{other:.4f}", f"{one / other:.4f}"]
+            cells += [""] * (len(columns) - len(cells))
             each = [_figure([found], "ours", name, what) / _figure([found], "theirs", name, what) for found in rounds]
             rows.add_row(f"{name.upper()} {what}", *cells, " ".join(f"{ratio:.3f}" for ratio in each))
-            agree = agree and (what not in ("mean", "p50") or abs(one / other - 1) <= WITHIN)
+            agree = agree and (what not in judged or abs(one / other - 1) <= WITHIN)
     console.print(rows)
-    console.print(f"Means and medians {'agree' if agree else 'do not agree'} within {100 * WITHIN:.0f} %")
+    console.print(f"{' and '.join(judged)}: {'agree' if agree else 'do not agree'} within {100 * WITHIN:.0f} %")
     return agree
 
 

@@ -37,6 +37,16 @@ def test_cuts_between_reads_change_nothing(tmp_path_factory: pytest.TempPathFact
     assert log.last_event == "broken"
 
 
+def test_a_full_disk_costs_the_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "decode-0.log"
+    path.symlink_to("/dev/full")
+    log, shown = _log(path)
+    log.feed(TEXT)
+    log.close()
+    assert len(shown) == 2
+    assert log.tail[-1] == "a line of a library"
+
+
 def test_verbose_shows_all_of_it(tmp_path: Path) -> None:
     log, shown = _log(tmp_path / "decode-0.log", verbose=True)
     log.feed(TEXT)
@@ -54,6 +64,21 @@ def test_endless_lines_and_files_are_bounded(tmp_path: Path, monkeypatch: pytest
     assert len(log.tail) <= childlog.TAIL_LINES
 
 
-@pytest.mark.parametrize("line", ["", "[1]", "{", '{"level": "error"}', "null", "12"])
+def test_a_file_that_somebody_removed_is_begun_again_when_it_would_be_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(childlog, "FILE_BYTES_MAX", 300_000)
+    log, _ = _log(tmp_path / "decode-0.log")
+    log.feed(b"x" * 20_000)
+    log.path.unlink()
+    for _ in range(20):
+        log.feed(b"y" * 20_000 + b"\n")
+    log.close()
+    assert log.path.read_bytes().startswith(b"y")
+
+
+@pytest.mark.parametrize(
+    "line", ["", "[1]", "{", '{"level": "error"}', "null", "12", pytest.param("[" * 60_000, id="deep")]
+)
 def test_lines_that_are_no_records_are_shown_as_they_are(line: str) -> None:
     assert readable(line) == ("", line)

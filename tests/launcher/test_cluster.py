@@ -53,7 +53,15 @@ def test_each_gateway_has_a_port_of_its_own() -> None:
         clusters.http_ports("127.0.0.1", 65_535, 2)
 
 
-def test_keys_are_not_on_command_lines() -> None:
+def test_every_role_gets_the_folder_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cluster = clusters.build(ServeSettings(port=0, keys="keys"), MODEL)
+    for spec in cluster.processes:
+        options = _options(spec.arguments)
+        assert options[options.index("--keys") + 1] == str(tmp_path / "keys"), spec.name
+
+
+def test_api_keys_are_not_on_command_lines() -> None:
     cluster = clusters.build(ServeSettings(port=0, api_keys=["sesame"]), MODEL)
     assert not any("sesame" in text for spec in cluster.processes for text in spec.arguments)
     assert cluster.processes[1].environment["CROSSDOCK_API_KEYS"] == "sesame"

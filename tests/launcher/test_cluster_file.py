@@ -49,6 +49,10 @@ def plans(text: str) -> dict[str, HostPlan]:
         (HOST.replace("127.0.0.1", "10.0.0.1"), "keys: needed, since [hosts.a] listens on 10.0.0.1"),
         (HOST + 'bind = "0.0.0.0"', "keys: needed, since [hosts.a] listens on 0.0.0.0"),
         (HOST.replace("127.0.0.1", "alpha"), "[hosts.a] bind: needed, since alpha is a name"),
+        (
+            "insecure = true\n" + FRONT.replace('"127.0.0.1"', '"alpha"\nbind = "0.0.0.0"'),
+            "[hosts.a] interface: needed, since alpha is a name and 0.0.0.0 is every address",
+        ),
         ('keys = "k"\ninsecure = true\n' + HOST, "insecure: says nothing beside keys"),
         (HOST + "[ports]\nhttp = 0", "[ports] http: 0 input should be greater than"),
     ],
@@ -113,6 +117,12 @@ def test_without_gpus_none_is_seen_and_cores_are_shared_out() -> None:
     assert (prefill.cpu_cores, prefill.nice > 0) == ("0-1", True)
 
 
+def test_one_core_is_pinned_too() -> None:
+    plan = plans(FRONT + 'cores = "3"\n')["a"]
+    assert {process.cores for process in plan.processes} == {(3,)}
+    assert {getattr(process.settings, "cpu_cores") for process in plan.processes[2:]} == {"3"}  # noqa: B009
+
+
 def test_a_host_with_one_kind_of_worker_uses_its_cores() -> None:
     for ratio in ("2P0D", "0P2D"):
         workers = plans(HOST + f'workers = "{ratio}"\ncores = "0-4"\n')["a"].processes[1:]
@@ -145,6 +155,8 @@ def test_a_host_behind_another_address_says_which() -> None:
     )  # fmt: skip
     assert getattr(prefill, "coordinator") == "tcp://alpha.example:7070"  # noqa: B009
     assert plan.base_urls == ("http://alpha.example:8000",)
+    here = plans("insecure = true\n" + FRONT.replace('"127.0.0.1"', '"localhost"\nbind = "0.0.0.0"'))["a"]
+    assert [getattr(one.settings, "transfer_host") for one in here.processes[2:]] == ["127.0.0.1"] * 2  # noqa: B009
 
 
 def test_keys_are_in_the_environment_and_never_shown() -> None:
@@ -178,6 +190,9 @@ def test_relative_paths_are_beside_the_file_and_travel_with_it() -> None:
     assert (file.keys, file.model) == ("/conf/keys", "org/name")
     assert (file.gateway["tenants"], file.coordinator["usage_db"]) == ("/conf/t.toml", "/var/u.db")
     assert travels(text) == ["keys", "t.toml"]
+    text += '[hosts.a.gateway]\ntenants = "own.toml"\n'
+    assert read(text).hosts["a"].gateway["tenants"] == "/conf/own.toml"
+    assert travels(text) == ["keys", "own.toml", "t.toml"]
     assert read('model = "./m"\n' + FRONT).model == "/conf/m"
 
 

@@ -1,5 +1,6 @@
 """What is sent: arrivals, lengths, traces, tenants, cancellations; all of it the same for the same seed."""
 
+import os
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from launcher.load_settings import LoadSettings, RatioSettings
 from launcher.load_tenants import Ratio, Tenant, parse_tenants, read_mix
 from runtime.options import SettingsError, add_command, invoke, load, new_app
 
-AZURE = Path("/work/shared/data/azure23_conv.csv")
+AZURE = Path(os.environ.get("CROSSDOCK_TEST_AZURE_TRACE", "AzureLLMInferenceTrace_conv.csv"))
 
 
 def make(context: int = 0, **values: Any) -> load_plan.Plan:
@@ -121,6 +122,15 @@ def test_a_csv_trace_is_read_scaled_and_cut(tmp_path: Path) -> None:
     assert [one.output_tokens for one in plan.requests] == [1, 10, 30]
 
 
+def test_azure_traces_are_read_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    lines = ("2023-11-16 23:59:59.9000000,374,44", "2023-11-17 00:00:01.4000000,5,0", "2024-05-10 00:00:00.1+00:00,7,9")
+    file.write_text("\r\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *lines)))
+    rows = load_traces.read(str(file))
+    assert [(row.prompt_tokens, row.output_tokens) for row in rows] == [(374, 44), (5, 0), (7, 9)]
+    assert [row.at_s for row in rows[:2]] == pytest.approx([0.0, 1.5]) and rows[2].at_s > 1e7
+
+
 def test_mooncake_lines_share_blocks_and_are_spread(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     line = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": %s}\n'
@@ -141,6 +151,13 @@ def test_mooncake_lines_share_blocks_and_are_spread(tmp_path: Path) -> None:
         ("t.csv", "arrival_s,prompt_tokens\n1,2\n", "line 1: no column output_tokens"),
         ("t.csv", "arrival_s,prompt_tokens,output_tokens\n1,2,3\n1,two,3\n", "line 3: '1,two,3'"),
         ("t.csv", "arrival_s,prompt_tokens,output_tokens\n1,2\n", "line 2"),
+        ("t.csv", "TIMESTAMP,ContextTokens\n", "line 1: no column GeneratedTokens"),
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,2,3\n", "line 2: 'noon,2,3'"),
+        (
+            "t.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 12:00,2,3\n2023-11-16 11:59,2,3\n",
+            "line 3: the time -60",
+        ),
         ("t.csv", "arrival_s,prompt_tokens,output_tokens\nnan,2,3\n", "line 2: the time nan"),
         ("t.csv", "arrival_s,prompt_tokens,output_tokens\n1,0,3\n", "line 2: 0 and 3 tokens"),
         ("t.csv", "arrival_s,prompt_tokens,output_tokens\n", "has no requests"),
@@ -167,7 +184,9 @@ def test_a_trace_that_is_not_there_or_not_text(tmp_path: Path) -> None:
         make(rate=0.001, duration_s=1.0)
 
 
-@pytest.mark.skipif(not AZURE.is_file(), reason="the Azure trace is not here; docs/benchmarks.md says where it is from")
+@pytest.mark.skipif(
+    not AZURE.is_file(), reason="CROSSDOCK_TEST_AZURE_TRACE names no file; docs/benchmarks.md says where it is from"
+)
 def test_the_azure_trace_has_its_known_size() -> None:
     rows = load_traces.read(str(AZURE))
     assert len(rows) == 19_366

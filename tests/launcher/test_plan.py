@@ -17,11 +17,13 @@ def test_two_cores_are_one_for_decode_and_one_for_the_rest() -> None:
     assert plan.note == ""
 
 
-def test_one_core_is_not_pinned_and_the_user_is_told() -> None:
-    plan = plan_cpu((3,), prefill=2, decode=1, on_gpu=False)
-    assert plan.control == ()
-    assert {seat.cores for seat in (*plan.prefill, *plan.decode)} == {()}
+def test_all_are_on_the_only_core_and_the_user_is_told() -> None:
+    plan = plan_cpu((3,), prefill=2, decode=1, on_gpu=False, threads=2)
+    assert plan.control == (3,)
+    assert {seat.cores for seat in (*plan.prefill, *plan.decode)} == {(3,)}
     assert "one CPU core" in plan.note
+    assert "--threads 2" in plan.note
+    assert plan_cpu((3,), prefill=0, decode=1, on_gpu=False).note == ""
 
 
 def test_on_gpu_nothing_is_pinned_or_niced() -> None:

@@ -184,6 +184,21 @@ uvloop.run(scene())
 """
 
 
+def test_cores_that_are_not_there_are_left_to_the_role(tmp_path: Path) -> None:
+    async def scene() -> None:
+        supervisor = Supervisor(log_dir=tmp_path, say=lambda *_: None)
+        code = f"print('--cpu-cores: 4000 cannot be used'); raise SystemExit({CONFIG_EXIT})"
+        supervisor.start(_spec(code.replace("'--", "'python -m role: --"), cores=(4000,)))
+        try:
+            async with asyncio.timeout(60):
+                with pytest.raises(ConfigError, match="--cpu-cores: 4000 cannot be used"):
+                    await supervisor.wait_failed()
+        finally:
+            await supervisor.close()
+
+    uvloop.run(scene())
+
+
 def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", ORPHAN_SCENE, str(tmp_path)], stdout=subprocess.PIPE, env=child_environment(1), text=True

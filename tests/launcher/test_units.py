@@ -14,9 +14,11 @@ from launcher.cluster_file import ClusterError, parse
 from launcher.cluster_plan import HostPlan, plan_host
 from launcher.cluster_settings import UnitsSettings
 from launcher.units import OPTIONS, UNITS, Installed
+from runtime.keys import make
 from runtime.options import SettingsError, load
 
 EXPOSURE_MAX = 3.0
+read_text = Path.read_text
 TEXT = """
 model = "/srv/models/llama"
 {security}
@@ -135,6 +137,8 @@ def test_what_a_unit_could_not_do_is_refused() -> None:
         ClusterError, match=re.escape("[coordinator] usage_db: a unit can write to /var/lib/crossdock only")
     ):
         units.render(plan("a", TEXT.replace("/var/lib/crossdock", "/tmp")), ON)
+    with pytest.raises(ClusterError, match=re.escape("[gateway] tenants: ~/t.toml means another folder")):
+        units.render(plan("a", TEXT.replace("[gateway]", "[gateway]\ntenants = '~/t.toml'")), ON)
     with pytest.raises(ClusterError, match="cannot stand in a unit"):
         units.render(plan("b"), Installed("/opt/my venv/bin/python", (), "/opt"))
     with pytest.raises(ClusterError, match="line break"):
@@ -162,6 +166,34 @@ def test_installed_again_after_a_change(tmp_path: Path, capsys: pytest.CaptureFi
     there = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     assert not [name for name in there if "decode" in name]
     assert f"{OPTIONS}/prefill-1.env" in there and own.exists(), "a drop-in of the operator's own is left alone"
+
+
+def test_units_that_may_not_be_read_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, root = tmp_path / "cluster.toml", tmp_path / "root"
+    path.write_text(TEXT.format(security="insecure = true"))
+    settings = UnitsSettings(cluster_file=str(path), on_host="b", dest=str(root))
+    install_units.run(settings)
+    env = root / OPTIONS / "decode-0.env"
+    env.write_bytes(b"\xff")
+    install_units.run(settings)
+    assert "CROSSDOCK_" in env.read_text()
+
+    def refuse(*_: object) -> str:
+        raise PermissionError(13, "Permission denied", str(env))  # as for everyone but root
+
+    monkeypatch.setattr(Path, "read_text", lambda at, *a, **k: refuse() if at == env else read_text(at, *a, **k))
+    with pytest.raises(install_units.CannotInstall, match=r"decode-0\.env: Permission denied"):
+        install_units.run(settings)
+
+
+def test_only_keys_of_roles_are_credentials(tmp_path: Path) -> None:
+    make(tmp_path / "keys", ["coordinator", "gateway", "prefill", "decode"])
+    (tmp_path / "keys" / "tls of ours.key").write_text("not for others")
+    path, root = tmp_path / "cluster.toml", tmp_path / "root"
+    path.write_text(TEXT.format(security='keys = "keys"'))
+    install_units.run(UnitsSettings(cluster_file=str(path), on_host="b", dest=str(root)))
+    text = (root / UNITS / "crossdock-decode@.service").read_text()
+    assert "LoadCredential=prefill.key:" in text and "tls" not in text
 
 
 def test_units_need_a_model_that_they_can_read(tmp_path: Path) -> None:

@@ -101,6 +101,15 @@ def test_a_host_that_is_not_in_the_file(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--host:" in done.stderr and "has no host other, but only" in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [("up",), ("up", "--detach")])
+def test_where_no_log_can_be_kept_it_is_said(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    coordinator_alone(tmp_path, 7070)
+    (tmp_path / "state").write_text("a file")
+    done = call(tmp_path, *arguments)
+    assert done.returncode == 1
+    assert "cannot keep logs in" in done.stderr and "XDG_STATE_HOME" in done.stderr and "Traceback" not in done.stderr
+
+
 def site(folder: Path, keys: str) -> Site:
     path = folder / "cluster.toml"
     path.write_text(f"""
@@ -123,11 +132,15 @@ def test_a_host_gets_its_own_secret_keys_and_no_others(tmp_path: Path) -> None:
     at = site(tmp_path, "keys")
     with pytest.raises(SettingsError, match=r"there is no .*tenants.toml"):
         parcel(at, "front")
-    (tmp_path / "tenants.toml").write_text("")
+    (tmp_path / "of-all.toml").write_text("[tenants]")
+    (tmp_path / "tenants.toml").symlink_to("of-all.toml")
+    (tmp_path / "keys" / "tls.key").write_text("another program's secret")
     secrets = {}
     for host in ("front", "back"):
         with tarfile.open(fileobj=io.BytesIO(parcel(at, host))) as tar:
             members = tar.getmembers()
+            tenants = tar.extractfile("tenants.toml")
+            assert tenants is not None and tenants.read() == b"[tenants]"
         names = {one.name for one in members}
         assert {one.mode for one in members} == {0o600} and {"cluster.toml", "tenants.toml"} <= names
         assert len([name for name in names if name.endswith(".key")]) == 5
@@ -135,6 +148,9 @@ def test_a_host_gets_its_own_secret_keys_and_no_others(tmp_path: Path) -> None:
     assert secrets["front"] == [f"keys/{role}.key_secret" for role in ("client", "coordinator", "gateway")]
     assert secrets["back"] == ["keys/decode.key_secret"]
     assert keys_there(at) == '"$d"/keys'
+    (tmp_path / "keys" / "gateway-9.key").symlink_to("nowhere")
+    with pytest.raises(SettingsError, match=r"gateway-9.key: No such file"):
+        parcel(at, "back")
 
 
 def test_what_is_not_beside_the_file_is_not_copied(tmp_path: Path) -> None:

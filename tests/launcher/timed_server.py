@@ -1,7 +1,8 @@
 """A server of known timing, in a process of its own: `python -m tests.launcher.timed_server` prints its port.
 
-Each answer's first token comes after 40 ms and half a millisecond for each prompt token, the others with gaps of 20 to 60 ms
-drawn from the prompt, one token to a chunk. GET /times tells when it really wrote them, in seconds of its own clock.
+An answer's first token comes after 100 ms and 2.5 ms for each prompt token, about as from the small model on one core; the
+others with gaps of 20 to 60 ms, one token to a chunk. Requests of one length get the same times, whatever their words.
+GET /times tells when it really wrote them, in seconds of its own clock.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from tests.launcher.scripted_server import DONE, STREAM, event
 
 HEAD = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "timed"}
 TOKEN = event({**HEAD, "choices": [{"index": 0, "text": " a", "logprobs": None, "finish_reason": None}]})
+FIRST_S, PROMPT_TOKEN_S = 0.1, 0.0025
 TIMES: list[list[float]] = []
 """Of each answer: when its request was read, and when its tokens were written."""
 
@@ -46,8 +48,8 @@ async def _generate(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         ids = list(range(1, 101)) if body.get("return_token_ids") else None
         _json(writer, {"choices": [{"text": "a", "prompt_token_ids": ids}], "usage": counts})
         return
-    source = random.Random(repr(prompt))
-    due = came + 0.04 + 0.0005 * len(prompt)
+    source = random.Random(len(prompt))
+    due = came + FIRST_S + PROMPT_TOKEN_S * len(prompt)
     times = [came]
     writer.write(STREAM)
     for _ in range(count):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-import zmq.asyncio
 
 from proto.codec import encode
 from proto.limits import PROTOCOL_VERSION
@@ -16,6 +15,7 @@ from runtime import hangup
 from runtime.exits import ConfigError
 from runtime.keys import ROLES, Keys, KeysError, is_loopback, keys_for, make
 from runtime.link import LinkSettings
+from runtime.loop_socket import LoopSocket
 from runtime.peer import open_socket
 from runtime.settings import CoordinatorSettings
 from tests.runtime.test_link import CANCEL, End, run, until
@@ -137,7 +137,7 @@ def test_a_routing_id_is_no_identity(folder: Path) -> None:
         server = a.server(settings=links(folder, Role.COORDINATOR, heartbeat_ms=60_000))
         address = await server.start()
 
-        async def connect(role: Role) -> zmq.asyncio.Socket:
+        async def connect(role: Role) -> LoopSocket:
             socket, keys = open_socket(zmq.DEALER, LinkSettings()), Keys(folder, role)
             socket.routing_id = b"first"
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -146,13 +146,13 @@ def test_a_routing_id_is_no_identity(folder: Path) -> None:
             return socket
 
         first = await connect(Role.PREFILL)
-        await first.send(encode(hello(Role.PREFILL)))
+        first.try_send([encode(hello(Role.PREFILL))])
         assert await a.next() == ("up", 9)
         server._probe_all = lambda: None  # type: ignore[method-assign]  # as slow as the intruder could wish
         first.close(0)
         await asyncio.sleep(SILENT_S)
         second = await connect(Role.DECODE)
-        await second.send(encode(CANCEL))
+        second.try_send([encode(CANCEL)])
         assert await a.next() == ("down", "another key speaks in its place")
         assert server.counters.impostors == 1
         second.close(0)

@@ -4,7 +4,9 @@ import asyncio
 import os
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import zmq.asyncio
 from proto.codec import encode
 from proto.errors import CancelReason, RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Cancel, Hello, Message, Ping, Role, StatusRequest, Welcome
+from proto.messages import Bye, Cancel, Hello, Message, Ping, Role, StatusRequest, Welcome
 from runtime.link import LinkClient, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.peer import close_sockets
 
@@ -251,6 +253,22 @@ def test_silent_peer_is_lost_and_stale_link_is_told_to_start_over() -> None:
     run(body)
 
 
+def test_a_client_with_a_longer_heartbeat_is_heard_often_enough() -> None:
+    async def body() -> None:
+        end, far = End(), End()
+        server = far.server()
+        client = end.client(await server.start(), settings=replace(FAST, heartbeat_ms=5_000))
+        await client.start()
+        assert (await end.next())[0] == "up"
+        heard = server.counters.messages_in
+        await until(lambda: server.counters.messages_in > heard + 20)
+        assert server.counters.lost == 0
+        await client.close()
+        await server.close()
+
+    run(body)
+
+
 def test_server_gone_and_back(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/port"  # nobody else can take it in between
 
@@ -295,6 +313,39 @@ def test_a_flood_of_messages_leaves_the_event_loop_its_turns() -> None:
         turning.cancel()
         assert turns >= 50
         await client.close()
+        await server.close()
+
+    run(body)
+
+
+def test_a_full_queue_a_goodbye_and_a_hello_at_once_are_two_peers_each_of_which_ends_once() -> None:
+    """The second comes over the connection of the first, before the loss of that one could be told."""
+
+    async def body() -> None:
+        ups: list[Peer] = []
+        downs: list[Peer] = []
+
+        def fill(peer: Peer, _message: Message, _blob: bytes) -> None:
+            while peer.send(CANCEL):
+                pass
+            time.sleep(0.1)  # what else it said is there now
+
+        server = End().server(
+            on_up=ups.append,
+            on_message=fill,
+            on_down=lambda peer, _: downs.append(peer),
+            settings=replace(FAST, queue_messages_max=2),
+        )
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.connect(await server.start())
+        for message in (hello("first", 5), CANCEL, Bye("leaving"), hello("second", 6)):
+            await socket.send(encode(message))
+        await until(lambda: len(downs) == 2)
+        assert downs == ups and not server.peers
+        socket.close(0)
+        context.term()
         await server.close()
 
     run(body)

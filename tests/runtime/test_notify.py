@@ -126,7 +126,7 @@ def test_the_watchdog_is_fed_while_there_is_progress(tmp_path: Path) -> None:
 def test_a_thread_that_gets_to_no_end_has_no_pulse() -> None:
     now, hung = [0.0], threading.Event()
     with ThreadPoolExecutor(1) as thread:
-        pulse = Pulse(thread, lambda: now[0], 10.0)
+        pulse = Pulse(thread, lambda: now[0], lambda: 10.0)
         assert pulse()
         working = thread.submit(hung.wait, WAIT_S)
         now[0] = 100.0

@@ -1,5 +1,9 @@
 """When a step counts as hung, and what must not be taken for that."""
 
+import math
+
+import pytest
+
 from runtime.step_watch import FIRST_OF_ITS_SIZE, TIMES_THE_LONGEST, StepWatch
 
 
@@ -55,6 +59,18 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     assert watched.watch.hung_for(watched.now) is None
     assert watched.pass_by(9.0) is None
     assert watched.pass_by(9.0) is not None, "and if it goes on hanging, it is found"
+
+
+def test_no_step_is_given_longer_than_the_longest() -> None:
+    """Which is what the watchdog of the process waits for."""
+    for earlier_s, longest_s in ((1.0, 100.0), (50.0, 500.0)):
+        watched = Watched()
+        assert watched.run(8, earlier_s) is None
+        assert watched.watch.longest_s == pytest.approx(longest_s, rel=0.1)
+        longest_s = watched.watch.longest_s
+        ran_s = watched.run(256, 1000.0, ends=False)
+        assert ran_s is not None and longest_s < ran_s <= longest_s + 2 * watched.watch.look_every_s
+    assert StepWatch(0.0).longest_s == math.inf
 
 
 def test_what_does_not_run_does_not_hang() -> None:

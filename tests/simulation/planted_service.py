@@ -32,13 +32,13 @@ def tokens_are_not_told_apart_by_index(m: pytest.MonkeyPatch) -> None:
     """A frame that comes twice is shown twice."""
     take = StreamKeeper._take
 
-    def item(self: StreamKeeper, item: TokenItem, now: float) -> None:
+    def item(self: StreamKeeper, item: TokenItem, decoder: int, now: float) -> None:
         submission = self.submissions.get(item.request_id)
         if submission is None or submission.attempt != item.attempt or not submission.sent:
             return
         choice = submission.choices[item.choice - submission.choices[0].index]
         if not choice.done:
-            submission.got_tokens = True
+            submission.heard(decoder)
             self._runs(submission)
             take(self, submission, choice, item, 0)
 
@@ -50,11 +50,11 @@ def tokens_of_any_attempt_are_taken(m: pytest.MonkeyPatch) -> None:
     """What a fenced worker still says gets into the stream."""
     original = StreamKeeper._item
 
-    def item(self: StreamKeeper, item: TokenItem, now: float) -> None:
+    def item(self: StreamKeeper, item: TokenItem, decoder: int, now: float) -> None:
         submission = self.submissions.get(item.request_id)
         if submission is not None:
             item = msgspec.structs.replace(item, attempt=submission.attempt)
-        original(self, item, now)
+        original(self, item, decoder, now)
 
     m.setattr(StreamKeeper, "_item", item)
 
@@ -131,7 +131,7 @@ def a_new_coordinator_is_told_nothing(m: pytest.MonkeyPatch) -> None:
 @bug
 def silence_after_a_lost_connection_is_waited_out(m: pytest.MonkeyPatch) -> None:
     """Tokens that died with a connection are missed when the client gives up."""
-    m.setattr(StreamKeeper, "_worker_is_down", lambda self, now: None)
+    m.setattr(StreamKeeper, "_worker_is_down", lambda self, epoch, now: None)
 
 
 # --- coordinator ----------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def a_resume_is_billed_from_the_start(m: pytest.MonkeyPatch) -> None:
         if bill is None:
             return 0
         new = resumed + tokens + (bill.choices if first else 0)
-        bill.output_tokens += new
+        bill.begin().output_tokens += new
         return new
 
     m.setattr(billing.Billing, "emitted", emitted)
@@ -259,7 +259,7 @@ def prompts_computed_again_are_billed_again(m: pytest.MonkeyPatch) -> None:
     def computed(self: billing.Billing, request_id: str, attempt: int, tokens: int) -> None:
         bill = self.bills.get(request_id)
         if bill is not None:
-            bill.prompt_tokens += tokens
+            bill.begin().prompt_tokens += tokens
 
     m.setattr(billing.Billing, "computed", computed)
 
@@ -270,7 +270,7 @@ def a_grant_is_settled_without_its_blocks(m: pytest.MonkeyPatch) -> None:
     original = billing.Billing._close
 
     def close(self: billing.Billing, bill: billing.Bill, now: float) -> Closed:
-        bill.grant.kv_blocks = 0
+        bill.kv_blocks = 0
         return original(self, bill, now)
 
     m.setattr(billing.Billing, "_close", close)

@@ -111,12 +111,6 @@ def the_first_token_is_sent_twice(m: pytest.MonkeyPatch) -> None:
 
 
 @bug
-def reservations_whose_coordinator_was_lost_are_kept_for_good(m: pytest.MonkeyPatch) -> None:
-    """Where their gateway was lost too, their room is never used again."""
-    m.setattr(AttemptTable, "unoffered_since", lambda self, until: [])
-
-
-@bug
 def a_decode_worker_frees_blocks_under_a_running_step(m: pytest.MonkeyPatch) -> None:
     """A cancelled sequence's last write lands in another's KV."""
 

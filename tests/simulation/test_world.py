@@ -29,6 +29,11 @@ def test_nothing_is_lost(part: int) -> None:
             )
 
 
+@pytest.mark.parametrize("seed", [3899, 7077, 8509, 14218])
+def test_what_longer_searches_found_stays_mended(seed: int) -> None:
+    assert run(seed).failure is None
+
+
 @pytest.mark.timeout(600)
 def test_each_kind_of_fault_comes_up() -> None:
     injected = {name for seed in range(100) for name in run(seed).injected}

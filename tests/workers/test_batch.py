@@ -255,7 +255,7 @@ def test_an_attempt_that_is_stuck_leaves_whole_and_the_others_go_on_with_its_blo
         assert plan is not None
         keys = [row.running.key[0] for row in plan.rows]
         w.batch.apply([(50, None)] * len(plan.rows))
-    assert w.told == [WorkFailed("two", 1, Interrupt.PREEMPTED, "no block")]
+    assert w.told == [WorkFailed("two", 1, Interrupt.PREEMPTED, "no block", 2 * 4)]
     assert "two" not in keys and "a" in keys and not plan.copies
     assert w.table.allocator.held_count == sum(-(-s.blocks.length // BLOCK) for s in w.batch.running)
 

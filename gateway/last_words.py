@@ -1,0 +1,47 @@
+"""The last word about each request, said again to a coordinator that may not have heard it, or not have written it down. Pure.
+
+A worker says again what it has finished, but it may be lost together with the coordinator. Then only the gateway knows how far
+an answer got, and that nobody waits for more of it.
+"""
+
+from math import inf
+
+from proto.messages import Cancel
+
+AGAIN_S = 10.0
+"""Longer than a coordinator can be silent before it is given up, and than it waits for more before it writes an end down."""
+
+
+class LastWords:
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._words: dict[str, tuple[float, Cancel]] = {}
+        """By request, and when it was said or would have been; oldest first."""
+        self._lost_at = inf
+
+    def add(self, word: Cancel, now: float) -> None:
+        self._words.pop(word.request_id, None)
+        self._words[word.request_id] = now, word
+        if len(self._words) > self._most:
+            del self._words[next(iter(self._words))]
+
+    def about(self, request_id: str) -> list[Cancel]:
+        """What was said of it, or would have been, lately."""
+        found = self._words.get(request_id)
+        return [found[1]] if found is not None else []
+
+    def take_back(self, request_id: str) -> None:
+        """It goes on, as another attempt."""
+        self._words.pop(request_id, None)
+
+    def lost(self, now: float) -> None:
+        """The coordinator is away."""
+        self._lost_at = min(self._lost_at, now)
+
+    def again(self, now: float) -> list[Cancel]:
+        """What it, or another, is to be told now that it is there."""
+        words = [word for at, word in self._words.values() if at >= self._lost_at - AGAIN_S]
+        for word in words:
+            self.add(word, now)
+        self._lost_at = inf
+        return words

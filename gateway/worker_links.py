@@ -1,0 +1,25 @@
+"""Which workers come back on a new connection. Pure.
+
+A connection may end for the gateway long before its worker knows: one that was stopped, or cut off, goes on sending on the old
+one, and what it sends is lost, the end of a stream perhaps that began meanwhile. So a return counts as one more loss.
+"""
+
+from typing import Final
+
+_REMEMBERED_MAX: Final = 1024
+
+
+class WorkerLinks:
+    def __init__(self) -> None:
+        self._ended: dict[int, None] = {}
+        """Epochs of workers whose connection has ended, the latest last."""
+
+    def down(self, epoch: int) -> None:
+        self._ended.pop(epoch, None)
+        self._ended[epoch] = None
+        if len(self._ended) > _REMEMBERED_MAX:
+            del self._ended[next(iter(self._ended))]
+
+    def returns(self, epoch: int) -> bool:
+        """It is connected; whether it was before."""
+        return self._ended.pop(epoch, 0) is None

@@ -1,0 +1,65 @@
+"""A ZeroMQ socket on the event loop, for links: what can be read is read without a turn of the loop for each message, and
+sending is one call.
+
+libzmq's descriptor is readable when the socket has work to look at, not when there is a message. Looking at it takes the signal
+back, and sending does so too, also where it fails. So whoever waits is woken by the descriptor, and after every send.
+"""
+
+import asyncio
+from typing import Any
+
+import zmq
+
+
+class LoopSocket(zmq.Socket[bytes]):
+    """One reader. Made and used on the event loop's thread."""
+
+    _waiter: "asyncio.Future[None] | None" = None
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    async def receive(self, copy: bool = True) -> list[Any]:
+        """The frames of the next message. Waits only where none is there."""
+        while True:
+            try:
+                return self.recv_multipart(zmq.NOBLOCK, copy=copy)
+            except zmq.Again:
+                await self._readable()
+
+    def try_send(self, frames: list[bytes]) -> str | None:
+        """Send without waiting; the reason if it could not be."""
+        failure = None
+        try:
+            self.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            failure = f"send failed: {error}"
+        if self._waiter is not None and not self.closed:
+            self._look()
+        return failure
+
+    def close(self, linger: int | None = None) -> None:
+        if self._loop is not None and not self.closed and not self._loop.is_closed():
+            self._loop.remove_reader(self.FD)
+        self._loop = None
+        super().close(linger)
+
+    async def _readable(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self.FD, self._look)
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _look(self) -> None:
+        # Even where nobody waits: it is this that takes the signal back.
+        if int(self.getsockopt(zmq.EVENTS)) & zmq.POLLIN and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class LoopContext(zmq.Context[LoopSocket]):
+    """Makes such sockets."""
+
+    _socket_class = LoopSocket
+    _instance = None

@@ -1,11 +1,11 @@
-"""Prepacked weights on the CPU: as fast for a few rows as for many, and the same numbers however many run together.
+"""Prepacked weights on the CPU: fast for a few rows, and the same numbers however many run together.
 
 A float32 matrix product of 4 to 64 rows is bound by reading the weights, yet the general routine behind `F.linear` is up to
-three times slower there than for one row; oneDNN's kernel over weights in its own blocked layout stays nearly flat (0.6 of
-`F.linear`'s time for 4 to 16 rows, equal for prompts, 1.15 to 1.3 for one to three rows). It also gives each row the same bits
-whatever else is in the product, from two rows on, where `F.linear` chooses among routines that round differently; with one
-row it would divide long sums in another way, so one row has a row of zeros beside it. A stream's tokens then do not depend on
-its neighbours. Larger models keep the plain form, which workers of one host can share through the page cache.
+three times slower there than for one row; oneDNN's kernel over weights in its own blocked layout stays nearly flat. It also
+gives each row the same bits whatever else is in the product, from two rows on, where `F.linear` chooses among routines that
+round differently. One row alone may have its long sums divided in another way; where it has, it is computed twice. A stream's
+tokens then do not depend on its neighbours. Larger models keep the plain form, which workers of one host can share through the
+page cache.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from torch import nn
 
 MAX_PACKED_BYTES = 4 << 30
 """Models with more bytes than this in their linear layers are not packed: the copy would double their memory."""
-_LARGEST, _PADDED = 512, 64
-"""Rows of the largest product, and of the largest that may have rows of zeros."""
+LARGEST = 512
+"""Rows of the largest product."""
 _ROWS_HINT = 16
 """What the blocked layout is chosen for; measured best or equal for 4 to 64 rows among hints of 4, 16 and 256."""
 
@@ -30,41 +30,36 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS_HINT)
+        two = torch.randn(2, self.in_features, generator=torch.Generator().manual_seed(0))
+        self._fewest = 1 if torch.equal(self._kernel(two[:1]), self._kernel(two)[:1]) else 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
         if rows.shape[0] == 0:
             return F.linear(x, self.weight, self.bias)
-        parts, done = [], 0
-        for size in products(rows.shape[0]):
-            parts.append(self._product(rows[done : done + size], size))
-            done += size
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = self._product(rows) if rows.shape[0] <= LARGEST else torch.cat([*map(self._product, rows.split(LARGEST))])
         return out.view(*x.shape[:-1], -1)
 
-    def _product(self, x: torch.Tensor, size: int) -> torch.Tensor:
-        """Of at most `size` rows."""
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """Of at most `LARGEST` rows; those that are added are copies, so that no row's numbers are unusual."""
         rows = x.shape[0]
-        if rows < size:
-            x = F.pad(x, (0, 0, 0, size - rows))
+        more = max(padded(rows), self._fewest) - rows
+        return self._kernel(torch.cat((x, x[:more])))[:rows] if more else self._kernel(x)
+
+    def _kernel(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return out[:rows]
+        return out
 
 
-def products(rows: int) -> list[int]:
-    """The numbers of rows, powers of two, of the products that compute so many rows.
+def padded(rows: int) -> int:
+    """The rows of the product that computes so many: at most a quarter more, or three.
 
     oneDNN compiles a routine for each number of rows and keeps the last 1,024: with any number that comes a worker on a small
-    model grew by a gigabyte. The last product is padded; with 64 rows and fewer reading the weights takes as long.
+    model grew by a gigabyte. There are 26 such numbers.
     """
-    sizes = []
-    while rows > _PADDED:
-        size = min(1 << (rows.bit_length() - 1), _LARGEST)
-        sizes.append(size)
-        rows -= size
-    if rows:
-        sizes.append(max(1 << (rows - 1).bit_length(), 2))
-    return sizes
+    assert 0 < rows <= LARGEST
+    step = max(4, (1 << (rows - 1).bit_length()) >> 3) if rows > 2 else 1
+    return -(-rows // step) * step
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ def test_packed_equals_plain_for_any_number_of_rows() -> None:
     packed = model()
     assert linear.pack_linears(packed) == 4 * (40 * 24 + 24 * 300)
     assert isinstance(packed[0], linear.PackedLinear) and isinstance(packed[2], linear.PackedLinear)
-    for rows in (0, 1, 2, 3, 4, 5, 16, 17, 128, 129):
+    for rows in (0, 1, 2, 3, 4, 5, 16, 17, 128, 129, 512, 513, 1100):
         x = torch.randn(1, rows, 40)
         assert torch.allclose(packed(x), plain(x), rtol=1e-4, atol=1e-5), f"{rows} rows"
 
@@ -37,13 +37,27 @@ def test_a_row_has_the_same_bits_whatever_is_computed_beside_it(in_features: int
 
 
 def test_few_sizes_of_products_compute_any_number_of_rows() -> None:
-    seen = set()
-    for rows in range(3000):
-        sizes = linear.products(rows)
-        seen |= set(sizes)
-        assert sum(sizes[:-1]) < rows <= sum(sizes) < rows + 32 + (rows == 1) or not rows
-        assert sum(sizes) == rows or sizes[-1] <= 64
-    assert seen == {2, 4, 8, 16, 32, 64, 128, 256, 512}
+    sizes = {rows: linear.padded(rows) for rows in range(1, linear.LARGEST + 1)}
+    assert len(set(sizes.values())) == 26 and max(sizes.values()) == linear.LARGEST
+    for rows, size in sizes.items():
+        assert rows <= size <= rows + max(3, rows // 4) and linear.padded(size) == size
+
+
+@pytest.mark.skipif(not linear.packing_works(), reason="this torch lacks oneDNN's prepacked linear")
+def test_a_layer_is_used_with_one_row_only_where_that_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = linear.PackedLinear._kernel
+    seen: list[int] = []
+
+    def off_alone(layer: linear.PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return kernel(layer, x) * (1 + 1e-6 * (x.shape[0] == 1))
+
+    layer = nn.Linear(64, 192).requires_grad_(False)
+    monkeypatch.setattr(linear.PackedLinear, "_kernel", off_alone)
+    mended = linear.PackedLinear(layer)
+    seen.clear()
+    mended(torch.ones(1, 1, 64))
+    assert seen == [2]
 
 
 def test_large_models_and_other_dtypes_keep_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:

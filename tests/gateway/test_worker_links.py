@@ -1,9 +1,14 @@
 """A worker that comes back counts as lost once more, a new one does not, and what is remembered is bounded."""
 
+import asyncio
+
 import pytest
 
 from gateway import worker_links
+from gateway.stream_types import StreamLimits
 from gateway.worker_links import WorkerLinks
+from tests.gateway.fakes import ANSWER, DECODER, Site
+from tests.gateway.http_words import completion, on_site, until
 
 
 def test_only_who_was_there_before_returns() -> None:
@@ -21,3 +26,23 @@ def test_the_latest_losses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> No
     for epoch in (1, 2, 1, 3):
         links.down(epoch)
     assert [links.returns(epoch) for epoch in (1, 2, 3)] == [True, False, True]
+
+
+def test_a_stream_that_began_while_its_worker_was_gone_is_asked_after_when_the_worker_returns() -> None:
+    """What was sent on the old connection is lost. Without the return nobody would ask."""
+
+    async def test(site: Site) -> None:
+        site.cluster.hold = True
+        backend = site.gateway.backend
+        backend.worker_up(DECODER)
+        backend.worker_down(DECODER)
+        answer = asyncio.create_task(completion(site))
+        await until(lambda: len(site.cluster.submits) == 1)
+        await asyncio.sleep(0.2)
+        assert len(site.cluster.submits) == 1, "a worker that went before the stream began is none of its losses"
+        site.cluster.hold = False
+        backend.worker_up(DECODER)
+        assert (await answer)["choices"][0]["text"] == ANSWER
+        assert [submit.attempt for submit, _ in site.cluster.submits] == [1, 1]
+
+    on_site(test, limits=StreamLimits(stall_s=0.05))

@@ -37,7 +37,11 @@ class PackedLinear(nn.Module):
         rows = x.reshape(-1, self.in_features)
         if rows.shape[0] == 0:
             return F.linear(x, self.weight, self.bias)
-        out = self._product(rows) if rows.shape[0] <= LARGEST else torch.cat([*map(self._product, rows.split(LARGEST))])
+        out = (
+            self._product(rows)
+            if rows.shape[0] <= LARGEST
+            else torch.cat([*map(self._product, torch.split(rows, LARGEST))])
+        )
         return out.view(*x.shape[:-1], -1)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:

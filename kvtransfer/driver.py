@@ -76,6 +76,7 @@ class Live(Generic[S, R]):
     route: R
     timer: asyncio.TimerHandle | None = None
     timer_at: float = 0.0
+    ended_at: float = 0.0
 
 
 class Driver(ABC, Generic[S, R]):
@@ -204,12 +205,16 @@ class Driver(ABC, Generic[S, R]):
             live.timer = None
         del self._live[live.key]
         del live.route.sessions[live.key]
-        live.route.used_at = self._clock()
+        live.ended_at = live.route.used_at = self._clock()
         self._ended[live.key] = live
-        if len(self._ended) > self._settings.remembered_max:
-            self._ended.popitem(last=False)
+        self._forget_old(live.ended_at)
         self._report(live, ended)
         live.session.forget_payload()
+
+    def _forget_old(self, now: float) -> None:
+        until, ended = now - self._settings.remembered_ms / 1e3, self._ended
+        while len(ended) > self._settings.remembered_max or next(iter(ended.values())).ended_at < until:
+            ended.popitem(last=False)
 
     def _arm(self, live: Live[S, R]) -> None:
         """Have the session ticked at its deadline. A timer that fires early is armed again, so moving it later is

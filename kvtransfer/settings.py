@@ -69,6 +69,8 @@ class KvSettings:
     """Pairs per driver, dying ones included; each is a thread. A pair over the limit is refused."""
     remembered_max: int = 4_096
     """Ended sessions kept to answer late frames; what is older is answered as unknown."""
+    remembered_ms: int = 60_000
+    """And for how long. Longer than any answer is waited for."""
 
     def __post_init__(self) -> None:
         if not self.transports:

@@ -53,7 +53,7 @@ class Registration:
         self._unsaid: list[Message] = []
         """Said after the last Hello and before its Welcome: that Hello still counts what these let go of."""
         self._finished: deque[tuple[float, Finished]] = deque(maxlen=FINISHED_MAX)
-        """The latest, and when they were said."""
+        """Those that a coordinator may not have heard, should it be lost, and when they were said."""
         self._lost_at = float("inf")
         self._client = LinkClient(
             address=settings.coordinator,
@@ -99,7 +99,10 @@ class Registration:
         was away, or so shortly before that it may not have been written down, is told again: an answer is to be charged as
         it was, not as it was estimated."""
         if isinstance(message, Finished):
-            self._finished.append((clock.now(), message))
+            now = clock.now()
+            self._finished.append((now, message))
+            while self._finished[0][0] < min(now, self._lost_at) - IN_DOUBT_S:
+                self._finished.popleft()
         if self._peer is not None:
             self._peer.send(message)
         else:
@@ -122,9 +125,13 @@ class Registration:
         """Whether a worker that is to end may go."""
         service = self._service
         if service.leaving:
-            owed = any(at >= self._lost_at - IN_DOUBT_S for at, _ in self._finished)
+            owed = self._in_doubt()
             if service.may_go(up=self.up, empty=not owed and not self._held() and self._is_idle()):
                 self._may_go.set()
+
+    def _in_doubt(self) -> list[Finished]:
+        """What the coordinator that was lost may not have heard, or not written."""
+        return [message for at, message in self._finished if at >= self._lost_at - IN_DOUBT_S]
 
     def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
         if isinstance(message, Draining | Drained):
@@ -144,8 +151,7 @@ class Registration:
         if self._service.leaving:
             peer.send(self._service.draining(clock.now()))
         unsaid, self._unsaid = self._unsaid, []
-        again = [message for at, message in self._finished if at >= self._lost_at - IN_DOUBT_S]
-        for message in [*again, *(message for message in unsaid if not isinstance(message, Finished))]:
+        for message in [*self._in_doubt(), *(message for message in unsaid if not isinstance(message, Finished))]:
             peer.send(message)
         self._lost_at = float("inf")
         self._log.info("registered", coordinator_epoch=welcome.epoch)

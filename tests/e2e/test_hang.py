@@ -27,7 +27,9 @@ def test_a_worker_that_hangs_in_a_step_changes_no_token(
         expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True)
         up.start("tests.e2e.hanging_worker", "--step-timeout-ms", "500", name="bad")
         up.wait_registered(3)
-        if drains:  # its first step hangs, for the 5 s it is given: a drain may hand all streams over before a later one
+        if (
+            drains
+        ):  # its first step hangs, for the 5 s it is given: a drain may hand all streams over before a later one
             (tmp_path / "now").touch()
         streams = [Background(up, PROMPT, TOKENS) for _ in range(8)]
         if role == "decode":

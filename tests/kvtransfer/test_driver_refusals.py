@@ -1,6 +1,7 @@
 """Both drivers over real gloo pairs, when the other end misbehaves, is missing, or asks for too much."""
 
 import asyncio
+import time
 from dataclasses import replace
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ from kvtransfer.session import KvFailed, KvSent
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Ping
-from tests.kvtransfer.ends import LAYOUT, SMALL, Ends, with_ends
+from tests.kvtransfer.ends import FIRST, LAYOUT, SMALL, Ends, with_ends
 
 
 def test_no_answer_to_pair_open_is_a_failure():
@@ -197,3 +198,27 @@ def test_bad_pools_and_hosts_are_refused():
                 make(good, host)
 
     asyncio.run(main())
+
+
+def test_what_has_ended_is_remembered_for_a_while_only():
+    """Late frames find it, and a worker does not grow with the number of its requests."""
+
+    async def test(ends: Ends) -> None:
+        await asyncio.sleep(0)
+        late_s = [0.0]
+        for end in (ends.sender, ends.receiver):
+            end._clock = lambda: time.monotonic() + late_s[0]
+        for number in range(3):
+            ends.transfer(f"r{number}", [1, 2])
+            await ends.ended(number + 1)
+            ends.receiver.handle(1, Commit(f"r{number}", 1, (), 1, FIRST), b"")
+            assert len(ends.receiver._ended) == len(ends.sender._ended) == number + 1
+        assert not ends.receiver.counters["stale_frames"]
+        late_s[0] = ends.settings.remembered_ms / 1e3
+        ends.transfer("new", [1, 2])
+        await ends.ended(4)
+        assert {key[0] for end in (ends.sender, ends.receiver) for key in end._ended} == {"new"}
+        ends.receiver.handle(1, Commit("r0", 1, (), 1, FIRST), b"")
+        assert ends.receiver.counters["stale_frames"] == 1
+
+    with_ends(test)

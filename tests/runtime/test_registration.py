@@ -10,10 +10,10 @@ import uvloop
 from proto.codec import decode
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Capacity, Finished, Held, Hello, Message, Released, Role, Welcome
-from runtime import log, waiting
+from runtime import clock, log, waiting
 from runtime.link import LinkServer, LinkSettings, Peer, is_orderly
 from runtime.peer import close_sockets
-from runtime.registration import Registration
+from runtime.registration import IN_DOUBT_S, Registration
 from runtime.settings import WorkerSettings
 
 HELLO = Hello(PROTOCOL_VERSION, Role.DECODE, 5, "decode-0", "m", "f", "tcp://h:1", Capacity(10, 16, 4, 100))
@@ -99,6 +99,45 @@ def test_what_finished_while_the_coordinator_was_away_is_told_to_the_next_one() 
         told = [decode(frames)[0] for frames in sent]
         assert [one.request_id for one in told if isinstance(one, Finished)] == ["before", "meanwhile", "in-between"]
         assert len(told) == 3
+
+    uvloop.run(body())
+
+
+def test_what_finished_is_kept_only_while_it_may_have_to_be_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of thousands of requests an hour, for as long as a worker lives, would be memory that grows."""
+    now = [100.0]
+    monkeypatch.setattr(clock, "now", lambda: now[0])
+    settings = WorkerSettings(role="decode", model="m", coordinator="tcp://127.0.0.1:9")
+    told: list[Message] = []
+
+    def send(_peer: Peer, frames: list[bytes]) -> bool:
+        told.append(decode(frames)[0])
+        return True
+
+    async def body() -> None:
+        registration = Registration(
+            settings=settings,
+            hello=HELLO,
+            held=lambda: (),
+            on_message=lambda *_: None,
+            on_lost=lambda _: None,
+            log=log.get("crossdock"),
+            links=LinkSettings(),
+        )
+        peer = Peer(7, HELLO, send)
+        registration._up(peer, Welcome(7, 50))
+        for second in range(100):
+            now[0] += 1
+            registration.send(Finished(f"r{second}", 1, 1, 10))
+        assert len(registration._finished) <= IN_DOUBT_S + 1
+        registration._down(peer, "lost")
+        for minute in range(3):
+            now[0] += 60
+            registration.send(Finished(f"m{minute}", 1, 1, 10))
+        told.clear()
+        registration._up(peer, Welcome(8, 50))
+        names = [one.request_id for one in told if isinstance(one, Finished)]
+        assert names == [f"r{second}" for second in range(94, 100)] + ["m0", "m1", "m2"]
 
     uvloop.run(body())
 

@@ -10,6 +10,8 @@ from proto.messages import Cancel
 
 AGAIN_S = 10.0
 """Longer than a coordinator can be silent before it is given up, and than it waits for more before it writes an end down."""
+KEPT_S = 60.0
+"""Longer than a worker can be silent before a coordinator takes what it had finished for interrupted."""
 
 
 class LastWords:
@@ -22,7 +24,8 @@ class LastWords:
     def add(self, word: Cancel, now: float) -> None:
         self._words.pop(word.request_id, None)
         self._words[word.request_id] = now, word
-        if len(self._words) > self._most:
+        kept_from = min(now, self._lost_at) - KEPT_S
+        while len(self._words) > self._most or next(iter(self._words.values()))[0] < kept_from:
             del self._words[next(iter(self._words))]
 
     def about(self, request_id: str) -> list[Cancel]:

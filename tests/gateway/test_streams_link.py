@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.last_words import AGAIN_S
+from gateway.last_words import AGAIN_S, LastWords
 from gateway.stream_types import (
     ClientGone,
     Drain,
@@ -269,6 +269,22 @@ def test_last_words_are_said_again_to_a_coordinator_that_may_not_have_written_th
     bench.now += AGAIN_S + 1
     bench.do(LinkDown())
     assert not [c for c in cancels(bench.do(LinkUp(12))) if c[0] != "resumed"], "it has had time to"
+
+
+def test_last_words_are_kept_for_a_while_only() -> None:
+    """A gateway does not grow with the number of its requests; while there is no coordinator, all since are kept."""
+    words = LastWords(10)
+    for second in range(200):
+        words.add(Cancel(f"r{second}", 1, CancelReason.ANSWERED, 1), float(20 * second))
+        assert len(words._words) <= 4
+    words.lost(4000.0)
+    for number in range(3):
+        words.add(Cancel(f"late{number}", 1, CancelReason.ANSWERED, 1), 5000.0 + number)
+    assert len(words._words) == 6 and words.about("r197") and not words.about("r196")
+    assert [word.request_id for word in words.again(5010.0)] == ["late0", "late1", "late2"]
+    for number in range(20):
+        words.add(Cancel(f"last{number}", 1, CancelReason.ANSWERED, 1), 5020.0)
+    assert len(words._words) == 10, "and never more than so many"
 
 
 def test_an_attempt_that_was_given_up_is_not_said_again_to_be_over_once_the_next_is_on_its_way() -> None:

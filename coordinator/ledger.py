@@ -95,7 +95,8 @@ WHERE ?12 AND outcome IS NOT NULL
 """
 _CLOSE: Final = """
 UPDATE usage SET outcome = ?2, prompt_tokens = MAX(before_prompt_tokens, ?3),
-    cached_tokens = CASE WHEN before_prompt_tokens > ?3 THEN cached_tokens ELSE ?4 END,
+    cached_tokens = CASE WHEN before_prompt_tokens < ?3 THEN ?4 WHEN before_prompt_tokens > ?3 THEN cached_tokens
+        ELSE MAX(cached_tokens, ?4) END, -- a coordinator that found the row open does not know of what was cached before
     output_tokens = MAX(before_output_tokens, ?5 + ?6 - from_token),
     charged_tokens = MAX(before_prompt_tokens, ?3) + MAX(before_output_tokens, ?5 + ?6 - from_token),
     queue_ms = COALESCE(queue_ms, 0) + ?7, prefill_ms = COALESCE(prefill_ms, 0) + ?8,

@@ -3,9 +3,11 @@
 import asyncio
 import random
 import time
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from math import inf
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 
@@ -343,15 +345,21 @@ class Run:
     # --- afterwards -----------------------------------------------------------------------------------------------------
 
     def _gaps_of_faults(self) -> None:
-        gaps = list(self.gaps)
+        gaps = sorted((b, a) for a, b in self.gaps)
+        longest_s = max((b - a for b, a in gaps), default=0.0)
+
+        def ended(since: float, until: float) -> list[tuple[float, float]]:
+            return gaps[bisect_right(gaps, (since, inf)) : bisect_right(gaps, (until, inf))]
+
         for fault in self.result.faults:
             others = [f for f in self.result.faults if f is not fault and f.kind != "none"]
             window = QUIET_S if fault.kind == "none" or fault.role == "coordinator" else HIT_S
             end = max(fault.healed_at, fault.at + window)
             fault.alone = not any(o.at < end and o.healed_at + HIT_S > fault.at for o in others)
             quiet_since = max((o.healed_at + HIT_S for o in others if o.at < fault.at), default=0.0)
-            during = [b - a for a, b in gaps if b > fault.at and a < fault.at + window]
-            before = [b - a for a, b in gaps if max(fault.at - QUIET_S, quiet_since) < b <= fault.at]
+            until = fault.at + window
+            during = [b - a for b, a in ended(fault.at, until + longest_s) if a < until]
+            before = [b - a for b, a in ended(max(fault.at - QUIET_S, quiet_since), fault.at)]
             fault.worst_gap_s, fault.earlier_gap_s = max(during, default=0.0), max(before, default=0.0)
 
     def _lost_together(self, one: str, other: str) -> bool:

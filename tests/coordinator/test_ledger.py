@@ -9,12 +9,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator.events import Send
 from coordinator.ledger import Ledger, LedgerError, day_text
 from coordinator.outbox import Outbox
-from coordinator.usage import Past
+from coordinator.quota import Ask
+from coordinator.usage import Closed, Opened, Past
 from proto.messages import Accepted, Release, StatusRequest
 from tests.coordinator.ledger_words import closed, opened
 
@@ -232,3 +234,27 @@ def test_what_was_held_back_for_a_lost_link_is_not_sent_on_its_next_one():
     assert not outbox.pass_or_hold(Send(7, Release("r", 1)))
     outbox.forget(7)
     assert outbox.committed(["r"]) == [] and not outbox.held
+
+
+@pytest.mark.parametrize(
+    ("computed", "cached", "expected"),
+    [
+        (4, 0, (4, 32)),  # by a coordinator that found the row open, and what was charged in it
+        (4, 32, (4, 32)),  # by the one that had closed it
+        (9, 27, (9, 27)),
+        (0, 0, (4, 32)),
+    ],
+)
+def test_what_was_cached_is_still_known_when_a_row_was_opened_again(
+    tmp_path: Path, computed: int, cached: int, expected: tuple[int, int]
+) -> None:
+    path = tmp_path / "usage.sqlite"
+
+    def end(outcome: str, prompt: int, cached: int, output: int) -> Closed:
+        return Closed("r", outcome, prompt + output, prompt, cached, output, 1.0, 2.0, 3.0, 4.0)
+
+    first = Opened("r", 0, "a/x", "m", "standard", False, Ask(36, 50, 3))
+    again = msgspec.structs.replace(first, ask=Ask(0, 40, 3), again=True)
+    write(path, first, end("cancelled", 4, 32, 10), again, end("finished", computed, cached, 50))
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT prompt_tokens, cached_tokens FROM usage").fetchall() == [expected]

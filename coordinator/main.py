@@ -111,7 +111,7 @@ class Coordinator:
         except OSError as error:
             raise ConfigError(f"--journal: {error}") from error
         try:
-            await self.observed.start()
+            await self.observed.listen()
             await self._configure()
             if self.tenants is not None:
                 watching.append(watched(self.tenants.watch(self._tenants_changed)))
@@ -130,6 +130,7 @@ class Coordinator:
         self.observed.show(self.metrics.page, lambda: None, {"/targets": self._targets})
         self.log.info("listening", address=address)
         notify.ready(f"listening on {address}")
+        await self.observed.serve()
         failed = asyncio.create_task(self.failure.wait())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)

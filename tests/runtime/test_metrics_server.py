@@ -3,18 +3,23 @@
 import asyncio
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import httpx
 import pytest
 import uvloop
 from pydantic import TypeAdapter, ValidationError
 
-from runtime import metrics_server
+from runtime import metrics_http, metrics_server
 from runtime.addresses import MetricsAddress, advertised_metrics
 from runtime.metrics import Page
-from runtime.metrics_server import CONNECTIONS_MAX, MetricsServer, PortTaken
+from runtime.metrics_http import CONNECTIONS_MAX
+from runtime.metrics_server import MetricsServer, PortTaken
 
+ROOT = Path(__file__).parents[2]
 BIG = 40_000_000
 """Bytes: more than the kernel's buffers hold."""
 
@@ -65,7 +70,7 @@ def test_what_is_where() -> None:
 
 
 def test_slow_and_idle_connections_are_cut_off_and_others_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "EXCHANGE_S", 1.0)
+    monkeypatch.setattr(metrics_http, "EXCHANGE_S", 1.0)
 
     async def test(server: MetricsServer, host: str, port: int) -> None:
         page = Page("gateway")
@@ -196,3 +201,28 @@ def test_targets_are_json() -> None:
         assert b"application/json" in head and json.loads(body)[0]["targets"] == ["h:1"]
 
     served(test)
+
+
+def test_who_connects_before_it_serves_waits_for_it() -> None:
+    async def scene() -> None:
+        server = MetricsServer("127.0.0.1:0")
+        await server.listen()
+        host, _, port = server.address.rpartition(":")
+        asking = asyncio.create_task(ask(host, int(port), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        await server.serve()
+        async with asyncio.timeout(30):
+            assert (await asking).startswith(b"HTTP/1.1 200")
+        await server.close()
+        unserved = MetricsServer("127.0.0.1:0")
+        await unserved.listen()
+        await unserved.close()
+
+    uvloop.run(scene())
+
+
+def test_a_coordinator_is_back_before_its_metrics_are() -> None:
+    """The HTTP library takes as long to import as half of the rest: peers are not to wait for it."""
+    found = "import sys, coordinator.main; sys.exit('aiohttp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", found], cwd=ROOT, timeout=120, check=False).returncode == 0

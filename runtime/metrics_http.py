@@ -1,0 +1,72 @@
+"""HTTP for the metrics port, apart from it, since what this imports takes longer than all the rest of a coordinator."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Final, cast
+
+from aiohttp import web
+
+from runtime.metrics_server import Reply
+
+CONNECTIONS_MAX: Final = 16
+EXCHANGE_S: Final = 10.0
+_HEAD_BYTES_MAX: Final = 4096
+_CLOSE_S: Final = 1.0
+
+
+class _Exchange(web.RequestHandler):
+    """One connection. What is too many, or takes too long, is cut off without a word."""
+
+    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(
+            server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type] # none is kept
+            lingering_time=0.0,
+            max_line_size=_HEAD_BYTES_MAX,
+            max_field_size=_HEAD_BYTES_MAX,
+        )
+        self._server = server
+        self._cut: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        if len(self._server.connections) > CONNECTIONS_MAX:
+            transport.abort()
+            return
+        self._cut = asyncio.get_running_loop().call_later(EXCHANGE_S, transport.abort)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._cut is not None:
+            self._cut.cancel()
+        super().connection_lost(exc)
+
+
+class Serving:
+    """Answers on a socket that listens, and owns it. `answer` gets a method and a path."""
+
+    def __init__(self, answer: Callable[[str, str], Reply]) -> None:
+        self._server = web.Server(self._handle)
+        self._answer = answer
+        self._listener: asyncio.Server | None = None
+
+    async def start(self, listening: socket.socket) -> None:
+        server, loop = self._server, asyncio.get_running_loop()
+        self._listener = await loop.create_server(
+            lambda: _Exchange(server, loop), sock=listening, backlog=CONNECTIONS_MAX
+        )
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            await self._server.shutdown(_CLOSE_S)
+            await self._listener.wait_closed()
+
+    async def _handle(self, request: web.BaseRequest) -> web.Response:
+        status, body, content_type = self._answer(request.method, request.path)
+        headers = {"Content-Type": content_type} | ({"Allow": "GET, HEAD"} if status == 405 else {})
+        response = web.Response(status=status, body=body, headers=headers)
+        response.force_close()
+        return response

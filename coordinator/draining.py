@@ -18,6 +18,8 @@ from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
 from proto.errors import Interrupt
 from proto.messages import Interrupted, Release, Role
 
+ORDERS_MAX = 1024
+
 
 def needs(request: Request, worker: Worker) -> bool:
     """Whether the request's attempt cannot go on without this worker."""
@@ -34,6 +36,19 @@ def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None
     state.draining[worker.epoch] = worker
     state.drop_claims_on(worker)
     _sort_out(state, worker)
+
+
+def join(state: State, worker: Worker, hand_over_ms: float | None, now: float) -> None:
+    """It registers; `hand_over_ms`: what it knows of its draining. What a person has said of it since goes before that: the
+    order may be lost with the connection it was sent on."""
+    if worker.epoch in state.drain_orders:
+        until = state.drain_orders[worker.epoch]
+        ordered_ms = None if until is None else max(0.0, 1000 * (until - now))
+        if ordered_ms != hand_over_ms:
+            state.send(worker.epoch, Draining(ordered_ms))
+        hand_over_ms = ordered_ms
+    if hand_over_ms is not None:
+        begin(state, worker, hand_over_ms, now)
 
 
 def end(state: State, worker: Worker) -> None:
@@ -53,6 +68,7 @@ def said(state: State, epoch: int, event: Received, now: float) -> None:
     message, worker = event.message, state.workers[epoch]
     assert isinstance(message, Draining)
     worker.leaving = message.hand_over_ms is not None
+    state.drain_orders.pop(epoch, None)
     if message.hand_over_ms is None:
         end(state, worker)
     else:
@@ -71,6 +87,10 @@ def asked(state: State, epoch: int, event: Received, now: float) -> None:
             end(state, worker)
         else:
             begin(state, worker, request.hand_over_ms, now)
+        state.drain_orders.pop(worker.epoch, None)
+        state.drain_orders[worker.epoch] = None if request.undo else worker.hand_over_at
+        if len(state.drain_orders) > ORDERS_MAX:
+            del state.drain_orders[next(iter(state.drain_orders))]
         state.send(worker.epoch, Draining(None if request.undo else request.hand_over_ms))
     state.send(epoch, DrainAnswer(refusal[:500], report.workers(state)))
 

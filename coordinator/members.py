@@ -27,8 +27,7 @@ def up(state: State, epoch: int, hello: Hello, now: float) -> None:
         state.queues.setdefault(hello.model, WaitQueue(state.limits))
         state.workers[epoch] = worker
         _adopt(state, worker, hello)
-        if hello.hand_over_ms is not None:
-            draining.begin(state, worker, hello.hand_over_ms, now)
+        draining.join(state, worker, hello.hand_over_ms, now)
         state.sort_out(hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:

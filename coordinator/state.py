@@ -54,6 +54,8 @@ class State:
         self.outcomes: Counter[str] = Counter()
         self.draining: dict[int, Worker] = {}
         """Workers on which nothing new is placed."""
+        self.drain_orders: dict[int, float | None] = {}
+        """What people said last of workers, by epoch: when what still runs there is handed over, or None for not at all."""
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
         """What the event in hand has led to so far."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
+from coordinator import draining
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from coordinator.report import status
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
@@ -264,6 +265,46 @@ def test_a_person_drains_by_name_and_undoes_it() -> None:
     assert h.take(Draining, 20) == [Draining(2000.0)] and [w.draining for w in status(h.core).workers].count(True) == 1
     assert not ask(h, "decode-20", undo=True).refusal
     assert h.take(Draining, 20) == [Draining(None)] and not h.core.draining
+
+
+def back(h: Harness, knows_ms: float | None) -> None:
+    """The worker loses its connection and registers again, with what it knows of its draining."""
+    h.post(PeerDown(20, "send failed"))
+    h.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), hand_over_ms=knows_ms)))
+
+
+def test_what_a_person_said_holds_though_the_worker_has_not_heard_it() -> None:
+    h = Harness.make(decode=2)
+    ask(h, "decode-20")
+    h.take(Draining)
+    h.now += 0.5
+    back(h, None)
+    assert h.take(Draining, 20) == [Draining(1500.0)] and list(h.core.draining) == [20]
+    back(h, 1500.0)
+    assert not h.take(Draining, 20) and list(h.core.draining) == [20]
+    ask(h, "decode-20", undo=True)
+    h.take(Draining)
+    back(h, 1500.0)
+    assert h.take(Draining, 20) == [Draining(None)] and not h.core.draining
+    back(h, None)
+    assert not h.take(Draining, 20) and not h.core.draining
+
+
+def test_a_worker_that_is_to_end_drains_whatever_was_said_before() -> None:
+    h = Harness.make(decode=2)
+    ask(h, "decode-20")
+    ask(h, "decode-20", undo=True)
+    h.receive(20, Draining(900.0))
+    back(h, 900.0)
+    assert list(h.core.draining) == [20]
+
+
+def test_orders_are_remembered_of_so_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draining, "ORDERS_MAX", 2)
+    h = Harness.make(decode=3)
+    for name in ("decode-20", "decode-21", "decode-20", "decode-22"):
+        ask(h, name)
+    assert list(h.core.drain_orders) == [20, 22]
 
 
 def test_a_person_is_told_what_cannot_be() -> None:

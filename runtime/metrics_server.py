@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from runtime.metrics_http import Serving
 
 FRESH_S: Final = 0.25
-_BACKLOG: Final = 16
+CONNECTIONS_MAX: Final = 16
 _JSON: Final = "application/json"
 
 
@@ -46,7 +46,7 @@ class MetricsServer:
         self._page: Page | None = None
         self._not_ready: Callable[[], str | None] = lambda: "it is starting"
         self._more: dict[str, Callable[[], Any]] = {}
-        self._listening: socket.socket | None = None
+        self._listening: list[socket.socket] = []
         self._serving: Serving | None = None
         self._made: tuple[float, bytes] = (-FRESH_S, b"")
 
@@ -65,13 +65,13 @@ class MetricsServer:
         except OSError as error:
             machine.check_listening(f"--metrics: cannot listen on {self._asked}", error)
             raise PortTaken(f"--metrics: cannot listen on {self._asked}: {error.strerror or error}") from None
-        bound = self._listening.getsockname()
+        bound = self._listening[0].getsockname()
         self.address = advertised_metrics(bound[0], bound[1], self._advertise, socket.gethostname())
         log.get("crossdock.metrics").info("metrics", address=self.address)
 
     async def serve(self) -> None:
         """Imports the HTTP library beside the loop: what a coordinator's peers wait for goes first."""
-        if self._listening is not None:
+        if self._listening:
             http = await asyncio.to_thread(import_module, "runtime.metrics_http")
             serving: Serving = http.Serving(self._answer)
             await serving.start(self._listening)
@@ -87,8 +87,8 @@ class MetricsServer:
     async def close(self) -> None:
         if self._serving is not None:
             await self._serving.close()
-        elif self._listening is not None:
-            self._listening.close()
+        else:
+            _close(self._listening)
 
     def _answer(self, method: str, path: str) -> Reply:
         if method not in ("GET", "HEAD"):
@@ -113,11 +113,20 @@ class MetricsServer:
         return text
 
 
-async def _listen(host: str, port: int) -> socket.socket:
-    """Raises `OSError`."""
-    loop = asyncio.get_running_loop()
+async def _listen(host: str, port: int) -> list[socket.socket]:
+    """On each address of the host. Raises `OSError`."""
+    loop, listening = asyncio.get_running_loop(), []
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, address = found[0]
-    listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    listening.setblocking(False)
+    try:
+        for family, address in dict.fromkeys((one[0], one[4][:2]) for one in found):
+            listening.append(socket.create_server(address, family=family, backlog=CONNECTIONS_MAX))
+            listening[-1].setblocking(False)
+    except OSError:
+        _close(listening)
+        raise
     return listening
+
+
+def _close(sockets: list[socket.socket]) -> None:
+    for one in sockets:
+        one.close()

@@ -16,8 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from runtime import metrics_http, metrics_server
 from runtime.addresses import MetricsAddress, advertised_metrics
 from runtime.metrics import Page
-from runtime.metrics_http import CONNECTIONS_MAX
-from runtime.metrics_server import MetricsServer, PortTaken
+from runtime.metrics_server import CONNECTIONS_MAX, MetricsServer, PortTaken
 
 ROOT = Path(__file__).parents[2]
 BIG = 40_000_000
@@ -223,6 +222,6 @@ def test_who_connects_before_it_serves_waits_for_it() -> None:
 
 
 def test_a_coordinator_is_back_before_its_metrics_are() -> None:
-    """The HTTP library takes as long to import as half of the rest: peers are not to wait for it."""
+    """Peers are not to wait for the import of the HTTP library."""
     found = "import sys, coordinator.main; sys.exit('aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", found], cwd=ROOT, timeout=120, check=False).returncode == 0

@@ -87,6 +87,7 @@ def load_engine(
     if device == "cpu" and weights_dtype == torch.float32:
         progress("packing the weights")
         linear.pack_linears(loaded)
+        linear.compile_sizes(loaded)
     pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device, allocate)
     engine = Engine(loaded, info, pool)
     progress("comparing the paged forward with the model's own")

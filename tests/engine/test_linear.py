@@ -60,6 +60,25 @@ def test_a_layer_is_used_with_one_row_only_where_that_changes_no_bit(monkeypatch
     assert seen == [2]
 
 
+@pytest.mark.skipif(not linear.packing_works(), reason="this torch lacks oneDNN's prepacked linear")
+def test_after_loading_no_number_of_rows_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = linear.PackedLinear._kernel
+    seen: set[tuple[int, int, bool]] = set()
+
+    def spy(layer: linear.PackedLinear, x: torch.Tensor) -> torch.Tensor:
+        seen.add((x.shape[0], layer.out_features, layer.bias is None))
+        return kernel(layer, x)
+
+    twins = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48, bias=False)).requires_grad_(False)
+    linear.pack_linears(twins)
+    monkeypatch.setattr(linear.PackedLinear, "_kernel", spy)
+    linear.compile_sizes(twins)
+    compiled = set(seen)
+    for rows in range(1, 2 * linear.LARGEST):
+        twins(torch.ones(rows, 48))
+    assert seen == compiled and len(compiled) >= 2 * 25
+
+
 def test_large_models_and_other_dtypes_keep_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> None:
     half = model().to(torch.bfloat16)
     assert linear.pack_linears(half) == 0 and type(half[0]) is nn.Linear

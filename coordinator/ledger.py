@@ -41,8 +41,6 @@ from datetime import date
 from pathlib import Path
 from typing import Final, TypeVar
 
-from filelock import FileLock, Timeout
-
 from coordinator.quota import DAY_S, Ask
 from coordinator.usage import Closed, Entry, Opened, Past
 from proto.errors import CrossdockError
@@ -56,7 +54,6 @@ OPEN_MAX: Final = 1 << 17
 RECENT_MAX: Final = 1 << 18
 PRUNE_MAX: Final = 2000
 """Rows deleted in one transaction: some ten milliseconds."""
-_LOCK_TIMEOUT_S: Final = 5.0
 _BUSY_TIMEOUT_S: Final = 10.0
 _VERSION: Final = 2
 _EPOCH: Final = date(1970, 1, 1).toordinal()
@@ -123,8 +120,9 @@ def day_text(day: int) -> str:
 
 
 class Ledger:
-    """Used on the event loop's thread. `on_committed` gets the ids of requests whose opening is on disk, `on_failed` the error
-    after which nothing is written any more; both are called on the loop."""
+    """Used on the event loop's thread, by the coordinator whose turn it is (`coordinator.turn`). `on_committed` gets the ids of
+    requests whose opening is on disk, `on_failed` the error after which nothing is written any more; both are called on the
+    loop."""
 
     def __init__(
         self,
@@ -141,7 +139,6 @@ class Ledger:
         """By the one clock: at the start, and then once a day."""
         self._on_committed, self._on_failed = on_committed, on_failed
         self._entries: queue.Queue[Entry | None] = queue.Queue(QUEUE_MAX)
-        self._lock = FileLock(f"{self.path}.lock")
         self._thread: threading.Thread | None = None
 
     async def start(self, today: int) -> Past:
@@ -186,25 +183,17 @@ class Ledger:
     def _run(self, loop: asyncio.AbstractEventLoop, past: "Future[Past]", today: int) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=_LOCK_TIMEOUT_S)
-        except (OSError, Timeout) as error:
-            why = "another coordinator writes it" if isinstance(error, Timeout) else str(error)
-            past.set_exception(LedgerError(f"{self.path}: {why}"))
-            return
-        try:
             with closing(sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)) as db:
                 _prepare(db)
                 past.set_result(_read(db, today))
                 while self._write_batch(db, loop):
                     self._prune_if_due(db)
-        except (sqlite3.Error, LedgerError) as error:
+        except (OSError, sqlite3.Error, LedgerError) as error:
             failure = LedgerError(f"{self.path}: {error}")
             if past.done():
                 _tell(loop, self._on_failed, failure)
             else:
                 past.set_exception(failure)
-        finally:
-            self._lock.release()
 
     def _write_batch(self, db: sqlite3.Connection, loop: asyncio.AbstractEventLoop) -> bool:
         """Wait for entries, or until rows are to be deleted, and commit all that are there; False once told to stop."""

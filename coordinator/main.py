@@ -27,14 +27,15 @@ from coordinator.metrics import CoordinatorMetrics
 from coordinator.outbox import Outbox
 from coordinator.quota import DAY_S
 from coordinator.state import Last
+from coordinator.turn import PREDECESSOR_S, NotOurTurn, Turn
 from coordinator.usage import Closed, Opened
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
 from proto.messages import Hello, Message, Rejected, Role, Submit
 from proto.status import StatusReport
-from runtime import clock, log, machine, notify
+from runtime import clock, log, machine, metrics_server, notify
 from runtime.common_metrics import link_counters
-from runtime.driver import CoreDriver, cancelled, run_process, watched
+from runtime.driver import CoreDriver, Stop, cancelled, run_process, watched
 from runtime.exits import ConfigError
 from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
@@ -280,6 +281,28 @@ class Coordinator:
         ]
 
 
+async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
+    """In our turn: others may write the same journal."""
+    if not settings.usage_db:
+        return await Coordinator(settings).run(stop)
+    process = settings.name or f"coordinator-{os.getpid()}"
+    logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=process)
+    turn = Turn(settings.usage_db)
+    if settings.standby:
+        metrics_server.load()
+        logger.info("standing by", lock=str(turn.path))
+        notify.ready(f"waits for {turn.path}")
+    try:
+        if not await turn.take(stop, None if settings.standby else PREDECESSOR_S):
+            return 0
+        return await Coordinator(settings).run(stop)
+    except NotOurTurn as error:
+        logger.error("cannot start", error=f"--usage-db: {error}")
+        return 1
+    finally:
+        turn.give_up()
+
+
 def run(settings: CoordinatorSettings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
-    return run_process(lambda stop: Coordinator(settings).run(stop))
+    return run_process(lambda stop: _serve(settings, stop))

@@ -26,7 +26,7 @@ from launcher.bench_settings import FairnessSettings
 from launcher.local import running, until_interrupted
 from runtime import clock
 from runtime.exits import INTERRUPTED_EXIT
-from runtime.settings import ServeSettings
+from runtime.serve_settings import ServeSettings
 
 _TOKENS = 2
 """Asked of each request: the second comes from decode, so that the KV cache moves too."""

@@ -24,7 +24,7 @@ from launcher.status import ask
 from proto.messages import Role
 from runtime.exits import INTERRUPTED_EXIT
 from runtime.keys import Keys, keys_for
-from runtime.settings import ServeSettings
+from runtime.serve_settings import ServeSettings
 
 STATUS_TIMEOUT_MS = 5_000
 SHARE_GOAL, GAP_GOAL = 0.02, 1.5

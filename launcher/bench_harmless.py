@@ -35,7 +35,7 @@ from proto.sampling import Sampling
 from runtime import clock
 from runtime.exits import INTERRUPTED_EXIT
 from runtime.link import LinkServer, Peer
-from runtime.settings import ServeSettings
+from runtime.serve_settings import ServeSettings
 
 GOAL = 1.15
 _KV_GIB = 0.75

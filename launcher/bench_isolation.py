@@ -24,7 +24,7 @@ from launcher.local import running, until_interrupted
 from runtime import clock
 from runtime.exits import INTERRUPTED_EXIT
 from runtime.options import SettingsError
-from runtime.settings import ServeSettings
+from runtime.serve_settings import ServeSettings
 
 PREFILL_ALONE_PROMPTS = 5
 LONG_PROMPT_TOKENS = 2

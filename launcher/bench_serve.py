@@ -28,7 +28,7 @@ from launcher.local import running, until_interrupted
 from launcher.models import ReadyModel
 from runtime.exits import INTERRUPTED_EXIT
 from runtime.options import SettingsError
-from runtime.settings import ServeSettings
+from runtime.serve_settings import ServeSettings
 from runtime.version import version_of
 
 _BANDS = '["interactive", "standard", "batch"]'

@@ -28,7 +28,8 @@ from launcher.usage import UsageSettings
 from runtime import machine
 from runtime.exits import leave
 from runtime.options import add_command, invoke, new_app
-from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
+from runtime.serve_settings import ServeSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
 
 HELP = """Serve language models with prefill and decode in separate processes.
 

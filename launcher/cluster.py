@@ -17,8 +17,9 @@ from runtime.addresses import METRICS_OFF, split_metrics
 from runtime.cores import cores_text
 from runtime.environment import SUPERVISED
 from runtime.options import SettingsError, to_arguments
+from runtime.serve_settings import ServeSettings
 from runtime.setting_types import ENV_PREFIX
-from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
 from runtime.tenants import TenantsError
 from runtime.tenants_file import read as read_tenants
 

@@ -109,8 +109,7 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
     cpu = _cpu_plan(host)
     found: list[Planned] = []
     if host.coordinator:
-        decided = {"name": "coordinator", "bind": _tcp(host.listens_on, file.ports.coordinator)} | _security(file)
-        found.append(Planned("coordinator", 0, _settings(file, name, "coordinator", decided), cores=cpu.control))
+        found += _coordinators(file, name, cpu.control)
     for index in range(host.gateways):
         decided = shared | {"name": f"{name}.gateway-{index}", "port": file.ports.http + index}
         decided |= _bound(host, "tokens_bind", file.ports.tokens, index)
@@ -131,6 +130,16 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
             for index, process in enumerate(found)
         ]
     return HostPlan(tuple(found), tuple(_url(host, one) for one in found if one.role == "gateway"), cpu.note)
+
+
+def _coordinators(file: ClusterFile, host: str, cores: tuple[int, ...]) -> list[Planned]:
+    """One, or two that listen at the same place, each in its turn."""
+    decided = {"bind": _tcp(file.hosts[host].listens_on, file.ports.coordinator)} | _security(file)
+    first = _settings(file, host, "coordinator", decided | {"name": "coordinator"})
+    found = [Planned("coordinator", 0, first, cores=cores)]
+    if isinstance(first, CoordinatorSettings) and first.standby:
+        found.append(replace(found[0], index=1, settings=first.model_copy(update={"name": "coordinator-1"})))
+    return found
 
 
 def _with_metrics(process: Planned, address: str) -> Planned:
@@ -236,7 +245,9 @@ def _collisions(file: ClusterFile, plans: Mapping[str, HostPlan]) -> list[str]:
             continue  # what it listens on is its own
         for process in plan.processes:
             for what, port in _listens(process.settings):
-                where = f"{process.name} on {host_name} ({what})"
+                # Coordinators listen in turn.
+                name = process.role if process.role == "coordinator" else process.name
+                where = f"{name} on {host_name} ({what})"
                 first = seen.setdefault((host.address, port), where)
                 if first != where:
                     found.append(f"[ports]: {first} and {where} both listen on {host.address} port {port}")

@@ -23,7 +23,7 @@ from launcher.cluster import Cluster
 from launcher.models import ReadyModel
 from launcher.supervisor import Child, RoleFailed, Supervisor
 from runtime.exits import INTERRUPTED_EXIT
-from runtime.settings import ServeSettings
+from runtime.serve_settings import ServeSettings
 
 RUNS_KEPT = 5
 PROBE_EVERY_S = 0.2

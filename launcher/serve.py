@@ -18,7 +18,7 @@ from launcher.models import ReadyModel
 from proto.errors import CrossdockError
 from runtime import clock
 from runtime.exits import INTERRUPTED_EXIT
-from runtime.settings import ServeSettings
+from runtime.serve_settings import ServeSettings
 
 ANSWER_TOKENS = 128
 ANSWER_TIMEOUT_S = 120.0

@@ -28,10 +28,13 @@ _WRITES: Final = ("usage_db", "journal")
 _READS: Final = ("model", "tenants")
 _DESCRIPTIONS: Final = {
     "coordinator": "crossdock coordinator",
+    "coordinator-standby": "crossdock coordinator, the other of two that serve in turn",
     "gateway": "crossdock gateway %i (OpenAI HTTP API)",
     "prefill": "crossdock prefill worker %i",
     "decode": "crossdock decode worker %i",
 }
+_ALONE: Final = ("coordinator", "coordinator-standby")
+"""By index."""
 _SANDBOX: Final = """\
 User=crossdock
 DynamicUser=yes
@@ -102,10 +105,10 @@ class Installed:
 def render(plan: HostPlan, on: Installed) -> dict[str, str]:
     """Path below the root → content. Raises `ClusterError`."""
     files: dict[str, str] = {}
-    for role in dict.fromkeys(process.role for process in plan.processes):
-        of_role = [process for process in plan.processes if process.role == role]
-        files[f"{UNITS}/{template(role)}"] = _unit(role, of_role, on)
-        for process in of_role:
+    for kind in dict.fromkeys(_kind(process) for process in plan.processes):
+        of_kind = [process for process in plan.processes if _kind(process) == kind]
+        files[f"{UNITS}/{template(kind)}"] = _unit(kind, of_kind, on)
+        for process in of_kind:
             files[f"{OPTIONS}/{_stem(process)}.env"] = _options(process)
             if process.cores:
                 dropin = f"[Service]\nCPUAffinity={cores_text(process.cores)}\n"
@@ -118,29 +121,37 @@ def render(plan: HostPlan, on: Installed) -> dict[str, str]:
     return files
 
 
-def template(role: str) -> str:
-    return "crossdock-coordinator.service" if role == "coordinator" else f"crossdock-{role}@.service"
+def template(kind: str) -> str:
+    return f"crossdock-{kind}.service" if kind in _ALONE else f"crossdock-{kind}@.service"
 
 
 def unit(process: Planned) -> str:
-    return template(process.role).replace("@", f"@{process.index}")
+    return template(_kind(process)).replace("@", f"@{process.index}")
+
+
+def _kind(process: Planned) -> str:
+    """What has a unit, or a template, of its own: a role, and the second coordinator of `standby = true`."""
+    return _ALONE[process.index] if process.role == "coordinator" else process.role
 
 
 def is_ours(path: str) -> bool:
     """Whether an earlier call may have made it: what a new one does not make again is removed."""
+    alone, many = "|".join(_ALONE), "gateway|prefill|decode"
     return bool(
-        re.fullmatch(rf"{UNITS}/crossdock-(coordinator|(gateway|prefill|decode)@\d*)\.service(\.d/cores\.conf)?", path)
-        or re.fullmatch(rf"{OPTIONS}/(coordinator|(gateway|prefill|decode)-\d+)\.env", path)
+        re.fullmatch(rf"{UNITS}/crossdock-({alone}|({many})@\d*)\.service(\.d/cores\.conf)?", path)
+        or re.fullmatch(rf"{OPTIONS}/({alone}|({many})-\d+)\.env", path)
     )
 
 
 def _stem(process: Planned) -> str:
-    return process.role if process.role == "coordinator" else f"{process.role}-{process.index}"
+    kind = _kind(process)
+    return kind if kind in _ALONE else f"{kind}-{process.index}"
 
 
-def _unit(role: str, processes: Sequence[Planned], on: Installed) -> str:
+def _unit(kind: str, processes: Sequence[Planned], on: Installed) -> str:
+    role = processes[0].role
     hopeless = " ".join(str(status) for status in sorted(HOPELESS_EXITS))
-    options = "coordinator" if role == "coordinator" else f"{role}-%i"
+    options = kind if kind in _ALONE else f"{kind}-%i"
     command = [
         _escaped(on.python),
         "-P",
@@ -150,7 +161,7 @@ def _unit(role: str, processes: Sequence[Planned], on: Installed) -> str:
     ]
     lines = [
         "[Unit]",
-        f"Description={_DESCRIPTIONS[role]}",
+        f"Description={_DESCRIPTIONS[kind]}",
         "Wants=network-online.target",
         "After=network-online.target",
         f"PartOf={TARGET}",

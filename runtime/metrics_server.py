@@ -72,7 +72,7 @@ class MetricsServer:
     async def serve(self) -> None:
         """Imports the HTTP library beside the loop: what a coordinator's peers wait for goes first."""
         if self._listening:
-            http = await asyncio.to_thread(import_module, "runtime.metrics_http")
+            http = await asyncio.to_thread(load)
             serving: Serving = http.Serving(self._answer)
             await serving.start(self._listening)
             self._serving = serving
@@ -111,6 +111,11 @@ class MetricsServer:
             text = page.render()
             self._made = (clock.now(), text)
         return text
+
+
+def load() -> Any:
+    """The module with the HTTP library; who has time imports it before it is needed."""
+    return import_module("runtime.metrics_http")
 
 
 async def _listen(host: str, port: int) -> list[socket.socket]:

@@ -26,8 +26,9 @@ from rich.markup import escape
 from proto.errors import CrossdockError
 from runtime import environment
 from runtime.exits import CONFIG_EXIT, INTERRUPTED_EXIT, USAGE_EXIT, ConfigError
+from runtime.serve_settings import ServeSettings
 from runtime.setting_types import ENV_PREFIX, Options
-from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
 
 S = TypeVar("S", bound=Options)
 

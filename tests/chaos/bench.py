@@ -33,6 +33,9 @@ def add_common(made: argparse.ArgumentParser) -> None:
     made.add_argument("--seed", type=int, default=1, help="draws requests, victims and instants (default 1)")
     made.add_argument("--kv-transport", default="auto", help="of the workers (default auto)")
     made.add_argument("--fresh", action="store_true", help="start every process as a new program; slower")
+    made.add_argument(
+        "--no-standby", dest="standby", action="store_false", help="one coordinator instead of two in turn"
+    )
     made.add_argument("--json", dest="json_out", default="", metavar="FILE", help="write what was found there")
 
 
@@ -94,7 +97,9 @@ async def _on_cluster(
     options = ("--kv-transport", arguments.kv_transport)
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=total)
-        async with Cluster(model, folder, fresh=arguments.fresh, worker_options=options) as cluster:
+        async with Cluster(
+            model, folder, fresh=arguments.fresh, worker_options=options, standby=arguments.standby
+        ) as cluster:
             found = await work(cluster, lambda done: progress.update(bar, completed=done, description="running"))
             ended = await cluster.close()
     found.violations += [f"{name} ended with status {status}" for name, status in ended.items() if status]

@@ -110,11 +110,12 @@ class Member:
 
 
 class Cluster:
-    """`async with`: a coordinator, and `count` of each other role. State, logs and the journal are in `home`."""
+    """`async with`: a coordinator, or two with `standby`, and `count` of each other role. State, logs and the journal are in
+    `home`."""
 
     def __init__(
         self, model: Path, home: Path, *, count: int = 2, fresh: bool = False, kv_gib: float = 0.008,
-        heartbeat_ms: int = 500, worker_options: tuple[str, ...] = (),
+        heartbeat_ms: int = 500, worker_options: tuple[str, ...] = (), standby: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.home, self.fresh = model, home, fresh
         self.coordinator = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
@@ -123,7 +124,9 @@ class Cluster:
         self.watcher = Watcher(self.coordinator)
         common = ["--heartbeat-ms", str(heartbeat_ms), "--log-format", "json"]
         core = ["--bind", self.coordinator, "--usage-db", str(self.usage_db), "--step-tokens", "64"]
-        self._add("coordinator", "coordinator", [*common, *core])
+        self._add("coordinator", "coordinator", [*common, *core, *(["--standby"] if standby else [])])
+        if standby:
+            self._add("coordinator", "coordinator-1", self.members[0].options)
         common += ["--coordinator", self.coordinator, "--model", str(model)]
         for number in range(count):
             port = free_port("127.0.0.1")
@@ -136,6 +139,19 @@ class Cluster:
 
     def of(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
+
+    def serving(self) -> Member:
+        """The coordinator whose turn it is, by the latest report."""
+        own = self.watcher.report.metrics if self.watcher.report is not None else {}
+        coordinators = self.of("coordinator")
+        return next((member for member in coordinators if member.name in own), coordinators[0])
+
+    def stands_by(self, coordinator: Member) -> bool:
+        """Whether it has loaded, and waits for its turn or has had it."""
+        if "--standby" not in coordinator.options:
+            return True
+        lines = (self.home / f"{coordinator.slot}.log").read_text(errors="replace").splitlines()
+        return any('"standing by"' in line and f'"{coordinator.name}"' in line for line in lines)
 
     async def __aenter__(self) -> "Cluster":
         _FORK.set_forkserver_preload(_PRELOAD)
@@ -270,6 +286,10 @@ class Watcher:
     def names(self) -> set[str]:
         """Of workers and gateways; none while no coordinator answers."""
         return {w.name for w in self.report.workers} | set(self.report.gateways) if self.report else set()
+
+    def lost(self, role: str) -> int:
+        """How many of a role this coordinator has lost so far."""
+        return self.report.counters.get(f"{role}_lost", 0) if self.report else 0
 
     async def next_report(self, timeout_s: float = 30.0) -> StatusReport:
         """One that was asked for after this call. Raises `TimeoutError`."""

@@ -36,7 +36,6 @@ MEETINGS = 8
 """Orders asked for twice before anything is broken."""
 PROBE = list(range(60, 70))
 
-
 Breaking = Callable[[list[asyncio.Task[None]]], Awaitable[None]]
 
 
@@ -169,9 +168,8 @@ class Run:
         """What came, and whether it is to be sent again, its gateway having been killed."""
         gateways = [member for member in self.cluster.of("gateway") if not member.hurt] or self.cluster.of("gateway")
         gateway = source.choice(gateways)
-        seen = await ask(
-            session, gateway.base_url, self.cluster.model.name, order, self._gap, leave_after=leave_after
-        )  # fmt: skip
+        model = self.cluster.model.name
+        seen = await ask(session, gateway.base_url, model, order, self._gap, leave_after=leave_after)
         return seen, _died_meanwhile(gateway, seen) or (bool(seen.error) and self.tolerates(seen))
 
     def _gap(self, since: float, until: float) -> None:
@@ -252,7 +250,8 @@ class Run:
         unhurt = [r for r in self.plan.roles if not any(m.hurt for m in self.cluster.of(r))]
         if not unhurt:
             return None
-        member = self.random.choice(self.cluster.of(self.random.choice(unhurt)))
+        role = self.random.choice(unhurt)
+        member = self.cluster.serving() if role == "coordinator" else self.random.choice(self.cluster.of(role))
         kind = "stop" if self.random.random() < self.plan.stop_share else "kill"
         return member, Fault(member.role, kind, member.name, time.monotonic())
 
@@ -318,14 +317,19 @@ class Run:
         if member.role == "coordinator":
             fault.detected_s = await self.cluster.until("its link is gone", lambda: not watcher.epoch_known)
         else:
-            # Beside an absent coordinator nobody can tell.
-            await self.cluster.until(f"{name} is missed", lambda: watcher.epoch_known and name not in watcher.names())
+            # Beside an absent coordinator nobody can tell; one that was lost and is back again shows in the count alone.
+            lost = watcher.lost(member.role)
+            await self.cluster.until(
+                f"{name} is missed",
+                lambda: watcher.epoch_known and (name not in watcher.names() or watcher.lost(member.role) > lost),
+            )
             fault.detected_s = time.monotonic() - fault.at
 
     async def _back(self, member: Member, fault: Fault, since: float | None = None) -> None:
         """Until all have found each other again; for the coordinator, from the fault until it lets requests in."""
         await self.cluster.until(f"{member.name} is back", self.cluster.is_whole)
         fault.back_s = time.monotonic() - (fault.at if since is None else since)
+        await self.cluster.until(f"{member.name} stands by", lambda: self.cluster.stands_by(member))
         if member.role == "gateway":
             await self._ready(member)
 

@@ -5,6 +5,7 @@ import asyncio
 import io
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from signal import SIGTERM
 from typing import TypeVar
 
 import pytest
@@ -54,6 +55,32 @@ def test_random_kills_and_stops_change_no_token_and_leave_nothing_behind(model: 
         return result.violations
 
     on(lambda: Cluster(model, tmp_path), work)
+
+
+def test_a_coordinator_that_stands_by_takes_over_from_one_that_is_killed_or_asked_to_end(
+    model: Path, tmp_path: Path
+) -> None:
+    plan = Plan(
+        seed=SEED,
+        faults=3,
+        roles=("coordinator",),
+        stop_share=0.0,
+        pause_s=0.3,
+        clients=2,
+        orders=8,
+        output_tokens_max=200,
+    )
+
+    async def work(cluster: Cluster) -> list[str]:
+        result = await chaos(cluster, plan)
+        asked = cluster.serving()
+        cluster.signal(asked, SIGTERM)
+        await cluster.until("the other serves", lambda: cluster.serving() is not asked and cluster.is_whole())
+        assert asked.process is not None
+        await cluster.until("the first has ended", lambda: asked.process.poll() is not None)
+        return result.violations
+
+    on(lambda: Cluster(model, tmp_path, standby=True), work)
 
 
 def test_clients_that_leave_in_every_state_leave_nothing_behind(model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from launcher import cluster as clusters
 from launcher.models import ReadyModel
 from launcher.plan import plan_cpu
 from runtime.options import SettingsError, parse
-from runtime.settings import CoordinatorSettings, GatewaySettings, ServeSettings, WorkerSettings
+from runtime.serve_settings import ServeSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
 
 MODEL = ReadyModel(Path("/models/tiny"), "tiny")
 

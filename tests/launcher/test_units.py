@@ -119,6 +119,17 @@ def test_what_differs_is_with_the_instance() -> None:
     assert "PrivateDevices=yes" in files[f"{UNITS}/crossdock-decode@.service"]
 
 
+def test_a_standby_is_a_unit_of_its_own_that_listens_where_the_first_does() -> None:
+    files = units.render(plan("a", TEXT.replace("[coordinator]\n", "[coordinator]\nstandby = true\n")), ON)
+    pair = [files[f"{OPTIONS}/coordinator{kind}.env"] for kind in ("", "-standby")]
+    assert all('CROSSDOCK_STANDBY="true"' in one for one in pair)
+    assert [re.findall(r'_NAME="(.*)"', one) for one in pair] == [["coordinator"], ["coordinator-1"]]
+    assert pair[0].replace('"coordinator"', '"coordinator-1"') == pair[1]
+    own = f"{UNITS}/crossdock-coordinator-standby.service"
+    assert f"EnvironmentFile=/{OPTIONS}/coordinator-standby.env" in files[own] and units.is_ours(own)
+    assert "crossdock-coordinator.service crossdock-coordinator-standby.service" in files[f"{UNITS}/crossdock.target"]
+
+
 def test_each_role_gets_its_own_secret_key_and_no_other() -> None:
     on = Installed(ON.python, (), ON.root, "/etc/crossdock/keys", KEYS)
     for role in ("coordinator", "gateway", "prefill", "decode"):

@@ -20,7 +20,7 @@ from launcher.models import ReadyModel
 from launcher.process import child_environment
 from launcher.usage import NoJournal, UsageSettings, read, show
 from runtime.options import SettingsError
-from runtime.settings import ServeSettings
+from runtime.serve_settings import ServeSettings
 from runtime.tenants import parse
 
 DAY = 20_778

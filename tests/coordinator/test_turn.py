@@ -1,0 +1,55 @@
+"""Of two coordinators of one journal one serves at a time, and no turn is lost with who waited for it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from coordinator.turn import NotOurTurn, Turn
+from runtime.driver import Stop
+
+SOON_S = 5.0
+
+
+def test_the_next_has_its_turn_when_the_first_gives_up(tmp_path: Path) -> None:
+    async def work() -> None:
+        stop, path = Stop(), str(tmp_path / "sub" / "usage.sqlite")
+        first, second, third = Turn(path), Turn(path), Turn(path)
+        assert await first.take(stop, SOON_S)
+        with pytest.raises(NotOurTurn, match=r"usage\.sqlite\.lock: another coordinator"):
+            await second.take(stop, 0.05)
+        waiting = asyncio.create_task(third.take(stop, None))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        first.give_up()
+        # The one that gave up waiting was before it, and passes the lock on.
+        assert await asyncio.wait_for(waiting, SOON_S)
+        third.give_up()
+        assert await first.take(stop, SOON_S)
+        first.give_up()
+
+    asyncio.run(work())
+
+
+def test_who_is_stopped_while_waiting_takes_no_turn(tmp_path: Path) -> None:
+    async def work() -> None:
+        stop, path = Stop(), str(tmp_path / "usage.sqlite")
+        first, second = Turn(path), Turn(path)
+        assert await first.take(Stop(), SOON_S)
+        waiting = asyncio.create_task(second.take(stop, None))
+        await asyncio.sleep(0.05)
+        stop.set()
+        assert not await asyncio.wait_for(waiting, SOON_S)
+        first.give_up()
+        assert await first.take(Stop(), SOON_S)
+        first.give_up()
+
+    asyncio.run(work())
+
+
+def test_a_lock_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link.lock").symlink_to(tmp_path / "file")
+    for path in (tmp_path / "file" / "usage.sqlite", tmp_path / "link"):
+        with pytest.raises(NotOurTurn, match=str(path.parent)):
+            asyncio.run(Turn(str(path)).take(Stop(), SOON_S))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.turn import NotOurTurn, Turn
+from coordinator.turn import NotOurTurn, Turn, is_taken
 from runtime.driver import Stop
 
 SOON_S = 5.0
@@ -15,7 +15,9 @@ def test_the_next_has_its_turn_when_the_first_gives_up(tmp_path: Path) -> None:
     async def work() -> None:
         stop, path = Stop(), str(tmp_path / "sub" / "usage.sqlite")
         first, second, third = Turn(path), Turn(path), Turn(path)
+        assert not is_taken(path)
         assert await first.take(stop, SOON_S)
+        assert is_taken(path)
         with pytest.raises(NotOurTurn, match=r"usage\.sqlite\.lock: another coordinator"):
             await second.take(stop, 0.05)
         waiting = asyncio.create_task(third.take(stop, None))

@@ -3,11 +3,9 @@
 import asyncio
 import random
 import time
-from bisect import bisect_right
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from math import inf
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 
@@ -17,6 +15,7 @@ from gateway.last_words import AGAIN_S
 from tests.chaos import audit
 from tests.chaos.client import Seen, ask
 from tests.chaos.cluster import Cluster, Member, Violation
+from tests.chaos.gaps import HIT_S, QUIET_S, Fault, of_faults
 from tests.chaos.orders import Answer, Difference, Order, compare, make_orders
 
 GAP_MIN_S = 0.005
@@ -25,10 +24,6 @@ DOWN_S = (0.05, 0.6)
 """How long a killed process stays away."""
 STOPPED_S = (2.6, 4.0)
 """Longer than three missed heartbeats and one more of grace."""
-HIT_S = 0.25
-"""A stream that a fault hits has no tokens from then on."""
-QUIET_S = 2.0
-"""How long the gaps before a fault are looked at, for comparison; and those after a coordinator's, which hits no stream."""
 CONTROL_SHARE = 0.1
 """Moments at which nothing is broken, to compare with."""
 RESENDS_MAX = 20
@@ -55,25 +50,6 @@ class Plan:
     output_tokens_max: int = 400
     leave_share: float = 0.0
     """Of requests whose client goes before the end."""
-
-
-@dataclass(eq=False)
-class Fault:
-    role: str
-    kind: str
-    name: str
-    at: float
-    detected_s: float | None = None
-    back_s: float | None = None
-    healed_at: float = 0.0
-    alone: bool = True
-    errors: list[str] = field(default_factory=list)
-    difference: Counter[str] = field(default_factory=Counter)
-    admitted_s: float | None = None
-    """Of a coordinator's fault: until a request that came right after it had its first token."""
-    worst_gap_s: float = 0.0
-    earlier_gap_s: float = 0.0
-    streams_ended: int = 0
 
 
 @dataclass
@@ -124,7 +100,7 @@ class Run:
                     task.cancel()
                 await asyncio.gather(*clients, return_exceptions=True)
         self.result.seconds = time.monotonic() - self.result.begun
-        self._gaps_of_faults()
+        of_faults(self.gaps, self.result.faults)
         await self._audit(baseline, last_at)
         return self.result
 
@@ -256,8 +232,15 @@ class Run:
         return member, Fault(member.role, kind, member.name, time.monotonic())
 
     async def _strike(self, member: Member | None, fault: Fault) -> None:
+        if member is None or member.role == "coordinator":
+            if member is not None:
+                member.hurt = True
+            # Their gaps are compared with those before, over the same time: more time would have longer ones by itself.
+            healed = max((f.healed_at for f in self.result.faults), default=self.result.begun)
+            await asyncio.sleep(healed + HIT_S + QUIET_S - time.monotonic())
         try:
             if member is None:
+                fault.at = time.monotonic()
                 self.result.faults.append(fault)
                 await asyncio.sleep(QUIET_S)
             elif fault.kind == "kill":
@@ -347,24 +330,6 @@ class Run:
         raise Violation(f"{gateway.name} does not get ready")
 
     # --- afterwards -----------------------------------------------------------------------------------------------------
-
-    def _gaps_of_faults(self) -> None:
-        gaps = sorted((b, a) for a, b in self.gaps)
-        longest_s = max((b - a for b, a in gaps), default=0.0)
-
-        def ended(since: float, until: float) -> list[tuple[float, float]]:
-            return gaps[bisect_right(gaps, (since, inf)) : bisect_right(gaps, (until, inf))]
-
-        for fault in self.result.faults:
-            others = [f for f in self.result.faults if f is not fault and f.kind != "none"]
-            window = QUIET_S if fault.kind == "none" or fault.role == "coordinator" else HIT_S
-            end = max(fault.healed_at, fault.at + window)
-            fault.alone = not any(o.at < end and o.healed_at + HIT_S > fault.at for o in others)
-            quiet_since = max((o.healed_at + HIT_S for o in others if o.at < fault.at), default=0.0)
-            until = fault.at + window
-            during = [b - a for b, a in ended(fault.at, until + longest_s) if a < until]
-            before = [b - a for b, a in ended(max(fault.at - QUIET_S, quiet_since), fault.at)]
-            fault.worst_gap_s, fault.earlier_gap_s = max(during, default=0.0), max(before, default=0.0)
 
     def _lost_together(self, one: str, other: str) -> bool:
         """Whether one of this role was lost before an earlier loss of the other's had healed, and all was said again."""

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.bench_client import percentile
-from tests.chaos.run import Fault, Result
+from tests.chaos.gaps import Fault
+from tests.chaos.run import Result
 
 
 def rows(result: Result) -> list[dict[str, Any]]:

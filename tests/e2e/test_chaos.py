@@ -15,9 +15,10 @@ from tests import tiny_models
 from tests.chaos.__main__ import chaos
 from tests.chaos.cancels import cancels
 from tests.chaos.cluster import Cluster
+from tests.chaos.gaps import Fault
 from tests.chaos.orders import CONTEXT_TOKENS, Choice, compare
 from tests.chaos.proxy import FarCluster
-from tests.chaos.run import Fault, Plan, Result, Run
+from tests.chaos.run import Plan, Result, Run
 from tests.chaos.show import tell
 from tests.chaos.soak import slope
 

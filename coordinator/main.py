@@ -6,6 +6,7 @@ import socket
 
 import msgspec
 
+from coordinator.absence import Absence, Present
 from coordinator.core import Core
 from coordinator.events import (
     Action,
@@ -41,6 +42,7 @@ from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.metrics_server import MetricsServer
 from runtime.settings import CoordinatorSettings
+from runtime.silence import Silence
 from runtime.tenants import Tenants, TenantsError, open_tenants
 from runtime.tenants_file import TenantsFile
 
@@ -72,8 +74,9 @@ class Coordinator:
         )
         self.record = Journal(settings.journal, settings.journal_max_mib << 20) if settings.journal else None
         self.recorded = RecordedCore(self.core, self.record, name) if self.record is not None else None
+        self.absence = Absence(Silence(settings.heartbeat_ms, 0.0).limit_s)
         self.driver: CoreDriver[Event, Action] = CoreDriver(
-            self.recorded or self.core, perform=self._perform, tick=Tick()
+            Present(self.recorded or self.core, self.absence), perform=self._perform, tick=Tick()
         )
         self.metrics = CoordinatorMetrics(self.core, clock.now)
         self.metrics.page.introduce(name=name)
@@ -104,7 +107,8 @@ class Coordinator:
             ),
         )
 
-    async def run(self, stop: asyncio.Event) -> int:
+    async def run(self, stop: asyncio.Event, bind_within_s: float = 0.0) -> int:
+        """Until `stop`, a failure, or an absence. `bind_within_s`: how long a predecessor may take to let the port go."""
         watching: list[asyncio.Task[None]] = []
         try:
             if self.recorded is not None:
@@ -116,7 +120,7 @@ class Coordinator:
             await self._configure()
             if self.tenants is not None:
                 watching.append(watched(self.tenants.watch(self._tenants_changed)))
-            address = await self.server.start()
+            address = await self.server.start(bind_within_s)
         except TenantsError as error:
             raise ConfigError(f"--tenants: {error}") from error
         except (CannotBind, LedgerError) as error:
@@ -132,9 +136,10 @@ class Coordinator:
         self.log.info("listening", address=address)
         notify.ready(f"listening on {address}")
         await self.observed.serve()
-        failed = asyncio.create_task(self.failure.wait())
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({failed, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self.absence.away_s:
+            self.log.warning("was away, and begins anew", away_s=round(self.absence.away_s, 2))
         self.log.info("stopping", running=len(self.core.requests))
         # First, so that rows of streams which go on without us stay open for the next coordinator.
         await self._close_ledger(watching)
@@ -143,9 +148,15 @@ class Coordinator:
         self.driver.close()
         if self.record is not None:
             self.record.close("stopped")
-        for waiting in (failed, stopping):
-            waiting.cancel()
+        for end in ends:
+            end.cancel()
         return 1 if self.failure.is_set() else 0
+
+    async def _absent(self) -> None:
+        while True:
+            if self.absence.look(clock.now()):
+                return
+            await asyncio.sleep(self.absence.limit_s / 8)
 
     # --- tenants and their usage ----------------------------------------------------------------------------------------
 
@@ -284,7 +295,7 @@ class Coordinator:
 async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
     """In our turn: others may write the same journal."""
     if not settings.usage_db:
-        return await Coordinator(settings).run(stop)
+        return await _serve_anew(settings, stop, 0.0)
     process = settings.name or f"coordinator-{os.getpid()}"
     logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=process)
     turn = Turn(settings.usage_db)
@@ -295,12 +306,22 @@ async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
     try:
         if not await turn.take(stop, None if settings.standby else PREDECESSOR_S):
             return 0
-        return await Coordinator(settings).run(stop)
+        return await _serve_anew(settings, stop, PREDECESSOR_S if settings.standby else 0.0)
     except NotOurTurn as error:
         logger.error("cannot start", error=f"--usage-db: {error}")
         return 1
     finally:
         turn.give_up()
+
+
+async def _serve_anew(settings: CoordinatorSettings, stop: Stop, bind_within_s: float) -> int:
+    """Under a new epoch after each absence."""
+    while True:
+        serving = Coordinator(settings)
+        status = await serving.run(stop, bind_within_s)
+        if status or stop.is_set() or not serving.absence.away_s:
+            return status
+        bind_within_s = PREDECESSOR_S
 
 
 def run(settings: CoordinatorSettings) -> int:

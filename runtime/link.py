@@ -89,13 +89,13 @@ class LinkServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._probe: asyncio.TimerHandle | None = None
 
-    async def start(self) -> str:
-        """Bind; returns the address with the real port. Raises `CannotBind`."""
+    async def start(self, within_s: float = 0.0) -> str:
+        """Bind; returns the address with the real port. Raises `CannotBind`, a port in use after `within_s` only."""
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         monitor = ConnectionMonitor(self._socket, on_lost=self._probe_soon, on_failed=self._gate.handshake_failed)
         self._gate.open(self._drop_unlisted)
         try:
-            self._socket.bind(self._bind)
+            await self._socket.bind_within(self._bind, within_s)
         except zmq.ZMQError as error:
             monitor.close()
             self._gate.close()

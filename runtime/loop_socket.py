@@ -10,12 +10,27 @@ from typing import Any
 
 import zmq
 
+_BIND_AGAIN_S = 0.02
+
 
 class LoopSocket(zmq.Socket[bytes]):
     """One reader. Made and used on the event loop's thread."""
 
     _waiter: "asyncio.Future[None] | None" = None
     _loop: asyncio.AbstractEventLoop | None = None
+
+    async def bind_within(self, address: str, within_s: float) -> None:
+        """A port in use is tried again for so long: libzmq lets one go in the background. Raises `zmq.ZMQError`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + within_s
+        while True:
+            try:
+                self.bind(address)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or loop.time() >= until:
+                    raise
+            await asyncio.sleep(_BIND_AGAIN_S)
 
     async def receive(self, copy: bool = True) -> list[Any]:
         """The frames of the next message. Waits only where none is there."""

@@ -70,7 +70,13 @@ PURE = (
 )
 """Files that decide. Each pattern must match a file."""
 DRIVERS = frozenset(
-    {"coordinator/__main__.py", "coordinator/journal.py", "coordinator/ledger.py", "coordinator/main.py"}
+    {
+        "coordinator/__main__.py",
+        "coordinator/journal.py",
+        "coordinator/ledger.py",
+        "coordinator/main.py",
+        "coordinator/turn.py",
+    }
 )
 """Files that turn decisions into I/O, where the rest of their folder decides."""
 IMPURE_MODULES = frozenset(

@@ -1,0 +1,47 @@
+"""Whether this process was away for so long that its peers have left it: stopped, or on a machine that stood still. Pure.
+
+A coordinator that comes back after that would take all of them for lost, whereas they and the streams went on. So it acts on
+nothing more and begins anew, as the next one after a kill does: workers and gateways register with what they have.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from coordinator.events import Action, Event
+
+
+class Acting(Protocol):
+    """A core, or what records one."""
+
+    def handle(self, event: Event, now: float) -> Iterable[Action]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+
+class Absence:
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.away_s = 0.0
+        """How long it was away, once it was for too long."""
+        self._looked_at: float | None = None
+
+    def look(self, now: float) -> bool:
+        """To be asked more often than `limit_s`; from the first true answer on, all are."""
+        if self._looked_at is not None and now - self._looked_at > self.limit_s and not self.away_s:
+            self.away_s = now - self._looked_at
+        self._looked_at = now
+        return self.away_s > 0.0
+
+
+class Present:
+    """A core that acts on nothing after an absence."""
+
+    def __init__(self, core: Acting, absence: Absence) -> None:
+        self._core = core
+        self._absence = absence
+
+    def handle(self, event: Event, now: float) -> Iterable[Action]:
+        return () if self._absence.look(now) else self._core.handle(event, now)
+
+    def next_deadline(self) -> float | None:
+        return None if self._absence.away_s else self._core.next_deadline()

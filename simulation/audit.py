@@ -97,19 +97,22 @@ def _check_rows(cluster: "Cluster") -> None:
     outcomes: dict[str, set[str]] = {}
     hostility = cluster.plan.hostility
     # Where a live link loses but the word that an attempt was let go, as no real one does, the steps of its worker go on to
-    # count for it, up to all that it may have emitted.
+    # count for its row, up to all that it may have emitted.
     lossy = hostility is not None and hostility.drop > 0
+    most: Counter[str] = Counter()
     for request_id, row in cluster.journal.rows.items():
         stream_id = stream_of(request_id)
         outcomes.setdefault(stream_id, set()).add(row.outcome)
+        asked = cluster.oracles.streams[stream_id].asked
+        choices = asked.choices if request_id == stream_id else 1
+        most[stream_id] += choices * (asked.sampling.max_tokens - row.opened.from_token)
         output[stream_id] += row.output_tokens
         prompt[stream_id] += row.prompt_tokens
     for stream_id, stream in cluster.oracles.streams.items():
         done, ends = cluster.oracles.drawn_tokens[stream_id], outcomes.get(stream_id, set())
         if LOST in ends:
             continue  # charged at its estimate
-        most = stream.asked.sampling.max_tokens * stream.asked.choices if lossy else 0
-        if output[stream_id] > max(done, most):
+        if output[stream_id] > (max(done, most[stream_id]) if lossy else done):
             raise Violation("bills", f"{output[stream_id]} output tokens charged, {done} computed", stream_id)
         if prompt[stream_id] > len(stream.asked.prompt):
             why = f"{prompt[stream_id]} prompt tokens charged of a prompt of {len(stream.asked.prompt)}"

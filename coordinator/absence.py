@@ -25,9 +25,15 @@ class Absence:
         """How long it was away, once it was for too long."""
         self._looked_at: float | None = None
 
+    def begin(self, now: float) -> None:
+        """From now on peers may come, and leave."""
+        self._looked_at = now
+
     def look(self, now: float) -> bool:
         """To be asked more often than `limit_s`; from the first true answer on, all are."""
-        if self._looked_at is not None and now - self._looked_at > self.limit_s and not self.away_s:
+        if self._looked_at is None:
+            return False
+        if now - self._looked_at > self.limit_s and not self.away_s:
             self.away_s = now - self._looked_at
         self._looked_at = now
         return self.away_s > 0.0

@@ -52,7 +52,8 @@ _BEHIND_RETRY_S = 1.0
 class Coordinator:
     """Wires the core to its control port."""
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    def __init__(self, settings: CoordinatorSettings, absences: int = 0) -> None:
+        """`absences`: after which this process began anew."""
         self.settings = settings
         self.name = name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
@@ -79,6 +80,7 @@ class Coordinator:
             Present(self.recorded or self.core, self.absence), perform=self._perform, tick=Tick()
         )
         self.metrics = CoordinatorMetrics(self.core, clock.now)
+        self.metrics.absences = absences
         self.metrics.page.introduce(name=name)
         self.observed = MetricsServer(settings.metrics)
         self.peers: dict[int, Peer] = {}
@@ -131,12 +133,13 @@ class Coordinator:
                 "cannot start", error=f"--bind: {error.strerror}" if isinstance(error, CannotBind) else str(error)
             )
             return 1
+        self.absence.begin(clock.now())
+        ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
         link_counters(self.metrics.page, {"control": self.server.counters})
         self.observed.show(self.metrics.page, lambda: None, {"/targets": self._targets})
         self.log.info("listening", address=address)
         notify.ready(f"listening on {address}")
         await self.observed.serve()
-        ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self.absence.away_s:
             self.log.warning("was away, and begins anew", away_s=round(self.absence.away_s, 2))
@@ -276,7 +279,8 @@ class Coordinator:
         """With what the core does not see: what it answers depends on its events alone."""
         links = self.server.counters
         turned_away = {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}
-        counters = report.counters | {"protocol_errors": links.protocol_errors} | turned_away
+        own_counters = {"protocol_errors": links.protocol_errors, "absences": self.metrics.absences}
+        counters = report.counters | own_counters | turned_away
         own = {self.name: self.observed.address} if self.observed.address else {}
         return msgspec.structs.replace(
             report, counters=counters, metrics=own | report.metrics, lately=self.metrics.lately.figures()
@@ -316,12 +320,13 @@ async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
 
 async def _serve_anew(settings: CoordinatorSettings, stop: Stop, bind_within_s: float) -> int:
     """Under a new epoch after each absence."""
+    absences = 0
     while True:
-        serving = Coordinator(settings)
+        serving = Coordinator(settings, absences)
         status = await serving.run(stop, bind_within_s)
         if status or stop.is_set() or not serving.absence.away_s:
             return status
-        bind_within_s = PREDECESSOR_S
+        absences, bind_within_s = absences + 1, PREDECESSOR_S
 
 
 def run(settings: CoordinatorSettings) -> int:

@@ -41,6 +41,8 @@ class CoordinatorMetrics:
         """Requests of which workers still hold something."""
         self.refused_behind = 0
         """Requests that the driver refused, since usage could not be written fast enough."""
+        self.absences = 0
+        """After which this process began anew."""
         self._services: list[tuple[str, Service]] = []
         self._admitted = page.counter(
             PREFIX + "requests_admitted", "Requests accepted into the queue.", "model", "band"
@@ -263,6 +265,11 @@ class CoordinatorMetrics:
 
         for prefix, (name, label, help_) in _BY_REASON.items():
             page.by("counter", PREFIX + name, help_, label, reader(prefix))
+        page.total(
+            PREFIX + "absences",
+            "Times that this process did not run for longer than its peers wait, and began anew.",
+            lambda: self.absences,
+        )
         page.by(
             "counter",
             PREFIX + "workers_lost",

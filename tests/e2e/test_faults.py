@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from tests.e2e.live import Live, Served, cut, live, shm_connections, sockets_bet
 
 PROMPT = list(range(20, 90))
 TOKENS = 300
+AWAY_S = 1.05
+"""After which peers leave, at the heartbeat of these clusters."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +100,24 @@ def test_a_killed_coordinator_does_not_break_running_streams(up: Live) -> None:
     assert [stream.result() for stream in streams] == [expected] * 4
     up.wait_registered(4)
     assert up.token_ids(PROMPT, TOKENS, ignore_eos=True) == expected
+    up.wait_idle()
+
+
+def test_a_stopped_coordinator_that_goes_on_begins_anew_and_breaks_no_stream(up: Live) -> None:
+    expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True)
+    stopped = up.one("coordinator")
+    streams = [Background(up) for _ in range(8)]
+    up.wait_for("streams decode", lambda: busy(up, "decoding"))
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(2 * AWAY_S)
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    assert [stream.result() for stream in streams] == [expected] * 8
+    up.wait_registered(4)
+    counters = up.status().counters
+    assert counters["absences"] == 1 and not any(key.startswith("interrupted_") for key in counters), counters
+    assert up.one("coordinator").pid == stopped.pid
     up.wait_idle()
 
 

@@ -81,8 +81,9 @@ def _comes_back(state: State, submit: Submit) -> bool:
     if known is not None:
         drained = submit.drained_attempts > known.submit.drained_attempts
         return known.state is Life.INTERRUPTED and not drained
-    last = state.ended.get(submit.request_id) or state.ended.get(whole_of(submit))
-    return submit.attempt > 1 and last is not None and submit.drained_attempts <= last.drained
+    # A choice may have been put off and cancelled: of itself it was never accepted then.
+    earlier = (state.ended.get(name, Last()).drained for name in (submit.request_id, whole_of(submit)))
+    return submit.attempt > 1 and submit.drained_attempts <= max(earlier)
 
 
 def _put_off(state: State, epoch: int, submit: Submit, now: float) -> bool:

@@ -109,6 +109,18 @@ def test_more_than_the_budget_wait_and_then_come_back_too() -> None:
     assert h.core.counters["retries"] == 3 and h.core.counters["retries_put_off"] == 21
 
 
+def test_a_choice_that_was_put_off_and_cancelled_still_counts_when_it_comes_back() -> None:
+    h = Harness.make(limits=Limits(retry_floor=1, retry_share=0.0, steps_in_flight=4))
+    interrupted(h, "a")
+    h.receive(1, Cancel("a", 1, CancelReason.ABANDONED))
+    for choice in (0, 1):
+        h.receive(1, msgspec.structs.replace(submit(f"a.c{choice}", attempt=2), first_choice=choice))
+    assert len(h.take(Accepted)) == 1 and len(h.take(Rejected)) == 1
+    h.receive(1, Cancel("a.c1", 2, CancelReason.ABANDONED))
+    h.receive(1, msgspec.structs.replace(submit("a.c1", attempt=3), first_choice=1))
+    assert len(h.take(Rejected)) == 1 and not h.take(Accepted)
+
+
 @pytest.mark.parametrize("drained", [False, True])
 def test_choices_that_come_back_one_by_one_are_retries_too(drained: bool) -> None:
     h = Harness.make(limits=Limits(retry_floor=1, retry_share=0.0, steps_in_flight=4))

@@ -66,9 +66,9 @@ def furnish(folder: Path) -> None:
     (folder / ".venv" / "bin" / "activate").write_text("# crossdock is on the path already\n")
     (folder / "scripts").symlink_to(ROOT / "scripts")
     for block in blocks("toml"):
-        if block.page in ("docs/tenants.md", GUIDE):
-            name = "tenants.toml" if "[tenants." in block.text else "cluster.toml"
-            (folder / name).write_text(block.text)
+        for mark, name in (("[tenants.", "tenants.toml"), ("[hosts.", "cluster.toml")):  # others are parts of these
+            if block.page in ("docs/tenants.md", GUIDE) and mark in block.text:
+                (folder / name).write_text(block.text)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_the_guide_for_two_hosts_word_for_word(tiny: Path, tmp_path: Path) -> No
         "logs",
         "down",
     ]
-    (text,) = (one.text for one in blocks("toml") if one.page == GUIDE)
+    (text,) = (one.text for one in blocks("toml") if one.page == GUIDE and "[hosts." in one.text)
     with network() as net:
         for name, address in (("alpha", "10.0.0.1"), ("beta", "10.0.0.2")):
             text = text.replace(f'"{address}"', f'"{net.host(name)}"\nnetns = "{net.inside(name)[-1]}"')
@@ -150,7 +150,7 @@ def test_the_guide_for_two_hosts_word_for_word(tiny: Path, tmp_path: Path) -> No
 @pytest.mark.long
 def test_a_file_is_tried_on_one_machine(tiny: Path, tmp_path: Path) -> None:
     steps = [one.text for one in commands() if one.page == GUIDE and one.heading == "Try a file on one machine"]
-    (text,) = (one.text for one in blocks("toml") if one.page == GUIDE)
+    (text,) = (one.text for one in blocks("toml") if one.page == GUIDE and "[hosts." in one.text)
     for old, new in (("10.0.0.", "127.0.0."), ("/srv/models/llama", str(tiny))):
         text = text.replace(old, new)
     text += (

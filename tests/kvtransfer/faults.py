@@ -134,13 +134,19 @@ class Tally:
     recovery_s: list[float] = field(default_factory=list)
     """From the fault until the survivor's blocks were back."""
 
+    def add(self, other: "Tally") -> None:
+        self.rounds += other.rounds
+        self.first_attempts_arrived += other.first_attempts_arrived
+        self.detection_s += other.detection_s
+        self.recovery_s += other.recovery_s
+
 
 class Cluster:
     """The four nodes, and rounds on them. Those that were killed are started again when they are needed."""
 
-    def __init__(self, transport: str, seed: int) -> None:
-        self.transport = transport
-        self.random = random.Random(f"{transport} {seed}")
+    def __init__(self, transport: str, seed: int, number: int) -> None:
+        self.transport, self.seed, self.number = transport, seed, number
+        self.random = random.Random(f"{transport} {seed} {number}")
         self.incarnations = 0
         self.rounds = 0
         self.nodes: dict[str, Handle] = {}
@@ -306,22 +312,37 @@ async def run(
     rounds: int,
     seed: int,
     on_round: Callable[[str], None] = lambda fault: None,
+    at_once: int = 1,
 ) -> dict[str, Tally]:
-    """`rounds` of each fault, mixed. Raises `Broken`, with what it takes to run it again."""
-    cluster = Cluster(transport, seed)
+    """`rounds` of each fault, mixed, dealt out to `at_once` clusters. Raises `Broken`, with what it takes to run it again."""
     order = [fault for fault in faults for _ in range(rounds)]
-    cluster.random.shuffle(order)
+    random.Random(f"{transport} {seed}").shuffle(order)
+    clusters = [Cluster(transport, seed, number) for number in range(at_once)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for cluster in clusters:
+                group.create_task(_rounds(cluster, order[cluster.number :: at_once], on_round))
+    except* Broken as broken:
+        raise broken.exceptions[0] from None
+    total: dict[str, Tally] = defaultdict(Tally)
+    for cluster in clusters:
+        for fault, tally in cluster.tallies.items():
+            total[fault].add(tally)
+    return total
+
+
+async def _rounds(cluster: Cluster, order: list[str], on_round: Callable[[str], None]) -> None:
     try:
         await cluster.connect(await cluster.ready("s1"), await cluster.ready("r1"))
         for number, fault in enumerate(order):
             try:
                 await cluster.round(fault)
             except Broken as error:
-                raise Broken(f"{transport}, seed {seed}, round {number} ({fault}): {error}") from None
+                where = f"{cluster.transport}, seed {cluster.seed}, cluster {cluster.number}, round {number}"
+                raise Broken(f"{where} ({fault}): {error}") from None
             on_round(fault)
     finally:
         await cluster.close()
-    return cluster.tallies
 
 
 def main() -> int:
@@ -332,12 +353,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="default: every one")
     parser.add_argument("--fault", choices=FAULTS, action="append", metavar="NAME", help=f"of {', '.join(FAULTS)}")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="clusters side by side (default 1); most rounds wait"
+    )
     asked = parser.parse_args()
+    if asked.rounds < 1 or asked.at_once < 1:
+        parser.error(f"--{'rounds' if asked.rounds < 1 else 'at-once'}: at least 1")
     console, status = Console(), 0
     faults = tuple(asked.fault or FAULTS)
     for transport in asked.transport or TRANSPORTS:
         try:
-            _show(transport, _with_progress(transport, faults, asked.rounds, asked.seed, console), console)
+            _show(transport, _with_progress(transport, faults, asked, console), console)
         except Broken as error:
             console.print(f"[red]broken[/red] {escape(str(error))}", highlight=False)
             status = 1
@@ -345,12 +371,14 @@ def main() -> int:
 
 
 def _with_progress(
-    transport: str, faults: tuple[str, ...], rounds: int, seed: int, console: Console
+    transport: str, faults: tuple[str, ...], asked: argparse.Namespace, console: Console
 ) -> dict[str, Tally]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(transport, total=len(faults) * rounds)
-        return asyncio.run(run(transport, faults, rounds, seed, lambda fault: progress.advance(task)))
+        task = progress.add_task(transport, total=len(faults) * asked.rounds)
+        return asyncio.run(
+            run(transport, faults, asked.rounds, asked.seed, lambda fault: progress.advance(task), asked.at_once)
+        )
 
 
 def _show(transport: str, tallies: dict[str, Tally], console: Console) -> None:

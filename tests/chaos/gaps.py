@@ -28,7 +28,6 @@ class Fault:
     """Of a coordinator's fault: until a request that came right after it had its first token."""
     worst_gap_s: float = 0.0
     earlier_gap_s: float = 0.0
-    streams_ended: int = 0
 
 
 def of_faults(seen: Iterable[tuple[float, float]], faults: Sequence[Fault]) -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import main
 from coordinator.turn import NotOurTurn, Turn, is_taken
 from runtime.driver import Stop
+from runtime.settings import CoordinatorSettings
 
 SOON_S = 5.0
 
@@ -47,6 +49,26 @@ def test_who_is_stopped_while_waiting_takes_no_turn(tmp_path: Path) -> None:
         first.give_up()
 
     asyncio.run(work())
+
+
+def test_a_second_coordinator_of_a_journal_ends_with_a_word_on_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "PREDECESSOR_S", 0.05)
+    path = str(tmp_path / "usage.sqlite")
+    settings = CoordinatorSettings(usage_db=path, bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
+
+    async def work() -> int:
+        first = Turn(path)
+        assert await first.take(Stop(), SOON_S)
+        status = await asyncio.wait_for(main._serve(settings, Stop()), SOON_S)
+        first.give_up()
+        return status
+
+    assert asyncio.run(work()) == 1
+    said = "".join(capfd.readouterr())
+    assert "--usage-db: " in said and "another coordinator writes this journal" in said
+    assert not Path(path).exists(), "it has not touched the journal"
 
 
 def test_a_lock_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -1,39 +1,45 @@
-"""`python -m coordinator`: this role alone, for unit files and launchers."""
+"""`python -m coordinator`: this role alone, for unit files and launchers.
+
+Beside a coordinator that serves nobody waits for this one, but streams may need the cores: all of its loading, about a second
+of CPU, is done at low priority then.
+"""
 
 import os
-import threading
-from importlib import import_module
+import sys
+from collections.abc import Mapping, Sequence
 
-from runtime.exits import leave
-from runtime.options import run_role
-from runtime.settings import CoordinatorSettings
+from coordinator.turn_lock import is_taken
+from runtime.loading import import_nicely
 
 _NICE_LOADING = 10
 
 
-def _run(settings: CoordinatorSettings) -> int:
-    if settings.standby:
-        _load_in_nobodys_way(settings.usage_db)
-    from coordinator.main import run  # here, so that --help and a wrong option answer at once
-
-    return run(settings)
-
-
-def _load_in_nobodys_way(usage_db: str) -> None:
-    """Beside a coordinator that serves, nobody waits for us, but streams may need the cores. Niceness is a thread's on Linux,
-    and a process without rights cannot take its own back."""
-    from coordinator.turn import is_taken
-
-    if is_taken(usage_db):
-        loading = threading.Thread(target=_load_nicely, name="loading")
-        loading.start()
-        loading.join()
+def _journal(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The journal of usage as far as it is told without loading what reads settings: a wrong guess costs only time."""
+    for number, argument in enumerate(arguments):
+        name, given, value = argument.partition("=")
+        if name == "--usage-db":
+            return value if given else "".join(arguments[number + 1 : number + 2])
+    return environment.get("CROSSDOCK_USAGE_DB", "")
 
 
-def _load_nicely() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE_LOADING)
-    import_module("coordinator.main")
+def _main() -> int:
+    journal = _journal(sys.argv[1:], os.environ)
+    if journal and is_taken(journal):
+        import_nicely("coordinator.main", _NICE_LOADING)
+    from runtime.options import run_role
+    from runtime.settings import CoordinatorSettings
+
+    def run(settings: CoordinatorSettings) -> int:
+        from coordinator.main import run  # here, so that --help and a wrong option answer at once
+
+        return run(settings)
+
+    return run_role("coordinator", CoordinatorSettings, run)
 
 
 if __name__ == "__main__":
-    leave(run_role("coordinator", CoordinatorSettings, _run))
+    status = _main()
+    from runtime.exits import leave
+
+    leave(status)

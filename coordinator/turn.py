@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
+from coordinator.turn_lock import lock_of, open_lock
 from proto.errors import CrossdockError
 from runtime.driver import Stop
 
@@ -24,24 +25,9 @@ class NotOurTurn(CrossdockError):
     """Another coordinator serves with this journal, or its lock cannot be taken; `str()` has the path."""
 
 
-def is_taken(usage_db: str) -> bool:
-    """Whether somebody has the turn at this moment."""
-    try:
-        descriptor = _open(_lock_of(usage_db))
-    except OSError:
-        return False  # who takes the turn says why
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
 class Turn:
     def __init__(self, usage_db: str) -> None:
-        self.path = _lock_of(usage_db)
+        self.path = lock_of(usage_db)
         self._descriptor: int | None = None
 
     async def take(self, stop: Stop, within_s: float | None) -> bool:
@@ -70,20 +56,12 @@ class Turn:
             self._descriptor = None
 
 
-def _lock_of(usage_db: str) -> Path:
-    return Path(f"{usage_db}.lock").expanduser()
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
 def _wait(path: Path, taken: "Future[int]") -> None:
     """On a thread of its own, since waiting for a lock cannot be interrupted: whoever gave up waiting leaves it behind."""
     descriptor = -1
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _open(path)
+        descriptor = open_lock(path)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         if taken.set_running_or_notify_cancel():

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from engine import steady
 from engine.plan import Attend, ForwardPlan
 from proto.errors import CrossdockError
 
@@ -87,7 +88,9 @@ def paged_attention(
             seen_key, seen_value = item.key, item.value
         else:
             seen_key, seen_value = key[:, :, rows], value[:, :, rows]
-        if softcap is None:
+        if views.steady:
+            parts.append(_attend_steadily(query[:, :, rows], seen_key, seen_value, item, scaling, softcap))
+        elif softcap is None:
             parts.append(_attend(query[:, :, rows], seen_key, seen_value, item, scaling))
         else:
             parts.append(_attend_softcapped(query[:, :, rows], seen_key, seen_value, item, scaling, softcap))
@@ -116,6 +119,21 @@ def _attend(
         is_causal=item.mask is None and item.gather is None,
         scale=scaling,
     )
+    return out.reshape(1, heads, rows, dim).transpose(1, 2)
+
+
+def _attend_steadily(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    item: Attend,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """As `_attend`, with `steady`."""
+    _, heads, rows, dim = query.shape
+    grouped = query[0].unflatten(0, (key.shape[1], -1))
+    out = steady.attend(grouped, key[0], value[0], item.mask, scaling, softcap)
     return out.reshape(1, heads, rows, dim).transpose(1, 2)
 
 

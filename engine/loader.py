@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from engine import attention, linear, selfcheck
+from engine import attention, linear, selfcheck, steady
 from engine.attention import CURRENT, Recorder, UnsupportedAttention
 from engine.engine import Engine, ModelInfo
 from engine.fingerprint import model_fingerprint
@@ -84,12 +84,15 @@ def load_engine(
     check = selfcheck.SelfCheck(loaded, info, text_config, windows)
     check.compute_reference()
     loaded.set_attn_implementation(attention.NAME)
+    steadily = False
     if device == "cpu" and weights_dtype == torch.float32:
         progress("packing the weights")
-        linear.pack_linears(loaded)
-        linear.compile_sizes(loaded)
+        if linear.pack_linears(loaded):
+            linear.compile_sizes(loaded)
+            heads = getattr(text_config, "num_attention_heads", kv_heads)
+            steadily = heads % kv_heads == 0 and steady.is_steady(kv_heads, heads // kv_heads, head_dim)
     pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device, allocate)
-    engine = Engine(loaded, info, pool)
+    engine = Engine(loaded, info, pool, steadily)
     progress("comparing the paged forward with the model's own")
     difference = check.compare(engine)
     if difference is not None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.steady import TILE
+
 
 @dataclass(frozen=True)
 class SeqChunk:
@@ -30,7 +32,9 @@ class SeqChunk:
 class PoolViews:
     """The two-dimensional views of a pool, one per layer, and a scratch buffer to gather into."""
 
-    def __init__(self, pool: torch.Tensor) -> None:
+    def __init__(self, pool: torch.Tensor, steady: bool = False) -> None:
+        """`steady`: attention is `engine.steady`'s."""
+        self.steady = steady
         blocks, layers, two, block_size, kv_heads, head_dim = pool.shape
         assert two == 2, pool.shape
         self.pool = pool
@@ -63,8 +67,8 @@ class Attend:
     value: torch.Tensor | None
     """Views of `gathered`: [1, kv_heads, visible tokens, head_dim]."""
     mask: torch.Tensor | None
-    """Added to the scores: 0 where query row i may see key j, else -inf; [query rows, visible tokens]. None: every key is
-    visible, or, where nothing is gathered, those up to the query's own."""
+    """Added to the scores: 0 where query row i may see key j, else -inf; [query rows, visible tokens], or the last of those.
+    None: every key is visible, or, where nothing is gathered, those up to the query's own."""
 
 
 class ForwardPlan:
@@ -111,10 +115,14 @@ class ForwardPlan:
 
     def _attend(self, chunk: SeqChunk, row: int, window: int | None) -> Attend:
         count, end, size = len(chunk.tokens), chunk.start + len(chunk.tokens), self.views.block_size
+        steady = self.views.steady
         if chunk.start == 0 and count > 1:
-            mask = None if window is None or window >= count else self._mask(0, count, 0, count, window)
+            hides = steady or (window is not None and window < count)
+            mask = self._mask(0, count, 0, count, window) if hides else None
             return Attend(row, row + count, None, None, None, None, mask)
         visible_from = 0 if window is None else max(0, chunk.start - window + 1)
+        if steady:
+            visible_from -= visible_from % TILE
         first_block = visible_from // size
         table = list(chunk.blocks[first_block : -(-end // size)])
         planes = torch.tensor(table, device=self._device) * (2 * self.views.layers)
@@ -122,7 +130,9 @@ class ForwardPlan:
         shape = (2, len(table) * size, self.views.kv_heads, self.views.head_dim)
         visible = slice(visible_from - first_block * size, end - first_block * size)
         key, value = gathered.view(shape)[:, visible].transpose(1, 2).unsqueeze(1).unbind(0)
-        mask = None if count == 1 else self._mask(chunk.start, end, visible_from, end, window)
+        mask_from = chunk.start if steady and window is None else visible_from
+        all_visible = count == 1 and (window is None or not steady)
+        mask = None if all_visible else self._mask(chunk.start, end, mask_from, end, window)
         return Attend(row, row + count, torch.cat((planes, planes + 1)), gathered, key, value, mask)
 
     def _mask(self, query_from: int, query_to: int, key_from: int, key_to: int, window: int | None) -> torch.Tensor:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from coordinator import main
-from coordinator.turn import NotOurTurn, Turn, is_taken
+from coordinator.turn import NotOurTurn, Turn
+from coordinator.turn_lock import is_taken
 from runtime.driver import Stop
 from runtime.settings import CoordinatorSettings
 

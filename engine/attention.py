@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from engine import steady
-from engine.plan import Attend, ForwardPlan
+from engine.plan import Attend, ForwardPlan, PoolViews
 from proto.errors import CrossdockError
 
 NAME = "crossdock_paged"
@@ -79,8 +79,11 @@ def paged_attention(
     assert isinstance(layer, int)
     views.key_rows[layer].index_copy_(0, current.slots, key.transpose(1, 2).reshape(tokens, -1))
     views.value_rows[layer].index_copy_(0, current.slots, value.transpose(1, 2).reshape(tokens, -1))
+    work = current.work(sliding_window)
+    if views.steady_rows and all(item.one_row is not None for item in work):
+        return _attend_each(query, views, layer, work, scaling, softcap), None
     parts = []
-    for item in current.work(sliding_window):
+    for item in work:
         rows = slice(item.first_row, item.last_row)
         if item.gather is not None:
             assert item.gathered is not None and item.key is not None and item.value is not None
@@ -88,13 +91,35 @@ def paged_attention(
             seen_key, seen_value = item.key, item.value
         else:
             seen_key, seen_value = key[:, :, rows], value[:, :, rows]
-        if views.steady:
-            parts.append(_attend_steadily(query[:, :, rows], seen_key, seen_value, item, scaling, softcap))
+        if views.steady_rows:
+            parts.append(
+                _attend_steadily(query[:, :, rows], seen_key, seen_value, item, views.steady_rows, scaling, softcap)
+            )
         elif softcap is None:
             parts.append(_attend(query[:, :, rows], seen_key, seen_value, item, scaling))
         else:
             parts.append(_attend_softcapped(query[:, :, rows], seen_key, seen_value, item, scaling, softcap))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
+
+
+def _attend_each(
+    query: torch.Tensor,
+    views: PoolViews,
+    layer: int,
+    work: list[Attend],
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Of one token of each sequence, with `steady`: query [1, heads, sequences, dim] → [1, sequences, heads, dim]."""
+    _, heads, sequences, dim = query.shape
+    assert work[0].key is not None
+    kv_heads = work[0].key.shape[1]
+    outs = []
+    for item, rows in zip(work, steady.rows_of(query[0], kv_heads, views.steady_rows, scaling), strict=True):
+        assert item.gather is not None and item.gathered is not None and item.one_row is not None
+        torch.index_select(views.block_rows[layer], 0, item.gather, out=item.gathered)
+        outs.append(steady.attend_one(rows, item.one_row, softcap))
+    return torch.stack(outs)[:, :, : heads // kv_heads].reshape(1, sequences, heads, dim)
 
 
 def _attend(
@@ -127,13 +152,14 @@ def _attend_steadily(
     key: torch.Tensor,
     value: torch.Tensor,
     item: Attend,
+    fewest: int,
     scaling: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
     """As `_attend`, with `steady`."""
     _, heads, rows, dim = query.shape
     grouped = query[0].unflatten(0, (key.shape[1], -1))
-    out = steady.attend(grouped, key[0], value[0], item.mask, scaling, softcap)
+    out = steady.attend(grouped, key[0], value[0], item.mask, fewest, scaling, softcap)
     return out.reshape(1, heads, rows, dim).transpose(1, 2)
 
 

@@ -39,8 +39,8 @@ class ModelInfo:
 class Engine:
     """A model and its KV pool. Made by `engine.loader.load_engine`; belongs to one thread."""
 
-    def __init__(self, model: Any, info: ModelInfo, pool: torch.Tensor, steady: bool = False) -> None:
-        """`steady`: attention is `engine.steady`'s."""
+    def __init__(self, model: Any, info: ModelInfo, pool: torch.Tensor, steady_rows: int = 0) -> None:
+        """`steady_rows`: as of `PoolViews`."""
         self.info = info
         self.pool = pool
         """[blocks, layers, 2, block_size, kv_heads, head_dim], block-major, zeroed at start."""
@@ -48,7 +48,7 @@ class Engine:
         self.tokens_forwarded = 0
         """Token positions ever forwarded."""
         self._model = model
-        self._views = PoolViews(pool, steady)
+        self._views = PoolViews(pool, steady_rows)
         # Where the model supports it, its output layer runs for the wanted rows only.
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 

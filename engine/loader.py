@@ -84,15 +84,15 @@ def load_engine(
     check = selfcheck.SelfCheck(loaded, info, text_config, windows)
     check.compute_reference()
     loaded.set_attn_implementation(attention.NAME)
-    steadily = False
+    steady_rows = 0
     if device == "cpu" and weights_dtype == torch.float32:
         progress("packing the weights")
         if linear.pack_linears(loaded):
             linear.compile_sizes(loaded)
             heads = getattr(text_config, "num_attention_heads", kv_heads)
-            steadily = heads % kv_heads == 0 and steady.is_steady(kv_heads, heads // kv_heads, head_dim)
+            steady_rows = steady.fewest_rows(kv_heads, heads // kv_heads, head_dim) if heads % kv_heads == 0 else 0
     pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device, allocate)
-    engine = Engine(loaded, info, pool, steadily)
+    engine = Engine(loaded, info, pool, steady_rows)
     progress("comparing the paged forward with the model's own")
     difference = check.compare(engine)
     if difference is not None:

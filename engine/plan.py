@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.steady import TILE
+from engine.steady import KEYS_MIN, TILE, OneRow
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class SeqChunk:
 class PoolViews:
     """The two-dimensional views of a pool, one per layer, and a scratch buffer to gather into."""
 
-    def __init__(self, pool: torch.Tensor, steady: bool = False) -> None:
-        """`steady`: attention is `engine.steady`'s."""
-        self.steady = steady
+    def __init__(self, pool: torch.Tensor, steady_rows: int = 0) -> None:
+        """`steady_rows`: the fewest of a product in `engine.steady`, whose attention it then is; 0: it is not."""
+        self.steady_rows = steady_rows
         blocks, layers, two, block_size, kv_heads, head_dim = pool.shape
         assert two == 2, pool.shape
         self.pool = pool
@@ -69,6 +69,8 @@ class Attend:
     mask: torch.Tensor | None
     """Added to the scores: 0 where query row i may see key j, else -inf; [query rows, visible tokens], or the last of those.
     None: every key is visible, or, where nothing is gathered, those up to the query's own."""
+    one_row: OneRow | None = None
+    """The same, prepared; where it is one row, and attention is `steady`'s."""
 
 
 class ForwardPlan:
@@ -115,7 +117,7 @@ class ForwardPlan:
 
     def _attend(self, chunk: SeqChunk, row: int, window: int | None) -> Attend:
         count, end, size = len(chunk.tokens), chunk.start + len(chunk.tokens), self.views.block_size
-        steady = self.views.steady
+        steady = self.views.steady_rows > 0
         if chunk.start == 0 and count > 1:
             hides = steady or (window is not None and window < count)
             mask = self._mask(0, count, 0, count, window) if hides else None
@@ -133,7 +135,8 @@ class ForwardPlan:
         mask_from = chunk.start if steady and window is None else visible_from
         all_visible = count == 1 and (window is None or not steady)
         mask = None if all_visible else self._mask(chunk.start, end, mask_from, end, window)
-        return Attend(row, row + count, torch.cat((planes, planes + 1)), gathered, key, value, mask)
+        one_row = OneRow.of(key[0], value[0], mask) if steady and count == 1 and key.shape[2] >= KEYS_MIN else None
+        return Attend(row, row + count, torch.cat((planes, planes + 1)), gathered, key, value, mask, one_row)
 
     def _mask(self, query_from: int, query_to: int, key_from: int, key_to: int, window: int | None) -> torch.Tensor:
         queries = torch.arange(query_from, query_to, device=self._device).unsqueeze(1)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from launcher.bench_client import percentile
 from tests.chaos.gaps import Fault
+from tests.chaos.orders import IS_STEADY
 from tests.chaos.run import Result
 
 
@@ -97,6 +98,10 @@ def show(result: Result, console: Console) -> None:
         table.add_row(row["role"], row["fault"], *counts, *times)
     console.print(table)
     journal = result.audit.get("journal", {})
+    if not IS_STEADY:
+        console.print(
+            "Matrix products of this machine round rows differently: a sampled token may change when it is resumed."
+        )
     console.print(
         f"{result.answers:,} whole answers, {result.tokens:,} tokens compared, {result.resent} requests sent again to another"
         f" gateway, {result.left} clients left; {result.seconds:.0f} s. Idle after {result.audit.get('idle_after_s', 0):.2f} s."

@@ -158,7 +158,7 @@ def _attend_steadily(
 ) -> torch.Tensor:
     """As `_attend`, with `steady`."""
     _, heads, rows, dim = query.shape
-    grouped = query[0].unflatten(0, (key.shape[1], -1))
+    grouped = query[0].view(key.shape[1], -1, rows, dim)
     out = steady.attend(grouped, key[0], value[0], item.mask, fewest, scaling, softcap)
     return out.reshape(1, heads, rows, dim).transpose(1, 2)
 

@@ -87,10 +87,7 @@ def load_engine(
     steady_rows = 0
     if device == "cpu" and weights_dtype == torch.float32:
         progress("packing the weights")
-        if linear.pack_linears(loaded):
-            linear.compile_sizes(loaded)
-            heads = getattr(text_config, "num_attention_heads", kv_heads)
-            steady_rows = steady.fewest_rows(kv_heads, heads // kv_heads, head_dim) if heads % kv_heads == 0 else 0
+        steady_rows = _packed(loaded, text_config, kv_heads, head_dim)
     pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device, allocate)
     engine = Engine(loaded, info, pool, steady_rows)
     progress("comparing the paged forward with the model's own")
@@ -98,6 +95,15 @@ def load_engine(
     if difference is not None:
         raise ModelUnsupported(f"{model}: {difference}")
     return engine
+
+
+def _packed(loaded: Any, text_config: Any, kv_heads: int, head_dim: int) -> int:
+    """Makes the most of a CPU; returns the rows for `engine.steady`, or 0."""
+    if not linear.pack_linears(loaded):
+        return 0
+    linear.compile_sizes(loaded)
+    heads = getattr(text_config, "num_attention_heads", kv_heads)
+    return steady.fewest_rows(kv_heads, heads // kv_heads, head_dim) if heads % kv_heads == 0 else 0
 
 
 def _pool_blocks(kv_bytes: int, block_bytes: int) -> int:

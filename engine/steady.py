@@ -79,15 +79,15 @@ def _block(
     if visible < KEYS_MIN:
         scores[:, :, visible:] = -torch.inf
     if mask is not None:
-        scores[:, :used, visible - mask.shape[1] : visible].unflatten(1, (group, rows)).add_(mask)
-    out = _summed(torch.softmax(scores, dim=-1), value.split(TILE, dim=1))
+        scores[:, :used, visible - mask.shape[1] : visible].view(kv_heads, group, rows, -1).add_(mask)
+    out = _summed(torch.softmax(scores, dim=-1), torch.split(value, TILE, dim=1))
     return out[:, :used].reshape(kv_heads, group, rows, dim)
 
 
 def _summed(weights: torch.Tensor, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sums of values by weights [kv_heads, rows, visible], tile after tile."""
     out: torch.Tensor | None = None
-    for some, values in zip(weights.split(TILE, dim=2), tiles, strict=True):
+    for some, values in zip(torch.split(weights, TILE, dim=2), tiles, strict=True):
         less = KEYS_MIN - some.shape[2]
         if less > 0:
             some, values = F.pad(some, (0, less)), F.pad(values, (0, 0, 0, less))
@@ -112,7 +112,7 @@ class OneRow:
     def of(cls, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> "OneRow":
         """Of key, value [kv_heads, visible, dim]."""
         assert key.shape[1] >= KEYS_MIN
-        return cls(key.transpose(1, 2), value.split(TILE, dim=1), mask)
+        return cls(key.transpose(1, 2), torch.split(value, TILE, dim=1), mask)
 
 
 def rows_of(query: torch.Tensor, kv_heads: int, fewest: int, scaling: float | None) -> tuple[torch.Tensor, ...]:

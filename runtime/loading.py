@@ -7,22 +7,15 @@ own.
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
 
 def import_nicely(module: str, nice: int) -> None:
     """Import `module` and what it needs at this niceness. Raises what the import does."""
-    failed: list[BaseException] = []
+    with ThreadPoolExecutor(1, "loading", _be_nice, (nice,)) as loading:
+        loading.submit(import_module, module).result()
 
-    def load() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-        try:
-            import_module(module)
-        except BaseException as error:
-            failed.append(error)
 
-    loading = threading.Thread(target=load, name="loading")
-    loading.start()
-    loading.join()
-    if failed:
-        raise failed[0]
+def _be_nice(nice: int) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

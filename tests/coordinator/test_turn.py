@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import main
+from coordinator.__main__ import _journal
 from coordinator.turn import NotOurTurn, Turn
 from coordinator.turn_lock import is_taken
 from runtime.driver import Stop
@@ -70,6 +71,22 @@ def test_a_second_coordinator_of_a_journal_ends_with_a_word_on_the_option(
     said = "".join(capfd.readouterr())
     assert "--usage-db: " in said and "another coordinator writes this journal" in said
     assert not Path(path).exists(), "it has not touched the journal"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "journal"),
+    [
+        (["--standby", "--usage-db", "a.sqlite"], {}, "a.sqlite"),
+        (["--usage-db=b.sqlite"], {"CROSSDOCK_USAGE_DB": "c.sqlite"}, "b.sqlite"),
+        (["--standby"], {"CROSSDOCK_USAGE_DB": "c.sqlite"}, "c.sqlite"),
+        (["--usage-db"], {}, ""),
+        ([], {}, ""),
+    ],
+)
+def test_whose_journal_it_is_is_known_before_anything_is_loaded(
+    arguments: list[str], environment: dict[str, str], journal: str
+) -> None:
+    assert _journal(arguments, environment) == journal
 
 
 def test_a_lock_that_cannot_be_made_is_named(tmp_path: Path) -> None:

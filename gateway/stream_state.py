@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from zlib import crc32
 
 from gateway.stream_types import Finish, StreamLimits, StreamSpec, TextSink
@@ -77,6 +78,8 @@ class Submission:
     cut_at: float | None = None
     """When that worker's connection ended, or any while it is not known whose they would be; None once more have come."""
     stall_at: float | None = None
+    heard_at: float = 0.0
+    """When this attempt was sent, last brought tokens, or was last asked after."""
     ended_early: bool = False
     """Some choice ended here while its worker, or the coordinator, believes that it goes on."""
 
@@ -103,10 +106,10 @@ class Submission:
         return self.is_new and self.wait_until is not None and now >= self.wait_until
 
     def to_submit(self, now: float) -> tuple[Submit, bytes]:
-        """The message for the current attempt: prompt and tokens already sent, which only one choice can have."""
+        """The message for the current attempt: prompt and tokens already sent, which are only said of one choice: where several
+        have begun, it asks after an attempt that the coordinator knows."""
         spec = self.stream.spec
         sent = self.choices[0].tokens if len(self.choices) == 1 else []
-        assert len(self.choices) == 1 or not self.has_begun
         packed = pack_tokens((*spec.prompt, *sent))
         names = spec.names.extended(packed) if spec.names is not None and sent else spec.names
         submit = Submit(
@@ -158,17 +161,33 @@ class Submission:
         if self.decoder in (0, worker) and self.cut_at is None:
             self.cut_at = now
 
-    def sent_to(self, coordinator: int) -> None:
+    def silent_at(self, limits: StreamLimits, coordinator: int) -> float:
+        """When it will have been silent for too long: if in doubt, or for a coordinator that knows of it to be asked."""
+        if self.stall_at is not None:
+            return self.stall_at
+        patience_s = limits.stall_s if self.got_tokens else limits.idle_s / 4
+        return self.heard_at + patience_s if self.coordinator == coordinator else inf
+
+    def sent_to(self, coordinator: int, now: float) -> None:
         """The current attempt is on its way there."""
+        self.heard_at = now
         self.phase, self.sent, self.got_tokens = Phase.SENT, True, False
         self.coordinator, self.decoder = coordinator, 0
         self.cut_at = self.stall_at = None
 
-    def heard(self, decoder: int) -> None:
-        """Its tokens have come."""
+    def heard(self, decoder: int, now: float) -> bool:
+        """Its tokens have come; whether they are the first of this attempt, which is waited for with less patience now."""
+        first, self.heard_at = not self.got_tokens, now
         self.got_tokens = True
         self.decoder = decoder or self.decoder
         self.cut_at = self.stall_at = None
+        return first
+
+    def asked(self, now: float, limits: StreamLimits) -> None:
+        """The coordinator is asked after it."""
+        self.heard_at = now
+        if self.stall_at is not None:
+            self.stall_at = now + limits.stall_s
 
     def jitter(self) -> float:
         """0.5 to 1.5, the same for the same attempt: spread without randomness, which a pure core has none of."""
@@ -193,15 +212,15 @@ class Stream:
     def id(self) -> str:
         return self.spec.stream_id
 
-    def deadline(self, idle_s: float, link_up: bool) -> float:
+    def deadline(self, limits: StreamLimits, link_up: bool, coordinator: int) -> float:
         """When it must be looked at next, if nothing happens before."""
-        at = self.progress_at + idle_s
+        at = self.progress_at + limits.idle_s
         for submission in self.submissions:
             if submission.phase is Phase.PENDING:
                 if link_up:
                     at = min(at, submission.not_before)
                 elif submission.is_new and submission.wait_until is not None:
                     at = min(at, submission.wait_until)
-            elif submission.stall_at is not None and link_up:
-                at = min(at, submission.stall_at)
+            elif link_up:
+                at = min(at, submission.silent_at(limits, coordinator))
         return at

@@ -141,7 +141,7 @@ class StreamKeeper:
             submission.attempt += 1
             submission.resuming = False
             self._out.append(Noticed(Why.RESUMED, submission.request_id))
-        submission.sent_to(self._coordinator_epoch)
+        submission.sent_to(self._coordinator_epoch, now)
         self._words.take_back(submission.request_id)
         self._out.append(SendSubmit(*submission.to_submit(now)))
 
@@ -155,8 +155,7 @@ class StreamKeeper:
         return submission
 
     def _accepted(self, event: Accepted) -> None:
-        submission = self._current(event.request_id, event.attempt)
-        if submission is not None:
+        if (submission := self._current(event.request_id, event.attempt)) is not None:
             self._runs(submission, event.rates)
 
     def _runs(self, submission: Submission, rates: RateState | None = None) -> None:
@@ -243,7 +242,8 @@ class StreamKeeper:
             self._broken(submission, f"token {have} of choice {choice.index} expected, {item.index} came", now)
             return
         submission.stream.progress_at = now
-        submission.heard(decoder)
+        if submission.heard(decoder, now):
+            self._schedule(submission.stream)
         self._runs(submission)
         self._take(submission, choice, item, have - item.index)
 
@@ -339,7 +339,7 @@ class StreamKeeper:
         """Have `_tick` look at the stream at its deadline, or earlier: deadlines that move back are found out then."""
         if stream.id not in self.streams:
             return
-        at = stream.deadline(self.limits.idle_s, self.link_up)
+        at = stream.deadline(self.limits, self.link_up, self._coordinator_epoch)
         if stream.scheduled_at is None or at < stream.scheduled_at:
             stream.scheduled_at = at
             if len(self._heap) > 4 * len(self.streams) + 64:
@@ -365,13 +365,13 @@ class StreamKeeper:
             elif pending and submission.waits_in_vain(now):
                 self._fail(stream, Failure(FailKind.UNREACHABLE, "the coordinator cannot be reached"))
                 return
-            elif not pending and self.link_up and submission.stall_at is not None and now >= submission.stall_at:
-                if not submission.got_tokens:
+            elif not pending and self.link_up and now >= submission.silent_at(self.limits, self._coordinator_epoch):
+                if submission.stall_at is None or not submission.got_tokens:
                     # It may wait for its turn, or be over: said once more, its Submit is answered with what it is.
-                    submission.stall_at = now + self.limits.stall_s
+                    submission.asked(now, self.limits)
                     self._out.append(SendSubmit(*submission.to_submit(now)))
-                    continue
-                self._broken(submission, "silent since a connection was lost", now)
+                else:
+                    self._broken(submission, "silent since a connection was lost", now)
                 if stream.id not in self.streams:
                     return
 

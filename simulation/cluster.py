@@ -9,6 +9,8 @@ from simulation.plan import Asked, Fault, Plan
 from simulation.worker_processes import DecodeProcess, PrefillProcess
 from simulation.world import Process, World
 
+ANEW_S = 0.1
+"""In which a coordinator that was away begins anew."""
 SLOW_STEPS, SLOW_FRAMES_S, SLOW_DISK_S = 15.0, 0.2, 0.4
 
 
@@ -133,6 +135,13 @@ class Cluster(World):
     def worker_goes(self, worker: PrefillProcess | DecodeProcess, why: str) -> None:
         self.oracles.goes(worker, why)
         self._end(worker, self._leaving.pop(worker.name))
+
+    def begins_anew(self, coordinator: CoordinatorProcess) -> None:
+        """After an absence: in one process, with a new epoch."""
+        self.injected["absence"] += 1
+        coordinator.log("was away")
+        coordinator.commit()
+        self._end(coordinator, ANEW_S)
 
     def _end(self, process: Process, for_s: float) -> None:
         """In order, and started again after a while."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from coordinator.absence import Absence, Present
 from coordinator.core import Core
 from coordinator.events import Action, Configured, Event, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
 from coordinator.invariants import check
@@ -18,7 +19,8 @@ from proto.drain import Draining, DrainRequest
 from proto.errors import RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import HandOverMs, Hello, Message, Prefill, Reserve, Role, WorkFailed
-from simulation.links import Link, Server
+from runtime.silence import Silence
+from simulation.links import HEARTBEAT_MS, Link, Server
 from simulation.oracles import stream_of
 from simulation.world import Alarm, Process, Violation
 
@@ -100,6 +102,8 @@ class CoordinatorProcess(Process):
         super().__init__(cluster, name)
         self.cluster = cluster
         self.core = Core(cluster.plan.limits)
+        self.absence = Absence(Silence(HEARTBEAT_MS, 0.0).limit_s)
+        self._present = Present(self.core, self.absence)
         self.outbox = Outbox()
         self.links: dict[int, Link] = {}
         self.drained: set[int] = set()
@@ -124,6 +128,14 @@ class CoordinatorProcess(Process):
             on_message=self._message,
             on_down=self._down,
         )
+        self.absence.begin(self.now())
+        self._look_for_absence()
+
+    def _look_for_absence(self) -> None:
+        if self.absence.look(self.now()):
+            self.cluster.begins_anew(self)
+        else:
+            self.after(self.absence.limit_s / 8, self._look_for_absence)
 
     # --- the core -------------------------------------------------------------------------------------------------------
 
@@ -135,12 +147,12 @@ class CoordinatorProcess(Process):
         self._busy = True
         try:
             while self._pending:
-                for action in self.core.handle(self._pending.pop(0), self.now()):
+                for action in self._present.handle(self._pending.pop(0), self.now()):
                     self._perform(action)
                 self._check()
         finally:
             self._busy = False
-        self._alarm.set(self.core.next_deadline())
+        self._alarm.set(self._present.next_deadline())
 
     def _check(self) -> None:
         self.events += 1

@@ -169,6 +169,9 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
     if "drain" in kinds:
         plan.faults += _drains(plan, Random(seed ^ 0xD4A1))
         plan.faults.sort(key=lambda fault: fault.at_s)
+    if "pause" in kinds:
+        plan.faults += _absences(plan, Random(seed ^ 0xAB5E))
+        plan.faults.sort(key=lambda fault: fault.at_s)
     if "transfer" in kinds and chaos.random() < 0.2:
         plan.corrupt = chaos.choice((0.1, 0.8))
     if "hostile" in kinds and (kinds == {"hostile"} or chaos.random() < 0.2):
@@ -213,6 +216,14 @@ def _drains(plan: Plan, random: Random) -> list[Fault]:
         at_s = random.choice(plan.asked).at_s + random.uniform(0.0, 0.3)  # while something runs
         drains.append(Fault(at_s, "drain", who, for_s=for_s, how=how, grace_s=grace_s))
     return drains
+
+
+def _absences(plan: Plan, random: Random) -> list[Fault]:
+    """In one run of twelve the coordinator is stopped for so long that it begins anew, or nearly, while something runs."""
+    if random.random() >= 1 / 12:
+        return []
+    at_s = random.choice(plan.asked).at_s + random.uniform(0.0, 0.5)
+    return [Fault(at_s, "pause", "coordinator", for_s=random.uniform(1.5, 5.0))]
 
 
 def _fault(plan: Plan, random: Random, kind: str) -> Fault:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,6 +257,8 @@ class Watcher:
     def __init__(self, coordinator: str) -> None:
         self.report: StatusReport | None = None
         self.epoch_known = False
+        self._stalls: deque[tuple[float, float]] = deque(maxlen=4096)
+        """When we were late, and by how much: it is the machine that stood still."""
         self._peer: Peer | None = None
         self._news = asyncio.Event()
         hello = Hello(
@@ -306,7 +309,13 @@ class Watcher:
         while True:
             if self._peer is not None:
                 self._peer.send(StatusRequest())
+            due = time.monotonic() + ASK_EVERY_S
             await asyncio.sleep(ASK_EVERY_S)
+            self._stalls.append((due, time.monotonic() - due))
+
+    def stood_still_s(self, since: float) -> float:
+        """The longest that the machine did since then."""
+        return max((late_s for due, late_s in self._stalls if due >= since), default=0.0)
 
     def _up(self, peer: Peer, _: Welcome) -> None:
         self._peer = peer

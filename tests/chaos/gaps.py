@@ -19,6 +19,8 @@ class Fault:
     name: str
     at: float
     detected_s: float | None = None
+    continued_at: float | None = None
+    """Of a stop."""
     back_s: float | None = None
     healed_at: float = 0.0
     alone: bool = True

@@ -24,6 +24,8 @@ DOWN_S = (0.05, 0.6)
 """How long a killed process stays away."""
 STOPPED_S = (2.6, 4.0)
 """Longer than three missed heartbeats and one more of grace."""
+OVERLOOKED_S, STALL_S = 3.0, 0.25
+"""Missed by nobody so long after it went on, where the machine itself had stood still for as long."""
 CONTROL_SHARE = 0.1
 """Moments at which nothing is broken, to compare with."""
 RESENDS_MAX = 20
@@ -277,9 +279,9 @@ class Run:
             await asyncio.sleep(self.random.uniform(*STOPPED_S))
         finally:
             self.cluster.signal(member, SIGCONT)
-        resumed_at = time.monotonic()
+        fault.continued_at = time.monotonic()
         await detecting
-        await self._back(member, fault, resumed_at)
+        await self._back(member, fault, fault.continued_at)
 
     async def _probe(self, fault: Fault) -> None:
         gateway = next(member for member in self.cluster.of("gateway") if not member.hurt)
@@ -302,11 +304,18 @@ class Run:
         else:
             # Beside an absent coordinator nobody can tell; one that was lost and is back again shows in the count alone.
             lost = watcher.lost(member.role)
-            await self.cluster.until(
-                f"{name} is missed",
-                lambda: watcher.epoch_known and (name not in watcher.names() or watcher.lost(member.role) > lost),
-            )
-            fault.detected_s = time.monotonic() - fault.at
+
+            def missed() -> bool:
+                return watcher.epoch_known and (name not in watcher.names() or watcher.lost(member.role) > lost)
+
+            def overlooked() -> bool:
+                # The machine stood still with it, and the coordinator does not hold that against it.
+                over = fault.continued_at is not None and time.monotonic() > fault.continued_at + OVERLOOKED_S
+                return over and watcher.stood_still_s(fault.at) > STALL_S
+
+            await self.cluster.until(f"{name} is missed", lambda: missed() or overlooked())
+            if missed():
+                fault.detected_s = time.monotonic() - fault.at
 
     async def _back(self, member: Member, fault: Fault, since: float | None = None) -> None:
         """Until all have found each other again; for the coordinator, from the fault until it lets requests in."""

@@ -140,7 +140,8 @@ def test_a_stream_that_may_have_lost_all_its_tokens_asks_what_became_of_it() -> 
     assert submits(bench.wait()) == [("r", 2, [1, 2, 3], 0, 1, 0)]
     bench.tokens(0, 5, attempt=2)
     bench.now += LIMITS.stall_s + 1
-    assert bench.do(Tick()) == []
+    asked = bench.do(Tick())
+    assert submits(asked) == [("r", 2, [1, 2, 3, 5], 1, 1, 0)] and not cancels(asked), "nothing speaks against it"
 
 
 def test_streams_go_on_without_link_and_over_a_new_coordinator() -> None:
@@ -331,12 +332,39 @@ def test_idle_streams_fail_before_and_between_tokens() -> None:
     bench.open()
     bench.now += 100
     bench.tokens(0, 5)
-    bench.now += 100
-    assert bench.do(Tick()) == []
-    failed = bench.wait()
+    bench.now += 119
+    assert failures(bench.do(Tick())) == []
+    bench.now += 1
+    failed = bench.do(Tick())
     assert failures(failed) == [FailKind.IDLE]
     assert cancels(failed) == [("r", 1, CancelReason.ABANDONED)]
-    assert bench.now == 320
+
+
+def test_a_stream_that_falls_silent_is_asked_after_though_no_connection_was_lost() -> None:
+    bench = Bench()
+    bench.open()
+    assert [s[:2] for s in submits(bench.wait())] == [("r", 1)], (
+        "not begun: after a quarter of the time after which it fails"
+    )
+    assert bench.now == 130
+    bench.tokens(0, 5)
+    for waits in range(3):
+        assert [s[:2] for s in submits(bench.wait())] == [("r", 1)], waits
+    assert bench.now == 145
+    resumed = bench.do(Interrupted("r", 1, Interrupt.GATEWAY_LINK_LOST, "it has ended")) + bench.wait()
+    assert submits(resumed) == [("r", 2, [1, 2, 3, 5], 1, 1, 0)]
+
+
+def test_a_coordinator_that_does_not_know_of_a_stream_is_not_asked_after_it() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5)
+    bench.do(LinkDown())
+    bench.do(LinkUp(8))
+    bench.tokens(1, 6)
+    while bench.keeper.streams:
+        assert submits(bench.wait()) == [], "its attempt is of another's time"
+    assert bench.now == 220
 
 
 def test_a_gateway_that_is_to_stop_takes_nothing_new_and_lets_run_what_runs() -> None:

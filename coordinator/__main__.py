@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from coordinator.turn_lock import is_taken
-from runtime.loading import import_nicely
+from runtime.niceness import import_nicely
 
 _NICE_LOADING = 10
 

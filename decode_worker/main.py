@@ -5,6 +5,7 @@ from engine.engine import Engine
 from engine.loader import load_engine
 from engine.thread import EngineThread, pick_device
 from kvtransfer.transports import allowed_on, memory_for
+from runtime.niceness import be_nice_as_group
 from runtime.settings import WorkerSettings
 from runtime.worker_process import as_config_error, run_worker
 
@@ -27,6 +28,8 @@ def run(settings: WorkerSettings) -> int:
             allocate=memory.allocate if memory is not None else None,
         )
         thread.be_nice(settings.nice)
+        if settings.nice:
+            be_nice_as_group(settings.nice)
         return engine
 
     return run_worker(

@@ -5,6 +5,7 @@ from engine.loader import load_engine
 from engine.thread import EngineThread, pick_device
 from kvtransfer.transports import allowed_on
 from prefill_worker.worker import PrefillWorker
+from runtime.niceness import be_nice_as_group
 from runtime.settings import WorkerSettings
 from runtime.worker_process import as_config_error, run_worker
 
@@ -26,6 +27,8 @@ def run(settings: WorkerSettings) -> int:
             kv_bytes=int(settings.kv_gib * (1 << 30)),
         )
         thread.be_nice(settings.nice)
+        if settings.nice:
+            be_nice_as_group(settings.nice)
         return engine
 
     return run_worker(

@@ -1,0 +1,46 @@
+"""Niceness towards other processes. Linux shares the CPU between sessions first ("autogroup", sched(7)), and niceness counts
+within one only: a service, or what was started detached, has a session of its own, and would take half of a core from its
+neighbours however nice its threads are. The session has a niceness too, which its leader sets here.
+"""
+
+import errno
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from typing import Final
+
+_GROUP: Final = "/proc/self/autogroup"
+_TRIES, _AGAIN_S = 50, 0.1
+"""Without rights the kernel takes one change of any group in a tenth of a second."""
+
+
+def be_nice_as_group(nice: int) -> None:
+    """To all other sessions, if this one is ours alone. Where it cannot be done, it stays as it was."""
+    if os.getsid(0) != os.getpid():
+        return
+    for _ in range(_TRIES):
+        try:
+            with open(_GROUP, "w") as group:
+                group.write(str(nice))
+            return
+        except OSError as error:
+            if error.errno != errno.EAGAIN:
+                return  # no such groups here, or no right to a negative niceness
+        threading.Event().wait(_AGAIN_S)
+
+
+def import_nicely(module: str, nice: int) -> None:
+    """Import `module` and what it needs at this niceness: libraries take seconds of CPU, and nobody waits for them as the
+    streams of others wait for their next token. On a thread of its own, since a process without rights cannot take a thread's
+    niceness back. Raises what the import does."""
+    with ThreadPoolExecutor(1, "loading", _be_nice, (nice,)) as loading:
+        try:
+            loading.submit(import_module, module).result()
+        finally:
+            be_nice_as_group(0)
+
+
+def _be_nice(nice: int) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+    be_nice_as_group(nice)

@@ -336,7 +336,11 @@ class WorkerSettings(_ClientSettings):
         description="Cores of the thread that computes, like 1 or 0-2,5; the other threads use the rest. Empty: not pinned.",
     )
     nice: int = Field(
-        0, ge=-20, le=19, description="Scheduling niceness; a prefill worker sharing cores should be at 5 or more."
+        0,
+        ge=-20,
+        le=19,
+        description="Scheduling niceness of what computes, and of the process's session if it is its own; a prefill worker"
+        " sharing cores should be at 5 or more.",
     )
 
     @property

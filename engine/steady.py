@@ -86,6 +86,8 @@ def _block(
 
 def _summed(weights: torch.Tensor, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sums of values by weights [kv_heads, rows, visible], tile after tile."""
+    if len(tiles) == 1 and weights.shape[2] >= KEYS_MIN:
+        return torch.bmm(weights, tiles[0])
     out: torch.Tensor | None = None
     for some, values in zip(torch.split(weights, TILE, dim=2), tiles, strict=True):
         less = KEYS_MIN - some.shape[2]
@@ -119,8 +121,8 @@ def rows_of(query: torch.Tensor, kv_heads: int, fewest: int, scaling: float | No
     """query [heads, sequences, dim] → for each sequence [kv_heads, group or more, dim], as `attend_one` wants it."""
     heads, sequences, dim = query.shape
     scaled = query * (dim**-0.5 if scaling is None else scaling)
-    rows = scaled.view(kv_heads, -1, sequences, dim).permute(2, 0, 1, 3)
-    return F.pad(rows, (0, 0, 0, max(0, fewest - heads // kv_heads))).unbind(0)
+    rows, more = scaled.view(kv_heads, -1, sequences, dim).permute(2, 0, 1, 3), fewest - heads // kv_heads
+    return (F.pad(rows, (0, 0, 0, more)) if more > 0 else rows).unbind(0)
 
 
 def attend_one(rows: torch.Tensor, over: OneRow, softcap: float | None) -> torch.Tensor:

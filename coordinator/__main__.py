@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from coordinator.turn_lock import is_taken
 from runtime.niceness import import_nicely
 
-_NICE_LOADING = 10
+_NICE_LOADING = 5
+"""More, and on a busy machine it takes half a minute, in which nobody stands by."""
 
 
 def _journal(arguments: Sequence[str], environment: Mapping[str, str]) -> str:

@@ -1,5 +1,6 @@
 """Bugs of the gateway and of the coordinator."""
 
+from math import inf
 from typing import Any
 
 import msgspec
@@ -38,7 +39,7 @@ def tokens_are_not_told_apart_by_index(m: pytest.MonkeyPatch) -> None:
             return
         choice = submission.choices[item.choice - submission.choices[0].index]
         if not choice.done:
-            submission.heard(decoder)
+            submission.heard(decoder, now)
             self._runs(submission)
             take(self, submission, choice, item, 0)
 
@@ -131,7 +132,7 @@ def a_new_coordinator_is_told_nothing(m: pytest.MonkeyPatch) -> None:
 @bug
 def silence_after_a_lost_connection_is_waited_out(m: pytest.MonkeyPatch) -> None:
     """Tokens that died with a connection are missed when the client gives up."""
-    m.setattr(StreamKeeper, "_worker_is_down", lambda self, epoch, now: None)
+    m.setattr(Submission, "silent_at", lambda self, limits, coordinator: inf)
 
 
 # --- coordinator ----------------------------------------------------------------------------------------------------------

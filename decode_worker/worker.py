@@ -53,6 +53,7 @@ class DecodeWorker:
         info = engine.info
         self.settings = settings
         self.log = log
+        log.info("loaded", kv_blocks=engine.blocks, steady=engine.is_steady)
         self.engine = engine
         self.thread = thread
         batch: Batch[SamplerState] = Batch()

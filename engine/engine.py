@@ -70,6 +70,11 @@ class Engine:
         logits: torch.Tensor = output.logits[0] if self._keeps_rows else output.logits[0, plan.wanted]
         return logits.float()
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether a token's numbers do not depend on how it is computed: a resumed stream is then exact."""
+        return self._views.steady_rows > 0
+
     def finish(self) -> None:
         """Wait until all that was enqueued on a GPU is done. From then on other threads, on streams of their own, may read what
         a forward wrote; before, nothing orders the two."""

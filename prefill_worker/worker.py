@@ -45,6 +45,7 @@ class PrefillWorker:
         info = engine.info
         self.settings = settings
         self.log = log
+        log.info("loaded", kv_blocks=engine.blocks, steady=engine.is_steady)
         self.engine = engine
         self.thread = thread
         self.core = PrefillCore(

@@ -32,7 +32,8 @@ class StreamLimits:
     resume_wait_s: float = 30.0
     """How long a resume that meets a full queue is tried again."""
     stall_s: float = 5.0
-    """Silence after which a stream that outlived its coordinator, or a worker's connection, is taken for lost."""
+    """Silence after which a stream that outlived its coordinator, or a worker's connection, is taken for lost, and one against
+    which nothing speaks is asked after."""
     gone_s: float = 0.5
     """Likewise, where the connection that its tokens came by has ended, and no coordinator that knows of it is there to tell
     more: as long as one that lives takes to connect again."""

@@ -19,8 +19,8 @@ class Fault:
     name: str
     at: float
     detected_s: float | None = None
-    continued_at: float | None = None
-    """Of a stop."""
+    stopped_s: float | None = None
+    """How long a stop was, once it is over."""
     back_s: float | None = None
     healed_at: float = 0.0
     alone: bool = True

@@ -25,7 +25,8 @@ DOWN_S = (0.05, 0.6)
 STOPPED_S = (2.6, 4.0)
 """Longer than three missed heartbeats and one more of grace."""
 OVERLOOKED_S, STALL_S = 3.0, 0.25
-"""Missed by nobody so long after it went on, where the machine itself had stood still for as long."""
+"""A stopped process that nobody has missed so long after it went on need not have been, if the machine itself had stood still
+for so long meanwhile. How many were is shown."""
 CONTROL_SHARE = 0.1
 """Moments at which nothing is broken, to compare with."""
 RESENDS_MAX = 20
@@ -279,9 +280,9 @@ class Run:
             await asyncio.sleep(self.random.uniform(*STOPPED_S))
         finally:
             self.cluster.signal(member, SIGCONT)
-        fault.continued_at = time.monotonic()
+        fault.stopped_s = time.monotonic() - fault.at
         await detecting
-        await self._back(member, fault, fault.continued_at)
+        await self._back(member, fault, fault.at + fault.stopped_s)
 
     async def _probe(self, fault: Fault) -> None:
         gateway = next(member for member in self.cluster.of("gateway") if not member.hurt)
@@ -310,8 +311,9 @@ class Run:
 
             def overlooked() -> bool:
                 # The machine stood still with it, and the coordinator does not hold that against it.
-                over = fault.continued_at is not None and time.monotonic() > fault.continued_at + OVERLOOKED_S
-                return over and watcher.stood_still_s(fault.at) > STALL_S
+                if fault.stopped_s is None or time.monotonic() < fault.at + fault.stopped_s + OVERLOOKED_S:
+                    return False
+                return watcher.stood_still_s(fault.at) > STALL_S
 
             await self.cluster.until(f"{name} is missed", lambda: missed() or overlooked())
             if missed():

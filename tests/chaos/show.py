@@ -98,6 +98,11 @@ def show(result: Result, console: Console) -> None:
         table.add_row(row["role"], row["fault"], *counts, *times)
     console.print(table)
     journal = result.audit.get("journal", {})
+    overlooked = sum(fault.kind == "stop" and fault.detected_s is None for fault in result.faults)
+    if overlooked:
+        console.print(
+            f"{overlooked} stopped processes were missed by nobody: the machine itself had stood still meanwhile."
+        )
     if not IS_STEADY:
         console.print(
             "Matrix products of this machine round rows differently: a sampled token may change when it is resumed."

@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -48,6 +49,7 @@ def run(
 ) -> int:
     """`work(cluster, progress)` on a cluster of its own; its exit status. Logs are kept where something was wrong."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _go_first()
     console, folder = (
         Console(width=None if sys.stdout.isatty() else 180),
         Path(tempfile.mkdtemp(prefix="crossdock-chaos-")),
@@ -78,6 +80,13 @@ def run(
 
     status = uvloop.run(outer())
     return 130 if status is None else status
+
+
+def _go_first() -> None:
+    """Before all others on this machine, where that is permitted, but not our children: who measures gaps and waits for a core
+    himself, behind those he looks at, measures his own."""
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 
 
 async def _write(path: str, text: str) -> None:

@@ -61,6 +61,8 @@ class KvLayout:
 
 def cells_of(block_ids: Sequence[int], ratio: int) -> tuple[int, ...]:
     """The cells of these blocks, `ratio` to a block, in order."""
+    if ratio == 1:
+        return tuple(block_ids)
     return tuple(block * ratio + part for block in block_ids for part in range(ratio))
 
 

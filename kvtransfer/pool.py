@@ -137,7 +137,7 @@ class PoolRows:
 
     def check(self, block_ids: Sequence[int]) -> None:
         """Ids come from our own allocator: one out of range is our bug, and must not become a stray copy."""
-        assert all(0 <= block < self._rows.shape[0] * self.ratio for block in block_ids), (
+        assert not block_ids or (min(block_ids) >= 0 and max(block_ids) < self.cells), (
             f"a block outside the pool in {block_ids}"
         )
 

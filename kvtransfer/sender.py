@@ -130,8 +130,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
             self._rows.check(block_ids)
             ratio = live.route.rows.ratio
             first = first_block * ratio
-            cells = cells_of(block_ids, ratio)[: live.session.blocks - first] if ratio > 1 else tuple(block_ids)
-            self._feed(live, BlocksReady(first, cells))
+            self._feed(live, BlocksReady(first, cells_of(block_ids, ratio)[: live.session.blocks - first]))
 
     def commit(
         self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]

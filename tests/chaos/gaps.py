@@ -30,6 +30,8 @@ class Fault:
     """Of a coordinator's fault: until a request that came right after it had its first token."""
     worst_gap_s: float = 0.0
     earlier_gap_s: float = 0.0
+    stall_s: float = 0.0
+    """How long the machine itself stood still meanwhile, at most."""
 
 
 def of_faults(seen: Iterable[tuple[float, float]], faults: Sequence[Fault]) -> None:

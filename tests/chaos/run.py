@@ -252,7 +252,7 @@ class Run:
                 await self._stop(member, fault)
         except Violation as error:
             self._violated(str(error), fault)
-        fault.healed_at = time.monotonic()
+        fault.healed_at, fault.stall_s = time.monotonic(), self.cluster.watcher.stood_still_s(fault.at)
         if member is not None:
             member.hurt = False
 

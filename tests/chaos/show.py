@@ -41,6 +41,7 @@ def _row(role: str, kind: str, faults: Sequence[Fault]) -> dict[str, Any]:
         **_figures("added", added),
         **_figures("detected", detected),
         **_figures("back", back),
+        "stall_max_s": max((fault.stall_s for fault in alone), default=0.0),
     }
 
 
@@ -85,18 +86,18 @@ async def tell(result: Result, out: TextIO, every_s: float = 30.0) -> None:
 
 def show(result: Result, console: Console) -> None:
     table = Table(title="Worst gap of any stream at each fault that struck alone, in s", title_justify="left")
-    columns = (
-        "role fault number lost dup. changed errors gap-p50 p99 added-p50 max detected-p50 max back-p50 max".split()
-    )
+    columns = "role fault number lost dup. changed errors".split()
+    columns += "gap-p50 p99 added-p50 max detected-p50 max back-p50 max stall-max".split()
     for number, heading in enumerate(columns):
         table.add_column(heading.replace("-", " "), justify="left" if number < 2 else "right")
     for row in rows(result):
         counts = [str(row[what]) for what in ("number", "lost", "duplicated", "changed", "errors")]
         figures = ["gap_p50_s", "gap_p99_s", "added_p50_s", "added_max_s", "detected_p50_s", "detected_max_s"]
-        figures += ["back_p50_s", "back_max_s"]
+        figures += ["back_p50_s", "back_max_s", "stall_max_s"]
         times = ["–" if row[name] is None else f"{row[name]:.3f}" for name in figures]
         table.add_row(row["role"], row["fault"], *counts, *times)
     console.print(table)
+    console.print("Stall: how long the machine itself stood still, at most, between such a fault and its end.")
     journal = result.audit.get("journal", {})
     overlooked = sum(fault.kind == "stop" and fault.detected_s is None for fault in result.faults)
     if overlooked:

@@ -130,7 +130,8 @@ class KvSender(Driver[SenderSession, _Outgoing]):
             self._rows.check(block_ids)
             ratio = live.route.rows.ratio
             first = first_block * ratio
-            self._feed(live, BlocksReady(first, cells_of(block_ids, ratio)[: live.session.blocks - first]))
+            cells = cells_of(block_ids, ratio)[: live.session.blocks - first] if ratio > 1 else tuple(block_ids)
+            self._feed(live, BlocksReady(first, cells))
 
     def commit(
         self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]

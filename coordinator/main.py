@@ -150,7 +150,7 @@ class Coordinator:
         await self.observed.close()
         self.driver.close()
         if self.record is not None:
-            self.record.close("stopped")
+            self.record.close("was away" if self.absence.away_s else "stopped")
         for end in ends:
             end.cancel()
         return 1 if self.failure.is_set() else 0

@@ -78,6 +78,8 @@ class Submission:
     cut_at: float | None = None
     """When that worker's connection ended, or any while it is not known whose they would be; None once more have come."""
     stall_at: float | None = None
+    ask_at: float | None = None
+    """In doubt, but the coordinator may know more: when it is asked."""
     heard_at: float = 0.0
     """When this attempt was sent, last brought tokens, or was last asked after."""
     ended_early: bool = False
@@ -151,9 +153,15 @@ class Submission:
         about to come back to it."""
         return (_RETRY_S[0] if settling else min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1])) * self.jitter()
 
-    def doubt(self, until: float) -> None:
-        """Taken for lost if it is silent until then. A later loss does not put that off: one that has been silent since the
-        first would wait for as long as any come."""
+    def doubt(self, now: float, limits: StreamLimits, *, known: bool) -> None:
+        """It may have been lost; `known`: the coordinator that has it is there. That one tells of a lost worker, but its end may
+        have gone out on a connection that nobody read any more: then it is asked. A later loss does not put off when it is
+        taken for lost: one that has been silent since the first would wait for as long as any come."""
+        until, self.ask_at = now + limits.stall_s, None
+        if self.cut_at is not None and not known:
+            until = min(until, self.cut_at + limits.gone_s)
+        elif self.cut_at is not None and self.got_tokens:
+            self.ask_at = self.cut_at + limits.gone_s
         self.stall_at = until if self.stall_at is None else min(self.stall_at, until)
 
     def cut(self, worker: int, now: float) -> None:
@@ -164,7 +172,7 @@ class Submission:
     def silent_at(self, limits: StreamLimits, coordinator: int) -> float:
         """When it will have been silent for too long: if in doubt, or for a coordinator that knows of it to be asked."""
         if self.stall_at is not None:
-            return self.stall_at
+            return self.stall_at if self.ask_at is None else min(self.stall_at, self.ask_at)
         patience_s = limits.stall_s if self.got_tokens else limits.idle_s / 4
         return self.heard_at + patience_s if self.coordinator == coordinator else inf
 
@@ -173,20 +181,24 @@ class Submission:
         self.heard_at = now
         self.phase, self.sent, self.got_tokens = Phase.SENT, True, False
         self.coordinator, self.decoder = coordinator, 0
-        self.cut_at = self.stall_at = None
+        self.cut_at = self.stall_at = self.ask_at = None
 
     def heard(self, decoder: int, now: float) -> bool:
         """Its tokens have come; whether they are the first of this attempt, which is waited for with less patience now."""
         first, self.heard_at = not self.got_tokens, now
         self.got_tokens = True
         self.decoder = decoder or self.decoder
-        self.cut_at = self.stall_at = None
+        self.cut_at = self.stall_at = self.ask_at = None
         return first
+
+    def may_live(self, now: float) -> bool:
+        """Whether it is silent without being taken for lost: it may wait for its turn, or be over."""
+        return self.stall_at is None or not self.got_tokens or now < self.stall_at
 
     def asked(self, now: float, limits: StreamLimits) -> None:
         """The coordinator is asked after it."""
-        self.heard_at = now
-        if self.stall_at is not None:
+        self.heard_at, self.ask_at = now, None
+        if self.stall_at is not None and now >= self.stall_at:
             self.stall_at = now + limits.stall_s
 
     def jitter(self) -> float:

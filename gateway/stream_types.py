@@ -35,8 +35,8 @@ class StreamLimits:
     """Silence after which a stream that outlived its coordinator, or a worker's connection, is taken for lost, and one against
     which nothing speaks is asked after."""
     gone_s: float = 0.5
-    """Likewise, where the connection that its tokens came by has ended, and no coordinator that knows of it is there to tell
-    more: as long as one that lives takes to connect again."""
+    """Silence after the end of the connection that its tokens came by, as long as one that lives takes to connect again. Then
+    the coordinator that knows of it is asked; where that is gone, the stream is taken for lost."""
     last_words_max: int = 4096
     """Requests that ended, kept to tell a coordinator that may not have heard of it."""
 

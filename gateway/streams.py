@@ -326,12 +326,8 @@ class StreamKeeper:
                 self._schedule(submission.stream)
 
     def _doubt(self, submission: Submission, now: float) -> None:
-        """It may have been lost. The coordinator that it was submitted to would say so, at once and for certain; any other
-        does not know of it."""
-        submission.doubt(now + self.limits.stall_s)
-        knows = self.link_up and submission.coordinator == self._coordinator_epoch
-        if submission.cut_at is not None and not knows:
-            submission.doubt(submission.cut_at + self.limits.gone_s)
+        known = self.link_up and submission.coordinator == self._coordinator_epoch
+        submission.doubt(now, self.limits, known=known)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -366,8 +362,8 @@ class StreamKeeper:
                 self._fail(stream, Failure(FailKind.UNREACHABLE, "the coordinator cannot be reached"))
                 return
             elif not pending and self.link_up and now >= submission.silent_at(self.limits, self._coordinator_epoch):
-                if submission.stall_at is None or not submission.got_tokens:
-                    # It may wait for its turn, or be over: said once more, its Submit is answered with what it is.
+                if submission.may_live(now):
+                    # Said once more, its Submit is answered with what it is.
                     submission.asked(now, self.limits)
                     self._out.append(SendSubmit(*submission.to_submit(now)))
                 else:

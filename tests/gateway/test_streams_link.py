@@ -211,7 +211,7 @@ def test_a_stream_whose_own_worker_is_there_is_not_taken_for_lost_with_another()
     assert bench.do(Tick()) == []
 
 
-def test_a_coordinator_that_knows_of_a_stream_is_left_to_tell_of_its_worker() -> None:
+def test_a_coordinator_that_knows_of_a_stream_is_asked_before_it_is_given_up() -> None:
     bench = Bench()
     bench.open()
     bench.tokens(0, 5)
@@ -220,9 +220,41 @@ def test_a_coordinator_that_knows_of_a_stream_is_left_to_tell_of_its_worker() ->
     bench.interrupt()
     bench.wait()
     bench.tokens(1, 6, attempt=2)
+    cut_at = bench.now
     bench.do(WorkerDown(20))
-    bench.now += LIMITS.stall_s - 1
-    assert bench.do(Tick()) == []
+    asked = bench.wait()
+    assert submits(asked) == [("r", 2, [1, 2, 3, 5, 6], 2, 1, 0)] and not cancels(asked)
+    assert bench.now == cut_at + LIMITS.gone_s
+    bench.do(Accepted("r", 2))
+    assert cancels(bench.wait()) == [("r", 2, CancelReason.ABANDONED)]
+    assert bench.now == cut_at + LIMITS.stall_s
+
+
+def test_a_stream_whose_end_went_out_on_a_lost_connection_is_resumed_once_the_coordinator_has_said_so() -> None:
+    """Its worker was stopped for as long as the gateway waits, and not for as long as the coordinator does: it went on, and
+    all that was left of the stream was sent where nobody read any more."""
+    bench = Bench()
+    bench.open()
+    bench.do(Accepted("r", 1))
+    bench.tokens(0, 5)
+    bench.do(WorkerDown(20))
+    assert submits(bench.wait()) == [("r", 1, [1, 2, 3, 5], 1, 1, 0)]
+    bench.do(Interrupted("r", 1, Interrupt.GATEWAY_LINK_LOST))
+    assert submits(bench.wait()) == [("r", 2, [1, 2, 3, 5], 1, 1, 0)]
+    assert bench.now < 100 + LIMITS.gone_s + 1, "not only when it is taken for lost"
+
+
+def test_of_streams_that_are_heard_again_and_of_others_nobody_is_asked() -> None:
+    bench = Bench()
+    for name in ("back", "elsewhere", "waits"):
+        bench.open(name)
+        bench.do(Accepted(name, 1))
+    bench.tokens(0, 5, name="back")
+    bench.tokens(0, 5, name="elsewhere", decoder=21)
+    bench.do(WorkerDown(20))
+    bench.tokens(1, 6, name="back")
+    bench.now += LIMITS.stall_s - 0.1
+    assert submits(bench.do(Tick())) == []
 
 
 def test_the_same_coordinator_has_cancelled_what_it_lost() -> None:

@@ -154,9 +154,9 @@ class Submission:
         return (_RETRY_S[0] if settling else min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1])) * self.jitter()
 
     def doubt(self, now: float, limits: StreamLimits, *, known: bool) -> None:
-        """It may have been lost; `known`: the coordinator that has it is there. That one tells of a lost worker, but its end may
-        have gone out on a connection that nobody read any more: then it is asked. A later loss does not put off when it is
-        taken for lost: one that has been silent since the first would wait for as long as any come."""
+        """It may have been lost; `known`: the coordinator that has it is there. That one tells of a lost worker, but the end of
+        the stream may have gone out on a connection that nobody read any more: then it is asked. A later loss does not put off
+        when it is taken for lost: one that has been silent since the first would wait for as long as any come."""
         until, self.ask_at = now + limits.stall_s, None
         if self.cut_at is not None and not known:
             until = min(until, self.cut_at + limits.gone_s)

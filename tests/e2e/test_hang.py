@@ -48,7 +48,6 @@ def test_a_worker_that_hangs_in_a_step_changes_no_token(
             assert (draining.returncode, said.partition(";")[0]) == (HUNG_EXIT, "bad hung and was given up")
         report = up.wait_idle()
         assert report.counters[f"{role}_hung"] == 1
-        assert (
-            report.counters[f"{role}_lost"] >= 1
-        )  # more where the machine stood still for longer than a heartbeat may
+        # Others are missed too where the machine stands still for longer than a heartbeat may.
+        assert report.counters[f"{role}_lost"] >= 1
         assert [worker.name for worker in report.workers if worker.name == "bad"] == []

@@ -46,6 +46,8 @@ WAIT_S = 60.0
 INNOCENT_TRANSFERS = 3
 ATTEMPTS_MAX = 4
 """The second may still meet a pair that is about to be given up."""
+REQUEST_BLOCKS_MAX, INNOCENT_BLOCKS_MAX = 120, 30
+assert ATTEMPTS_MAX * REQUEST_BLOCKS_MAX + INNOCENT_TRANSFERS * INNOCENT_BLOCKS_MAX <= node.BLOCKS
 _FORK = multiprocessing.get_context("forkserver")
 _FORK.set_forkserver_preload([node.__name__])
 
@@ -175,11 +177,11 @@ class Cluster:
         for handle in self.nodes.values():
             handle.events.clear()
         tally = self.tallies[fault]
-        request_id, blocks = f"r{self.rounds}", self.random.randint(1, 120)
+        request_id, blocks = f"r{self.rounds}", self.random.randint(1, REQUEST_BLOCKS_MAX)
         victim, survivor = (receiver, sender) if fault.startswith("receiver") else (sender, receiver)
         innocent = (sender, other_receiver) if victim is receiver else (other_sender, receiver)
         names = [f"i{self.rounds}.{index}" for index in range(INNOCENT_TRANSFERS)]
-        _send(*innocent, names[0], 1, self.random.randint(1, 30))
+        _send(*innocent, names[0], 1, self.random.randint(1, INNOCENT_BLOCKS_MAX))
 
         if fault in KILLS or fault in STOPS:
             await self._hurt(fault, victim, survivor, sender, receiver, request_id, blocks, tally)
@@ -196,7 +198,7 @@ class Cluster:
             _send(sender, receiver, request_id, 1, blocks, fault)
             await sender.event("result", request_id=request_id, attempt=1)
         for name in names[1 if len(names) == INNOCENT_TRANSFERS else 0 :]:
-            _send(*innocent, name, 1, self.random.randint(1, 30))
+            _send(*innocent, name, 1, self.random.randint(1, INNOCENT_BLOCKS_MAX))
 
         done = sender.find("result", request_id=request_id, attempt=1)
         tally.first_attempts_arrived += bool(done and done["ok"])

@@ -41,7 +41,8 @@ from tests.kvtransfer.harm import Harm, corrupt_one, cut
 
 LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 """64 KiB per block."""
-BLOCKS = 256
+BLOCKS = 576
+"""Room for every attempt of a round's request, whose predecessors may all be in quarantine still, and for innocents beside."""
 LINKS = LinkSettings(heartbeat_ms=500)
 MID_SEGMENT_S = 0.004
 """In which random moments lie; a segment takes about as long."""

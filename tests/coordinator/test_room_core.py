@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits, PeerUp
-from launcher.bench_room import workloads
+from launcher.bench_room import most_use, workloads
 from launcher.room_world import Job, RoomWorld
 from proto.errors import Interrupt
 from proto.messages import (
@@ -127,8 +127,15 @@ def test_the_pool_is_used_to_85_percent_when_answers_average_half_of_max_tokens(
     peak = RoomWorld(draw, 2048, 16, overload=2.0).run(512, 400)
     whole = RoomWorld(draw, 2048, 16, overload=2.0, whole_life=True).run(512, 400)
     assert peak.refused_after_prefill == peak.out_of_memory == 0
-    assert peak.kv_use >= 0.85 > 0.75 > whole.kv_use
+    assert most_use(1.0) > peak.kv_use >= 0.85 > 0.75 > whole.kv_use
     assert peak.output_tokens > 1.15 * whole.output_tokens
+
+
+def test_the_most_that_is_possible_depends_on_how_much_of_a_life_is_its_prompt() -> None:
+    """By hand, without a prompt: 1/3 over the highest value of 1/3 + x - x² - x³/3, which it has at x = √2 - 1."""
+    x = 2**0.5 - 1
+    assert most_use(0.0) == pytest.approx(1 / 3 / (1 / 3 + x - x**2 - x**3 / 3), abs=1e-5)
+    assert 0.84 < most_use(0.5) < 0.85 < most_use(0.55) < most_use(1.0) < most_use(2.0) < 1.0
 
 
 def test_overcommit_uses_more_and_every_victim_comes_to_its_end() -> None:

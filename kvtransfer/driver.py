@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from kvtransfer.digests import BlockDigests
 from kvtransfer.idle import PairUse, to_give_up
 from kvtransfer.layout import KvLayout
 from kvtransfer.pace import Pace
@@ -107,6 +108,7 @@ class Driver(ABC, Generic[S, R]):
         self._pool = pool
         self._rows = PoolRows(pool, layout)
         self._listen_host, self._memory = listen_host, memory
+        self._digests: BlockDigests | None = None
         self._host_id = host_id()
         self._epoch = epoch
         self._clock = clock
@@ -241,7 +243,8 @@ class Driver(ABC, Generic[S, R]):
         return route.rows.layout.segment_blocks(self._settings.segment_bytes)
 
     def _local_of(self, route: R) -> Local:
-        return Local(route.rows, self._segment_blocks(route), self._settings, self._listen_host, self._memory)
+        digests = self._digests if route.rows is self._rows else None
+        return Local(route.rows, self._segment_blocks(route), self._settings, self._listen_host, self._memory, digests)
 
     def _has_room(self, new_pair: bool) -> bool:
         """For one more session, and the pair it may need; dying pairs count, since each is a thread."""

@@ -10,7 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 from kvtransfer import rendezvous
-from kvtransfer.pool import digest
+from kvtransfer.digests import land, of_packed, of_segment
+from kvtransfer.pool import as_bytes
 from kvtransfer.rendezvous import RECEIVER_RANK, SENDER_RANK, Group
 from kvtransfer.transport import Answer, Channel, Inbox, Listener, Local, Meeting, SegmentJob, Transport
 
@@ -24,6 +25,10 @@ class _GlooChannel(Channel):
 
 
 class _Sending(_GlooChannel):
+    def __init__(self, local: Local, group: Group) -> None:
+        super().__init__(local, group)
+        self._digests = local.digests
+
     def work(self, inbox: Inbox, answer: Answer) -> None:
         while not inbox.closed:
             inbox.wait()
@@ -36,7 +41,10 @@ class _Sending(_GlooChannel):
         assert job.block_ids is not None
         packed = self._rows.packed(job.block_ids, self._buffer)
         sending = self._group.send([packed], RECEIVER_RANK, job.sequence)
-        segment_digest = digest(packed)  # while it leaves
+        if self._digests is not None:
+            segment_digest = self._digests.digest(job.block_ids)
+        else:  # while it leaves
+            segment_digest = of_segment(of_packed(as_bytes(packed).reshape(-1), self._rows.layout.block_bytes))
         sending.wait(self._timeout)
         return segment_digest
 
@@ -79,9 +87,7 @@ class _Receiving(_GlooChannel):
         block_ids = job.block_ids
         if block_ids is None:
             return b""
-        packed = self._buffer[: job.blocks]
-        self._rows.spread(block_ids, packed)
-        return digest(packed)
+        return land(self._buffer[: job.blocks], self._rows, block_ids)
 
 
 class _GlooListener(Listener):

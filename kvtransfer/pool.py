@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from kvtransfer.layout import KvLayout
 
@@ -145,8 +144,3 @@ class PoolRows:
 def as_bytes(packed: torch.Tensor) -> Any:
     """The same memory as an array of bytes, for what takes buffers."""
     return packed.view(torch.uint8).numpy()
-
-
-def digest(packed: torch.Tensor) -> bytes:
-    """xxh3-64 of the bytes, without a copy. 8 bytes."""
-    return xxhash.xxh3_64_digest(as_bytes(packed))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvtransfer.choice import TransportChoice
+from kvtransfer.digests import BlockDigests
 from kvtransfer.driver import Driver, Live, Route
 from kvtransfer.layout import KvLayout, cells_of
 from kvtransfer.sender_session import SenderSession
@@ -69,6 +70,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not. `on_result` says that the blocks may be
         reused."""
         super().__init__(layout, pool, epoch, clock, send, settings)
+        self._digests = BlockDigests(self._rows) if self._rows.is_flat else None
         self._on_result = on_result
         self._on_pairs = on_pairs
         self._last_pair_id = 0
@@ -139,6 +141,12 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         """All blocks are ready. `prompt_tokens` are the prompt's ids where decode needs them, else empty."""
         event = CommitReady(tuple(first_tokens), len(prompt_tokens), pack_tokens(prompt_tokens))
         self._feed_known((request_id, attempt), event)
+
+    def digest(self, block_ids: Sequence[int]) -> None:
+        """These blocks of the pool were computed, and are final. To be called by the thread that computed them, before anybody
+        can send them: a receiver then gets what was computed, or nothing. On a GPU it does nothing (`digests`)."""
+        if self._digests is not None:
+            self._digests.make(block_ids)
 
     def transports(self) -> list[PairState]:
         """Of each receiver that there is a pair with."""

@@ -1,8 +1,8 @@
 """The transport `shm`: the sender copies once, straight into the receiver's blocks. For two processes of one host and user.
 
 The receiver's pool lies in an anonymous file that the sender maps. Segments cross in four moves: the announcement (control
-link), the receiver's grant of target blocks, the sender's copy and digest, and its word that it is done; then the receiver
-digests the blocks where they lie. Messages and proof of life are in `shm_socket`.
+link), the receiver's grant of target blocks, the sender's copy, and its word that it is done; then the receiver digests the
+blocks where they lie. Messages and proof of life are in `shm_socket`.
 
 What a stale write could do is prevented by order, not by trust in time: granted blocks are nobody else's until the sender
 says DONE or SKIPPED or its lifeline has ended. A receiver that no longer wants a segment writes its sequence to the *board*,
@@ -21,8 +21,9 @@ from collections import deque
 import numpy as np
 import torch
 
-from kvtransfer.copying import Copier, Digester
+from kvtransfer.copying import Copier
 from kvtransfer.device_copy import DeviceCopier, DeviceDigester
+from kvtransfer.digests import Digester
 from kvtransfer.layout import KvLayout, blocks_of
 from kvtransfer.memory import SEALS, Pages, SharedMemory, map_shared
 from kvtransfer.pool import PoolRows
@@ -353,7 +354,8 @@ class Shm(Transport):
         except (OSError, PairBroken):
             connected.close()
             raise
-        return Writes(local, connection, Copier(local.rows, target, pages), target.cells, board, lifeline)
+        copier = Copier(local.rows, target, local.digests or Digester(local.rows), pages)
+        return Writes(local, connection, copier, target.cells, board, lifeline)
 
 
 def _mapped(local: Local, message: bytes, descriptors: list[int]) -> tuple[PoolRows, Pages, Board]:

@@ -6,7 +6,7 @@ joining that meeting. `Listener.meet` gives the receiver its `Channel`. A channe
 the pair. All of it runs in the pair's own thread and may block there, within the limits of `KvSettings`.
 
 What differs between transports:
-- `gloo` (and what else sends messages): data lands in a buffer of the channel, is digested there and copied to its blocks.
+- `gloo` (and what else sends messages): data lands in a buffer of the channel, and is digested and copied to its blocks.
   The control link's announcement is all that the receiver needs to post the receive.
 - `nccl` does so between GPUs, with an exchange of its own before each message (`nccl`).
 - `shm` and `cuda_ipc` (and what else writes to the receiver's memory): data lands in the target blocks themselves. The
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtransfer.cuda_memory import DeviceMemory
+from kvtransfer.digests import BlockDigests
 from kvtransfer.memory import SharedMemory
 from kvtransfer.pool import PoolRows
 from kvtransfer.settings import KvSettings
@@ -69,13 +70,15 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What a transport uses of its own end. `memory` is where the pool lies, if others may map it."""
+    """What a transport uses of its own end. `memory` is where the pool lies, if others may map it; `digests` are a sender's, of
+    blocks as they cross, where they are made before."""
 
     rows: PoolRows
     segment_blocks: int
     settings: KvSettings
     listen_host: str = ""
     memory: PoolMemory | None = None
+    digests: BlockDigests | None = None
 
 
 class Inbox:

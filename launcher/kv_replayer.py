@@ -56,6 +56,7 @@ class Replayer:
             on_result=self._on_result,
             settings=settings,
         )
+        self._sender.digest(range(pool.shape[0]))
 
     async def session(self, request_id: str, block_ids: list[int]) -> float:
         """Seconds from the offer to the acknowledgement of a session whose blocks are all ready. Raises `RuntimeError`."""

@@ -1,7 +1,7 @@
 """What a prefill step does on the engine thread: one forward pass, and the first tokens of prompts it completes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.engine import Engine, SeqChunk
 from engine.finish import finish_reason
@@ -11,7 +11,10 @@ from prefill_worker.prompts import Prompt
 from proto.messages import Chunk, TokenItem
 
 
-def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]]) -> StepResult:
+def run_step(
+    engine: Engine, work: Sequence[tuple[Prompt, Chunk]], on_final: Callable[[list[int]], None] = lambda block_ids: None
+) -> StepResult:
+    """`on_final` is told of the blocks that are full now, or are a complete prompt's last."""
     started = time.perf_counter()
     completing = [prompt for prompt, chunk in work if chunk.start + chunk.length == prompt.order.prompt_tokens]
     logits = engine.forward(
@@ -52,7 +55,16 @@ def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]]) -> StepResult
             )
         )
     engine.finish()  # a step that completes no prompt draws nothing, and so has not waited for its KV yet
+    for prompt, chunk in work:
+        on_final(final_blocks(prompt, chunk, engine.info.block_size))
     return StepResult((time.perf_counter() - started) * 1000, first, frozenset(broken))
+
+
+def final_blocks(prompt: Prompt, chunk: Chunk, block_size: int) -> list[int]:
+    """Those of the prompt's blocks that this chunk was the last to write to."""
+    end = chunk.start + chunk.length
+    is_last = end == prompt.order.prompt_tokens
+    return prompt.blocks[chunk.start // block_size : len(prompt.blocks) if is_last else end // block_size]
 
 
 def first_state(prompt: Prompt, choice: int, vocab_size: int) -> SamplerState:

@@ -145,7 +145,7 @@ class PrefillWorker:
                 continue
             self.watch.begin(sum(chunk.length for _, chunk in begun.work), clock.now())
             try:
-                result = await loop.run_in_executor(self.thread, run_step, self.engine, begun.work)
+                result = await loop.run_in_executor(self.thread, run_step, self.engine, begun.work, self.sender.digest)
             except (CrossdockError, RuntimeError, ValueError, IndexError) as error:
                 self.log.exception("step failed", step_id=begun.step.step_id)
                 self.metrics.step_failed()

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from kvtransfer import gloo, shm
+from kvtransfer import shm
 from kvtransfer.copying import Copier
+from kvtransfer.pool import PoolRows
 from kvtransfer.sender import KvSender
 
 Say = Callable[..., None]
@@ -62,13 +63,13 @@ def cut(sender: KvSender, link_port: int) -> None:
 
 def corrupt_one(dice: random.Random) -> None:
     """The next segment is another one where it arrives than where it was digested."""
-    digest, copy = gloo.digest, Copier.copy
+    packed, copy = PoolRows.packed, Copier.copy
 
-    def other_digest(packed: torch.Tensor) -> bytes:
-        gloo.digest = digest
-        spoiled = packed.clone()
+    def packed_and_spoiled(rows: PoolRows, block_ids: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
+        PoolRows.packed = packed  # type: ignore[method-assign]
+        spoiled = packed(rows, block_ids, buffer).clone()
         _spoil(spoiled, dice)
-        return digest(spoiled)
+        return spoiled
 
     def copy_and_spoil(
         copier: Copier, source: Sequence[int], target: Sequence[int], go_on: Callable[[], bool]
@@ -81,7 +82,8 @@ def corrupt_one(dice: random.Random) -> None:
         _spoil(torch.from_numpy(where), dice)
         return made
 
-    gloo.digest, Copier.copy = other_digest, copy_and_spoil  # type: ignore[method-assign]
+    # What `gloo` sends, and what `shm` copies.
+    PoolRows.packed, Copier.copy = packed_and_spoiled, copy_and_spoil  # type: ignore[method-assign]
 
 
 def _spoil(data: torch.Tensor, dice: random.Random) -> None:

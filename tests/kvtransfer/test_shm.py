@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer import shm, shm_socket, transports
-from kvtransfer.copying import PIECE_BYTES, Copier, Digester
+from kvtransfer.copying import PIECE_BYTES, Copier
+from kvtransfer.digests import Digester
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import MADV_POPULATE_WRITE, Pages, SharedMemory, map_shared
-from kvtransfer.pool import PoolRows, digest
+from kvtransfer.pool import PoolRows
 from kvtransfer.session import KvFailed, KvSent
 from kvtransfer.settings import AUTO
 from kvtransfer.shm import _HELLO, _MAGIC, _mapped
@@ -75,16 +76,16 @@ def test_pairs_leave_no_descriptor_no_thread_and_no_mapping():
     st.integers(0, 1 << 20),
     st.booleans(),
 )
-def test_copies_and_digests_are_those_of_the_bytes(block_bytes: int, count: int, seed: int, contiguous: bool) -> None:
+def test_copies_and_their_digests(block_bytes: int, count: int, seed: int, contiguous: bool) -> None:
     layout = KvLayout(layers=1, kv_heads=1, head_dim=block_bytes // 8, block_size=1, dtype="float32")
     source, target = filled_pool(layout, 16, seed), filled_pool(layout, 16, seed + 1)
     before = target.clone()
     from_, to = (
         (list(range(2, 2 + count)), list(range(count))) if contiguous else (shuffled(16, count, n) for n in (seed, 1))
     )
-    copier = Copier(PoolRows(source, layout), PoolRows(target, layout))
-    expected = digest(source[from_].contiguous())
-    assert copier.copy(from_, to, lambda: True) == expected == Digester(PoolRows(target, layout)).digest(to)
+    rows = PoolRows(source, layout)
+    copier = Copier(rows, PoolRows(target, layout), Digester(rows))
+    assert copier.copy(from_, to, lambda: True) == Digester(PoolRows(target, layout)).digest(to)
     assert same_bytes(target[to], source[from_])
     rest = sorted(set(range(16)) - set(to))
     assert same_bytes(target[rest], before[rest])
@@ -95,7 +96,8 @@ def test_a_copy_that_is_not_wanted_any_more_stops_at_the_next_piece():
     source, target = filled_pool(layout, 4, 1), filled_pool(layout, 4, 2)
     before = target.clone()
     asked = iter([True, True, False])
-    copier = Copier(PoolRows(source, layout), PoolRows(target, layout))
+    rows = PoolRows(source, layout)
+    copier = Copier(rows, PoolRows(target, layout), Digester(rows))
     assert copier.copy([0, 1, 2, 3], [0, 1, 2, 3], lambda: next(asked)) == b""
     assert same_bytes(target[:2], source[:2]) and same_bytes(target[2:], before[2:])
 

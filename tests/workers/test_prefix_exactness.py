@@ -7,6 +7,9 @@ import pytest
 from engine.blocks import BlockAllocator
 from engine.engine import Engine
 from gateway.block_hashes import block_hashes
+from kvtransfer.digests import BlockDigests, Digester
+from kvtransfer.layout import KvLayout
+from kvtransfer.pool import PoolRows
 from prefill_worker.compute import run_step
 from prefill_worker.prompts import Prompt, PromptTable
 from proto.codec import pack_tokens
@@ -22,7 +25,15 @@ GREEDY, DRAWN = Sampling(max_tokens=4, logprobs=3), Sampling(max_tokens=4, tempe
 
 
 def first_token(
-    engine: Engine, table: PromptTable, name: str, tokens: list[int], *, cached: int, sampling: Sampling, chunk: int
+    engine: Engine,
+    table: PromptTable,
+    name: str,
+    tokens: list[int],
+    *,
+    cached: int,
+    sampling: Sampling,
+    chunk: int,
+    digests: BlockDigests | None = None,
 ) -> tuple[Prompt, TokenItem]:
     hashes = block_hashes(pack_tokens(tokens), BLOCK, "tenant:t")
     order = Prefill(name, 1, len(tokens), sampling, 1, 0, 0, Peer("g", 1), Peer("d", 2), 16, hashes, cached)
@@ -32,7 +43,7 @@ def first_token(
         length = min(chunk, len(tokens) - prompt.computed_tokens)
         work = table.runnable((Chunk(name, 1, prompt.computed_tokens, length),))
         table.begin_step(work)
-        result = run_step(engine, work)
+        result = run_step(engine, work, digests.make if digests else lambda block_ids: None)
         table.end_step(work, result.broken)
         if prompt.done:
             return prompt, result.first_tokens[prompt.key][0]
@@ -60,3 +71,20 @@ def test_first_tokens_and_their_probabilities_are_the_same(kind: str, tmp_path: 
             table.close(hot, Released(*hot.key))
             plain.close(cold, Released(*cold.key))
     assert engine.pool[shared[: len(BEGIN) // BLOCK]].equal(before), "what is shared was written to"
+
+
+def test_every_block_is_digested_once_it_is_final_whoever_computed_it(tmp_path: Path) -> None:
+    """With chunks that end within blocks, and blocks that others have computed."""
+    engine = load(tiny_models.make("llama", tmp_path / "llama"))
+    info, table = engine.info, PromptTable(BlockAllocator(engine.blocks), BLOCK)
+    layout = KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype)
+    digests, now = (kind(PoolRows(engine.pool, layout)) for kind in (BlockDigests, Digester))
+    digests.make(range(engine.blocks))  # of what was there before
+    for number, end in enumerate((*ENDS, ENDS[0])):
+        tokens = [*BEGIN, *end]
+        prompt, _ = first_token(
+            engine, table, f"r{number}", tokens, cached=1000, sampling=GREEDY, chunk=37, digests=digests
+        )
+        assert (prompt.cached_tokens > 0) is (number > 0)
+        assert digests.digest(prompt.blocks) == now.digest(prompt.blocks)
+        table.close(prompt, Released(*prompt.key))

@@ -1,0 +1,90 @@
+"""Digests of KV, made where it is computed and checked where it arrives.
+
+A block's digest is the xxh3-64 of its bytes, a segment's the xxh3-64 of those of its blocks, in order. The prefill worker
+digests a block as soon as it is final, on the thread that computed it: what a decode worker compares with is then what was
+computed, not what was left of it when it was sent, and blocks kept for other prompts are covered for as long as they are
+kept. The sender of a transfer only moves bytes.
+
+On GPUs both ends digest when a segment is sent, with a checksum made there (`device_copy`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from kvtransfer.layout import runs_of
+from kvtransfer.pool import PoolRows, as_bytes
+
+PIECE_BYTES = 256 << 10
+"""Source and copy of a piece fit the second-level cache of any server core of the last ten years."""
+
+
+def of_packed(packed: Any, cell_bytes: int) -> list[int]:
+    """Of each of the cells in this array of bytes."""
+    return [xxhash.xxh3_64_intdigest(packed[at : at + cell_bytes]) for at in range(0, len(packed), cell_bytes)]
+
+
+def of_segment(cell_digests: Any) -> bytes:
+    """8 bytes, from the digests of a segment's cells."""
+    return xxhash.xxh3_64_digest(np.asarray(cell_digests, dtype="<u8").tobytes())
+
+
+class Digester:
+    """Of cells of one pool, where they lie in host memory. For one thread."""
+
+    def __init__(self, rows: PoolRows) -> None:
+        self._rows = rows
+        self._piece_cells = max(1, PIECE_BYTES // rows.layout.block_bytes)
+        self._buffer = None if rows.is_flat else rows.buffer(self._piece_cells)
+
+    def digest(self, block_ids: Sequence[int]) -> bytes:
+        return of_segment(self.each(block_ids))
+
+    def each(self, block_ids: Sequence[int]) -> list[int]:
+        cell_bytes, found = self._rows.layout.block_bytes, []
+        if self._buffer is None:
+            for block, _, count in runs_of(block_ids, block_ids):
+                found += of_packed(self._rows.flat_bytes[block * cell_bytes : (block + count) * cell_bytes], cell_bytes)
+            return found
+        for start in range(0, len(block_ids), self._piece_cells):
+            part = block_ids[start : start + self._piece_cells]
+            found += of_packed(as_bytes(self._rows.packed(part, self._buffer)).reshape(-1), cell_bytes)
+        return found
+
+
+class BlockDigests:
+    """What a sender knows of the blocks of its pool, which is in host memory and crosses in blocks of its own size. Blocks that
+    nobody has digested when they are sent are digested then. Any threads, but not about the same block while it changes."""
+
+    def __init__(self, rows: PoolRows) -> None:
+        assert rows.is_flat
+        self._digester = Digester(rows)
+        self._digests = np.zeros(rows.cells, dtype="<u8")
+        self._is_made = np.zeros(rows.cells, dtype=bool)
+
+    def make(self, block_ids: Sequence[int]) -> None:
+        """These blocks are final, with other contents than before."""
+        ids = list(block_ids)
+        self._digests[ids] = self._digester.each(ids)
+        self._is_made[ids] = True
+
+    def digest(self, block_ids: Sequence[int]) -> bytes:
+        ids = np.asarray(block_ids)
+        if not self._is_made[ids].all():
+            self.make(ids[~self._is_made[ids]].tolist())
+        return of_segment(self._digests[ids])
+
+
+def land(packed: torch.Tensor, rows: PoolRows, block_ids: Sequence[int]) -> bytes:
+    """Copy packed cells of host memory to their blocks, and the digest of what was copied; done when this returns. On the CPU
+    piece by piece, so that the second of the two finds each in the core's cache."""
+    cell_bytes, found = rows.layout.block_bytes, []
+    piece_cells = max(1, PIECE_BYTES // cell_bytes) if rows.device.type == "cpu" else len(block_ids)
+    for start in range(0, len(block_ids), piece_cells):
+        piece = packed[start : start + piece_cells]
+        rows.spread(block_ids[start : start + piece_cells], piece)
+        found += of_packed(as_bytes(piece).reshape(-1), cell_bytes)
+    return of_segment(found)

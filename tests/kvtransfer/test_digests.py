@@ -1,0 +1,87 @@
+"""Digests of blocks: the same at both ends however their pools are laid out, made when KV is final, checked when it arrives."""
+
+import random
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.digests import BlockDigests, Digester, land
+from kvtransfer.layout import KvLayout
+from kvtransfer.pool import PoolRows
+from kvtransfer.session import KvFailed, KvSent
+from tests.kvtransfer.ends import LAYOUT, Ends, filled_pool, same_bytes, shuffled, with_ends
+
+
+def by_hand(blocks: torch.Tensor) -> bytes:
+    """Of a segment of these blocks, in order."""
+    each = (xxhash.xxh3_64_intdigest(block.contiguous().view(torch.uint8).numpy().tobytes()) for block in blocks)
+    return xxhash.xxh3_64_digest(b"".join(one.to_bytes(8, "little") for one in each))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([64, 4096, 40_000, 256 << 10, (256 << 10) + 64]),
+    st.integers(1, 12),
+    st.integers(0, 1 << 20),
+    st.booleans(),
+)
+def test_where_it_was_computed_where_it_lands_and_where_it_lies(
+    block_bytes: int, count: int, seed: int, contiguous: bool
+) -> None:
+    layout = KvLayout(layers=1, kv_heads=1, head_dim=block_bytes // 8, block_size=1, dtype="float32")
+    source, target = filled_pool(layout, 16, seed), filled_pool(layout, 16, seed + 1)
+    before = target.clone()
+    from_, to = (
+        (list(range(2, 2 + count)), list(range(count))) if contiguous else (shuffled(16, count, n) for n in (seed, 1))
+    )
+    expected = by_hand(source[from_])
+    rows = PoolRows(target, layout)
+    assert BlockDigests(PoolRows(source, layout)).digest(from_) == expected
+    packed = PoolRows(source[from_].contiguous(), layout).run(0, count)
+    assert land(packed, rows, to) == expected == Digester(rows).digest(to)
+    assert same_bytes(target[to], source[from_])
+    rest = sorted(set(range(16)) - set(to))
+    assert same_bytes(target[rest], before[rest])
+
+
+@pytest.mark.parametrize("ratio", [2, 3, 8])
+def test_a_pool_of_larger_blocks_has_the_digests_of_its_cells(ratio: int) -> None:
+    large = LAYOUT.in_blocks_of(LAYOUT.block_size * ratio)
+    pool = filled_pool(large, 8, ratio)
+    rows = PoolRows(pool, large, LAYOUT.block_size)
+    cells = random.Random(ratio).sample(range(rows.cells), 11)
+    packed = rows.packed(cells, rows.buffer(11))
+    assert Digester(rows).digest(cells) == by_hand(packed.view(torch.float32).view(LAYOUT.shape(11)))
+
+
+def test_blocks_are_digested_when_they_are_final_and_not_again() -> None:
+    pool = filled_pool(LAYOUT, 8, 1)
+    digests = BlockDigests(PoolRows(pool, LAYOUT))
+    digests.make([1, 2, 3])
+    as_computed = by_hand(pool[[3, 1, 5]])
+    pool[1].view(torch.uint8).view(-1)[7] ^= 1
+    assert digests.digest([3, 1, 5]) == as_computed  # 5 was digested now
+    pool[5].zero_()
+    assert digests.digest([3, 1, 5]) == as_computed
+    digests.make([1, 5])  # other KV was computed into them
+    assert digests.digest([3, 1, 5]) == by_hand(pool[[3, 1, 5]]) != as_computed
+
+
+@pytest.mark.usefixtures("transport")
+def test_kv_that_changed_between_computation_and_transfer_is_refused() -> None:
+    async def test(ends: Ends) -> None:
+        ends.sender.digest(range(ends.blocks))
+        ends.source[5].view(torch.uint8).view(-1)[100] ^= 4
+        ends.transfer("spoiled", [4, 5, 6, 7, 8])
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvFailed) and "digest of segment 0" in ends.failed[0][3]
+        ends.sender.digest([5])  # computed anew
+        ends.transfer("whole", [4, 5, 6, 7, 8])
+        await ends.ended(2)
+        assert isinstance(ends.results[1], KvSent)
+        assert same_bytes(ends.target[ends.committed[0][1]], ends.source[4:9])
+
+    with_ends(test)

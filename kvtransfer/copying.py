@@ -30,9 +30,9 @@ class Copier:
         self._gathered_blocks = max(1, GATHERED_BYTES // source.layout.block_bytes)
         self._buffer = source.buffer(self._gathered_blocks)
 
-    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[], bool]) -> bytes:
-        """Copies blocks one for one; the digest of the source. `go_on` is asked before each piece; when it says no, the rest
-        is not copied, and nothing is returned. Raises `OSError` if the target has no memory."""
+    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[int], bool]) -> bytes:
+        """Copies blocks one for one; the digest of the source. `go_on` is asked before each piece, and told how many blocks are
+        copied; when it says no, the rest is not, and nothing is returned. Raises `OSError` if the target has no memory."""
         if self._pages is not None:
             ratio = self._target.ratio
             self._pages.provide(blocks_of(target_ids, ratio), self._target.layout.block_bytes * ratio)
@@ -44,22 +44,23 @@ class Copier:
             whole = self._gather_and_spread(source_ids, target_ids, go_on)
         return self._digests.digest(source_ids) if whole else b""
 
-    def _move(self, runs: list[tuple[int, int, int]], go_on: Callable[[], bool]) -> bool:
-        block_bytes = self._source.layout.block_bytes
+    def _move(self, runs: list[tuple[int, int, int]], go_on: Callable[[int], bool]) -> bool:
+        block_bytes, copied = self._source.layout.block_bytes, 0
         for source_block, target_block, count in runs:
             source = self._source.address + source_block * block_bytes
             target = self._target.address + target_block * block_bytes
             for offset, size in _pieces(count * block_bytes):
-                if not go_on():
+                if not go_on(copied + offset // block_bytes):
                     return False
                 ctypes.memmove(target + offset, source + offset, size)
+            copied += count
         return True
 
     def _gather_and_spread(
-        self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[], bool]
+        self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[int], bool]
     ) -> bool:
         for start in range(0, len(source_ids), self._gathered_blocks):
-            if not go_on():
+            if not go_on(start):
                 return False
             part = slice(start, start + self._gathered_blocks)
             self._target.spread(target_ids[part], self._source.packed(source_ids[part], self._buffer))

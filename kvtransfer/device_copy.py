@@ -68,8 +68,9 @@ class DeviceDigester:
         self._cells = max(1, PIECE_BYTES // rows.layout.block_bytes)
         self._buffer = rows.device_buffer(self._cells)
 
-    def digest(self, block_ids: Sequence[int]) -> bytes:
+    def digest(self, block_ids: Sequence[int], begun: Sequence[int] = ()) -> bytes:
         """`UNSAMPLED` if these, as the target of a segment, need none."""
+        assert not begun, "GPUs digest whole segments"
         return self.checksum(block_ids) if is_sampled(block_ids, self._every) else UNSAMPLED
 
     def checksum(self, block_ids: Sequence[int]) -> bytes:
@@ -89,7 +90,7 @@ class DeviceCopier:
         self._cells = max(1, PIECE_BYTES // source.layout.block_bytes)
         self._buffer = source.device_buffer(self._cells)
 
-    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[], bool]) -> bytes:
+    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[int], bool]) -> bytes:
         """Copies blocks one for one, and returns when they are written: the digest, or nothing where `go_on`, which is asked
         before each piece, said no; then nothing is written any more."""
         try:
@@ -97,7 +98,7 @@ class DeviceCopier:
             large = len(source_ids) * self._source.layout.block_bytes >= RUN_BYTES_MIN * len(runs)
             sampled = is_sampled(target_ids, self._every)
             if large and self._source.ratio == self._target.ratio == 1:
-                return self._copy_runs(source_ids, runs, sampled) if go_on() else b""
+                return self._copy_runs(source_ids, runs, sampled) if go_on(0) else b""
             return self._gather_and_scatter(source_ids, target_ids, sampled, go_on)
         finally:
             self._source.wait()
@@ -112,12 +113,12 @@ class DeviceCopier:
         return self._digester.checksum(source_ids) if sampled else UNSAMPLED
 
     def _gather_and_scatter(
-        self, source_ids: Sequence[int], target_ids: Sequence[int], sampled: bool, go_on: Callable[[], bool]
+        self, source_ids: Sequence[int], target_ids: Sequence[int], sampled: bool, go_on: Callable[[int], bool]
     ) -> bytes:
         sums: list[torch.Tensor] = []
         with self._source.on_stream():
             for start in range(0, len(source_ids), self._cells):
-                if not go_on():
+                if not go_on(0):
                     return b""
                 part = slice(start, start + self._cells)
                 packed = self._source.rows_or_gather(source_ids[part], self._buffer)

@@ -8,6 +8,7 @@ kept. The sender of a transfer only moves bytes.
 On GPUs both ends digest when a segment is sent, with a checksum made there (`device_copy`).
 """
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,8 +41,9 @@ class Digester:
         self._piece_cells = max(1, PIECE_BYTES // rows.layout.block_bytes)
         self._buffer = None if rows.is_flat else rows.buffer(self._piece_cells)
 
-    def digest(self, block_ids: Sequence[int]) -> bytes:
-        return of_segment(self.each(block_ids))
+    def digest(self, block_ids: Sequence[int], begun: Sequence[int] = ()) -> bytes:
+        """Of these as a segment; `begun` are digests of the first of them."""
+        return of_segment([*begun, *self.each(block_ids[len(begun) :])])
 
     def each(self, block_ids: Sequence[int]) -> list[int]:
         cell_bytes, found = self._rows.layout.block_bytes, []
@@ -79,12 +81,18 @@ class BlockDigests:
 
 
 def land(packed: torch.Tensor, rows: PoolRows, block_ids: Sequence[int]) -> bytes:
-    """Copy packed cells of host memory to their blocks, and the digest of what was copied; done when this returns. On the CPU
-    piece by piece, so that the second of the two finds each in the core's cache."""
-    cell_bytes, found = rows.layout.block_bytes, []
-    piece_cells = max(1, PIECE_BYTES // cell_bytes) if rows.device.type == "cpu" else len(block_ids)
-    for start in range(0, len(block_ids), piece_cells):
-        piece = packed[start : start + piece_cells]
-        rows.spread(block_ids[start : start + piece_cells], piece)
-        found += of_packed(as_bytes(piece).reshape(-1), cell_bytes)
+    """Copy packed cells of host memory to their blocks, and the digest of what was copied; done when this returns. Where blocks
+    are in host memory as well, piece by piece, so that the second of the two finds each in the core's cache."""
+    cell_bytes, source = rows.layout.block_bytes, as_bytes(packed).reshape(-1)
+    if not rows.is_flat:
+        rows.spread(block_ids, packed)
+        return of_segment(of_packed(source, cell_bytes))
+    found, address = [], packed.data_ptr()
+    for at, block in enumerate(block_ids):
+        hasher = xxhash.xxh3_64()
+        for start in range(0, cell_bytes, PIECE_BYTES):
+            begin, end = at * cell_bytes + start, at * cell_bytes + min(start + PIECE_BYTES, cell_bytes)
+            ctypes.memmove(rows.address + block * cell_bytes + start, address + begin, end - begin)
+            hasher.update(source[begin:end])
+        found.append(hasher.intdigest())
     return of_segment(found)

@@ -1,10 +1,15 @@
-"""The transport `gloo`: messages over TCP, between any two hosts. Received KV is staged in a buffer of the channel, so a late,
+"""The transport `gloo`: messages over TCP, between any two hosts. Received KV is staged in buffers of the channel, so a late,
 short or foreign message never touches a pool.
+
+A message crosses when its receive is posted, and the sender is told of that over the same connection. So two are always under
+way, and the second one's data follows the first's without a pause; the receiver has a third buffer, whose segment it copies
+and digests meanwhile.
 
 gloo's receive cannot be interrupted; after a peer is killed amid a message it returns only at its timeout. An operation that
 failed makes the whole group unusable.
 """
 
+import time
 from collections import deque
 from datetime import timedelta
 from typing import Any
@@ -15,13 +20,52 @@ from kvtransfer.pool import as_bytes
 from kvtransfer.rendezvous import RECEIVER_RANK, SENDER_RANK, Group
 from kvtransfer.transport import Answer, Channel, Inbox, Listener, Local, Meeting, SegmentJob, Transport
 
+UNDER_WAY = 2
+BUFFERS = UNDER_WAY + 1
+
 
 class _GlooChannel(Channel):
+    """Works through segments in order, of which UNDER_WAY have been given to gloo."""
+
     def __init__(self, local: Local, group: Group) -> None:
         self._rows = local.rows
-        self._timeout = timedelta(milliseconds=local.settings.segment_timeout_ms)
+        self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._group = group
-        self._buffer = self._rows.buffer(local.segment_blocks)
+        self._buffers = deque(self._rows.buffer(local.segment_blocks) for _ in range(BUFFERS))
+        """The next one to use first. Each is used again only when what it was used for is over."""
+        self._under_way: deque[tuple[SegmentJob, Any, Any]] = deque()
+        """With its data, or where that lands, and the operation."""
+
+    def work(self, inbox: Inbox, answer: Answer) -> None:
+        announced: deque[SegmentJob] = deque()
+        while not inbox.closed:
+            if not self._under_way and not announced:
+                inbox.wait()
+            announced += inbox.take()
+            self._begin(announced)
+            if self._under_way and not inbox.closed:
+                job, data, operation = self._under_way.popleft()
+                operation.wait(timedelta(seconds=self._timeout_s))
+                announced += inbox.take()
+                self._begin(announced)
+                answer(job, self._done(job, data))
+        deadline = time.monotonic() + self._timeout_s
+        for _, _, operation in self._under_way:  # they cannot be interrupted, and their buffers must live
+            operation.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+    def _begin(self, announced: deque[SegmentJob]) -> None:
+        while announced and len(self._under_way) < UNDER_WAY:
+            job, buffer = announced.popleft(), self._buffers[0]
+            self._buffers.rotate(-1)
+            self._under_way.append((job, *self._start(job, buffer)))
+
+    def _start(self, job: SegmentJob, buffer: Any) -> tuple[Any, Any]:
+        """(data, operation)."""
+        raise NotImplementedError
+
+    def _done(self, job: SegmentJob, data: Any) -> bytes:
+        """The digest."""
+        raise NotImplementedError
 
 
 class _Sending(_GlooChannel):
@@ -29,65 +73,27 @@ class _Sending(_GlooChannel):
         super().__init__(local, group)
         self._digests = local.digests
 
-    def work(self, inbox: Inbox, answer: Answer) -> None:
-        while not inbox.closed:
-            inbox.wait()
-            for job in inbox.take():
-                if inbox.closed:
-                    return
-                answer(job, self._send(job))
-
-    def _send(self, job: SegmentJob) -> bytes:
+    def _start(self, job: SegmentJob, buffer: Any) -> tuple[Any, Any]:
         assert job.block_ids is not None
-        packed = self._rows.packed(job.block_ids, self._buffer)
-        sending = self._group.send([packed], RECEIVER_RANK, job.sequence)
+        packed = self._rows.packed(job.block_ids, buffer)
+        return packed, self._group.send([packed], RECEIVER_RANK, job.sequence)
+
+    def _done(self, job: SegmentJob, data: Any) -> bytes:
+        assert job.block_ids is not None
         if self._digests is not None:
-            segment_digest = self._digests.digest(job.block_ids)
-        else:  # while it leaves
-            segment_digest = of_segment(of_packed(as_bytes(packed).reshape(-1), self._rows.layout.block_bytes))
-        sending.wait(self._timeout)
-        return segment_digest
+            return self._digests.digest(job.block_ids)
+        return of_segment(of_packed(as_bytes(data).reshape(-1), self._rows.layout.block_bytes))
 
 
 class _Receiving(_GlooChannel):
-    """Two buffers: the next segment lands in one while the last one is digested in the other."""
-
-    def __init__(self, local: Local, group: Group) -> None:
-        super().__init__(local, group)
-        self._next_buffer = self._rows.buffer(local.segment_blocks)
-
-    def work(self, inbox: Inbox, answer: Answer) -> None:
-        announced: deque[SegmentJob] = deque()
-        receiving: tuple[SegmentJob, Any] | None = None
-        while not inbox.closed:
-            if receiving is None and not announced:
-                inbox.wait()
-            announced += inbox.take()
-            if receiving is not None:
-                job, operation = receiving
-                operation.wait(self._timeout)
-                announced += inbox.take()
-                self._buffer, self._next_buffer = self._next_buffer, self._buffer
-                receiving = self._begin(announced)
-                answer(job, self._settled(job))
-            else:
-                receiving = self._begin(announced)
-        if receiving is not None:
-            receiving[1].wait(self._timeout)  # it cannot be interrupted, and its buffer must live
-
-    def _begin(self, announced: deque[SegmentJob]) -> tuple[SegmentJob, Any] | None:
+    def _start(self, job: SegmentJob, buffer: Any) -> tuple[Any, Any]:
         # Always room for the largest segment: a message over its buffer would end this process, whoever announced it wrongly.
-        if not announced:
-            return None
-        job = announced.popleft()
-        return job, self._group.recv([self._next_buffer], SENDER_RANK, job.sequence)
+        return buffer, self._group.recv([buffer], SENDER_RANK, job.sequence)
 
-    def _settled(self, job: SegmentJob) -> bytes:
-        """Copy what has landed to its blocks, if it is still wanted."""
+    def _done(self, job: SegmentJob, data: Any) -> bytes:
+        """Copies what has landed to its blocks, if it is still wanted."""
         block_ids = job.block_ids
-        if block_ids is None:
-            return b""
-        return land(self._buffer[: job.blocks], self._rows, block_ids)
+        return b"" if block_ids is None else land(data[: job.blocks], self._rows, block_ids)
 
 
 class _GlooListener(Listener):
@@ -110,7 +116,7 @@ class Gloo(Transport):
         return ""
 
     def pair_bytes(self, segment_bytes: int) -> int:
-        return 2 * segment_bytes
+        return BUFFERS * segment_bytes
 
     def listen(self, local: Local) -> Listener:
         return _GlooListener(local)

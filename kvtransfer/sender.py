@@ -247,11 +247,14 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         return max(self._settings.window_segments, small)
 
     def _pump(self, route: _Outgoing) -> None:
-        """Announce and send what waits, while the pair's window has room."""
+        """Announce and send what waits, to fill the pair's window; by the handful: one message costs loops as much as two."""
         if route.dropped or not route.ready:
             return
         assert route.pair is not None
-        while route.waiting and route.pair.queued < self._window(route):
+        window = self._window(route)
+        if route.pair.queued > window // 2:
+            return
+        while route.waiting and route.pair.queued < window:
             live, part = route.waiting.popleft()
             sequence, blocks = route.announced, len(part.block_ids)
             route.announced += 1

@@ -59,7 +59,7 @@ class CommitReady:
 
 @dataclass(frozen=True, slots=True)
 class SegmentDone:
-    """A segment was sent, or received and copied to its blocks; `digest` is xxh3-64 of its bytes on this side."""
+    """A segment was sent, or received and copied to its blocks; `digest` is what this side has."""
 
     segment: int
     digest: bytes

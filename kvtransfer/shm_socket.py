@@ -3,6 +3,7 @@
     receiver → sender   Hello, with three descriptors: the pool's memory, the board and the lifeline
     sender → receiver   READY                       it has mapped the memory
     receiver → sender   GRANT sequence, blocks      write the segment there; no blocks: it is not wanted
+    sender → receiver   WRITTEN sequence, count     so many blocks of it are written; of large segments only
     sender → receiver   DONE sequence | SKIPPED sequence     written, or not; either way it is not touched again
 
 The end of the connection says that the pair is over. The proof that nothing is written any more is the end of the *lifeline*,
@@ -28,6 +29,7 @@ READY: Final = 1
 GRANT: Final = 2
 DONE: Final = 3
 SKIPPED: Final = 4
+WRITTEN: Final = 5
 MESSAGE_BYTES_MAX: Final = 128 << 10
 """Well below what a socket buffer takes at once."""
 DESCRIPTORS: Final = 3

@@ -3,7 +3,8 @@
 Floors, for S bytes:
 - `shm`: the sender's copy reads S and writes S, as memcpy does; its digests were made when the KV was. The receiver's digest
   reads S once, on another core and at the same time: no transfer is faster than either, and where both need the memory or
-  the two share a core they add up.
+  the two share a core they add up. In passes over memory: memcpy takes three (a store reads its line first), and so does `shm`,
+  whose sender stores without reading (`process.STREAMED_COPIES`). Of very large pieces memcpy does that too, and takes two.
 - `gloo`: S crosses a socket (a copy in the kernel at each end), and the receiver copies it from a buffer to its blocks and
   digests it on the way: a read and a copy more than a raw socket.
 All figures of a row are medians of rounds in which everything is measured once, in turn, on cold sources.
@@ -46,6 +47,8 @@ from runtime.link import LinkServer, LinkSettings, Peer
 _LAYER_KIB = 8
 """K and V of 16 tokens of one head of 64 float32 numbers."""
 _SMALL_SESSIONS = 60
+_LARGE_BYTES, _LARGE_TOTAL_BYTES, _SMALL_TOTAL_BYTES = 4 << 20, 256 << 20, 16 << 20
+"""Of large segments so much that what a session costs once does not count: that is measured apart."""
 _SEGMENTS_MAX = 1000
 _WAIT_S = 120.0
 
@@ -202,7 +205,8 @@ class Near:
 async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]) -> dict[str, Any]:
     """Everything about segments of one size, in rounds."""
     settings = near.settings
-    total = min(max(8 * size, 16 << 20), 128 << 20) // max(size, layout.block_bytes) * max(size, layout.block_bytes)
+    most = _LARGE_TOTAL_BYTES if size >= _LARGE_BYTES else _SMALL_TOTAL_BYTES
+    total = most // max(size, layout.block_bytes) * max(size, layout.block_bytes)
     await near.set_up(layout, size)
     for transport in settings.transports:
         await near.touch(transport, size, layout)

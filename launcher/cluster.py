@@ -209,7 +209,7 @@ def worker_spec(
     return _spec(
         f"{role}_worker",
         worker,
-        child_environment(seat.threads),
+        child_environment(seat.threads, sends_kv=role == "prefill"),
         tuple(sorted({*control, *seat.cores})) if control else (),
         name=worker.name,
     )

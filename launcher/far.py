@@ -1,5 +1,6 @@
-"""The second process of a benchmark. Orders go to it as lines of JSON on its standard input, and each is answered by one on its
-standard output. It leaves when its input ends, so also when this process is killed."""
+"""The second process of a benchmark, which sends KV as a prefill worker does. Orders go to it as lines of JSON on its standard
+input, and each is answered by one on its standard output. It leaves when its input ends, so also when this process is
+killed."""
 
 import asyncio
 import json
@@ -28,7 +29,7 @@ class Far:
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=child_environment(1),
+            env=child_environment(1, sends_kv=True),
             cwd=Path(__file__).parents[1],
             start_new_session=True,
         )

@@ -227,7 +227,7 @@ def _options(process: Planned) -> str:
     chosen = {key: getattr(settings, key) for key in sorted(settings.model_fields_set) if key not in ("role", "keys")}
     values = {ENV_PREFIX + key.upper(): _text(value) for key, value in chosen.items() if key not in SECRETS}
     values |= {ENV_PREFIX + key.upper(): value for key, value in process.secrets().items()}
-    values |= role_environment(process.threads) | dict(process.environment)
+    values |= role_environment(process.threads, sends_kv=process.role == "prefill") | dict(process.environment)
     return "".join(f"{key}={_quoted(value)}\n" for key, value in values.items())
 
 

@@ -178,7 +178,7 @@ async def _wait(
 
 
 def spec_of(process: Planned, notify_address: str = "") -> ProcessSpec:
-    environment = child_environment(process.threads) | dict(process.environment)
+    environment = child_environment(process.threads, sends_kv=process.role == "prefill") | dict(process.environment)
     environment |= {ENV_PREFIX + key.upper(): value for key, value in process.secrets().items()}
     environment |= {SUPERVISED: "1", "NOTIFY_SOCKET": notify_address}
     arguments = python_command(process.module, *process.arguments())

@@ -113,7 +113,7 @@ class Commit(Message, frozen=True):
     digests: Annotated[
         tuple[Annotated[bytes, Meta(min_length=8, max_length=8)], ...], Meta(max_length=limits.MAX_SEGMENTS)
     ]
-    """xxh3-64 of each segment, in order."""
+    """Of each segment, in order: xxh3-64 of its blocks' digests, xxh3-64 each; between GPUs a checksum (`kvtransfer`)."""
     prompt_tokens: Tokens_
     first_tokens: Annotated[tuple[FirstToken, ...], Meta(min_length=1, max_length=limits.MAX_CHOICES)]
 

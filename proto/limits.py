@@ -1,6 +1,6 @@
 """Every bound on what a peer may put on the wire. Receivers enforce them before anything is allocated."""
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_FRAME_BYTES = 8 << 20
 """Largest single ZeroMQ frame; sockets set it as MAXMSGSIZE. A packed prompt of 1M tokens is 4 MiB."""

@@ -64,7 +64,7 @@ def test_copies_and_checksums_are_those_of_the_cpu(layout):
     there = [pool.to("cuda") for pool in (source, target)]
     from_, to = [3, 4, 5, 11, 0, 23], [7, 8, 9, 2, 20, 1]
     digests = [
-        DeviceCopier(PoolRows(one, layout), PoolRows(other, layout), 1).copy(from_, to, lambda: True)
+        DeviceCopier(PoolRows(one, layout), PoolRows(other, layout), 1).copy(from_, to, lambda copied: True)
         for one, other in ((source, target), there)
     ]
     assert digests[0] == digests[1] == DeviceDigester(PoolRows(there[1], layout), 1).digest(to)

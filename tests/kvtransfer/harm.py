@@ -72,7 +72,7 @@ def corrupt_one(dice: random.Random) -> None:
         return spoiled
 
     def copy_and_spoil(
-        copier: Copier, source: Sequence[int], target: Sequence[int], go_on: Callable[[], bool]
+        copier: Copier, source: Sequence[int], target: Sequence[int], go_on: Callable[[int], bool]
     ) -> bytes:
         Copier.copy = copy  # type: ignore[method-assign]
         made = copy(copier, source, target, go_on)

@@ -31,7 +31,7 @@ def test_blocks_are_copied_and_both_ends_come_to_the_same_checksum(layout, seed)
     from_, to = generator.sample(range(24), count), generator.sample(range(16), count)
     if seed == 0:
         from_, to = list(range(count)), list(range(count))
-    copied = DeviceCopier(PoolRows(source, layout), PoolRows(target, layout), 1).copy(from_, to, lambda: True)
+    copied = DeviceCopier(PoolRows(source, layout), PoolRows(target, layout), 1).copy(from_, to, lambda copied: True)
     digest = DeviceDigester(PoolRows(target, layout), 1).digest(to)
     assert copied == digest and len(digest) == 8
     assert same_bytes(target[to], source[from_])
@@ -44,7 +44,7 @@ def test_larger_blocks_are_copied_cell_by_cell():
     from_, to = [5, 1, 2, 9], [3, 2, 7, 0]
     source = rows(large, 6, 1, small.block_size)
     target = rows(small, 12, 2)
-    copied = DeviceCopier(source, target, 1).copy(from_, to, lambda: True)
+    copied = DeviceCopier(source, target, 1).copy(from_, to, lambda copied: True)
     assert copied == DeviceDigester(target, 1).digest(to) == DeviceDigester(source, 1).checksum(from_)
 
 
@@ -77,7 +77,7 @@ def test_one_in_so_many_is_sampled_and_both_ends_agree_which():
     assert 5 < sum(sampled) < 80
     source, target = rows(layout, 8, 1), rows(layout, 8, 2)
     left_out = ids[sampled.index(False)]
-    assert DeviceCopier(source, target, 16).copy([0, 1, 2], left_out, lambda: True) == UNSAMPLED
+    assert DeviceCopier(source, target, 16).copy([0, 1, 2], left_out, lambda copied: True) == UNSAMPLED
     assert DeviceDigester(target, 16).digest(left_out) == UNSAMPLED
     assert DeviceDigester(target, 1).digest(left_out) != UNSAMPLED
 
@@ -86,5 +86,5 @@ def test_nothing_is_written_when_it_may_not_go_on():
     layout = LAYOUTS[0]
     pool = filled_pool(layout, 8, 2)
     before = pool.clone()
-    assert DeviceCopier(rows(layout, 8, 1), PoolRows(pool, layout), 1).copy([1, 5], [2, 3], lambda: False) == b""
+    assert DeviceCopier(rows(layout, 8, 1), PoolRows(pool, layout), 1).copy([1, 5], [2, 3], lambda copied: False) == b""
     assert same_bytes(pool, before)

@@ -26,7 +26,7 @@ from kvtransfer.pool import PoolRows
 from kvtransfer.session import KvFailed, KvSent
 from kvtransfer.settings import AUTO
 from kvtransfer.shm import _HELLO, _MAGIC, _mapped
-from kvtransfer.shm_socket import GRANT, READY, Connection, Door, knock
+from kvtransfer.shm_socket import DONE, GRANT, READY, WRITTEN, Connection, Door, knock
 from kvtransfer.transport import Local, PairBroken
 from proto.kv import PairListen, PairOpen
 from proto.messages import Message
@@ -85,7 +85,7 @@ def test_copies_and_their_digests(block_bytes: int, count: int, seed: int, conti
     )
     rows = PoolRows(source, layout)
     copier = Copier(rows, PoolRows(target, layout), Digester(rows))
-    assert copier.copy(from_, to, lambda: True) == Digester(PoolRows(target, layout)).digest(to)
+    assert copier.copy(from_, to, lambda copied: True) == Digester(PoolRows(target, layout)).digest(to)
     assert same_bytes(target[to], source[from_])
     rest = sorted(set(range(16)) - set(to))
     assert same_bytes(target[rest], before[rest])
@@ -98,7 +98,7 @@ def test_a_copy_that_is_not_wanted_any_more_stops_at_the_next_piece():
     asked = iter([True, True, False])
     rows = PoolRows(source, layout)
     copier = Copier(rows, PoolRows(target, layout), Digester(rows))
-    assert copier.copy([0, 1, 2, 3], [0, 1, 2, 3], lambda: next(asked)) == b""
+    assert copier.copy([0, 1, 2, 3], [0, 1, 2, 3], lambda copied: next(asked)) == b""
     assert same_bytes(target[:2], source[:2]) and same_bytes(target[2:], before[2:])
 
 
@@ -199,7 +199,7 @@ def test_another_user_is_not_let_in(monkeypatch):
 def test_a_sender_does_not_outrun_a_receiver_that_digests_slowly(monkeypatch):
     """However many segments: no more are granted than the receiver has room to hear of."""
     plain = Digester.digest
-    monkeypatch.setattr(Digester, "digest", lambda self, block_ids: time.sleep(0.002) or plain(self, block_ids))
+    monkeypatch.setattr(Digester, "digest", lambda *arguments: time.sleep(0.002) or plain(*arguments))
 
     async def test(ends: Ends) -> None:
         ends.transfer("r", shuffled(600, 600, 1))
@@ -296,3 +296,43 @@ def test_a_broken_transport_is_left_out_and_tried_again(both):
 def test_the_host_is_the_same_for_this_host_only():
     assert transports.host_id() == transports.host_id()
     assert set(transports.TRANSPORTS) == set(AUTO)
+
+
+def test_a_large_segment_is_digested_while_it_is_written(monkeypatch):
+    """Also where a part is no whole number of pieces, and where blocks are scattered."""
+    layout = KvLayout(layers=1, kv_heads=1, head_dim=300_000 // 8, block_size=1, dtype="float32")
+    begun: list[int] = []
+    plain = Digester.digest
+    monkeypatch.setattr(
+        Digester, "digest", lambda self, ids, early=(): begun.append(len(early)) or plain(self, ids, early)
+    )
+
+    async def test(ends: Ends) -> None:
+        ends.sender.digest(range(64))
+        for number, blocks in enumerate((list(range(5, 64)), shuffled(64, 50, 3), list(range(4)))):
+            ends.transfer(f"r{number}", blocks)
+            await ends.ended(number + 1)
+            assert isinstance(ends.results[number], KvSent), ends.results
+            assert same_bytes(ends.target[ends.committed[number][1]], ends.source[blocks])
+        assert begun[0] >= 28 and begun[1] >= 28 and begun[2] == 0
+
+    with_ends(test, layout=layout, settings=replace(SMALL, segment_bytes=64 << 20))
+
+
+@pytest.mark.parametrize("count", [65, 1 << 31])
+def test_more_written_than_there_is_breaks_the_pair(count, monkeypatch):
+    plain = Connection.send
+
+    def send(self: Connection, kind: int, sequence: int, given: bytes = b"") -> bool:
+        if kind == DONE:
+            plain(self, WRITTEN, sequence, count.to_bytes(4, "little"))
+        return plain(self, kind, sequence, given)
+
+    monkeypatch.setattr(Connection, "send", send)
+
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", list(range(4)))
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvFailed) and "blocks are written" in ends.failed[0][3]
+
+    with_ends(test)

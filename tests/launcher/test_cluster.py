@@ -8,6 +8,7 @@ import pytest
 from launcher import cluster as clusters
 from launcher.models import ReadyModel
 from launcher.plan import plan_cpu
+from launcher.process import STREAMED_COPIES
 from runtime.options import SettingsError, parse
 from runtime.serve_settings import ServeSettings
 from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
@@ -66,6 +67,15 @@ def test_api_keys_are_not_on_command_lines() -> None:
     cluster = clusters.build(ServeSettings(port=0, api_keys=["sesame"]), MODEL)
     assert not any("sesame" in text for spec in cluster.processes for text in spec.arguments)
     assert cluster.processes[1].environment["CROSSDOCK_API_KEYS"] == "sesame"
+
+
+def test_only_those_who_send_kv_copy_past_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = clusters.build(ServeSettings(port=0), MODEL)
+    streamed = [spec.name for spec in cluster.processes if STREAMED_COPIES.items() <= spec.environment.items()]
+    assert streamed == ["prefill-0"]
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")  # somebody knows better
+    for spec in clusters.build(ServeSettings(port=0), MODEL).processes:
+        assert spec.environment["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
 
 
 def test_a_taken_port_is_said_with_the_option() -> None:

@@ -107,6 +107,7 @@ def test_what_differs_is_with_the_instance() -> None:
     files = units.render(plan("a"), ON)
     assert 'VISIBLE_DEVICES="0"' in files[f"{OPTIONS}/prefill-0.env"]
     assert 'VISIBLE_DEVICES="GPU-1f"' in files[f"{OPTIONS}/decode-1.env"]
+    assert [path for path, text in files.items() if "GLIBC_TUNABLES" in text] == [f"{OPTIONS}/prefill-0.env"]
     assert "DeviceAllow=char-nvidia rw" in files[f"{UNITS}/crossdock-decode@.service"]
     names = ("coordinator", "gateway@0", "gateway@1", "prefill@0", "decode@0", "decode@1")
     wants = " ".join(f"crossdock-{name}.service" for name in names)

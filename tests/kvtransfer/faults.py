@@ -244,6 +244,7 @@ class Cluster:
             "harm", request_id=request_id, point=point, action="stop" if stops else "kill", delay_s=late,
             segments_left=self.random.randrange(-(-blocks // 16)),
         )  # fmt: skip
+        await victim.event("armed")  # it comes another way than the transfer that it is about
         _send(sender, receiver, request_id, 1, blocks)
         struck = (await victim.event("struck"))["at"]
         lost = await survivor.event("lost", peer=victim.incarnation)

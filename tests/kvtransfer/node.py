@@ -109,6 +109,7 @@ class Node:
     def do_harm(self, **what: Any) -> None:
         for name, value in what.items():
             setattr(self.harm, name, value)
+        self.say("armed")
 
     def do_report(self) -> None:
         self.allocator.check_invariants()

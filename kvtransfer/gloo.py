@@ -2,8 +2,8 @@
 short or foreign message never touches a pool.
 
 A message crosses when its receive is posted, and the sender is told of that over the same connection. So two are always under
-way, and the second one's data follows the first's without a pause; the receiver has a third buffer, whose segment it copies
-and digests meanwhile.
+way, and the second one's data follows the first's without a pause. A third buffer is that of the segment before, which is
+copied and digested meanwhile.
 
 gloo's receive cannot be interrupted; after a peer is killed amid a message it returns only at its timeout. An operation that
 failed makes the whole group unusable.

@@ -11,9 +11,7 @@ from prefill_worker.prompts import Prompt
 from proto.messages import Chunk, TokenItem
 
 
-def run_step(
-    engine: Engine, work: Sequence[tuple[Prompt, Chunk]], on_final: Callable[[list[int]], None] = lambda block_ids: None
-) -> StepResult:
+def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]], on_final: Callable[[list[int]], None]) -> StepResult:
     """`on_final` is told of the blocks that are full now, or are a complete prompt's last."""
     started = time.perf_counter()
     completing = [prompt for prompt, chunk in work if chunk.start + chunk.length == prompt.order.prompt_tokens]

@@ -66,7 +66,8 @@ class Ends:
     receiver_layout: KvLayout | None = None
     """Where its blocks are of another size; it has `blocks` of them too."""
     blocks: int = 64
-    accept: Callable[[int, Offer], Accepted | str | None] = lambda epoch, offer: Accepted(tuple(range(offer.blocks)))
+    accept: Callable[[int, Offer], Accepted | str | None] | None = None
+    """None: each gets the next blocks, from 0 on and from 0 again."""
     to_receiver: Hook = lambda message: True
     to_sender: Hook = lambda message: True
     results: list[KvSent | KvFailed] = field(default_factory=list)
@@ -84,6 +85,7 @@ class Ends:
             self.receiver_settings = replace(self.receiver_settings, transports=(TRANSPORT,))
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
+        self._given = 0
         self.source = filled_pool(self.layout, self.blocks, seed=1)
         self.memory = SharedMemory()
         self.target = shared_pool(self.receiver_layout or self.layout, self.blocks, seed=2, memory=self.memory)
@@ -103,12 +105,17 @@ class Ends:
             clock=time.monotonic,
             send=self._send_to_sender,
             listen_host="127.0.0.1",
-            accept=lambda epoch, offer: self.accept(epoch, offer),
+            accept=lambda epoch, offer: self.accept(epoch, offer) if self.accept else self._next_blocks(offer),
             on_committed=lambda epoch, commit, ids, prompt: self._note(self.committed, (commit, ids, prompt)),
             on_failed=lambda *failure: self._note(self.failed, failure),
             settings=self.receiver_settings or self.settings,
             memory=self.memory,
         )
+
+    def _next_blocks(self, offer: Offer) -> Accepted:
+        """Not those of another session that is under way: `shm` writes to them before it is asked what came of the last."""
+        self._given, first = self._given + offer.blocks, self._given
+        return Accepted(tuple(block % self.blocks for block in range(first, self._given)))
 
     def _note(self, where: list[Any], what: object) -> None:
         where.append(what)

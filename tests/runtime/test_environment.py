@@ -2,6 +2,7 @@
 
 import pytest
 
+import launcher.cli  # noqa: F401 -- every option is made by then
 from runtime import environment
 from runtime.environment import SUPERVISED, known_names, notes
 

@@ -243,8 +243,12 @@ class Driver(ABC, Generic[S, R]):
         return route.rows.layout.segment_blocks(self._settings.segment_bytes)
 
     def _local_of(self, route: R) -> Local:
-        digests = self._digests if route.rows is self._rows else None
-        return Local(route.rows, self._segment_blocks(route), self._settings, self._listen_host, self._memory, digests)
+        digests, segment_blocks = self._digests_of(route), self._segment_blocks(route)
+        return Local(route.rows, segment_blocks, self._settings, self._listen_host, self._memory, digests)
+
+    def _digests_of(self, route: R) -> BlockDigests | None:
+        """They are of blocks of our own size."""
+        return self._digests if route.rows is self._rows else None
 
     def _has_room(self, new_pair: bool) -> bool:
         """For one more session, and the pair it may need; dying pairs count, since each is a thread."""

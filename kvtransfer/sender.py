@@ -19,6 +19,7 @@ from kvtransfer.session import (
     Ended,
     KvFailed,
     KvSent,
+    SegmentBegun,
     SegmentDropped,
     SendSegment,
 )
@@ -261,6 +262,9 @@ class KvSender(Driver[SenderSession, _Outgoing]):
             announce = Announce(*live.key, route.pair_id, sequence, part.segment, part.first_block, blocks)
             self._send(route.peer_epoch, announce, b"")
             route.pair.submit(SegmentJob(live, part.segment, sequence, blocks, part.block_ids))
+            digests = self._digests_of(route)
+            if digests is not None and (known := digests.known(part.block_ids)):
+                self._feed(live, SegmentBegun(part.segment, known))
 
     # --- actions ---
 

@@ -15,6 +15,7 @@ from kvtransfer.session import (
     KvSent,
     LocalAbort,
     PairLost,
+    SegmentBegun,
     SegmentDone,
     SegmentDropped,
     Send,
@@ -36,7 +37,7 @@ FAILED: Final = "failed"
 
 _OVER = {
     **dict.fromkeys((Accept, Decline, Ack, Abort, BlocksReady, CommitReady, LocalAbort, PairLost, Tick), IGNORE),
-    **dict.fromkeys((SegmentDone, SegmentDropped), BUG),
+    **dict.fromkeys((SegmentBegun, SegmentDone, SegmentDropped), BUG),
 }
 _ENDING = {Abort: "peer_abort", LocalAbort: "local_abort", PairLost: "pair_lost", Tick: "tick"}
 
@@ -47,6 +48,7 @@ SENDER_TABLE: Table = {
         Ack: REFUSE,
         BlocksReady: "blocks_ready",
         CommitReady: "commit_ready",
+        SegmentBegun: BUG,
         SegmentDone: BUG,
         SegmentDropped: BUG,
         **_ENDING,
@@ -57,6 +59,7 @@ SENDER_TABLE: Table = {
         Ack: REFUSE,
         BlocksReady: "blocks_ready",
         CommitReady: "commit_ready",
+        SegmentBegun: "begun",
         SegmentDone: "sent",
         SegmentDropped: BUG,
         **_ENDING,
@@ -67,11 +70,12 @@ SENDER_TABLE: Table = {
         Ack: "ack",
         BlocksReady: BUG,
         CommitReady: BUG,
-        SegmentDone: BUG,
+        SegmentBegun: BUG,
+        SegmentDone: "sent_behind_commit",
         SegmentDropped: BUG,
         **_ENDING,
     },
-    DRAINING: {**_OVER, SegmentDone: "drained", SegmentDropped: "drained"},
+    DRAINING: {**_OVER, SegmentBegun: IGNORE, SegmentDone: "drained", SegmentDropped: "drained"},
     SENT: _OVER,
     FAILED: _OVER,
 }
@@ -96,10 +100,13 @@ class SenderSession(Session):
         self._cached_blocks = 0
         self._cut = 0
         """Blocks already cut into segments, or not wanted."""
-        self._digests: list[bytes | None] = []
+        self._digests: list[bytes] = []
+        """By segment; empty where it is not known yet."""
+        self._unknown = 0
         self._commit: CommitReady | None = None
         self._commit_at = 0.0
-        self._reason = ""
+        self._result: KvSent | KvFailed | None = None
+        """What is reported when nothing is in flight any more."""
 
     def forget_payload(self) -> None:
         self._block_ids, self._commit, self._digests = [], None, []
@@ -125,9 +132,12 @@ class SenderSession(Session):
         kv_bytes = (self.blocks - self._cached_blocks) * self._block_bytes
         if event.kv_bytes != kv_bytes:
             return self._violation(f"an Ack for {event.kv_bytes} bytes where {kv_bytes} were sent")
-        self.state = SENT
+        self._result = KvSent(self.request_id, self.attempt, kv_bytes, (now - self._commit_at) * 1e3)
         self._deadline = None
-        return [Ended(KvSent(self.request_id, self.attempt, kv_bytes, (now - self._commit_at) * 1e3))]
+        if self.in_flight:
+            self.state = DRAINING
+            return []
+        return self._ended()
 
     def _peer_abort(self, event: Abort, now: float) -> list[Action]:
         return self._fail(f"aborted by the receiver: {event.reason}", tell_peer=False)
@@ -152,14 +162,23 @@ class SenderSession(Session):
 
     # --- from the pair ---
 
+    def _begun(self, event: SegmentBegun, now: float) -> list[Action]:
+        self._know(event)
+        return self._advance(now)
+
     def _sent(self, event: SegmentDone, now: float) -> list[Action]:
         self.in_flight.remove(event.segment)
-        self._digests[event.segment] = event.digest
+        self._know(event)
         return self._advance(now)
+
+    def _sent_behind_commit(self, event: SegmentDone, now: float) -> list[Action]:
+        self.in_flight.remove(event.segment)
+        self._wait_for_ack(now)
+        return []
 
     def _drained(self, event: SegmentDone | SegmentDropped, now: float) -> list[Action]:
         self.in_flight.remove(event.segment)
-        return [] if self.in_flight else self._failed()
+        return [] if self.in_flight else self._ended()
 
     def _pair_lost(self, event: PairLost, now: float) -> list[Action]:
         return self._fail(event.reason, tell_peer=False)
@@ -175,7 +194,7 @@ class SenderSession(Session):
     # --- inside ---
 
     def _advance(self, now: float) -> list[Action]:
-        """Cut what is ready into segments; commit when the last one is sent."""
+        """Cut what is ready into segments; commit when the digests of all are known."""
         self._deadline = now + self._settings.idle_timeout_ms / 1e3
         actions: list[Action] = []
         while self._cut < len(self._block_ids):
@@ -185,29 +204,39 @@ class SenderSession(Session):
             block_ids = tuple(self._block_ids[self._cut : self._cut + self._segment_blocks])
             actions.append(SendSegment(segment, self._cut, block_ids))
             self._cut += len(block_ids)
-            self._digests.append(None)
+            self._digests.append(b"")
+            self._unknown += 1
             self.in_flight.add(segment)
-        if self._commit is not None and not self.in_flight:
+        if self._commit is not None and not self._unknown:
             actions.append(self._commit_message(self._commit))
             self.state = COMMITTING
-            self._deadline = now + self._settings.ack_timeout_ms / 1e3
+            self._wait_for_ack(now)
         return actions
 
+    def _know(self, event: SegmentBegun | SegmentDone) -> None:
+        if not self._digests[event.segment]:
+            self._digests[event.segment] = event.digest
+            self._unknown -= 1
+
+    def _wait_for_ack(self, now: float) -> None:
+        settings = self._settings
+        self._deadline = now + (settings.idle_timeout_ms if self.in_flight else settings.ack_timeout_ms) / 1e3
+
     def _commit_message(self, commit: CommitReady) -> Send:
-        digests = tuple(digest for digest in self._digests if digest is not None)
-        assert len(digests) == len(self._digests) and self._cut == self.blocks
-        message = Commit(self.request_id, self.attempt, digests, commit.prompt_tokens, commit.first_tokens)
+        assert all(self._digests) and self._cut == self.blocks
+        message = Commit(self.request_id, self.attempt, tuple(self._digests), commit.prompt_tokens, commit.first_tokens)
         return Send(message, commit.prompt)
 
     def _fail(self, reason: str, tell_peer: bool) -> list[Action]:
-        self._reason = reason
+        self._result = KvFailed(self.request_id, self.attempt, reason)
         self._deadline = None
         actions: list[Action] = [Send(Abort(self.request_id, self.attempt, reason[:512]))] if tell_peer else []
         if self.in_flight:
             self.state = DRAINING
             return [*actions, CancelSegments()]
-        return actions + self._failed()
+        return actions + self._ended()
 
-    def _failed(self) -> list[Action]:
-        self.state = FAILED
-        return [Ended(KvFailed(self.request_id, self.attempt, self._reason))]
+    def _ended(self) -> list[Action]:
+        assert self._result is not None
+        self.state = SENT if isinstance(self._result, KvSent) else FAILED
+        return [Ended(self._result)]

@@ -1,10 +1,11 @@
 """One hand-over of KV blocks, as two pure machines: `SenderSession` here, `ReceiverSession` there, per (request,
 attempt).
 
-    sender:    OFFERED ──Accept──▶ STREAMING ──all sent, commit asked──▶ COMMITTING ──Ack──▶ SENT
+    sender:    OFFERED ──Accept──▶ STREAMING ──digests known, commit asked──▶ COMMITTING ──Ack──▶ SENT
     receiver:  UNDECIDED ──accept──▶ RECEIVING ──Commit──▶ CHECKING ──all received, digests equal──▶ COMMITTED
                    └──────refuse──▶ DECLINED
     either:    any state before the last ──abort, loss, timeout, violation──▶ DRAINING ──nothing in flight──▶ FAILED
+    sender:    COMMITTING ──Ack──▶ DRAINING ──nothing in flight──▶ SENT, where the Ack is faster than our own thread's word
 
 Rules:
 1. A session ends exactly once, with one `Ended`. SENT, COMMITTED, DECLINED and FAILED are final and answer late frames.
@@ -16,8 +17,10 @@ Rules:
    deadline on purpose: only the answers prove the blocks untouched, and the thread's own timeouts bound them.
 4. Frames that are late or repeated are ignored. A frame that no correct peer sends in this state is a violation: it
    is counted and fails the session, nothing else. An event of ours that cannot happen is an assertion.
-5. Blocks that the receiver has already are agreed on in Accept, once: both count segments and bytes from there on.
-6. Each machine opens with its table: state × event → the method that handles it, or IGNORE, REFUSE (a violation) or
+5. The Commit follows the last announcement. Where the digests were made with the KV, it does not wait for the segments
+   themselves: they and it are under way together.
+6. Blocks that the receiver has already are agreed on in Accept, once: both count segments and bytes from there on.
+7. Each machine opens with its table: state × event → the method that handles it, or IGNORE, REFUSE (a violation) or
    BUG.
 
 The segments of all sessions of one pair share its order. `AnnounceOrder` keeps it on the receiver.
@@ -55,6 +58,14 @@ class CommitReady:
     first_tokens: tuple[FirstToken, ...]
     prompt_tokens: int
     prompt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentBegun:
+    """A segment is announced; `digest` is that of what is being sent, known before."""
+
+    segment: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from kvtransfer.session import (
     REFUSE,
     Accepted,
     BlocksReady,
+    CancelSegments,
     CommitArrived,
     CommitReady,
     Ended,
@@ -24,6 +25,7 @@ from kvtransfer.session import (
     PairLost,
     Receive,
     Refusal,
+    SegmentBegun,
     SegmentDone,
     SegmentDropped,
     Send,
@@ -47,6 +49,7 @@ SENDER_EVENTS: dict[type, object] = {
     Abort: Abort("r", 1, "gone"),
     BlocksReady: BlocksReady(0, (9, 8, 7, 6)),
     CommitReady: CommitReady(FIRST, 0, b""),
+    SegmentBegun: SegmentBegun(0, D1),
     SegmentDone: SegmentDone(0, D1),
     SegmentDropped: SegmentDropped(0),
     LocalAbort: LocalAbort("cancelled"),
@@ -219,6 +222,55 @@ def test_violations_within_a_good_state(frame):
     assert isinstance(actions[0], Violation)
     assert isinstance(actions[-1], Ended) and isinstance(actions[-1].result, KvReceiveFailed)
     assert actions[-1].result.block_ids == (1, 2, 3, 4)
+
+
+def commits_early() -> SenderSession:
+    """Its Commit is out, and both of its segments are on their way."""
+    session = sender([BlocksReady(0, (9, 8, 7, 6)), Accept("r", 1, 3), SegmentBegun(0, D1), SegmentBegun(1, D2)])
+    assert session.handle(CommitReady(FIRST, 0, b""), 0.0) == [Send(COMMIT)]
+    return session
+
+
+def test_where_digests_are_known_the_commit_follows_the_last_announcement():
+    session = sender([BlocksReady(0, (9, 8, 7, 6)), CommitReady(FIRST, 0, b"")])
+    assert len(session.handle(Accept("r", 1, 3), 0.0)) == 2
+    assert session.handle(SegmentBegun(0, D1), 0.0) == []
+    assert session.handle(SegmentBegun(1, D2), 0.0) == [Send(COMMIT)]
+
+
+def test_one_digest_that_is_not_known_holds_the_commit_up():
+    session = sender([BlocksReady(0, (9, 8, 7, 6)), Accept("r", 1, 3), CommitReady(FIRST, 0, b"")])
+    assert session.handle(SegmentBegun(1, D2), 0.0) == []
+    assert session.handle(SegmentDone(1, D2), 0.0) == []
+    assert session.handle(SegmentDone(0, D1), 0.0) == [Send(COMMIT)]
+
+
+def test_blocks_are_free_when_the_last_segment_is_answered_and_not_with_the_ack():
+    session = commits_early()
+    assert session.handle(SegmentDone(1, D2), 1.0) == []
+    assert session.handle(Ack("r", 1, 4 * BLOCK_BYTES), 2.0) == []
+    assert session.next_deadline() is None
+    for late in (Ack("r", 1, 4 * BLOCK_BYTES), LocalAbort("cancelled"), PairLost("broken"), Tick()):
+        assert session.handle(late, 3.0) == []
+    assert session.handle(SegmentDropped(0), 4.0) == [Ended(KvSent("r", 1, 4 * BLOCK_BYTES, 2000.0))]
+
+
+def test_who_commits_early_waits_for_progress_first_and_then_for_the_ack():
+    session = commits_early()
+    assert session.next_deadline() == SETTINGS.idle_timeout_ms / 1e3
+    session.handle(SegmentDone(0, D1), 1.0)
+    assert session.next_deadline() == 1.0 + SETTINGS.idle_timeout_ms / 1e3
+    session.handle(SegmentDone(1, D2), 2.0)
+    assert session.next_deadline() == 2.0 + SETTINGS.ack_timeout_ms / 1e3
+
+
+@pytest.mark.parametrize("event", [LocalAbort("cancelled"), PairLost("broken"), Abort("r", 1, "gone"), Tick()])
+def test_who_commits_early_can_fail_until_the_ack(event):
+    session = commits_early()
+    actions = session.handle(event, 1e6)
+    assert actions[-1] == CancelSegments() and session.handle(SegmentDone(0, D1), 1e6) == []
+    (ended,) = session.handle(SegmentDropped(1), 1e6)
+    assert isinstance(ended, Ended) and isinstance(ended.result, KvFailed)
 
 
 def test_an_ack_for_another_size_is_a_failure():

@@ -23,6 +23,7 @@ from kvtransfer.session import (
     PairLost,
     Receive,
     Refusal,
+    SegmentBegun,
     SegmentDone,
     SegmentDropped,
     Send,
@@ -62,6 +63,8 @@ class World:
     to_sender: list[tuple[Message, bytes]] = field(default_factory=list)
     sending: list[tuple[int, SendSegment]] = field(default_factory=list)
     receiving: list[tuple[Announce, tuple[int, ...] | None]] = field(default_factory=list)
+    answers: list[SegmentDone] = field(default_factory=list)
+    """What the sender's thread has said and its loop has not heard."""
     sender_results: list[KvSent | KvFailed] = field(default_factory=list)
     receiver_results: list[object] = field(default_factory=list)
     written: dict[int, int] = field(default_factory=dict)
@@ -76,6 +79,8 @@ class World:
         self.cached = self.random.choice([0, self.random.randint(0, self.blocks)])
         """The receiver has so many of the first blocks already."""
         self.written.update(zip(self.target[: self.cached], self.source[: self.cached], strict=True))
+        self.digested_early = self.random.choice([0.0, 0.5, 1.0])
+        """The chance of a segment whose digest is known before it is sent."""
         self.given = 0
         self.announced = 0
         self.order = AnnounceOrder()
@@ -92,6 +97,8 @@ class World:
             self.deliver,
             self.move_data,
             self.move_data,
+            self.answer,
+            self.answer,
             self.local,
             self.fault,
         ]
@@ -152,7 +159,11 @@ class World:
             self.feed(self.receiver, SegmentDone(announce.segment, digest(content)))
         elif self.receiver is not None and announce.segment in self.receiver.in_flight:
             self.feed(self.receiver, SegmentDropped(announce.segment))
-        self.feed(self.sender, SegmentDone(part.segment, digest(part.block_ids)))
+        self.answers.append(SegmentDone(part.segment, digest(part.block_ids)))
+
+    def answer(self) -> None:
+        if self.answers:
+            self.feed(self.sender, self.answers.pop(0))
 
     def local(self) -> None:
         """Prefill goes on; decode decides."""
@@ -196,6 +207,7 @@ class World:
                     self.feed(session, SegmentDropped(segment))
         self.sending.clear()
         self.receiving.clear()
+        self.answers.clear()
 
     # --- actions ---
 
@@ -228,6 +240,8 @@ class World:
             message = Announce("r", 1, 1, self.announced, action.segment, action.first_block, len(action.block_ids))
             self.to_receiver.append((message, b""))
             self.announced += 1
+            if self.chance(self.digested_early):
+                self.feed(self.sender, SegmentBegun(action.segment, digest(action.block_ids)))
 
     # --- what must hold ---
 

@@ -106,7 +106,8 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Commit(Message, frozen=True):
-    """All segments are sent. A binary frame follows: the prompt's token ids (int32) if a penalty needs them, else empty."""
+    """All segments are announced, and perhaps still on their way. A binary frame follows: the prompt's token ids (int32) if a
+    penalty needs them, else empty."""
 
     request_id: RequestId
     attempt: Attempt

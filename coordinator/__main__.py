@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from coordinator.turn_lock import is_taken
+from runtime import collector
 from runtime.niceness import import_nicely
 
 _NICE_LOADING = 5
@@ -27,12 +28,14 @@ def _journal(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
 def _main() -> int:
     journal = _journal(sys.argv[1:], os.environ)
     if journal and is_taken(journal):
-        import_nicely("coordinator.main", _NICE_LOADING)
+        with collector.at_rest():
+            import_nicely("coordinator.main", _NICE_LOADING)
     from runtime.options import run_role
     from runtime.settings import CoordinatorSettings
 
     def run(settings: CoordinatorSettings) -> int:
-        from coordinator.main import run  # here, so that --help and a wrong option answer at once
+        with collector.at_rest():
+            from coordinator.main import run  # here, so that --help and a wrong option answer at once
 
         return run(settings)
 

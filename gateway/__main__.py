@@ -1,12 +1,14 @@
 """`python -m gateway`: this role alone, for unit files and launchers."""
 
+from runtime import collector
 from runtime.exits import leave
 from runtime.options import run_role
 from runtime.settings import GatewaySettings
 
 
 def _run(settings: GatewaySettings) -> int:
-    from gateway.main import run  # here, so that --help and a wrong option answer at once
+    with collector.at_rest():
+        from gateway.main import run  # here, so that --help and a wrong option answer at once
 
     return run(settings)
 

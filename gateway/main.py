@@ -21,7 +21,7 @@ from gateway.tenancy import KeyRing
 from gateway.tokenizer import ModelFilesError, ModelTokenizer, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
-from runtime import clock, log, machine, notify
+from runtime import clock, collector, log, machine, notify
 from runtime.addresses import advertised
 from runtime.common_metrics import link_counters
 from runtime.driver import Stop, cancelled, run_process, unless_stopped, watched
@@ -156,7 +156,8 @@ class GatewayProcess:
         """The model's tokenizer; None if told to stop first. Raises `ConfigError`."""
         loader = ThreadPoolExecutor(1, "loader")
         try:
-            return await unless_stopped(stop, loader, lambda: load(self.settings.model))
+            with collector.at_rest():
+                return await unless_stopped(stop, loader, lambda: load(self.settings.model))
         except ModelFilesError as error:
             raise ConfigError(f"--model: {error}") from error
         finally:

@@ -1,6 +1,6 @@
 """`python -m prefill_worker`: this role alone, for unit files and launchers."""
 
-from runtime import machine
+from runtime import collector, machine
 from runtime.exits import leave
 from runtime.options import run_role
 from runtime.settings import WorkerSettings
@@ -8,7 +8,8 @@ from runtime.settings import WorkerSettings
 
 def _run(settings: WorkerSettings) -> int:
     settings = machine.prepare(settings)
-    from prefill_worker.main import run  # here, so that --help and a wrong option answer at once
+    with collector.at_rest():
+        from prefill_worker.main import run  # here, so that --help and a wrong option answer at once
 
     return run(settings)
 

@@ -14,7 +14,7 @@ from proto.errors import BadOption, CrossdockError
 from proto.messages import Message, Role
 from proto.progress import Hung
 from proto.status import KvHeld
-from runtime import clock, log, machine, notify
+from runtime import clock, collector, log, machine, notify
 from runtime.driver import Stop, run_process, unless_stopped, watched
 from runtime.exits import HUNG_EXIT, ConfigError
 from runtime.keys import keys_for
@@ -64,7 +64,7 @@ def run_worker(
         await observed.start()
         logger.info("loading", model=settings.model)
         try:
-            with as_config_error():
+            with as_config_error(), collector.at_rest():
                 engine = await unless_stopped(stop, thread, load)
         except ConfigError:
             raise

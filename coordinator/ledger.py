@@ -41,6 +41,8 @@ from datetime import date
 from pathlib import Path
 from typing import Final, TypeVar
 
+from msgspec.structs import asdict
+
 from coordinator.quota import DAY_S, Ask
 from coordinator.usage import Closed, Entry, Opened, Past
 from proto.errors import CrossdockError
@@ -82,23 +84,27 @@ CREATE INDEX IF NOT EXISTS usage_by_time ON usage (accepted_s);
 CREATE INDEX IF NOT EXISTS usage_open ON usage (request_id) WHERE outcome IS NULL;
 """
 _OPEN: Final = """
-INSERT INTO usage (request_id, day, tenant, model, band, borrowed, accepted_s, charged_tokens, prompt_tokens, output_tokens,
-    kv_blocks, from_token) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8 + ?9, ?8, ?9, ?10, ?11)
+INSERT INTO usage (request_id, day, tenant, model, band, borrowed, accepted_s,
+    charged_tokens, prompt_tokens, output_tokens, kv_blocks, from_token)
+VALUES (:request_id, :day, :tenant, :model, :band, :borrowed, :accepted_s,
+    :prompt_tokens + :output_tokens, :prompt_tokens, :output_tokens, :kv_blocks, :from_token)
 ON CONFLICT (request_id) DO UPDATE SET outcome = NULL,
-    before_prompt_tokens = prompt_tokens, before_output_tokens = output_tokens, kv_blocks = ?10,
-    prompt_tokens = MAX(prompt_tokens, ?8), output_tokens = MAX(output_tokens, ?9),
-    charged_tokens = MAX(prompt_tokens, ?8) + MAX(output_tokens, ?9)
-WHERE ?12 AND outcome IS NOT NULL
+    before_prompt_tokens = prompt_tokens, before_output_tokens = output_tokens, kv_blocks = :kv_blocks,
+    prompt_tokens = MAX(prompt_tokens, :prompt_tokens), output_tokens = MAX(output_tokens, :output_tokens),
+    charged_tokens = MAX(prompt_tokens, :prompt_tokens) + MAX(output_tokens, :output_tokens)
+WHERE :again AND outcome IS NOT NULL
 """
 _CLOSE: Final = """
-UPDATE usage SET outcome = ?2, prompt_tokens = MAX(before_prompt_tokens, ?3),
-    cached_tokens = CASE WHEN before_prompt_tokens < ?3 THEN ?4 WHEN before_prompt_tokens > ?3 THEN cached_tokens
-        ELSE MAX(cached_tokens, ?4) END, -- a coordinator that found the row open does not know of what was cached before
-    output_tokens = MAX(before_output_tokens, ?5 + ?6 - from_token),
-    charged_tokens = MAX(before_prompt_tokens, ?3) + MAX(before_output_tokens, ?5 + ?6 - from_token),
-    queue_ms = COALESCE(queue_ms, 0) + ?7, prefill_ms = COALESCE(prefill_ms, 0) + ?8,
-    transfer_ms = COALESCE(transfer_ms, 0) + ?9, decode_ms = COALESCE(decode_ms, 0) + ?10
-WHERE request_id = ?1 AND outcome IS NULL
+UPDATE usage SET outcome = :outcome, prompt_tokens = MAX(before_prompt_tokens, :prompt_tokens),
+    cached_tokens = CASE WHEN before_prompt_tokens < :prompt_tokens THEN :cached_tokens
+        WHEN before_prompt_tokens > :prompt_tokens THEN cached_tokens
+        ELSE MAX(cached_tokens, :cached_tokens) END, -- who found the row open does not know of what was cached before
+    output_tokens = MAX(before_output_tokens, :output_tokens + :from_token - from_token),
+    charged_tokens = MAX(before_prompt_tokens, :prompt_tokens)
+        + MAX(before_output_tokens, :output_tokens + :from_token - from_token),
+    queue_ms = COALESCE(queue_ms, 0) + :queue_ms, prefill_ms = COALESCE(prefill_ms, 0) + :prefill_ms,
+    transfer_ms = COALESCE(transfer_ms, 0) + :transfer_ms, decode_ms = COALESCE(decode_ms, 0) + :decode_ms
+WHERE request_id = :request_id AND outcome IS NULL
 """
 _PRUNE: Final = """
 DELETE FROM usage WHERE request_id IN
@@ -280,10 +286,8 @@ def _read(db: sqlite3.Connection, today: int) -> Past:
 
 def _write(db: sqlite3.Connection, entry: Entry) -> None:
     match entry:
-        case Opened(request_id, day, tenant, model, band, borrowed, ask, again, from_token):
-            what = (ask.prompt_tokens, ask.output_tokens, ask.kv_blocks, from_token, again)
-            db.execute(_OPEN, (request_id, day_text(day), tenant, model, band, borrowed, clock.unix_time(), *what))
+        case Opened():
+            written = {"day": day_text(entry.day), "accepted_s": clock.unix_time()}
+            db.execute(_OPEN, asdict(entry) | asdict(entry.ask) | written)
         case Closed():
-            tokens = (entry.prompt_tokens, entry.cached_tokens, entry.output_tokens, entry.from_token)
-            times = (entry.queue_ms, entry.prefill_ms, entry.transfer_ms, entry.decode_ms)
-            db.execute(_CLOSE, (entry.request_id, entry.outcome, *tokens, *times))
+            db.execute(_CLOSE, asdict(entry))

@@ -5,12 +5,22 @@ from collections.abc import Callable, Sequence
 
 from kvtransfer.layout import cells_of
 from kvtransfer.sender_session import SenderSession
-from kvtransfer.session import Action, BlocksReady, CommitReady, Ended, KvFailed, KvSent, SegmentDropped, SendSegment
+from kvtransfer.session import (
+    Action,
+    BlocksReady,
+    CommitReady,
+    Ended,
+    KvFailed,
+    KvSent,
+    SegmentBegun,
+    SegmentDropped,
+    SendSegment,
+)
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Announce, Decline, FirstToken, PairClosed, PairListen, PairOpen
 from proto.messages import Message
-from simulation.pairs import Job, Pair, PoolProcess
+from simulation.pairs import Job, Pair, PoolProcess, digest
 from simulation.toy import Toy
 from simulation.transfer import SETTINGS, Driver, Live, Route
 
@@ -28,6 +38,8 @@ class Sender(Driver):
         super().__init__(process, toy, send)
         self._on_result = on_result
         self._last_pair_id = 0
+        self._digests_early = process.world.random.random() < 0.5
+        """As where KV is in host memory; else in sending."""
 
     def open(self, request_id: str, attempt: int, peer_epoch: int, blocks: int, block_size: int) -> None:
         key, route = (request_id, attempt), self._routes.get(peer_epoch)
@@ -86,7 +98,7 @@ class Sender(Driver):
             sends=True,
             ratio=route.ratio,
             on_ready=lambda: self._pair_ready(route),
-            on_segment=lambda job, digest: self._answered(route, job, digest),
+            on_segment=lambda job, made: self._answered(route, job, made),
             on_down=lambda reason: self._pair_down(route, reason),
         )
         route.pair.meet(message.secret)
@@ -109,6 +121,8 @@ class Sender(Driver):
             announce = Announce(*live.key, route.pair_id, sequence, part.segment, part.first_block, blocks)
             self._send(route.peer_epoch, announce, b"")
             route.pair.submit(Job(live, part.segment, sequence, blocks, part.block_ids))
+            if self._digests_early and route.ratio == 1:
+                self._feed(live, SegmentBegun(part.segment, digest(self.toy.packed(part.block_ids, 1))))
 
     def _carry_out(self, live: Live, action: Action) -> None:
         if isinstance(action, SendSegment):

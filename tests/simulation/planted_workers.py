@@ -10,7 +10,7 @@ from engine.blocks import BlockAllocator
 from engine.sequence import SequenceBlocks
 from kvtransfer.receiver_session import COMMITTED, FAILED, ReceiverSession
 from kvtransfer.sender_session import SenderSession
-from kvtransfer.session import Ended, KvCommitted, SegmentDone, SegmentDropped, Session
+from kvtransfer.session import Action, Ended, KvCommitted, SegmentDone, SegmentDropped, Session
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import Prompt, PromptTable
 from proto.messages import Released, TokenItem, Tokens
@@ -76,8 +76,13 @@ def a_prefill_worker_frees_blocks_that_are_being_sent(m: pytest.MonkeyPatch) -> 
         prompt.sending = False
         return original(self, prompt, farewell)
 
+    at_once = SenderSession._fail
+
+    def fail(self: SenderSession, reason: str, tell_peer: bool) -> list[Action]:
+        return [] if self.in_flight else at_once(self, reason, False)
+
     m.setattr(PromptTable, "close", close)
-    m.setattr(SenderSession, "_fail", lambda self, reason, tell_peer: [] if self.in_flight else self._failed())
+    m.setattr(SenderSession, "_fail", fail)
 
 
 @bug

@@ -12,6 +12,8 @@ from kvtransfer.digests import BlockDigests, Digester, land
 from kvtransfer.layout import KvLayout
 from kvtransfer.pool import PoolRows
 from kvtransfer.session import KvFailed, KvSent
+from proto.kv import Commit
+from proto.messages import Message
 from tests.kvtransfer.ends import LAYOUT, Ends, filled_pool, same_bytes, shuffled, with_ends
 
 
@@ -83,5 +85,30 @@ def test_kv_that_changed_between_computation_and_transfer_is_refused() -> None:
         await ends.ended(2)
         assert isinstance(ends.results[1], KvSent)
         assert same_bytes(ends.target[ends.committed[0][1]], ends.source[4:9])
+
+    with_ends(test)
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize(("made_before", "answered"), [(True, 0), (False, 2)])
+def test_the_commit_waits_for_segments_only_where_their_digests_are_made_in_sending(
+    made_before: bool, answered: int
+) -> None:
+    """As the sender is wired, and not its session alone."""
+
+    async def test(ends: Ends) -> None:
+        seen: list[int] = []
+
+        def note(message: Message) -> bool:
+            if isinstance(message, Commit):
+                seen.append(ends.sender.counters["segments"])
+            return True
+
+        ends.to_receiver = note
+        if made_before:
+            ends.sender.digest(range(ends.blocks))
+        ends.transfer("r", [4, 5, 6, 7, 8])
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvSent) and seen == [answered]
 
     with_ends(test)

@@ -20,6 +20,8 @@ Where a worker's link is lost, as by a stop of this very process, the worker may
 finished meanwhile. So a bill that it held is not closed as cancelled before `DOUBT_S` have passed.
 """
 
+from collections import OrderedDict
+
 import msgspec
 
 from coordinator.lifecycle import State
@@ -85,18 +87,22 @@ class _Nothing(Tally, frozen=True):  # type: ignore[misc]
     """Writing to it is an error."""
 
 
+_NOTHING = _Nothing()
+
+
 class Bill(Grant, eq=False, gc=False):
     request_id: str
     prompt_tokens_max: int
     choices: int = 1
-    tally: Tally = _Nothing()
+    tally: Tally = _NOTHING
     """To be read. Its own is made by `begin`: most requests wait before anything comes of them, and there are many."""
 
     def begin(self) -> Tally:
         """Its tally, to be written to."""
-        if isinstance(self.tally, _Nothing):
-            self.tally = Tally()
-        return self.tally
+        tally = self.tally
+        if tally is _NOTHING:
+            tally = self.tally = Tally()
+        return tally
 
     @property
     def estimate(self) -> Ask:
@@ -123,11 +129,11 @@ class Billing:
     def __init__(self, tenants: Tenants) -> None:
         self.quotas = Quotas(tenants)
         self.bills: dict[str, Bill] = {}
-        self.orphans: dict[str, float] = {}
+        self.orphans: OrderedDict[str, float] = OrderedDict()
         """Request → when it is written off; soonest first."""
-        self.doubts: dict[str, float] = {}
+        self.doubts: OrderedDict[str, float] = OrderedDict()
         """Cancelled request → when it is closed as that; soonest first, or nearly."""
-        self.settled: dict[str, Bill] = {}
+        self.settled: OrderedDict[str, Bill] = OrderedDict()
         """The last ones, oldest first."""
 
     # --- what is configured, what was before ----------------------------------------------------------------------------
@@ -255,13 +261,13 @@ class Billing:
 
     def computed(self, request_id: str, attempt: int, tokens: int) -> None:
         bill = self.bills.get(request_id)
-        if bill is None or bill.tally.prompt_done or attempt < bill.tally.attempt:
+        if bill is None or (tally := bill.begin()).prompt_done or attempt < tally.attempt:
             return
-        tally = bill.begin()
         if attempt > tally.attempt:
             tally.attempt, tally.computed_tokens = attempt, 0
-        tally.computed_tokens += tokens
-        tally.prompt_tokens = max(tally.prompt_tokens, min(tally.computed_tokens, bill.prompt_tokens_max))
+        computed = tally.computed_tokens = tally.computed_tokens + tokens
+        if computed > tally.prompt_tokens:
+            tally.prompt_tokens = min(computed, bill.prompt_tokens_max)
 
     def prompt_done(self, request_id: str) -> None:
         bill = self.bills.get(request_id)
@@ -290,9 +296,9 @@ class Billing:
     def let_go(self, request_id: str, now: float) -> Closed | None:
         """One thing less of it is on a worker."""
         bill = self.bills.get(request_id)
-        if bill is None or not bill.tally.held:
+        if bill is None or not (tally := bill.tally).held:
             return None  # a worker may bring along what was not counted when this bill was opened
-        bill.begin().held -= 1
+        tally.held -= 1
         return self._close_if_over(bill, now)
 
     # --- ends -----------------------------------------------------------------------------------------------------------
@@ -378,7 +384,7 @@ class Billing:
         self.settled.pop(bill.request_id, None)
         self.settled[bill.request_id] = bill
         if len(self.settled) > _SETTLED_MAX:
-            del self.settled[next(iter(self.settled))]
+            self.settled.popitem(last=False)
         return Closed(
             bill.request_id,
             tally.outcome,

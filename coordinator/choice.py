@@ -48,7 +48,7 @@ def rather_waits(request: Request, prefill: Worker, pool: Pool, now: float) -> b
         for worker in pool.prefill.values()
         if not worker.draining
         and (cached := cached_tokens(submit, worker, pool)) > here
-        and worker.fits(worker.prefill_holding(submit))
+        and worker.fits(submit)
         and pool.has_pair(worker, now)
     }
     patience = patience_s(submit.prompt_tokens, _prefill_side(prefill, here), others, pool.weights)

@@ -90,7 +90,7 @@ def asked(state: State, epoch: int, event: Received, now: float) -> None:
         state.drain_orders.pop(worker.epoch, None)
         state.drain_orders[worker.epoch] = None if request.undo else worker.hand_over_at
         if len(state.drain_orders) > ORDERS_MAX:
-            del state.drain_orders[next(iter(state.drain_orders))]
+            state.drain_orders.popitem(last=False)
         state.send(worker.epoch, Draining(None if request.undo else request.hand_over_ms))
     state.send(epoch, DrainAnswer(refusal[:500], report.workers(state)))
 

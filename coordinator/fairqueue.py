@@ -262,11 +262,15 @@ class FairQueue(Generic[T]):
     def _move(self, entry: Entry[T], place: int, chunks: int) -> None:
         """It waits on `place` for its next chunk, as the newest there."""
         before = entry.lane
+        self._joins += 1
+        if before.place == place and before.size == 1 and not before.gone:
+            before.overtaken = entry.excess = 0
+            entry.chunks, entry.joined = chunks, self._joins
+            return  # alone, it stays where it stands
         lane: Lane[T] | None = before if before.place == place else before.node.line(place)
         if lane is None:
             lane = self._lane(before.node, place)
         before.leave(entry, for_good=False)
-        self._joins += 1
         entry.lane, entry.chunks, entry.joined = lane, chunks, self._joins
         lane.join(entry)
         if not before.size:

@@ -7,7 +7,7 @@ from coordinator.events import Misbehaved, Moved, Received
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
 from coordinator.request import Request, share
-from coordinator.state import Last, State
+from coordinator.state import NONE_ENDED, State
 from coordinator.victims import expected_left
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.limits import HASH_BYTES
@@ -24,7 +24,7 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         # A worker would hold it against us.
         state.out.append(Misbehaved(epoch, f"{len(submit.block_hashes)} bytes are no whole number of block hashes"))
         return
-    ended = state.ended.get(submit.request_id, Last()).attempt
+    ended = state.ended.get(submit.request_id, NONE_ENDED).attempt
     if submit.attempt <= ended:
         if submit.attempt == ended:
             why = "this attempt has ended; its tokens were lost on their way if they have not come"
@@ -82,7 +82,7 @@ def _comes_back(state: State, submit: Submit) -> bool:
         drained = submit.drained_attempts > known.submit.drained_attempts
         return known.state is Life.INTERRUPTED and not drained
     # A choice may have been put off and cancelled: of itself it was never accepted then.
-    earlier = (state.ended.get(name, Last()).drained for name in (submit.request_id, whole_of(submit)))
+    earlier = (state.ended.get(name, NONE_ENDED).drained for name in (submit.request_id, whole_of(submit)))
     return submit.attempt > 1 and submit.drained_attempts <= max(earlier)
 
 

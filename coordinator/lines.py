@@ -52,7 +52,9 @@ class Block(list[C]):
         del dues[size:]
         index = bisect_left(dues, due)
         if index < size and dues[index] == due:
-            return bisect_left(self, child.tie, index, bisect_right(dues, due, index), key=_tie)
+            tie = child.tie
+            if tie > self[index].tie:  # mostly it goes after all its equals, as they had their turn before it
+                return bisect_left(self, tie, index + 1, bisect_right(dues, due, index), key=_tie)
         return index
 
 

@@ -27,7 +27,7 @@ from coordinator.lifecycle import TERMINAL
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.outbox import Outbox
 from coordinator.quota import DAY_S
-from coordinator.state import Last
+from coordinator.state import NONE_ENDED
 from coordinator.turn import PREDECESSOR_S, NotOurTurn, Turn
 from coordinator.usage import Closed, Opened
 from proto import limits
@@ -243,7 +243,7 @@ class Coordinator:
         """Where the ledger is behind, what is new is refused; what is known, and only said again, is for the core."""
         if self.ledger is None or not self.ledger.behind:
             return False
-        last = self.core.ended.get(submit.request_id, Last())
+        last = self.core.ended.get(submit.request_id, NONE_ENDED)
         return submit.request_id not in self.core.requests and submit.attempt > last.attempt
 
     def _send(self, send: Send) -> None:

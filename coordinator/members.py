@@ -41,7 +41,7 @@ def _count_restart(state: State, epoch: int, hello: Hello) -> None:
     state.counters[f"{hello.role}_restarted"] += state.names.pop(hello.name, epoch) != epoch
     state.names[hello.name] = epoch
     if len(state.names) > REMEMBERED_MAX:
-        del state.names[next(iter(state.names))]
+        state.names.popitem(last=False)
 
 
 def down(state: State, epoch: int, reason: str, now: float) -> None:
@@ -85,7 +85,7 @@ def hung(state: State, epoch: int, event: Received, now: float) -> None:
     state.counters[f"{state.peers[epoch].role}_hung"] += 1
     state.fenced[epoch] = state.peers[epoch]
     if len(state.fenced) > REMEMBERED_MAX:
-        del state.fenced[next(iter(state.fenced))]
+        state.fenced.popitem(last=False)
     down(state, epoch, f"its step hung for {event.message.ran_ms / 1000:.1f} s", now)
 
 

@@ -15,7 +15,20 @@ class Node(Lane[Any]):
     At the bottom a line is a lane of entries. Above, it is a ring: of its children's lines at its place.
     """
 
-    __slots__ = ("bottom", "children", "now", "others", "owed", "parent", "path", "position", "round", "tie", "weight")
+    __slots__ = (
+        "bottom",
+        "children",
+        "now",
+        "others",
+        "owed",
+        "parent",
+        "path",
+        "position",
+        "round",
+        "spare",
+        "tie",
+        "weight",
+    )
 
     def __init__(self, path: Path, weight: float, parent: "Node | None", position: int, overtaken_max: int) -> None:
         assert weight > 0, path
@@ -31,6 +44,8 @@ class Node(Lane[Any]):
         """The round this node's own ring has come to."""
         self.others: dict[int, Node] | None = None
         """Its lines at other places, where it has something to run there."""
+        self.spare: Node | None = None
+        """The line at another place that ended last: tenants have one there again and again."""
         self.children: dict[str, Node] = {}
 
     @property
@@ -60,14 +75,18 @@ class Node(Lane[Any]):
             return self
         if self.others is None:
             self.others = {}
-        line = self.others[place] = Node(self.path, self.weight, None, self.position, self.overtaken_max)
-        line.node, line.place, line.bottom = self, place, self.bottom
+        line, self.spare = self.spare, None
+        if line is None:
+            line = Node(self.path, self.weight, None, self.position, self.overtaken_max)
+            line.node = self
+        line.place, line.bottom = place, self.bottom
+        self.others[place] = line
         return line
 
     def end(self, place: int) -> None:
         if place != ANYWHERE:
             assert self.others is not None
-            del self.others[place]
+            self.spare = self.others.pop(place)
             self.others = self.others or None
 
     # --- a ring: its size is how many lines it has --------------------------------------------------------------------
@@ -78,15 +97,24 @@ class Node(Lane[Any]):
 
     def next_line(self) -> "Node | None":
         """Whose turn comes first, after putting outdated keys right; alone, one may stay as it is."""
-        while self:
-            line: Node = self[-1]
-            if line.due >= line.node.round or self.size == 1:
-                return line
+        if not self:
+            return None
+        line: Node = self[-1]
+        while line.due < line.node.round and self.size > 1:
             self.put_right(line)
-        return None
+            line = self[-1]
+        return line
 
     def put_right(self, first: "Node") -> None:
+        """The next one has had its turn: to where it belongs since."""
         self.pop()
-        if not self:
-            self.come_forward()
-        self.enter(first)
+        if self.later or not self:
+            if not self:
+                self.come_forward()
+            self.enter(first)
+            return
+        due = -first.node.round  # as `enter` does it, without the calls: this runs for every chunk and level
+        first.due = -due
+        index = self.where(first, due)
+        self.dues.insert(index, due)
+        self.insert(index, first)

@@ -4,6 +4,7 @@ The size of a backlog counts requests and tokens at once: a request weighs its p
 requests (`queue_tokens_max / queue_requests_max`), so that neither a million tiny requests nor a few huge ones hide.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from math import exp
@@ -42,7 +43,7 @@ class Ranked(Generic[K]):
 
     def __init__(self) -> None:
         self._amounts: dict[K, float] = {}
-        self._orders: dict[int, dict[K, None]] = {}
+        self._orders: dict[int, OrderedDict[K, None]] = {}
 
     def __getitem__(self, key: K) -> float:
         return self._amounts.get(key, 0.0)
@@ -64,7 +65,10 @@ class Ranked(Generic[K]):
             return
         self._amounts[key] = after
         if old != new:
-            self._orders.setdefault(new, {})[key] = None
+            there = self._orders.get(new)
+            if there is None:
+                there = self._orders[new] = OrderedDict()
+            there[key] = None
 
     def largest(self) -> K | None:
         return next(iter(self._orders[max(self._orders)])) if self._orders else None
@@ -92,7 +96,7 @@ class Backlog:
         self._tenants: dict[Path, Tenant] = {}
         self._organisations: dict[str, Ranked[str]] = {}
         self._users: dict[Path, Ranked[Path]] = {}
-        self._borrowed: dict[str, Request] = {}
+        self._borrowed: OrderedDict[str, Request] = OrderedDict()
         self.tokens = 0
 
     # --- what happens ---------------------------------------------------------------------------------------------------
@@ -149,9 +153,14 @@ class Backlog:
             else:
                 del self._borrowed[request.id]
         size = tokens + sign * self._tokens_per_request
-        band, organisation, _ = request.path
-        self._organisations.setdefault(band, Ranked()).add(organisation, size)
-        self._users.setdefault(request.path[:2], Ranked()).add(request.path, size)
+        above = band, organisation = request.path[:2]
+        organisations, users = self._organisations.get(band), self._users.get(above)
+        if organisations is None:
+            organisations = self._organisations[band] = Ranked()
+        if users is None:
+            users = self._users[above] = Ranked()
+        organisations.add(organisation, size)
+        users.add(request.path, size)
 
     # --- who goes -------------------------------------------------------------------------------------------------------
 

@@ -10,14 +10,12 @@ from proto.messages import Hello, Peer, Prefill, Reserve
 def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:
     """The best decode worker for a request that `prefill` could take, or None if it cannot run there now."""
     submit = request.submit
-    if prefill.draining or not prefill.fits(prefill.prefill_holding(submit)):
+    if prefill.draining or not prefill.fits(submit):
         return None
     decode = [
         worker
         for worker in pool.decode.values()
-        if not worker.draining
-        and worker.fits(worker.decode_holding(submit, expected_left=request.expected_left))
-        and pool.may_pair(prefill, worker, now)
+        if not worker.draining and worker.fits(submit, request.expected_left) and pool.may_pair(prefill, worker, now)
     ]
     return choose_decode(submit, prefill, decode, pool, now)
 

@@ -80,12 +80,11 @@ class Worker:
         taken = self.kv_blocks_taken if self.room is None else self.room.taken
         return max(self.capacity.kv_blocks - taken, 0)  # more may have been adopted than is sure to fit
 
-    def fits(self, holding: Holding) -> bool:
-        if holding.seqs > self.free_seqs:
-            return False
-        if self.room is None or holding.life is None:
-            return holding.kv_blocks <= self.free_blocks
-        return self.room.fits(holding.life)
+    def fits(self, submit: Submit, expected_left: int = NEVER) -> bool:
+        """Whether there is room for it now."""
+        if self.room is None:
+            return self.free_seqs > 0 and self.whole_blocks(submit) <= self.free_blocks
+        return submit.choices <= self.free_seqs and self.room.fits(Life.of(submit, expected_left))
 
     def could_ever_take(self, submit: Submit) -> bool:
         """Whether it has room if nothing else is there."""
@@ -166,7 +165,8 @@ class Worker:
 
     def decode_holding(self, submit: Submit, path: Path = (), expected_left: int = NEVER) -> Holding:
         life = Life.of(submit, expected_left)
-        return Holding(self.whole_blocks(submit), submit.choices, path, life, submit.resumed_tokens)
+        longest = life if expected_left == NEVER else Life.of(submit)
+        return Holding(longest.whole(self.capacity.block_size), submit.choices, path, life, submit.resumed_tokens)
 
     def check_invariants(self) -> None:
         assert self.free_seqs + sum(h.seqs for h in self.holdings.values()) == self.capacity.max_seqs
@@ -271,9 +271,7 @@ class Pool:
         room is kept, nobody has looked whether others would have some."""
         if self.kept_for is not None:
             return
-        if self.breakers.concern(prefill.epoch) or any(
-            not prefill.fits(prefill.prefill_holding(request.submit)) for request in self.refused
-        ):
+        if self.breakers.concern(prefill.epoch) or any(not prefill.fits(request.submit) for request in self.refused):
             self.full.add(prefill.epoch)
         elif self.refused:
             self.full.update(self.prefill)

@@ -41,9 +41,8 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
         tokens += chunk.length
         state.billing.computed(chunk.request_id, chunk.attempt, chunk.length)
         request = state.current(chunk.request_id, chunk.attempt)
-        if request is None or request.prefill_epoch != epoch:
+        if request is None or (course := request.course).prefill_epoch != epoch:
             continue
-        course = request.begin()
         course.computed_tokens += chunk.length
         if request.state is Life.PREFILLING and course.computed_tokens >= request.submit.prompt_tokens:
             state.counters["prompt_tokens_cached"] += request.cached_tokens

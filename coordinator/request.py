@@ -56,6 +56,9 @@ class _Nothing(Course, frozen=True):  # type: ignore[misc]
     """Writing to it is an error."""
 
 
+_NOTHING = _Nothing()
+
+
 class Request(msgspec.Struct, eq=False):
     """One request over all its attempts; the fields from `submit` on belong to the current one."""
 
@@ -83,14 +86,15 @@ class Request(msgspec.Struct, eq=False):
     bill: Bill | None = None
     expected_left: int = NEVER
     """Tokens its answer is counted with on a decode worker, if less than it may have."""
-    course: Course = _Nothing()
+    course: Course = _NOTHING
     """To be read. Its own is made by `begin`: there are many requests, and most wait before anything happens to them."""
 
     def begin(self) -> Course:
         """Its course, to be written to."""
-        if isinstance(self.course, _Nothing):
-            self.course = Course()
-        return self.course
+        course = self.course
+        if course is _NOTHING:
+            course = self.course = Course()
+        return course
 
     @property
     def prefill_epoch(self) -> int:
@@ -122,7 +126,8 @@ class Request(msgspec.Struct, eq=False):
 
     def unpaid_tokens(self, start: int, length: int) -> int:
         """Of a chunk, those that its tenant is charged for; or gets back, if it was skipped, be it of an earlier attempt."""
-        return max(start + length - max(start, self.course.paid_tokens), 0)
+        paid = self.course.paid_tokens
+        return length if paid <= start else max(start + length - paid, 0)
 
     def pay_for_drained(self, drained_before: int) -> None:
         """Where the last attempt failed, all is charged again. Where it was drained behind some tokens, its prompt had been

@@ -41,15 +41,11 @@ def _place_claims(state: State, pool: Pool, queue: WaitQueue, now: float) -> Non
         if request.entry is None or request.state is not Life.QUEUED or (request.id, CLAIM) not in decode.holdings:
             continue
         for prefill in best_prefill_first(request.submit, pool):
-            if (
-                not prefill.draining
-                and prefill.fits(prefill.prefill_holding(request.submit))
-                and pool.may_pair(prefill, decode, now)
-            ):
+            if not prefill.draining and prefill.fits(request.submit) and pool.may_pair(prefill, decode, now):
                 state.drop_claim(request)
                 if pool.kept_for is request:
                     queue.charge(request.path, pool.stop_keeping(now))  # others were let by before it got its own back
-                if decode.fits(decode.decode_holding(request.submit, expected_left=request.expected_left)):
+                if decode.fits(request.submit, request.expected_left):
                     expect_cached(request, prefill, pool)
                     _place(state, request, prefill, decode, queue, now)
                     queue.settle_on(request, prefill.epoch)

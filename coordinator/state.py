@@ -1,6 +1,6 @@
 """What the core knows, and the moves that every part of it makes: a request changes state, ends, or leaves its workers."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import NamedTuple
 
 from coordinator.billing import Billing
@@ -25,6 +25,9 @@ class Last(NamedTuple):
     """Attempts up to it that drains cut short; less than any where it was never accepted here."""
 
 
+NONE_ENDED = Last()
+
+
 class State:
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -35,26 +38,26 @@ class State:
         self.peers: dict[int, Hello] = {}
         self.workers: dict[int, Worker] = {}
         self.retries = RetryBudget(self.limits.retry_floor, self.limits.retry_share)
-        self.fenced: dict[int, Hello] = {}
+        self.fenced: OrderedDict[int, Hello] = OrderedDict()
         """Epochs of the last workers that hung, oldest first."""
         self.pools: dict[str, Pool] = {}
         """By model id; a pool stays when its workers go, so that its model stays known."""
         self.queues: dict[str, WaitQueue] = {}
         self.requests: dict[str, Request] = {}
         """All that have not ended."""
-        self.interrupted: dict[str, Request] = {}
+        self.interrupted: OrderedDict[str, Request] = OrderedDict()
         """Those that wait for their gateway, longest first."""
-        self.ended: dict[str, Last] = {}
+        self.ended: OrderedDict[str, Last] = OrderedDict()
         """The last requests that ended, with their last attempts, oldest first: what repeats them does not start them again,
         and a worker that comes back with one is told to let go."""
         self.leaving: dict[str, None] = {}
         """Tenants that the file does not have any more, until nothing of theirs is left."""
-        self.names: dict[str, int] = {}
+        self.names: OrderedDict[str, int] = OrderedDict()
         """Of the last processes that joined, and their epochs."""
         self.outcomes: Counter[str] = Counter()
         self.draining: dict[int, Worker] = {}
         """Workers on which nothing new is placed."""
-        self.drain_orders: dict[int, float | None] = {}
+        self.drain_orders: OrderedDict[int, float | None] = OrderedDict()
         """What people said last of workers, by epoch: when what still runs there is handed over, or None for not at all."""
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
@@ -73,11 +76,11 @@ class State:
 
     def current(self, request_id: str, attempt: int) -> Request | None:
         request = self.requests.get(request_id)
-        return request if request is not None and request.attempt == attempt else None
+        return request if request is not None and request.submit.attempt == attempt else None
 
     def move(self, request: Request, trigger: Trigger, now: float, why: str = "") -> None:
         request.fire(trigger, now)
-        self.out.append(Moved(request.id, request.attempt, request.state, why or trigger))
+        self.out.append(Moved(request.id, request.submit.attempt, request.state, why or trigger))
 
     def end(self, request: Request, trigger: Trigger, why: str, now: float) -> None:
         self.withdraw(request)
@@ -106,10 +109,10 @@ class State:
                 queue.forget(tenant)
 
     def remember(self, request_id: str, attempt: int, drained: int = -1) -> None:
-        before = self.ended.pop(request_id, Last())
+        before = self.ended.pop(request_id, NONE_ENDED)
         self.ended[request_id] = Last(max(before.attempt, attempt), max(before.drained, drained))
         if len(self.ended) > self.limits.remembered_max:
-            del self.ended[next(iter(self.ended))]
+            self.ended.popitem(last=False)
 
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float) -> None:
         self.counters[f"interrupted_{reason}"] += 1

@@ -135,12 +135,9 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
 
 
 def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
-    worker, holding = prefill, prefill.prefill_holding(target.submit)
-    left_out = worker.fits(holding) and any(
-        decode.fits(decode.decode_holding(target.submit, expected_left=target.expected_left))
-        for decode in pool.decode.values()
-    )
-    if worker.fits(holding) and pool.decode:
+    worker, holding, fits = prefill, prefill.prefill_holding(target.submit), prefill.fits(target.submit)
+    left_out = fits and any(decode.fits(target.submit, target.expected_left) for decode in pool.decode.values())
+    if fits and pool.decode:
         worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.epoch))
         holding = worker.decode_holding(target.submit)
     held: dict[str, int] = {}

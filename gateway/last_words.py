@@ -4,6 +4,7 @@ A worker says again what it has finished, but it may be lost together with the c
 an answer got, and that nobody waits for more of it.
 """
 
+from collections import OrderedDict
 from math import inf
 
 from proto.messages import Cancel
@@ -17,7 +18,7 @@ KEPT_S = 60.0
 class LastWords:
     def __init__(self, most: int) -> None:
         self._most = most
-        self._words: dict[str, tuple[float, Cancel]] = {}
+        self._words: OrderedDict[str, tuple[float, Cancel]] = OrderedDict()
         """By request, and when it was said or would have been; oldest first."""
         self._lost_at = inf
 
@@ -26,7 +27,7 @@ class LastWords:
         self._words[word.request_id] = now, word
         kept_from = min(now, self._lost_at) - KEPT_S
         while len(self._words) > self._most or next(iter(self._words.values()))[0] < kept_from:
-            del self._words[next(iter(self._words))]
+            self._words.popitem(last=False)
 
     def about(self, request_id: str) -> list[Cancel]:
         """What was said of it, or would have been, lately."""

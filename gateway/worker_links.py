@@ -4,6 +4,7 @@ A connection may end for the gateway long before its worker knows: one that was 
 one, and what it sends is lost, the end of a stream perhaps that began meanwhile. So a return counts as one more loss.
 """
 
+from collections import OrderedDict
 from typing import Final
 
 _REMEMBERED_MAX: Final = 1024
@@ -11,14 +12,14 @@ _REMEMBERED_MAX: Final = 1024
 
 class WorkerLinks:
     def __init__(self) -> None:
-        self._ended: dict[int, None] = {}
+        self._ended: OrderedDict[int, None] = OrderedDict()
         """Epochs of workers whose connection has ended, the latest last."""
 
     def down(self, epoch: int) -> None:
         self._ended.pop(epoch, None)
         self._ended[epoch] = None
         if len(self._ended) > _REMEMBERED_MAX:
-            del self._ended[next(iter(self._ended))]
+            self._ended.popitem(last=False)
 
     def returns(self, epoch: int) -> bool:
         """It is connected; whether it was before."""

@@ -41,7 +41,8 @@ _DEADLINES = ("core's own", "random")
 _PER_S = 3_000.0
 """Requests that arrive."""
 _SAMPLES = 20_000
-_LIVES = 3_000
+_LIVES = 9_000
+"""More than the core remembers of what has ended: what it does to forget is part of a life."""
 _CHUNKS = 4
 _STEP_TOKENS = 256
 

@@ -87,6 +87,7 @@ BANNED_CALLS = re.compile(
     r"^(torch\.(load|save)|.*\.(send_pyobj|recv_pyobj|\w+_object_list)|time\.sleep|asyncio\.wait_for|eval|exec)$"
 )
 """`asyncio.wait_for` of Python 3.11 drops a cancellation that comes with its result; `asyncio.timeout` does not."""
+FIRST_OF_A_DICT = re.compile(r"del (.*)\[next\(iter\(\1\)\)\]$")
 
 Check = Callable[[str, str], list[str]]
 
@@ -158,6 +159,8 @@ def check_bans(path: str, source: str) -> list[str]:
         if isinstance(node, ast.ImportFrom) and node.module in ("time", "torch"):
             wrong = {alias.name for alias in node.names} & {"sleep", "load", "save"}
             found += [f"{path}:{node.lineno}: {node.module}.{name} is banned" for name in sorted(wrong)]
+        if isinstance(node, ast.Delete) and FIRST_OF_A_DICT.match(name := ast.unparse(node)):
+            found.append(f"{path}:{node.lineno}: {name} walks past all that was deleted before; use an OrderedDict")
     return found
 
 
@@ -217,6 +220,7 @@ PLANTED = [
     (check_bans, "gateway/x.py", "import time\ntime.sleep(1)", "time.sleep is banned"),
     (check_bans, "gateway/x.py", "async def f(t): await asyncio.wait_for(t, 1)", "asyncio.wait_for is banned"),
     (check_bans, "gateway/x.py", "try: pass\nexcept: pass", "bare except"),
+    (check_bans, "gateway/x.py", "del self.a[next(iter(self.a))]", "use an OrderedDict"),
     (check_sizes, "gateway/x.py", "\n" * (LINES_MAX + 1), "401 lines"),
     (check_sizes, "gateway/x.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES_MAX, "f has 61 lines"),
 ]

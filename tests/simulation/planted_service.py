@@ -289,9 +289,8 @@ def a_worker_that_is_drained_gets_more(m: pytest.MonkeyPatch) -> None:
     """It never becomes empty, and is killed with streams on it."""
 
     def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:
-        held = prefill.prefill_holding(request.submit)
-        fits = [worker for worker in pool.decode.values() if worker.fits(worker.decode_holding(request.submit))]
-        return fits[0] if fits and prefill.fits(held) else None
+        fits = [worker for worker in pool.decode.values() if worker.fits(request.submit)]
+        return fits[0] if fits and prefill.fits(request.submit) else None
 
     m.setattr(steps, "room", room)
 

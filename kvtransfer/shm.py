@@ -60,8 +60,7 @@ _HELLO = struct.Struct("<8sQQQQ")
 _RATIO_MAX = 4096
 _MAGIC = b"cdkvshm1"
 PART_BYTES = 4 << 20
-"""Of a segment, digested by the receiver while the sender writes the next. A word to a thread that sleeps takes a tenth of the
-time."""
+"""Of a segment, digested by the receiver while the sender writes on; ten times the time of a word to a thread that sleeps."""
 UNWANTED = b"\0" * 8
 """The sender's digest of a segment that the receiver did not want: its session there is over."""
 
@@ -243,31 +242,34 @@ class Grants(Channel):
         return True
 
     def _hear(self, answer: Answer) -> bool:
-        """Take in one thing that the sender is done with, if there is one."""
-        message = self._connection.receive()
-        if message is None:
-            return False
-        kind, sequence, payload = message
-        if kind not in (WRITTEN, DONE, SKIPPED) or not self._granted or self._granted[0][0].sequence != sequence:
-            raise PairBroken(f"the sender broke the protocol: message {kind} about segment {sequence}")
-        if kind == WRITTEN:
-            self._begin_to_digest(self._granted[0][0], int.from_bytes(payload, "little"))
-            return True
+        """Take in what the sender says, up to a segment that it is done with; False if it says nothing."""
+        written = -1
+        while (message := self._connection.receive()) is not None:
+            kind, sequence, payload = message
+            if kind not in (WRITTEN, DONE, SKIPPED) or not self._granted or self._granted[0][0].sequence != sequence:
+                raise PairBroken(f"the sender broke the protocol: message {kind} about segment {sequence}")
+            if kind != WRITTEN:
+                self._take(kind, sequence, answer)
+                return True
+            before, written = written, int.from_bytes(payload, "little")
+            if not before < written <= self._granted[0][0].blocks:
+                raise PairBroken(f"the sender broke the protocol: {written} blocks are written, after {before}")
+        if written >= 0:
+            self._begin_to_digest(self._granted[0][0], written)
+        return written >= 0
+
+    def _take(self, kind: int, sequence: int, answer: Answer) -> None:
         job, with_blocks = self._granted.popleft()
         begun, self._begun = self._begun, []
-        block_ids = job.block_ids
-        if with_blocks and block_ids is not None:
-            if kind == SKIPPED:
-                raise PairBroken(f"the sender skipped segment {sequence}, which is wanted")
-            answer(job, self._digester.digest(block_ids, begun))
-        else:
-            answer(job, b"")
-        return True
+        block_ids = job.block_ids if with_blocks else None
+        if kind == SKIPPED and block_ids is not None:
+            raise PairBroken(f"the sender skipped segment {sequence}, which is wanted")
+        answer(job, b"" if block_ids is None else self._digester.digest(block_ids, begun))
 
     def _begin_to_digest(self, job: SegmentJob, written: int) -> None:
         block_ids = job.block_ids
-        if written > job.blocks or not isinstance(self._digester, Digester):
-            raise PairBroken(f"the sender broke the protocol: {written} of {job.blocks} blocks are written")
+        if not isinstance(self._digester, Digester):
+            raise PairBroken("the sender broke the protocol: it says what is written to a GPU")
         if block_ids is not None:
             self._begun += self._digester.each(block_ids[len(self._begun) : written])
 

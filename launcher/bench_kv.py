@@ -2,9 +2,8 @@
 
 Floors, for S bytes:
 - `shm`: the sender's copy reads S and writes S, as memcpy does; its digests were made when the KV was. The receiver's digest
-  reads S once, on another core and at the same time: no transfer is faster than either, and where both need the memory or
-  the two share a core they add up. In passes over memory: memcpy takes three (a store reads its line first), and so does `shm`,
-  whose sender stores without reading (`process.STREAMED_COPIES`). Of very large pieces memcpy does that too, and takes two.
+  reads S once, on another core and at the same time: no transfer is faster than either. Its stores do not read first
+  (`process.STREAMED_COPIES`), and neither do those of a memcpy of very large pieces, which is faster than one of small ones.
 - `gloo`: S crosses a socket (a copy in the kernel at each end), and the receiver copies it from a buffer to its blocks and
   digests it on the way: a read and a copy more than a raw socket.
 All figures of a row are medians of rounds in which everything is measured once, in turn, on cold sources.

@@ -15,7 +15,8 @@ class Prices:
     output_token: float = 2.0
 
     def chunk(self, tokens: int) -> float:
-        return max(self.prompt_token * tokens, 1.0)
+        cost = self.prompt_token * tokens
+        return cost if cost > 1.0 else 1.0
 
     def output(self, tokens: float) -> float:
         return self.output_token * tokens

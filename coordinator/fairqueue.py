@@ -180,7 +180,7 @@ class FairQueue(Generic[T]):
         free = root if root.size else None
         if place == ANYWHERE or root.others is None:
             return self._find_in(free, offer) if free is not None else None
-        return self._find_either(root.line(place), free, offer)
+        return self._find_either(root.others.get(place), free, offer)
 
     def _find_in(self, line: Node, offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
         """In one line: what it has at the bottom goes first, or nothing of it."""
@@ -252,9 +252,10 @@ class FairQueue(Generic[T]):
         lane = entry.lane
         leaf = lane.node
         lane.overtake(entry)
-        if leaf.others is not None:
-            other = leaf.line(place if lane is leaf else ANYWHERE)
-            if other is not None and other is not lane:
+        others = leaf.others
+        if others is not None:
+            other = others.get(place) if lane is leaf else leaf
+            if other is not None and other.size and other is not lane:
                 other.overtake(None)
 
     # --- idle and busy --------------------------------------------------------------------------------------------------

@@ -81,9 +81,11 @@ def _comes_back(state: State, submit: Submit) -> bool:
     if known is not None:
         drained = submit.drained_attempts > known.submit.drained_attempts
         return known.state is Life.INTERRUPTED and not drained
+    if submit.attempt == 1:
+        return False
     # A choice may have been put off and cancelled: of itself it was never accepted then.
     earlier = (state.ended.get(name, NONE_ENDED).drained for name in (submit.request_id, whole_of(submit)))
-    return submit.attempt > 1 and submit.drained_attempts <= max(earlier)
+    return submit.drained_attempts <= max(earlier)
 
 
 def _put_off(state: State, epoch: int, submit: Submit, now: float) -> bool:
@@ -109,8 +111,10 @@ def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: flo
 
 
 def _judge(state: State, submit: Submit) -> admission.Refusal:
-    if any((submit.request_id, submit.attempt) in worker.holdings for worker in state.workers.values()):
-        return Reject.DUPLICATE, "a worker is still busy with this very attempt"
+    key = submit.request_id, submit.attempt
+    for worker in state.workers.values():
+        if key in worker.holdings:
+            return Reject.DUPLICATE, "a worker is still busy with this very attempt"
     if submit.attempt == 1 and submit.request_id in state.billing.bills:
         return Reject.DUPLICATE, "an earlier request of this id is not settled yet"
     return admission.judge(submit, state.pools.get(submit.model), state.limits)

@@ -188,6 +188,8 @@ class Pool:
         self.breakers = Breakers()
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
+        self.context_tokens = 0
+        """The longest prompt + output every worker takes."""
         self.full: set[int] = set()
         """Prefill workers on which the next requests in turn had no room when last looked at; none has come free since."""
         self.kept_for: Request | None = None
@@ -208,12 +210,14 @@ class Pool:
         self._side(worker)[worker.epoch] = worker
         self.locality.join(worker.epoch, worker.capacity.kv_blocks)
         self.full.clear()
+        self._measure()
 
     def remove(self, worker: Worker) -> None:
         del self._side(worker)[worker.epoch]
         self.locality.leave(worker.epoch)
         self.breakers.leave(worker.epoch)
         self.full.discard(worker.epoch)
+        self._measure()
 
     def blame(self, worker: Worker) -> None:
         """Something failed on it."""
@@ -240,16 +244,18 @@ class Pool:
     def servable(self) -> bool:
         return bool(self.prefill) and bool(self.decode)
 
-    def context_tokens(self) -> int:
-        """The longest prompt + output every worker takes."""
-        return min(w.capacity.context_tokens for w in (*self.prefill.values(), *self.decode.values()))
-
     def tokens_per_s(self) -> float:
         """Measured prefill rate of all workers together; 0 until something was measured."""
         return sum(worker.tokens_per_s for worker in self.prefill.values())
 
     def could_ever_fit(self, submit: Submit) -> bool:
-        return all(any(w.could_ever_take(submit) for w in side.values()) for side in (self.prefill, self.decode))
+        for side in (self.prefill, self.decode):
+            for worker in side.values():
+                if worker.could_ever_take(submit):
+                    break
+            else:
+                return False
+        return True
 
     def could_place(self, submit: Submit) -> bool:
         """Likewise, on workers that take work."""
@@ -311,6 +317,10 @@ class Pool:
         if self.kept_for is not None and not self.could_place(self.kept_for.submit):
             self.kept_for = None  # a worker was lost, or drained, which is nobody's fault
         return self.kept_for
+
+    def _measure(self) -> None:
+        both = (*self.prefill.values(), *self.decode.values())
+        self.context_tokens = min((worker.capacity.context_tokens for worker in both), default=0)
 
     def _side(self, worker: Worker) -> dict[int, Worker]:
         return self.prefill if worker.hello.role is Role.PREFILL else self.decode

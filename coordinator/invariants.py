@@ -32,6 +32,8 @@ def check(core: Core) -> None:
             assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)
     for pool in core.pools.values():
         assert pool.kept_for is None or pool.kept_for.state is State.QUEUED
+        contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
+        assert pool.context_tokens == min(contexts, default=0)
     assert sum(len(queue.fair) for queue in core.queues.values()) == sum(
         request.entry is not None for request in core.requests.values()
     )

@@ -79,6 +79,7 @@ class Node(Lane[Any]):
         if line is None:
             line = Node(self.path, self.weight, None, self.position, self.overtaken_max)
             line.node = self
+        assert not line, "a line that ended and has something in it"
         line.place, line.bottom = place, self.bottom
         self.others[place] = line
         return line

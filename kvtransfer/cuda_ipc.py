@@ -151,6 +151,7 @@ class _Listener(Listener):
 class CudaIpc(Transport):
     name = "cuda_ipc"
     devices = ("cuda",)
+    skips_unwanted = True
 
     def unusable(self, local: Local, same_host: bool) -> str:
         if not isinstance(local.memory, DeviceMemory):

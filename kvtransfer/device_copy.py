@@ -68,7 +68,7 @@ class DeviceDigester:
         self._cells = max(1, PIECE_BYTES // rows.layout.block_bytes)
         self._buffer = rows.device_buffer(self._cells)
 
-    def digest(self, block_ids: Sequence[int], begun: Sequence[int] = ()) -> bytes:
+    def digest(self, block_ids: Sequence[int], begun: Sequence[bytes] = ()) -> bytes:
         """`UNSAMPLED` if these, as the target of a segment, need none."""
         assert not begun, "GPUs digest whole segments"
         return self.checksum(block_ids) if is_sampled(block_ids, self._every) else UNSAMPLED

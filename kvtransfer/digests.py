@@ -12,7 +12,6 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
@@ -23,14 +22,15 @@ PIECE_BYTES = 256 << 10
 """Source and copy of a piece fit the second-level cache of any server core of the last ten years."""
 
 
-def of_packed(packed: Any, cell_bytes: int) -> list[int]:
+def of_packed(packed: Any, cell_bytes: int) -> list[bytes]:
     """Of each of the cells in this array of bytes."""
-    return [xxhash.xxh3_64_intdigest(packed[at : at + cell_bytes]) for at in range(0, len(packed), cell_bytes)]
+    view = memoryview(packed)  # cut in half the time of an array
+    return [xxhash.xxh3_64_digest(view[at : at + cell_bytes]) for at in range(0, len(view), cell_bytes)]
 
 
-def of_segment(cell_digests: Any) -> bytes:
+def of_segment(cell_digests: Sequence[bytes]) -> bytes:
     """8 bytes, from the digests of a segment's cells."""
-    return xxhash.xxh3_64_digest(np.asarray(cell_digests, dtype="<u8").tobytes())
+    return xxhash.xxh3_64_digest(b"".join(cell_digests))
 
 
 class Digester:
@@ -41,11 +41,11 @@ class Digester:
         self._piece_cells = max(1, PIECE_BYTES // rows.layout.block_bytes)
         self._buffer = None if rows.is_flat else rows.buffer(self._piece_cells)
 
-    def digest(self, block_ids: Sequence[int], begun: Sequence[int] = ()) -> bytes:
+    def digest(self, block_ids: Sequence[int], begun: Sequence[bytes] = ()) -> bytes:
         """Of these as a segment; `begun` are digests of the first of them."""
         return of_segment([*begun, *self.each(block_ids[len(begun) :])])
 
-    def each(self, block_ids: Sequence[int]) -> list[int]:
+    def each(self, block_ids: Sequence[int]) -> list[bytes]:
         cell_bytes, found = self._rows.layout.block_bytes, []
         if self._buffer is None:
             for block, _, count in runs_of(block_ids, block_ids):
@@ -64,25 +64,23 @@ class BlockDigests:
     def __init__(self, rows: PoolRows) -> None:
         assert rows.is_flat
         self._digester = Digester(rows)
-        self._digests = np.zeros(rows.cells, dtype="<u8")
-        self._is_made = np.zeros(rows.cells, dtype=bool)
+        self._digests = [b""] * rows.cells
+        """Empty: not made."""
 
     def make(self, block_ids: Sequence[int]) -> None:
         """These blocks are final, with other contents than before."""
-        ids = list(block_ids)
-        self._digests[ids] = self._digester.each(ids)
-        self._is_made[ids] = True
+        for block, digest in zip(block_ids, self._digester.each(block_ids), strict=True):
+            self._digests[block] = digest
 
     def known(self, block_ids: Sequence[int]) -> bytes:
         """Of these as a segment, or empty where that takes a look at some of them."""
-        ids = np.asarray(block_ids)
-        return of_segment(self._digests[ids]) if self._is_made[ids].all() else b""
+        found = [self._digests[block] for block in block_ids]
+        return of_segment(found) if all(found) else b""
 
     def digest(self, block_ids: Sequence[int]) -> bytes:
-        ids = np.asarray(block_ids)
-        if not self._is_made[ids].all():
-            self.make(ids[~self._is_made[ids]].tolist())
-        return of_segment(self._digests[ids])
+        if not self.known(block_ids):
+            self.make([block for block in block_ids if not self._digests[block]])
+        return self.known(block_ids)
 
 
 def land(packed: torch.Tensor, rows: PoolRows, block_ids: Sequence[int]) -> bytes:
@@ -99,5 +97,5 @@ def land(packed: torch.Tensor, rows: PoolRows, block_ids: Sequence[int]) -> byte
             begin, end = at * cell_bytes + start, at * cell_bytes + min(start + PIECE_BYTES, cell_bytes)
             ctypes.memmove(rows.address + block * cell_bytes + start, address + begin, end - begin)
             hasher.update(source[begin:end])
-        found.append(hasher.intdigest())
+        found.append(hasher.digest())
     return of_segment(found)

@@ -68,11 +68,19 @@ def cells_of(block_ids: Sequence[int], ratio: int) -> tuple[int, ...]:
 
 def blocks_of(cells: Sequence[int], ratio: int) -> tuple[int, ...]:
     """The blocks that these cells are in, each once, in order."""
-    return tuple(dict.fromkeys(cells if ratio == 1 else [cell // ratio for cell in cells]))
+    return tuple(cells) if ratio == 1 else tuple(dict.fromkeys(cell // ratio for cell in cells))
+
+
+def is_run(block_ids: Sequence[int]) -> bool:
+    """Whether the blocks follow each other in the pool, in this order. Most do: so this is asked in one go."""
+    return not block_ids or list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
 
 
 def runs_of(source_ids: Sequence[int], target_ids: Sequence[int]) -> list[tuple[int, int, int]]:
     """(first source block, first target block, blocks) of stretches that are contiguous in both."""
+    if source_ids and is_run(source_ids) and is_run(target_ids):
+        assert len(source_ids) == len(target_ids)
+        return [(source_ids[0], target_ids[0], len(source_ids))]
     runs: list[tuple[int, int, int]] = []
     for source, target in zip(source_ids, target_ids, strict=True):
         if runs:

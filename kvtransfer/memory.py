@@ -9,7 +9,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 
@@ -28,8 +28,10 @@ class Pages:
         self._mapped = mapped
         self._present: set[int] = set()
 
-    def provide(self, block_ids: Iterable[int], block_bytes: int) -> None:
+    def provide(self, block_ids: Collection[int], block_bytes: int) -> None:
         """Raises `OSError` if there is no memory."""
+        if self._present.issuperset(block_ids):
+            return
         absent = [block for block in block_ids if block not in self._present]
         for first, _, count in runs_of(absent, absent):
             start = first * block_bytes // mmap.PAGESIZE * mmap.PAGESIZE
@@ -64,7 +66,7 @@ class SharedMemory:
         self.descriptor, self.bytes, self._pages = descriptor, size, Pages(mapped)
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
-    def provide(self, block_ids: Iterable[int], block_bytes: int) -> None:
+    def provide(self, block_ids: Collection[int], block_bytes: int) -> None:
         """Have the kernel provide the pages of these blocks now, on this process's account rather than on that of the
         sender which writes to them, and where a failure can be handled. Raises `OSError` if there is no memory."""
         assert self._pages is not None

@@ -27,6 +27,9 @@ from kvtransfer.transport import (
     SegmentJob,
 )
 
+_ANSWERS_HELD_MAX = 16
+"""They count as queued, of which there may be MAX_QUEUED_SEGMENTS."""
+
 
 @dataclass(frozen=True, slots=True)
 class Listen:
@@ -63,6 +66,7 @@ class Pair:
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox()
         self._unanswered: dict[int, SegmentJob] = {}
+        self._answers: list[tuple[SegmentJob, bytes]] = []
         self._lock = threading.Lock()
         self._listener: Listener | None = None
         self._channel: Channel | None = None
@@ -110,9 +114,10 @@ class Pair:
 
     # --- on the loop, posted by the thread ---
 
-    def _answered(self, job: SegmentJob, segment_digest: bytes) -> None:
-        del self._unanswered[job.sequence]
-        self._events.on_segment(job, segment_digest)
+    def _answered(self, answers: list[tuple[SegmentJob, bytes]]) -> None:
+        for job, segment_digest in answers:
+            del self._unanswered[job.sequence]
+            self._events.on_segment(job, segment_digest)
 
     def _went_down(self) -> None:
         self.is_down = True
@@ -129,6 +134,7 @@ class Pair:
             self._work()
         finally:
             self._channel = None
+            self._tell()
             self._post(self._went_down)
 
     def _work(self) -> None:
@@ -143,7 +149,18 @@ class Pair:
             self._channel.settle(self._inbox, self._answer)
 
     def _answer(self, job: SegmentJob, segment_digest: bytes) -> None:
-        self._post(self._answered, job, segment_digest)
+        """A session waits for the last of its segments; those before it are told of by the handful, since each word to the loop
+        wakes it. A sender announces more when half its window is free, so half of what is under way is enough to tell."""
+        self._answers.append((job, segment_digest))
+        following = self._unanswered.get(job.sequence + 1)
+        enough = len(self._answers) >= min(_ANSWERS_HELD_MAX, len(self._unanswered) / 2)
+        if enough or following is None or following.owner is not job.owner:
+            self._tell()
+
+    def _tell(self) -> None:
+        answers, self._answers = self._answers, []
+        if answers:
+            self._post(self._answered, answers)
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         try:

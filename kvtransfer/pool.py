@@ -6,7 +6,6 @@ of the smaller size does: [layers, 2, cell tokens, kv_heads, head_dim].
 Called from transfer threads. What they may touch, and when, is the sessions' concern.
 """
 
-import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtransfer.layout import KvLayout
+from kvtransfer.layout import KvLayout, is_run
 
 _cuda: Any = torch.cuda
 """It has no types in part."""
@@ -25,11 +24,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-
-
-def is_run(block_ids: Sequence[int]) -> bool:
-    """Whether the blocks follow each other in the pool, in this order."""
-    return all(later - earlier == 1 for earlier, later in itertools.pairwise(block_ids))
 
 
 class PoolRows:

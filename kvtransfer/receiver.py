@@ -253,29 +253,34 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
             self.counters["stale_frames"] += 1
             return
         assert route.pair is not None
-        fault = ""
-        if announce.blocks > self._segment_blocks(route):
-            fault = f"a segment of {announce.blocks} blocks where {self._segment_blocks(route)} fit"
+        fault, most = "", max(announce.blocks)
+        if most > self._segment_blocks(route):
+            fault = f"a segment of {most} blocks where {self._segment_blocks(route)} fit"
         elif route.pair.is_down or not (route.ready or route.listening):
             fault = f"segment {announce.sequence} was announced before the two had met"
-        elif route.pair.queued >= MAX_QUEUED_SEGMENTS:
+        elif route.pair.queued + len(announce.blocks) > MAX_QUEUED_SEGMENTS:
             fault = f"more than {MAX_QUEUED_SEGMENTS} segments announced at once"
-        elif not route.order.take(announce.sequence):
+        elif not route.order.take(announce.sequence, len(announce.blocks)):
             fault = f"segment {announce.sequence} of the pair was announced out of order"
         if fault:
             self.counters["violations"] += 1
             self._drop(route, f"the sender broke the protocol: {fault}", tell_peer=True)
             return
-        job = SegmentJob(None, announce.segment, announce.sequence, announce.blocks, None)
+        jobs = [
+            SegmentJob(None, announce.segment + at, announce.sequence + at, blocks, None)
+            for at, blocks in enumerate(announce.blocks)
+        ]
         live = self._find(peer_epoch, (announce.request_id, announce.attempt))
         if live is not None and live.route is route:
-            self._wanted(live, announce, job)
-        route.pair.submit(job)
+            self._wanted(live, announce, jobs)
+        for job in jobs:
+            route.pair.submit(job)
 
-    def _wanted(self, live: _Live, announce: Announce, job: SegmentJob) -> None:
-        """Let the session say where the segment goes; a session that is over, or ends with this, says nothing."""
+    def _wanted(self, live: _Live, announce: Announce, jobs: list[SegmentJob]) -> None:
+        """Let the session say where the segments go; a session that is over, or ends with this, says nothing."""
         for action in live.session.handle(announce, self._clock()):
             if isinstance(action, Receive):
+                job = jobs[action.segment - announce.segment]
                 job.owner, job.block_ids = live, action.block_ids
             else:
                 self._perform(live, [action])

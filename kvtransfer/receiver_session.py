@@ -144,15 +144,19 @@ class ReceiverSession(Session):
     def _announce(self, event: Announce, now: float) -> list[Action]:
         if event.segment != len(self._digests) or event.first_block != self._next_block:
             return self._violation(f"segment {event.segment} from block {event.first_block} is not the next one")
-        end = event.first_block + event.blocks
-        if end > self.blocks or event.segment >= MAX_SEGMENTS:
-            return self._violation(f"a segment up to block {end} of {self.blocks}")
-        self._next_block = end
-        self._digests.append(None)
-        self.in_flight.add(event.segment)
+        end, segments = event.first_block + sum(event.blocks), event.segment + len(event.blocks)
+        if end > self.blocks or segments > MAX_SEGMENTS:
+            return self._violation(f"{segments} segments up to block {end} of {self.blocks}")
+        actions: list[Action] = []
+        for segment, blocks in enumerate(event.blocks, event.segment):
+            target_ids = self._block_ids[self._next_block : self._next_block + blocks]
+            self._next_block += blocks
+            self._digests.append(None)
+            self.in_flight.add(segment)
+            self._targets[segment] = target_ids
+            actions.append(Receive(segment, target_ids))
         self._progress(now)
-        self._targets[event.segment] = self._block_ids[event.first_block : end]
-        return [Receive(event.segment, self._targets[event.segment])]
+        return actions
 
     def _commit_arrived(self, event: CommitArrived, now: float) -> list[Action]:
         digests = event.commit.digests

@@ -10,7 +10,7 @@ from kvtransfer.choice import TransportChoice
 from kvtransfer.digests import BlockDigests
 from kvtransfer.driver import Driver, Live, Route
 from kvtransfer.layout import KvLayout, cells_of
-from kvtransfer.sender_session import SenderSession
+from kvtransfer.sender_session import SenderSession, announcement, next_parts
 from kvtransfer.session import (
     Action,
     BlocksReady,
@@ -25,10 +25,10 @@ from kvtransfer.session import (
 )
 from kvtransfer.settings import WINDOW_SEGMENTS_MAX, KvSettings
 from kvtransfer.transport import Meeting, SegmentJob
-from kvtransfer.transports import suited
+from kvtransfer.transports import TRANSPORTS, suited
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
-from proto.kv import Abort, Accept, Ack, Announce, Decline, FirstToken, PairClosed, PairListen, PairOpen
+from proto.kv import Abort, Accept, Ack, Decline, FirstToken, PairClosed, PairListen, PairOpen
 from proto.messages import Message
 
 
@@ -244,34 +244,45 @@ class KvSender(Driver[SenderSession, _Outgoing]):
     def _window(self, route: _Outgoing) -> int:
         """Segments that may be on their way at once."""
         segment_bytes = self._segment_blocks(route) * route.rows.layout.block_bytes
-        small = min(WINDOW_SEGMENTS_MAX, self._settings.window_bytes // segment_bytes)
+        window_bytes = self._settings.window_bytes * (4 if TRANSPORTS[route.transport].skips_unwanted else 1)
+        small = min(WINDOW_SEGMENTS_MAX, window_bytes // segment_bytes)
         return max(self._settings.window_segments, small)
 
     def _pump(self, route: _Outgoing) -> None:
-        """Announce and send what waits, to fill the pair's window; by the handful: one message costs loops as much as two."""
-        if route.dropped or not route.ready:
+        """Announce and send what waits, to fill the pair's window; by the handful: a word about one segment costs both loops as
+        much as about ten."""
+        if route.dropped or not route.ready or not route.waiting:
             return
         assert route.pair is not None
         window = self._window(route)
         if route.pair.queued > window // 2:
             return
-        while route.waiting and route.pair.queued < window:
-            live, part = route.waiting.popleft()
-            sequence, blocks = route.announced, len(part.block_ids)
-            route.announced += 1
-            announce = Announce(*live.key, route.pair_id, sequence, part.segment, part.first_block, blocks)
-            self._send(route.peer_epoch, announce, b"")
-            route.pair.submit(SegmentJob(live, part.segment, sequence, blocks, part.block_ids))
-            digests = self._digests_of(route)
+        while route.waiting and (room := window - route.pair.queued) > 0:
+            self._announce(*next_parts(route.waiting, room))
+
+    def _announce(self, live: _Live, parts: list[SendSegment]) -> None:
+        """These follow each other. All are on their way before the session hears of any: it may want to send more."""
+        route = live.route
+        assert route.pair is not None
+        self._send(route.peer_epoch, announcement(live.key, route.pair_id, route.announced, parts), b"")
+        for sequence, part in enumerate(parts, route.announced):
+            route.pair.submit(SegmentJob(live, part.segment, sequence, len(part.block_ids), part.block_ids))
+        route.announced += len(parts)
+        digests = self._digests_of(route)
+        for part in parts:
             if digests is not None and (known := digests.known(part.block_ids)):
                 self._feed(live, SegmentBegun(part.segment, known))
 
     # --- actions ---
 
+    def _perform(self, live: _Live, actions: list[Action]) -> None:
+        super()._perform(live, actions)
+        if any(isinstance(action, SendSegment) for action in actions):
+            self._pump(live.route)
+
     def _carry_out(self, live: _Live, action: Action) -> None:
         if isinstance(action, SendSegment):
             live.route.waiting.append((live, action))
-            self._pump(live.route)
         else:
             assert isinstance(action, CancelSegments)
             self._cancel_waiting(live)

@@ -1,6 +1,8 @@
 """The sending end of one hand-over. The rules are in `session`."""
 
-from typing import Final
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, TypeVar
 
 from kvtransfer.session import (
     BUG,
@@ -25,7 +27,7 @@ from kvtransfer.session import (
     Tick,
 )
 from kvtransfer.settings import KvSettings
-from proto.kv import Abort, Accept, Ack, Commit, Decline, Offer
+from proto.kv import Abort, Accept, Ack, Announce, Commit, Decline, Offer
 from proto.limits import MAX_SEGMENTS
 
 OFFERED: Final = "offered"
@@ -34,6 +36,24 @@ COMMITTING: Final = "committing"
 DRAINING: Final = "draining"
 SENT: Final = "sent"
 FAILED: Final = "failed"
+
+Owner = TypeVar("Owner")
+
+
+def next_parts(waiting: deque[tuple[Owner, SendSegment]], room: int) -> tuple[Owner, list[SendSegment]]:
+    """The session whose turn it is on a pair, and of its segments that wait as many as there is room for; taken out. They
+    follow each other, so that one announcement can name them all."""
+    owner, parts = waiting[0][0], [waiting.popleft()[1]]
+    while waiting and waiting[0][0] is owner and len(parts) < room:
+        parts.append(waiting.popleft()[1])
+    return owner, parts
+
+
+def announcement(key: tuple[str, int], pair_id: int, sequence: int, parts: Sequence[SendSegment]) -> Announce:
+    """Of segments that follow each other, the first being segment `sequence` of the pair."""
+    counts = tuple(len(part.block_ids) for part in parts)
+    return Announce(*key, pair_id, sequence, parts[0].segment, parts[0].first_block, counts)
+
 
 _OVER = {
     **dict.fromkeys((Accept, Decline, Ack, Abort, BlocksReady, CommitReady, LocalAbort, PairLost, Tick), IGNORE),

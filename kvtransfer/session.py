@@ -298,9 +298,10 @@ class AnnounceOrder:
     def is_repeated(self, sequence: int) -> bool:
         return sequence < self._next
 
-    def take(self, sequence: int) -> bool:
-        """True for the next one, which is then counted; False where announcements before it are missing."""
+    def take(self, sequence: int, count: int) -> bool:
+        """True for the next one, of `count` segments, which are then counted; False where announcements before it are
+        missing."""
         if sequence != self._next:
             return False
-        self._next += 1
+        self._next += count
         return True

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from proto.limits import MAX_SEGMENTS_ANNOUNCED
+
 AUTO = ("shm", "cuda_ipc", "nccl", "gloo")
 """Every transport, best first."""
-WINDOW_SEGMENTS_MAX = 64
+WINDOW_SEGMENTS_MAX = MAX_SEGMENTS_ANNOUNCED
 
 
 def allowed_transports(option: str) -> tuple[str, ...]:
@@ -43,7 +45,8 @@ class KvSettings:
     """Segments announced and not yet sent, per pair. One would leave the receiver idle while the next is packed."""
     window_bytes: int = 32 << 20
     """Small segments may be more than `window_segments` (at most 64), up to so many bytes: a round trip of the control link
-    takes as long whatever their size. What is announced is sent even if its session is aborted, so this bounds the waste."""
+    takes as long whatever their size. What is announced is sent even if its session is aborted, so this bounds the waste; where
+    it is skipped instead (`Transport.skips_unwanted`), they may be four times as many."""
     bytes_per_s: int = 0
     """The receiver begins no more than this, of all pairs together, while it is busy; 0: no limit. A segment is held back for
     a quarter of `segment_timeout_ms` at most."""

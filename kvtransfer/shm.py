@@ -66,8 +66,7 @@ UNWANTED = b"\0" * 8
 
 
 class Board:
-    """Revoked sequences: slot `sequence % MAX_QUEUED_SEGMENTS` holds `sequence + 1`. No more segments are under way at
-    once."""
+    """Revoked sequences: slot `sequence % MAX_QUEUED_SEGMENTS` holds `sequence + 1`. No more are under way at once."""
 
     SIZE = 8 * MAX_QUEUED_SEGMENTS
 
@@ -181,7 +180,7 @@ class Grants(Channel):
         """Not granted yet."""
         self._granted: deque[tuple[SegmentJob, bool]] = deque()
         """In order; whether any blocks were granted, or it was called unwanted."""
-        self._begun: list[int] = []
+        self._begun: list[bytes] = []
         """Digests of the first blocks of the first of them."""
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
@@ -354,6 +353,7 @@ class _ShmListener(Listener):
 class Shm(Transport):
     name = "shm"
     devices = ("cpu",)
+    skips_unwanted = True
 
     def unusable(self, local: Local, same_host: bool) -> str:
         if not isinstance(local.memory, SharedMemory):

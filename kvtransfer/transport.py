@@ -88,11 +88,15 @@ class Inbox:
         self.closed = False
         self.settle_limit_ms: int | None = None
         self._jobs: deque[SegmentJob] = deque()
+        self._is_told = False
+        """The thread is woken already for what is queued."""
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def put(self, job: SegmentJob) -> None:
         self._jobs.append(job)
-        os.eventfd_write(self._event, 1)
+        if not self._is_told:
+            self._is_told = True
+            os.eventfd_write(self._event, 1)
 
     def close(self, settle_limit_ms: int | None) -> None:
         """Nothing more comes, and what is queued is not to be begun. With a limit, also what is under way must be let go of by
@@ -111,6 +115,7 @@ class Inbox:
             os.eventfd_read(self._event)
         except BlockingIOError:
             return []
+        self._is_told = False
         return [self._jobs.popleft() for _ in range(len(self._jobs))]
 
     def wait(self) -> None:
@@ -166,6 +171,8 @@ class Transport(ABC):
     name: ClassVar[str]
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     """Where a pool may be that it sends from, and receives into."""
+    skips_unwanted: ClassVar[bool] = False
+    """Of what is announced, it does not send what the receiver does not want any more."""
 
     @abstractmethod
     def unusable(self, local: Local, same_host: bool) -> str:

@@ -4,6 +4,8 @@ Floors, for S bytes:
 - `shm`: the sender's copy reads S and writes S, as memcpy does; its digests were made when the KV was. The receiver's digest
   reads S once, on another core and at the same time: no transfer is faster than either. Its stores do not read first
   (`process.STREAMED_COPIES`), and neither do those of a memcpy of very large pieces, which is faster than one of small ones.
+- A session of one block: each of its four words passes two I/O threads of ZeroMQ from loop to loop, and the data plane
+  wakes four threads more: 16 times one wakes the next. In a bare round trip between two processes that happens twice.
 - `gloo`: S crosses a socket (a copy in the kernel at each end), and the receiver copies it from a buffer to its blocks and
   digests it on the way: a read and a copy more than a raw socket.
 All figures of a row are medians of rounds in which everything is measured once, in turn, on cold sources.
@@ -46,9 +48,11 @@ from runtime.link import LinkServer, LinkSettings, Peer
 _LAYER_KIB = 8
 """K and V of 16 tokens of one head of 64 float32 numbers."""
 _SMALL_SESSIONS = 60
-_LARGE_BYTES, _LARGE_TOTAL_BYTES, _SMALL_TOTAL_BYTES = 4 << 20, 256 << 20, 16 << 20
-"""Of large segments so much that what a session costs once does not count: that is measured apart."""
+_LARGE_BYTES, _SMALL_TOTAL_BYTES = 4 << 20, 16 << 20
+_BESIDE = {"shm/mem": ("shm", "memcpy"), "gloo/tcp": ("gloo", "tcp"), "gloo/bare": ("gloo", "bare gloo")}
+"""The ratios of a row."""
 _SEGMENTS_MAX = 1000
+_ROUND_TRIP = "round trip"
 _WAIT_S = 120.0
 
 
@@ -59,9 +63,11 @@ class Near:
         self.settings = settings
         self.random = Random(settings.seed)
         self.memory = SharedMemory()
-        self.pool = self.memory.allocate(settings.pool_mib << 20)
+        self.session_bytes = settings.session_mib << 20
+        pool_bytes = self.session_bytes + (256 << 20)  # room for a place that is cold
+        self.pool = self.memory.allocate(pool_bytes)
         self.pool.fill_(1)
-        self.source = torch.from_numpy(filled(settings.pool_mib << 20))
+        self.source = torch.from_numpy(filled(pool_bytes))
         self.staging = torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
         self.receivers: dict[str, KvReceiver] = {}
         self.peers: dict[int, Peer] = {}
@@ -85,7 +91,7 @@ class Near:
 
     async def start(self) -> None:
         address = await self.server.start()
-        self.far = Far("launcher.bench_kv_far", address, str(self.settings.pool_mib << 20))
+        self.far = Far("launcher.bench_kv_far", address, str(self.pool.shape[0]))
         await self.far.start()
 
     async def close(self) -> None:
@@ -183,6 +189,24 @@ class Near:
             await serving
         return float(total / took / 1e9)
 
+    async def round_trip(self) -> float:
+        """Seconds, of one byte over TCP; no event loop, one thread at each end."""
+
+        def serve(listening: socket.socket) -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.settimeout(_WAIT_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while byte := connection.recv(1):
+                    connection.sendall(byte)
+
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.settimeout(_WAIT_S)
+            serving = asyncio.get_running_loop().run_in_executor(None, serve, listening)
+            took: float = await self.far.order("round_trip", port=listening.getsockname()[1])
+            await serving
+        return took
+
     async def gloo(self, size: int, total: int) -> float:
         listener = rendezvous.Listener("127.0.0.1", 30.0)
 
@@ -204,7 +228,7 @@ class Near:
 async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]) -> dict[str, Any]:
     """Everything about segments of one size, in rounds."""
     settings = near.settings
-    most = _LARGE_TOTAL_BYTES if size >= _LARGE_BYTES else _SMALL_TOTAL_BYTES
+    most = near.session_bytes if size >= _LARGE_BYTES else _SMALL_TOTAL_BYTES
     total = most // max(size, layout.block_bytes) * max(size, layout.block_bytes)
     await near.set_up(layout, size)
     for transport in settings.transports:
@@ -224,7 +248,11 @@ async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]
                 note(name, figure)
         done()
     medians = {name: statistics.median(values) for name, values in found.items()}
-    ratios = {name: statistics.median(a / b for a, b in _beside(found, name)) for name in settings.transports}
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))
+        for name, (one, other) in _BESIDE.items()
+        if one in found
+    }
     return {"segment_bytes": size, "block_bytes": layout.block_bytes, "total_bytes": total} | {
         "gb_per_s": medians,
         "ratio": ratios,
@@ -232,20 +260,15 @@ async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]
     }
 
 
-def _beside(found: dict[str, list[float]], transport: str) -> list[tuple[float, float]]:
-    """A transport's figures, each with that of what it is measured against, of the same round."""
-    return list(zip(found[transport], found["memcpy" if transport == "shm" else "tcp"], strict=True))
-
-
-async def _overheads(near: Near, layout: KvLayout, done: Callable[[], None]) -> dict[str, float]:
-    """Median ms of a session of one block, offer to acknowledgement, less the copy of that block."""
+async def _overheads(near: Near, layout: KvLayout) -> dict[str, float]:
+    """Median ms of a session of one block, offer to acknowledgement, less the copy of that block; and of a bare round trip."""
     await near.set_up(layout, layout.block_bytes)
-    took: dict[str, list[float]] = {name: [] for name in near.settings.transports}
+    took: dict[str, list[float]] = {name: [] for name in (*near.settings.transports, _ROUND_TRIP)}
     for _ in range(_SMALL_SESSIONS):
         copy_s = layout.block_bytes / near.memcpy(layout.block_bytes, layout.block_bytes) / 1e9
-        for transport, values in took.items():
-            values.append(await near.kv(transport, layout.block_bytes, layout) - copy_s)
-        done()
+        for transport in near.settings.transports:
+            took[transport].append(await near.kv(transport, layout.block_bytes, layout) - copy_s)
+        took[_ROUND_TRIP].append(await near.round_trip())
     return {name: statistics.median(values) * 1e3 for name, values in took.items()}
 
 
@@ -262,9 +285,9 @@ async def measure(settings: KvBenchSettings, console: Console) -> dict[str, Any]
     await near.start()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     try:
+        overheads = await _overheads(near, cases[0][1])  # before there is a bar: painting it takes a core
         with Progress(*columns, console=console) as progress:
-            bar = progress.add_task("KV transfers", total=len(cases) * (settings.rounds + 1) + _SMALL_SESSIONS)
-            overheads = await _overheads(near, cases[0][1], lambda: progress.advance(bar))
+            bar = progress.add_task("KV transfers", total=len(cases) * (settings.rounds + 1))
             rows = [await _row(near, size, layout, lambda: progress.advance(bar)) for size, layout in cases]
     finally:
         await near.close()
@@ -287,24 +310,32 @@ def run(settings: KvBenchSettings) -> int:
     return 0
 
 
+def _size(size: int) -> str:
+    return f"{size >> 20} MiB" if size >> 20 and not size % (1 << 20) else f"{size >> 10} KiB"
+
+
 def show(result: dict[str, Any], settings: KvBenchSettings, console: Console) -> None:
     names = ["memcpy", "digest", *settings.transports, "tcp", "bare gloo"]
     short = {"bare gloo": "bare"}
-    against = {"shm": "shm/mem", "gloo": "gloo/tcp"}
+    ratios = [ratio for ratio, (one, _) in _BESIDE.items() if one in settings.transports]
     table = Table(
         title="GB/s, medians (digest: of cold blocks, in one thread; tcp: raw; bare: gloo's send alone)",
         title_justify="left",
         padding=(0, 0),
     )
     headings = ("segment", "block", *(short.get(name, name) for name in names))
-    for heading in (*headings, *(against[name] for name in settings.transports)):
+    for heading in (*headings, *ratios):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["rows"]:
         table.add_row(
-            *(f"{row[what] >> 10:,} KiB" for what in ("segment_bytes", "block_bytes")),
+            *(_size(row[what]) for what in ("segment_bytes", "block_bytes")),
             *(f"{row['gb_per_s'][name]:.2f}" for name in names),
-            *(f"{row['ratio'][name]:.2f}" for name in settings.transports),
+            *(f"{row['ratio'][name]:.2f}" for name in ratios),
         )
     console.print(table)
-    words = ", ".join(f"{name} {ms:.2f} ms" for name, ms in result["overhead_ms_p50"].items())
-    console.print(f"A session of one block, offer to acknowledgement less the copy, p50: {words}")
+    overheads = result["overhead_ms_p50"]
+    words = ", ".join(f"{name} {overheads[name]:.2f} ms" for name in settings.transports)
+    console.print(
+        f"A session of one block, offer to acknowledgement less the copy, p50: {words}; a bare round trip between the two"
+        f" processes: {overheads[_ROUND_TRIP]:.3f} ms"
+    )

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import socket
+import statistics
 import sys
 import time
 from datetime import timedelta
@@ -21,6 +22,7 @@ from proto.messages import Hello, Role
 from runtime import clock
 
 RECEIVER_EPOCH = 1
+_ROUND_TRIPS, _TIMEOUT_S = 5, 30.0
 
 
 class Ways:
@@ -53,6 +55,9 @@ class Ways:
     async def tcp(self, **order: Any) -> float:
         return await asyncio.to_thread(functools.partial(over_tcp, self._memory, **order))
 
+    async def round_trip(self, port: int) -> float:
+        return await asyncio.to_thread(tcp_round_trip, port)
+
     async def gloo(self, **order: Any) -> float:
         return await asyncio.to_thread(functools.partial(over_gloo, self._memory, **order))
 
@@ -74,6 +79,19 @@ def over_tcp(memory: torch.Tensor, port: int, size: int, starts: list[int]) -> f
         return time.perf_counter() - began
 
 
+def tcp_round_trip(port: int) -> float:
+    """The median of some, in seconds."""
+    with socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        took = []
+        for _ in range(_ROUND_TRIPS):
+            began = time.perf_counter()
+            connection.sendall(b"!")
+            connection.recv(1)
+            took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
 def over_gloo(memory: torch.Tensor, port: int, secret: str, size: int, starts: list[int]) -> float:
     """Bare: gloo's send alone, no announcements, digests or copies to blocks."""
     group = rendezvous.connect(rendezvous.gloo_group, "127.0.0.1", port, secret, 30.0)
@@ -89,7 +107,8 @@ def over_gloo(memory: torch.Tensor, port: int, secret: str, size: int, starts: l
 
 async def main(address: str, pool_bytes: int) -> None:
     ways = Ways(address, torch.from_numpy(filled(pool_bytes)))
-    await far.serve({"set_up": ways.set_up, "session": ways.session, "tcp": ways.tcp, "gloo": ways.gloo})
+    orders = (ways.set_up, ways.session, ways.tcp, ways.gloo, ways.round_trip)
+    await far.serve({order.__name__: order for order in orders})
     await ways.close()
 
 

@@ -140,8 +140,12 @@ class KvBenchSettings(Options):
     )
     block_kib: Sizes = Field(default=[64, 512], description="Sizes of one KV block in KiB, multiples of 8, likewise.")
     rounds: int = Field(7, ge=1, le=1000, description="Rounds; the figures are medians.")
-    pool_mib: int = Field(
-        512, ge=256, le=65_536, description="KV pool of each process: large, so that sources are cold."
+    session_mib: int = Field(
+        1024,
+        ge=256,
+        le=8192,
+        description="KV of one session where segments are large: so much that its beginning and end, which are measured apart, "
+        "hardly count. The two processes take four times that.",
     )
     scattered: bool = Field(False, description="Blocks in random places, not one after the other.")
     seed: int = Field(0, ge=0, le=1 << 31, description="Of the places of blocks.")

@@ -4,7 +4,7 @@ Over the control link between the two (the sender connects to the receiver):
 
     PairOpen →  ← PairListen          once per pair of incarnations: choose a transport and meet
     Offer →     ← Accept | Decline    once per attempt
-    Announce →  (segment on the data plane)     per segment, in order: lengths are agreed before a byte moves
+    Announce →  (segments on the data plane)    in order: lengths are agreed before a byte moves
     Commit →    ← Ack                 digests; the receiver decodes only after it has checked them
     Abort       from either side, at any point
 
@@ -83,7 +83,8 @@ class Decline(Message, frozen=True):
 
 
 class Announce(Message, frozen=True):
-    """Segment `segment` is about to be sent: `blocks` blocks, the first being block `first_block` of the prompt.
+    """Segments `segment`, `segment + 1` … are about to be sent, of so many `blocks` each, the first being block `first_block`
+    of the prompt.
 
     What is announced is sent, and received, even if its session ends in between: so a pair's order survives an abort.
     """
@@ -92,10 +93,14 @@ class Announce(Message, frozen=True):
     attempt: Attempt
     pair_id: PairId
     sequence: Annotated[int, Meta(ge=0, lt=1 << 31)]
-    """Of this segment among all of the pair, and its tag on the data plane: a repeated announcement is seen, a lost one too."""
+    """Of the first of them among all of the pair, and its tag on the data plane: a repeated announcement is seen, a lost one
+    too."""
     segment: SegmentIndex
     first_block: Annotated[int, Meta(ge=0, lt=limits.MAX_BLOCKS_PER_REQUEST)]
-    blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_REQUEST)]
+    blocks: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_REQUEST)], ...],
+        Meta(min_length=1, max_length=limits.MAX_SEGMENTS_ANNOUNCED),
+    ]
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

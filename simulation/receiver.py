@@ -125,19 +125,24 @@ class Receiver(Driver):
         if route is None or route.pair_id != announce.pair_id or route.order.is_repeated(announce.sequence):
             return
         assert route.pair is not None
-        if not route.order.take(announce.sequence):
+        if not route.order.take(announce.sequence, len(announce.blocks)):
             self.violations += 1
             self._drop(route, f"segment {announce.sequence} of the pair was announced out of order", tell_peer=True)
             return
-        job = Job(None, announce.segment, announce.sequence, announce.blocks, None)
+        jobs = [
+            Job(None, announce.segment + at, announce.sequence + at, blocks, None)
+            for at, blocks in enumerate(announce.blocks)
+        ]
         live = self._find(peer_epoch, (announce.request_id, announce.attempt))
         if live is not None and live.route is route:
-            self._wanted(live, announce, job)
-        route.pair.submit(job)
+            self._wanted(live, announce, jobs)
+        for job in jobs:
+            route.pair.submit(job)
 
-    def _wanted(self, live: Live, announce: Announce, job: Job) -> None:
+    def _wanted(self, live: Live, announce: Announce, jobs: list[Job]) -> None:
         for action in live.session.handle(announce, self.process.now()):
             if isinstance(action, Receive):
+                job = jobs[action.segment - announce.segment]
                 job.owner, job.block_ids = live, action.block_ids
             else:
                 self._perform(live, [action])

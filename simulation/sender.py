@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtransfer.layout import cells_of
-from kvtransfer.sender_session import SenderSession
+from kvtransfer.sender_session import SenderSession, announcement, next_parts
 from kvtransfer.session import (
     Action,
     BlocksReady,
@@ -18,7 +18,7 @@ from kvtransfer.session import (
 )
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
-from proto.kv import Abort, Accept, Ack, Announce, Decline, FirstToken, PairClosed, PairListen, PairOpen
+from proto.kv import Abort, Accept, Ack, Decline, FirstToken, PairClosed, PairListen, PairOpen
 from proto.messages import Message
 from simulation.pairs import Job, Pair, PoolProcess, digest
 from simulation.toy import Toy
@@ -114,20 +114,28 @@ class Sender(Driver):
         if route.dropped or not route.ready:
             return
         assert route.pair is not None
-        while route.waiting and route.pair.queued < SETTINGS.window_segments:
-            live, part = route.waiting.popleft()
-            sequence, blocks = route.announced, len(part.block_ids)
-            route.announced += 1
-            announce = Announce(*live.key, route.pair_id, sequence, part.segment, part.first_block, blocks)
-            self._send(route.peer_epoch, announce, b"")
-            route.pair.submit(Job(live, part.segment, sequence, blocks, part.block_ids))
+        while route.waiting and (room := SETTINGS.window_segments - route.pair.queued) > 0:
+            self._announce(*next_parts(route.waiting, room))
+
+    def _announce(self, live: Live, parts: list[SendSegment]) -> None:
+        route = live.route
+        assert route.pair is not None
+        self._send(route.peer_epoch, announcement(live.key, route.pair_id, route.announced, parts), b"")
+        for sequence, part in enumerate(parts, route.announced):
+            route.pair.submit(Job(live, part.segment, sequence, len(part.block_ids), part.block_ids))
+        route.announced += len(parts)
+        for part in parts:
             if self._digests_early and route.ratio == 1:
                 self._feed(live, SegmentBegun(part.segment, digest(self.toy.packed(part.block_ids, 1))))
+
+    def _perform(self, live: Live, actions: list[Action]) -> None:
+        super()._perform(live, actions)
+        if any(isinstance(action, SendSegment) for action in actions):
+            self._pump(live.route)
 
     def _carry_out(self, live: Live, action: Action) -> None:
         if isinstance(action, SendSegment):
             live.route.waiting.append((live, action))
-            self._pump(live.route)
             return
         cancelled = [part for owner, part in live.route.waiting if owner is live]
         live.route.waiting = deque(item for item in live.route.waiting if item[0] is not live)

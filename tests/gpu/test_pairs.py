@@ -8,9 +8,8 @@ import torch
 
 from kvtransfer.device_copy import DeviceCopier, DeviceDigester, cell_sums, checksum
 from kvtransfer.pool import PoolRows
-from proto.kv import Announce
 from proto.messages import Message
-from tests.kvtransfer.ends import filled_pool, same_bytes
+from tests.kvtransfer.ends import announces, filled_pool, same_bytes
 from tests.kvtransfer.far_end import BLOCKS, LAYOUT
 from tests.kvtransfer.test_device_copy import LAYOUTS
 from tests.kvtransfer.test_two_processes import (
@@ -38,7 +37,7 @@ def test_a_sender_killed_amid_a_segment_releases_the_receiver_within_three_secon
         amid = asyncio.Event()
 
         def handle(message: Message, blob: bytes) -> None:
-            if isinstance(message, Announce) and message.request_id == "endless" and message.segment == segment:
+            if announces(message, "endless", segment):
                 process.kill()
                 amid.set()
             near.receiver.handle(51, message, blob)

@@ -18,7 +18,7 @@ from kvtransfer.sender import KvSender
 from kvtransfer.session import Accepted, KvFailed, KvSent
 from kvtransfer.settings import KvSettings
 from kvtransfer.transport import PoolMemory
-from proto.kv import Commit, FirstToken, Offer
+from proto.kv import Announce, Commit, FirstToken, Offer
 from proto.messages import Message
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -31,6 +31,12 @@ WAIT_S = 60.0
 
 Hook = Callable[[Message], bool]
 """Sees a frame before it is delivered; False drops it."""
+
+
+def announces(message: Message, request_id: str, segment: int) -> bool:
+    """Whether this segment is among those announced by this frame."""
+    mine = isinstance(message, Announce) and message.request_id == request_id
+    return mine and 0 <= segment - message.segment < len(message.blocks)
 
 
 def filled_pool(layout: KvLayout, blocks: int, seed: int) -> torch.Tensor:

@@ -30,7 +30,10 @@ SETTINGS = KvSettings(
     segment_bytes=1 << 20,
     segment_timeout_ms=5_000,
     rendezvous_timeout_ms=30_000,
+    window_segments=2,
+    window_bytes=1,
 )
+"""With so small a window `endless` is announced bit by bit."""
 NEAR_EPOCH = 1
 FAR_EPOCH = 2
 SOURCE_SEED = 11

@@ -32,12 +32,14 @@ class Harm:
     dice: random.Random = field(default_factory=random.Random)
     segments_left: int = 0
 
-    def reach(self, point: str, request_id: str) -> None:
+    def reach(self, point: str, request_id: str, segments: int = 1) -> None:
+        """`segments` are announced at this point, where that is `mid_segment`."""
         if not self.action or point != self.point or request_id != self.request_id:
             return
-        if point == "mid_segment" and self.segments_left:
-            self.segments_left -= 1
-            return
+        if point == "mid_segment":
+            self.segments_left -= segments
+            if self.segments_left >= 0:
+                return
         if self.delay_s:
             asyncio.get_running_loop().call_later(self.delay_s, self._strike)
         else:

@@ -57,6 +57,7 @@ def settings(transport: str) -> KvSettings:
         segment_timeout_ms=1_500,
         rendezvous_timeout_ms=1_500,
         demote_ms=1,
+        window_bytes=4 << 20,  # so that a request is announced in several frames
     )
 
 
@@ -71,6 +72,10 @@ def source_blocks(request_id: str, attempt: int, blocks: int) -> list[int]:
     seed = xxhash.xxh32_intdigest(f"{request_id} {attempt}".encode())
     start = seed % (BLOCKS - blocks)
     return list(range(start, start + blocks)) if seed & 1 else shuffled(BLOCKS, blocks, seed)
+
+
+def _segments(message: Message) -> int:
+    return len(message.blocks) if isinstance(message, Announce) else 1
 
 
 class Node:
@@ -194,8 +199,10 @@ class SenderNode(Node):
             if isinstance(message, _SENDER_POINTS[point]):
                 self.harm.reach(point, request_id)
         if mine and self.fault == "wrong_length" and isinstance(message, Announce):
-            wrong = message.blocks + self.harm.dice.choice([1, 1_000] if message.blocks == 1 else [-1, 1, 1_000])
-            message = msgspec.structs.replace(message, blocks=wrong)
+            counts = list(message.blocks)
+            at = self.harm.dice.randrange(len(counts))
+            counts[at] += self.harm.dice.choice([1, 1_000] if counts[at] == 1 else [-1, 1, 1_000])
+            message = msgspec.structs.replace(message, blocks=tuple(counts))
         if mine and self.fault == "reorder" and self.kept is None and self.harm.dice.random() < 0.3:
             self.kept = (epoch, message, blob)
             asyncio.get_running_loop().call_later(0.05, self._let_go)
@@ -206,7 +213,7 @@ class SenderNode(Node):
         self._let_go()
         for point in ("mid_segment", "after_commit"):
             if isinstance(message, _SENDER_POINTS[point]):
-                self.harm.reach(point, request_id)
+                self.harm.reach(point, request_id, _segments(message))
 
     def _let_go(self) -> None:
         if self.kept is not None:
@@ -282,7 +289,7 @@ class ReceiverNode(Node):
         self.heard.setdefault(peer.epoch, []).append((message, blob))
         for point, kind in _RECEIVER_POINTS.items():
             if isinstance(message, kind):
-                self.harm.reach(point, request_id)
+                self.harm.reach(point, request_id, _segments(message))
         self.receiver.handle(peer.epoch, message, blob)
 
     def _send(self, epoch: int, message: Message, blob: bytes) -> None:

@@ -45,7 +45,7 @@ def test_a_segment_announced_to_a_meeting_that_fails_costs_its_own_session(annou
     async def test(ends: Ends) -> None:
         faults: list[dict[str, object]] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
-        receiver, announce = ends.receiver, Announce("r", 1, 9, 0, 0, 0, 1)
+        receiver, announce = ends.receiver, Announce("r", 1, 9, 0, 0, 0, (1,))
         pair_broke, broken = receiver._pair_broke, []
         receiver._pair_broke = lambda route, reason: (pair_broke(route, reason), ends._note(broken, reason))
         receiver.handle(5, PairOpen(9, ("gloo",), LAYOUT.block_size, "here"), b"")
@@ -141,8 +141,8 @@ def test_the_same_attempt_may_come_from_another_sender_once_the_first_has_failed
 @pytest.mark.parametrize(
     "frame",
     [
-        Announce("r", 1, 1, 5, 0, 0, 1),  # announcements before it are missing
-        Announce("r", 1, 1, 0, 0, 0, 1_000),  # more than the receiver has room for
+        Announce("r", 1, 1, 5, 0, 0, (1,)),  # announcements before it are missing
+        Announce("r", 1, 1, 0, 0, 0, (1_000,)),  # more than the receiver has room for
     ],
 )
 def test_a_broken_order_costs_the_pair_only(frame):

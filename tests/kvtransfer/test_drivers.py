@@ -10,7 +10,8 @@ import pytest
 from kvtransfer.layout import KvLayout
 from kvtransfer.session import Accepted, KvFailed, KvSent
 from proto.kv import Abort, Announce, Commit, Offer, PairClosed, PairListen
-from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S, Ends, same_bytes, shuffled, with_ends
+from tests.kvtransfer import ends as ends_module
+from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S, Ends, announces, same_bytes, shuffled, with_ends
 
 LAYOUTS = {
     "float32": LAYOUT,
@@ -68,10 +69,48 @@ def test_segments_fit_the_smaller_end():
         ends.transfer("r", shuffled(64, 20, 1))
         await ends.ended(1)
         assert isinstance(ends.results[0], KvSent)
-        assert [a.blocks for a in announced] == [2] * 10
+        assert [blocks for announce in announced for blocks in announce.blocks] == [2] * 10
 
     smaller = replace(SMALL, segment_bytes=2 * LAYOUT.block_bytes)
     with_ends(test, to_receiver=watch, receiver_settings=smaller)
+
+
+def test_segments_are_announced_by_the_handful():
+    announced: list[int] = []
+
+    def watch(message: object) -> bool:
+        if isinstance(message, Announce):
+            assert message.segment == sum(announced)
+            announced.append(len(message.blocks))
+        return True
+
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", shuffled(64, 64, 1))
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvSent)
+        assert sum(announced) == 64 and announced[0] == 8 and len(announced) <= 16
+
+    settings = replace(SMALL, segment_bytes=LAYOUT.block_bytes, window_segments=8, window_bytes=1)
+    with_ends(test, to_receiver=watch, settings=settings)
+
+
+def test_more_is_announced_where_what_is_not_wanted_is_skipped():
+    announced: list[int] = []
+
+    def watch(message: object) -> bool:
+        if isinstance(message, Announce):
+            announced.append(len(message.blocks))
+        return True
+
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", shuffled(64, 64, 1))
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvSent)
+        assert announced[0] == (32 if ends_module.TRANSPORT == "shm" else 8)
+
+    block_bytes = LAYOUT.block_bytes
+    settings = replace(SMALL, segment_bytes=block_bytes, window_segments=1, window_bytes=8 * block_bytes)
+    with_ends(test, to_receiver=watch, settings=settings)
 
 
 def test_the_commit_brings_first_tokens_and_prompt():
@@ -141,7 +180,7 @@ def test_an_abort_amid_the_segments_leaves_the_pair_in_order(by):
         aborting = ends.sender if by == "sender" else ends.receiver
 
         def abort_at_second(message: object) -> bool:
-            if isinstance(message, Announce) and message.sequence == 2:
+            if announces(message, "r", 2):
                 ends.loop.call_soon(aborting.abort, "r", 1, "cancelled")
             return True
 
@@ -154,7 +193,7 @@ def test_an_abort_amid_the_segments_leaves_the_pair_in_order(by):
         assert same_bytes(ends.target[20:50], before[20:50]), "segments went on being written after the abort"
         assert ends.sender.counters["pairs"] == 1 and ends.sender.counters["pairs_lost"] == 0
 
-    with_ends(test)
+    with_ends(test, settings=replace(SMALL, window_segments=4, window_bytes=1))
 
 
 def test_blocks_are_reported_free_only_when_the_thread_is_done():
@@ -205,7 +244,7 @@ def test_a_cancelled_segment_is_received_and_thrown_away():
         before = ends.target.clone()
         ends.transfer("r", [1, 2, 3])
         await ends.until(lambda: len(listening) == 1)
-        ends.receiver.handle(1, Announce("r", 1, 1, 0, 0, 0, 3), b"")
+        ends.receiver.handle(1, Announce("r", 1, 1, 0, 0, 0, (3,)), b"")
         ends.receiver.abort("r", 1, "cancelled")
         assert ends.failed == []
         ends.sender.handle(2, listening[0], b"")

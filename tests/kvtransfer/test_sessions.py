@@ -58,7 +58,7 @@ SENDER_EVENTS: dict[type, object] = {
 }
 RECEIVER_EVENTS: dict[type, object] = {
     Offer: OFFER,
-    Announce: Announce("r", 1, 1, 0, 0, 0, 3),
+    Announce: Announce("r", 1, 1, 0, 0, 0, (3,)),
     CommitArrived: CommitArrived(COMMIT, b""),
     Abort: Abort("r", 1, "gone"),
     Accepted: Accepted((1, 2, 3, 4)),
@@ -85,7 +85,7 @@ SENDER_WAYS["sent"] = [*SENDER_WAYS["committing"], Ack("r", 1, 4 * BLOCK_BYTES)]
 SENDER_WAYS["failed"] = [Decline("r", 1, "full")]
 RECEIVER_WAYS: dict[str, list[object]] = {
     "undecided": [],
-    "receiving": [Accepted((1, 2, 3, 4)), Announce("r", 1, 1, 0, 0, 0, 3), Announce("r", 1, 1, 1, 1, 3, 1)],
+    "receiving": [Accepted((1, 2, 3, 4)), Announce("r", 1, 1, 0, 0, 0, (3,)), Announce("r", 1, 1, 1, 1, 3, (1,))],
     "declined": [Refusal("full")],
     "failed": [LocalAbort("cancelled")],
 }
@@ -206,16 +206,16 @@ def test_a_wrong_digest_never_commits(order, commit_first):
 
 
 @pytest.mark.parametrize("frame", [
-    Announce("r", 1, 1, 2, 2, 3, 1),  # a segment left out
-    Announce("r", 1, 1, 2, 1, 0, 1),  # a block again
-    Announce("r", 1, 1, 2, 1, 3, 2),  # a block too many
+    Announce("r", 1, 1, 2, 2, 3, (1,)),  # a segment left out
+    Announce("r", 1, 1, 2, 1, 0, (1,)),  # a block again
+    Announce("r", 1, 1, 2, 1, 3, (2,)),  # a block too many
     CommitArrived(COMMIT, b""),  # before the last block
     CommitArrived(Commit("r", 1, (D1,), 3, FIRST), b"\0" * 8),  # a prompt cut short
 ])  # fmt: skip
 def test_violations_within_a_good_state(frame):
-    session = receiver([Accepted((1, 2, 3, 4)), Announce("r", 1, 1, 0, 0, 0, 3), SegmentDone(0, D1)])
+    session = receiver([Accepted((1, 2, 3, 4)), Announce("r", 1, 1, 0, 0, 0, (3,)), SegmentDone(0, D1)])
     if isinstance(frame, CommitArrived) and frame.blob:
-        session.handle(Announce("r", 1, 1, 1, 1, 3, 1), 0.0)
+        session.handle(Announce("r", 1, 1, 1, 1, 3, (1,)), 0.0)
         session.handle(SegmentDone(1, D2), 0.0)
         frame = CommitArrived(Commit("r", 1, (D1, D2), 3, FIRST), frame.blob)
     actions = session.handle(frame, 0.0)
@@ -300,7 +300,7 @@ def test_blocks_that_the_receiver_has_are_not_sent():
     assert [(part.segment, part.first_block, part.block_ids) for part in sent] == [(0, 3, (6,))]
     session.handle(CommitReady(FIRST, 0, b""), 0.0)
     commit = session.handle(SegmentDone(0, D1), 0.0)[0].message
-    far = receiver([Accepted((1, 2, 3, 4), 3), Announce("r", 1, 1, 0, 0, 3, 1), SegmentDone(0, D1)])
+    far = receiver([Accepted((1, 2, 3, 4), 3), Announce("r", 1, 1, 0, 0, 3, (1,)), SegmentDone(0, D1)])
     acked, ended = far.handle(CommitArrived(commit, b""), 0.0)
     assert acked == Send(Ack("r", 1, BLOCK_BYTES)) and ended == Ended(KvCommitted(commit, (1, 2, 3, 4), ()))
     assert session.handle(acked.message, 0.0) == [Ended(KvSent("r", 1, BLOCK_BYTES, 0.0))]
@@ -316,15 +316,25 @@ def test_a_receiver_that_has_everything_gets_the_commit_alone():
 
 
 def test_segments_of_cached_blocks_are_a_violation_and_so_are_more_than_were_offered():
-    actions = receiver([Accepted((1, 2, 3, 4), 2)]).handle(Announce("r", 1, 1, 0, 0, 0, 3), 0.0)
+    actions = receiver([Accepted((1, 2, 3, 4), 2)]).handle(Announce("r", 1, 1, 0, 0, 0, (3,)), 0.0)
     assert isinstance(actions[0], Violation)
     assert isinstance(sender([]).handle(Accept("r", 1, 3, 5), 0.0)[0], Violation)
 
 
 def test_targets_come_in_the_prompts_order():
     session = receiver([Accepted((40, 10, 30, 20))])
-    assert session.handle(Announce("r", 1, 1, 0, 0, 0, 3), 0.0) == [Receive(0, (40, 10, 30))]
-    assert session.handle(Announce("r", 1, 1, 1, 1, 3, 1), 0.0) == [Receive(1, (20,))]
+    assert session.handle(Announce("r", 1, 1, 0, 0, 0, (3,)), 0.0) == [Receive(0, (40, 10, 30))]
+    assert session.handle(Announce("r", 1, 1, 1, 1, 3, (1,)), 0.0) == [Receive(1, (20,))]
+
+
+def test_segments_that_are_announced_together_are_taken_together_or_not_at_all():
+    session = receiver([Accepted((40, 10, 30, 20))])
+    together = session.handle(Announce("r", 1, 1, 0, 0, 0, (2, 1, 1)), 0.0)
+    assert together == [Receive(0, (40, 10)), Receive(1, (30,)), Receive(2, (20,))]
+    assert session.in_flight == {0, 1, 2}
+    too_much = receiver([Accepted((40, 10, 30, 20))])
+    actions = too_much.handle(Announce("r", 1, 1, 0, 0, 0, (2, 3)), 0.0)
+    assert isinstance(actions[0], Violation) and too_much.state == "failed" and not too_much.in_flight
 
 
 def chances(top: float) -> st.SearchStrategy[float]:

@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,13 +26,13 @@ from kvtransfer.memory import MADV_POPULATE_WRITE, Pages, SharedMemory, map_shar
 from kvtransfer.pool import PoolRows
 from kvtransfer.session import KvFailed, KvSent
 from kvtransfer.settings import AUTO
-from kvtransfer.shm import _HELLO, _MAGIC, _mapped
+from kvtransfer.shm import _HELLO, _MAGIC, Grants, _mapped
 from kvtransfer.shm_socket import DONE, GRANT, READY, WRITTEN, Connection, Door, knock
-from kvtransfer.transport import Local, PairBroken
+from kvtransfer.transport import Local, PairBroken, SegmentJob
 from proto.kv import PairListen, PairOpen
 from proto.messages import Message
 from tests.kvtransfer import ends as ends_module
-from tests.kvtransfer.ends import LAYOUT, SMALL, Ends, filled_pool, same_bytes, shared_pool, shuffled, with_ends
+from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S, Ends, filled_pool, same_bytes, shared_pool, shuffled, with_ends
 
 
 @pytest.fixture(autouse=True)
@@ -299,13 +300,28 @@ def test_the_host_is_the_same_for_this_host_only():
 
 
 def test_a_large_segment_is_digested_while_it_is_written(monkeypatch):
-    """Also where a part is no whole number of pieces, and where blocks are scattered."""
+    """Also where a part is no whole number of pieces, and where blocks are scattered. The sender goes on when the part is
+    digested, so that none is when all is written."""
     layout = KvLayout(layers=1, kv_heads=1, head_dim=300_000 // 8, block_size=1, dtype="float32")
     begun: list[int] = []
-    plain = Digester.digest
-    monkeypatch.setattr(
-        Digester, "digest", lambda self, ids, early=(): begun.append(len(early)) or plain(self, ids, early)
-    )
+    plain, send, begin, has_begun = Digester.digest, Connection.send, Grants._begin_to_digest, threading.Semaphore(0)
+
+    def digest(self: Digester, block_ids: list[int], early: Sequence[bytes] = ()) -> bytes:
+        begun.append(len(early))
+        return plain(self, block_ids, early)
+
+    def begin_to_digest(self: Grants, job: SegmentJob, written: int) -> None:
+        begin(self, job, written)
+        has_begun.release()
+
+    def send_and_wait(self: Connection, kind: int, sequence: int, payload: bytes = b"") -> bool:
+        sent = send(self, kind, sequence, payload)
+        assert kind != WRITTEN or has_begun.acquire(timeout=WAIT_S)
+        return sent
+
+    monkeypatch.setattr(Digester, "digest", digest)
+    monkeypatch.setattr(Grants, "_begin_to_digest", begin_to_digest)
+    monkeypatch.setattr(Connection, "send", send_and_wait)
 
     async def test(ends: Ends) -> None:
         ends.sender.digest(range(64))
@@ -314,7 +330,7 @@ def test_a_large_segment_is_digested_while_it_is_written(monkeypatch):
             await ends.ended(number + 1)
             assert isinstance(ends.results[number], KvSent), ends.results
             assert same_bytes(ends.target[ends.committed[number][1]], ends.source[blocks])
-        assert begun[0] >= 28 and begun[1] >= 28 and begun[2] == 0
+        assert begun[0] >= 39 and begun[1] >= 39 and begun[2] == 0
 
     with_ends(test, layout=layout, settings=replace(SMALL, segment_bytes=64 << 20))
 

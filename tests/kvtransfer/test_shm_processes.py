@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.copying import PIECE_BYTES
-from proto.kv import Announce
 from proto.messages import Message
 from tests.kvtransfer import ends, far_end
+from tests.kvtransfer.ends import announces
 from tests.kvtransfer.far_end import LAYOUT
 from tests.kvtransfer.test_two_processes import WAIT_S, NearReceiver, far_process
 
@@ -55,7 +55,7 @@ async def amid_a_segment(near: NearReceiver, attempt: int, strike: int, at: int)
     process, wire = await context.__aenter__()
 
     def handle(message: Message, blob: bytes) -> None:
-        if isinstance(message, Announce) and message.request_id == "endless" and message.segment == at:
+        if announces(message, "endless", at):
             os.kill(process.pid, strike)
             struck.set()
         near.receiver.handle(EPOCH + attempt, message, blob)

@@ -18,7 +18,7 @@ from kvtransfer.session import Accepted, KvFailed, KvSent
 from proto.kv import Accept, Announce, Commit, Offer
 from proto.messages import Message
 from tests.kvtransfer import ends, far_end
-from tests.kvtransfer.ends import FIRST, filled_pool, same_bytes, shared_pool, shuffled
+from tests.kvtransfer.ends import FIRST, announces, filled_pool, same_bytes, shared_pool, shuffled
 from tests.kvtransfer.far_end import BLOCKS, ENDLESS_BLOCKS, FAR_EPOCH, LAYOUT, SETTINGS, SOURCE_SEED, Wire
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -126,7 +126,7 @@ async def until_killed(near: NearReceiver, epoch: int, attempt: int, word_of_it:
 
     def handle(message: Message, blob: bytes) -> None:
         near.receiver.handle(epoch, message, blob)
-        if isinstance(message, Announce) and message.request_id == "endless" and message.segment == 2:
+        if announces(message, "endless", 2):
             amid.set()
 
     async with far_process("sender", attempt) as (process, wire):

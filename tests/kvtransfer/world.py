@@ -61,8 +61,11 @@ class World:
     now: float = 0.0
     to_receiver: list[tuple[Message, bytes]] = field(default_factory=list)
     to_sender: list[tuple[Message, bytes]] = field(default_factory=list)
-    sending: list[tuple[int, SendSegment]] = field(default_factory=list)
-    receiving: list[tuple[Announce, tuple[int, ...] | None]] = field(default_factory=list)
+    waiting: list[SendSegment] = field(default_factory=list)
+    """Not announced yet."""
+    sending: list[SendSegment] = field(default_factory=list)
+    receiving: list[tuple[int, tuple[int, ...] | None]] = field(default_factory=list)
+    """Segments announced, each with where it goes."""
     answers: list[SegmentDone] = field(default_factory=list)
     """What the sender's thread has said and its loop has not heard."""
     sender_results: list[KvSent | KvFailed] = field(default_factory=list)
@@ -136,10 +139,10 @@ class World:
     def announce(self, message: Announce) -> None:
         if not self.pair_is_up or self.order.is_repeated(message.sequence):
             return
-        if not self.order.take(message.sequence):
+        if not self.order.take(message.sequence, len(message.blocks)):
             self.lose_pair()
             return
-        self.receiving.append((message, None))
+        self.receiving += [(message.segment + at, None) for at in range(len(message.blocks))]
         if self.receiver is not None:
             self.feed(self.receiver, message)
 
@@ -147,8 +150,8 @@ class World:
         """The next segment crosses once both ends are at it."""
         if not (self.pair_is_up and self.sending and self.receiving):
             return
-        (sequence, part), (announce, block_ids) = self.sending.pop(0), self.receiving.pop(0)
-        assert sequence == announce.sequence
+        part, (segment, block_ids) = self.sending.pop(0), self.receiving.pop(0)
+        assert part.segment == segment
         content = list(part.block_ids)
         if self.chance(self.faults.corrupt):
             content[0] = JUNK
@@ -156,9 +159,9 @@ class World:
             assert self.receiver is not None
             assert not set(block_ids) & set(self.target[: self.cached]), "a block that others share is written to"
             self.written.update(zip(block_ids, content, strict=True))
-            self.feed(self.receiver, SegmentDone(announce.segment, digest(content)))
-        elif self.receiver is not None and announce.segment in self.receiver.in_flight:
-            self.feed(self.receiver, SegmentDropped(announce.segment))
+            self.feed(self.receiver, SegmentDone(segment, digest(content)))
+        elif self.receiver is not None and segment in self.receiver.in_flight:
+            self.feed(self.receiver, SegmentDropped(segment))
         self.answers.append(SegmentDone(part.segment, digest(part.block_ids)))
 
     def answer(self) -> None:
@@ -205,6 +208,7 @@ class World:
                 self.feed(session, PairLost("broken"))
                 for segment in sorted(session.in_flight):
                     self.feed(session, SegmentDropped(segment))
+        self.waiting.clear()
         self.sending.clear()
         self.receiving.clear()
         self.answers.clear()
@@ -220,12 +224,12 @@ class World:
                 queue = self.to_receiver if session is self.sender else self.to_sender
                 queue.append((action.message, action.blob))
             elif isinstance(action, SendSegment):
-                self.send_segment(action)
+                self.waiting.append(action)
             elif isinstance(action, Receive):
-                announce, _ = self.receiving.pop()
-                self.receiving.append((announce, action.block_ids))
+                place = next(i for i, (segment, _) in enumerate(self.receiving) if segment == action.segment)
+                self.receiving[place] = (action.segment, action.block_ids)
             elif isinstance(action, CancelSegments) and session is self.receiver:
-                self.receiving = [(announce, None) for announce, _ in self.receiving]
+                self.receiving = [(segment, None) for segment, _ in self.receiving]
             elif isinstance(action, Ended):
                 assert at == len(actions) - 1, "the result is not the last action"
                 assert not session.in_flight, "a result while a thread may touch the blocks"
@@ -233,15 +237,21 @@ class World:
                 results.append(action.result)
                 if isinstance(action.result, KvReceiveFailed):
                     assert action.result.block_ids in ((), tuple(self.target))
+        self.send_segments()
 
-    def send_segment(self, action: SendSegment) -> None:
-        if self.pair_is_up:
-            self.sending.append((self.announced, action))
-            message = Announce("r", 1, 1, self.announced, action.segment, action.first_block, len(action.block_ids))
+    def send_segments(self) -> None:
+        """All that wait, in one announcement or in several."""
+        while self.waiting and self.pair_is_up:
+            count = self.random.randint(1, len(self.waiting))
+            parts, self.waiting = self.waiting[:count], self.waiting[count:]
+            self.sending += parts
+            counts = tuple(len(part.block_ids) for part in parts)
+            message = Announce("r", 1, 1, self.announced, parts[0].segment, parts[0].first_block, counts)
             self.to_receiver.append((message, b""))
-            self.announced += 1
-            if self.chance(self.digested_early):
-                self.feed(self.sender, SegmentBegun(action.segment, digest(action.block_ids)))
+            self.announced += count
+            for part in parts:
+                if self.chance(self.digested_early):
+                    self.feed(self.sender, SegmentBegun(part.segment, digest(part.block_ids)))
 
     # --- what must hold ---
 

@@ -84,10 +84,7 @@ SAMPLES: list[Message] = [
 
 
 def samples() -> list[Message]:
-    announce = kv.Announce(
-        **{f.name: 3 if f.name not in ("request_id",) else "r" for f in msgspec.structs.fields(kv.Announce)}
-    )
-    return [*SAMPLES, announce]
+    return [*SAMPLES, kv.Announce(*ID, pair_id=3, sequence=3, segment=3, first_block=3, blocks=(8, 8, 3))]
 
 
 def blob_for(message: Message) -> bytes:

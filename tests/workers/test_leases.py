@@ -80,7 +80,7 @@ class LeaseWorld:
         if session is not None and session._next_block < session.blocks:
             count = min(3, session.blocks - session._next_block)
             segment = len(session._digests)
-            self.feed(session, Announce(session.request_id, 1, 1, segment, segment, session._next_block, count))
+            self.feed(session, Announce(session.request_id, 1, 1, segment, segment, session._next_block, (count,)))
 
     def land(self) -> None:
         session = self.pick("receiving", "checking", "draining")
@@ -173,7 +173,7 @@ def test_a_block_in_doubt_is_nobody_elses_and_its_holder_is_named() -> None:
     session = ReceiverSession(Offer("a", 1, 1, 4), block_bytes=1, settings=KvSettings(segment_bytes=2), now=0.0)
     world.sessions[("a", 1)] = session
     world.feed(session, answer)
-    world.feed(session, Announce("a", 1, 1, 0, 0, 0, 2))
+    world.feed(session, Announce("a", 1, 1, 0, 0, 0, (2,)))
     world.feed(session, PairLost("no heartbeat"))
     [lease] = leases(world.table, world.receiving())
     assert (lease.request_id, lease.attempt, lease.peer_epoch, lease.state) == ("a", 1, PEER, "draining")

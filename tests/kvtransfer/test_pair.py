@@ -1,0 +1,150 @@
+"""What a pair's thread tells the loop, and when; the channel is played."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import torch
+
+from kvtransfer import transports
+from kvtransfer.pair import Pair, PairEvents
+from kvtransfer.pool import PoolRows
+from kvtransfer.transport import Answer, Channel, Inbox, Local, Meeting, PairBroken, SegmentJob
+from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S
+
+MEETING = Meeting("played", "", 0, "")
+
+
+class Played(Channel):
+    """Carries segments out as far as it may."""
+
+    def __init__(self) -> None:
+        self.may = threading.Semaphore(0)
+        self.breaks_at = -1
+
+    def work(self, inbox: Inbox, answer: Answer) -> None:
+        while True:
+            inbox.wait()
+            for job in inbox.take():
+                assert self.may.acquire(timeout=WAIT_S)
+                if job.sequence == self.breaks_at:
+                    raise PairBroken("told to")
+                answer(job, b"digested")
+            if inbox.closed:
+                return
+
+
+class Heard:
+    """A pair with a played channel, and what the loop hears of it."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.channel = Played()
+        monkeypatch.setattr(transports, "connect", lambda local, meeting: self.channel)
+        self.segments: list[tuple[int, bytes]] = []
+        self.more = asyncio.Event()
+        self.words = 0
+        self.down = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        plain = loop.call_soon_threadsafe
+
+        def counted(*arguments, **named):
+            self.words += 1
+            return plain(*arguments, **named)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        events = PairEvents(
+            lambda: None,
+            self._on_segment,
+            lambda reason: self.pair.close(),
+            self.down.set,
+        )
+        rows = PoolRows(torch.zeros(LAYOUT.shape(4)), LAYOUT)
+        self.pair = Pair(MEETING, Local(rows, 1, SMALL), events, "kv-played")
+
+    def _on_segment(self, job: SegmentJob, digest: bytes) -> None:
+        self.segments.append((job.sequence, digest))
+        self.more.set()
+
+    def submit(self, *owners: object) -> None:
+        for sequence, owner in enumerate(owners):
+            self.pair.submit(SegmentJob(owner, 0, sequence, 1, (0,)))
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.segments) < count:
+                self.more.clear()
+                await self.more.wait()
+
+    async def close(self) -> None:
+        self.channel.may.release(300)
+        self.pair.close()
+        async with asyncio.timeout(WAIT_S):
+            await self.down.wait()
+
+
+def with_pair(monkeypatch, test: Callable[[Heard], Awaitable[None]]) -> None:
+    async def main() -> None:
+        heard = Heard(monkeypatch)
+        try:
+            await test(heard)
+        finally:
+            await heard.close()
+
+    asyncio.run(main())
+
+
+def test_a_session_hears_of_its_last_segment_at_once_whatever_follows_on_the_pair(monkeypatch):
+    async def test(heard: Heard) -> None:
+        one, other = object(), object()
+        heard.submit(one, one, one, other, other, other, other, other)
+        heard.channel.may.release(3)
+        await heard.until(3)
+        assert heard.segments == [(0, b"digested"), (1, b"digested"), (2, b"digested")]
+        heard.channel.may.release(5)
+        await heard.until(8)
+
+    with_pair(monkeypatch, test)
+
+
+def test_the_segments_of_one_session_are_told_of_by_the_handful(monkeypatch):
+    async def test(heard: Heard) -> None:
+        heard.submit(*[heard] * 32)
+        heard.channel.may.release(32)
+        await heard.until(32)
+        assert [sequence for sequence, _ in heard.segments] == list(range(32))
+        assert heard.words <= 10, "a word to the loop for each segment"
+
+    with_pair(monkeypatch, test)
+
+
+def test_half_of_a_window_is_told_of_while_the_rest_is_under_way(monkeypatch):
+    """A sender announces more when half its window is free: it must not wait for the other half."""
+
+    async def test(heard: Heard) -> None:
+        heard.submit(*[heard] * 8)
+        heard.channel.may.release(4)
+        await heard.until(4)
+
+    with_pair(monkeypatch, test)
+
+
+def test_of_many_segments_no_more_than_a_few_are_kept_back(monkeypatch):
+    """They count towards those that a receiver queues, and a sender that announces more breaks the protocol."""
+
+    async def test(heard: Heard) -> None:
+        heard.submit(*[heard] * 200)
+        heard.channel.may.release(16)
+        await heard.until(16)
+
+    with_pair(monkeypatch, test)
+
+
+def test_what_was_carried_out_before_a_pair_broke_is_told_of_as_such(monkeypatch):
+    async def test(heard: Heard) -> None:
+        heard.channel.breaks_at = 2
+        heard.submit(*[heard] * 9)
+        heard.channel.may.release(3)
+        await heard.until(9)
+        assert heard.segments == [(at, b"digested" if at < 2 else b"") for at in range(9)]
+
+    with_pair(monkeypatch, test)

@@ -1,6 +1,7 @@
 """Both drivers over real gloo pairs, when the other end misbehaves, is missing, or asks for too much."""
 
 import asyncio
+import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -26,6 +27,22 @@ def test_no_answer_to_pair_open_is_a_failure():
 
     quick = replace(SMALL, rendezvous_timeout_ms=200)
     with_ends(test, settings=quick, receiver_settings=SMALL, to_sender=lambda m: not isinstance(m, PairListen))
+
+
+def test_a_port_that_nobody_listens_on_any_more_is_known_at_once():
+    """The receiver gave the pair up while the sender was about to meet it."""
+
+    async def test(ends: Ends) -> None:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            port = closed.getsockname()[1]
+        ends.sender.open("r", 1, 2, 1)
+        opened = next(frame for frame in ends.frames if isinstance(frame, PairOpen))
+        ends.sender.handle(2, PairListen(opened.pair_id, "gloo", "127.0.0.1", port, "secret", ""), b"")
+        await ends.until(lambda: len(ends.results) == 1)
+        assert "Connection refused" in ends.results[0].reason, ends.results  # type: ignore[union-attr]
+
+    with_ends(test, to_receiver=lambda message: False)
 
 
 def test_a_listener_that_nobody_meets_is_given_up():

@@ -48,9 +48,12 @@ class Ways:
             await self._ways[name].set_up(shape, pool, settings)
         return {name: self._ways[name].epoch for name in transports}
 
-    async def session(self, transport: str, block_ids: list[int]) -> float:
+    async def session(self, transport: str, block_ids: list[int]) -> tuple[float, float]:
+        """When it was offered, and the seconds until it was acknowledged."""
         self._sessions += 1
-        return await self._ways[transport].session(f"{transport}-{self._sessions}", block_ids)
+        way = self._ways[transport]
+        took_s = await way.session(f"{transport}-{self._sessions}", block_ids)
+        return way.offered_at, took_s
 
     async def tcp(self, **order: Any) -> float:
         return await asyncio.to_thread(functools.partial(over_tcp, self._memory, **order))

@@ -24,6 +24,8 @@ class Replayer:
         self._up = asyncio.Event()
         self._sender: KvSender | None = None
         self._done: asyncio.Future[KvSent | KvFailed] | None = None
+        self.offered_at = 0.0
+        """The last session, in seconds of `time.monotonic`, which all processes of a host share."""
         self._link = LinkClient(
             address=address,
             hello=hello,
@@ -62,14 +64,14 @@ class Replayer:
         """Seconds from the offer to the acknowledgement of a session whose blocks are all ready. Raises `RuntimeError`."""
         assert self._sender is not None
         self._done = asyncio.get_running_loop().create_future()
-        began = time.perf_counter()
+        self.offered_at = time.monotonic()
         self._sender.open(request_id, 1, self._receiver_epoch, len(block_ids))
         self._sender.blocks_ready(request_id, 1, 0, block_ids)
         self._sender.commit(request_id, 1, (FirstToken(0, 1),), ())
         result = await self._done
         if isinstance(result, KvFailed):
             raise RuntimeError(f"a transfer failed: {result.reason}")
-        return time.perf_counter() - began
+        return time.monotonic() - self.offered_at
 
     def _on_up(self, peer: Peer) -> None:
         self._peer = peer

@@ -11,13 +11,10 @@ Floors, for S bytes:
 All figures of a row are medians of rounds in which everything is measured once, in turn, on cold sources.
 """
 
-import asyncio
-import socket
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from datetime import timedelta
 from random import Random
 from typing import Any
 
@@ -28,7 +25,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvtransfer import rendezvous
 from kvtransfer.digests import Digester
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import SharedMemory
@@ -37,6 +33,7 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.session import Accepted
 from kvtransfer.settings import AUTO, KvSettings
 from kvtransfer.transports import suited
+from launcher import bench_kv_bare
 from launcher.bench_client import BenchFailed
 from launcher.bench_kv_far import RECEIVER_EPOCH, filled
 from launcher.bench_report import check_writable, write_json
@@ -50,11 +47,13 @@ _LAYER_KIB = 8
 """K and V of 16 tokens of one head of 64 float32 numbers."""
 _SMALL_SESSIONS = 60
 _LARGE_BYTES, _SMALL_TOTAL_BYTES = 4 << 20, 16 << 20
-_BESIDE = {"shm/mem": ("shm", "memcpy"), "gloo/tcp": ("gloo", "tcp"), "gloo/bare": ("gloo", "bare gloo")}
+_BARE = {"shm": "bare shm", "gloo": "bare gloo"}
+_BESIDE = {"shm/mem": ("shm", "memcpy"), "gloo/tcp": ("gloo", "tcp")} | {
+    f"{name}/bare": (name, _BARE[name]) for name in _BARE
+}
 """The ratios of a row."""
 _SEGMENTS_MAX = 1000
 _COMMIT, _ACKNOWLEDGEMENT, _ROUND_TRIP = "commit", "acknowledgement", "round trip"
-_WAIT_S = 120.0
 
 
 class Near:
@@ -69,7 +68,6 @@ class Near:
         self.pool = self.memory.allocate(pool_bytes)
         self.pool.fill_(1)
         self.source = torch.from_numpy(filled(pool_bytes))
-        self.staging = torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
         self.receivers: dict[str, KvReceiver] = {}
         self.peers: dict[int, Peer] = {}
         self.targets: tuple[int, ...] = ()
@@ -98,6 +96,7 @@ class Near:
         address = await self.server.start()
         self.far = Far("launcher.bench_kv_far", address, str(self.pool.shape[0]))
         await self.far.start()
+        self.bare = bench_kv_bare.Near(self.memory, self.pool, self.far)
 
     async def close(self) -> None:
         for receiver in self.receivers.values():
@@ -173,62 +172,6 @@ class Near:
             self.targets = tuple(range(first, min(first + most, there)))
             await self.far.order("session", transport=transport, block_ids=self.targets)
 
-    async def tcp(self, size: int, total: int) -> float:
-        buffer: Any = self.staging[:size].numpy()
-
-        def serve(listening: socket.socket) -> None:
-            connection, _ = listening.accept()
-            with connection:
-                connection.sendall(b"!")
-                for _ in range(total // size):
-                    got = 0
-                    while got < size:
-                        got += connection.recv_into(buffer[got:])
-                connection.sendall(b"!")
-
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            listening.settimeout(_WAIT_S)
-            serving = asyncio.get_running_loop().run_in_executor(None, serve, listening)
-            port = listening.getsockname()[1]
-            took = await self.far.order("tcp", port=port, size=size, starts=self.starts(size, total))
-            await serving
-        return float(total / took / 1e9)
-
-    async def round_trip(self) -> float:
-        """Seconds, of one byte over TCP; no event loop, one thread at each end."""
-
-        def serve(listening: socket.socket) -> None:
-            connection, _ = listening.accept()
-            with connection:
-                connection.settimeout(_WAIT_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                while byte := connection.recv(1):
-                    connection.sendall(byte)
-
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            listening.settimeout(_WAIT_S)
-            serving = asyncio.get_running_loop().run_in_executor(None, serve, listening)
-            took: float = await self.far.order("round_trip", port=listening.getsockname()[1])
-            await serving
-        return took
-
-    async def gloo(self, size: int, total: int) -> float:
-        listener = rendezvous.Listener("127.0.0.1", 30.0)
-
-        def serve() -> None:
-            group, limit = listener.meet(rendezvous.gloo_group), timedelta(seconds=30)
-            word = torch.zeros(1, dtype=torch.uint8)
-            group.send([word], rendezvous.SENDER_RANK, 1 << 20).wait(limit)
-            for tag in range(total // size):
-                group.recv([self.staging[:size]], rendezvous.SENDER_RANK, tag).wait(limit)
-            group.send([word], rendezvous.SENDER_RANK, 1 << 21).wait(limit)
-
-        serving = asyncio.get_running_loop().run_in_executor(None, serve)
-        starts = self.starts(size, total)
-        took = await self.far.order("gloo", port=listener.port, secret=listener.secret, size=size, starts=starts)
-        await serving
-        return float(total / took / 1e9)
-
 
 async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]) -> dict[str, Any]:
     """Everything about segments of one size, in rounds."""
@@ -248,7 +191,8 @@ async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]
         for transport in settings.transports:
             _, took_s = await near.kv(transport, total, layout)
             figures[transport] = total / took_s / 1e9
-        figures |= {"tcp": await near.tcp(size, total), "bare gloo": await near.gloo(size, total)}
+        for name, took_s in (await _bare(near, size, total, layout)).items():
+            figures[name] = total / took_s / 1e9
         for name, figure in figures.items():
             if number:  # the first one warms up
                 note(name, figure)
@@ -266,6 +210,17 @@ async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]
     }
 
 
+async def _bare(near: Near, size: int, total: int, layout: KvLayout) -> dict[str, float]:
+    """Seconds of the same bytes without us."""
+    found = {"tcp": await near.bare.tcp(size, near.starts(size, total))}
+    if "shm" in near.settings.transports:
+        block_bytes, sources, targets = layout.block_bytes, near.starts(size, total), near.starts(size, total)
+        found[_BARE["shm"]] = await near.bare.shm(size, block_bytes, sources, targets)
+    if "gloo" in near.settings.transports:
+        found[_BARE["gloo"]] = await near.bare.gloo(size, near.starts(size, total))
+    return found
+
+
 async def _overheads(near: Near, layout: KvLayout) -> dict[str, dict[str, float]]:
     """Median ms of a session of one block less the copy of that block, by what ends it and transport; and of a bare round
     trip."""
@@ -277,7 +232,7 @@ async def _overheads(near: Near, layout: KvLayout) -> dict[str, dict[str, float]
             committed_s, acknowledged_s = await near.kv(transport, layout.block_bytes, layout)
             took[_COMMIT, transport].append(committed_s - copy_s)
             took[_ACKNOWLEDGEMENT, transport].append(acknowledged_s - copy_s)
-        took[_ROUND_TRIP, "tcp"].append(await near.round_trip())
+        took[_ROUND_TRIP, "tcp"].append(await near.bare.round_trip())
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for (what, transport), values in took.items():
         found[what][transport] = statistics.median(values) * 1e3
@@ -327,15 +282,15 @@ def _size(size: int) -> str:
 
 
 def show(result: dict[str, Any], settings: KvBenchSettings, console: Console) -> None:
-    names = ["memcpy", "digest", *settings.transports, "tcp", "bare gloo"]
-    short = {"bare gloo": "bare"}
+    bare = [_BARE[name] for name in settings.transports]
+    names = ["memcpy", "digest", *settings.transports, "tcp", *bare]
     ratios = [ratio for ratio, (one, _) in _BESIDE.items() if one in settings.transports]
     table = Table(
-        title="GB/s, medians (digest: of cold blocks, in one thread; tcp: raw; bare: gloo's send alone)",
+        title="GB/s, medians (digest: of cold blocks, in one thread; tcp: raw; bare: without crossdock's part)",
         title_justify="left",
         padding=(0, 0),
     )
-    headings = ("segment", "block", *(short.get(name, name) for name in names))
+    headings = ("segment", "block", *names)
     for heading in (*headings, *ratios):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["rows"]:

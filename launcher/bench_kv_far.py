@@ -2,27 +2,22 @@
 
 import asyncio
 import functools
-import socket
-import statistics
 import sys
-import time
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import uvloop
 
-from kvtransfer import rendezvous
 from kvtransfer.layout import KvLayout
 from kvtransfer.settings import KvSettings
-from launcher import far
+from launcher import bench_kv_bare, far
 from launcher.kv_replayer import Replayer
 from proto import limits
 from proto.messages import Hello, Role
 from runtime import clock
 
 RECEIVER_EPOCH = 1
-_ROUND_TRIPS, _TIMEOUT_S = 5, 30.0
 
 
 class Ways:
@@ -55,63 +50,22 @@ class Ways:
         took_s = await way.session(f"{transport}-{self._sessions}", block_ids)
         return way.offered_at, took_s
 
-    async def tcp(self, **order: Any) -> float:
-        return await asyncio.to_thread(functools.partial(over_tcp, self._memory, **order))
-
-    async def round_trip(self, port: int) -> float:
-        return await asyncio.to_thread(tcp_round_trip, port)
-
-    async def gloo(self, **order: Any) -> float:
-        return await asyncio.to_thread(functools.partial(over_gloo, self._memory, **order))
-
     async def close(self) -> None:
         for way in self._ways.values():
             await way.close()
 
 
-def over_tcp(memory: torch.Tensor, port: int, size: int, starts: list[int]) -> float:
-    """Raw: Python's socket calls, from the pool into the other end's buffer; until its last byte is known to be there."""
-    raw: Any = memory.numpy()
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.recv(1)
-        began = time.perf_counter()
-        for start in starts:
-            connection.sendall(raw[start : start + size])
-        connection.recv(1)
-        return time.perf_counter() - began
-
-
-def tcp_round_trip(port: int) -> float:
-    """The median of some, in seconds."""
-    with socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        took = []
-        for _ in range(_ROUND_TRIPS):
-            began = time.perf_counter()
-            connection.sendall(b"!")
-            connection.recv(1)
-            took.append(time.perf_counter() - began)
-    return statistics.median(took)
-
-
-def over_gloo(memory: torch.Tensor, port: int, secret: str, size: int, starts: list[int]) -> float:
-    """Bare: gloo's send alone, no announcements, digests or copies to blocks."""
-    group = rendezvous.connect(rendezvous.gloo_group, "127.0.0.1", port, secret, 30.0)
-    limit = timedelta(seconds=30)
-    answer = torch.zeros(1, dtype=torch.uint8)
-    group.recv([answer], rendezvous.RECEIVER_RANK, 1 << 20).wait(limit)
-    began = time.perf_counter()
-    for tag, start in enumerate(starts):
-        group.send([memory[start : start + size]], rendezvous.RECEIVER_RANK, tag).wait(limit)
-    group.recv([answer], rendezvous.RECEIVER_RANK, 1 << 21).wait(limit)
-    return time.perf_counter() - began
-
-
 async def main(address: str, pool_bytes: int) -> None:
-    ways = Ways(address, torch.from_numpy(filled(pool_bytes)))
-    orders = (ways.set_up, ways.session, ways.tcp, ways.gloo, ways.round_trip)
-    await far.serve({order.__name__: order for order in orders})
+    memory = torch.from_numpy(filled(pool_bytes))
+    ways = Ways(address, memory)
+    bare: dict[str, Callable[..., float]] = {
+        "bare_tcp": functools.partial(bench_kv_bare.over_tcp, memory),
+        "bare_gloo": functools.partial(bench_kv_bare.over_gloo, memory),
+        "bare_shm": bench_kv_bare.IntoPool(memory).copy,
+        "bare_round_trip": bench_kv_bare.round_trip,
+    }
+    threaded = {name: functools.partial(asyncio.to_thread, order) for name, order in bare.items()}
+    await far.serve({"set_up": ways.set_up, "session": ways.session, **threaded})
     await ways.close()
 
 

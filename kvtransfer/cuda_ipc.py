@@ -21,7 +21,8 @@ from kvtransfer.cuda_memory import HANDLE_BYTES, DeviceMemory, Mapping, device_u
 from kvtransfer.device_copy import DIGEST_EVERY_MAX, DeviceCopier, DeviceDigester
 from kvtransfer.layout import KvLayout
 from kvtransfer.pool import PoolRows
-from kvtransfer.shm import Board, Grants, Writes, cannot_grant, check_fit, check_sealed, ready, send_hello
+from kvtransfer.shm import Grants, Writes
+from kvtransfer.shm_meeting import Board, cannot_grant, check_fit, check_sealed, ready, send_hello
 from kvtransfer.shm_socket import (
     READY,
     Connection,

@@ -90,9 +90,12 @@ class DeviceCopier:
         self._cells = max(1, PIECE_BYTES // source.layout.block_bytes)
         self._buffer = source.device_buffer(self._cells)
 
-    def copy(self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[int], bool]) -> bytes:
+    def copy(
+        self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[int], bool], known: bytes = b""
+    ) -> bytes:
         """Copies blocks one for one, and returns when they are written: the digest, or nothing where `go_on`, which is asked
         before each piece, said no; then nothing is written any more."""
+        assert not known, "GPUs digest when a segment is sent"
         try:
             runs = runs_of(source_ids, target_ids)
             large = len(source_ids) * self._source.layout.block_bytes >= RUN_BYTES_MIN * len(runs)

@@ -78,8 +78,9 @@ class BlockDigests:
         return of_segment(found) if all(found) else b""
 
     def digest(self, block_ids: Sequence[int]) -> bytes:
-        if not self.known(block_ids):
-            self.make([block for block in block_ids if not self._digests[block]])
+        if found := self.known(block_ids):
+            return found
+        self.make([block for block in block_ids if not self._digests[block]])
         return self.known(block_ids)
 
 

@@ -80,6 +80,8 @@ class _Sending(_GlooChannel):
 
     def _done(self, job: SegmentJob, data: Any) -> bytes:
         assert job.block_ids is not None
+        if job.digest:
+            return job.digest
         if self._digests is not None:
             return self._digests.digest(job.block_ids)
         return of_segment(of_packed(as_bytes(data).reshape(-1), self._rows.layout.block_bytes))

@@ -4,14 +4,15 @@ The thread meets the peer, then has its channel work through the pair's segments
 loop. Everything that can block, blocks there. When anything fails, the pair is broken for good: its sessions fail at once,
 but what they have in flight is answered only when nothing touches its blocks any more.
 
-Answers, all on the loop: `on_ready` at most once; `on_segment` exactly once for every submitted segment, with its digest, or
+Answers, all on the loop: `on_ready` at most once; `on_segments` with every submitted segment exactly once, with its digest, or
 empty if it was not transferred; `on_broken` exactly once, unless the pair was closed; `on_down` exactly once, last.
 """
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvtransfer import transports
@@ -27,7 +28,7 @@ from kvtransfer.transport import (
     SegmentJob,
 )
 
-_ANSWERS_HELD_MAX = 16
+_ANSWERS_HELD_MAX = 32
 """They count as queued, of which there may be MAX_QUEUED_SEGMENTS."""
 
 
@@ -46,7 +47,7 @@ class PairEvents:
     """Where a pair's answers go; called on the event loop."""
 
     on_ready: Callable[[], None]
-    on_segment: Callable[[SegmentJob, bytes], None]
+    on_segments: Callable[[Sequence[tuple[SegmentJob, bytes]]], None]
     on_broken: Callable[[str], None]
     on_down: Callable[[], None]
 
@@ -78,17 +79,20 @@ class Pair:
         """Segments submitted and not answered."""
         return len(self._unanswered)
 
-    def submit(self, job: SegmentJob) -> None:
-        """Queue a segment; also while the pair is still meeting. The caller keeps within MAX_QUEUED_SEGMENTS."""
-        assert not self.is_down and self.queued < MAX_QUEUED_SEGMENTS and job.sequence not in self._unanswered
-        assert job.blocks <= self._local.segment_blocks
-        if job.block_ids is not None:
-            self._local.rows.check(job.block_ids)
-        self._unanswered[job.sequence] = job
+    def submit(self, *jobs: SegmentJob) -> None:
+        """Queue segments; also while the pair is still meeting. The caller keeps within MAX_QUEUED_SEGMENTS."""
+        assert not self.is_down
+        for job in jobs:
+            assert self.queued < MAX_QUEUED_SEGMENTS and job.sequence not in self._unanswered
+            assert job.blocks <= self._local.segment_blocks
+            if job.block_ids is not None:
+                self._local.rows.check(job.block_ids)
+            self._unanswered[job.sequence] = job
         if self._pace is None:
-            self._inbox.put(job)
-        else:
-            self._pace.start(job.blocks * self._local.rows.layout.block_bytes, lambda: self._begin(job))
+            self._inbox.put(*jobs)
+            return
+        for job in jobs:
+            self._pace.start(job.blocks * self._local.rows.layout.block_bytes, partial(self._begin, job))
 
     def _begin(self, job: SegmentJob) -> None:
         if not self.is_down:
@@ -115,17 +119,16 @@ class Pair:
     # --- on the loop, posted by the thread ---
 
     def _answered(self, answers: list[tuple[SegmentJob, bytes]]) -> None:
-        for job, segment_digest in answers:
+        for job, _ in answers:
             del self._unanswered[job.sequence]
-            self._events.on_segment(job, segment_digest)
+        self._events.on_segments(answers)
 
     def _went_down(self) -> None:
         self.is_down = True
         self._inbox.release()
         self._events.on_down()
         unanswered, self._unanswered = self._unanswered, {}
-        for job in unanswered.values():
-            self._events.on_segment(job, b"")
+        self._events.on_segments([(job, b"") for job in unanswered.values()])
 
     # --- in the thread ---
 

@@ -201,7 +201,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         super()._pair_ready(route)
         route.listening = None
 
-    def _segment_freed(self, route: _Incoming) -> None:
+    def _segments_freed(self, route: _Incoming) -> None:
         return
 
     # --- offers and segments ---
@@ -273,8 +273,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         live = self._find(peer_epoch, (announce.request_id, announce.attempt))
         if live is not None and live.route is route:
             self._wanted(live, announce, jobs)
-        for job in jobs:
-            route.pair.submit(job)
+        route.pair.submit(*jobs)
 
     def _wanted(self, live: _Live, announce: Announce, jobs: list[SegmentJob]) -> None:
         """Let the session say where the segments go; a session that is over, or ends with this, says nothing."""

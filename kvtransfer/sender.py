@@ -238,13 +238,13 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         route.pair, route.transport = None, ""
         self._propose(route)
 
-    def _segment_freed(self, route: _Outgoing) -> None:
+    def _segments_freed(self, route: _Outgoing) -> None:
         self._pump(route)
 
     def _window(self, route: _Outgoing) -> int:
         """Segments that may be on their way at once."""
         segment_bytes = self._segment_blocks(route) * route.rows.layout.block_bytes
-        window_bytes = self._settings.window_bytes * (4 if TRANSPORTS[route.transport].skips_unwanted else 1)
+        window_bytes = self._settings.window_bytes * (8 if TRANSPORTS[route.transport].skips_unwanted else 1)
         small = min(WINDOW_SEGMENTS_MAX, window_bytes // segment_bytes)
         return max(self._settings.window_segments, small)
 
@@ -265,13 +265,16 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         route = live.route
         assert route.pair is not None
         self._send(route.peer_epoch, announcement(live.key, route.pair_id, route.announced, parts), b"")
-        for sequence, part in enumerate(parts, route.announced):
-            route.pair.submit(SegmentJob(live, part.segment, sequence, len(part.block_ids), part.block_ids))
-        route.announced += len(parts)
         digests = self._digests_of(route)
-        for part in parts:
-            if digests is not None and (known := digests.known(part.block_ids)):
-                self._feed(live, SegmentBegun(part.segment, known))
+        known = [b"" if digests is None else digests.known(part.block_ids) for part in parts]
+        route.pair.submit(
+            *(
+                SegmentJob(live, part.segment, sequence, len(part.block_ids), part.block_ids, digest)
+                for sequence, (part, digest) in enumerate(zip(parts, known, strict=True), route.announced)
+            )
+        )
+        route.announced += len(parts)
+        self._feed(live, *(SegmentBegun(part.segment, d) for part, d in zip(parts, known, strict=True) if d))
 
     # --- actions ---
 

@@ -46,7 +46,7 @@ class KvSettings:
     window_bytes: int = 32 << 20
     """Small segments may be more than `window_segments` (at most 64), up to so many bytes: a round trip of the control link
     takes as long whatever their size. What is announced is sent even if its session is aborted, so this bounds the waste; where
-    it is skipped instead (`Transport.skips_unwanted`), they may be four times as many."""
+    it is skipped instead (`Transport.skips_unwanted`), they may be eight times as many."""
     bytes_per_s: int = 0
     """The receiver begins no more than this, of all pairs together, while it is busy; 0: no limit. A segment is held back for
     a quarter of `segment_timeout_ms` at most."""

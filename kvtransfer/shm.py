@@ -10,24 +10,23 @@ a page shared by the two; the sender looks there before each piece and skips the
 only the answer counts.
 """
 
-import fcntl
 import os
 import select
-import socket
 import struct
 import time
 from collections import deque
+from itertools import islice
 
-import numpy as np
 import torch
 
 from kvtransfer.copying import Copier
 from kvtransfer.device_copy import DeviceCopier, DeviceDigester
 from kvtransfer.digests import Digester
-from kvtransfer.layout import KvLayout, blocks_of
-from kvtransfer.memory import SEALS, Pages, SharedMemory, map_shared
+from kvtransfer.layout import blocks_of
+from kvtransfer.memory import Pages, SharedMemory, map_shared
 from kvtransfer.pool import PoolRows
 from kvtransfer.settings import WINDOW_SEGMENTS_MAX
+from kvtransfer.shm_meeting import Board, cannot_grant, check_fit, check_sealed, ready, send_hello
 from kvtransfer.shm_socket import (
     DESCRIPTORS,
     DONE,
@@ -39,11 +38,11 @@ from kvtransfer.shm_socket import (
     Connection,
     Door,
     knock,
+    pack_grants,
     receive_with_descriptors,
-    send_with_descriptors,
+    unpack_grants,
 )
 from kvtransfer.transport import (
-    MAX_QUEUED_SEGMENTS,
     Answer,
     Channel,
     Inbox,
@@ -57,27 +56,11 @@ from kvtransfer.transport import (
 
 _HELLO = struct.Struct("<8sQQQQ")
 """Magic, bytes of the pool's memory, blocks in it, cells in a block, bytes of a cell."""
-_RATIO_MAX = 4096
-_MAGIC = b"cdkvshm1"
+_MAGIC = b"cdkvshm2"
 PART_BYTES = 4 << 20
 """Of a segment, digested by the receiver while the sender writes on; ten times the time of a word to a thread that sleeps."""
 UNWANTED = b"\0" * 8
 """The sender's digest of a segment that the receiver did not want: its session there is over."""
-
-
-class Board:
-    """Revoked sequences: slot `sequence % MAX_QUEUED_SEGMENTS` holds `sequence + 1`. No more are under way at once."""
-
-    SIZE = 8 * MAX_QUEUED_SEGMENTS
-
-    def __init__(self, descriptor: int) -> None:
-        self._words = np.frombuffer(map_shared(descriptor, self.SIZE), dtype=np.uint64)
-
-    def revoke(self, sequence: int) -> None:
-        self._words[sequence % MAX_QUEUED_SEGMENTS] = sequence + 1
-
-    def is_revoked(self, sequence: int) -> bool:
-        return int(self._words[sequence % MAX_QUEUED_SEGMENTS]) == sequence + 1
 
 
 class Writes(Channel):
@@ -114,11 +97,13 @@ class Writes(Channel):
             if not jobs:
                 waiting_since = time.monotonic()
             jobs += inbox.take()
-            while (message := self._connection.receive()) is not None:
-                grants.append(self._granted(*message))
+            self._hear(grants)
             while jobs and grants and not inbox.closed:
                 job = jobs.popleft()
                 segment_digest = self._carry_out(job, *grants.popleft(), inbox)
+                if not (jobs and grants):  # before the loop is woken: it is to work while the next segment is copied
+                    jobs += inbox.take()
+                    self._hear(grants)
                 if segment_digest:
                     answer(job, segment_digest)
                 waiting_since = time.monotonic()
@@ -129,13 +114,17 @@ class Writes(Channel):
         os.close(self._lifeline)
         self._connection.close()
 
-    def _granted(self, kind: int, sequence: int, payload: bytes) -> tuple[int, list[int]]:
-        if kind != GRANT or len(payload) % 4:
-            raise PairBroken(f"the receiver broke the protocol: message {kind} of {len(payload)} bytes")
-        blocks = np.frombuffer(payload, dtype="<u4")
-        if blocks.size and int(blocks.max()) >= self._target_cells:
-            raise PairBroken(f"the receiver granted block {blocks.max()} of a pool of {self._target_cells}")
-        return sequence, blocks.tolist()
+    def _hear(self, grants: deque[tuple[int, list[int]]]) -> None:
+        """Add what was granted since: sequences, and the blocks of each."""
+        while (message := self._connection.receive()) is not None:
+            kind, sequence, payload = message
+            if kind != GRANT:
+                raise PairBroken(f"the receiver broke the protocol: message {kind} of {len(payload)} bytes")
+            grants += enumerate(unpack_grants(payload, self._target_cells), sequence)
+            if len(grants) > WINDOW_SEGMENTS_MAX:
+                raise PairBroken(
+                    f"the receiver broke the protocol: it granted blocks for {len(grants)} segments at once"
+                )
 
     def _carry_out(self, job: SegmentJob, sequence: int, target_ids: list[int], inbox: Inbox) -> bytes:
         """The digest; `UNWANTED` if the receiver does not want it; empty if this pair is being closed."""
@@ -155,7 +144,7 @@ class Writes(Channel):
                 told = written
             return not inbox.closed and not board.is_revoked(sequence)
 
-        segment_digest = self._copier.copy(job.block_ids, target_ids, go_on) if target_ids else b""
+        segment_digest = self._copier.copy(job.block_ids, target_ids, go_on, job.digest) if target_ids else b""
         if inbox.closed:
             return b""
         if not self._connection.send(DONE if segment_digest else SKIPPED, sequence):
@@ -226,18 +215,23 @@ class Grants(Channel):
         self._board.revoke(job.sequence)
 
     def _grant(self) -> bool:
-        """Name the target blocks of the next segments, but of no more than a window: a sender is done with a segment before we
-        have digested it, and would announce more and more. False if the connection has no room now."""
+        """Name the target blocks of the next segments, by the handful, but of no more than a window: a sender is done with a
+        segment before we have digested it, and would announce more and more. False if the connection has no room now."""
         while self._outbox and len(self._granted) < WINDOW_SEGMENTS_MAX:
-            job = self._outbox[0]
-            block_ids = job.block_ids or ()
+            targets: list[tuple[int, ...]] = []
+            blocks = 0
+            for job in islice(self._outbox, WINDOW_SEGMENTS_MAX - len(self._granted)):
+                blocks += job.blocks
+                if blocks > GRANT_BLOCKS_MAX:
+                    break
+                targets.append(job.block_ids or ())
             if isinstance(self._memory, SharedMemory):
-                self._memory.provide(
-                    blocks_of(block_ids, self._rows.ratio), self._rows.layout.block_bytes * self._rows.ratio
-                )
-            if not self._connection.send(GRANT, job.sequence, np.array(block_ids, dtype="<u4").tobytes()):
+                ratio = self._rows.ratio
+                for block_ids in targets:
+                    self._memory.provide(blocks_of(block_ids, ratio), self._rows.layout.block_bytes * ratio)
+            if not self._connection.send(GRANT, self._outbox[0].sequence, pack_grants(targets)):
                 return False
-            self._granted.append((self._outbox.popleft(), bool(block_ids)))
+            self._granted.extend((self._outbox.popleft(), bool(block_ids)) for block_ids in targets)
         return True
 
     def _hear(self, answer: Answer) -> bool:
@@ -271,56 +265,6 @@ class Grants(Channel):
             raise PairBroken("the sender broke the protocol: it says what is written to a GPU")
         if block_ids is not None:
             self._begun += self._digester.each(block_ids[len(self._begun) : written])
-
-
-def send_hello(connected: socket.socket, hello: bytes, descriptors: list[int], their_lifeline: int) -> Board:
-    """The receiver's first word, with these descriptors, that of a new board, and the sender's end of the lifeline, of
-    which our own copy is closed."""
-    try:
-        board_memory = os.memfd_create("crossdock-kv-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(board_memory, Board.SIZE)
-            fcntl.fcntl(board_memory, fcntl.F_ADD_SEALS, SEALS)
-            send_with_descriptors(connected, hello, [*descriptors, board_memory, their_lifeline])
-            return Board(board_memory)
-        finally:
-            os.close(board_memory)
-    finally:
-        os.close(their_lifeline)
-
-
-def ready(connected: socket.socket, timeout_ms: int) -> Connection:
-    """The connection, when the sender has said that it can begin. Raises `PairBroken`."""
-    connection = Connection(connected)
-    kind, _, _ = connection.wait(timeout_ms)
-    if kind != READY:
-        raise PairBroken(f"the sender broke the protocol: message {kind} before it was ready")
-    return connection
-
-
-def check_sealed(descriptor: int, size: int) -> None:
-    """Raises `PairBroken` unless this memory has this size for good: one that can still change could end this process."""
-    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(descriptor).st_size != size:
-        raise PairBroken("the receiver's memory is not sealed, or not of the size it says")
-
-
-def check_fit(cells: KvLayout, pool_bytes: int, blocks: int, ratio: int, cell_bytes: int) -> int:
-    """The bytes that the receiver's blocks take. Raises `PairBroken` if what it says of its pool cannot be so."""
-    if cell_bytes != cells.block_bytes:
-        raise PairBroken(f"the receiver's blocks have {cell_bytes} bytes, ours {cells.block_bytes}")
-    used = blocks * ratio * cell_bytes
-    if blocks < 1 or not 1 <= ratio <= _RATIO_MAX or used > pool_bytes:
-        raise PairBroken(f"the receiver's {blocks} blocks do not fit its {pool_bytes} bytes")
-    return used
-
-
-def cannot_grant(local: Local, same_host: bool) -> str:
-    """Why no sender can be granted blocks of this pool, or "": what `shm` and `cuda_ipc` have in common."""
-    if not same_host:
-        return "another host, user or namespace"
-    if local.segment_blocks > GRANT_BLOCKS_MAX:
-        return f"segments of more than {GRANT_BLOCKS_MAX} blocks"
-    return ""
 
 
 class _ShmListener(Listener):

@@ -2,7 +2,7 @@
 
     receiver → sender   Hello, with three descriptors: the pool's memory, the board and the lifeline
     sender → receiver   READY                       it has mapped the memory
-    receiver → sender   GRANT sequence, blocks      write the segment there; no blocks: it is not wanted
+    receiver → sender   GRANT sequence, blocks      write this and the following segments there; no blocks: it is not wanted
     sender → receiver   WRITTEN sequence, count     so many blocks of it are written; of large segments only
     sender → receiver   DONE sequence | SKIPPED sequence     written, or not; either way it is not touched again
 
@@ -20,9 +20,14 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Final
 
+import numpy as np
+
 from kvtransfer.line import wait_readable
+from kvtransfer.settings import WINDOW_SEGMENTS_MAX
 from kvtransfer.transport import PairBroken
 
 READY: Final = 1
@@ -34,10 +39,35 @@ MESSAGE_BYTES_MAX: Final = 128 << 10
 """Well below what a socket buffer takes at once."""
 DESCRIPTORS: Final = 3
 """With Hello."""
-GRANT_BLOCKS_MAX: Final = (MESSAGE_BYTES_MAX - 16) // 4
+GRANT_BLOCKS_MAX: Final = (MESSAGE_BYTES_MAX - 16) // 4 - WINDOW_SEGMENTS_MAX
 
 _HEAD = struct.Struct("<II")
+_WORD = "<u4"
 _CREDENTIALS = struct.Struct("iII")
+
+
+def pack_grants(targets: Sequence[Sequence[int]]) -> bytes:
+    """Of segments that follow each other, the blocks of each; at most WINDOW_SEGMENTS_MAX and GRANT_BLOCKS_MAX. How many there
+    are, how many blocks each has, and the blocks."""
+    words = [len(targets), *map(len, targets)]
+    for block_ids in targets:
+        words += block_ids
+    return np.array(words, dtype=_WORD).tobytes()
+
+
+def unpack_grants(payload: bytes, cells: int) -> list[list[int]]:
+    """The blocks of each segment, all of a pool of so many. Raises `PairBroken`."""
+    if not payload or len(payload) % 4:
+        raise PairBroken(f"the receiver broke the protocol: a grant of {len(payload)} bytes")
+    words = np.frombuffer(payload, dtype=_WORD)
+    segments = int(words[0])
+    counts, blocks = words[1 : 1 + segments].tolist(), words[1 + segments :]
+    if not 1 <= segments <= WINDOW_SEGMENTS_MAX or len(counts) != segments or sum(counts) != blocks.size:
+        raise PairBroken(f"the receiver broke the protocol: a grant of {blocks.size} blocks for {segments} segments")
+    if blocks.size and int(blocks.max()) >= cells:
+        raise PairBroken(f"the receiver granted block {blocks.max()} of a pool of {cells}")
+    ids, ends = blocks.tolist(), list(accumulate(counts))
+    return [ids[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
 class Connection:
@@ -46,6 +76,8 @@ class Connection:
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self._socket = connected
+        self._buffer = memoryview(bytearray(MESSAGE_BYTES_MAX))
+        """Of our own: to get so much memory for each message takes longer than to read it."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -64,17 +96,17 @@ class Connection:
     def receive(self) -> tuple[int, int, bytes] | None:
         """(kind, sequence, payload) of the next message; None if there is none now."""
         try:
-            message = self._socket.recv(MESSAGE_BYTES_MAX)
+            size = self._socket.recv_into(self._buffer)
         except BlockingIOError:
             return None
         except OSError:
-            message = b""
-        if not message:
+            size = 0
+        if not size:
             raise PairBroken("the peer is gone, or has ended the connection")
-        if len(message) < _HEAD.size:
-            raise PairBroken(f"the peer sent {len(message)} bytes that are no message")
-        kind, sequence = _HEAD.unpack_from(message)
-        return kind, sequence, message[_HEAD.size :]
+        if size < _HEAD.size:
+            raise PairBroken(f"the peer sent {size} bytes that are no message")
+        kind, sequence = _HEAD.unpack_from(self._buffer)
+        return kind, sequence, bytes(self._buffer[_HEAD.size : size])
 
     def wait(self, timeout_ms: int) -> tuple[int, int, bytes]:
         """The next message; waits for it."""

@@ -46,7 +46,7 @@ class SegmentJob:
     """One segment on its way. `sequence` is its place and tag on the pair.
 
     `block_ids` are read when sending. When receiving, they are where it goes; None, also while it runs, means: receive
-    and discard.
+    and discard. `digest` is that of what is sent, where it is known before.
     """
 
     owner: object
@@ -54,6 +54,7 @@ class SegmentJob:
     sequence: int
     blocks: int
     block_ids: tuple[int, ...] | None
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,8 @@ class Inbox:
         """The thread is woken already for what is queued."""
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def put(self, job: SegmentJob) -> None:
-        self._jobs.append(job)
+    def put(self, *jobs: SegmentJob) -> None:
+        self._jobs += jobs
         if not self._is_told:
             self._is_told = True
             os.eventfd_write(self._event, 1)

@@ -74,10 +74,10 @@ def corrupt_one(dice: random.Random) -> None:
         return spoiled
 
     def copy_and_spoil(
-        copier: Copier, source: Sequence[int], target: Sequence[int], go_on: Callable[[int], bool]
+        copier: Copier, source: Sequence[int], target: Sequence[int], go_on: Callable[[int], bool], known: bytes = b""
     ) -> bytes:
         Copier.copy = copy  # type: ignore[method-assign]
-        made = copy(copier, source, target, go_on)
+        made = copy(copier, source, target, go_on, known)
         where = copier._target.flat_bytes[target[0] * copier._target.layout.block_bytes :][
             : copier._target.layout.block_bytes
         ]

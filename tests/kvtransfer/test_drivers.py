@@ -106,10 +106,10 @@ def test_more_is_announced_where_what_is_not_wanted_is_skipped():
         ends.transfer("r", shuffled(64, 64, 1))
         await ends.ended(1)
         assert isinstance(ends.results[0], KvSent)
-        assert announced[0] == (32 if ends_module.TRANSPORT == "shm" else 8)
+        assert announced[0] == (32 if ends_module.TRANSPORT == "shm" else 4)
 
     block_bytes = LAYOUT.block_bytes
-    settings = replace(SMALL, segment_bytes=block_bytes, window_segments=1, window_bytes=8 * block_bytes)
+    settings = replace(SMALL, segment_bytes=block_bytes, window_segments=1, window_bytes=4 * block_bytes)
     with_ends(test, to_receiver=watch, settings=settings)
 
 

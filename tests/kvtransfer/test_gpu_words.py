@@ -17,7 +17,7 @@ from kvtransfer.idle import PairUse, to_give_up
 from kvtransfer.layout import KvLayout
 from kvtransfer.memory import SEALS, SharedMemory
 from kvtransfer.settings import AUTO, KvSettings
-from kvtransfer.shm import Board
+from kvtransfer.shm_meeting import Board
 from kvtransfer.transport import Local, PairBroken
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")

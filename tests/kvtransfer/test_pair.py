@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
@@ -54,15 +54,15 @@ class Heard:
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
         events = PairEvents(
             lambda: None,
-            self._on_segment,
+            self._on_segments,
             lambda reason: self.pair.close(),
             self.down.set,
         )
         rows = PoolRows(torch.zeros(LAYOUT.shape(4)), LAYOUT)
         self.pair = Pair(MEETING, Local(rows, 1, SMALL), events, "kv-played")
 
-    def _on_segment(self, job: SegmentJob, digest: bytes) -> None:
-        self.segments.append((job.sequence, digest))
+    def _on_segments(self, answers: Sequence[tuple[SegmentJob, bytes]]) -> None:
+        self.segments += [(job.sequence, digest) for job, digest in answers]
         self.more.set()
 
     def submit(self, *owners: object) -> None:
@@ -133,8 +133,8 @@ def test_of_many_segments_no_more_than_a_few_are_kept_back(monkeypatch):
 
     async def test(heard: Heard) -> None:
         heard.submit(*[heard] * 200)
-        heard.channel.may.release(16)
-        await heard.until(16)
+        heard.channel.may.release(32)
+        await heard.until(32)
 
     with_pair(monkeypatch, test)
 

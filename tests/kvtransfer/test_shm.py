@@ -27,7 +27,7 @@ from kvtransfer.pool import PoolRows
 from kvtransfer.session import KvFailed, KvSent
 from kvtransfer.settings import AUTO
 from kvtransfer.shm import _HELLO, _MAGIC, Grants, _mapped
-from kvtransfer.shm_socket import DONE, GRANT, READY, WRITTEN, Connection, Door, knock
+from kvtransfer.shm_socket import DONE, GRANT, READY, WRITTEN, Connection, Door, knock, pack_grants, unpack_grants
 from kvtransfer.transport import Local, PairBroken, SegmentJob
 from proto.kv import PairListen, PairOpen
 from proto.messages import Message
@@ -210,9 +210,34 @@ def test_a_sender_does_not_outrun_a_receiver_that_digests_slowly(monkeypatch):
     with_ends(test, blocks=600, settings=replace(SMALL, segment_bytes=LAYOUT.block_bytes))
 
 
-@pytest.mark.parametrize("payload", [struct.pack("<I", 64), b"abc", struct.pack("<2I", 1, 2)])
-def test_a_grant_outside_the_pool_or_of_another_size_breaks_the_pair(payload, monkeypatch):
-    plain = Connection.send
+@given(st.lists(st.lists(st.integers(0, 999), max_size=9), min_size=1, max_size=64), st.integers(1, 1000))
+def test_grants_are_read_as_they_were_given_or_refused(targets, cells):
+    if all(block < cells for block_ids in targets for block in block_ids):
+        assert unpack_grants(pack_grants(targets), cells) == targets
+    else:
+        with pytest.raises(PairBroken):
+            unpack_grants(pack_grants(targets), cells)
+
+
+@given(
+    st.binary(max_size=64)
+    | st.lists(st.integers(0, 70), max_size=90).map(lambda words: struct.pack(f"<{len(words)}I", *words))
+)
+def test_of_any_bytes_for_a_grant_only_a_whole_one_is_taken(payload):
+    try:
+        targets = unpack_grants(payload, 64)
+    except PairBroken:
+        return
+    assert pack_grants(targets) == payload and 1 <= len(targets) <= 64
+    assert all(0 <= block < 64 for block_ids in targets for block in block_ids)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(1, 1, 64), (1, 2, 1, 2), (1, 1), (0,), (2, 1, 0), (1 << 32 - 1, 1, 5), (65, *[1] * 130)],
+)
+def test_a_grant_outside_the_pool_or_of_another_size_breaks_the_pair(words, monkeypatch):
+    plain, payload = Connection.send, struct.pack(f"<{len(words)}I", *words)
 
     def send(self: Connection, kind: int, sequence: int, given: bytes = b"") -> bool:
         return plain(self, kind, sequence, payload if kind == GRANT else given)
@@ -225,6 +250,21 @@ def test_a_grant_outside_the_pool_or_of_another_size_breaks_the_pair(payload, mo
         await ends.ended(1)
         assert isinstance(ends.results[0], KvFailed) and "the receiver" in ends.results[0].reason
         assert same_bytes(ends.target, before)
+
+    with_ends(test)
+
+
+def test_a_receiver_that_grants_without_end_breaks_the_pair(monkeypatch):
+    plain = Connection.send
+
+    def send(self: Connection, kind: int, sequence: int, given: bytes = b"") -> bool:
+        return all(plain(self, kind, sequence, given) for _ in range(200 if kind == GRANT else 1))
+
+    monkeypatch.setattr(Connection, "send", send)
+
+    async def test(ends: Ends) -> None:
+        ends.transfer("r", [5])
+        await ends.until(lambda: ends.sender.counters["broken_shm"] == 1)
 
     with_ends(test)
 

@@ -2,7 +2,8 @@
 
 Floors, for S bytes:
 - `shm`: the sender's copy reads S and writes S, as memcpy does; its digests were made when the KV was. The receiver's digest
-  reads S once, on another core and at the same time: no transfer is faster than either. Its stores do not read first
+  reads S once, on another core and at the same time: no transfer is faster than either, nor than `bare shm`, the same copy
+  and digest with nothing else between the processes, since the two disturb each other. Its stores do not read first
   (`process.STREAMED_COPIES`), and neither do those of a memcpy of very large pieces, which is faster than one of small ones.
 - A session of one block: each of its four words passes two I/O threads of ZeroMQ from loop to loop, and the data plane
   wakes four threads more: 16 times one wakes the next. In a bare round trip between two processes that happens twice.
@@ -289,10 +290,11 @@ def show(result: dict[str, Any], settings: KvBenchSettings, console: Console) ->
         title="GB/s, medians (digest: of cold blocks, in one thread; tcp: raw; bare: without crossdock's part)",
         title_justify="left",
         padding=(0, 0),
+        show_edge=False,
     )
     headings = ("segment", "block", *names)
     for heading in (*headings, *ratios):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading.replace("/", "/\n").replace(" ", "\n"), justify="right", no_wrap=True)
     for row in result["rows"]:
         table.add_row(
             *(_size(row[what]) for what in ("segment_bytes", "block_bytes")),

@@ -99,11 +99,12 @@ class Writes(Channel):
             jobs += inbox.take()
             self._hear(grants)
             while jobs and grants and not inbox.closed:
-                job = jobs.popleft()
-                segment_digest = self._carry_out(job, *grants.popleft(), inbox)
-                if not (jobs and grants):  # before the loop is woken: it is to work while the next segment is copied
+                job, grant = jobs.popleft(), grants.popleft()
+                if not (jobs and grants):
+                    # Now, so that nothing is waited for when the loop has been woken: it is to work while the next is copied.
                     jobs += inbox.take()
                     self._hear(grants)
+                segment_digest = self._carry_out(job, *grant, inbox)
                 if segment_digest:
                     answer(job, segment_digest)
                 waiting_since = time.monotonic()

@@ -8,6 +8,7 @@ import torch
 
 from kvtransfer.driver import Driver, Live, Route
 from kvtransfer.layout import KvLayout, blocks_of, cells_of
+from kvtransfer.memory import SharedMemory
 from kvtransfer.pace import Bucket, Pace
 from kvtransfer.pair import Listen
 from kvtransfer.receiver_session import DECLINED, FAILED, ReceiverSession
@@ -244,6 +245,8 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         assert len(answer.block_ids) == -(-blocks // ratio), (
             f"{len(answer.block_ids)} blocks for {blocks} parts of them"
         )
+        if isinstance(self._memory, SharedMemory):
+            self._memory.expect(answer.block_ids[answer.cached_blocks :], self.layout.block_bytes)
         return Accepted(cells_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))
 
     def _announced(self, peer_epoch: int, announce: Announce) -> None:

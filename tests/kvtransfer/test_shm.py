@@ -3,9 +3,7 @@
 import asyncio
 import errno
 import gc
-import mmap
 import os
-import resource
 import socket
 import struct
 import threading
@@ -22,7 +20,7 @@ from kvtransfer import shm, shm_socket, transports
 from kvtransfer.copying import PIECE_BYTES, Copier
 from kvtransfer.digests import Digester
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import MADV_POPULATE_WRITE, Pages, SharedMemory, map_shared
+from kvtransfer.memory import SharedMemory
 from kvtransfer.pool import PoolRows
 from kvtransfer.session import KvFailed, KvSent
 from kvtransfer.settings import AUTO
@@ -101,33 +99,6 @@ def test_a_copy_that_is_not_wanted_any_more_stops_at_the_next_piece():
     copier = Copier(rows, PoolRows(target, layout), Digester(rows))
     assert copier.copy([0, 1, 2, 3], [0, 1, 2, 3], lambda copied: next(asked)) == b""
     assert same_bytes(target[:2], source[:2]) and same_bytes(target[2:], before[2:])
-
-
-def test_the_memory_cannot_be_cut_short_and_is_nowhere_to_be_found():
-    names = set(os.listdir("/dev/shm"))
-    memory = SharedMemory()
-    memory.allocate(1 << 20)
-    with pytest.raises(PermissionError):
-        os.ftruncate(memory.descriptor, 0)
-    memory.provide([0, 3], 4096)
-    assert set(os.listdir("/dev/shm")) == names
-    memory.close()
-
-
-def test_a_sender_copies_to_pages_that_it_has_mapped_all_at_once():
-    memory = SharedMemory()
-    memory.allocate(4 << 20).fill_(1)
-    mapped = map_shared(memory.descriptor, 4 << 20)
-    try:
-        mapped.madvise(MADV_POPULATE_WRITE, 0, mmap.PAGESIZE)
-    except OSError:
-        pytest.skip("this kernel provides pages one by one only")
-    Pages(mapped).provide([0, 1, 3, 2], 1 << 20)
-    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    for start in range(0, 4 << 20, mmap.PAGESIZE):
-        mapped[start] = 2
-    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults < 100  # of 1024 pages
-    memory.close()
 
 
 def hello(memory: SharedMemory, **wrong: int) -> bytes:

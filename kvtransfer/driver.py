@@ -314,11 +314,11 @@ class Driver(ABC, Generic[S, R]):
 
     def _segments_answered(self, route: R, answers: Sequence[tuple[SegmentJob, bytes]]) -> None:
         """Those of one session are fed to it together, which spares most of the work."""
-        moved = [job.blocks for job, segment_digest in answers if segment_digest]
-        kv_bytes = sum(moved) * route.rows.layout.block_bytes
-        self.counters["segments"] += len(moved)
-        self.counters["bytes"] += kv_bytes
-        self.counters[f"bytes_{route.transport}"] += kv_bytes
+        if moved := [job.blocks for job, segment_digest in answers if segment_digest]:
+            kv_bytes = sum(moved) * route.rows.layout.block_bytes
+            self.counters["segments"] += len(moved)
+            self.counters["bytes"] += kv_bytes
+            self.counters[f"bytes_{route.transport}"] += kv_bytes
         for owner, its in groupby(answers, lambda answer: answer[0].owner):
             if isinstance(owner, Live):
                 self._feed(

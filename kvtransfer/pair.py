@@ -128,7 +128,8 @@ class Pair:
         self._inbox.release()
         self._events.on_down()
         unanswered, self._unanswered = self._unanswered, {}
-        self._events.on_segments([(job, b"") for job in unanswered.values()])
+        if unanswered:
+            self._events.on_segments([(job, b"") for job in unanswered.values()])
 
     # --- in the thread ---
 

@@ -51,6 +51,8 @@ def test_a_listener_that_nobody_meets_is_given_up():
         ends.receiver.handle(1, Offer("r", 1, 9, 1), b"")
         await ends.until(lambda: len(ends.failed) == 1)
         assert ends.failed[0][:3] == ("r", 1, [0]) and ends.receiver.counters["pairs_lost"] == 1
+        await ends.receiver.close()
+        assert not [name for name in ends.receiver.counters if name.startswith("bytes")], "of a pair that never was"
 
     with_ends(test, settings=replace(SMALL, rendezvous_timeout_ms=200), to_sender=lambda message: False)
 

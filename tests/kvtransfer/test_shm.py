@@ -205,7 +205,7 @@ def test_of_any_bytes_for_a_grant_only_a_whole_one_is_taken(payload):
 
 @pytest.mark.parametrize(
     "words",
-    [(1, 1, 64), (1, 2, 1, 2), (1, 1), (0,), (2, 1, 0), (1 << 32 - 1, 1, 5), (65, *[1] * 130)],
+    [(1, 1, 64), (1, 2, 1, 2), (1, 1), (0,), (2, 1, 0), ((1 << 32) - 1, 1, 5), (65, *[1] * 130)],
 )
 def test_a_grant_outside_the_pool_or_of_another_size_breaks_the_pair(words, monkeypatch):
     plain, payload = Connection.send, struct.pack(f"<{len(words)}I", *words)

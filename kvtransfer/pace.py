@@ -8,6 +8,7 @@ comes back to back is slowed down. It counts all pairs together.
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 
 class Bucket:
@@ -28,9 +29,18 @@ class Bucket:
         self._level -= size
 
 
+@dataclass(slots=True, eq=False)
+class Lane:
+    """The segments of one pair that are held back, in order: bytes, and what begins each."""
+
+    held: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
+    waiting_since: float = 0.0
+    """The first of them."""
+
+
 class Pace:
-    """Starts segments in the order they come, each when the bucket has room, while `is_needed` says so; but none later than
-    `wait_max_s` after it came, since its sender waits for it. On one event loop."""
+    """Begins segments when the bucket has room, while `is_needed` says so. Pairs take turns, and none waits for longer than
+    `wait_max_s`, from when it came or from when the one before it began: its sender waits too. On one event loop."""
 
     def __init__(
         self, bucket: Bucket, wait_max_s: float, clock: Callable[[], float], is_needed: Callable[[], bool]
@@ -38,25 +48,32 @@ class Pace:
         self._bucket, self._wait_max_s = bucket, wait_max_s
         self._clock, self._is_needed = clock, is_needed
         self._loop = asyncio.get_running_loop()
-        self._held: deque[tuple[float, int, Callable[[], None]]] = deque()
-        """(when it came, bytes, what starts it)"""
+        self._turns: deque[Lane] = deque()
+        """Those that hold something."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, size: int, begin: Callable[[], None]) -> None:
+    def start(self, lane: Lane, size: int, begin: Callable[[], None]) -> None:
         """Call `begin` now, or when it is its turn."""
-        self._held.append((self._clock(), size, begin))
+        lane.held.append((size, begin))
+        if len(lane.held) == 1:
+            lane.waiting_since = self._clock()
+            self._turns.append(lane)
         if self._timer is None:
             self._go_on()
 
     def _go_on(self) -> None:
         self._timer = None
-        while self._held:
-            now = self._clock()
-            came_at, size, begin = self._held[0]
-            wait_s = min(self._bucket.wait_s(now), came_at + self._wait_max_s - now) if self._is_needed() else 0.0
-            if wait_s > 0.0:
-                self._timer = self._loop.call_later(wait_s, self._go_on)
-                return
-            self._held.popleft()
+        while self._turns:
+            lane, now = self._turns[0], self._clock()
+            if self._is_needed():
+                wait_s = min(self._bucket.wait_s(now), lane.waiting_since + self._wait_max_s - now)
+                if wait_s > 0.0:
+                    self._timer = self._loop.call_later(wait_s, self._go_on)
+                    return
+            size, begin = lane.held.popleft()
+            lane.waiting_since = now
+            self._turns.rotate(-1)
+            if not lane.held:
+                self._turns.pop()
             self._bucket.take(size)
             begin()

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvtransfer import transports
-from kvtransfer.pace import Pace
+from kvtransfer.pace import Lane, Pace
 from kvtransfer.transport import (
     MAX_QUEUED_SEGMENTS,
     Channel,
@@ -28,7 +28,7 @@ from kvtransfer.transport import (
     SegmentJob,
 )
 
-_ANSWERS_HELD_MAX = 32
+_ANSWERS_HELD_MAX = 128
 """They count as queued, of which there may be MAX_QUEUED_SEGMENTS."""
 
 
@@ -60,7 +60,7 @@ class Pair:
         self, how: Listen | Meeting, local: Local, events: PairEvents, name: str, pace: Pace | None = None
     ) -> None:
         self.is_down = False
-        self._pace = pace
+        self._pace, self._lane = pace, Lane()
         self._how = how
         self._local = local
         self._events = events
@@ -85,14 +85,12 @@ class Pair:
         for job in jobs:
             assert self.queued < MAX_QUEUED_SEGMENTS and job.sequence not in self._unanswered
             assert job.blocks <= self._local.segment_blocks
-            if job.block_ids is not None:
-                self._local.rows.check(job.block_ids)
             self._unanswered[job.sequence] = job
         if self._pace is None:
             self._inbox.put(*jobs)
             return
         for job in jobs:
-            self._pace.start(job.blocks * self._local.rows.layout.block_bytes, partial(self._begin, job))
+            self._pace.start(self._lane, job.blocks * self._local.rows.layout.block_bytes, partial(self._begin, job))
 
     def _begin(self, job: SegmentJob) -> None:
         if not self.is_down:

@@ -31,6 +31,9 @@ from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Decline, FirstToken, PairClosed, PairListen, PairOpen
 from proto.messages import Message
 
+_FIRST_SEGMENTS = 4
+"""Announced to a pair that has nothing to do, before any more are."""
+
 
 @dataclass(frozen=True, slots=True)
 class PairState:
@@ -244,8 +247,9 @@ class KvSender(Driver[SenderSession, _Outgoing]):
     def _window(self, route: _Outgoing) -> int:
         """Segments that may be on their way at once."""
         segment_bytes = self._segment_blocks(route) * route.rows.layout.block_bytes
-        window_bytes = self._settings.window_bytes * (8 if TRANSPORTS[route.transport].skips_unwanted else 1)
-        small = min(WINDOW_SEGMENTS_MAX, window_bytes // segment_bytes)
+        if TRANSPORTS[route.transport].skips_unwanted:
+            return WINDOW_SEGMENTS_MAX
+        small = min(WINDOW_SEGMENTS_MAX, self._settings.window_bytes // segment_bytes)
         return max(self._settings.window_segments, small)
 
     def _pump(self, route: _Outgoing) -> None:
@@ -256,6 +260,11 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         assert route.pair is not None
         window = self._window(route)
         if route.pair.queued > window // 2:
+            return
+        if not route.pair.queued:
+            # The first few leave while the many are looked up.
+            self._announce(*next_parts(route.waiting, min(window, _FIRST_SEGMENTS)))
+            self._loop.call_soon(self._pump, route)
             return
         while route.waiting and (room := window - route.pair.queued) > 0:
             self._announce(*next_parts(route.waiting, room))

@@ -44,12 +44,12 @@ class KvSettings:
     window_segments: int = 4
     """Segments announced and not yet sent, per pair. One would leave the receiver idle while the next is packed."""
     window_bytes: int = 32 << 20
-    """Small segments may be more than `window_segments` (at most 64), up to so many bytes: a round trip of the control link
-    takes as long whatever their size. What is announced is sent even if its session is aborted, so this bounds the waste; where
-    it is skipped instead (`Transport.skips_unwanted`), they may be eight times as many."""
+    """Small segments may be more than `window_segments`, up to so many bytes: a round trip of the control link takes as long
+    whatever their size. What is announced is sent even if its session is aborted, so this bounds the waste; where it is
+    skipped instead (`Transport.skips_unwanted`), as many as a receiver queues may be announced at once."""
     bytes_per_s: int = 0
     """The receiver begins no more than this, of all pairs together, while it is busy; 0: no limit. A segment is held back for
-    a quarter of `segment_timeout_ms` at most."""
+    a quarter of `segment_timeout_ms` at most, counted from the pair's one before."""
     burst_bytes: int = 64 << 20
     """So much of it comes at full speed after a pause."""
     rendezvous_timeout_ms: int = 10_000

@@ -57,7 +57,7 @@ from kvtransfer.transport import (
 _HELLO = struct.Struct("<8sQQQQ")
 """Magic, bytes of the pool's memory, blocks in it, cells in a block, bytes of a cell."""
 _MAGIC = b"cdkvshm2"
-PART_BYTES = 4 << 20
+PART_BYTES = 16 << 20
 """Of a segment, digested by the receiver while the sender writes on; ten times the time of a word to a thread that sleeps."""
 UNWANTED = b"\0" * 8
 """The sender's digest of a segment that the receiver did not want: its session there is over."""
@@ -186,8 +186,10 @@ class Grants(Channel):
                 heard_at = time.monotonic()
             self._outbox += inbox.take()
             self._grant()
-            if self._hear(answer):
+            while not inbox.closed and self._hear(answer):
                 heard_at = time.monotonic()
+                self._outbox += inbox.take()
+                self._grant()
             poll.modify(self._connection, select.POLLIN | (0 if self._grant() else select.POLLOUT))
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:

@@ -28,9 +28,9 @@ from kvtransfer.memory import SharedMemory
 from kvtransfer.pool import PoolRows
 from kvtransfer.settings import KvSettings
 
-MAX_QUEUED_SEGMENTS = 256
-"""Segments a pair holds at once. A correct sender stays within its window, of at most 64, and may be done with as many that the
-receiver is not."""
+MAX_QUEUED_SEGMENTS = 1024
+"""Segments a pair holds at once. A correct sender stays within its window, and may be done with as many that the receiver is
+not."""
 
 
 PoolMemory = SharedMemory | DeviceMemory
@@ -112,6 +112,8 @@ class Inbox:
 
     def take(self) -> list[SegmentJob]:
         """All that is queued; does not wait."""
+        if not self._is_told and not self.closed:
+            return []
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:

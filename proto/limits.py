@@ -1,6 +1,6 @@
 """Every bound on what a peer may put on the wire. Receivers enforce them before anything is allocated."""
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 MAX_FRAME_BYTES = 8 << 20
 """Largest single ZeroMQ frame; sockets set it as MAXMSGSIZE. A packed prompt of 1M tokens is 4 MiB."""
@@ -24,7 +24,7 @@ MAX_BLOCK_HASHES = 1 << 16
 MAX_CACHE_CHANGES = 4096
 """In one `CacheEvents`."""
 MAX_SEGMENTS = 4096
-MAX_SEGMENTS_ANNOUNCED = 64
+MAX_SEGMENTS_ANNOUNCED = 256
 """At once."""
 MAX_TOKEN_ITEMS = 4096
 MAX_TOKENS_PER_ITEM = 64

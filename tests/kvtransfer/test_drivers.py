@@ -75,7 +75,7 @@ def test_segments_fit_the_smaller_end():
     with_ends(test, to_receiver=watch, receiver_settings=smaller)
 
 
-def test_segments_are_announced_by_the_handful():
+def test_segments_are_announced_by_the_handful_but_the_first_few_at_once():
     announced: list[int] = []
 
     def watch(message: object) -> bool:
@@ -88,7 +88,7 @@ def test_segments_are_announced_by_the_handful():
         ends.transfer("r", shuffled(64, 64, 1))
         await ends.ended(1)
         assert isinstance(ends.results[0], KvSent)
-        assert sum(announced) == 64 and announced[0] == 8 and len(announced) <= 16
+        assert sum(announced) == 64 and announced[0] == 4 and len(announced) <= 20
 
     settings = replace(SMALL, segment_bytes=LAYOUT.block_bytes, window_segments=8, window_bytes=1)
     with_ends(test, to_receiver=watch, settings=settings)
@@ -106,7 +106,7 @@ def test_more_is_announced_where_what_is_not_wanted_is_skipped():
         ends.transfer("r", shuffled(64, 64, 1))
         await ends.ended(1)
         assert isinstance(ends.results[0], KvSent)
-        assert announced[0] == (32 if ends_module.TRANSPORT == "shm" else 4)
+        assert announced[:2] == [4, 60] if ends_module.TRANSPORT == "shm" else max(announced) == 4
 
     block_bytes = LAYOUT.block_bytes
     settings = replace(SMALL, segment_bytes=block_bytes, window_segments=1, window_bytes=4 * block_bytes)

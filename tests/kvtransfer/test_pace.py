@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.pace import Bucket, Pace
+from kvtransfer.pace import Bucket, Lane, Pace
 from kvtransfer.settings import KvSettings
 from tests.kvtransfer.ends import Ends, with_ends
 
@@ -48,9 +48,9 @@ def run_pace(pieces: int, *, busy: bool, wait_max_s: float = 60.0) -> tuple[list
                 done.set()
 
         pace = Pace(Bucket(10_000.0, 1), wait_max_s, loop.time, lambda: busy)
-        began = loop.time()
+        began, lane = loop.time(), Lane()
         for number in range(pieces):
-            pace.start(1_000, lambda number=number: begin(number))  # type: ignore[misc]
+            pace.start(lane, 1_000, lambda number=number: begin(number))  # type: ignore[misc]
         async with asyncio.timeout(30):
             await done.wait()
         return begun, loop.time() - began
@@ -70,8 +70,32 @@ def test_not_held_back_while_nothing_runs() -> None:
 
 
 def test_never_held_back_for_longer_than_its_sender_waits() -> None:
-    begun, took_s = run_pace(200, busy=True, wait_max_s=0.1)
-    assert begun == list(range(200)) and took_s < 15.0
+    begun, took_s = run_pace(50, busy=True, wait_max_s=0.05)
+    assert begun == list(range(50)) and took_s < 4.5  # 5 s at that rate
+
+
+def test_many_announced_at_once_keep_to_the_rate() -> None:
+    """Each waits from when the one before it began: of all that came at once only the first may be late by then."""
+    begun, took_s = run_pace(8, busy=True, wait_max_s=0.2)
+    assert begun == list(range(8)) and took_s >= 0.68
+
+
+def test_pairs_take_turns() -> None:
+    async def main() -> list[str]:
+        begun: list[str] = []
+        done = asyncio.Event()
+        pace, lanes = Pace(Bucket(20_000.0, 1), 60.0, asyncio.get_running_loop().time, lambda: True), (Lane(), Lane())
+        for number in range(20):
+            pace.start(lanes[0], 1_000, lambda number=number: begun.append(f"many {number}"))  # type: ignore[misc]
+        pace.start(lanes[1], 1_000, lambda: begun.append("one"))
+        pace.start(lanes[0], 1_000, done.set)
+        async with asyncio.timeout(30):
+            await done.wait()
+        return begun
+
+    begun = asyncio.run(main())
+    assert begun.index("one") <= 2, begun
+    assert [name for name in begun if name != "one"] == [f"many {number}" for number in range(20)]
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])

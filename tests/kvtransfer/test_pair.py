@@ -76,7 +76,7 @@ class Heard:
                 await self.more.wait()
 
     async def close(self) -> None:
-        self.channel.may.release(300)
+        self.channel.may.release(1000)
         self.pair.close()
         async with asyncio.timeout(WAIT_S):
             await self.down.wait()
@@ -132,9 +132,9 @@ def test_of_many_segments_no_more_than_a_few_are_kept_back(monkeypatch):
     """They count towards those that a receiver queues, and a sender that announces more breaks the protocol."""
 
     async def test(heard: Heard) -> None:
-        heard.submit(*[heard] * 200)
-        heard.channel.may.release(32)
-        await heard.until(32)
+        heard.submit(*[heard] * 600)
+        heard.channel.may.release(128)
+        await heard.until(128)
 
     with_pair(monkeypatch, test)
 

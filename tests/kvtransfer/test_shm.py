@@ -23,7 +23,7 @@ from kvtransfer.layout import KvLayout
 from kvtransfer.memory import SharedMemory
 from kvtransfer.pool import PoolRows
 from kvtransfer.session import KvFailed, KvSent
-from kvtransfer.settings import AUTO
+from kvtransfer.settings import AUTO, WINDOW_SEGMENTS_MAX
 from kvtransfer.shm import _HELLO, _MAGIC, Grants, _mapped
 from kvtransfer.shm_socket import DONE, GRANT, READY, WRITTEN, Connection, Door, knock, pack_grants, unpack_grants
 from kvtransfer.transport import Local, PairBroken, SegmentJob
@@ -199,13 +199,24 @@ def test_of_any_bytes_for_a_grant_only_a_whole_one_is_taken(payload):
         targets = unpack_grants(payload, 64)
     except PairBroken:
         return
-    assert pack_grants(targets) == payload and 1 <= len(targets) <= 64
+    assert pack_grants(targets) == payload and 1 <= len(targets) <= WINDOW_SEGMENTS_MAX
     assert all(0 <= block < 64 for block_ids in targets for block in block_ids)
+
+
+TOO_MANY = (1 + WINDOW_SEGMENTS_MAX, *[1] * 2 * (1 + WINDOW_SEGMENTS_MAX))
 
 
 @pytest.mark.parametrize(
     "words",
-    [(1, 1, 64), (1, 2, 1, 2), (1, 1), (0,), (2, 1, 0), ((1 << 32) - 1, 1, 5), (65, *[1] * 130)],
+    [
+        (1, 1, 64),
+        (1, 2, 1, 2),
+        (1, 1),
+        (0,),
+        (2, 1, 0),
+        ((1 << 32) - 1, 1, 5),
+        TOO_MANY,
+    ],
 )
 def test_a_grant_outside_the_pool_or_of_another_size_breaks_the_pair(words, monkeypatch):
     plain, payload = Connection.send, struct.pack(f"<{len(words)}I", *words)
@@ -229,7 +240,7 @@ def test_a_receiver_that_grants_without_end_breaks_the_pair(monkeypatch):
     plain = Connection.send
 
     def send(self: Connection, kind: int, sequence: int, given: bytes = b"") -> bool:
-        return all(plain(self, kind, sequence, given) for _ in range(200 if kind == GRANT else 1))
+        return all(plain(self, kind, sequence, given) for _ in range(2 * WINDOW_SEGMENTS_MAX if kind == GRANT else 1))
 
     monkeypatch.setattr(Connection, "send", send)
 
@@ -330,6 +341,7 @@ def test_a_large_segment_is_digested_while_it_is_written(monkeypatch):
         assert kind != WRITTEN or has_begun.acquire(timeout=WAIT_S)
         return sent
 
+    monkeypatch.setattr(shm, "PART_BYTES", 4 << 20)
     monkeypatch.setattr(Digester, "digest", digest)
     monkeypatch.setattr(Grants, "_begin_to_digest", begin_to_digest)
     monkeypatch.setattr(Connection, "send", send_and_wait)

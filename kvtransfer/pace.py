@@ -31,9 +31,10 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """The segments of one pair that are held back, in order: bytes, and what begins each."""
+    """The segments of one pair that are held back, in order: their bytes, 0 if nobody wants them any more, and what begins
+    each."""
 
-    held: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
+    held: deque[tuple[Callable[[], int], Callable[[], None]]] = field(default_factory=deque)
     waiting_since: float = 0.0
     """The first of them."""
 
@@ -52,7 +53,7 @@ class Pace:
         """Those that hold something."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, lane: Lane, size: int, begin: Callable[[], None]) -> None:
+    def start(self, lane: Lane, size: Callable[[], int], begin: Callable[[], None]) -> None:
         """Call `begin` now, or when it is its turn."""
         lane.held.append((size, begin))
         if len(lane.held) == 1:
@@ -65,15 +66,17 @@ class Pace:
         self._timer = None
         while self._turns:
             lane, now = self._turns[0], self._clock()
-            if self._is_needed():
+            size, begin = lane.held[0][0](), lane.held[0][1]
+            if size and self._is_needed():
                 wait_s = min(self._bucket.wait_s(now), lane.waiting_since + self._wait_max_s - now)
                 if wait_s > 0.0:
                     self._timer = self._loop.call_later(wait_s, self._go_on)
                     return
-            size, begin = lane.held.popleft()
+            lane.held.popleft()
             lane.waiting_since = now
-            self._turns.rotate(-1)
             if not lane.held:
-                self._turns.pop()
+                self._turns.popleft()
+            elif size:
+                self._turns.rotate(-1)
             self._bucket.take(size)
             begin()

@@ -90,7 +90,10 @@ class Pair:
             self._inbox.put(*jobs)
             return
         for job in jobs:
-            self._pace.start(self._lane, job.blocks * self._local.rows.layout.block_bytes, partial(self._begin, job))
+            self._pace.start(self._lane, partial(self._wanted_bytes, job), partial(self._begin, job))
+
+    def _wanted_bytes(self, job: SegmentJob) -> int:
+        return 0 if job.block_ids is None else job.blocks * self._local.rows.layout.block_bytes
 
     def _begin(self, job: SegmentJob) -> None:
         if not self.is_down:

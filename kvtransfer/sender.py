@@ -246,9 +246,9 @@ class KvSender(Driver[SenderSession, _Outgoing]):
 
     def _window(self, route: _Outgoing) -> int:
         """Segments that may be on their way at once."""
-        segment_bytes = self._segment_blocks(route) * route.rows.layout.block_bytes
         if TRANSPORTS[route.transport].skips_unwanted:
             return WINDOW_SEGMENTS_MAX
+        segment_bytes = self._segment_blocks(route) * route.rows.layout.block_bytes
         small = min(WINDOW_SEGMENTS_MAX, self._settings.window_bytes // segment_bytes)
         return max(self._settings.window_segments, small)
 

@@ -50,7 +50,7 @@ def run_pace(pieces: int, *, busy: bool, wait_max_s: float = 60.0) -> tuple[list
         pace = Pace(Bucket(10_000.0, 1), wait_max_s, loop.time, lambda: busy)
         began, lane = loop.time(), Lane()
         for number in range(pieces):
-            pace.start(lane, 1_000, lambda number=number: begin(number))  # type: ignore[misc]
+            pace.start(lane, lambda: 1_000, lambda number=number: begin(number))  # type: ignore[misc]
         async with asyncio.timeout(30):
             await done.wait()
         return begun, loop.time() - began
@@ -80,15 +80,32 @@ def test_many_announced_at_once_keep_to_the_rate() -> None:
     assert begun == list(range(8)) and took_s >= 0.68
 
 
+def test_what_nobody_wants_any_more_is_not_held_back() -> None:
+    async def main() -> None:
+        loop, lane, done = asyncio.get_running_loop(), Lane(), asyncio.Event()
+        wanted = 1_000
+        pace, other = Pace(Bucket(5_000.0, 1), 60.0, loop.time, lambda: True), Lane()
+        for _ in range(500):
+            pace.start(other, lambda: 1_000, lambda: None)  # its turns come in between
+        for _ in range(500):
+            pace.start(lane, lambda: wanted, lambda: None)
+        pace.start(lane, lambda: wanted, done.set)
+        wanted = 0
+        async with asyncio.timeout(20):  # 100 s at that rate
+            await done.wait()
+
+    asyncio.run(main())
+
+
 def test_pairs_take_turns() -> None:
     async def main() -> list[str]:
         begun: list[str] = []
         done = asyncio.Event()
         pace, lanes = Pace(Bucket(20_000.0, 1), 60.0, asyncio.get_running_loop().time, lambda: True), (Lane(), Lane())
         for number in range(20):
-            pace.start(lanes[0], 1_000, lambda number=number: begun.append(f"many {number}"))  # type: ignore[misc]
-        pace.start(lanes[1], 1_000, lambda: begun.append("one"))
-        pace.start(lanes[0], 1_000, done.set)
+            pace.start(lanes[0], lambda: 1_000, lambda number=number: begun.append(f"many {number}"))  # type: ignore[misc]
+        pace.start(lanes[1], lambda: 1_000, lambda: begun.append("one"))
+        pace.start(lanes[0], lambda: 1_000, done.set)
         async with asyncio.timeout(30):
             await done.wait()
         return begun

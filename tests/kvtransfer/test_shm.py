@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvtransfer.memory import SharedMemory
 from kvtransfer.pool import PoolRows
 from kvtransfer.session import KvFailed, KvSent
 from kvtransfer.settings import AUTO, WINDOW_SEGMENTS_MAX
-from kvtransfer.shm import _HELLO, _MAGIC, Grants, _mapped
+from kvtransfer.shm import _HELLO, _MAGIC, Grants, Writes, _mapped
 from kvtransfer.shm_socket import DONE, GRANT, READY, WRITTEN, Connection, Door, knock, pack_grants, unpack_grants
 from kvtransfer.transport import Local, PairBroken, SegmentJob
 from proto.kv import PairListen, PairOpen
@@ -236,19 +237,19 @@ def test_a_grant_outside_the_pool_or_of_another_size_breaks_the_pair(words, monk
     with_ends(test)
 
 
-def test_a_receiver_that_grants_without_end_breaks_the_pair(monkeypatch):
-    plain = Connection.send
-
-    def send(self: Connection, kind: int, sequence: int, given: bytes = b"") -> bool:
-        return all(plain(self, kind, sequence, given) for _ in range(2 * WINDOW_SEGMENTS_MAX if kind == GRANT else 1))
-
-    monkeypatch.setattr(Connection, "send", send)
-
-    async def test(ends: Ends) -> None:
-        ends.transfer("r", [5])
-        await ends.until(lambda: ends.sender.counters["broken_shm"] == 1)
-
-    with_ends(test)
+def test_a_receiver_that_grants_without_end_breaks_the_pair():
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    receiver, sender = Connection(one), Connection(other)
+    local = Local(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 3, SMALL)
+    writes, handful = Writes(local, sender, None, 8, None, -1), pack_grants([()] * WINDOW_SEGMENTS_MAX)  # type: ignore[arg-type]
+    assert receiver.send(GRANT, 0, handful)
+    writes._hear(grants := deque())
+    assert len(grants) == WINDOW_SEGMENTS_MAX
+    assert receiver.send(GRANT, WINDOW_SEGMENTS_MAX, handful)
+    with pytest.raises(PairBroken, match="segments at once"):
+        writes._hear(grants)
+    receiver.close()
+    sender.close()
 
 
 def test_a_pair_that_cannot_meet_by_shm_meets_by_gloo(both, monkeypatch):

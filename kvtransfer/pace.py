@@ -53,9 +53,9 @@ class Pace:
         """Those that hold something."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, lane: Lane, size: Callable[[], int], begin: Callable[[], None]) -> None:
+    def start(self, lane: Lane, wanted_bytes: Callable[[], int], begin: Callable[[], None]) -> None:
         """Call `begin` now, or when it is its turn."""
-        lane.held.append((size, begin))
+        lane.held.append((wanted_bytes, begin))
         if len(lane.held) == 1:
             lane.waiting_since = self._clock()
             self._turns.append(lane)
@@ -66,7 +66,8 @@ class Pace:
         self._timer = None
         while self._turns:
             lane, now = self._turns[0], self._clock()
-            size, begin = lane.held[0][0](), lane.held[0][1]
+            wanted_bytes, begin = lane.held[0]
+            size = wanted_bytes()
             if size and self._is_needed():
                 wait_s = min(self._bucket.wait_s(now), lane.waiting_since + self._wait_max_s - now)
                 if wait_s > 0.0:

@@ -58,7 +58,7 @@ _HELLO = struct.Struct("<8sQQQQ")
 """Magic, bytes of the pool's memory, blocks in it, cells in a block, bytes of a cell."""
 _MAGIC = b"cdkvshm2"
 PART_BYTES = 16 << 20
-"""Of a segment, digested by the receiver while the sender writes on; ten times the time of a word to a thread that sleeps."""
+"""Of a segment, digested by the receiver while the sender writes on; far longer than a word to a thread that sleeps."""
 UNWANTED = b"\0" * 8
 """The sender's digest of a segment that the receiver did not want: its session there is over."""
 

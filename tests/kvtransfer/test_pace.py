@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.pace import Bucket, Lane, Pace
 from kvtransfer.settings import KvSettings
+from proto.kv import Announce
 from tests.kvtransfer.ends import Ends, with_ends
 
 RATE, BURST = 1_000.0, 4_000
@@ -129,5 +130,25 @@ def test_transfers_arrive_through_a_narrow_bucket_and_can_be_given_up(transport:
         await ends.ended(3)
         assert {commit.request_id for commit, _, _ in ends.committed} == {"r1", "r2"}, ends.failed
         assert [failure[0] for failure in ends.failed] == ["r3"]
+
+    with_ends(body, settings=settings)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_session_given_up_has_its_blocks_back_whatever_the_limit(transport: str) -> None:
+    """Its segments would take a second each, and the other session's would wait for them."""
+    settings = KvSettings(
+        transports=(transport,), segment_bytes=1, bytes_per_s=1, burst_bytes=1, segment_timeout_ms=4_000,
+        window_segments=64,
+    )  # fmt: skip
+
+    async def body(ends: Ends) -> None:
+        ends.transfer("given up", list(range(40)))
+        await ends.until(lambda: any(isinstance(frame, Announce) for frame in ends.frames))
+        ends.receiver.abort("given up", 1, "not wanted")
+        ends.transfer("wanted", [50])
+        async with asyncio.timeout(10):
+            await ends.ended(2)
+        assert [commit.request_id for commit, _, _ in ends.committed] == ["wanted"]
 
     with_ends(body, settings=settings)

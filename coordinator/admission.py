@@ -58,9 +58,8 @@ def feasible(request: Request, pool: Pool) -> Refusal:
     to be computed than is believed."""
     if request.deadline is None:
         return None, ""
-    rated = [worker for worker in pool.prefill.values() if worker.tokens_per_s > 0]
     tokens = uncached_tokens(request.submit, pool)
-    soonest_s = min(((worker.tokens_in_flight + tokens) / worker.tokens_per_s for worker in rated), default=0.0)
+    soonest_s = pool.least_prefill_s(tokens)
     if soonest_s * 1000 <= request.submit.deadline_ms:
         return None, ""
     return (

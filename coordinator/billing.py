@@ -26,8 +26,10 @@ import msgspec
 
 from coordinator.lifecycle import State
 from coordinator.quota import NO_RATES, Ask, Denial, Grant, Quotas
-from coordinator.usage import Closed, Past
-from proto.messages import Held, RateState, Submit
+from coordinator.remembered import Remembered
+from coordinator.usage import Closed, Past, Settled
+from proto.held import Held
+from proto.messages import RateState, Submit
 from runtime.tenants import Tenants
 
 LOST = "lost"
@@ -36,8 +38,6 @@ _UNSERVED = frozenset({State.REJECTED, State.EXPIRED, State.FAILED})
 """Ends that are ours: where nothing was computed either, it is as if the request had not been."""
 DOUBT_S = 5.0
 """Longer than a worker that lives takes to come back."""
-_SETTLED_MAX = 4096
-"""Bills kept to go on from; of older ones the journal alone knows what they came to."""
 
 
 def whole_of(submit: Submit) -> str:
@@ -126,15 +126,15 @@ class Bill(Grant, eq=False, gc=False):
 
 
 class Billing:
-    def __init__(self, tenants: Tenants) -> None:
+    def __init__(self, tenants: Tenants, remembered_s: float = 600.0, remembered_max: int = 1_000_000) -> None:
         self.quotas = Quotas(tenants)
         self.bills: dict[str, Bill] = {}
         self.orphans: OrderedDict[str, float] = OrderedDict()
         """Request → when it is written off; soonest first."""
         self.doubts: OrderedDict[str, float] = OrderedDict()
         """Cancelled request → when it is closed as that; soonest first, or nearly."""
-        self.settled: OrderedDict[str, Bill] = OrderedDict()
-        """The last ones, oldest first."""
+        self.settled: Remembered[Settled] = Remembered(remembered_s, remembered_max)
+        """Of older ones the journal alone knows what they came to."""
 
     # --- what is configured, what was before ----------------------------------------------------------------------------
 
@@ -197,13 +197,12 @@ class Billing:
         limit is asked. Of what it was charged before nothing is charged again; where that is forgotten, the journal knows, and
         tokens that were sent are taken to be charged. `held`: reservations that workers brought along."""
         request_id, resumed_tokens = submit.request_id, submit.resumed_tokens
-        bill_before = self.settled.get(request_id)
-        before = bill_before.tally if bill_before is not None else None
+        before = self.settled.get(request_id)
         of_choice = bool(whole_of(submit))
         done = before.prompt_done if before is not None else of_choice or resumed_tokens > 0
         prompt_tokens_max = 0 if done else submit.prompt_tokens - resumed_tokens
-        if bill_before is not None:
-            prompt_tokens_max = bill_before.prompt_tokens_max
+        if before is not None:
+            prompt_tokens_max = before.prompt_tokens_max
         due = prompt_tokens_max - before.prompt_tokens if before is not None else prompt_tokens_max
         ask = Ask(0 if done else due, output_tokens, kv_blocks)
         grant = self.quotas.restore(submit.tenant, ask, self.quotas.day(now), now, counted=False)
@@ -381,10 +380,11 @@ class Billing:
             self.quotas.settle(bill, used_tokens - tally.charged_tokens, now)
         else:
             self.quotas.undo(bill, now)
-        self.settled.pop(bill.request_id, None)
-        self.settled[bill.request_id] = bill
-        if len(self.settled) > _SETTLED_MAX:
-            self.settled.popitem(last=False)
+        settled = Settled(
+            tally.attempt, tally.computed_tokens, tally.prompt_tokens, bill.prompt_tokens_max, tally.prompt_done,
+            tally.output_tokens, tally.from_token, tally.charged_tokens, used_tokens,
+        )  # fmt: skip
+        self.settled.put(bill.request_id, settled, now)
         return Closed(
             bill.request_id,
             tally.outcome,

@@ -5,15 +5,15 @@ another worker has more cached of should run here at all, and then, which decode
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
+from coordinator.candidates import EXAMINED_MAX
 from coordinator.locality import known_blocks, usable_tokens
 from coordinator.pool import Pool, Worker
 from coordinator.request import Request
-from coordinator.score import DecodeSide, PrefillSide, best_decode, patience_s, prefill_s
-from proto.messages import Submit
-
-TOKENS_PER_S = 1000.0
-"""Of a prefill worker that has not computed anything yet."""
+from coordinator.score import DecodeSide, PrefillSide, best_decode, prefill_s
+from proto.limits import HASH_BYTES
+from proto.messages import Role, Submit
 
 
 def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
@@ -28,8 +28,8 @@ def uncached_tokens(submit: Submit, pool: Pool) -> int:
     """What the best prefill worker would have to compute of it, as far as is believed."""
     if not submit.block_hashes:
         return submit.prompt_tokens
-    cached = max((cached_tokens(submit, worker, pool) for worker in pool.prefill.values()), default=0)
-    return submit.prompt_tokens - cached
+    there = pool.holders(Role.PREFILL, submit)
+    return submit.prompt_tokens - max((cached_tokens(submit, worker, pool) for worker in there), default=0)
 
 
 def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
@@ -37,35 +37,69 @@ def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
     request.cached_tokens = request.dispatched_tokens = cached_tokens(request.submit, prefill, pool)
 
 
-def rather_waits(request: Request, prefill: Worker, pool: Pool, now: float) -> bool:
-    """Whether a request should let this worker's turn pass and wait, a bounded time, for one with more of it cached."""
-    submit = request.submit
+def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now: float) -> Worker | None:
+    """The prefill worker that a request should rather wait for than run on the one that asks; None if there is none.
+
+    Only one that has more of its prompt cached comes into question: by what waits there, the one that asks is the first.
+    Requests bound to a worker count among what waits there, so no more of them wait than its cache is worth. What requests have
+    waited for the same prefix lately speaks for computing it once more: see `replication`.
+
+    `waiting`: how many requests wait longer if the worker that asks computes longer.
+    """
     if len(pool.prefill) == 1 or not submit.block_hashes:
+        return None
+    weights, here = pool.weights, cached_tokens(submit, asks, pool)
+    here_s = prefill_s(submit.prompt_tokens, _prefill_side(asks, here, pool), weights, waiting)
+    best, best_cached, best_s = None, 0, here_s - weights.margin_s
+    for worker in pool.holders(Role.PREFILL, submit):
+        cached = cached_tokens(submit, worker, pool)
+        if cached <= here or worker.draining or not worker.fits(submit):
+            continue
+        there_s = prefill_s(submit.prompt_tokens, _prefill_side(worker, cached, pool), weights, waiting)
+        if there_s < best_s and pool.has_pair(worker, now):
+            best, best_cached, best_s = worker, cached, there_s
+    if best is None:
+        return None
+    prefix = _last_block(submit, best_cached)
+    if here_s - pool.waits.of(prefix, asks.kv_tokens, now) <= best_s:
+        pool.waits.computed(prefix)
+        return None
+    waits_s = max(best.tokens_before - asks.tokens_before, 0) / pool.rate(best)
+    pool.waits.add(prefix, best_cached, waits_s, now)
+    return best
+
+
+def better_than_bound(request: Request, asks: Worker, bound_to: Worker, pool: Pool, waiting: float, now: float) -> bool:
+    """Whether a request that is bound to another worker, as the last there, would rather run on the one that asks."""
+    submit, weights = request.submit, pool.weights
+    there, here = request.cached_tokens, cached_tokens(submit, asks, pool)
+    there_side, here_side = _prefill_side(bound_to, there, pool), _prefill_side(asks, here, pool)
+    there_side.tokens_before -= bound_to.undispatched[request.id]
+    here_s = prefill_s(submit.prompt_tokens, here_side, weights, waiting)
+    there_s = prefill_s(submit.prompt_tokens, there_side, weights, waiting)
+    prefix = _last_block(submit, there)
+    if here_s - pool.waits.of(prefix, asks.kv_tokens, now) >= there_s - weights.margin_s:
         return False
-    here = cached_tokens(submit, prefill, pool)
-    others = {
-        worker.epoch: _prefill_side(worker, cached)
-        for worker in pool.prefill.values()
-        if not worker.draining
-        and (cached := cached_tokens(submit, worker, pool)) > here
-        and worker.fits(submit)
-        and pool.has_pair(worker, now)
-    }
-    patience = patience_s(submit.prompt_tokens, _prefill_side(prefill, here), others, pool.weights)
-    if patience <= 0.0:
-        return False
-    course = request.begin()
-    if course.waits_since is None:
-        course.waits_since = now
-    return now < course.waits_since + patience
+    if here < there:
+        pool.waits.computed(prefix)
+    return True
+
+
+def _last_block(submit: Submit, cached_tokens: int) -> bytes:
+    end = cached_tokens // submit.hash_block_size * HASH_BYTES
+    return submit.block_hashes[max(end - HASH_BYTES, 0) : end]
 
 
 def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
+    """Those with its prompt cached and those with the least to do; where there are few, all."""
+    found = {worker.epoch: worker for worker in pool.holders(Role.PREFILL, submit)}
+    found.update((epoch, pool.prefill[epoch]) for epoch in islice(pool.idle, EXAMINED_MAX))
+
     def order(worker: Worker) -> tuple[float, int]:
-        side = _prefill_side(worker, cached_tokens(submit, worker, pool))
+        side = _prefill_side(worker, cached_tokens(submit, worker, pool), pool)
         return prefill_s(submit.prompt_tokens, side, pool.weights), worker.epoch
 
-    return sorted(pool.prefill.values(), key=order)
+    return sorted(found.values(), key=order)
 
 
 def choose_decode(submit: Submit, prefill: Worker, decode: Sequence[Worker], pool: Pool, now: float) -> Worker | None:
@@ -78,13 +112,13 @@ def choose_decode(submit: Submit, prefill: Worker, decode: Sequence[Worker], poo
     return None if epoch is None else pool.decode[epoch]
 
 
-def _prefill_side(worker: Worker, cached: int) -> PrefillSide:
+def _prefill_side(worker: Worker, cached: int, pool: Pool) -> PrefillSide:
     return PrefillSide(
-        tokens_before=worker.tokens_in_flight + worker.undispatched_tokens(),
-        tokens_per_s=worker.tokens_per_s or TOKENS_PER_S,
+        tokens_before=worker.tokens_before,
+        tokens_per_s=pool.rate(worker),
         cached_tokens=cached,
         fullness=1 - worker.free_blocks / worker.capacity.kv_blocks,
-        trouble=worker.trouble,
+        trouble=pool.trouble(worker),
         host=worker.hello.host,
     )
 
@@ -95,6 +129,6 @@ def _decode_side(worker: Worker, submit: Submit, prefill: Worker, pool: Pool, no
     return DecodeSide(
         missing_blocks=blocks - known_blocks(pool.locality, worker.epoch, submit, size),
         fullness=1 - min(worker.free_blocks / capacity.kv_blocks, worker.free_seqs / capacity.max_seqs),
-        trouble=max(worker.trouble, pool.breakers.trouble((prefill.epoch, worker.epoch), now)),
+        trouble=max(pool.trouble(worker), pool.breakers.trouble((prefill.epoch, worker.epoch), now)),
         host=worker.hello.host,
     )

@@ -35,6 +35,7 @@ def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None
     worker.hand_over_at = now + hand_over_ms / 1000
     state.draining[worker.epoch] = worker
     state.drop_claims_on(worker)
+    state.unbind_all(worker)
     _sort_out(state, worker)
 
 
@@ -59,7 +60,7 @@ def end(state: State, worker: Worker) -> None:
 
 def _sort_out(state: State, worker: Worker) -> None:
     model = worker.hello.model
-    state.pools[model].full.clear()
+    state.pools[model].changed(worker)
     state.sort_out(model)
 
 

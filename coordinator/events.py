@@ -89,6 +89,9 @@ class Limits:
     tenant_queue_max: int = 1024
     """Of one tenant."""
     queue_wait_s_max: float = 120.0
+    """Longest wait for a place, in bands without one of their own ..."""
+    resumed_wait_s_max: float = 600.0
+    """... and for a later attempt at a request: its client may have had tokens already."""
     step_tokens: int = 256
     """Token budget of one prefill forward pass; the grain at which everything can change its mind."""
     steps_in_flight: int = 2
@@ -117,5 +120,7 @@ class Limits:
     kv_overcommit: float = 1.0
     """Answers may be counted with this fraction of their max_tokens on decode workers, or what their tenant's usually take if
     that is more. 1: with max_tokens, and a decode worker never runs out of blocks."""
-    remembered_max: int = 4096
-    """Ended attempts kept, so that what repeats them is recognised."""
+    remembered_s: float = 600.0
+    """How long ended requests are remembered, so that what repeats them neither runs nor is charged again ..."""
+    remembered_max: int = 1_000_000
+    """... and the most of them: about 250 bytes each, and as much again for what they were charged."""

@@ -8,35 +8,79 @@ arithmetic. What is left of the ring is one number for each tenant, the round in
     then put it `cost / weight` rounds after the round it was served in
 
 which is the order of start-time fair queueing (Goyal, Vin & Cheng, SIGCOMM 1996). A tenant that is idle, or passed over
-because nothing of it can run on the worker that asks, keeps its place but falls behind the ring by no more than one quantum:
+because nothing of it can run in this pop, keeps its place but falls behind the ring by no more than one quantum:
 its debt is kept, of its credit only so much. That lets a tenant with little to do have a whole short prompt computed in one
 go. For i and j backlogged and able to run over any interval,
 
     |S_i/w_i - S_j/w_j| <= quantum + L_i/w_i + L_j/w_j        (S: cost served, w: weight, L: largest cost of one chunk)
 
-also where some tenants can run on some workers only. Where estimates were wrong, the bound is wider by the errors.
+also where some tenants can run in some pops only. Where estimates were wrong, the bound is wider by the errors.
 
-A ring is a sorted line of lines (`lines.py`) for each place where children have something to run. A turn taken only makes a key
-grow, so an outdated key is put right when it comes to the top. What a pop needs hangs together by references, from ring to line
-to entry, and rounds lie side by side: where many tenants wait, what a pop costs is how many lines of memory it has to fetch.
+**Queue keys.** Every entry waits under a queue key, an integer that the caller chooses: entries that can run in the same pops
+have the same key. The coordinator uses one key for each prefill worker (requests placed on it) and one for each class of KV
+demand (requests not placed yet). A pop names the keys that it may take from, and merges them in the one fair order. A key that
+is not named costs nothing, however many entries wait under it. The caller answers each offer of a pop in one of three ways:
+
+- `Terms`: the entry gets its next chunk, is charged, and the pop is over;
+- `Close`: nothing under the entry's key can run now; the key is left out for the rest of this pop;
+- `MoveTo`: the entry moves to another key, and the pop goes on.
+
+So a pop makes at most `len(keys) + MOVES_MAX + 1` offers, whoever waits: no tenant can hide others behind requests that
+cannot run. A descent to one offer costs O(levels * (keys + log n)).
 
 Inside one tenant `lanes` decides. Pure; costs are in weighted tokens.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
-from coordinator.lanes import ANYWHERE, Entry, Lane, heads
-from coordinator.nodes import Node, Path
+from coordinator.lanes import Entry, Lane
+from coordinator.lines import Line
+from coordinator.nodes import Node, Path, Ring
 
 T = TypeVar("T")
-Terms = tuple[float, bool]
-"""The cost of a request's next chunk, and whether it is its last one."""
-Offer = Callable[[T], Terms | None]
-"""Terms on the worker that asks, or None if the request cannot run there now."""
-REFUSALS_MAX = 8
-"""Requests without room that one pop looks at before it keeps to those placed already: what bounds its time when the
-workers are full."""
+MOVES_MAX = 64
+"""Entries that one pop may move to another key."""
+
+
+class Terms(NamedTuple):
+    """The entry can run."""
+
+    cost: float
+    """Of its next chunk."""
+    last: bool
+    """The chunk is its last one: the entry leaves the queue."""
+    key: int
+    """Under which it waits for its further chunks; of no account after the last one."""
+
+
+class Close(NamedTuple):
+    """Nothing under the entry's key can run now, nor under `also`."""
+
+    also: Sequence[int] = ()
+
+
+class MoveTo(NamedTuple):
+    """The entry is to wait under another key, as the newest there. Its deadline and its arrival stay."""
+
+    key: int
+
+
+CLOSED = Close()
+Answer = Terms | Close | MoveTo
+Offer = Callable[[T], Answer]
+"""Asked for the item of one entry after the other, in fair order. It must not change the queue; `peek` and `goes_before` are
+allowed."""
+
+
+class Popped(NamedTuple, Generic[T]):
+    entry: Entry[T] | None
+    """None where nothing can run."""
+    cost: float
+    closed: tuple[int, ...]
+    """Keys that offers closed in this pop."""
+    gave_up: bool
+    """Nothing was found within `MOVES_MAX` moves; another pop goes on from there."""
 
 
 class FairQueue(Generic[T]):
@@ -51,11 +95,10 @@ class FairQueue(Generic[T]):
         self.quantum = quantum
         self.weights = dict(weights or {})
         self._overtaken_max = overtaken_max
-        self._root = Node((), 1.0, None, 0, overtaken_max)
+        self._root = Node((), 1.0, None, 0)
         self._leaves: dict[Path, Node] = {}
         self._positions = 0
         self._joins = 0
-        self._refusals = 0
         self.size = 0
 
     def __len__(self) -> int:
@@ -73,6 +116,10 @@ class FairQueue(Generic[T]):
     def tenants(self) -> Iterable[Path]:
         return self._leaves.keys()
 
+    def has(self, key: int) -> bool:
+        """Whether anything waits under a key."""
+        return key in self._root.lines
+
     def forget(self, path: Path) -> None:
         """Let go of a tenant that has no entries, and of what was above it for its sake; with them go its debts."""
         node: Node | None = self._leaves.get(path)
@@ -85,12 +132,12 @@ class FairQueue(Generic[T]):
 
     # --- entries --------------------------------------------------------------------------------------------------------
 
-    def push(self, item: T, path: Path, deadline: float, chunks: int) -> Entry[T]:
+    def push(self, item: T, path: Path, key: int, deadline: float, chunks: int) -> Entry[T]:
         """Add a request with about `chunks` chunks to run; `deadline` in the seconds of whoever calls."""
         leaf = self._leaf(path)
-        lane: Lane[T] = leaf if leaf.size else self._lane(leaf, ANYWHERE)
         self._joins += 1
-        entry = Entry(item, lane, deadline, chunks, self._joins)
+        lane = self._lane(leaf, key)
+        entry: Entry[T] = Entry(item, lane, deadline, chunks, self._joins)
         lane.join(entry)
         self.size += 1
         return entry
@@ -98,48 +145,57 @@ class FairQueue(Generic[T]):
     def remove(self, entry: Entry[T]) -> None:
         """Take a request out, whether it is cancelled or has no chunk left."""
         lane = entry.lane
-        lane.leave(entry, for_good=True)
+        lane.leave(entry)
         if not lane.size:
             self._end(lane)
         self.size -= 1
 
-    def settle_on(self, entry: Entry[T], place: int) -> None:
-        """From now on the request runs on `place` only, though it has got no chunk there yet."""
-        self._move(entry, place, entry.chunks)
+    def move(self, entry: Entry[T], key: int) -> None:
+        """From now on it waits under another key, as the newest there. Its deadline and its arrival stay."""
+        self._move(entry, key, entry.chunks)
 
-    def pop(self, place: int, offer: Offer[T], refusals_max: int = REFUSALS_MAX) -> tuple[Entry[T], float] | None:
-        """Charge the next chunk that can run on worker `place`; returns its entry and cost.
+    def pop(self, keys: Iterable[int], offer: Offer[T]) -> Popped[T]:
+        """Charge the next chunk that can run under one of the keys. With its last chunk a request leaves the queue."""
+        there = self._root.lines
+        open_keys = [key for key in keys if key in there]
+        closed: list[int] = []
+        moves = 0
+        while open_keys:
+            entry = self._first(open_keys)
+            if entry is None:
+                break
+            answer = offer(entry.item)
+            if isinstance(answer, Terms):
+                self._charge(entry.lane.node, answer.cost)
+                self._count_turn(entry, open_keys)
+                if answer.last:
+                    self.remove(entry)
+                else:
+                    self._move(entry, answer.key, max(entry.chunks - 1, 1))
+                return Popped(entry, answer.cost, tuple(closed), False)
+            if isinstance(answer, Close):
+                shut = {entry.lane.key, *answer.also}
+                closed += [key for key in open_keys if key in shut]
+                open_keys = [key for key in open_keys if key not in shut]
+                continue
+            assert answer.key != entry.lane.key, "it is there already"
+            if moves == MOVES_MAX:
+                return Popped(None, 0.0, tuple(closed), True)
+            moves += 1
+            self._move(entry, answer.key, entry.chunks)
+        return Popped(None, 0.0, tuple(closed), False)
 
-        With its last chunk a request leaves the queue; until then it runs on `place` only from now on.
-        """
-        self._refusals = refusals_max
-        found = self._find(place, offer)
-        if found is None:
-            return None
-        entry, cost, last = found
-        quantum = self.quantum
-        line = entry.lane
-        while (above := line.above) is not None:
-            # Conditions in place of min and max: this runs for every chunk and level, and calls cost.
-            node, ring = line.node, above.node
-            start, due, now = node.round, cost + node.owed, ring.now
-            if start > now:
-                ring.now = start
-            elif start < now - quantum:
-                start = now - quantum
-            if due >= 0.0:
-                node.owed, node.round = 0.0, start + due / node.weight
-            else:
-                node.owed, node.round = due, start
-            if above.size > 1 and above[-1] is line:
-                above.put_right(line)  # now, while the cache has it
-            line = above
-        self._count_turn(entry, place)
-        if last:
-            self.remove(entry)
-        else:
-            self._move(entry, place, max(entry.chunks - 1, 1))
-        return entry, cost
+    def peek(self, keys: Iterable[int]) -> Entry[T] | None:
+        """The first in the fair order under these keys. Charges nothing."""
+        return self._first(keys)
+
+    def goes_before(self, one: Entry[T], other: Entry[T]) -> bool:
+        """Whether `one` comes first in the fair order."""
+        mine, theirs = one.lane.node, other.lane.node
+        if mine is theirs:
+            return one.lane.order(one) < other.lane.order(other)
+        mine, theirs = where_they_part(mine, theirs)
+        return (mine.round, mine.position) < (theirs.round, theirs.position)
 
     def adjust(self, path: Path, cost: float) -> None:
         """Charge (or, if negative, return) the difference between an estimate and what was computed or emitted.
@@ -153,9 +209,9 @@ class FairQueue(Generic[T]):
                 ahead = node.round - ring.now
                 node.round = ring.now + max(ahead + node.owed / node.weight, 0.0)
                 node.owed = min(node.owed + ahead * node.weight, 0.0)
-                for line in node.lines():
-                    line.above.extract(line)
-                    line.above.enter(line)
+                for line in node.lines.values():
+                    if line.above.size > 1:
+                        line.above.refresh(line)
             node = ring
 
     def charge(self, path: Path, cost: float) -> None:
@@ -174,143 +230,114 @@ class FairQueue(Generic[T]):
 
     # --- whose turn it is -----------------------------------------------------------------------------------------------
 
-    def _find(self, place: int, offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
-        """The next entry that can run, with its terms. Serves nothing."""
-        root = self._root
-        free = root if root.size else None
-        if place == ANYWHERE or root.others is None:
-            return self._find_in(free, offer) if free is not None else None
-        return self._find_either(root.others.get(place), free, offer)
-
-    def _find_in(self, line: Node, offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
-        """In one line: what it has at the bottom goes first, or nothing of it."""
-        free = line.place == ANYWHERE
-        if line.bottom:
-            entry: Entry[T] = line.first()
-            terms = offer(entry.item)
-            if terms is not None:
-                return entry, *terms
-            if free:
-                self._refusals -= 1
+    def _first(self, keys: Iterable[int]) -> Entry[T] | None:
+        """The next entry under these keys. Serves nothing."""
+        there = self._root.lines
+        lines = [there[key] for key in keys if key in there]
+        if not lines:
             return None
-        passed: list[Node] = []
-        found = None
-        while not free or self._refusals > 0:
-            child = line.next_line()
-            if child is None:
-                break
-            found = self._find_in(child, offer)
-            if found is not None:
-                break
-            line.drop()
-            passed.append(child)
-        for child in passed:
-            line.add(child, -child.due)
-        return found
+        while type(lines[0]) is Ring:  # all lines of a node are of one kind
+            best: Node | None = None
+            for ring in lines:
+                rank = ring.heap[0]
+                node: Node = rank[3].node
+                if rank[0] != node.round:
+                    node = ring.first().node  # type: ignore[attr-defined]
+                if (
+                    best is None
+                    or node.round < best.round
+                    or (node.round == best.round and node.position < best.position)
+                ):
+                    best = node
+            assert best is not None
+            there = best.lines
+            lines = [there[ring.key] for ring in lines if ring.key in there]
+        lanes: list[Lane[T]] = lines  # type: ignore[assignment]
+        if len(lanes) == 1:
+            return lanes[0].first()
+        return min((lane.first() for lane in lanes), key=lambda entry: entry.lane.order(entry))
 
-    def _find_either(self, own: Node | None, free: Node | None, offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
-        """In the lines of one node: at the place that asks, and anywhere."""
-        if own is None or free is None:
-            line = free if own is None else own
-            return self._find_in(line, offer) if line is not None else None
-        if own.bottom:
-            return self._find_head(own, free, offer)
-        passed: list[Node] = []
-        found = None
-        while True:
-            mine = own.next_line()
-            other = free.next_line() if self._refusals > 0 else None
-            if mine is not None and other is not None and mine.node is not other.node:
-                if mine.node.before(other.node):
-                    other = None
-                else:
-                    mine = None
-            if mine is None and other is None:
-                break
-            found = self._find_either(mine, other, offer)
-            if found is not None:
-                break
-            for line in (mine, other):
-                if line is not None:
-                    line.above.drop()
-                    passed.append(line)
-        for line in passed:
-            line.above.add(line, -line.due)
-        return found
+    def _charge(self, leaf: Node, cost: float) -> None:
+        quantum = self.quantum
+        node = leaf
+        while (ring := node.parent) is not None:
+            # Conditions in place of min and max: this runs for every chunk and level, and calls cost.
+            start, due, now = node.round, cost + node.owed, ring.now
+            if start > now:
+                ring.now = start
+            elif start < now - quantum:
+                start = now - quantum
+            if due >= 0.0:
+                node.owed, node.round = 0.0, start + due / node.weight
+            else:
+                node.owed, node.round = due, start
+            node = ring
 
-    def _find_head(self, own: Lane[T], free: Lane[T], offer: Offer[T]) -> tuple[Entry[T], float, bool] | None:
-        for entry in heads(own, free):
-            terms = offer(entry.item)
-            if terms is not None:
-                return entry, *terms
-            if entry.lane is free:
-                self._refusals -= 1
-        return None
-
-    def _count_turn(self, entry: Entry[T], place: int) -> None:
-        """`entry` gets a chunk on `place`: whoever joined before it and could have run there is overtaken."""
+    def _count_turn(self, entry: Entry[T], open_keys: Sequence[int]) -> None:
+        """`entry` gets a chunk: whoever of its tenant joined before it and could have run is overtaken. Under other keys the
+        newer ones are counted too, as long as the oldest there is older than `entry`."""
         lane = entry.lane
-        leaf = lane.node
         lane.overtake(entry)
-        others = leaf.others
-        if others is not None:
-            other = others.get(place) if lane is leaf else leaf
-            if other is not None and other.size and other is not lane:
+        lines = lane.node.lines
+        if len(lines) == 1:
+            return
+        for key in open_keys:
+            other = lines.get(key)
+            if other is None or other is lane:
+                continue
+            assert isinstance(other, Lane) and other.oldest is not None
+            if other.oldest.joined < entry.joined:
                 other.overtake(None)
 
     # --- idle and busy --------------------------------------------------------------------------------------------------
 
-    def _move(self, entry: Entry[T], place: int, chunks: int) -> None:
-        """It waits on `place` for its next chunk, as the newest there."""
+    def _move(self, entry: Entry[T], key: int, chunks: int) -> None:
         before = entry.lane
         self._joins += 1
-        if before.place == place and before.size == 1 and not before.gone:
-            before.overtaken = entry.excess = 0
-            entry.chunks, entry.joined = chunks, self._joins
-            return  # alone, it stays where it stands
-        lane: Lane[T] | None = before if before.place == place else before.node.line(place)
-        if lane is None:
-            lane = self._lane(before.node, place)
-        before.leave(entry, for_good=False)
+        before.leave(entry)
+        lane = before if before.key == key else self._lane(before.node, key)
         entry.lane, entry.chunks, entry.joined = lane, chunks, self._joins
         lane.join(entry)
         if not before.size:
             self._end(before)
 
-    def _lane(self, leaf: Node, place: int) -> Lane[T]:
-        """A new lane, and the rings above it that are missing."""
-        lane = below = None
-        node: Node | None = leaf
-        while node is not None:
-            there, idle = node.line(place), not node.busy
-            line = there if there is not None else node.begin(place)
-            if below is None:
-                lane = line
-            else:
-                below.above = line
-                line.size += 1
-                line.enter(below)
-            if there is not None:
-                break
-            ring = node.parent
-            if idle and ring is not None:
-                node.round = max(node.round + node.owed / node.weight, ring.now - self.quantum)
+    def _lane(self, leaf: Node, key: int) -> Lane[T]:
+        """The tenant's lane for a key; made where it has none, with the rings above it that are missing."""
+        there = leaf.lines.get(key)
+        if there is not None:
+            assert isinstance(there, Lane)
+            return there
+        lane: Lane[T] = Lane(leaf, key, self._overtaken_max)
+        line: Line = lane
+        node = leaf
+        while True:
+            if not node.lines and node.parent is not None:
+                node.round = max(node.round + node.owed / node.weight, node.parent.now - self.quantum)
                 node.owed = 0.0
-            below, node = line, ring
-        assert lane is not None
-        return lane
+            node.lines[key] = line
+            if node.parent is None:
+                return lane
+            node = node.parent
+            ring = node.lines.get(key)
+            if ring is not None:
+                assert isinstance(ring, Ring)
+                ring.enter(line)
+                return lane
+            ring = Ring(node, key)
+            ring.enter(line)
+            line = ring
 
-    def _end(self, line: Any) -> None:
+    def _end(self, line: Line) -> None:
         """Nothing is left in it, nor in the rings above that have no other."""
         while True:
-            line.node.end(line.place)
-            ended, line = line, line.above
-            if line is None:
+            del line.node.lines[line.key]
+            above = line.above
+            if above is None:
                 return
-            line.extract(ended)
-            line.size -= 1
-            if line.size:
+            above.discard(line)
+            if above.size:
                 return
+            line = above
 
     def _leaf(self, path: Path) -> Node:
         found = self._leaves.get(path)
@@ -322,8 +349,15 @@ class FairQueue(Generic[T]):
             if child is None:
                 weight = self.weights.get("/".join(path[:depth]), 1.0)
                 self._positions += 1
-                child = node.children[name] = Node(path[:depth], weight, node, self._positions, self._overtaken_max)
-                node.bottom = False
+                child = node.children[name] = Node(path[:depth], weight, node, self._positions)
             node = child
         self._leaves[path] = node
         return node
+
+
+def where_they_part(one: Node, other: Node) -> tuple[Node, Node]:
+    """The two siblings above (or at) these tenants that compete with each other."""
+    while one.parent is not other.parent:
+        assert one.parent is not None and other.parent is not None
+        one, other = one.parent, other.parent
+    return one, other

@@ -24,7 +24,7 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
         # A worker would hold it against us.
         state.out.append(Misbehaved(epoch, f"{len(submit.block_hashes)} bytes are no whole number of block hashes"))
         return
-    ended = state.ended.get(submit.request_id, NONE_ENDED).attempt
+    ended = (state.ended.get(submit.request_id) or NONE_ENDED).attempt
     if submit.attempt <= ended:
         if submit.attempt == ended:
             why = "this attempt has ended; its tokens were lost on their way if they have not come"
@@ -69,7 +69,7 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
     queue = state.queues[submit.model]
     request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
     queue.push(request, now, not state.draining or state.can_run(request))
-    state.pools[submit.model].full.clear()
+    state.pools[submit.model].news = True
     state.send(epoch, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))
 
@@ -84,7 +84,7 @@ def _comes_back(state: State, submit: Submit) -> bool:
     if submit.attempt == 1:
         return False
     # A choice may have been put off and cancelled: of itself it was never accepted then.
-    earlier = (state.ended.get(name, NONE_ENDED).drained for name in (submit.request_id, whole_of(submit)))
+    earlier = ((state.ended.get(name) or NONE_ENDED).drained for name in (submit.request_id, whole_of(submit)))
     return submit.drained_attempts <= max(earlier)
 
 
@@ -112,9 +112,8 @@ def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: flo
 
 def _judge(state: State, submit: Submit) -> admission.Refusal:
     key = submit.request_id, submit.attempt
-    for worker in state.workers.values():
-        if key in worker.holdings:
-            return Reject.DUPLICATE, "a worker is still busy with this very attempt"
+    if key in state.where:
+        return Reject.DUPLICATE, "a worker is still busy with this very attempt"
     if submit.attempt == 1 and submit.request_id in state.billing.bills:
         return Reject.DUPLICATE, "an earlier request of this id is not settled yet"
     return admission.judge(submit, state.pools.get(submit.model), state.limits)
@@ -133,7 +132,7 @@ def _admit(state: State, request: Request, now: float) -> admission.Refusal:
     while len(queue) - len(victims) >= limits.queue_requests_max or (
         queue.backlog.tokens + submit.prompt_tokens > limits.queue_tokens_max
     ):
-        late = queue.too_late(now, pool.tokens_per_s(), lambda other: uncached_tokens(other, pool))
+        late = queue.too_late(now, pool.fastest_tokens_per_s(), lambda other: uncached_tokens(other, pool))
         if late is not None and late not in victims:
             _shed(state, late, now)
             continue
@@ -177,12 +176,18 @@ def _reject(
     state.out.append(Moved(submit.request_id, submit.attempt, Life.REJECTED, reason))
 
 
+_WHOLE_ANSWER = frozenset({CancelReason.STOP_STRING, CancelReason.ANSWERED})
+"""The gateway has all of the answer, so its length says how long this tenant's answers are."""
+
+
 def cancel(state: State, epoch: int, event: Received, now: float) -> None:
     cancel = event.message
     assert isinstance(cancel, Cancel)
     request = state.requests.get(cancel.request_id)
     if request is not None and request.gateway_epoch == epoch and cancel.attempt >= request.attempt:
         state.emitted(request.submit.model, request.path, request.id, cancel.output_tokens, 0)
+        if cancel.reason in _WHOLE_ANSWER and cancel.output_tokens:
+            state.queues[request.submit.model].learn(request, cancel.output_tokens)
         whole = cancel.reason is CancelReason.ANSWERED and request.state is Life.INTERRUPTED
         state.end(request, Trigger.FINISH if whole else Trigger.CANCEL, cancel.reason, now)
     elif request is None:
@@ -208,7 +213,7 @@ def expire(state: State, now: float) -> None:
             why = (
                 f"no first token within its deadline of {request.submit.deadline_ms:g} ms"
                 if late
-                else f"waited {state.limits.queue_wait_s_max:g} s in the queue"
+                else f"waited {now - request.since:.3g} s in the queue"
             )
             state.counters[f"rejected_{reason}"] += 1
             retry_after_s = report.retry_after_s(state, request.submit, now)

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from coordinator.core import Core
+from coordinator.demand import bound_key
 from coordinator.lifecycle import TERMINAL, State
 from coordinator.request import CLAIM
 
@@ -31,7 +32,12 @@ def check(core: Core) -> None:
         for request in queue:
             assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)
     for pool in core.pools.values():
-        assert pool.kept_for is None or pool.kept_for.state is State.QUEUED
+        assert pool.rooms.kept_for is None or pool.rooms.kept_for.state is State.QUEUED
+        assert set(pool.hosts) == {worker.epoch for worker in pool.prefill.values() if worker.bound}
+        for worker in pool.prefill.values():
+            for request in worker.bound.values():
+                assert request.entry is not None and request.entry.key == bound_key(worker.epoch)
+                assert request.state is State.QUEUED and request.course.bound_to == worker.epoch
         contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
         assert pool.context_tokens == min(contexts, default=0)
     assert sum(len(queue.fair) for queue in core.queues.values()) == sum(

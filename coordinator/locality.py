@@ -1,7 +1,13 @@
 """What each worker's prefix cache is believed to hold. Hints only: a worker that has less says so (`CacheMiss`). Pure.
 
 Entries belong to a worker's epoch and go with it; a worker that registers starts empty, and tells what it has again.
+
+`holders` finds the workers that have the beginning of a prompt without asking all of them: for each side there is an index
+from block hash to workers. Removing a worker's blocks from it at once would take long, so `holders` checks what it finds, and
+every `learn` removes some of the outdated entries.
 """
+
+from collections.abc import Iterator
 
 from proto.limits import HASH_BYTES
 from proto.messages import Submit
@@ -10,41 +16,120 @@ HASHES_MAX = 1 << 17
 """Per worker, about 12 MB of memory. Of a larger cache no more is learnt once so much is known, until some is evicted."""
 
 
+CLEARED_PER_REPORT = 256
+"""Outdated index entries that are removed with each report."""
+
+
 class Locality:
     def __init__(self) -> None:
         self._known: dict[int, set[bytes]] = {}
         self._blocks: dict[int, int] = {}
+        self._alone: dict[int, tuple[int]] = {}
+        """One object for all blocks that nobody else has."""
+        self._index_of: dict[int, dict[bytes, tuple[int, ...]]] = {}
+        """By worker: the index of its side."""
+        self._indexes: dict[str, dict[bytes, tuple[int, ...]]] = {}
+        self._outdated: list[tuple[dict[bytes, tuple[int, ...]], int, Iterator[bytes]]] = []
 
-    def join(self, epoch: int, kv_blocks: int) -> None:
+    def join(self, epoch: int, kv_blocks: int, side: str = "") -> None:
         self._known[epoch] = set()
         self._blocks[epoch] = kv_blocks
+        self._alone[epoch] = (epoch,)
+        self._index_of[epoch] = self._indexes.setdefault(side, {})
 
     def leave(self, epoch: int) -> None:
+        self._forget_all(epoch)
         self._known.pop(epoch, None)
         self._blocks.pop(epoch, None)
+        self._alone.pop(epoch, None)
+        self._index_of.pop(epoch, None)
 
     def count(self, epoch: int) -> int:
         return len(self._known.get(epoch, ()))
 
     def learn(self, epoch: int, inserted: bytes, evicted: bytes) -> None:
         """A worker's report: joined hashes, each of them once."""
+        self._clear_outdated()
         known = self._known.get(epoch)
         if known is None:
             return
-        known.difference_update(_split(evicted))
-        fresh = _split(inserted)
+        self._drop(epoch, _split(evicted))
+        fresh, index, alone = _split(inserted), self._index_of[epoch], self._alone[epoch]
         if self._blocks[epoch] > HASHES_MAX:
-            known.update(fresh[: HASHES_MAX - len(known)])
-            return
-        known.update(fresh)
+            fresh = fresh[: HASHES_MAX - len(known)]
+        for block in fresh:
+            if block not in known:
+                known.add(block)
+                there = index.get(block)
+                if there is None:
+                    index[block] = alone
+                elif epoch not in there:
+                    index[block] = (*there, epoch)
         if len(known) > self._blocks[epoch]:
-            known.clear()  # more than it can hold: reports of evictions were lost, and what is true here is not known
+            self._forget_all(epoch)  # more than it can hold: reports of evictions were lost, what is true is not known
 
     def forget(self, epoch: int, hashes: bytes, first: int) -> None:
         """The worker does not have block `first` of this chain, nor any that continues it."""
+        if epoch in self._known:
+            self._drop(epoch, _split(hashes[first * HASH_BYTES :]))
+
+    def holders(self, side: str, hashes: bytes, every: int, most: int) -> list[int]:
+        """Up to `most` workers of a side that have a beginning of a prompt, about those with the longest first.
+
+        Block after block the holders get fewer. The search finds the last block that somebody has, in O(log n), and then
+        goes back by halves, so that workers with much of the prompt come before those with its first block only.
+        """
+        index = self._indexes.get(side)
+        step = every * HASH_BYTES
+        count = len(hashes) // step if step else 0
+        if not index or not count or hashes[step - HASH_BYTES : step] not in index:
+            return []
+        low, high = 1, 2
+        while high <= count and hashes[high * step - HASH_BYTES : high * step] in index:
+            low, high = high, 2 * high
+        high = min(high, count + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if hashes[middle * step - HASH_BYTES : middle * step] in index:
+                low = middle
+            else:
+                high = middle
+        found: dict[int, None] = {}
+        while low:
+            block = hashes[low * step - HASH_BYTES : low * step]
+            there = index.get(block, ())
+            start = block[0] % len(there) if len(there) > most else 0  # prompts differ in which they find
+            for epoch in (*there[start:], *there[:start]):
+                if block in self._known.get(epoch, ()):
+                    found[epoch] = None
+                    if len(found) == most:
+                        return list(found)
+            low //= 2
+        return list(found)
+
+    def _drop(self, epoch: int, blocks: list[bytes]) -> None:
+        known, index = self._known[epoch], self._index_of[epoch]
+        for block in blocks:
+            if block in known:
+                known.remove(block)
+                _unlink(index, block, epoch)
+
+    def _forget_all(self, epoch: int) -> None:
         known = self._known.get(epoch)
-        if known is not None:
-            known.difference_update(_split(hashes[first * HASH_BYTES :]))
+        if known:
+            self._outdated.append((self._index_of[epoch], epoch, iter(known)))
+            self._known[epoch] = set()
+
+    def _clear_outdated(self) -> None:
+        for _ in range(CLEARED_PER_REPORT if self._outdated else 0):
+            index, epoch, blocks = self._outdated[-1]
+            block = next(blocks, None)
+            if block is None:
+                self._outdated.pop()
+                if not self._outdated:
+                    return
+            elif block not in self._known.get(epoch, ()):
+                _unlink(index, block, epoch)
 
     def longest(self, epoch: int, hashes: bytes, every: int = 1) -> int:
         """How many of a prompt's first blocks a worker has, in O(log n): it has no block without those before it. Every
@@ -68,6 +153,14 @@ class Locality:
             else:
                 high = middle
         return low
+
+
+def _unlink(index: dict[bytes, tuple[int, ...]], block: bytes, epoch: int) -> None:
+    left = tuple(other for other in index.get(block, ()) if other != epoch)
+    if left:
+        index[block] = left
+    else:
+        index.pop(block, None)
 
 
 def hashes_per_block(submit: Submit, block_size: int) -> int:

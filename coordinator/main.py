@@ -63,6 +63,7 @@ class Coordinator:
                 queue_tokens_max=settings.queue_tokens_max,
                 tenant_queue_max=settings.tenant_queue_max,
                 queue_wait_s_max=settings.queue_wait_s_max,
+                resumed_wait_s_max=settings.resumed_wait_s_max,
                 quantum_tokens=settings.quantum_tokens,
                 bypasses_max=settings.bypasses_max,
                 step_tokens=settings.step_tokens,
@@ -243,7 +244,7 @@ class Coordinator:
         """Where the ledger is behind, what is new is refused; what is known, and only said again, is for the core."""
         if self.ledger is None or not self.ledger.behind:
             return False
-        last = self.core.ended.get(submit.request_id, NONE_ENDED)
+        last = self.core.ended.get(submit.request_id) or NONE_ENDED
         return submit.request_id not in self.core.requests and submit.attempt > last.attempt
 
     def _send(self, send: Send) -> None:

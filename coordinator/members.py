@@ -4,7 +4,7 @@ from coordinator import draining
 from coordinator.events import Misbehaved, Received
 from coordinator.lifecycle import State as Life
 from coordinator.lifecycle import Trigger
-from coordinator.pool import WORKERS, Holding, Pool, Worker
+from coordinator.pool import WORKERS, Pool, Worker
 from coordinator.queue import WaitQueue
 from coordinator.state import State
 from proto.errors import CancelReason, Interrupt
@@ -22,7 +22,10 @@ def up(state: State, epoch: int, hello: Hello, now: float) -> None:
     _count_restart(state, epoch, hello)
     if hello.role in WORKERS:
         worker = Worker.from_hello(hello)
-        pool = state.pools.setdefault(hello.model, Pool(hello.model, state.limits.placement))
+        worker.where = state.where
+        pool = state.pools.get(hello.model)
+        if pool is None:
+            pool = state.pools[hello.model] = Pool(hello.model, state.limits.placement, state.limits.steps_in_flight)
         pool.add(worker)
         state.queues.setdefault(hello.model, WaitQueue(state.limits))
         state.workers[epoch] = worker
@@ -56,7 +59,9 @@ def down(state: State, epoch: int, reason: str, now: float) -> None:
         why = Interrupt.DRAINED if drained else _LOST[hello.role]
         state.counters[f"{hello.role}_{'drained' if drained else 'lost'}"] += 1
         state.draining.pop(epoch, None)
+        state.unbind_all(worker)
         state.pools[hello.model].remove(worker)
+        worker.leave()
         for step, requests in worker.steps.values():
             for chunk, request in zip(step.chunks, requests, strict=True):
                 state.queues[hello.model].skipped(request, chunk)
@@ -92,13 +97,12 @@ def hung(state: State, epoch: int, event: Received, now: float) -> None:
 def _adopt(state: State, worker: Worker, hello: Hello) -> None:
     """Count what the worker held through a loss of the link; streams we have given up meanwhile are to end."""
     for held in hello.held:
-        holding = Holding(held.kv_blocks, held.seqs, resumed_tokens=held.resumed_tokens)
         key = (held.request_id, held.attempt)
         request = state.current(*key)
         if request is not None and request.state is Life.QUEUED:
             state.out.append(Misbehaved(worker.epoch, "holds an attempt that was not placed yet"))
             return
-        if not worker.adopt(key, holding):
+        if not worker.adopt(held, state.limits.kv_overcommit):
             state.out.append(Misbehaved(worker.epoch, "holds more than its capacity"))
             return
         state.billing.found(held, of_answer=worker.room is not None)

@@ -99,8 +99,8 @@ class CoordinatorMetrics:
         tenant, model, _ = self._accepted.pop(entry.request_id, (OTHER, "", ""))
         self._tenants.served(tenant, entry.charged_tokens)
         label = self._tenants.label(tenant)
-        bill = self._core.billing.settled.get(entry.request_id)
-        charged_before = bill.tally.charged_tokens if bill is not None else 0
+        settled = self._core.billing.settled.get(entry.request_id)
+        charged_before = settled.charged_tokens if settled is not None else 0
         self._tenant_tokens.inc(label, by=max(entry.charged_tokens - charged_before, 0))
         self._tenant_requests.inc(label, entry.outcome)
         self._prompt_tokens.inc(model, "computed", by=entry.prompt_tokens)
@@ -269,6 +269,12 @@ class CoordinatorMetrics:
             PREFIX + "absences",
             "Times that this process did not run for longer than its peers wait, and began anew.",
             lambda: self.absences,
+        )
+        page.total(
+            PREFIX + "remembered_dropped",
+            "Ended requests forgotten before their ten minutes were over, because there were too many: one of them that is"
+            " submitted again runs and is charged once more.",
+            lambda: self._core.ended.dropped_early,
         )
         page.by(
             "counter",

@@ -1,121 +1,77 @@
-"""The tenants of the fair queue, and what of each can run where. Pure."""
+"""The tenants of the fair queue at each level, and the rings in which they have their turns. Pure."""
 
-from typing import Any
+from heapq import heapreplace
 
-from coordinator.lanes import ANYWHERE, Lane
+from coordinator.lines import Line
 
 Path = tuple[str, ...]
 
 
-class Node(Lane[Any]):
-    """A tenant at some level, and its line at `ANYWHERE`: one object, since most have no other, and each object more is a miss
-    of the cache more for every pop. Its lines at other places are of this class too, for the interpreter is fast where it meets
-    one class only.
+class Ring(Line):
+    """The children of one node that have something under one queue key, in the order of their turns.
 
-    At the bottom a line is a lane of entries. Above, it is a ring: of its children's lines at its place.
+    Its members are the children's lines under that key. A child's turn only makes its round grow, so its rank here is brought
+    up to date when it comes first.
     """
 
-    __slots__ = (
-        "bottom",
-        "children",
-        "now",
-        "others",
-        "owed",
-        "parent",
-        "path",
-        "position",
-        "round",
-        "spare",
-        "tie",
-        "weight",
-    )
+    __slots__ = ("_ranks",)
 
-    def __init__(self, path: Path, weight: float, parent: "Node | None", position: int, overtaken_max: int) -> None:
+    def __init__(self, node: "Node", key: int) -> None:
+        super().__init__(node, key)
+        self._ranks = 0
+
+    def enter(self, line: Line) -> None:
+        line.above = self
+        alone: Line | None = self.heap[0][3] if self.size == 1 else None
+        self._ranks += 1
+        self.add((line.node.round, line.node.position, self._ranks, line))
+        if alone is not None:
+            self.refresh(alone)
+
+    def first(self) -> Line:
+        """Whose turn comes first."""
+        heap = self.heap
+        while True:
+            rank = heap[0]
+            line: Line = rank[3]
+            node: Node = line.node
+            if rank[0] == node.round:
+                return line
+            # As in `refresh`, without the calls: this runs for every chunk, level and key.
+            self._ranks += 1
+            line.rank = (node.round, node.position, self._ranks, line)
+            heapreplace(heap, line.rank)
+            self.clear()
+
+    def refresh(self, line: Line) -> None:
+        """Put it where it belongs by its node's round. Alone, it may stay: the next one that enters makes up for it. A
+        band has a ring for each prefill worker, and mostly stands there alone."""
+        if self.size == 1:
+            return
+        self._ranks += 1
+        self.replace((line.node.round, line.node.position, self._ranks, line))
+
+
+class Node:
+    """A tenant at some level: a band, an organisation or a user. At the bottom its lines are lanes of entries; above, rings of
+    its children's lines."""
+
+    __slots__ = ("children", "lines", "now", "owed", "parent", "path", "position", "round", "weight")
+
+    def __init__(self, path: Path, weight: float, parent: "Node | None", position: int) -> None:
         assert weight > 0, path
-        super().__init__(self, ANYWHERE, overtaken_max)
         self.path, self.weight, self.parent, self.position = path, weight, parent, position
-        self.tie = -position
-        self.bottom = True
         self.round = 0.0
         """Of the parent's ring: when this node's turn comes."""
         self.owed = 0.0
         """Corrections not yet charged: they count with the next chunk."""
         self.now = 0.0
         """The round this node's own ring has come to."""
-        self.others: dict[int, Node] | None = None
-        """Its lines at other places, where it has something to run there."""
-        self.spare: Node | None = None
-        """The line at another place that ended last: tenants have one there again and again."""
+        self.lines: dict[int, Line] = {}
+        """By queue key, where it has something to run."""
         self.children: dict[str, Node] = {}
 
     @property
     def busy(self) -> bool:
         """Whether it has something to run somewhere."""
-        return self.size > 0 or self.others is not None
-
-    def before(self, other: "Node") -> bool:
-        """Whether its turn comes before that of another child of the same ring."""
-        return self.round < other.round or (self.round == other.round and self.position < other.position)
-
-    # --- its lines ------------------------------------------------------------------------------------------------------
-
-    def line(self, place: int) -> "Node | None":
-        """None where it has nothing to run."""
-        if place == ANYWHERE:
-            return self if self.size else None
-        return None if self.others is None else self.others.get(place)
-
-    def lines(self) -> "list[Node]":
-        own = [self] if self.size else []
-        return own if self.others is None else [*own, *self.others.values()]
-
-    def begin(self, place: int) -> "Node":
-        """An empty line."""
-        if place == ANYWHERE:
-            return self
-        if self.others is None:
-            self.others = {}
-        line, self.spare = self.spare, None
-        if line is None:
-            line = Node(self.path, self.weight, None, self.position, self.overtaken_max)
-            line.node = self
-        assert not line, "a line that ended and has something in it"
-        line.place, line.bottom = place, self.bottom
-        self.others[place] = line
-        return line
-
-    def end(self, place: int) -> None:
-        if place != ANYWHERE:
-            assert self.others is not None
-            self.spare = self.others.pop(place)
-            self.others = self.others or None
-
-    # --- a ring: its size is how many lines it has --------------------------------------------------------------------
-
-    def enter(self, line: "Node") -> None:
-        due = line.due = line.node.round
-        self.add(line, -due)
-
-    def next_line(self) -> "Node | None":
-        """Whose turn comes first, after putting outdated keys right; alone, one may stay as it is."""
-        if not self:
-            return None
-        line: Node = self[-1]
-        while line.due < line.node.round and self.size > 1:
-            self.put_right(line)
-            line = self[-1]
-        return line
-
-    def put_right(self, first: "Node") -> None:
-        """The next one has had its turn: to where it belongs since."""
-        self.pop()
-        if self.later or not self:
-            if not self:
-                self.come_forward()
-            self.enter(first)
-            return
-        due = -first.node.round  # as `enter` does it, without the calls: this runs for every chunk and level
-        first.due = -due
-        index = self.where(first, due)
-        self.dues.insert(index, due)
-        self.insert(index, first)
+        return bool(self.lines)

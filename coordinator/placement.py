@@ -12,20 +12,15 @@ def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | 
     submit = request.submit
     if prefill.draining or not prefill.fits(submit):
         return None
-    decode = [
-        worker
-        for worker in pool.decode.values()
-        if not worker.draining and worker.fits(submit, request.expected_left) and pool.may_pair(prefill, worker, now)
-    ]
-    return choose_decode(submit, prefill, decode, pool, now)
+    candidates = pool.decode_candidates(submit, prefill, now)
+    return choose_decode(submit, prefill, [w for w in candidates if w.fits(submit, request.expected_left)], pool, now)
 
 
-def room_anywhere(request: Request, pool: Pool, now: float) -> tuple[Worker, Worker] | None:
-    """The best pair with room."""
+def prefill_for(request: Request, decode: Worker, pool: Pool, now: float) -> Worker | None:
+    """The best prefill worker with room for a request that has room on this decode worker."""
     for prefill in best_prefill_first(request.submit, pool):
-        decode = room(request, prefill, pool, now)
-        if decode is not None:
-            return prefill, decode
+        if not prefill.draining and prefill.fits(request.submit) and pool.may_pair(prefill, decode, now):
+            return prefill
     return None
 
 
@@ -36,6 +31,7 @@ def reserve(request: Request, prefill: Worker, decode: Worker) -> None:
     course.prefill_epoch, course.decode_epoch = prefill.epoch, decode.epoch
     course.computed_tokens = request.cached_tokens
     prefill.placed[request.id] = request
+    prefill.expect(request)
 
 
 def orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: Hello) -> tuple[Reserve, Prefill]:

@@ -2,21 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 
 import msgspec
 
-from coordinator.breakers import Breakers
-from coordinator.fairqueue import REFUSALS_MAX
-from coordinator.locality import Locality
+from coordinator.candidates import Candidates
 from coordinator.nodes import Path
 from coordinator.request import Request
 from coordinator.room import NEVER, Life, Room
 from coordinator.score import Weights
-from proto.messages import Capacity, Chunk, Hello, Role, Step, Submit
+from coordinator.shared_blocks import chains
+from proto.held import Capacity, Held
+from proto.messages import Chunk, Hello, Role, Step, Submit
 from proto.status import KvHeld, KvPair
 
 WORKERS = (Role.PREFILL, Role.DECODE)
+Where = dict[tuple[str, int], list[int]]
+"""By attempt: the workers that hold something for it."""
 
 
 class Holding(msgspec.Struct, frozen=True, gc=False):
@@ -28,9 +30,11 @@ class Holding(msgspec.Struct, frozen=True, gc=False):
     path: Path = ()
     """Whom to charge what the worker says it has emitted; empty for what was adopted."""
     life: Life | None = None
-    """In decode, but for what was adopted."""
+    """In decode; None for what was adopted and of which no more is known than its blocks."""
     resumed_tokens: int = 0
     """Of the answer, before this attempt."""
+    adopted: bool = False
+    """The worker had it when it registered."""
 
 
 @dataclass(eq=False)
@@ -45,6 +49,16 @@ class Worker:
     holdings: dict[tuple[str, int], Holding] = field(default_factory=dict)
     placed: dict[str, Request] = field(default_factory=dict)
     """Prefill only: prompts with tokens not yet dispatched, oldest first."""
+    bound: dict[str, Request] = field(default_factory=dict)
+    """Prefill only: requests not placed yet that wait for this worker, as it has more of them cached; oldest first."""
+    undispatched: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens still to be sent to this worker, by request placed on it or bound to it."""
+    undispatched_tokens: int = 0
+    """The sum."""
+    where: Where = field(default_factory=dict)
+    """Of all workers."""
+    on_change: Callable[["Worker"], None] = lambda worker: None
+    """Told when its holdings or steps have changed."""
     steps: dict[int, tuple[Step, list[Request]]] = field(default_factory=dict)
     """Steps in flight, by id, with the request of each chunk."""
     tokens_in_flight: int = 0
@@ -55,9 +69,13 @@ class Worker:
     next_step_id: int = 0
     tokens_forwarded: int = 0
     tokens_per_s: float = 0.0
-    """Measured prefill rate, smoothed."""
+    """Measured prefill rate, smoothed; 0 until the first step is done."""
+    has_run_full: bool = False
+    """It has computed a step that was at least half full: its rate is one that deadlines can be judged by."""
     trouble: float = 0.0
-    """0 … 1: how much of what it was given lately has failed."""
+    """0 … 1: how much of what it was given lately had failed, when ..."""
+    trouble_at: int = 0
+    """... so many requests of the pool had finished. See `Pool.trouble`."""
     draining: bool = False
     """Nothing new is placed here."""
     leaving: bool = False
@@ -80,6 +98,10 @@ class Worker:
         taken = self.kv_blocks_taken if self.room is None else self.room.taken
         return max(self.capacity.kv_blocks - taken, 0)  # more may have been adopted than is sure to fit
 
+    @property
+    def kv_tokens(self) -> int:
+        return self.capacity.kv_blocks * self.capacity.block_size
+
     def fits(self, submit: Submit, expected_left: int = NEVER) -> bool:
         """Whether there is room for it now."""
         if self.room is None:
@@ -96,18 +118,31 @@ class Worker:
         assert holding.seqs <= self.free_seqs
         self._count(key, holding)
 
-    def adopt(self, key: tuple[str, int], holding: Holding) -> bool:
-        """Count what the worker held before it registered; False if that cannot be. Of its decode streams only the most they
-        may need is known, and together that may be more than the pool, which their ends keep apart."""
+    def adopt(self, held: Held, kv_overcommit: float) -> bool:
+        """Count what the worker held before it registered; False if that cannot be. Where only reservations are known of decode
+        streams, those may add up to more than the pool, because their ends keep them apart."""
+        key, life = (held.request_id, held.attempt), None
+        if self.room is not None and held.prompt_tokens:
+            life = Life(held.prompt_tokens, held.left_tokens, held.seqs, expected_again(held, kv_overcommit))
+            if life._replace(expected=NEVER).whole(self.capacity.block_size) > held.kv_blocks:
+                life = None  # these do not fit together: the reservation counts
+        holding = Holding(held.kv_blocks, held.seqs, (), life, held.resumed_tokens, adopted=True)
         blocks = self.capacity.kv_blocks if self.room is not None else self.free_blocks
         if key in self.holdings or holding.seqs > self.free_seqs or holding.kv_blocks > blocks:
             return False
+        if self.room is not None:
+            self.room.reached(held.steps)
         self._count(key, holding)
+        if self.room is not None and life is not None:
+            if held.joined_step is not None:
+                self.room.joined(key, held.joined_step)
+            return self.room.shares(key, chains(held.prefix))
         return True
 
     def _count(self, key: tuple[str, int], holding: Holding) -> None:
         assert key not in self.holdings
         self.holdings[key] = holding
+        self.where.setdefault(key, []).append(self.epoch)
         self.free_seqs -= holding.seqs
         if self.room is None:
             self.kv_blocks_taken += holding.kv_blocks
@@ -115,12 +150,14 @@ class Worker:
             self.room.adopt(key, holding.kv_blocks)
         else:
             self.room.place(key, holding.life)
+        self.on_change(self)
 
     def let_go(self, key: tuple[str, int]) -> Holding | None:
         """Count a holding as free again; None if there is none, as when a message is repeated."""
         holding = self.holdings.pop(key, None)
         if holding is None:
             return None
+        self._forget_holding(key)
         self.free_seqs += holding.seqs
         if self.room is None:
             self.kv_blocks_taken -= holding.kv_blocks
@@ -128,7 +165,19 @@ class Worker:
             self.room.let_go(key)
             if not self.holdings:
                 self.room.short = False  # nothing runs there any more that would say so
+        self.on_change(self)
         return holding
+
+    def _forget_holding(self, key: tuple[str, int]) -> None:
+        epochs = self.where[key]
+        epochs.remove(self.epoch)
+        if not epochs:
+            del self.where[key]
+
+    def leave(self) -> None:
+        """It is gone; what it held stays on record here, but not in `where`."""
+        for key in self.holdings:
+            self._forget_holding(key)
 
     def forwarded(self, key: tuple[str, int]) -> int:
         """Tokens that an attempt has emitted for certain in decode, first ones aside, by the worker's steps."""
@@ -140,6 +189,7 @@ class Worker:
         self.steps[step.step_id] = step, requests
         for chunk in chunks:
             self.tokens_in_flight += chunk.length
+        self.on_change(self)
         return step
 
     def end_step(self, step_id: int) -> tuple[tuple[Chunk, ...], list[Request]]:
@@ -150,10 +200,35 @@ class Worker:
         step, requests = found
         for chunk in step.chunks:
             self.tokens_in_flight -= chunk.length
+        self.on_change(self)
         return step.chunks, requests
 
-    def undispatched_tokens(self) -> int:
-        return sum(r.submit.prompt_tokens - r.dispatched_tokens for r in self.placed.values())
+    def measure(self, tokens: int, step_ms: float, step_tokens: int) -> None:
+        """A prefill step is computed. The first rate is taken as it is. A short step is mostly overhead, and shows the worker
+        slower than it is: it may raise a rate that full steps gave, but not lower it."""
+        rate, full = tokens * 1000 / step_ms, 2 * tokens >= step_tokens
+        if not self.tokens_per_s or (full and not self.has_run_full):
+            self.tokens_per_s = rate
+        elif full or rate > self.tokens_per_s or not self.has_run_full:
+            self.tokens_per_s += 0.2 * (rate - self.tokens_per_s)
+        self.has_run_full |= full
+
+    @property
+    def tokens_before(self) -> int:
+        """Prompt tokens that a request which came to it now would find before it."""
+        return self.tokens_in_flight + self.undispatched_tokens
+
+    def expect(self, request: Request) -> None:
+        """It is placed on this worker or bound to it, or something of it was dispatched."""
+        left = request.submit.prompt_tokens - request.dispatched_tokens
+        self.undispatched_tokens += left - self.undispatched.get(request.id, 0)
+        self.undispatched[request.id] = left
+
+    def expect_no_more(self, request: Request) -> None:
+        """It is neither placed here with something to dispatch nor bound to this worker any more."""
+        self.placed.pop(request.id, None)
+        self.bound.pop(request.id, None)
+        self.undispatched_tokens -= self.undispatched.pop(request.id, 0)
 
     def whole_blocks(self, submit: Submit) -> int:
         """The most blocks it comes to hold here."""
@@ -171,6 +246,9 @@ class Worker:
     def check_invariants(self) -> None:
         assert self.free_seqs + sum(h.seqs for h in self.holdings.values()) == self.capacity.max_seqs
         assert self.free_seqs >= 0
+        assert all(self.epoch in self.where[key] for key in self.holdings)
+        assert self.undispatched_tokens == sum(self.undispatched.values())
+        assert self.undispatched.keys() == self.placed.keys() | self.bound.keys()
         if self.room is None:
             assert self.kv_blocks_taken == sum(h.kv_blocks for h in self.holdings.values()) <= self.capacity.kv_blocks
         else:
@@ -178,64 +256,62 @@ class Worker:
             assert len(self.room) == len(self.holdings) and all(key in self.room for key in self.holdings)
 
 
-class Pool:
+def expected_again(held: Held, kv_overcommit: float) -> int:
+    """Tokens that a stream of an earlier coordinator is counted with, where its tenant is not known: see `victims`."""
+    if kv_overcommit <= 1 or held.attempt > 1 or held.resumed_tokens:
+        return NEVER
+    return max(ceil((held.left_tokens + 1) / kv_overcommit) - 1, 0)
+
+
+class Pool(Candidates):
     """The workers that serve one model; `admission` lets in only those between which KV can cross."""
 
-    def __init__(self, model: str, weights: Weights | None = None) -> None:
+    def __init__(self, model: str, weights: Weights | None = None, steps_max: int = 2) -> None:
+        """`steps_max`: steps in flight on each prefill worker."""
+        super().__init__(weights or Weights(), steps_max)
         self.model = model
-        self.weights = weights or Weights()
-        self.locality = Locality()
-        self.breakers = Breakers()
-        self.prefill: dict[int, Worker] = {}
-        self.decode: dict[int, Worker] = {}
         self.context_tokens = 0
         """The longest prompt + output every worker takes."""
-        self.full: set[int] = set()
-        """Prefill workers on which the next requests in turn had no room when last looked at; none has come free since."""
-        self.kept_for: Request | None = None
-        self.kept_since = 0.0
-        self.kept_rate = 0.0
-        """Cost per second at which tenants were served when it began."""
-        self.rents: dict[tuple[str, int], tuple[float, float, float]] = {}
-        """Attempts for which room had been kept: the cost of that, since when they have it, and what would run there else per
-        second."""
-        self.claims: dict[str, Request] = {}
-        """Those that lost their prefill worker and keep their room in decode, by id."""
-        self.refused: list[Request] = []
-        """Those that the pop in hand has found without room."""
         self.no_room = self.cache_waits = 0
         """Turns that passed a request over: without room for it, or for a worker that has more of it cached."""
+        self.finished = 0
+        """Requests."""
 
     def add(self, worker: Worker) -> None:
         self._side(worker)[worker.epoch] = worker
-        self.locality.join(worker.epoch, worker.capacity.kv_blocks)
-        self.full.clear()
+        self.locality.join(worker.epoch, worker.capacity.kv_blocks, worker.hello.role)
+        worker.on_change = self.changed
+        self.changed(worker)
+        self.reopen()
         self._measure()
 
     def remove(self, worker: Worker) -> None:
         del self._side(worker)[worker.epoch]
         self.locality.leave(worker.epoch)
         self.breakers.leave(worker.epoch)
-        self.full.discard(worker.epoch)
+        self.idle.drop(worker.epoch)
+        self.hosts.pop(worker.epoch, None)
+        self.ready.pop(worker.epoch, None)
+        self._least_full.drop(worker.epoch)
+        self.reopen()
         self._measure()
+
+    # --- trouble --------------------------------------------------------------------------------------------------------
 
     def blame(self, worker: Worker) -> None:
         """Something failed on it."""
-        worker.trouble += 0.2 * (1.0 - worker.trouble)
+        trouble = self.trouble(worker)
+        worker.trouble, worker.trouble_at = trouble + 0.2 * (1.0 - trouble), self.finished
 
     def forgive(self) -> None:
         """Something went well: old troubles count less, for whoever had them, or they would never be tried again."""
-        for worker in (*self.prefill.values(), *self.decode.values()):
-            worker.trouble = worker.trouble * 0.95 if worker.trouble > 0.01 else 0.0
+        self.finished += 1
 
-    def may_pair(self, prefill: Worker, decode: Worker, now: float) -> bool:
-        return not self.breakers.pairs or self.breakers.allows(
-            (prefill.epoch, decode.epoch), now, lambda key: key in decode.holdings
-        )
-
-    def has_pair(self, prefill: Worker, now: float) -> bool:
-        """Whether anything may be placed on it, as far as its pairs go."""
-        return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
+    def trouble(self, worker: Worker) -> float:
+        if not worker.trouble:
+            return 0.0
+        trouble = worker.trouble * 0.95 ** (self.finished - worker.trouble_at)
+        return trouble if trouble > 0.01 else 0.0
 
     def hash_block_size(self) -> int:
         """Tokens that one hash of a prompt covers: the smallest block size, of which all others are multiples."""
@@ -248,6 +324,20 @@ class Pool:
         """Measured prefill rate of all workers together; 0 until something was measured."""
         return sum(worker.tokens_per_s for worker in self.prefill.values())
 
+    def fastest_tokens_per_s(self) -> float:
+        """Of the workers that take prompts, the highest rate measured with full steps; 0 where there is none."""
+        rates = (w.tokens_per_s for w in self.prefill.values() if w.has_run_full and not w.draining)
+        return max(rates, default=0.0)
+
+    def least_prefill_s(self, tokens: int) -> float:
+        """How long the worker that has it first takes for so much of one prompt behind its steps in flight. One that is not
+        measured is taken to be as fast as the fastest; 0 where none is."""
+        fastest = self.fastest_tokens_per_s()
+        if not fastest:
+            return 0.0
+        takers = (worker for worker in self.prefill.values() if not worker.draining)
+        return min((w.tokens_in_flight + tokens) / (w.tokens_per_s if w.has_run_full else fastest) for w in takers)
+
     def could_ever_fit(self, submit: Submit) -> bool:
         for side in (self.prefill, self.decode):
             for worker in side.values():
@@ -257,70 +347,14 @@ class Pool:
                 return False
         return True
 
-    def could_place(self, submit: Submit) -> bool:
-        """Likewise, on workers that take work."""
-        sides = (self.prefill, self.decode)
-        return all(any(not w.draining and w.could_ever_take(submit) for w in side.values()) for side in sides)
-
     def takes_work(self) -> bool:
         return all(any(not w.draining for w in side.values()) for side in (self.prefill, self.decode))
-
-    # --- waiting for room -----------------------------------------------------------------------------------------------
-
-    def refusals_allowed(self, prefill: Worker) -> int:
-        """How many requests without room its next pop may look at: none while nothing has changed, while room is kept, or where
-        nothing is to be placed."""
-        return 0 if prefill.draining or prefill.epoch in self.full or self.kept_for is not None else REFUSALS_MAX
-
-    def found_full(self, prefill: Worker) -> None:
-        """Nothing runs on it, and those `refused` had no room: on it alone, or on no decode worker, which is so for all. Where
-        room is kept, nobody has looked whether others would have some."""
-        if self.kept_for is not None:
-            return
-        if self.breakers.concern(prefill.epoch) or any(not prefill.fits(request.submit) for request in self.refused):
-            self.full.add(prefill.epoch)
-        elif self.refused:
-            self.full.update(self.prefill)
-
-    def refuse(self, request: Request, bypasses_max: int, served: Callable[[float], float], now: float) -> None:
-        """It is its turn, and there is no room for it. Once it was bypassed so often, what comes free is kept for it.
-
-        `served`: cost per second at which tenants are served."""
-        self.refused.append(request)
-        self.no_room += 1
-        if request.course.bypassed >= bypasses_max and self.kept_for is None and self.could_place(request.submit):
-            self.kept_for, self.kept_since, self.kept_rate = request, now, served(now)
-
-    def stop_keeping(self, now: float) -> float:
-        """Room is kept no longer; the cost of what might have been placed meanwhile."""
-        self.kept_for = None
-        return self.kept_rate * (now - self.kept_since)
-
-    def rent(self, key: tuple[str, int], decode: Worker, now: float) -> None:
-        """It has got the room that was kept for it. It pays when it lets go: a debt would not outlast its own chunks, which may
-        be all that can run, so that the ring comes round to them at once."""
-        share = decode.holdings[key].kv_blocks / sum(worker.capacity.kv_blocks for worker in self.decode.values())
-        self.rents[key] = (self.stop_keeping(now), now, self.kept_rate * share)
-
-    def rent_due(self, key: tuple[str, int], now: float) -> float:
-        """It has let go of it."""
-        kept, since, rate = self.rents.pop(key, (0.0, now, 0.0))
-        return kept + rate * (now - since)
-
-    def count_bypasses(self) -> None:
-        """A request got room, and those `refused` in the same pop, which were before it, did not."""
-        for request in self.refused:
-            request.begin().bypassed += 1
-
-    def waits_for_room(self) -> Request | None:
-        """The request for which all room that comes free is kept."""
-        if self.kept_for is not None and not self.could_place(self.kept_for.submit):
-            self.kept_for = None  # a worker was lost, or drained, which is nobody's fault
-        return self.kept_for
 
     def _measure(self) -> None:
         both = (*self.prefill.values(), *self.decode.values())
         self.context_tokens = min((worker.capacity.context_tokens for worker in both), default=0)
+        self._block_sizes = sorted({worker.capacity.block_size for worker in both})
+        self._mean_tokens_per_s = 0.0
 
     def _side(self, worker: Worker) -> dict[int, Worker]:
         return self.prefill if worker.hello.role is Role.PREFILL else self.decode

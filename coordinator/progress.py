@@ -6,6 +6,7 @@ from coordinator.lifecycle import State as Life
 from coordinator.locality import usable_hashes
 from coordinator.pool import Worker
 from coordinator.request import Request
+from coordinator.shared_blocks import chains
 from coordinator.state import State
 from coordinator.victims import relieve
 from proto.errors import Interrupt
@@ -36,6 +37,9 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
             done = StepDone(done.step_id, (), 0.0, done.tokens_forwarded)
         _refund_skipped(state, worker, asked, requests, done.computed)
     worker.tokens_forwarded = done.tokens_forwarded
+    pool = state.pools[worker.hello.model]
+    pool.changed(worker)
+    pool.ask(worker)
     tokens = 0
     for chunk in done.computed:
         tokens += chunk.length
@@ -49,7 +53,7 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
     if tokens and done.step_ms > 0:
-        worker.tokens_per_s += 0.2 * (tokens * 1000 / done.step_ms - worker.tokens_per_s)
+        worker.measure(tokens, done.step_ms, state.limits.step_tokens)
     for chunk in asked:
         state.journal(state.billing.let_go(chunk.request_id, now))
 
@@ -89,6 +93,8 @@ def cache_miss(state: State, epoch: int, event: Received, now: float) -> None:
     request.cached_tokens = request.begin().computed_tokens = miss.cached_tokens
     state.queues[submit.model].put_back(request, miss.cached_tokens)
     worker.placed[request.id] = request
+    worker.expect(request)
+    state.pools[submit.model].ask(worker)
 
 
 def cache_events(state: State, epoch: int, event: Received, now: float) -> None:
@@ -132,12 +138,15 @@ def decode_progress(state: State, epoch: int, event: Received, now: float) -> No
     for joined in done.joined:
         room.joined((joined.request_id, joined.attempt), joined.step)
     room.reached(done.steps)
+    for shared in done.prefixes:
+        if not room.shares((shared.request_id, shared.attempt), chains(shared.parts)):
+            state.out.append(Misbehaved(epoch, f"{shared.request_id} shares more blocks than its prompt has"))
     was_short, room.short = room.short, done.short_blocks > 0 and state.limits.kv_overcommit > 1
     if room.short:
         relieve(state, worker, done.short_blocks, now)
-    elif done.joined or was_short:
+    elif done.joined or done.prefixes or was_short:
         # An attempt that runs is known to end, and counts for less than one that may come at any time.
-        state.pools[worker.hello.model].full.clear()
+        state.pools[worker.hello.model].freed(worker)
 
 
 def finished(state: State, epoch: int, event: Received, now: float) -> None:
@@ -155,7 +164,7 @@ def finished(state: State, epoch: int, event: Received, now: float) -> None:
     if request is None or epoch not in (request.prefill_epoch, request.decode_epoch):
         return
     if request.state in (Life.PREFILLING, Life.HANDING_OVER, Life.DECODING):
-        state.queues[request.submit.model].learn(request, done.output_tokens)
+        state.queues[request.submit.model].learn(request, done.output_tokens + request.submit.resumed_tokens)
         state.pools[request.submit.model].forgive()
         state.end(request, Trigger.FINISH, "done", now)
 

@@ -1,22 +1,43 @@
 """The requests of one model with chunks left to dispatch, queued and placed alike, and what their tenants are charged."""
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import NamedTuple, cast
 
 from coordinator.bands import ring_weights
 from coordinator.cost import OutputLength
+from coordinator.demand import Demand, class_key
 from coordinator.events import Limits
-from coordinator.fairqueue import REFUSALS_MAX, FairQueue, Terms
-from coordinator.lanes import SPARE, Entry
+from coordinator.fairqueue import Answer, Close, FairQueue, MoveTo, Terms
+from coordinator.latest_starts import LatestStarts
+from coordinator.lines import SPARE
 from coordinator.nodes import Path
 from coordinator.overload import Backlog, Rate
 from coordinator.request import Request
+from coordinator.waits import Waits
 from proto.messages import Chunk, Submit
 
 _HEAD_START_S = 1e6
 """What a drain cut short goes before whatever else its tenant has waiting."""
+
+
+class NextChunk(NamedTuple):
+    """What a pop has found for a prefill worker."""
+
+    request: Request | None
+    """None where nothing can run."""
+    length: int
+    """Tokens of its prompt."""
+    closed: tuple[int, ...]
+    """Queue keys under which nothing could run."""
+    gave_up: bool
+    """Nothing was found within the bound of moves; another call goes on from there."""
+
+
+LengthOf = Callable[[Request], int | Close | MoveTo]
+"""How many tokens of a prompt, at least one, can run in this step; or that nothing under its queue key can run (`Close`), or
+that it has to wait under another one (`MoveTo`)."""
 
 
 class WaitQueue:
@@ -26,10 +47,9 @@ class WaitQueue:
         self._limits = limits
         self._waiting = 0
         self._lengths: dict[Path, OutputLength] = {}
-        self._came: deque[Request] = deque()
-        """In the order in which they came to wait, also those that wait no longer until they are first ..."""
-        self._came_at: deque[float] = deque()
-        """... and when each of them did."""
+        self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
+        self._waits.bands = limits.bands
+        self._latest_starts = LatestStarts()
         self._deadlines: list[tuple[float, int, Request, int]] = []
         self._deadlines_set = 0
         self.nothing_due_before = 0.0
@@ -40,25 +60,30 @@ class WaitQueue:
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
         self._served = Rate(0.0)
         """Cost of all tenants."""
+        self._classes: dict[int, None] = {}
+        """Keys of all classes of KV demand that have come up. There are some tens at the most."""
+        self._bands: set[str] = set(limits.bands)
+        """All that there have been."""
 
     def __len__(self) -> int:
         return self._waiting
 
     def __iter__(self) -> Iterator[Request]:
-        came = zip(self._came_at, self._came, strict=True)
-        return iter(dict.fromkeys(request for since, request in came if _waits(since, request)))
+        return iter(self._waits)
 
     def replace_limits(self, limits: Limits) -> None:
         """Other bands and weights, from the next turn on."""
         self._limits = limits
+        self._bands.update(limits.bands)
+        self._waits.bands = limits.bands
         self.nothing_due_before = 0.0
         self.fair.reweigh({**ring_weights(limits.bands), **limits.weights})
 
     def forget(self, tenant: str) -> None:
         """One of which nothing waits or runs."""
         organisation, _, user = tenant.partition("/")
-        known = {*self.fair.tenants(), *self._lengths, *self.backlog.tenants()}
-        for path in [path for path in known if path[1:] == (organisation, user)]:
+        for band in self._bands:
+            path = (band, organisation, user)
             self.fair.forget(path)
             self.backlog.forget(path)
             self._lengths.pop(path, None)
@@ -72,15 +97,11 @@ class WaitQueue:
         self._waiting += 1
         self.backlog.add(request, now)
         if can_run:
-            self._enter(request)
+            self._enter(request, self.class_key(request))
         self._set_deadline(request)
-        self._came.append(request)
-        self._came_at.append(request.since)
-        self.nothing_due_before = min(self.nothing_due_before, request.since + self._limits.queue_wait_s_max)
-        if len(self._came) > 2 * self._waiting + SPARE:
-            # Behind one that waits long, those that have gone would stay, with all they hold.
-            self._came = deque(self)
-            self._came_at = deque(waiting.since for waiting in self._came)
+        self._waits.add(request, self._waiting)
+        self._latest_starts.add(request, self._waiting)
+        self.nothing_due_before = min(self.nothing_due_before, request.since + self._waits.limit_s(request))
 
     def put_back(self, request: Request, dispatched_tokens: int) -> None:
         """Its worker will skip what was dispatched behind `dispatched_tokens`, so that must be dispatched again. What it cost
@@ -88,19 +109,23 @@ class WaitQueue:
         request.dispatched_tokens = dispatched_tokens
         if request.entry is None:
             self.refund_output(request)
-            self._enter(request)
+            self._enter(request, request.prefill_epoch)
             self._set_deadline(request)
-            self.settle_on(request, request.prefill_epoch)
 
-    def _enter(self, request: Request) -> None:
+    def _enter(self, request: Request, key: int) -> None:
         chunks = -(-request.submit.prompt_tokens // self._limits.step_tokens)
         asked = request.submit.deadline_ms / 1000
         band = self._limits.bands[request.path[0]]
         due = request.arrived + (asked or band.ttft_s + chunks * band.ttft_s_per_chunk)
         if request.submit.drained_attempts:
             due -= _HEAD_START_S
-        request.entry = self.fair.push(request, request.path, due, chunks)
-        request.path = request.entry.leaf.path  # one for all of its tenant's
+        request.entry = self.fair.push(request, request.path, key, due, chunks)
+        request.path = cast(tuple[str, str, str], request.entry.leaf.path)  # one for all of its tenant's
+
+    def class_key(self, request: Request) -> int:
+        key = class_key(Demand.of(request.submit, request.expected_left))
+        self._classes[key] = None
+        return key
 
     def _set_deadline(self, request: Request) -> None:
         """Once for as long as it waits, with a turn or without."""
@@ -121,7 +146,7 @@ class WaitQueue:
         for request in self:
             if can_run(request) != (request.entry is not None):
                 if request.entry is None:
-                    self._enter(request)
+                    self._enter(request, self.class_key(request))
                 else:
                     self.fair.remove(request.entry)
                     request.entry = None
@@ -143,13 +168,10 @@ class WaitQueue:
     # --- time -----------------------------------------------------------------------------------------------------------
 
     def next_timer(self) -> float | None:
-        came, came_at, deadlines = self._came, self._came_at, self._deadlines
-        while came and not _waits(came_at[0], came[0]):
-            came.popleft()
-            came_at.popleft()
+        deadlines = self._deadlines
         while deadlines and not self._is_due(deadlines[0][2], deadlines[0][3]):
             heappop(deadlines)
-        waited = came_at[0] + self._limits.queue_wait_s_max if came else None
+        waited = self._waits.next_end()
         if not deadlines:
             return waited
         return deadlines[0][0] if waited is None else min(waited, deadlines[0][0])
@@ -160,57 +182,68 @@ class WaitQueue:
             if self._deadlines and self._deadlines[0][0] <= now:
                 yield heappop(self._deadlines)[2]
             else:
-                self._came_at.popleft()
-                yield self._came.popleft()
+                yield from self._waits.overdue(now)
         self.nothing_due_before = inf if due is None else due
 
     def too_late(self, now: float, tokens_per_s: float, uncached: Callable[[Submit], int]) -> Request | None:
-        """One that waits and cannot have its first token by its deadline any more, of those due first."""
-        self.next_timer()
-        if not self._deadlines or tokens_per_s <= 0:
-            return None
-        due, _, request, attempt = self._deadlines[0]
-        if attempt > 1 or not request.waits:
-            return None
-        return request if now + uncached(request.submit) / tokens_per_s > due else None
+        """One that waits and cannot have its first token by its deadline any more, computed at this rate."""
+        return self._latest_starts.first_too_late(now, tokens_per_s, uncached)
 
     # --- service --------------------------------------------------------------------------------------------------------
 
-    def next_chunk(
-        self, epoch: int, length_of: Callable[[Request], int], now: float, refusals_max: int = REFUSALS_MAX
-    ) -> tuple[Request, int] | None:
-        """Charge the next chunk for this prefill worker; `length_of` says how much of a prompt can run there now, or 0."""
+    def classes(self) -> list[int]:
+        """Queue keys of the classes of KV demand in which something waits."""
+        return [key for key in self._classes if self.fair.has(key)]
+
+    def next_chunk(self, epoch: int, keys: Iterable[int], length_of: LengthOf, now: float) -> NextChunk:
+        """Charge the next chunk for this prefill worker, of what is placed there or waits under one of these queue keys."""
         length, output_cost, prices = 0, 0.0, self._limits.prices
 
-        def offer(request: Request) -> Terms | None:
+        def offer(request: Request) -> Answer:
             nonlocal length, output_cost
-            length = length_of(request)
-            if length == 0:
-                return None
+            answer = length_of(request)
+            if not isinstance(answer, int):
+                return answer
+            length = answer
             unpaid = request.unpaid_tokens(request.dispatched_tokens, length)
             cost = prices.chunk(unpaid) if unpaid else 0.0
             if request.dispatched_tokens + length < request.submit.prompt_tokens:
-                return cost, False
+                return Terms(cost, False, epoch)
             output_cost = prices.output(self.output_estimate(request))
-            return cost + output_cost, True
+            return Terms(cost + output_cost, True, epoch)
 
-        found = self.fair.pop(epoch, offer, refusals_max)
-        if found is None:
-            return None
-        request = found[0].item
-        self._served.add(found[1], now)
+        entry, cost, closed, gave_up = self.fair.pop((epoch, *keys), offer)
+        if entry is None:
+            return NextChunk(None, 0, closed, gave_up)
+        request = entry.item
+        self._served.add(cost, now)
         request.dispatched_tokens += length
-        self.backlog.dispatched(request.path, length, found[1], now)
+        self.backlog.dispatched(request.path, length, cost, now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
             request.begin().output_charged = output_cost
             request.entry = None
-        return request, length
+        return NextChunk(request, length, closed, False)
 
-    def settle_on(self, request: Request, epoch: int) -> None:
-        """Its chunks run on this prefill worker from now on."""
-        entry: Entry[Request] | None = request.entry
+    def peek(self, keys: Iterable[int]) -> Request | None:
+        """The first in the fair order that waits under these queue keys."""
+        entry = self.fair.peek(keys)
+        return None if entry is None else entry.item
+
+    def goes_before(self, one: Request, other: Request) -> bool:
+        """Whether the turn of `one` comes first in the fair order; both have one."""
+        assert one.entry is not None and other.entry is not None
+        return self.fair.goes_before(one.entry, other.entry)
+
+    def settle_on(self, request: Request, key: int) -> None:
+        """It waits under this queue key from now on: a prefill worker's epoch where it was placed, or `bound_key`."""
+        entry = request.entry
         assert entry is not None
-        self.fair.settle_on(entry, epoch)
+        if entry.key != key:
+            self.fair.move(entry, key)
+
+    def unsettle(self, request: Request) -> None:
+        """It is not placed, and waits in its class again."""
+        self.settle_on(request, self.class_key(request))
 
     def served_per_s(self, now: float) -> float:
         """Cost per second of what was dispatched lately, answers as estimated."""
@@ -248,8 +281,3 @@ class WaitQueue:
 
     def _length(self, path: Path) -> OutputLength:
         return self._lengths.get(path) or self._lengths.setdefault(path, OutputLength())
-
-
-def _waits(since: float, request: Request) -> bool:
-    """Whether it has waited from then on: it may have been placed, and come back."""
-    return request.waits and since == request.since

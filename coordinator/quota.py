@@ -159,6 +159,13 @@ class Quotas:
     """By tenant: its levels."""
     _spent: dict[str, int] = field(default_factory=dict, repr=False)
     """Levels that are gone but for what they used of a daily budget, and that day: it counts if they come back."""
+    _level_names: set[str] = field(default_factory=set, repr=False)
+    """Of all tenants that the file has."""
+    _vacated: dict[str, None] = field(default_factory=dict, repr=False)
+    """Levels by which nothing is held any more since the last `take_vacated`, of tenants that the file does not have."""
+
+    def __post_init__(self) -> None:
+        self._level_names = {level.name for policy in self.tenants.policies.values() for level in policy.levels}
 
     # --- taking and giving back ---------------------------------------------------------------------------------------
 
@@ -233,6 +240,7 @@ class Quotas:
         self._of.clear()
         now_ns, day = round(now * _NS), self.day(now)
         levels = {level.name: level for policy in tenants.policies.values() for level in policy.levels}
+        self._level_names = set(levels)
         for name, account in list(self.accounts.items()):
             level = levels.get(name)
             if level is not None:
@@ -247,10 +255,15 @@ class Quotas:
         if account is not None and not account.idle:
             return False
         self._of.pop(tenant, None)
-        levels = {level.name for policy in self.tenants.policies.values() for level in policy.levels}
-        for name in {tenant, tenant.partition("/")[0]} - levels:
+        for name in {tenant, tenant.partition("/")[0]} - self._level_names:
             self._drop(name, self.day(now))
         return True
+
+    def take_vacated(self) -> list[str]:
+        """Tenants that the file does not have and that hold nothing any more; each is named once."""
+        vacated = list(self._vacated)
+        self._vacated.clear()
+        return vacated
 
     def _drop(self, name: str, day: int) -> None:
         account = self.accounts.get(name)
@@ -332,6 +345,8 @@ class Quotas:
             account.tokens_in_flight -= grant.tokens
             account.kv_blocks -= grant.kv_blocks
             assert account.concurrency >= 0 and account.tokens_in_flight >= 0 and account.kv_blocks >= 0
+            if account.idle and self.tenants.policy(account.name) is None:
+                self._vacated[account.name] = None
             if undo and account.requests is not None and grant.rated & 1 << (2 * index):
                 account.requests.take(-1)
             if account.tokens is not None and grant.rated & 2 << (2 * index):

@@ -39,8 +39,10 @@ class Course(msgspec.Struct, eq=False, gc=False):
     placed_at: float = 0.0
     computed_tokens: int = 0
     """Of the prompt, the cached ones before them included."""
-    waits_since: float | None = None
-    """When it first let a worker's turn pass, for one with more of it cached."""
+    bound_to: int = 0
+    """The prefill worker it waits for, which has more of it cached, while it is not placed."""
+    moves: int = 0
+    """How often it was bound to one."""
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
     output_charged: float = 0.0
@@ -152,4 +154,4 @@ class Request(msgspec.Struct, eq=False):
         self.dispatched_tokens = self.cached_tokens = 0
         course = self.begin()
         course.prefill_epoch = course.decode_epoch = course.computed_tokens = course.bypassed = 0
-        course.waits_since = None
+        course.moves = 0

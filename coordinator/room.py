@@ -30,6 +30,16 @@ safe. So with `place` only after `fits`, the pool cannot run out: no refusal aft
 lengths, cancels, delays and orders. It is also the best that can be promised to attempts just placed: for the step of the
 maximum there is a joining order which needs just that.
 
+**Shared prefixes.** Attempts whose prompts begin alike hold the same full blocks. That counts only once the worker has said
+so: it names the blocks that an attempt found in its prefix tree, or that it brought and others may find (`SharedPrefix`). From
+then on until it ends the attempt holds them for certain: it has a reference to each, and full blocks of prompts are never
+written to. `shared_blocks` says how many of an attempt's blocks are *covered* by attempts that stay at least as long; its term
+in T is less by that. (1) holds: of the attempts alive at a step, one counts each shared block; an attempt of which the worker
+has said nothing counts in full; and one that ended goes on to cover others until its end is known, when its blocks go over to
+them. (2) holds: naming a holder takes away from T, and when an attempt joins or ends, what it counted goes over to others
+whose ends are no later. Nothing is assumed in advance. What is placed has to fit in full, and counts in full until the worker
+has found its prefix, so T is right even where a prefix that it might have shared is given up before it comes.
+
 **Overcommit** gives the promise up for more use: a `Life` with `expected` < `left` is counted as if it ended there. One that
 outlives its expectation is counted with its whole rest from then on, so T may go beyond the pool; then nothing more is placed,
 and if the blocks really run short, somebody else chooses who has to leave (`victims`).
@@ -40,11 +50,13 @@ calls. The rows are kept only from when whole lives add up to more than the pool
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.shared_blocks import SharedBlocks
 from proto.messages import Submit
 
 Key = tuple[str, int]
@@ -110,6 +122,8 @@ class _Entry(NamedTuple):
     life: Life | None
     """None: adopted, only its blocks are known."""
     running: bool
+    covered: int = 0
+    """Of its prompt's blocks, those that are counted with other attempts; `row` and `whole` are without them."""
 
 
 class Room:
@@ -133,6 +147,7 @@ class Room:
         self._next_id = 0
         self._short: dict[int, Key] = {}
         """Running rows that may outlive the end they are counted with."""
+        self._shared = SharedBlocks()
         self._divisor = np.array(block_size)
         self._peak: int | None = None
 
@@ -145,6 +160,7 @@ class Room:
     @property
     def peak(self) -> int:
         """Most blocks that what is here can ever hold at the same time."""
+        self._settle()
         if not self._has_rows:
             self._has_rows = True
             for entry in sorted(self._entries.values(), key=lambda entry: entry.row.end):
@@ -156,12 +172,14 @@ class Room:
     @property
     def taken(self) -> int:
         """`peak` where it is kept, else `wholes`, which is more."""
+        self._settle()
         return self.peak if self._has_rows else self.wholes
 
     def fits(self, life: Life) -> bool:
         """Whether this attempt can be placed now with nobody ever left without a block."""
         if self.short:
             return False
+        self._settle()
         whole = life.whole(self.block_size)
         if self.wholes + whole <= self.kv_blocks:
             return True
@@ -187,6 +205,16 @@ class Room:
             return
         self._run(key, entry.life, step)
 
+    def shares(self, key: Key, parts: Mapping[int, int]) -> bool:
+        """The attempt holds so many blocks of these chains, by number, until it ends. False if its prompt has not so many."""
+        entry = self._entries.get(key)
+        if entry is None or entry.life is None:
+            return True
+        if sum(parts.values()) > entry.life.prompt_tokens // self.block_size:
+            return False
+        self._cover(key, self._shared.hold(key, parts, entry.row.end))
+        return True
+
     def reached(self, steps: int) -> None:
         """The worker has begun this many steps; every attempt that joined by then has been named."""
         self.steps = max(self.steps, steps)
@@ -197,9 +225,14 @@ class Room:
 
     def let_go(self, key: Key) -> bool:
         """The worker holds nothing more for this attempt. False if there is none, as when a message is repeated."""
-        entry = self._entries.pop(key, None)
-        if entry is None:
+        if key not in self._entries:
             return False
+        self._shared.let_go(key)
+        self._take_out(key)
+        return True
+
+    def _take_out(self, key: Key) -> None:
+        entry = self._entries.pop(key)
         self.wholes -= entry.whole
         self._short.pop(entry.row.row_id, None)
         if self._has_rows and self.wholes * 2 <= self.kv_blocks:
@@ -208,11 +241,16 @@ class Room:
             self._ids.clear()
         elif self._has_rows:
             self._drop_row(entry.row)
-        return True
 
     def held_now(self, key: Key) -> int:
         """Blocks the attempt holds at the most at the step the worker is known to have reached."""
         return self._entries[key].row.at(self.steps, self.block_size)
+
+    @property
+    def shared(self) -> int:
+        """Blocks that are not counted because another attempt that holds them too counts them."""
+        self._settle()
+        return self._shared.saved
 
     def forwarded(self, key: Key) -> int:
         """Tokens that one choice of an attempt which still runs has emitted for certain, its first one aside."""
@@ -224,6 +262,8 @@ class Room:
 
     def check_invariants(self) -> None:
         """Asserts that the rows are sorted and that their totals are what a count from scratch gives."""
+        self._settle()
+        assert all(entry.covered == self._shared.covered(key) for key, entry in self._entries.items())
         assert self.wholes == sum(entry.whole for entry in self._entries.values()) >= self.peak
         assert self._ends == sorted(self._ends) == self._table[_END, : len(self._ends)].tolist()
         assert sorted(self._ids) == sorted(entry.row.row_id for entry in self._entries.values())
@@ -233,19 +273,41 @@ class Room:
             assert int(self._table[_TOTAL, at]) == total, (at, end, total)
 
     def _run(self, key: Key, life: Life, step: int) -> None:
-        self.let_go(key)
-        row = self._row(life, step, step + life.counted)
-        self._add(key, _Entry(row, life.whole(self.block_size), life, running=True))
+        before = self._entries[key]
+        self._take_out(key)
+        row = self._row(life, step, step + life.counted, before.covered)
+        whole = life.whole(self.block_size) - before.covered
+        self._add(key, _Entry(row, whole, life, running=True, covered=before.covered))
+        self._shared.moved(key, row.end)
         if life.counted < life.left:
             self._short[row.row_id] = key
+
+    def _settle(self) -> None:
+        """Who counts what several hold may have changed since the last count."""
+        if not self._shared.stale:
+            return
+        for key, more in self._shared.settle().items():
+            self._cover(key, more)
+
+    def _cover(self, key: Key, more: int) -> None:
+        """So many more of its blocks are counted with others."""
+        if not more:
+            return
+        entry = self._entries[key]
+        row = entry.row._replace(base=entry.row.base - more)
+        self.wholes -= more
+        self._entries[key] = entry._replace(row=row, whole=entry.whole - more, covered=entry.covered + more)
+        if self._has_rows:
+            self._drop_row(entry.row)
+            self._add_row(row)
 
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
 
-    def _row(self, life: Life, start: int, end: int) -> _Row:
+    def _row(self, life: Life, start: int, end: int, covered: int = 0) -> _Row:
         """Ends before `start` get less than the prompt's blocks: they lie in the past, where nothing is asked any more."""
-        base = (life.prompt_tokens // self.block_size) * (1 - life.choices)
+        base = (life.prompt_tokens // self.block_size) * (1 - life.choices) - covered
         offset = life.prompt_tokens - start + self.block_size - 1
         return _Row(end, start + life.counted, offset, life.choices, base, self._new_id())
 

@@ -1,36 +1,92 @@
-"""Placing what waits and keeping prefill workers busy: after every event, as much as there is room for."""
+"""Placing what waits and keeping prefill workers busy: after every event that may have made something possible.
 
-from coordinator.choice import best_prefill_first, expect_cached
+Each pool notes what that is. `news`: a request has come, or a class of requests has room again, so any prefill worker that can
+take a step may find something. `ready`: single prefill workers, which have done a step or for which something waits. Other
+events, like the progress of running streams, make no work here.
+"""
+
+from itertools import islice
+
+from coordinator.candidates import EXAMINED_MAX
+from coordinator.choice import better_than_bound, expect_cached
+from coordinator.demand import bound_key
 from coordinator.lifecycle import State as Life
 from coordinator.lifecycle import Trigger
-from coordinator.placement import orders, reserve, room_anywhere
+from coordinator.placement import orders, prefill_for, reserve
 from coordinator.pool import Pool, Worker
 from coordinator.queue import WaitQueue
 from coordinator.request import CLAIM, Request
 from coordinator.state import State
 from coordinator.steps import compose
+from coordinator.watch import NothingRuns
+
+STEALS_MAX = 8
+"""A request that was bound to a worker so often stays where it is."""
 
 
 def schedule(state: State, now: float) -> None:
     for model, queue in state.queues.items():
-        pool, most = state.pools[model], state.limits.steps_in_flight
+        pool = state.pools[model]
         if pool.breakers.wake(now):
-            pool.full.clear()
-        if not queue.fair.size:
+            pool.reopen()
+        if not pool.news and not pool.ready:
             continue
-        if pool.claims:
+        if not queue.fair.size:
+            pool.news = False
+            pool.ready.clear()
+            continue
+        if pool.news and pool.claims:
             _place_claims(state, pool, queue, now)
-        if pool.kept_for is not None:
+        if pool.rooms.kept_for is not None:
             _place_kept(state, pool, queue, now)
-        free = [worker for worker in pool.prefill.values() if len(worker.steps) < most]
-        while free and queue.fair.size:
-            # The one with the least to do first, or the first in the table would get two steps before another got one; of
-            # those with nothing to do, the one that has done least.
-            worker = (
-                min(free, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.epoch)) if len(free) > 1 else free[0]
-            )
-            if not _fill(state, worker, pool, queue, now) or len(worker.steps) >= most:
-                free.remove(worker)
+        while (worker := _next_to_ask(pool, queue)) is not None:
+            if not _fill(state, worker, pool, queue, now):
+                if not _steal(worker, pool, queue, now):
+                    pool.ready.pop(worker.epoch, None)
+                    pool.asked.add(worker.epoch)
+            elif worker.undispatched:
+                pool.ask(worker)
+        if state.watch is not None and not pool.asked and len(pool.idle):
+            state.watch(NothingRuns(pool.prefill[next(iter(pool.idle))]))  # no class has room, so none is asked
+        pool.news, pool.gave_up = pool.gave_up, False
+        pool.asked.clear()
+
+
+def _next_to_ask(pool: Pool, queue: WaitQueue) -> Worker | None:
+    """The prefill worker with the least to do, of those that may find something."""
+    if pool.news:
+        classes = {key for key in queue.classes() if key not in pool.rooms.closed}
+        for epoch in pool.idle if classes else ():
+            if epoch in pool.asked:
+                continue
+            worker = pool.prefill[epoch]
+            stuck = pool.stuck.get(epoch)
+            if pool.may_place_on(worker) and not (stuck and stuck.keys() >= classes):
+                return worker
+        pool.news = False
+    ready = [pool.prefill[epoch] for epoch in pool.ready]
+    return min(ready, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.epoch), default=None)
+
+
+def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
+    """It finds nothing to do: of what is bound to another worker, it takes what came last, if that starts earlier here."""
+    if not pool.may_place_on(worker):
+        return False
+    hosts = [pool.prefill[epoch] for epoch in islice(pool.hosts, EXAMINED_MAX) if epoch != worker.epoch]
+    host = max(hosts, key=lambda w: (w.tokens_before, w.epoch), default=None)
+    if host is None:
+        return False
+    pool.hosts[host.epoch] = pool.hosts.pop(host.epoch)  # the others are looked at too
+    request = next(reversed(host.bound.values()))
+    if request.course.moves >= STEALS_MAX or not worker.fits(request.submit):
+        return False
+    if not better_than_bound(request, worker, host, pool, pool.kept_waiting(worker, len(queue)), now):
+        return False
+    pool.unbind(request)
+    expect_cached(request, worker, pool)
+    pool.bind(request, worker)
+    queue.settle_on(request, bound_key(worker.epoch))
+    return True
 
 
 def _place_claims(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
@@ -40,30 +96,43 @@ def _place_claims(state: State, pool: Pool, queue: WaitQueue, now: float) -> Non
         decode = state.workers[request.course.claim[0]]
         if request.entry is None or request.state is not Life.QUEUED or (request.id, CLAIM) not in decode.holdings:
             continue
-        for prefill in best_prefill_first(request.submit, pool):
-            if not prefill.draining and prefill.fits(request.submit) and pool.may_pair(prefill, decode, now):
-                state.drop_claim(request)
-                if pool.kept_for is request:
-                    queue.charge(request.path, pool.stop_keeping(now))  # others were let by before it got its own back
-                if decode.fits(request.submit, request.expected_left):
-                    expect_cached(request, prefill, pool)
-                    _place(state, request, prefill, decode, queue, now)
-                    queue.settle_on(request, prefill.epoch)
-                break
+        prefill = prefill_for(request, decode, pool, now)
+        if prefill is None:
+            continue
+        state.drop_claim(request)
+        if decode.fits(request.submit, request.expected_left):
+            _place_out_of_turn(state, request, prefill, decode, now)
 
 
 def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
-    """A request that was bypassed too often is placed as soon as there is room, though it is not its turn yet. Its tenant pays
-    for what could not be placed meanwhile, and for the room as long as it has it, at what others were served before: so it
-    waits for its next turn until they have had as much."""
-    request = pool.waits_for_room()
-    pair = room_anywhere(request, pool, now) if request is not None else None
-    if request is None or pair is None:
+    """A request that was bypassed too often is placed as soon as the decode worker kept for it has room, though it may not be
+    its turn yet. Its tenant pays for the time in which that worker took nobody else."""
+    rooms = pool.rooms
+    request, decode = rooms.kept_for, pool.decode.get(rooms.kept_on)
+    assert request is not None
+    if decode is None or decode.draining or not pool.could_place(request.submit):
+        rooms.stop_keeping(now)  # which is nobody's fault
+        pool.reopen()
         return
-    expect_cached(request, pair[0], pool)
-    _place(state, request, *pair, queue, now)
-    pool.rent(request.key, pair[1], now)
-    queue.settle_on(request, pair[0].epoch)
+    if not decode.fits(request.submit, request.expected_left):
+        return
+    prefill = prefill_for(request, decode, pool, now)
+    if prefill is not None:
+        _place_out_of_turn(state, request, prefill, decode, now)
+    elif not rooms.kept_prefill:
+        able = [w for w in pool.prefill.values() if not w.draining and w.could_ever_take(request.submit)]
+        able = [w for w in able if pool.may_pair(w, decode, now)]
+        rooms.kept_prefill = max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.epoch)).epoch if able else 0
+
+
+def _place_out_of_turn(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
+    pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
+    pool.unbind(request)
+    expect_cached(request, prefill, pool)
+    _place(state, request, prefill, decode, queue, now)
+    queue.settle_on(request, prefill.epoch)
+    pool.gone(request)
+    pool.ask(prefill)
 
 
 def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
@@ -88,10 +157,15 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
 
 
 def _place(state: State, request: Request, prefill: Worker, decode: Worker, queue: WaitQueue, now: float) -> None:
+    pool = state.pools[request.submit.model]
     state.drop_claim(request)
+    pool.unbind(request)
     queue.placed(request)
     reserve(request, prefill, decode)
-    state.pools[request.submit.model].breakers.placed((prefill.epoch, decode.epoch), request.key)
+    if pool.rooms.kept_for is request:
+        pool.rooms.rent(request.key, decode.holdings[request.key].kv_blocks / decode.capacity.kv_blocks, now)
+        pool.reopen()
+    pool.breakers.placed((prefill.epoch, decode.epoch), request.key)
     state.billing.hold(request.id, 2)
     request.begin().placed_at = now
     keep, take_in = orders(request, prefill, decode, state.peers[request.gateway_epoch])

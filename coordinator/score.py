@@ -11,16 +11,18 @@ longer a first token may take for what it stands for. Longest-prefix-first is `c
 `compute` zero.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Weights:
     queue: float = 1.0
-    compute: float = 3.0
+    compute: float = 4.0
     """Well over 1: what is computed again keeps not only this prompt waiting, but all behind it, and drives something else out
     of a cache. At 1.5, caches that hold all hot beginnings once but not twice lost half their hits in an overload."""
+    pressure: float = 2.0
+    """How much more computing weighs for each request that waits: those are kept waiting too."""
     transfer_s: float = 0.0005
     """Per block to send: a block of some hundred KB at the speed of a fast network, or shared memory with a copy."""
     remote_s: float = 0.001
@@ -31,10 +33,8 @@ class Weights:
     """For a full decode worker, less in proportion: each stream more slows all others there, all the time it runs."""
     trouble_s: float = 5.0
     """For a worker on which everything failed lately: avoided, as long as there is another."""
-    patience: float = 1.0
-    """A request may wait for a worker which has more of its prompt cached as long as it saves, times this ..."""
-    patience_s_max: float = 5.0
-    """... but no longer than this."""
+    margin_s: float = 0.0
+    """A request waits for another worker than the one that could take it now only if the score is better by more than this."""
 
 
 @dataclass(slots=True)
@@ -65,9 +65,10 @@ class DecodeSide:
     host: str
 
 
-def prefill_s(prompt_tokens: int, side: PrefillSide, weights: Weights) -> float:
-    """The part of the score that the prefill worker decides."""
-    work = weights.queue * side.tokens_before + weights.compute * (prompt_tokens - side.cached_tokens)
+def prefill_s(prompt_tokens: int, side: PrefillSide, weights: Weights, waiting: float = 0.0) -> float:
+    """The part of the score that the prefill worker decides. `waiting`: requests for each worker that wait for their turn."""
+    compute = weights.compute * (1.0 + weights.pressure * waiting)
+    work = weights.queue * side.tokens_before + compute * (prompt_tokens - side.cached_tokens)
     return work / side.tokens_per_s + weights.room_s * side.fullness**2 + weights.trouble_s * side.trouble
 
 
@@ -81,16 +82,3 @@ def best_decode(decode: Iterable[tuple[int, DecodeSide]], prefill_host: str, wei
     """The epoch of the best decode worker for a prompt computed on `prefill_host`; of equals the first."""
     found = min(decode, key=lambda entry: decode_s(entry[1], prefill_host, weights), default=None)
     return None if found is None else found[0]
-
-
-def patience_s(prompt_tokens: int, here: PrefillSide, others: Mapping[int, PrefillSide], weights: Weights) -> float:
-    """How long a prompt should rather wait for one of the `others` than run `here`; 0 if it should run here now.
-
-    Delay scheduling (Zaharia et al., EuroSys 2010): it waits for its data, but not longer than having it saves, so that
-    whatever becomes of the better worker, it has lost no more than it could have won.
-    """
-    better = [side for side in others.values() if side.cached_tokens > here.cached_tokens]
-    if not better:
-        return 0.0
-    saved = prefill_s(prompt_tokens, here, weights) - min(prefill_s(prompt_tokens, side, weights) for side in better)
-    return min(max(weights.patience * saved, 0.0), weights.patience_s_max)

@@ -1,15 +1,18 @@
 """What the core knows, and the moves that every part of it makes: a request changes state, ends, or leaves its workers."""
 
 from collections import Counter, OrderedDict
-from typing import NamedTuple
+from collections.abc import Iterable
+
+import msgspec
 
 from coordinator.billing import Billing
 from coordinator.events import Action, Limits, Moved, Send
 from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as Life
 from coordinator.nodes import Path
-from coordinator.pool import Holding, Pool, Worker
+from coordinator.pool import Holding, Pool, Where, Worker
 from coordinator.queue import WaitQueue
+from coordinator.remembered import Remembered
 from coordinator.request import CLAIM, NO_CLAIM, Request
 from coordinator.retries import RetryBudget
 from coordinator.usage import Closed, Opened
@@ -19,7 +22,7 @@ from proto.messages import ClusterState, Hello, Interrupted, Message, Release, R
 from runtime.tenants import open_tenants
 
 
-class Last(NamedTuple):
+class Last(msgspec.Struct, frozen=True, gc=False):
     attempt: int = 0
     drained: int = -1
     """Attempts up to it that drains cut short; less than any where it was never accepted here."""
@@ -32,11 +35,13 @@ class State:
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
         self.bands_lowest_first = sorted(self.limits.bands, key=lambda name: self.limits.bands[name].weight)
-        self.billing = Billing(open_tenants())
+        self.billing = Billing(open_tenants(), self.limits.remembered_s, self.limits.remembered_max)
         self.now = 0.0
         """Of the event in hand."""
         self.peers: dict[int, Hello] = {}
         self.workers: dict[int, Worker] = {}
+        self.where: Where = {}
+        """By attempt: which of them hold something for it."""
         self.retries = RetryBudget(self.limits.retry_floor, self.limits.retry_share)
         self.fenced: OrderedDict[int, Hello] = OrderedDict()
         """Epochs of the last workers that hung, oldest first."""
@@ -47,9 +52,9 @@ class State:
         """All that have not ended."""
         self.interrupted: OrderedDict[str, Request] = OrderedDict()
         """Those that wait for their gateway, longest first."""
-        self.ended: OrderedDict[str, Last] = OrderedDict()
-        """The last requests that ended, with their last attempts, oldest first: what repeats them does not start them again,
-        and a worker that comes back with one is told to let go."""
+        self.ended: Remembered[Last] = Remembered(self.limits.remembered_s, self.limits.remembered_max)
+        """Requests that ended lately, with their last attempts: what repeats them does not start them again, and a worker that
+        comes back with one is told to let go."""
         self.leaving: dict[str, None] = {}
         """Tenants that the file does not have any more, until nothing of theirs is left."""
         self.names: OrderedDict[str, int] = OrderedDict()
@@ -98,21 +103,20 @@ class State:
         if entry is None:
             return
         self.out.append(entry)
-        if self.leaving and isinstance(entry, Closed):
-            self.let_leave()
+        if isinstance(entry, Closed):
+            self.let_leave(self.billing.quotas.take_vacated())
 
-    def let_leave(self) -> None:
-        """Forget the tenants that are gone and have nothing left here."""
-        for tenant in [tenant for tenant in self.leaving if self.billing.quotas.forget(tenant, self.now)]:
-            del self.leaving[tenant]
-            for queue in self.queues.values():
-                queue.forget(tenant)
+    def let_leave(self, tenants: Iterable[str]) -> None:
+        """Forget those of these tenants that are gone and have nothing left here."""
+        for tenant in tenants:
+            if tenant in self.leaving and self.billing.quotas.forget(tenant, self.now):
+                del self.leaving[tenant]
+                for queue in self.queues.values():
+                    queue.forget(tenant)
 
     def remember(self, request_id: str, attempt: int, drained: int = -1) -> None:
-        before = self.ended.pop(request_id, NONE_ENDED)
-        self.ended[request_id] = Last(max(before.attempt, attempt), max(before.drained, drained))
-        if len(self.ended) > self.limits.remembered_max:
-            self.ended.popitem(last=False)
+        before = self.ended.get(request_id) or NONE_ENDED
+        self.ended.put(request_id, Last(max(before.attempt, attempt), max(before.drained, drained)), self.now)
 
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float) -> None:
         self.counters[f"interrupted_{reason}"] += 1
@@ -141,8 +145,17 @@ class State:
         (epoch, _), course.claim = course.claim, NO_CLAIM
         worker = self.workers.get(epoch)
         if worker is not None and worker.let_go((request.id, CLAIM)) is not None:
-            pool.full.clear()
+            pool.freed(worker)
             self.journal(self.billing.let_go(request.id, self.now))
+
+    def _keep_claim(self, request: Request, worker: Worker, holding: Holding) -> None:
+        """What the attempt had goes over to the request, unless there is no room for it in full: it may have shared blocks."""
+        assert worker.room is not None and holding.life is not None
+        if worker.room.fits(holding.life):
+            worker.hold((request.id, CLAIM), holding)
+            self.billing.hold(request.id)
+        else:
+            self.drop_claim(request)
 
     def drop_claims_on(self, worker: Worker) -> None:
         for request in [r for r in self.pools[worker.hello.model].claims.values() if r.course.claim[0] == worker.epoch]:
@@ -155,13 +168,14 @@ class State:
         queue.refund_output(request)
         if request.state is Life.QUEUED:
             pool = self.pools[request.submit.model]
-            pool.full.clear()
-            if pool.kept_for is request:
-                queue.charge(request.path, pool.stop_keeping(self.now))
+            pool.unbind(request)
+            pool.gone(request)
+            if pool.rooms.kept_for is request:
+                self.stop_keeping(request)
             return
         prefill = self.workers.get(request.prefill_epoch)
         if prefill is not None:
-            prefill.placed.pop(request.id, None)
+            prefill.expect_no_more(request)
         self.release_everywhere(request.key)
 
     def let_go(self, epoch: int, key: tuple[str, int], emitted_tokens: int, *, first: bool = False) -> None:
@@ -171,24 +185,36 @@ class State:
         holding = worker.let_go(key)
         if holding is None:
             return
-        self.pools[worker.hello.model].full.clear()
+        self.pools[worker.hello.model].freed(worker)
         self.collect_rent(worker, key, holding)
         self.emitted(worker.hello.model, holding.path, key[0], holding.resumed_tokens, emitted_tokens, first=first)
         request = self.requests.get(key[0])
         if request is not None and request.course.claim == (epoch, key[1]):
-            worker.hold((request.id, CLAIM), holding)
-            self.billing.hold(request.id)
+            self._keep_claim(request, worker, holding)
         self.journal(self.billing.let_go(key[0], self.now))
 
+    def stop_keeping(self, request: Request) -> None:
+        """Room was kept for it, and is not any more: its tenant pays for what could not run there."""
+        pool = self.pools[request.submit.model]
+        self.queues[request.submit.model].charge(request.path, pool.rooms.stop_keeping(self.now))
+        pool.reopen()
+
     def collect_rent(self, worker: Worker, key: tuple[str, int], holding: Holding) -> None:
-        """Of what had room kept for it: what else might have run there, less what it has paid for its tokens."""
-        pool = self.pools[worker.hello.model]
-        if not pool.rents or worker.room is None:
+        """Of an attempt for which room had been kept: see `room_classes`."""
+        rooms = self.pools[worker.hello.model].rooms
+        if worker.room is None or key not in rooms.rents:
             return
-        due, bill, prices = pool.rent_due(key, self.now), self.billing.bills.get(key[0]), self.limits.prices
-        if due and bill is not None:
+        due, bill, prices = rooms.rent_due(key, self.now), self.billing.bills.get(key[0]), self.limits.prices
+        if bill is not None:
             paid = prices.prompt_token * bill.tally.prompt_tokens + prices.output(bill.tally.output_tokens)
             self.queues[worker.hello.model].charge(holding.path, due - paid)
+
+    def unbind_all(self, prefill: Worker) -> None:
+        """What waits for this worker, for what it has cached, may run anywhere again."""
+        pool, queue = self.pools[prefill.hello.model], self.queues[prefill.hello.model]
+        for request in list(prefill.bound.values()):
+            pool.unbind(request)
+            queue.unsettle(request)
 
     def emitted(
         self, model: str, path: Path, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False
@@ -199,18 +225,21 @@ class State:
             self.queues[model].emitted(path, new)
 
     def release_everywhere(self, key: tuple[str, int]) -> None:
-        for worker in self.workers.values():
-            if key in worker.holdings:
-                self.send(worker.epoch, Release(*key))
+        for epoch in self.where.get(key, ()):
+            self.send(epoch, Release(*key))
 
     def sort_out(self, model: str) -> None:
         """Workers have come or gone, or take work or none: which requests can have a turn."""
+        self.pools[model].reopen()
         self.queues[model].sort_out(self.can_run)
 
     def can_run(self, request: Request) -> bool:
         """Whether some worker that takes work could hold it; where there is none, all wait alike, for whatever comes back."""
         pool = self.pools[request.submit.model]
-        return not pool.takes_work() or pool.could_place(request.submit)
+        able = not pool.takes_work() or pool.could_place(request.submit)
+        if not able:
+            pool.unbind(request)
+        return able
 
     def send(self, epoch: int, message: Message, blob: bytes = b"") -> None:
         if epoch in self.peers:

@@ -183,7 +183,7 @@ class Story:
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
         self._take(actions)
         target = core.requests.get(self.request_id)
-        kept = target is not None and any(pool.kept_for is target for pool in core.pools.values())
+        kept = target is not None and any(pool.rooms.kept_for is target for pool in core.pools.values())
         if kept and not self._kept and target is not None:
             self._add(KeptFor(self._at_s, target.course.bypassed))
         self._kept, self._came = kept, None

@@ -33,7 +33,7 @@ def configure(state: State, tenants: Tenants, utc_offset_s: float, past: Past | 
     state.billing.configure(tenants, utc_offset_s, past or Past(), now + state.limits.orphan_s_max, now)
     known |= dict.fromkeys(quotas.accounts)
     state.leaving = {tenant: None for tenant in known if tenants.policy(tenant) is None}
-    state.let_leave()
+    state.let_leave(list(state.leaving))
 
 
 def reserve(state: State, request: Request, now: float) -> Refusal:

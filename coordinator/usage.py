@@ -54,3 +54,18 @@ class Past:
     """(tenant, day, tokens) of the day of the start, the open ones included."""
     recent: tuple[tuple[str, float, int], ...] = ()
     """(tenant, seconds ago, tokens) of each request accepted in the last minute within its rates, oldest first."""
+
+
+class Settled(msgspec.Struct, frozen=True, gc=False):
+    """What is kept of a closed bill, to go on from."""
+
+    attempt: int
+    computed_tokens: int
+    prompt_tokens: int
+    prompt_tokens_max: int
+    prompt_done: bool
+    output_tokens: int
+    from_token: int
+    charged_tokens: int
+    """By bills before it."""
+    used_tokens: int

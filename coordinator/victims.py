@@ -69,7 +69,7 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
             candidates.append(
                 Candidate(key, request.resumed, weight, debt, request.course.placed_at, room.held_now(key))
             )
-        elif holding.life is not None:
+        elif not holding.adopted:
             short_blocks -= room.held_now(key)
     for request_id, _ in choose(candidates, short_blocks):
         state.interrupt(

@@ -4,10 +4,11 @@
 anybody is charged; it must change nothing.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from coordinator.fairqueue import Close, MoveTo
 from coordinator.pool import Pool, Worker
 from coordinator.request import Request
 
@@ -15,12 +16,8 @@ from coordinator.request import Request
 class Outcome(StrEnum):
     TAKEN = "taken"
     """Its next chunk goes into the step, and the turn is over."""
-    IN_STEP = "in_step"
-    """It has a chunk in this step already."""
     NO_ROOM = "no_room"
     """This prefill worker or all decode workers have no room for it."""
-    KEPT = "kept"
-    """What room there is, is kept for another."""
     WAITS = "waits"
     """It lets this worker's turn pass, for one that has more of its prompt cached."""
 
@@ -43,24 +40,20 @@ class NothingRuns:
 
 Decision = Looked | NothingRuns
 Watch = Callable[[Decision], None]
-Look = Callable[[Request], int]
-"""How much of a prompt a step can take; 0 for none."""
+Look = Callable[[Request], int | Close | MoveTo]
+"""See `queue.LengthOf`."""
 
 
-def watched(look: Look, watch: Watch, worker: Worker, pool: Pool, in_step: Container[str]) -> Look:
-    def look_and_tell(request: Request) -> int:
-        length = look(request)
-        if length:
-            outcome = Outcome.TAKEN
-        elif request.id in in_step:
-            outcome = Outcome.IN_STEP
-        elif pool.refused and pool.refused[-1] is request:
+def watched(look: Look, watch: Watch, worker: Worker, pool: Pool) -> Look:
+    def look_and_tell(request: Request) -> int | Close | MoveTo:
+        answer = look(request)
+        if isinstance(answer, Close):
             outcome = Outcome.NO_ROOM
-        elif pool.kept_for is not None:
-            outcome = Outcome.KEPT
-        else:
+        elif isinstance(answer, MoveTo):
             outcome = Outcome.WAITS
+        else:
+            outcome = Outcome.TAKEN
         watch(Looked(worker, request, outcome))
-        return length
+        return answer
 
     return look_and_tell

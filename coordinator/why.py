@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from coordinator.choice import cached_tokens
-from coordinator.lanes import AGED, ANYWHERE, Entry
+from coordinator.demand import bound_key, is_class
+from coordinator.fairqueue import where_they_part
+from coordinator.lanes import AGED, Entry
 from coordinator.nodes import Node
 from coordinator.pool import Pool, Worker
 from coordinator.request import Request
@@ -80,7 +82,7 @@ class RoomKept(msgspec.Struct, frozen=True, tag_field="kind", tag="room_kept"):
 
 
 class BehindNoRoom(msgspec.Struct, frozen=True, tag_field="kind", tag="behind_no_room"):
-    """Requests before this one had no room, so it was not its turn; the last of them is named if it is known."""
+    """A request before this one, of about its own KV demand, had no room."""
 
     by: By | None
 
@@ -109,29 +111,35 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
     `looked`: whom the turn had come to, in order.
     """
     entry: Entry[Request] | None = target.entry
-    if winner is target or entry is None or entry.place not in (ANYWHERE, worker.epoch):
+    if winner is target or entry is None:
         return None
     for look in looked:
         if look.request is target:
             if look.outcome is Outcome.WAITS:
                 return _cached_elsewhere(target, worker, pool)
-            if look.outcome is Outcome.KEPT:
-                break
-            return no_room(target, worker, pool) if look.outcome is Outcome.NO_ROOM else None
+            return _without_room(target, target, worker, pool) if look.outcome is Outcome.NO_ROOM else None
+    if not (is_class(entry.key) or entry.key in (worker.epoch, bound_key(worker.epoch))):
+        return None
     if winner is not None:
         reason = _goes_first(winner, target)
         if reason is not None:
             return reason
-    if entry.place != ANYWHERE:
+    if entry.key == worker.epoch:
         return None
-    if pool.kept_for is target:
-        return no_room(target, worker, pool)
-    if pool.kept_for is not None:
-        return RoomKept(by(pool.kept_for), pool.kept_for.course.bypassed)
-    refused = [look.request for look in looked if look.outcome is Outcome.NO_ROOM]
-    if refused or worker.epoch in pool.full:
-        return BehindNoRoom(by(refused[-1]) if refused else None)
-    return None
+    before = pool.rooms.closed.get(entry.key) or pool.stuck.get(worker.epoch, {}).get(entry.key)
+    if before is not None:
+        return _without_room(target, before, worker, pool)
+    return no_room(target, worker, pool) if not worker.free_seqs else None
+
+
+def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -> Reason:
+    """`first`: the one that found no room, of those under the same queue key."""
+    kept_for, kept_on = pool.rooms.kept_for, pool.decode.get(pool.rooms.kept_on)
+    if kept_for is not None and kept_for is not target and kept_on is not None:
+        fits = worker.fits(target.submit) and kept_on.fits(target.submit, target.expected_left)
+        if fits:
+            return RoomKept(by(kept_for), kept_for.course.bypassed)
+    return no_room(target, worker, pool) if first is target else BehindNoRoom(by(first))
 
 
 def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
@@ -153,7 +161,7 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
         worker.free_seqs,
         most,
         held.get(most, 0),
-        pool.kept_for is target,
+        pool.rooms.kept_for is target,
         left_out,
     )
 
@@ -174,7 +182,7 @@ def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | No
         if other > ours:
             return None
         return SameTenant(by(winner), _order(other, ours), round(mine.due - theirs.due, 6))
-    node, rival = _where_they_part(mine.leaf, theirs.leaf)
+    node, rival = where_they_part(mine.leaf, theirs.leaf)
     if (node.round, node.position) < (rival.round, rival.position):
         return None
     level = ("band", "organisation", "user")[len(node.path) - 1]
@@ -191,10 +199,3 @@ def _order(first: tuple[int, float, int, int], second: tuple[int, float, int, in
     if first[1] != second[1]:
         return Order.DEADLINE
     return Order.FEWER_CHUNKS if first[2] != second[2] else Order.CAME_FIRST
-
-
-def _where_they_part(node: Node, rival: Node) -> tuple[Node, Node]:
-    while node.parent is not rival.parent:
-        assert node.parent is not None and rival.parent is not None
-        node, rival = node.parent, rival.parent
-    return node, rival

@@ -6,8 +6,8 @@ from engine.loader import load_engine
 from engine.thread import EngineThread, pick_device
 from kvtransfer.transports import allowed_on, memory_for
 from runtime.niceness import be_nice_as_group
-from runtime.settings import WorkerSettings
 from runtime.worker_process import as_config_error, run_worker
+from runtime.worker_settings import WorkerSettings
 
 
 def run(settings: WorkerSettings) -> int:
@@ -16,7 +16,8 @@ def run(settings: WorkerSettings) -> int:
 
     device = pick_device(settings.device)
     with as_config_error():
-        memory = memory_for(allowed_on(settings.kv_transport, device), device)
+        confidential = settings.transfer_encryption == "on"
+        memory = memory_for(allowed_on(settings.kv_transport, device, confidential), device)
 
     def load() -> Engine:
         engine = load_engine(

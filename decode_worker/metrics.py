@@ -41,6 +41,11 @@ class DecodeMetrics:
         page.total(PREFIX + "forwarded_tokens", "Tokens forwarded by the model.", table.tokens_forwarded)
         kv_blocks(page, table.allocator, table.block_size)
         kv_transfers(page, "received", transfers)
+        page.total(
+            "crossdock_kv_strangers",
+            "Connections to the port of tcp that were closed because they did not prove the key of a pair.",
+            lambda: transfers.get("strangers", 0),
+        )
         prefix_cache(page, lambda: table.taken_tokens, lambda: table.found_tokens)
 
     def step_done(self, step_ms: float, sequences: int, outcome: StepOutcome[S]) -> None:

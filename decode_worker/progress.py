@@ -27,7 +27,9 @@ class ProgressReport(Generic[S]):
         self._said_at = now
         table = self._table
         joined, table.joined = tuple(table.joined), []
-        return DecodeProgress(table.batch.steps, _room(table.allocator), shortage(table, WARN_STEPS), joined)
+        prefixes, table.prefixes = tuple(table.prefixes), []
+        short_blocks = shortage(table, WARN_STEPS)
+        return DecodeProgress(table.batch.steps, _room(table.allocator), short_blocks, joined, prefixes)
 
 
 def _room(allocator: BlockAllocator) -> int:

@@ -14,13 +14,16 @@ from typing import Generic, TypeVar
 import msgspec
 
 from decode_worker.batch import Batch, Key, Running
+from decode_worker.chains import BlockChains
 from engine.blocks import BlockAllocator, OutOfBlocks
 from engine.sequence import SequenceBlocks
 from kvtransfer.session import Accepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt
-from proto.messages import Finished, Held, Released, Reserve, WorkFailed
-from proto.progress import Joined
+from proto.held import Held
+from proto.messages import Finished, Released, Reserve, WorkFailed
+from proto.prefix import PrefixPart
+from proto.progress import Joined, SharedPrefix
 
 S = TypeVar("S")
 Farewell = Released | WorkFailed | Finished
@@ -44,6 +47,11 @@ class Attempt(Generic[S]):
     """Of those that ended, first tokens included."""
     hashes: list[bytes] = field(default_factory=list)
     """Of the prompt's full blocks, as far as they may be shared."""
+    cached_blocks: int = 0
+    """Of these, so many were here before it."""
+    prefix: tuple[PrefixPart, ...] = ()
+    """What it may share, as reported."""
+    joined_step: int | None = None
     farewell: Farewell | None = None
     alone_since: float | None = None
     """When the coordinator that made the reservation was lost."""
@@ -72,6 +80,9 @@ class AttemptTable(Generic[S]):
         """Blocks of attempts that failed while a sender may still write to them."""
         self.joined: list[Joined] = []
         """Attempts that began to run and were not reported yet."""
+        self.chains = BlockChains()
+        self.prefixes: list[SharedPrefix] = []
+        """What became known of attempts' prefixes and was not reported yet."""
         self.taken_tokens = self.found_tokens = 0
         """Of prompts whose KV was to be received, and those of them that were here already."""
 
@@ -100,6 +111,8 @@ class AttemptTable(Generic[S]):
             self.allocator.free(cached)
             return str(error)
         attempt.phase = Phase.RECEIVING
+        attempt.cached_blocks = len(cached)
+        self._report_prefix(attempt, cached)
         self.taken_tokens += attempt.order.prompt_tokens
         self.found_tokens += len(cached) * self.block_size
         return Accepted((*cached, *fresh), len(cached))
@@ -110,16 +123,33 @@ class AttemptTable(Generic[S]):
         attempt.phase = Phase.RUNNING
         attempt.sequences = sequences
         attempt.started = len(sequences)
+        attempt.joined_step = self.batch.steps
         self.joined.append(Joined(*attempt.key, self.batch.steps))
         for sequence in sequences:
             self.batch.join(sequence)
 
     def fork(self, attempt: Attempt[S], blocks: list[int], choices: int) -> list[SequenceBlocks]:
         """One block table for each choice, the prompt's blocks shared by reference. They are verified: from now on its full
-        ones are there for other prompts too."""
-        self.allocator.insert(attempt.hashes, blocks[: len(attempt.hashes)])
+        ones are there for other prompts too. Where another prompt has brought the same blocks meanwhile, those are used."""
+        hashes, cached = attempt.hashes, attempt.cached_blocks
+        known = self.allocator.take_prefix(hashes[:cached])
+        self.allocator.free(known)
+        if known == blocks[:cached]:  # else what it begins with has become suspect since
+            self.allocator.insert(hashes, blocks[: len(hashes)])
+            known = self.allocator.take_prefix(hashes)
+            self.chains.name(known, blocks[: len(hashes)], cached)
+            self.allocator.free(blocks[: len(known)])
+            blocks = [*known, *blocks[len(known) :]]
+            self._report_prefix(attempt, known)
         first = SequenceBlocks(self.allocator, self.block_size, blocks, attempt.order.prompt_tokens)
         return [first, *(first.fork() for _ in range(choices - 1))]
+
+    def _report_prefix(self, attempt: Attempt[S], blocks: list[int]) -> None:
+        """It holds these blocks of the prefix tree until it ends."""
+        parts = self.chains.parts(blocks)
+        if parts != attempt.prefix:
+            attempt.prefix = parts
+            self.prefixes.append(SharedPrefix(*attempt.key, parts))
 
     def received_nothing(self, key: Key, blocks: list[int], farewell: Farewell) -> list[Farewell]:
         """The receiver has given up, and `blocks` are untouched from now on."""
@@ -178,8 +208,20 @@ class AttemptTable(Generic[S]):
         return [attempt for attempt in self.attempts.values() if attempt.order.gateway.epoch == epoch]
 
     def held(self) -> tuple[Held, ...]:
+        steps = self.batch.steps
         return tuple(
-            Held(*key, a.order.kv_blocks, a.order.choices, a.order.resumed_tokens) for key, a in self.attempts.items()
+            Held(
+                *key,
+                a.order.kv_blocks,
+                a.order.choices,
+                a.order.resumed_tokens,
+                a.order.prompt_tokens,
+                max(a.order.sampling.max_tokens - a.order.resumed_tokens - 1, 0),
+                steps,
+                a.joined_step,
+                a.prefix,
+            )
+            for key, a in self.attempts.items()
         )
 
     def coordinator_lost(self, now: float) -> None:

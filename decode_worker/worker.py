@@ -20,8 +20,9 @@ from kvtransfer.transport import PoolMemory
 from kvtransfer.transports import allowed_on
 from proto.compatible import mismatch
 from proto.errors import CrossdockError, RemoteProtocolError
+from proto.held import Capacity
 from proto.kv import Commit, FirstToken
-from proto.messages import Capacity, Hello, Message, Reserve, Role, StatusRequest
+from proto.messages import Hello, Message, Reserve, Role, StatusRequest
 from runtime import clock
 from runtime.addresses import advertised
 from runtime.common_metrics import link_counters
@@ -32,9 +33,10 @@ from runtime.log import Log
 from runtime.metrics_server import MetricsServer
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
-from runtime.settings import WorkerSettings
+from runtime.seldom import Seldom
 from runtime.step_watch import StepWatch
-from runtime.worker_process import kv_held, work_until_stopped
+from runtime.worker_process import end_if_gpu_is_lost, kv_held, work_until_stopped
+from runtime.worker_settings import WorkerSettings
 
 
 class DecodeWorker:
@@ -86,6 +88,7 @@ class DecodeWorker:
             settings=links,
         )
         self.senders: Senders[LinkPeer] = Senders()
+        self.strangers_log = Seldom(self.log.warning)
         self.receiver = self._make_receiver(memory)
         self.metrics = DecodeMetrics(table, self.receiver.counters)
         self.metrics.page.introduce(name=name, model=settings.served_model_id)
@@ -108,7 +111,13 @@ class DecodeWorker:
             settings=_kv_settings(settings, pool.device.type),
             memory=memory,
             is_busy=lambda: bool(self.core.batch.running),
+            on_stranger=self._stranger,
+            on_pair_error=lambda error: end_if_gpu_is_lost(error, self.log),
         )
+
+    def _stranger(self, reason: str) -> None:
+        """In another thread."""
+        self.strangers_log("a connection to the KV port was turned away", reason=reason)
 
     def _hello(self, address: str) -> Hello:
         info = self.engine.info
@@ -258,6 +267,7 @@ class DecodeWorker:
             self.log.exception("step failed")
             self.metrics.step_failed()
             self.core.step_failed(str(error))
+            end_if_gpu_is_lost(error, self.log)
             return None
         finally:
             self.watch.end(clock.now())
@@ -270,7 +280,8 @@ class DecodeWorker:
 
 def _kv_settings(settings: WorkerSettings, device: str) -> KvSettings:
     return KvSettings(
-        transports=allowed_on(settings.kv_transport, device),
+        transports=allowed_on(settings.kv_transport, device, settings.transfer_encryption == "on"),
+        encrypt=settings.encrypts_transfers,
         rendezvous_timeout_ms=settings.kv_timeout_ms,
         segment_bytes=segment_bytes_on(device),
         digest_every=DIGEST_EVERY[settings.kv_digest],

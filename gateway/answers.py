@@ -1,11 +1,12 @@
 """The JSON of answers, whole and in chunks, as OpenAI defines it, with vLLM's `token_ids` and `prompt_token_ids`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gateway.prepare import Prepared
-from gateway.stream_types import Deliver
+from gateway.stream_types import Deliver, Finish
+from gateway.token_texts import TokenTexts
 from gateway.tokenizer import ModelTokenizer
 from proto.sampling import TokenLogprobs
 
@@ -25,13 +26,25 @@ class ChoiceState:
     index: int
     prompt: int
     """Number of its prompt."""
-    text_chars: int = 0
-    """Of the tokens' own texts, from which `text_offset` counts."""
+    token_texts: TokenTexts | None = None
+    """Where log probabilities are asked for."""
     started: bool = False
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: str | None = None
+    finish: Finish | None = None
+
+
+class _Shown(NamedTuple):
+    """One token of a choice, for its log probabilities."""
+
+    text: str
+    own_bytes: bytes
+    offset: int
+    """Of `text` in the choice's text, in characters."""
+    logprob: float
+    top: list[tuple[str, bytes, float]]
+    """Texts, bytes and log probabilities of the likeliest tokens at its place."""
 
 
 class Answer(Protocol):
@@ -63,6 +76,19 @@ class _Base:
         usage = self._usage(completion_tokens, cached_tokens)
         return {**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}
 
+    def _shown(
+        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
+    ) -> Iterator[_Shown]:
+        texts = choice.token_texts = choice.token_texts or self.tokenizer.token_texts()
+        stop_ids = self.prepared.sampling.stop_token_ids
+        for number, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), 1):
+            top = [(*texts.candidate(other), _finite(logprob)) for other, logprob in entry.top]
+            offset = texts.chars
+            is_last = finish is not None and number == len(tokens)
+            is_text = not (is_last and finish is Finish.STOP and token in stop_ids)
+            text, own_bytes = texts.push(token, is_last=is_last, is_text=is_text)
+            yield _Shown(text, own_bytes, offset, _finite(entry.logprob), top)
+
     def _usage(self, completion_tokens: int, cached_tokens: int) -> Json:
         prompt_tokens = sum(len(prompt) for prompt in self.prepared.prompts)
         return {
@@ -83,7 +109,7 @@ class CompletionAnswer(_Base):
         if not (text or part.finish or wanted or self.prepared.return_token_ids):
             return
         body: Json = {"index": choice.index, "text": text}
-        body["logprobs"] = self._logprobs(choice, part.tokens, part.logprobs) if wanted else None
+        body["logprobs"] = self._logprobs(choice, part.tokens, part.logprobs, part.finish) if wanted else None
         body["finish_reason"] = part.finish and part.finish.value
         if self.prepared.return_token_ids:
             body["prompt_token_ids"] = None if choice.started else self.prepared.prompts[choice.prompt]
@@ -99,7 +125,7 @@ class CompletionAnswer(_Base):
             body: Json = {
                 "index": choice.index,
                 "text": self.prepared.echoes[choice.prompt] + "".join(choice.texts),
-                "logprobs": self._logprobs(choice, choice.tokens, choice.logprobs) if wanted else None,
+                "logprobs": self._logprobs(choice, choice.tokens, choice.logprobs, choice.finish) if wanted else None,
                 "finish_reason": choice.finish,
             }
             if self.prepared.return_token_ids:
@@ -109,19 +135,19 @@ class CompletionAnswer(_Base):
         usage = self._usage(completion_tokens, cached_tokens)
         return {**self._head, "object": self.whole_kind, "choices": bodies, "usage": usage}
 
-    def _logprobs(self, choice: ChoiceState, tokens: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> Json:
+    def _logprobs(
+        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
+    ) -> Json:
         texts, drawn, tops, offsets = [], [], [], []
-        for token, entry in zip(tokens, logprobs, strict=True):
-            text = self.tokenizer.token_text(token)
+        for shown in self._shown(choice, tokens, logprobs, finish):
             top: dict[str, float] = {}
-            for candidate, logprob in entry.top:
-                top.setdefault(self.tokenizer.token_text(candidate), _finite(logprob))
-            top.setdefault(text, _finite(entry.logprob))
-            texts.append(text)
-            drawn.append(_finite(entry.logprob))
+            for text, _, logprob in shown.top:
+                top.setdefault(text, logprob)
+            top.setdefault(shown.text, shown.logprob)
+            texts.append(shown.text)
+            drawn.append(shown.logprob)
             tops.append(top)
-            offsets.append(choice.text_chars)
-            choice.text_chars += len(text)
+            offsets.append(shown.offset)
         return {"tokens": texts, "token_logprobs": drawn, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -141,7 +167,7 @@ class ChatAnswer(_Base):
         if not (part.text or part.finish or wanted or self.prepared.return_token_ids):
             return
         body: Json = {"index": choice.index, "delta": {"content": part.text} if part.text else {}}
-        body["logprobs"] = self._logprobs(part.tokens, part.logprobs) if wanted else None
+        body["logprobs"] = self._logprobs(choice, part.tokens, part.logprobs, part.finish) if wanted else None
         body["finish_reason"] = part.finish and part.finish.value
         if self.prepared.return_token_ids:
             body["token_ids"] = part.tokens
@@ -155,7 +181,7 @@ class ChatAnswer(_Base):
             body: Json = {
                 "index": choice.index,
                 "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
-                "logprobs": self._logprobs(choice.tokens, choice.logprobs) if wanted else None,
+                "logprobs": self._logprobs(choice, choice.tokens, choice.logprobs, choice.finish) if wanted else None,
                 "finish_reason": choice.finish,
             }
             if self.prepared.return_token_ids:
@@ -167,16 +193,17 @@ class ChatAnswer(_Base):
             answer["prompt_token_ids"] = self.prepared.prompts[0]
         return answer
 
-    def _logprobs(self, tokens: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> Json:
-        content = []
-        for token, entry in zip(tokens, logprobs, strict=True):
-            top = [self._token(candidate, logprob) for candidate, logprob in entry.top]
-            content.append({**self._token(token, entry.logprob), "top_logprobs": top})
+    def _logprobs(
+        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
+    ) -> Json:
+        content = [
+            {
+                **self._token(shown.text, shown.own_bytes, shown.logprob),
+                "top_logprobs": [self._token(*candidate) for candidate in shown.top],
+            }
+            for shown in self._shown(choice, tokens, logprobs, finish)
+        ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> Json:
-        return {
-            "token": self.tokenizer.token_text(token),
-            "logprob": _finite(logprob),
-            "bytes": list(self.tokenizer.token_bytes(token)),
-        }
+    def _token(self, text: str, own_bytes: bytes, logprob: float) -> Json:
+        return {"token": text, "logprob": logprob, "bytes": list(own_bytes)}

@@ -1,29 +1,17 @@
 """What a client may send, field by field, with strict types and ranges; `validate` turns what is wrong into one error.
 
-Ranges are OpenAI's, and vLLM's where OpenAI has no such parameter. A parameter not named here is refused, never ignored:
-a client that asks for something should not believe that it got it.
+Ranges are OpenAI's, and vLLM's where OpenAI has no such parameter. A parameter that is not served is refused by name, never
+ignored: a client that asks for something should not believe that it got it.
 """
 
 from typing import Annotated, Any, Final, Literal, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from gateway.errors import ApiError, bad_value
 from proto import limits
-
-IGNORED: Final = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "parallel_tool_calls",
-    }
-)
-"""Known, harmless, without effect here."""
 
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
 NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
@@ -38,6 +26,12 @@ NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "web_search_options": (None,),
     "reasoning_effort": (None, "none"),
     "verbosity": (None,),
+    "store": (None, False),
+    "metadata": _NOTHING,  # labels of stored answers
+    "moderation": (None,),
+    "parallel_tool_calls": (None, True, False),  # without tools there are no calls
+    "prompt_cache_options": _NOTHING,
+    "prompt_cache_retention": (None, "in_memory"),
     "suffix": (None, ""),
     "min_tokens": (None, 0),
     "use_beam_search": (None, False),
@@ -59,10 +53,15 @@ NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
 }
 """Known but not supported: accepted only with a value that asks for nothing."""
 
+_OF_THE_MODEL: Final = (
+    "Left out or null: the value of the model's generation_config.json if it has one, else OpenAI's default."
+)
+
 PROMPTS_MAX: Final = 64
 CHOICES_MAX: Final = 256
 """Over all prompts of one request."""
 MESSAGES_MAX: Final = 4096
+IDENTIFIER_CHARS_MAX: Final = 512
 STOPS_MAX: Final = 4
 STOP_CHARS_MAX: Final = 256
 
@@ -75,8 +74,8 @@ class StreamOptions(_Model):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """vLLM's: every chunk says how many tokens there are so far. Without effect unless `include_usage` is on."""
-    include_obfuscation: bool | None = None
-    """Accepted, without effect: no padding is added."""
+    include_obfuscation: Literal[False] | None = None
+    """No padding is added."""
 
 
 class GenerationRequest(_Model):
@@ -93,12 +92,12 @@ class GenerationRequest(_Model):
         None
     )
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=limits.MAX_VOCAB)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=2.0, description=_OF_THE_MODEL)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, description=_OF_THE_MODEL)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=limits.MAX_VOCAB, description=_OF_THE_MODEL)] | None = None
     """0 and -1 are off."""
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0, description=_OF_THE_MODEL)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0, description=_OF_THE_MODEL)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
@@ -109,6 +108,18 @@ class GenerationRequest(_Model):
     deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
     """By when the first token is wanted, from now."""
     return_token_ids: bool | None = None
+    user: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    """The client's own user; it is in the access log, for operators to find abuse."""
+    safety_identifier: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    """OpenAI's new name for `user`."""
+    prompt_cache_key: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    """A hint about prompts that begin alike. Nothing depends on it: the prefix cache finds them by their tokens."""
+
+    @property
+    def end_user(self) -> str:
+        """For the log: bounded and printable."""
+        name = self.safety_identifier or self.user or ""
+        return "".join(char if char.isprintable() else "?" for char in name[:128])
 
 
 class CompletionRequest(GenerationRequest):
@@ -159,10 +170,10 @@ def validate(cls: type[R], content: Any) -> R:
             fields[key] = value
         elif key in NEUTRAL_ONLY:
             if not any(_is(value, neutral) for neutral in NEUTRAL_ONLY[key]):
-                raise bad_value(
-                    key, f"The parameter '{key}' is not supported with this value.", "unsupported_parameter"
-                )
-        elif key not in IGNORED:
+                allowed = " or ".join(msgspec.json.encode(neutral).decode() for neutral in NEUTRAL_ONLY[key])
+                message = f"'{key}' is not supported here: leave it out, or send {allowed}."
+                raise bad_value(key, message, "unsupported_parameter")
+        else:
             shown = key[:100]
             raise bad_value(shown, f"Unknown parameter: '{shown}'.", "unknown_parameter")
     try:

@@ -4,11 +4,13 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import openapi, routes_generate, routes_info
 from gateway.context import Gateway
 from gateway.errors import ApiError
+from gateway.request_log import RequestInfo, RequestLog, info_of
 from gateway.stream_types import FailKind
 from gateway.tenancy import KeyRing
 from runtime.tenants import DEFAULT_TENANT
@@ -16,7 +18,7 @@ from runtime.tenants import DEFAULT_TENANT
 _GUARDED = "/v1"
 
 
-def create_app(gateway: Gateway) -> FastAPI:
+def create_app(gateway: Gateway) -> ASGIApp:
     app = FastAPI(title="crossdock", docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False)
     app.state.gateway = gateway
     app.openapi = openapi.document  # type: ignore[method-assign]
@@ -26,7 +28,9 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
-    return app
+    routes = (*routes_info.router.routes, *routes_generate.router.routes)
+    paths = [route.path.replace(":path", "") for route in routes if isinstance(route, Route)]
+    return RequestLog(app, paths, enabled=gateway.access_log)
 
 
 class KeyGuard:
@@ -41,9 +45,9 @@ class KeyGuard:
             try:
                 tenant = self._tenant(Headers(scope=scope).get("authorization", ""))
             except ApiError as error:
-                await _response(error)(scope, receive, send)
+                await _response(error, info_of(scope))(scope, receive, send)
                 return
-            scope.setdefault("state", {})["tenant"] = tenant
+            scope["state"]["tenant"] = info_of(scope).tenant = tenant
         await self._app(scope, receive, send)
 
     def _tenant(self, authorization: str) -> str:
@@ -59,18 +63,19 @@ class KeyGuard:
         return tenant
 
 
-def _response(error: ApiError) -> Response:
+def _response(error: ApiError, info: RequestInfo) -> Response:
+    info.error = error.code
     headers = error.headers()
     if error.status == 408 or error.code == FailKind.SHUTTING_DOWN:
         headers["Connection"] = "close"
     # Elsewhere the rest of an unread body is left to the server, which throws it away: closing would reset the connection
     # under a client that is still sending, and this answer would be lost.
-    return Response(error.encoded(), error.status, media_type="application/json", headers=headers)
+    return Response(error.encoded(info.request_id), error.status, media_type="application/json", headers=headers)
 
 
-async def _api_error(_request: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _response(error)
+    return _response(error, info_of(request.scope))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -80,10 +85,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
         404: f"There is nothing at {request.url.path[:200]}.",
         405: f"{request.method[:20]} is not allowed at {request.url.path[:200]}.",
     }.get(error.status_code, str(error.detail)[:300])
-    response = _response(ApiError(error.status_code, message, code=code))
+    response = _response(ApiError(error.status_code, message, code=code), info_of(request.scope))
     response.headers.update(error.headers or {})
     return response
 
 
-async def _internal_error(_request: Request, _error: Exception) -> Response:
-    return _response(ApiError(500, "The gateway failed.", code="internal_error"))
+async def _internal_error(request: Request, _error: Exception) -> Response:
+    return _response(ApiError(500, "The gateway failed.", code="internal_error"), info_of(request.scope))

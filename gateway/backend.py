@@ -70,14 +70,19 @@ class Subscription:
         self._wake.set()
 
     async def next(self) -> list[Admitted | Deliver | Ended]:
-        """All that has come since the last call, at least one event. Raises `ClientLeft`. The keeper bounds the wait."""
-        while not self._events and not self._left:
+        """All that has come since the last call; after `nudge` perhaps nothing. Raises `ClientLeft`. The keeper bounds the
+        wait."""
+        if not self._events and not self._left:
             self._wake.clear()
             await self._wake.wait()
         if self._left:
             raise ClientLeft
         events, self._events = self._events, []
         return events
+
+    def nudge(self) -> None:
+        """Wake the reader, though nothing may have come."""
+        self._wake.set()
 
     def leave(self) -> None:
         """The client is gone: end what is not ended, and wake the reader."""

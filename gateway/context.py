@@ -1,6 +1,5 @@
 """What the routes share: one gateway's parts, kept in the application's state."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -11,15 +10,9 @@ from gateway.metrics import GatewayMetrics
 from gateway.prepare import Rules
 from gateway.tenancy import KeyRing
 from gateway.tokenizer import ModelTokenizer
+from gateway.tokenizer_threads import TokenizerThreads
 from runtime import clock
 from runtime.tenants import open_tenants
-
-TOKENIZER_THREADS = 2
-
-
-def _threads() -> ThreadPoolExecutor:
-    # Its queue is bounded by the number of requests that the intake lets in.
-    return ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize")
 
 
 @dataclass
@@ -30,7 +23,10 @@ class Gateway:
     intake: Intake
     rules: Rules
     keys: KeyRing = field(default_factory=lambda: KeyRing(open_tenants()))
-    threads: ThreadPoolExecutor = field(default_factory=_threads)
+    threads: TokenizerThreads = field(default_factory=TokenizerThreads)
+    keep_alive_s: float = 10.0
+    """Silence of a stream after which a comment is sent, so that load balancers keep the connection open; 0: none is."""
+    access_log: bool = True
     created: int = field(default_factory=lambda: int(clock.unix_time()))
 
 

@@ -43,11 +43,12 @@ class ApiError(Exception):
     def type(self) -> str:
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+    def body(self, request_id: str) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**error, "request_id": request_id}}
 
-    def encoded(self) -> bytes:
-        return msgspec.json.encode(self.body())
+    def encoded(self, request_id: str) -> bytes:
+        return msgspec.json.encode(self.body(request_id))
 
     def headers(self) -> dict[str, str]:
         headers = rate_headers(self.rates)

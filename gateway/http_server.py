@@ -9,21 +9,25 @@ What a request may cost once its headers are there is `body.Intake`'s; how slowl
 import asyncio
 import contextlib
 import logging
-import resource
 import socket
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from http import HTTPStatus
+from typing import Any, ClassVar, Final
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import ApiError
+from gateway.request_log import REQUEST_ID_HEADER, RequestInfo
+from runtime.descriptors import raise_descriptor_limit
 
 HEADER_BYTES_MAX: Final = 64 << 10
 """Of the request line and all headers together."""
 HEADERS_MAX: Final = 200
 CONNECTIONS_MAX: Final = 8_192
-"""Open at once, as far as the process may have so many files; one more is closed unread."""
+"""Open at once, as far as the process may have so many files. One more takes the place of the one that has been without a
+request for longest; where all have one, it is closed unread."""
 PIPELINED_MAX: Final = 4
 """Requests that wait for the answer to an earlier one of their connection; after these nothing is read."""
 QUEUED_MAX: Final = 64
@@ -52,13 +56,12 @@ def make_server(app: Any, client_timeout_s: float, close_timeout_s: int) -> Serv
     """`client_timeout_s`: how long headers, a body, or the reading of an answer may take or stand still."""
     # What garbage on the port makes it say says nothing, as often as there is some.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files_max = raise_descriptor_limit()
 
     class Connection(_Connection):
         timeout_s = client_timeout_s
-        connections_max = min(CONNECTIONS_MAX, max(16, hard - _FILES_OF_OUR_OWN))
+        without_request: ClassVar[OrderedDict[_Connection, None]] = OrderedDict()
+        connections_max = min(CONNECTIONS_MAX, max(16, files_max - _FILES_OF_OUR_OWN))
 
     server = Server(
         uvicorn.Config(
@@ -82,6 +85,8 @@ class _Connection(HttpToolsProtocol):
 
     timeout_s: float
     connections_max: int
+    without_request: ClassVar["OrderedDict[_Connection, None]"]
+    """Of this server: those whose next request has not arrived, as far as its headers; for longest first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -90,9 +95,12 @@ class _Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._unanswered: list[RequestResponseCycle] = []
+        self.without_request[self] = None
         if len(self.connections) > self.connections_max:
-            transport.abort()
-            return
+            given_up, _ = self.without_request.popitem(last=False)
+            given_up.transport.abort()
+            if given_up is self:
+                return
         # The kernel ends a connection whose other end takes nothing for so long, whatever waits to be sent.
         ours = transport.get_extra_info("socket")
         ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.timeout_s * 1000))
@@ -100,6 +108,7 @@ class _Connection(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.without_request.pop(self, None)
         self._stop_timer()
         self.resume_writing()
         for one in self._unanswered:
@@ -139,6 +148,7 @@ class _Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
+        self.without_request.pop(self, None)
         self._start_timer()
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > HEADER_BYTES_MAX or len(self.headers) > HEADERS_MAX:
@@ -153,6 +163,15 @@ class _Connection(HttpToolsProtocol):
                 self.transport.abort()
             elif len(self.pipeline) < PIPELINED_MAX:
                 self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self.without_request[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls for bytes that are not HTTP."""
+        self._turn_away(400, msg, "invalid_http")
 
     def on_body(self, body: bytes) -> None:
         if self.cycle is not None:
@@ -188,8 +207,11 @@ class _Connection(HttpToolsProtocol):
     def _turn_away(self, status: int, message: str, code: str) -> None:
         if self.transport.is_closing():
             return
-        body = ApiError(status, message, code=code).encoded()
-        reason = {408: "Request Timeout", 431: "Request Header Fields Too Large"}[status]
-        head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        request_id = RequestInfo().request_id
+        body = ApiError(status, message, code=code).encoded(request_id)
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n{REQUEST_ID_HEADER.lower()}: {request_id}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
         self.transport.close()

@@ -27,7 +27,8 @@ from runtime.common_metrics import link_counters
 from runtime.driver import Stop, cancelled, run_process, unless_stopped, watched
 from runtime.exits import ConfigError
 from runtime.keys import is_loopback, keys_for
-from runtime.link import CannotBind, LinkClient, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.link import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.link_client import LinkClient
 from runtime.metrics_server import MetricsServer
 from runtime.settings import GatewaySettings
 from runtime.tenants import TenantsError, open_tenants
@@ -134,10 +135,14 @@ class GatewayProcess:
             backend=self.backend,
             metrics=self.metrics,
             intake=Intake(
-                body_bytes_max=self.settings.body_bytes_max, client_timeout_s=self.settings.client_timeout_ms / 1000
+                body_bytes_max=self.settings.body_bytes_max,
+                client_timeout_s=self.settings.client_timeout_ms / 1000,
+                tenant_requests_max=self.settings.tenant_requests_max,
             ),
             rules=Rules(self.settings.served_model_id, self.settings.default_max_tokens),
             keys=keys,
+            keep_alive_s=self.settings.stream_keep_alive_ms / 1000,
+            access_log=self.settings.access_log,
         )
         self.metrics.slo_of = keys.slo_of
         ends = {"tokens": self.tokens.counters, "coordinator": coordinator.counters}
@@ -150,14 +155,17 @@ class GatewayProcess:
             await cancelled(*watching)
             await coordinator.close()
             waiting.end()
-            gateway.threads.shutdown(wait=False, cancel_futures=True)
+            gateway.threads.shutdown()
 
     async def _load(self, stop: asyncio.Event) -> ModelTokenizer | None:
         """The model's tokenizer; None if told to stop first. Raises `ConfigError`."""
         loader = ThreadPoolExecutor(1, "loader")
+        model_sampling = self.settings.generation_config == "auto"
         try:
             with collector.at_rest():
-                return await unless_stopped(stop, loader, lambda: load(self.settings.model))
+                return await unless_stopped(
+                    stop, loader, lambda: load(self.settings.model, model_sampling=model_sampling)
+                )
         except ModelFilesError as error:
             raise ConfigError(f"--model: {error}") from error
         finally:

@@ -53,12 +53,13 @@ _ERROR: Final = {
     "properties": {
         "error": {
             "type": "object",
-            "required": ["message", "type", "param", "code"],
+            "required": ["message", "type", "param", "code", "request_id"],
             "properties": {
                 "message": _TEXT,
                 "type": _TEXT,
                 "param": {"type": ["string", "null"]},
                 "code": _TEXT,
+                "request_id": {"type": "string", "description": "As in the header `X-Request-Id`."},
             },
         }
     },

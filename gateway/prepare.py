@@ -48,6 +48,7 @@ class Rules:
 
     model_id: str
     default_max_tokens: int
+    """Of a chat answer; 0: as many as the context leaves."""
 
 
 def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
@@ -205,7 +206,7 @@ def _finish(
     logprobs: int,
     param: str,
 ) -> Prepared:
-    """Check lengths and put all together. `asked` and `default` are of `max_tokens`."""
+    """Check lengths and put all together. `asked` and `default` are of `max_tokens`; 0: as many as the context leaves."""
     if not all(prompts):
         raise bad_value(param, f"'{param}' has no tokens.")
     if max(map(max, prompts)) >= tokenizer.facts.vocab_size:
@@ -213,17 +214,18 @@ def _finish(
         raise bad_value(param, f"'{param}' has a special token that the tokenizer knows and the model does not.")
     longest = max(len(prompt) for prompt in prompts)
     left = tokenizer.facts.context_tokens - longest
-    max_tokens = min(default, left) if asked is None else asked
+    max_tokens = min(default or left, left) if asked is None else asked
     if max_tokens > left or max_tokens < 1:
         raise _over_context(longest, max(max_tokens, 1), tokenizer, param)
+    defaults = tokenizer.facts.sampling
     sampling = Sampling(
         max_tokens=max_tokens,
         seed=secrets.randbelow(SEED_MAX) if request.seed is None else request.seed & SEED_MAX,
-        temperature=_or(request.temperature, 1.0),
-        top_k=max(request.top_k or 0, 0),
-        top_p=_or(request.top_p, 1.0),
-        min_p=_or(request.min_p, 0.0),
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        temperature=_or(request.temperature, defaults.temperature),
+        top_k=max(defaults.top_k if request.top_k is None else request.top_k, 0),
+        top_p=_or(request.top_p, defaults.top_p),
+        min_p=_or(request.min_p, defaults.min_p),
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         logit_bias=_logit_bias(request, tokenizer),

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ from gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from gateway.api_types import ChatRequest, CompletionRequest, GenerationRequest, validate
 from gateway.backend import ClientLeft, Subscription
 from gateway.block_hashes import BlockNames
-from gateway.body import parse_json
+from gateway.body import owner_of, parse_json
 from gateway.context import Gateway, gateway_of
 from gateway.errors import ApiError, rate_headers
 from gateway.prepare import Prepared, Rules, prepare_chat, prepare_completion
+from gateway.request_log import RequestInfo, info_of
 from gateway.responses import EventStream, Exchange
 from gateway.stream_types import StreamSpec
 from gateway.tenancy import band_of
@@ -50,20 +50,26 @@ async def _generate(
     request: Request, endpoint: str, cls: type[R], prepare: Prepare[R], answer_cls: type, prefix: str
 ) -> Response:
     gateway = gateway_of(request)
-    answer_id = f"{prefix}-{secrets.token_hex(12)}"
+    info = info_of(request.scope)
+    answer_id = info.internal_id = f"{prefix}-{info.token}"
     count = gateway.metrics.requests.inc
     try:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(gateway.intake.place())
-            async with gateway.intake.body(request) as body:
+            owner = owner_of(
+                request.state.tenant if gateway.keys.needed else "", request.client.host if request.client else None
+            )
+            slots = await stack.enter_async_context(gateway.intake.place(owner))
+            async with gateway.intake.body(request, owner) as body:
                 wish = validate(cls, parse_json(body))
+                info.end_user = wish.end_user
                 claim = _claim(gateway, request.state.tenant, wish)
-                loop = asyncio.get_running_loop()
-                prepared, names = await loop.run_in_executor(
-                    gateway.threads,
+                prepared, names = await gateway.threads.run(
+                    owner,
+                    len(body),
                     partial(_prepare, prepare, wish, gateway, gateway.backend.hash_block_size, claim.cache_group),
                 )
                 del wish, body
+            slots.hold(len(prepared.prompts))
             answer: Answer = answer_cls(
                 prepared,
                 gateway.tokenizer,
@@ -71,21 +77,20 @@ async def _generate(
                 created=int(clock.unix_time()),
                 model=gateway.rules.model_id,
             )
-            exchange = _submit(gateway, prepared, names, answer, answer_id, claim)
+            exchange = _submit(gateway, prepared, names, answer, info, claim)
             await stack.enter_async_context(_watched(request.receive, exchange.subscription))
             if not prepared.stream:
                 content = await exchange.whole()
                 count(endpoint, "ok")
-                headers = {"X-Request-Id": answer_id, **rate_headers(exchange.rates)}
-                return Response(content, media_type="application/json", headers=headers)
-            begun = await exchange.beginning()
-            headers = {"X-Request-Id": answer_id, **rate_headers(exchange.rates)}
+                return Response(content, media_type="application/json", headers=rate_headers(exchange.rates))
+            begun = await exchange.accepted()
             stream = EventStream(
                 exchange,
                 begun,
                 include_usage=prepared.include_usage,
-                headers=headers,
+                headers=rate_headers(exchange.rates),
                 client_timeout_s=gateway.intake.client_timeout_s,
+                keep_alive_s=gateway.keep_alive_s,
             )
             # From here on the response owns the exchange, its watcher and its place.
             return _Owning(stream, stack.pop_all(), lambda: count(endpoint, stream.outcome))
@@ -96,6 +101,7 @@ async def _generate(
         raise
     except ClientLeft:
         count(endpoint, "disconnected")
+        info.error = "disconnected"
         return Response(status_code=CLIENT_LEFT)
     except Exception:
         count(endpoint, "internal_error")
@@ -133,9 +139,15 @@ def _claim(gateway: Gateway, tenant: str, wish: GenerationRequest) -> _Claim:
 
 
 def _submit(
-    gateway: Gateway, prepared: Prepared, names: list[BlockNames | None], answer: Answer, answer_id: str, claim: _Claim
+    gateway: Gateway,
+    prepared: Prepared,
+    names: list[BlockNames | None],
+    answer: Answer,
+    info: RequestInfo,
+    claim: _Claim,
 ) -> Exchange:
-    several = len(prepared.prompts) > 1
+    several, answer_id = len(prepared.prompts) > 1, info.internal_id
+    info.prompt_tokens = sum(map(len, prepared.prompts))
     specs = [
         StreamSpec(
             stream_id=f"{answer_id}.p{number}" if several else answer_id,
@@ -157,6 +169,7 @@ def _submit(
         answer,
         prepared.choices,
         continuous_usage=prepared.continuous_usage,
+        info=info,
     )
 
 

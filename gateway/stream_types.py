@@ -15,9 +15,7 @@ class StreamLimits:
     """Bounds of the keeper. `GatewaySettings` explains to users those that can be set."""
 
     streams_max: int = 4096
-    """Live answers at once; one more is answered with 503."""
-    waiting_max: int = 1024
-    """Requests that wait for the coordinator's link."""
+    """Live answers at once, those included that wait for the coordinator's link; one more is answered with 503."""
     link_wait_s: float = 10.0
     settle_s: float = 3.0
     """After a coordinator's start: new requests that find no worker wait until then, since workers connect again too."""

@@ -109,17 +109,12 @@ class StreamKeeper:
             refusal = Failure(FailKind.SHUTTING_DOWN, "this gateway is shutting down")
         elif len(self.streams) >= self.limits.streams_max:
             refusal = Failure(FailKind.OVERLOADED, f"{self.limits.streams_max} requests are being served already")
-        elif not self.link_up and self._count_waiting() >= self.limits.waiting_max:
-            refusal = Failure(FailKind.UNREACHABLE, "the coordinator is away and too many requests wait for it")
         if refusal is not None:
             self._out.append(Ended(spec.stream_id, refusal))
             return
         stream = Stream(spec, now, now, [Choice(index, spec.make_text()) for index in range(spec.choices)])
         self.streams[stream.id] = stream
         self._add(Submission(stream, stream.id, list(stream.choices), not_before=now), now)
-
-    def _count_waiting(self) -> int:
-        return sum(s.phase is Phase.PENDING and s.is_new for s in self.submissions.values())
 
     def _add(self, submission: Submission, now: float) -> None:
         submission.stream.submissions.append(submission)

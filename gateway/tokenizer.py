@@ -6,11 +6,13 @@ class, which `AutoTokenizer` would pull in (measured: 1.1 s instead of 5 s until
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from gateway.detokenize import Assembler, Detokenizer
+from gateway.generation_config import SamplingDefaults, sampling_defaults
+from gateway.token_texts import Pieces, TokenTexts
 from proto import limits
 from proto.errors import CrossdockError
 
@@ -35,6 +37,7 @@ class ModelFacts:
     vocab_size: int
     """Token ids below it are the model's, whether or not the tokenizer knows them."""
     eos_ids: frozenset[int]
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 class ModelTokenizer:
@@ -49,7 +52,7 @@ class ModelTokenizer:
         self.has_chat_template = bool(hf_tokenizer.chat_template)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.byte_level = _kind(self._backend.decoder, "ByteLevel")
+        self._pieces = Pieces(self._backend, byte_level=_kind(self._backend.decoder, "ByteLevel"))
         self.bytes_per_token_max = _bytes_per_token_max(self._backend)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -76,19 +79,9 @@ class ModelTokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def token_text(self, token: int) -> str:
-        """One token by itself, special or not, for logprobs."""
-        text: str = self._backend.decode([token], skip_special_tokens=False)
-        return text
-
-    def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes one token stands for, which need not be whole characters."""
-        piece: str | None = self._backend.id_to_token(token)
-        if piece is not None and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)])
-        if piece is not None and self.byte_level and all(char in _BYTE_OF for char in piece):
-            return bytes(_BYTE_OF[char] for char in piece)
-        return self.token_text(token).encode()
+    def token_texts(self) -> TokenTexts:
+        """For the log probabilities of one choice."""
+        return TokenTexts(self._pieces, self.decode, self.special_ids)
 
     def text_sink(self, stops: Sequence[str]) -> Callable[[], Assembler]:
         """A maker of assemblers, one for each choice."""
@@ -97,17 +90,6 @@ class ModelTokenizer:
     def surely_too_long(self, text_bytes: int, context_tokens: int) -> bool:
         """Whether a text of so many bytes has more tokens than the context for certain, without tokenizing it."""
         return self.bytes_per_token_max is not None and text_bytes > context_tokens * self.bytes_per_token_max
-
-
-def _bytes_to_chars() -> dict[str, int]:
-    """The byte-level alphabet of GPT-2: printable bytes stand for themselves, the others are moved up by 256."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    chars = {chr(byte): byte for byte in printable}
-    return chars | {chr(256 + number): byte for number, byte in enumerate(others)}
-
-
-_BYTE_OF = _bytes_to_chars()
 
 
 def _parts(component: Any) -> list[dict[str, Any]]:
@@ -148,8 +130,9 @@ def _bytes_per_token_max(backend: Any) -> int | None:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load(model: str) -> ModelTokenizer:
-    """Load tokenizer and facts of a folder or ORG/NAME. Raises `ModelFilesError`."""
+def load(model: str, *, model_sampling: bool = True) -> ModelTokenizer:
+    """Load tokenizer and facts of a folder or ORG/NAME; `model_sampling`: with the sampling defaults of its
+    generation_config.json. Raises `ModelFilesError`."""
     import transformers
 
     path = Path(model).expanduser()
@@ -164,7 +147,10 @@ def load(model: str) -> ModelTokenizer:
         generic = tokenizer_config.get("tokenizer_class") in _GENERIC_CLASSES
         loader = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
         tokenizer = loader.from_pretrained(source)
-        facts = _facts(source, config, _read_json(source, "generation_config.json") or {}, tokenizer)
+        generation = _read_json(source, "generation_config.json") or {}
+        facts = _facts(source, config, generation, tokenizer)
+        if model_sampling:
+            facts = replace(facts, sampling=_sampling(model, generation))
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:  # of odd files, too
         raise ModelFilesError(f"{model}: its tokenizer cannot be loaded: {str(error)[:500]}") from error
     if not getattr(tokenizer, "is_fast", False):
@@ -183,6 +169,13 @@ def _read_json(source: str, name: str) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ModelFilesError(f"{source}: {name} is not a JSON object")
     return content
+
+
+def _sampling(model: str, generation: dict[str, Any]) -> SamplingDefaults:
+    try:
+        return sampling_defaults(generation)
+    except ValueError as error:
+        raise ModelFilesError(f"{model}: {error}; mend it, or pass --generation-config none") from None
 
 
 def _facts(source: str, config: dict[str, Any], generation: dict[str, Any], tokenizer: Any) -> ModelFacts:

@@ -6,12 +6,12 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 
 from kvtransfer.digests import BlockDigests, Digester
-from kvtransfer.layout import blocks_of, runs_of
-from kvtransfer.memory import Pages
+from kvtransfer.layout import runs_of
 from kvtransfer.pool import PoolRows
 
-PIECE_BYTES = 4 << 20
-"""Copied at once: half a millisecond or so, after which the copying may be stopped."""
+PIECE_BYTES = 256 << 10
+"""Copied at once, after which the copying may be stopped. Small enough to be written through the caches, where the process that
+copies on from there finds it (`launcher.process.STREAMED_COPIES` sends larger copies past them)."""
 GATHERED_BYTES = 256 << 10
 """Gathered at once: source, buffer and copy fit the second-level cache."""
 RUN_BYTES_MIN = 16 << 10
@@ -19,14 +19,11 @@ RUN_BYTES_MIN = 16 << 10
 
 
 class Copier:
-    """From `source` to `target`; both have cells of one size. For one thread. `digests` are of the source, `pages` those of the
-    target, where it is another process's memory that is mapped here."""
+    """From `source` to `target`; both have cells of one size. For one thread. `digests` are of the source."""
 
-    def __init__(
-        self, source: PoolRows, target: PoolRows, digests: BlockDigests | Digester, pages: Pages | None = None
-    ) -> None:
+    def __init__(self, source: PoolRows, target: PoolRows, digests: BlockDigests | Digester) -> None:
         assert source.layout == target.layout
-        self._source, self._target, self._digests, self._pages = source, target, digests, pages
+        self._source, self._target, self._digests = source, target, digests
         self._gathered_blocks = max(1, GATHERED_BYTES // source.layout.block_bytes)
         self._buffer = source.buffer(self._gathered_blocks)
 
@@ -34,11 +31,9 @@ class Copier:
         self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[int], bool], known: bytes = b""
     ) -> bytes:
         """Copies blocks one for one; the digest of the source, which may be `known`. `go_on` is asked before each piece, and
-        told how many blocks are copied; when it says no, the rest is not, and nothing is returned. Raises `OSError` if the
-        target has no memory."""
-        if self._pages is not None:
-            ratio = self._target.ratio
-            self._pages.provide(blocks_of(target_ids, ratio), self._target.layout.block_bytes * ratio)
+        told how many blocks are copied; when it says no, the rest is not, and nothing is returned. Raises `OutsidePool`."""
+        self._source.check(source_ids)
+        self._target.check(target_ids)
         runs = runs_of(source_ids, target_ids)
         long_runs = len(source_ids) * self._source.layout.block_bytes >= RUN_BYTES_MIN * len(runs)
         if long_runs and self._source.is_flat and self._target.is_flat:

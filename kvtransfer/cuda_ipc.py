@@ -2,12 +2,12 @@
 user that use one GPU.
 
 Not run on a GPU yet (2026-11-21). What is not CUDA itself is tested without one: the checks of the other's words, the copy and
-checksum arithmetic on CPU tensors, and the protocol, which is that of `shm`.
+checksum arithmetic on CPU tensors, and the protocol (`granted`).
 
-It differs from `shm` in three things. The receiver's first word has a handle of its pool (`cuda_memory`) in place of a
-descriptor. Copy and checksum are made on the GPU (`device_copy`), on a stream of their own; the sender says DONE when its
-stream has come to its end, so what the receiver enqueues afterwards reads what was written, and no event need be shared.
-And the end of the lifeline proves less: a process that is killed closes its descriptors in no particular order, so its
+The receiver's first word has a handle of its pool (`cuda_memory`). Copy and checksum are made on the GPU (`device_copy`), on a
+stream of their own; the sender says DONE when its stream has come to its end, so what the receiver enqueues afterwards reads
+what was written, and no event need be shared.
+The end of the lifeline alone proves little: a process that is killed closes its descriptors in no particular order, so its
 kernels may still run when the connection ends. So the receiver waits until the process is gone, which is after the driver
 has taken its context down.
 """
@@ -19,9 +19,9 @@ from typing import Final
 
 from kvtransfer.cuda_memory import HANDLE_BYTES, DeviceMemory, Mapping, device_uuid
 from kvtransfer.device_copy import DIGEST_EVERY_MAX, DeviceCopier, DeviceDigester
+from kvtransfer.granted import Grants, Writes
 from kvtransfer.layout import KvLayout
 from kvtransfer.pool import PoolRows
-from kvtransfer.shm import Grants, Writes
 from kvtransfer.shm_meeting import Board, cannot_grant, check_fit, check_sealed, ready, send_hello
 from kvtransfer.shm_socket import (
     READY,
@@ -153,6 +153,7 @@ class CudaIpc(Transport):
     name = "cuda_ipc"
     devices = ("cuda",)
     skips_unwanted = True
+    confidential = True
 
     def unusable(self, local: Local, same_host: bool) -> str:
         if not isinstance(local.memory, DeviceMemory):

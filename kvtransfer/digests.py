@@ -85,18 +85,23 @@ class BlockDigests:
 
 
 def land(packed: torch.Tensor, rows: PoolRows, block_ids: Sequence[int]) -> bytes:
-    """Copy packed cells of host memory to their blocks, and the digest of what was copied; done when this returns. Where blocks
-    are in host memory as well, piece by piece, so that the second of the two finds each in the core's cache."""
-    cell_bytes, source = rows.layout.block_bytes, as_bytes(packed).reshape(-1)
+    """Copy packed cells of host memory to their blocks, and the digest of what was copied; done when this returns. Raises
+    `OutsidePool`.
+
+    Where blocks are in host memory as well, piece by piece, so that the second of the two finds each in the core's cache; and
+    it is the copy that is digested: `packed` may change meanwhile. Elsewhere it must not."""
+    rows.check(block_ids)
+    cell_bytes = rows.layout.block_bytes
     if not rows.is_flat:
         rows.spread(block_ids, packed)
-        return of_segment(of_packed(source, cell_bytes))
-    found, address = [], packed.data_ptr()
+        return of_segment(of_packed(as_bytes(packed).reshape(-1), cell_bytes))
+    found, source, copied = [], packed.data_ptr(), memoryview(rows.flat_bytes)
     for at, block in enumerate(block_ids):
         hasher = xxhash.xxh3_64()
         for start in range(0, cell_bytes, PIECE_BYTES):
-            begin, end = at * cell_bytes + start, at * cell_bytes + min(start + PIECE_BYTES, cell_bytes)
-            ctypes.memmove(rows.address + block * cell_bytes + start, address + begin, end - begin)
-            hasher.update(source[begin:end])
+            size = min(PIECE_BYTES, cell_bytes - start)
+            target = block * cell_bytes + start
+            ctypes.memmove(rows.address + target, source + at * cell_bytes + start, size)
+            hasher.update(copied[target : target + size])
         found.append(hasher.digest())
     return of_segment(found)

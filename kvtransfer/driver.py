@@ -15,7 +15,7 @@ from kvtransfer.digests import BlockDigests
 from kvtransfer.idle import PairUse, to_give_up
 from kvtransfer.layout import KvLayout
 from kvtransfer.pace import Pace
-from kvtransfer.pair import Listen, Pair, PairEvents
+from kvtransfer.pair import Listen, NoResources, Pair, PairEvents
 from kvtransfer.pool import PoolRows
 from kvtransfer.session import (
     Action,
@@ -30,6 +30,7 @@ from kvtransfer.session import (
     Violation,
 )
 from kvtransfer.settings import KvSettings
+from kvtransfer.tcp_listener import TcpListener
 from kvtransfer.transport import Local, Meeting, PoolMemory, SegmentJob
 from kvtransfer.transports import TRANSPORTS, host_id
 from proto.kv import PairClosed
@@ -63,6 +64,8 @@ class Route:
     dropped: bool = False
     used_at: float = 0.0
     """When its last session began or ended."""
+    encrypt: bool = False
+    """By `tcp`, KV crosses encrypted."""
 
 
 S = TypeVar("S", bound=Session)
@@ -85,7 +88,7 @@ class Driver(ABC, Generic[S, R]):
     """Turns actions into I/O and I/O results into events. All methods run on the event loop that it was made on.
 
     `clock` is in seconds; `send(peer_epoch, message, blob)` must not raise: where the link is gone, `peer_lost`
-    follows.
+    follows. `on_pair_error` is told of what a pair's thread failed with, after its sessions.
     """
 
     def __init__(
@@ -98,19 +101,21 @@ class Driver(ABC, Generic[S, R]):
         settings: KvSettings,
         listen_host: str = "",
         memory: PoolMemory | None = None,
+        on_pair_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         unknown = set(settings.transports) - set(TRANSPORTS)
         if unknown:
             raise ValueError(f"no transport is called {', '.join(sorted(unknown))}; there are {', '.join(TRANSPORTS)}")
         self.layout = layout
         self.counters: Counter[str] = Counter()
-        """bytes, segments, sessions, sessions_failed, pairs, pairs_lost, stale_frames, violations; of each transport
-        pairs_NAME, broken_NAME and bytes_NAME: totals since start."""
+        """bytes, segments, sessions, sessions_failed, pairs, pairs_lost, refused_pairs (no descriptor or thread was left),
+        stale_frames, violations; of each transport pairs_NAME, broken_NAME and bytes_NAME: totals since start."""
         self._pool = pool
         self._rows = PoolRows(pool, layout)
         self._listen_host, self._memory = listen_host, memory
         self._digests: BlockDigests | None = None
         self._host_id = host_id()
+        self._on_pair_error = on_pair_error
         self._epoch = epoch
         self._clock = clock
         self._send = send
@@ -125,6 +130,7 @@ class Driver(ABC, Generic[S, R]):
         self._all_down.set()
         self._closed = False
         self._pace: Pace | None = None
+        self._tcp_listener: TcpListener | None = None
 
     @property
     def sessions(self) -> int:
@@ -151,8 +157,12 @@ class Driver(ABC, Generic[S, R]):
         for pair in self._pairs:
             pair.close(self._settings.segment_timeout_ms)
         limit_ms = self._settings.rendezvous_timeout_ms + self._settings.segment_timeout_ms
-        async with asyncio.timeout(limit_ms / 1e3 + 1.0):
-            await self._all_down.wait()
+        try:
+            async with asyncio.timeout(limit_ms / 1e3 + 1.0):
+                await self._all_down.wait()
+        finally:
+            if self._tcp_listener is not None:
+                self._tcp_listener.close()
 
     # --- for the two drivers ---
 
@@ -246,7 +256,16 @@ class Driver(ABC, Generic[S, R]):
 
     def _local_of(self, route: R) -> Local:
         digests, segment_blocks = self._digests_of(route), self._segment_blocks(route)
-        return Local(route.rows, segment_blocks, self._settings, self._listen_host, self._memory, digests)
+        return Local(
+            route.rows,
+            segment_blocks,
+            self._settings,
+            self._listen_host,
+            self._memory,
+            digests,
+            self._tcp_listener,
+            route.encrypt,
+        )
 
     def _digests_of(self, route: R) -> BlockDigests | None:
         """They are of blocks of our own size."""
@@ -277,16 +296,29 @@ class Driver(ABC, Generic[S, R]):
             self._drop(self._routes[peer_epoch], "idle, and another pair needs its memory", tell_peer=True)
 
     def _start_pair(self, route: R, how: Listen | Meeting) -> None:
+        """Where this process has no descriptor or thread left for it, the route is dropped, and its sessions fail."""
+
         def is_current() -> bool:
             return route.pair is pair
+
+        def broken(reason: str, error: Exception) -> None:
+            if is_current() and not route.dropped:
+                self._pair_broke(route, reason)
+            self._on_pair_error(error)
 
         events = PairEvents(
             lambda: self._pair_ready(route) if is_current() and not route.dropped else None,
             lambda answers: self._segments_answered(route, answers),
-            lambda reason: self._pair_broke(route, reason) if is_current() and not route.dropped else None,
+            broken,
             lambda: self._pair_down(pair),
         )
-        pair = Pair(how, self._local_of(route), events, f"kv-{self._epoch & 0xFFFF:04x}-{route.pair_id}", self._pace)
+        name = f"kv-{self._epoch & 0xFFFF:04x}-{route.pair_id}"
+        try:
+            pair = Pair(how, self._local_of(route), events, name, self._pace)
+        except NoResources as error:
+            self.counters["refused_pairs"] += 1
+            self._drop(route, str(error), tell_peer=True)
+            return
         route.pair = pair
         self._pairs.add(pair)
         self._all_down.clear()

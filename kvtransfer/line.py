@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import time
+from dataclasses import dataclass, field
 
 from kvtransfer.transport import PairBroken
 
@@ -20,6 +21,8 @@ _WORD = struct.Struct("<II")
 _SECRET_BYTES = 32
 _GREETING_S = 1.0
 """A connection that does not say the secret in this time is not the one."""
+_GREETING_MAX = 16
+"""Connections heard at once. For one more, the one that came first is closed: the sender speaks as soon as it is there."""
 
 
 class Line:
@@ -78,6 +81,32 @@ class Line:
         self._socket.close()
 
 
+@dataclass(slots=True)
+class _Greeting:
+    """A connection that has yet to say the secret, and until when it may."""
+
+    connected: socket.socket
+    until: float
+    said: bytearray = field(default_factory=bytearray)
+
+    def is_over(self) -> bool:
+        """Read what has come; whether that is as long as the secret, or all there will be."""
+        try:
+            read = self.connected.recv(_SECRET_BYTES - len(self.said))
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        self.said += read
+        return not read or len(self.said) == _SECRET_BYTES
+
+
+def _close_late(greeting: dict[int, _Greeting], poll: select.poll, now: float) -> None:
+    for descriptor in [each for each, one in greeting.items() if one.until <= now]:
+        poll.unregister(descriptor)
+        greeting.pop(descriptor).connected.close()
+
+
 class Door:
     """The receiver's end before the sender is there."""
 
@@ -87,7 +116,7 @@ class Door:
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.bind((host, 0))
-            self._socket.listen(4)
+            self._socket.listen(2 * _GREETING_MAX)
         except OSError:
             self._socket.close()
             raise
@@ -95,22 +124,44 @@ class Door:
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, timeout_s: float) -> Line:
-        """The first connection that knows the secret. Closes the door. Raises `PairBroken` or `OSError`."""
+        """The first connection that knows the secret; all are heard at the same time, so that silent ones delay nobody. Closes
+        the door. Raises `PairBroken` or `OSError`."""
         deadline = time.monotonic() + timeout_s
+        greeting: dict[int, _Greeting] = {}
+        """By descriptor, the first to come first."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
         try:
-            while True:
-                wait_readable(self._socket, deadline, "the sender did not come")
-                connected, _ = self._socket.accept()
-                connected.settimeout(_GREETING_S)
-                try:
-                    said = connected.recv(_SECRET_BYTES, socket.MSG_WAITALL)
-                except OSError:
-                    said = b""
-                if hmac.compare_digest(said, self.secret.encode()):
-                    return Line(connected)
-                connected.close()
+            while (now := time.monotonic()) < deadline:
+                _close_late(greeting, poll, now)
+                until = min([deadline, *(one.until for one in greeting.values())])
+                for descriptor, _ in poll.poll(max(0.0, until - now) * 1e3):
+                    if descriptor == self._socket.fileno():
+                        self._let_in(greeting, poll)
+                    elif descriptor in greeting and greeting[descriptor].is_over():
+                        poll.unregister(descriptor)
+                        one = greeting.pop(descriptor)
+                        if hmac.compare_digest(bytes(one.said), self.secret.encode()):
+                            return Line(one.connected)
+                        one.connected.close()
+            raise PairBroken("the sender did not come in time")
         finally:
+            for one in greeting.values():
+                one.connected.close()
             self.close()
+
+    def _let_in(self, greeting: "dict[int, _Greeting]", poll: select.poll) -> None:
+        try:
+            connected, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it has left already
+        if len(greeting) >= _GREETING_MAX:
+            oldest = next(iter(greeting))
+            poll.unregister(oldest)
+            greeting.pop(oldest).connected.close()
+        connected.setblocking(False)
+        greeting[connected.fileno()] = _Greeting(connected, time.monotonic() + _GREETING_S)
+        poll.register(connected, select.POLLIN)
 
     def close(self) -> None:
         self._socket.close()

@@ -21,6 +21,7 @@ do to one that is set up as non-blocking. Its errors must not end this process: 
 """
 
 import os
+import secrets
 import select
 import time
 from collections import deque
@@ -45,6 +46,7 @@ SKIP: Final = 5
 
 COMMUNICATOR_BYTES: Final = 96 << 20
 """An estimate of what NCCL takes for a communicator of two with the channels it is allowed; to be measured."""
+_LINE_SECRET_BYTES: Final = 16
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -218,14 +220,17 @@ class _Listener(Listener):
     def __init__(self, local: Local) -> None:
         self._local = local
         self._store = rendezvous.Listener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
-        self.meeting = Meeting(Nccl.name, local.listen_host, self._store.port, self._store.secret)
+        # The line's secret goes over the control link: a store lists all it holds to whoever connects to it.
+        key = secrets.token_bytes(_LINE_SECRET_BYTES)
+        self.meeting = Meeting(Nccl.name, local.listen_host, self._store.port, self._store.secret, key=key)
 
     def meet(self) -> Channel:
         return self._store.meet(self._make)
 
     def _make(self, store: Any, rank: int, host: str, timeout_s: float) -> Channel:
         local, door = self._local, Door(host)
-        store.set("line", f"{door.port} {door.secret}")
+        door.secret = self.meeting.key.hex()
+        store.set("line", str(door.port))
         line = door.accept(timeout_s)
         try:
             line.say(DIGEST_EVERY, local.settings.digest_every)
@@ -258,10 +263,10 @@ class Nccl(Transport):
             raise PairBroken(why)
 
         def make(store: Any, rank: int, host: str, timeout_s: float) -> Channel:
-            port, _, secret = store.get("line").decode().partition(" ")
+            port = store.get("line").decode()
             if not port.isdecimal() or not 0 < int(port) < 65536:
                 raise PairBroken("the receiver told no port")
-            line = call(meeting.host, int(port), secret, timeout_s)
+            line = call(meeting.host, int(port), meeting.key.hex(), timeout_s)
             try:
                 every = line.await_word(DIGEST_EVERY, timeout_s)
                 if not 1 <= every <= DIGEST_EVERY_MAX:

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 
 
 class Bucket:
-    """Pure. Holds up to `burst_bytes` and fills at `bytes_per_s`; one may overdraw it, and the next one waits for that."""
+    """Pure. Holds up to `burst_bytes` and fills at `bytes_per_s`; one may overdraw it, and the next one waits for that.
+
+    What begins before its time, since it has waited long enough, adds to the debt; but the debt never exceeds `burst_bytes` and
+    the last piece, so nothing waits for longer than those take.
+    """
 
     def __init__(self, bytes_per_s: float, burst_bytes: int) -> None:
         self._bytes_per_s, self._burst_bytes = bytes_per_s, burst_bytes
@@ -26,7 +30,7 @@ class Bucket:
         return max(0.0, -self._level / self._bytes_per_s)
 
     def take(self, size: int) -> None:
-        self._level -= size
+        self._level = max(self._level - size, -float(self._burst_bytes + size))
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +44,9 @@ class Lane:
 
 
 class Pace:
-    """Begins segments when the bucket has room, while `is_needed` says so. Pairs take turns, and none waits for longer than
-    `wait_max_s`, from when it came or from when the one before it began: its sender waits too. On one event loop."""
+    """Begins segments when the bucket has room, while `is_needed` says so; otherwise they begin at once and cost the bucket
+    nothing. Pairs take turns, and none waits for longer than `wait_max_s`, from when it came or from when the one before it
+    began: its sender waits too. On one event loop."""
 
     def __init__(
         self, bucket: Bucket, wait_max_s: float, clock: Callable[[], float], is_needed: Callable[[], bool]
@@ -68,7 +73,8 @@ class Pace:
             lane, now = self._turns[0], self._clock()
             wanted_bytes, begin = lane.held[0]
             size = wanted_bytes()
-            if size and self._is_needed():
+            is_limited = bool(size) and self._is_needed()
+            if is_limited:
                 wait_s = min(self._bucket.wait_s(now), lane.waiting_since + self._wait_max_s - now)
                 if wait_s > 0.0:
                     self._timer = self._loop.call_later(wait_s, self._go_on)
@@ -79,5 +85,6 @@ class Pace:
                 self._turns.popleft()
             elif size:
                 self._turns.rotate(-1)
-            self._bucket.take(size)
+            if is_limited:
+                self._bucket.take(size)
             begin()

@@ -48,13 +48,17 @@ class PairEvents:
 
     on_ready: Callable[[], None]
     on_segments: Callable[[Sequence[tuple[SegmentJob, bytes]]], None]
-    on_broken: Callable[[str], None]
+    on_broken: Callable[[str, Exception], None]
     on_down: Callable[[], None]
+
+
+class NoResources(Exception):
+    """This process has no descriptor, thread or memory left for a pair."""
 
 
 class Pair:
     """Made on the event loop, whose thread calls everything public. The thread starts at once. `how` is a `Meeting` on the
-    sender."""
+    sender. Raises `NoResources`."""
 
     def __init__(
         self, how: Listen | Meeting, local: Local, events: PairEvents, name: str, pace: Pace | None = None
@@ -65,14 +69,21 @@ class Pair:
         self._local = local
         self._events = events
         self._loop = asyncio.get_running_loop()
-        self._inbox = Inbox()
+        try:
+            self._inbox = Inbox()
+        except OSError as error:
+            raise NoResources(f"no descriptor is left for another pair: {error.strerror}") from None
         self._unanswered: dict[int, SegmentJob] = {}
         self._answers: list[tuple[SegmentJob, bytes]] = []
         self._lock = threading.Lock()
         self._listener: Listener | None = None
         self._channel: Channel | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._inbox.release()
+            raise NoResources(f"no thread is left for another pair: {error}") from None
 
     @property
     def queued(self) -> int:
@@ -149,7 +160,7 @@ class Pair:
             self._channel.work(self._inbox, self._answer)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the sessions must learn that this pair is of no use
             reason = str(error) if isinstance(error, PairBroken) else f"{type(error).__name__}: {error}"
-            self._post(self._events.on_broken, (reason.splitlines() or [""])[0][:300])
+            self._post(self._events.on_broken, (reason.splitlines() or [""])[0][:300], error)
         if self._channel is not None:
             self._channel.settle(self._inbox, self._answer)
 

@@ -26,6 +26,10 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 
 
+class OutsidePool(ValueError):
+    """A block that is none of the pool's. Ids come from our own allocator or are checked before: it is a bug of ours."""
+
+
 class PoolRows:
     """`pool` as cells of `cell_tokens` tokens, by default whole blocks, over the same memory. `layout` is then that of
     cells. Raises `ValueError` unless the pool has exactly the shape and dtype of `pool_layout`."""
@@ -129,10 +133,13 @@ class PoolRows:
         return torch.from_numpy(blocks).to(self.device), torch.from_numpy(parts).to(self.device)
 
     def check(self, block_ids: Sequence[int]) -> None:
-        """Ids come from our own allocator: one out of range is our bug, and must not become a stray copy."""
-        assert not block_ids or (min(block_ids) >= 0 and max(block_ids) < self.cells), (
-            f"a block outside the pool in {block_ids}"
-        )
+        """Raises `OutsidePool`. Before anything is copied by address: a stray copy would write to memory of something else."""
+        if block_ids and (min(block_ids) < 0 or max(block_ids) >= self.cells):
+            raise OutsidePool(f"a block outside the pool of {self.cells}, among {min(block_ids)} to {max(block_ids)}")
+
+    def as_packed(self, raw: torch.Tensor) -> torch.Tensor:
+        """These bytes of host memory, in which cells lie one after the other, as `packed` has them."""
+        return raw.view(self._word).view(-1, self._cell_words)
 
 
 def as_bytes(packed: torch.Tensor) -> Any:

@@ -8,7 +8,6 @@ import torch
 
 from kvtransfer.driver import Driver, Live, Route
 from kvtransfer.layout import KvLayout, blocks_of, cells_of
-from kvtransfer.memory import SharedMemory
 from kvtransfer.pace import Bucket, Pace
 from kvtransfer.pair import Listen
 from kvtransfer.receiver_session import DECLINED, FAILED, ReceiverSession
@@ -28,6 +27,7 @@ from kvtransfer.session import (
     Refusal,
 )
 from kvtransfer.settings import KvSettings
+from kvtransfer.tcp_listener import TcpListener
 from kvtransfer.transport import MAX_QUEUED_SEGMENTS, Meeting, PoolMemory, SegmentJob
 from kvtransfer.transports import usable
 from proto.errors import RemoteProtocolError
@@ -74,15 +74,21 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         settings: KvSettings,
         memory: PoolMemory | None = None,
         is_busy: Callable[[], bool] = lambda: True,
+        on_stranger: Callable[[str], None] = lambda reason: None,
+        on_pair_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not, or if `listen_host` is not one address of
         this host. `memory` is what the pool lies in, from its first byte on, if other processes may map it. `is_busy` says
-        whether there is anything that a limit of `settings.bytes_per_s` would protect."""
+        whether there is anything that a limit of `settings.bytes_per_s` would protect. `on_stranger(reason)` says, in
+        another thread, that a connection to the port of `tcp` was turned away."""
         if listen_host in ("", "*", "0.0.0.0", "::"):
             raise ValueError(
                 f"KV must be received on one address, not on {listen_host!r}: the rendezvous knows no passwords"
             )
-        super().__init__(layout, pool, epoch, clock, send, settings, listen_host, memory)
+        super().__init__(layout, pool, epoch, clock, send, settings, listen_host, memory, on_pair_error)
+        self.counters["strangers"] = 0
+        self._on_stranger = on_stranger
+        self._tcp_listener = TcpListener(listen_host, self._turned_away)
         self._accept = accept
         self._on_committed = on_committed
         self._on_failed = on_failed
@@ -90,6 +96,11 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         if settings.bytes_per_s:
             bucket = Bucket(settings.bytes_per_s, settings.burst_bytes)
             self._pace = Pace(bucket, settings.segment_timeout_ms / 4e3, clock, is_busy)
+
+    def _turned_away(self, reason: str) -> None:
+        """In the listener's thread, the only one that changes this counter."""
+        self.counters["strangers"] += 1
+        self._on_stranger(reason)
 
     # --- from the worker ---
 
@@ -174,6 +185,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
 
     def _meet(self, route: _Incoming, message: PairOpen) -> None:
         same_host = message.host_id == self._host_id
+        route.encrypt = self._settings.encrypt or message.encrypt
         names, why = usable(self._local_of(route), message.transports, self._settings.transports, same_host)
         route.offered, route.listening, route.ready = message.transports, None, False
         if not names:
@@ -187,12 +199,21 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         if not route.dropped and meeting.transport in route.offered:
             route.transport, route.why = meeting.transport, meeting.why
             route.listening = PairListen(
-                route.pair_id, meeting.transport, meeting.host, meeting.port, meeting.secret, meeting.why
+                route.pair_id,
+                meeting.transport,
+                meeting.host,
+                meeting.port,
+                meeting.secret,
+                meeting.why,
+                meeting.token,
+                meeting.key,
+                meeting.encrypted,
             )
             self._send(route.peer_epoch, route.listening, b"")
 
     def _pair_broke(self, route: _Incoming, reason: str) -> None:
-        if route.ready or not route.order.is_fresh:
+        if route.ready or not route.order.is_fresh or route.listening is None:
+            # Where it could not even listen, by any transport, the sender would wait for nothing.
             super()._pair_broke(route, reason)
         else:
             # The sender finds out as well, and says by what other transport to meet; until then the timer runs.
@@ -245,8 +266,6 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         assert len(answer.block_ids) == -(-blocks // ratio), (
             f"{len(answer.block_ids)} blocks for {blocks} parts of them"
         )
-        if isinstance(self._memory, SharedMemory):
-            self._memory.expect(answer.block_ids[answer.cached_blocks :], self.layout.block_bytes)
         return Accepted(cells_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))
 
     def _announced(self, peer_epoch: int, announce: Announce) -> None:

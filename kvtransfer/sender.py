@@ -70,10 +70,11 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         on_result: Callable[[KvSent | KvFailed], None],
         settings: KvSettings,
         on_pairs: Callable[[list[PairState]], None] = lambda pairs: None,
+        on_pair_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not. `on_result` says that the blocks may be
         reused."""
-        super().__init__(layout, pool, epoch, clock, send, settings)
+        super().__init__(layout, pool, epoch, clock, send, settings, on_pair_error=on_pair_error)
         self._digests = BlockDigests(self._rows) if self._rows.is_flat else None
         self._on_result = on_result
         self._on_pairs = on_pairs
@@ -200,9 +201,10 @@ class KvSender(Driver[SenderSession, _Outgoing]):
 
     def _propose(self, route: _Outgoing) -> None:
         self._give_time_to_meet(route, "no answer to PairOpen")
-        self._send(
-            route.peer_epoch, PairOpen(route.pair_id, route.offered, route.rows.layout.block_size, self._host_id), b""
+        message = PairOpen(
+            route.pair_id, route.offered, route.rows.layout.block_size, self._host_id, self._settings.encrypt
         )
+        self._send(route.peer_epoch, message, b"")
 
     def _drop(self, route: _Outgoing, reason: str, tell_peer: bool) -> None:
         was_ready = route.ready and not route.dropped
@@ -221,7 +223,17 @@ class KvSender(Driver[SenderSession, _Outgoing]):
             route.transport = message.transport
             demoted = self._choice.why_not_better(peer_epoch, message.transport, self._clock())
             route.why = "; ".join(filter(None, (message.why, demoted)))
-            self._start_pair(route, Meeting(message.transport, message.host, message.port, message.secret))
+            route.encrypt = self._settings.encrypt
+            meeting = Meeting(
+                message.transport,
+                message.host,
+                message.port,
+                message.secret,
+                token=message.token,
+                key=message.key,
+                encrypted=message.encrypted,
+            )
+            self._start_pair(route, meeting)
 
     def _pair_ready(self, route: _Outgoing) -> None:
         super()._pair_ready(route)

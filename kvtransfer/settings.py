@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from proto.limits import MAX_SEGMENTS_ANNOUNCED
 
-AUTO = ("shm", "cuda_ipc", "nccl", "gloo")
-"""Every transport, best first."""
+AUTO = ("shm", "cuda_ipc", "nccl", "tcp")
+"""The transports that are used unless another one is asked for, best first. `gloo` must be asked for: it neither encrypts
+nor knows its peer."""
+SHM_WINDOW_BYTES = 16 << 20
 WINDOW_SEGMENTS_MAX = MAX_SEGMENTS_ANNOUNCED
 
 
@@ -47,6 +49,9 @@ class KvSettings:
     """Small segments may be more than `window_segments`, up to so many bytes: a round trip of the control link takes as long
     whatever their size. What is announced is sent even if its session is aborted, so this bounds the waste; where it is
     skipped instead (`Transport.skips_unwanted`), as many as a receiver queues may be announced at once."""
+    shm_window_bytes: int = SHM_WINDOW_BYTES
+    """Of the memory that a receiver shares with one sender of its host, and with no other, for what is under way between them.
+    It has room for two of the largest segments at least."""
     bytes_per_s: int = 0
     """The receiver begins no more than this, of all pairs together, while it is busy; 0: no limit. A segment is held back for
     a quarter of `segment_timeout_ms` at most, counted from the pair's one before."""
@@ -74,12 +79,14 @@ class KvSettings:
     """Ended sessions kept to answer late frames; what is older is answered as unknown."""
     remembered_ms: int = 60_000
     """And for how long. Longer than any answer is waited for."""
+    encrypt: bool = False
+    """By `tcp`, KV crosses encrypted if either end wants it."""
 
     def __post_init__(self) -> None:
         if not self.transports:
             raise ValueError("no transport is allowed")
         for name in self.__dataclass_fields__:
-            if name not in ("transports", "bytes_per_s") and getattr(self, name) < 1:
+            if name not in ("transports", "bytes_per_s", "encrypt") and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
         if self.bytes_per_s < 0:
             raise ValueError(f"bytes_per_s is {self.bytes_per_s}, and must not be negative")

@@ -1,13 +1,13 @@
-"""The transport `shm`: the sender copies once, straight into the receiver's blocks. For two processes of one host and user.
+"""The transport `shm`: through memory that the two processes of a pair share. For two processes of one host and user.
 
-The receiver's pool lies in an anonymous file that the sender maps. Segments cross in four moves: the announcement (control
-link), the receiver's grant of target blocks, the sender's copy, and its word that it is done; then the receiver digests the
-blocks where they lie. Messages and proof of life are in `shm_socket`.
+The receiver makes a *window* for each pair: an anonymous file of some tens of MiB that this one sender maps. Nothing else of
+the receiver is ever mapped by another process. Segments cross in five moves: the announcement (control link); the receiver's
+grant of a place in the window; the sender's copy to it; its word that it is done; and the receiver's copy from there to the
+target blocks.
 
-What a stale write could do is prevented by order, not by trust in time: granted blocks are nobody else's until the sender
-says DONE or SKIPPED or its lifeline has ended. A receiver that no longer wants a segment writes its sequence to the *board*,
-a page shared by the two; the sender looks there before each piece and skips the rest. That makes the answer come sooner, but
-only the answer counts.
+The sender may write to its window at any time, so nothing that lies there is believed: the receiver digests what it has copied,
+where nobody else can write, and compares that with the digests of the Commit. A segment that is not wanted any more is answered
+at once, since only the receiver itself writes to its blocks; its place is used again when the sender has said that it is done.
 """
 
 import os
@@ -15,34 +15,32 @@ import select
 import struct
 import time
 from collections import deque
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
+import numpy as np
 import torch
 
 from kvtransfer.copying import Copier
-from kvtransfer.device_copy import DeviceCopier, DeviceDigester
-from kvtransfer.digests import Digester
-from kvtransfer.layout import blocks_of
-from kvtransfer.memory import Pages, SharedMemory, map_shared
+from kvtransfer.digests import Digester, land
+from kvtransfer.memory import SharedMemory, map_shared
 from kvtransfer.pool import PoolRows
-from kvtransfer.settings import WINDOW_SEGMENTS_MAX
-from kvtransfer.shm_meeting import Board, cannot_grant, check_fit, check_sealed, ready, send_hello
+from kvtransfer.settings import SHM_WINDOW_BYTES, WINDOW_SEGMENTS_MAX
+from kvtransfer.shm_meeting import check_sealed, ready
 from kvtransfer.shm_socket import (
-    DESCRIPTORS,
     DONE,
     GRANT,
-    GRANT_BLOCKS_MAX,
     READY,
     SKIPPED,
-    WRITTEN,
     Connection,
     Door,
     knock,
-    pack_grants,
     receive_with_descriptors,
-    unpack_grants,
+    send_with_descriptors,
 )
 from kvtransfer.transport import (
+    MAX_QUEUED_SEGMENTS,
     Answer,
     Channel,
     Inbox,
@@ -53,39 +51,43 @@ from kvtransfer.transport import (
     SegmentJob,
     Transport,
 )
+from kvtransfer.window import Ring
 
-_HELLO = struct.Struct("<8sQQQQ")
-"""Magic, bytes of the pool's memory, blocks in it, cells in a block, bytes of a cell."""
-_MAGIC = b"cdkvshm2"
-PART_BYTES = 16 << 20
-"""Of a segment, digested by the receiver while the sender writes on; far longer than a word to a thread that sleeps."""
-UNWANTED = b"\0" * 8
+_HELLO = struct.Struct("<8sQQ")
+"""Magic, cells in the window, bytes of a cell."""
+_MAGIC = b"cdkvshm3"
+_WINDOW_BYTES_MAX = 1 << 36
+_WORD = "<u4"
+_UNWANTED_PLACE = 0xFFFF_FFFF
+"""In place of a place: the segment is not wanted."""
+UNWANTED: Final = b"\0" * 8
 """The sender's digest of a segment that the receiver did not want: its session there is over."""
 
 
-class Writes(Channel):
-    """The sender's end: writes to the blocks that it is granted."""
+def pack_places(places: Sequence[int | None]) -> bytes:
+    """Of segments that follow each other, the first cell of each in the window; None: it is not wanted."""
+    return np.array([_UNWANTED_PLACE if one is None else one for one in places], dtype=_WORD).tobytes()
 
-    def __init__(
-        self,
-        local: Local,
-        connection: Connection,
-        copier: Copier | DeviceCopier,
-        target_cells: int,
-        board: Board,
-        lifeline: int,
-    ) -> None:
+
+def unpack_places(payload: bytes) -> list[int | None]:
+    """Raises `PairBroken`. Whether a segment fits there is known when it is written."""
+    if not payload or len(payload) % 4 or len(payload) > 4 * WINDOW_SEGMENTS_MAX:
+        raise PairBroken(f"the receiver broke the protocol: a grant of {len(payload)} bytes")
+    return [None if word == _UNWANTED_PLACE else word for word in np.frombuffer(payload, dtype=_WORD).tolist()]
+
+
+class Writes(Channel):
+    """The sender's end: writes to the places in the window that it is granted."""
+
+    def __init__(self, local: Local, connection: Connection, window: PoolRows) -> None:
         self._connection = connection
-        self._lifeline = lifeline
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
-        self._copier: Copier | DeviceCopier | None = copier
-        self._target_cells = target_cells
-        self._part_blocks = max(1, PART_BYTES // local.rows.layout.block_bytes)
-        self._board: Board | None = board
+        self._copier = Copier(local.rows, window, local.digests or Digester(local.rows))
+        self._window_cells = window.cells
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
         jobs: deque[SegmentJob] = deque()
-        grants: deque[tuple[int, list[int]]] = deque()
+        grants: deque[tuple[int, int | None]] = deque()
         poll = select.poll()
         poll.register(inbox, select.POLLIN)
         poll.register(self._connection, select.POLLIN)
@@ -93,7 +95,7 @@ class Writes(Channel):
         while not inbox.closed:
             left_s = waiting_since + self._timeout_s - time.monotonic()
             if not poll.poll(max(0.0, left_s) * 1e3 if jobs else None):
-                raise PairBroken(f"the receiver granted no blocks in {self._timeout_s:g} s")
+                raise PairBroken(f"the receiver granted no room in {self._timeout_s:g} s")
             if not jobs:
                 waiting_since = time.monotonic()
             jobs += inbox.take()
@@ -110,70 +112,65 @@ class Writes(Channel):
                 waiting_since = time.monotonic()
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
-        # Unmapped first: the end of the lifeline says that nothing is written any more.
-        self._copier = self._board = None
-        os.close(self._lifeline)
         self._connection.close()
 
-    def _hear(self, grants: deque[tuple[int, list[int]]]) -> None:
-        """Add what was granted since: sequences, and the blocks of each."""
+    def _hear(self, grants: deque[tuple[int, int | None]]) -> None:
+        """Add what was granted since: sequences, and the place of each."""
         while (message := self._connection.receive()) is not None:
             kind, sequence, payload = message
             if kind != GRANT:
                 raise PairBroken(f"the receiver broke the protocol: message {kind} of {len(payload)} bytes")
-            grants += enumerate(unpack_grants(payload, self._target_cells), sequence)
+            grants += enumerate(unpack_places(payload), sequence)
             if len(grants) > WINDOW_SEGMENTS_MAX:
-                raise PairBroken(
-                    f"the receiver broke the protocol: it granted blocks for {len(grants)} segments at once"
-                )
+                raise PairBroken(f"the receiver broke the protocol: it granted room for {len(grants)} segments at once")
 
-    def _carry_out(self, job: SegmentJob, sequence: int, target_ids: list[int], inbox: Inbox) -> bytes:
+    def _carry_out(self, job: SegmentJob, sequence: int, place: int | None, inbox: Inbox) -> bytes:
         """The digest; `UNWANTED` if the receiver does not want it; empty if this pair is being closed."""
-        assert job.block_ids is not None and self._copier is not None and self._board is not None
-        if sequence != job.sequence or len(target_ids) not in (0, job.blocks):
+        assert job.block_ids is not None
+        if sequence != job.sequence or (place is not None and place + job.blocks > self._window_cells):
             raise PairBroken(
-                f"the receiver granted {len(target_ids)} blocks for segment {sequence}, which is segment {job.sequence}"
-                f" of {job.blocks}"
+                f"the receiver granted place {place} of {self._window_cells} for segment {sequence}, which is segment"
+                f" {job.sequence} of {job.blocks}"
             )
-        board, told = self._board, 0
-
-        def go_on(written: int) -> bool:
-            nonlocal told
-            if written >= told + self._part_blocks:
-                # Only to have it digested early: where there is no room for the message now, DONE will do.
-                self._connection.send(WRITTEN, sequence, written.to_bytes(4, "little"))
-                told = written
-            return not inbox.closed and not board.is_revoked(sequence)
-
-        segment_digest = self._copier.copy(job.block_ids, target_ids, go_on, job.digest) if target_ids else b""
+        segment_digest = UNWANTED
+        if place is not None:
+            cells = range(place, place + job.blocks)
+            segment_digest = self._copier.copy(job.block_ids, cells, lambda _: not inbox.closed, job.digest)
         if inbox.closed:
             return b""
-        if not self._connection.send(DONE if segment_digest else SKIPPED, sequence):
+        if not self._connection.send(SKIPPED if place is None else DONE, sequence):
             raise PairBroken("the receiver does not read what it is told")
-        return segment_digest or UNWANTED
+        return segment_digest
 
 
-class Grants(Channel):
-    """The receiver's end: grants target blocks, and digests them when they are written."""
+@dataclass(slots=True, eq=False)
+class _Granted:
+    """A segment that the sender has yet to say it is done with."""
 
-    def __init__(
-        self, local: Local, connection: Connection, digester: Digester | DeviceDigester, board: Board, lifeline: int
-    ) -> None:
+    job: SegmentJob
+    place: int | None
+    answered: bool = False
+    """It was given up meanwhile."""
+
+
+class Receives(Channel):
+    """The receiver's end: grants places in the window, and copies what is written there to the target blocks."""
+
+    def __init__(self, local: Local, connection: Connection, memory: SharedMemory) -> None:
         self._connection = connection
-        self._lifeline = lifeline
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._rows = local.rows
-        self._memory = local.memory
-        self._digester = digester
-        self._board = board
-        self._outbox: deque[SegmentJob] = deque()
+        self._cell_bytes = local.rows.layout.block_bytes
+        self._window = memory.tensor
+        self._ring = Ring(memory.bytes // self._cell_bytes)
+        self._outbox: deque[_Granted] = deque()
         """Not granted yet."""
-        self._granted: deque[tuple[SegmentJob, bool]] = deque()
-        """In order; whether any blocks were granted, or it was called unwanted."""
-        self._begun: list[bytes] = []
-        """Digests of the first blocks of the first of them."""
+        self._granted: deque[_Granted] = deque()
+        """In order."""
+        self._inbox: Inbox | None = None
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
+        self._inbox = inbox
         poll = select.poll()
         poll.register(inbox, select.POLLIN)
         poll.register(self._connection, select.POLLIN)
@@ -184,90 +181,84 @@ class Grants(Channel):
                 raise PairBroken(f"the sender moved nothing in {self._timeout_s:g} s")
             if not self._granted:
                 heard_at = time.monotonic()
-            self._outbox += inbox.take()
-            self._grant()
+            self._take_in(inbox, answer)
             while not inbox.closed and self._hear(answer):
                 heard_at = time.monotonic()
-                self._outbox += inbox.take()
-                self._grant()
+                self._take_in(inbox, answer)
             poll.modify(self._connection, select.POLLIN | (0 if self._grant() else select.POLLOUT))
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
-        for job, _ in self._granted:
-            job.block_ids = None
-            self._board.revoke(job.sequence)
-        self._connection.hang_up()
-        poll = select.poll()
-        for source in (inbox, self._connection, self._lifeline):
-            poll.register(source, select.POLLIN)
-        while self._granted:
-            ready = dict(poll.poll(inbox.settle_limit_ms))
-            inbox.take()
-            try:
-                if self._connection.fileno() in ready:
-                    self._hear(answer)
-                elif not ready or self._lifeline in ready:
-                    break
-            except PairBroken:
-                # Whatever it says now, or if it says nothing any more, it may still write: only its lifeline counts.
-                poll.unregister(self._connection)
-        os.close(self._lifeline)
         self._connection.close()
 
     def revoke(self, job: SegmentJob) -> None:
-        self._board.revoke(job.sequence)
+        if self._inbox is not None:
+            self._inbox.wake()
+
+    def _take_in(self, inbox: Inbox, answer: Answer) -> None:
+        jobs = inbox.take()
+        if inbox.was_woken():
+            # Given up: nothing but this thread touches their blocks, so they are the session's again at once.
+            for one in (*self._granted, *self._outbox):
+                if one.job.owner is not None and one.job.block_ids is None and not one.answered:
+                    one.answered = True
+                    answer(one.job, b"")
+        self._outbox += [_Granted(job, None) for job in jobs]
+        if len(self._outbox) > MAX_QUEUED_SEGMENTS:
+            raise PairBroken(f"the sender broke the protocol: {len(self._outbox)} segments are announced at once")
+        self._grant()
 
     def _grant(self) -> bool:
-        """Name the target blocks of the next segments, by the handful, but of no more than a window: a sender is done with a
-        segment before we have digested it, and would announce more and more. False if the connection has no room now."""
-        while self._outbox and len(self._granted) < WINDOW_SEGMENTS_MAX:
-            targets: list[tuple[int, ...]] = []
-            blocks = 0
-            for job in islice(self._outbox, WINDOW_SEGMENTS_MAX - len(self._granted)):
-                blocks += job.blocks
-                if blocks > GRANT_BLOCKS_MAX:
-                    break
-                targets.append(job.block_ids or ())
-            if isinstance(self._memory, SharedMemory):
-                ratio = self._rows.ratio
-                for block_ids in targets:
-                    self._memory.provide(blocks_of(block_ids, ratio), self._rows.layout.block_bytes * ratio)
-            if not self._connection.send(GRANT, self._outbox[0].sequence, pack_grants(targets)):
-                return False
-            self._granted.extend((self._outbox.popleft(), bool(block_ids)) for block_ids in targets)
+        """Give the next segments their places, as many as there is room for. False if the connection has none now."""
+        places: list[int | None] = []
+        for one in self._outbox:
+            if len(self._granted) + len(places) >= WINDOW_SEGMENTS_MAX:
+                break
+            one.place = None if one.job.block_ids is None else self._ring.take(one.job.blocks)
+            if one.place is None and one.job.block_ids is not None:
+                break
+            places.append(one.place)
+        if not places:
+            return True
+        if not self._connection.send(GRANT, self._outbox[0].job.sequence, pack_places(places)):
+            for place in reversed(places):
+                if place is not None:
+                    self._ring.take_back()
+            return False
+        self._granted.extend(self._outbox.popleft() for _ in places)
         return True
 
     def _hear(self, answer: Answer) -> bool:
-        """Take in what the sender says, up to a segment that it is done with; False if it says nothing."""
-        written = -1
-        while (message := self._connection.receive()) is not None:
-            kind, sequence, payload = message
-            if kind not in (WRITTEN, DONE, SKIPPED) or not self._granted or self._granted[0][0].sequence != sequence:
-                raise PairBroken(f"the sender broke the protocol: message {kind} about segment {sequence}")
-            if kind != WRITTEN:
-                self._take(kind, sequence, answer)
-                return True
-            before, written = written, int.from_bytes(payload, "little")
-            if not before < written <= self._granted[0][0].blocks:
-                raise PairBroken(f"the sender broke the protocol: {written} blocks are written, after {before}")
-        if written >= 0:
-            self._begin_to_digest(self._granted[0][0], written)
-        return written >= 0
+        """Take in the sender's next word; False if it says nothing."""
+        message = self._connection.receive()
+        if message is None:
+            return False
+        kind, sequence, _ = message
+        if kind not in (DONE, SKIPPED) or not self._granted or self._granted[0].job.sequence != sequence:
+            raise PairBroken(f"the sender broke the protocol: message {kind} about segment {sequence}")
+        one = self._granted.popleft()
+        if (kind == SKIPPED) != (one.place is None):
+            raise PairBroken(f"the sender broke the protocol: message {kind} about segment {sequence}")
+        segment_digest = b"" if one.place is None else self._land(one.job, one.place)
+        if one.place is not None:
+            self._ring.give_back()
+        if not one.answered:
+            answer(one.job, segment_digest)
+        return True
 
-    def _take(self, kind: int, sequence: int, answer: Answer) -> None:
-        job, with_blocks = self._granted.popleft()
-        begun, self._begun = self._begun, []
-        block_ids = job.block_ids if with_blocks else None
-        if kind == SKIPPED and block_ids is not None:
-            raise PairBroken(f"the sender skipped segment {sequence}, which is wanted")
-        answer(job, b"" if block_ids is None else self._digester.digest(block_ids, begun))
-
-    def _begin_to_digest(self, job: SegmentJob, written: int) -> None:
+    def _land(self, job: SegmentJob, place: int) -> bytes:
+        """Copy what is written to its blocks, if it is still wanted; the digest of the copy."""
         block_ids = job.block_ids
-        if not isinstance(self._digester, Digester):
-            raise PairBroken("the sender broke the protocol: it says what is written to a GPU")
-        if block_ids is not None:
-            self._begun += self._digester.each(block_ids[len(self._begun) : written])
+        if block_ids is None:
+            return b""
+        written = self._window[place * self._cell_bytes : (place + job.blocks) * self._cell_bytes]
+        if not self._rows.is_flat:
+            written = written.clone()  # the sender may go on writing, and what is digested must be what is kept
+        return land(self._rows.as_packed(written), self._rows, block_ids)
+
+
+def window_cells(local: Local) -> int:
+    """Room for two of the largest segments at least, so that one is written while the other is read."""
+    return max(2 * local.segment_blocks, local.settings.shm_window_bytes // local.rows.layout.block_bytes)
 
 
 class _ShmListener(Listener):
@@ -277,21 +268,19 @@ class _ShmListener(Listener):
         self.meeting = Meeting(Shm.name, "", 0, self._door.name)
 
     def meet(self) -> Channel:
-        local, memory = self._local, self._local.memory
-        assert isinstance(memory, SharedMemory)
-        timeout_ms = local.settings.rendezvous_timeout_ms
+        local, timeout_ms = self._local, self._local.settings.rendezvous_timeout_ms
         connected = self._door.accept(timeout_ms)
-        lifeline, their_lifeline = os.pipe()
         try:
-            rows = local.rows
-            hello = _HELLO.pack(_MAGIC, memory.bytes, rows.cells // rows.ratio, rows.ratio, rows.layout.block_bytes)
-            board = send_hello(connected, hello, [memory.descriptor], their_lifeline)
-            connection = ready(connected, timeout_ms)
+            cell_bytes, cells = local.rows.layout.block_bytes, window_cells(local)
+            memory = SharedMemory(cells * cell_bytes)
+            try:
+                send_with_descriptors(connected, _HELLO.pack(_MAGIC, cells, cell_bytes), [memory.descriptor])
+            finally:
+                memory.close()  # the mapping stays
+            return Receives(local, ready(connected, timeout_ms), memory)
         except (OSError, PairBroken):
-            os.close(lifeline)
             connected.close()
             raise
-        return Grants(local, connection, Digester(local.rows), board, lifeline)
 
     def abandon(self) -> None:
         self._door.abandon()
@@ -301,11 +290,13 @@ class Shm(Transport):
     name = "shm"
     devices = ("cpu",)
     skips_unwanted = True
+    confidential = True
 
     def unusable(self, local: Local, same_host: bool) -> str:
-        if not isinstance(local.memory, SharedMemory):
-            return "the KV pool is not in memory that others can map"
-        return cannot_grant(local, same_host)
+        return "" if same_host else "another host, user or namespace"
+
+    def pair_bytes(self, segment_bytes: int) -> int:
+        return max(2 * segment_bytes, SHM_WINDOW_BYTES)
 
     def listen(self, local: Local) -> Listener:
         return _ShmListener(local)
@@ -315,33 +306,31 @@ class Shm(Transport):
         try:
             timeout_ms = local.settings.rendezvous_timeout_ms
             message, descriptors = receive_with_descriptors(connected, _HELLO.size, timeout_ms)
-            try:
-                target, pages, board = _mapped(local, message, descriptors)
-                connection = Connection(connected)
-                connection.send(READY, 0)
-                lifeline = descriptors.pop()
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
+            window = mapped_window(local, message, descriptors)
+            connection = Connection(connected)
+            connection.send(READY, 0)
         except (OSError, PairBroken):
             connected.close()
             raise
-        copier = Copier(local.rows, target, local.digests or Digester(local.rows), pages)
-        return Writes(local, connection, copier, target.cells, board, lifeline)
+        return Writes(local, connection, window)
 
 
-def _mapped(local: Local, message: bytes, descriptors: list[int]) -> tuple[PoolRows, Pages, Board]:
-    """The receiver's pool and board, mapped. Nothing that it says is believed before it is checked: a size that can still
-    change could end this process. Raises `PairBroken` or `OSError`."""
-    if len(message) != _HELLO.size or len(descriptors) != DESCRIPTORS:
-        raise PairBroken(f"the receiver sent {len(message)} bytes and {len(descriptors)} descriptors for a pool")
-    magic, pool_bytes, blocks, ratio, cell_bytes = _HELLO.unpack(message)
-    if magic != _MAGIC:
-        raise PairBroken("the receiver speaks another version of shm")
-    cells = local.rows.layout
-    used = check_fit(cells, pool_bytes, blocks, ratio, cell_bytes)
-    for descriptor, size in zip(descriptors[:2], (pool_bytes, Board.SIZE), strict=True):
-        check_sealed(descriptor, size)
-    mapped = map_shared(descriptors[0], pool_bytes)
-    pool = torch.frombuffer(mapped, dtype=torch.uint8, count=used)
-    return PoolRows.of_bytes(pool, cells, ratio), Pages(mapped), Board(descriptors[1])
+def mapped_window(local: Local, message: bytes, descriptors: list[int]) -> PoolRows:
+    """The window of this pair, mapped; closes the descriptors. Nothing that the receiver says is believed before it is checked:
+    a size that can still change could end this process. Raises `PairBroken` or `OSError`."""
+    try:
+        if len(message) != _HELLO.size or len(descriptors) != 1:
+            raise PairBroken(f"the receiver sent {len(message)} bytes and {len(descriptors)} descriptors for a window")
+        magic, cells, cell_bytes = _HELLO.unpack(message)
+        if magic != _MAGIC:
+            raise PairBroken("the receiver speaks another version of shm")
+        if cell_bytes != local.rows.layout.block_bytes:
+            raise PairBroken(f"the receiver's blocks have {cell_bytes} bytes, ours {local.rows.layout.block_bytes}")
+        if not 0 < cells <= _WINDOW_BYTES_MAX // cell_bytes:
+            raise PairBroken(f"the receiver's window is of {cells} blocks")
+        check_sealed(descriptors[0], cells * cell_bytes)
+        mapped = map_shared(descriptors[0], cells * cell_bytes)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return PoolRows.of_bytes(torch.frombuffer(mapped, dtype=torch.uint8), local.rows.layout, 1)

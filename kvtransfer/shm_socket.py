@@ -1,14 +1,13 @@
-"""The Unix connection of a `shm` pair: how the two meet, and what they say to each other while data moves.
+"""The Unix connection of a `shm` or `cuda_ipc` pair: how the two meet, and what they say to each other while data moves.
 
-    receiver → sender   Hello, with three descriptors: the pool's memory, the board and the lifeline
+    receiver → sender   Hello, with descriptors: for `shm` that of the window, for `cuda_ipc` those of board and lifeline
     sender → receiver   READY                       it has mapped the memory
-    receiver → sender   GRANT sequence, blocks      write this and the following segments there; no blocks: it is not wanted
-    sender → receiver   WRITTEN sequence, count     so many blocks of it are written; of large segments only
+    receiver → sender   GRANT sequence, where       write this and the following segments there; nowhere: it is not wanted
     sender → receiver   DONE sequence | SKIPPED sequence     written, or not; either way it is not touched again
 
-The end of the connection says that the pair is over. The proof that nothing is written any more is the end of the *lifeline*,
-a pipe whose only writing end is the sender's: it closes it after it has unmapped the pool, and for a process that dies the
-kernel closes it after its memory is gone. Unlike a connection, a pipe cannot be shut down while its ends live.
+The end of the connection says that the pair is over. For `cuda_ipc` the proof that nothing is written any more is the end of
+the *lifeline*, a pipe whose only writing end is the sender's: it closes it after it has unmapped the pool, and for a process
+that dies the kernel closes it after its memory is gone. Unlike a connection, a pipe cannot be shut down while its ends live.
 
 The listening socket has an unguessable name in the abstract namespace: nothing in any file system, gone with its process,
 and only for processes of one network namespace. Whoever connects must run as our own user.
@@ -34,11 +33,10 @@ READY: Final = 1
 GRANT: Final = 2
 DONE: Final = 3
 SKIPPED: Final = 4
-WRITTEN: Final = 5
 MESSAGE_BYTES_MAX: Final = 128 << 10
 """Well below what a socket buffer takes at once."""
-DESCRIPTORS: Final = 3
-"""With Hello."""
+DESCRIPTORS: Final = 2
+"""With Hello, at most."""
 GRANT_BLOCKS_MAX: Final = (MESSAGE_BYTES_MAX - 16) // 4 - WINDOW_SEGMENTS_MAX
 
 _HEAD = struct.Struct("<II")

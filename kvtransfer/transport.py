@@ -6,12 +6,14 @@ joining that meeting. `Listener.meet` gives the receiver its `Channel`. A channe
 the pair. All of it runs in the pair's own thread and may block there, within the limits of `KvSettings`.
 
 What differs between transports:
+- `tcp`: the receiver reads into the target blocks itself, so nobody writes to them when its thread does not.
 - `gloo` (and what else sends messages): data lands in a buffer of the channel, and is digested and copied to its blocks.
   The control link's announcement is all that the receiver needs to post the receive.
 - `nccl` does so between GPUs, with an exchange of its own before each message (`nccl`).
-- `shm` and `cuda_ipc` (and what else writes to the receiver's memory): data lands in the target blocks themselves. The
-  receiver's channel grants them, segment by segment, and until the sender says that it is done with a granted segment, or
-  is proven to be gone, they are nobody else's. `Channel.settle` waits for that proof.
+- `shm` does so through memory that the two share, a window of their own.
+- `cuda_ipc` writes to the target blocks themselves. The receiver's channel grants them, segment by segment, and until the
+  sender says that it is done with a granted segment, or is proven to be gone, they are nobody else's. `Channel.settle` waits
+  for that proof.
 """
 
 import os
@@ -19,21 +21,23 @@ import select
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtransfer.cuda_memory import DeviceMemory
 from kvtransfer.digests import BlockDigests
-from kvtransfer.memory import SharedMemory
 from kvtransfer.pool import PoolRows
 from kvtransfer.settings import KvSettings
+
+if TYPE_CHECKING:
+    from kvtransfer.tcp_listener import TcpListener
 
 MAX_QUEUED_SEGMENTS = 1024
 """Segments a pair holds at once. A correct sender stays within its window, and may be done with as many that the receiver is
 not."""
 
 
-PoolMemory = SharedMemory | DeviceMemory
+PoolMemory = DeviceMemory
 """What a pool lies in, if other processes of this host may map it."""
 
 
@@ -60,19 +64,23 @@ class SegmentJob:
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """Where and how a receiver waits for its sender, told over the control link. `why` says what spoke against better
-    transports, or is empty."""
+    transports, or is empty. `token`, `key` and `encrypted` are of `tcp`."""
 
     transport: str
     host: str
     port: int
     secret: str
     why: str = ""
+    token: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    encrypted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
     """What a transport uses of its own end. `memory` is where the pool lies, if others may map it; `digests` are a sender's, of
-    blocks as they cross, where they are made before."""
+    blocks as they cross, where they are made before. `tcp_listener` is the receiver's, shared by all of its pairs; with
+    `encrypt` KV crosses a network by `tcp` only encrypted."""
 
     rows: PoolRows
     segment_blocks: int
@@ -80,6 +88,8 @@ class Local:
     listen_host: str = ""
     memory: PoolMemory | None = None
     digests: BlockDigests | None = None
+    tcp_listener: "TcpListener | None" = None
+    encrypt: bool = False
 
 
 class Inbox:
@@ -89,6 +99,7 @@ class Inbox:
         self.closed = False
         self.settle_limit_ms: int | None = None
         self._jobs: deque[SegmentJob] = deque()
+        self._is_woken = False
         self._is_told = False
         """The thread is woken already for what is queued."""
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -98,6 +109,20 @@ class Inbox:
         if not self._is_told:
             self._is_told = True
             os.eventfd_write(self._event, 1)
+
+    def wake(self) -> None:
+        """Have the thread look at what was revoked."""
+        self._is_woken = True
+        if not self._is_told:
+            self._is_told = True
+            os.eventfd_write(self._event, 1)
+
+    def was_woken(self) -> bool:
+        """Whether `wake` was called since this was asked last; to be asked after `take`."""
+        if not self._is_woken:
+            return False
+        self._is_woken = False
+        return True
 
     def close(self, settle_limit_ms: int | None) -> None:
         """Nothing more comes, and what is queued is not to be begun. With a limit, also what is under way must be let go of by
@@ -176,6 +201,8 @@ class Transport(ABC):
     """Where a pool may be that it sends from, and receives into."""
     skips_unwanted: ClassVar[bool] = False
     """Of what is announced, it does not send what the receiver does not want any more."""
+    confidential: ClassVar[bool] = False
+    """KV stays within the host, or can be encrypted."""
 
     @abstractmethod
     def unusable(self, local: Local, same_host: bool) -> str:

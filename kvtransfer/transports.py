@@ -9,14 +9,16 @@ import xxhash
 from kvtransfer.cuda_ipc import CudaIpc
 from kvtransfer.cuda_memory import DeviceMemory
 from kvtransfer.gloo import Gloo
-from kvtransfer.memory import SharedMemory
 from kvtransfer.nccl import Nccl
-from kvtransfer.settings import AUTO, allowed_transports
+from kvtransfer.settings import allowed_transports
 from kvtransfer.shm import Shm
+from kvtransfer.tcp import Tcp
 from kvtransfer.transport import Channel, Listener, Local, Meeting, PairBroken, PoolMemory, Transport
 from proto.errors import BadOption
 
-TRANSPORTS: dict[str, Transport] = {transport.name: transport for transport in (Shm(), CudaIpc(), Nccl(), Gloo())}
+TRANSPORTS: dict[str, Transport] = {
+    transport.name: transport for transport in (Shm(), CudaIpc(), Nccl(), Tcp(), Gloo())
+}
 
 
 def host_id() -> str:
@@ -29,9 +31,7 @@ def host_id() -> str:
 
 def memory_for(names: tuple[str, ...], device: str) -> PoolMemory | None:
     """For the pool of a receiver that may use these transports; None: no other process need map it."""
-    if device == "cpu":
-        return SharedMemory() if "shm" in names else None
-    return DeviceMemory(device) if "cuda_ipc" in names else None
+    return DeviceMemory(device) if device != "cpu" and "cuda_ipc" in names else None
 
 
 def suited(names: tuple[str, ...], device: str) -> tuple[str, ...]:
@@ -39,12 +39,15 @@ def suited(names: tuple[str, ...], device: str) -> tuple[str, ...]:
     return tuple(name for name in names if device in TRANSPORTS[name].devices)
 
 
-def allowed_on(option: str, device: str) -> tuple[str, ...]:
-    """What `--kv-transport` stands for in a worker whose KV is on a device of this type. Raises `WrongTransport`."""
+def allowed_on(option: str, device: str, confidential: bool = False) -> tuple[str, ...]:
+    """What `--kv-transport` stands for in a worker whose KV is on a device of this type; with `confidential`, only those that
+    never send KV to another host in the clear. Raises `WrongTransport`."""
     found = suited(allowed_transports(option), device)
     if not found:
-        there = " or ".join(suited(AUTO, device))
+        there = " or ".join(suited(tuple(TRANSPORTS), device))
         raise WrongTransport(f"{option} cannot be used with KV on {device}; there are {there}")
+    if confidential and not (found := tuple(name for name in found if TRANSPORTS[name].confidential)):
+        raise WrongTransport(f"{option} sends KV in the clear, which --transfer-encryption on forbids")
     return found
 
 

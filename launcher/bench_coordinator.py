@@ -3,7 +3,8 @@
 - the fair queue alone: taking the next chunk (and its request out) and adding a request, at a constant backlog; with deadlines
   as the core sets them (nearly in order of arrival) and, for the worst case inside a tenant, at random;
 - the whole core: one request's life of four chunks, from `Submit` to `Finished`, seven messages in and seven out;
-- memory of one waiting request, its message included.
+- memory of one waiting request, its message included;
+- the whole core with many workers against one pair: see `bench_scale`.
 
 The time of the clock itself is taken off.
 
@@ -21,6 +22,7 @@ import random
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import count, product
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -32,10 +34,12 @@ from coordinator.core import Core
 from coordinator.events import Action, Limits, PeerUp, Received, Send
 from coordinator.fairqueue import FairQueue, Terms
 from launcher.bench_report import check_writable, write_json
+from launcher.bench_scale import LIMITS, measure, scale_table
 from launcher.bench_settings import CoordinatorBenchSettings
 from proto.codec import decode, encode
+from proto.held import Capacity
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Capacity, Chunk, Finished, HandedOver, Hello, Role, Step, StepDone, Submit
+from proto.messages import Chunk, Finished, HandedOver, Hello, Role, Step, StepDone, Submit
 from proto.sampling import Sampling
 
 _TENANTS = (100, 1_000, 10_000)
@@ -47,6 +51,7 @@ _LIVES = 9_000
 """More than the core remembers of what has ended: what it does to forget is part of a life."""
 _CHUNKS = 4
 _STEP_TOKENS = 256
+_KEY = -1
 
 
 def run(settings: CoordinatorBenchSettings) -> int:
@@ -61,6 +66,10 @@ def run(settings: CoordinatorBenchSettings) -> int:
             queue[kind][tenants] = _fair_queue(tenants, settings.requests, kind)
         status.update("whole core")
         life_us, loop_ns = _lives()
+        scale = []
+        for limited_by, pairs in product(LIMITS, sorted({1, settings.workers} if settings.workers else ())):
+            status.update(f"{pairs} + {pairs} workers, limited by {limited_by}")
+            scale.append(measure(pairs, settings.tenants, settings.requests, settings.served, limited_by))
     table = Table(title=f"Fair queue, {settings.requests:,} requests waiting, µs of CPU", title_justify="left")
     for heading in ("deadlines", "tenants", "pop p50", "p99", "enqueue p50", "p99"):
         table.add_column(heading, justify="left" if heading == "deadlines" else "right")
@@ -74,15 +83,23 @@ def run(settings: CoordinatorBenchSettings) -> int:
         f"A plain loop beside it: {loop_ns:.1f} ns an iteration, of which a life costs {1e3 * life_us / loop_ns:,.0f}"
     )
     console.print(f"A waiting request: {request_bytes:.0f} bytes, its message included")
+    if scale:
+        console.print(scale_table(scale, settings.tenants, settings.requests))
     write_json(
         settings.json_out,
-        {"fair_queue_us": queue, "life_us": life_us, "loop_ns": loop_ns, "request_bytes": request_bytes},
+        {
+            "fair_queue_us": queue,
+            "life_us": life_us,
+            "loop_ns": loop_ns,
+            "request_bytes": request_bytes,
+            "scale": [asdict(cost) for cost in scale],
+        },
     )
     return 0
 
 
 def _whole(cost: int) -> Terms:
-    return float(cost), True
+    return Terms(float(cost), True, _KEY)
 
 
 def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]:
@@ -97,16 +114,16 @@ def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]
     paths = [("standard", f"o{tenant // 10}", f"u{tenant}") for tenant in range(tenants)]
     for _ in range(requests):
         cost = rnd.randint(1, 512)
-        queue.push(cost, paths[rnd.randrange(tenants)], due(cost), 1)
+        queue.push(cost, paths[rnd.randrange(tenants)], _KEY, due(cost), 1)
     pops, pushes, clock_ns = [], [], _clock_ns()
     with _Steady():
         for _ in range(_SAMPLES):
             cost, path = rnd.randint(1, 512), paths[rnd.randrange(tenants)]
             deadline = due(cost)
             begin = time.thread_time_ns()
-            queue.pop(1, _whole)
+            queue.pop((1, _KEY), _whole)
             middle = time.thread_time_ns()
-            queue.push(cost, path, deadline, 1)
+            queue.push(cost, path, _KEY, deadline, 1)
             pops.append((middle - begin - clock_ns) / 1000)
             pushes.append((time.thread_time_ns() - middle - clock_ns) / 1000)
     pop, push = quantiles(pops, n=100), quantiles(pushes, n=100)

@@ -17,7 +17,8 @@ from kvtransfer.transports import allowed_on
 from launcher import far
 from launcher.kv_replayer import Replayer
 from proto import limits
-from proto.messages import Capacity, Hello, Role
+from proto.held import Capacity
+from proto.messages import Hello, Role
 from runtime import clock
 
 _COPIES = 4

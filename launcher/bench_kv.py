@@ -1,14 +1,17 @@
 """`crossdock bench kv`: KV between two real processes, by every transport, beside what this machine can do at all.
 
 Floors, for S bytes:
-- `shm`: the sender's copy reads S and writes S, as memcpy does; its digests were made when the KV was. The receiver's digest
-  reads S once, on another core and at the same time: no transfer is faster than either, nor than `bare shm`, the same copy
-  and digest with nothing else between the processes, since the two disturb each other. Its stores do not read first
+- `shm`: the sender's copy reads S and writes S, as memcpy does; its digests were made when the KV was. The receiver's copy
+  into its pool reads and writes S again and digests it on the way, on another core and at the same time. `bare shm` spares the
+  second copy: the sender writes to the pool itself, which a server does not let it do. Its stores do not read first
   (`process.STREAMED_COPIES`), and neither do those of a memcpy of very large pieces, which is faster than one of small ones.
 - A session of one block: each of its four words passes two I/O threads of ZeroMQ from loop to loop, and the data plane
   wakes four threads more: 16 times one wakes the next. In a bare round trip between two processes that happens twice.
-- `gloo`: S crosses a socket (a copy in the kernel at each end), and the receiver copies it from a buffer to its blocks and
-  digests it on the way: a read and a copy more than a raw socket.
+- `tcp-plain`: S crosses a socket (a copy in the kernel at each end), and the receiver digests it: a read more than a raw
+  socket.
+- `tcp`: likewise, and S is encrypted and decrypted.
+- `gloo`: S crosses a socket, and the receiver copies it from a buffer to its blocks and digests it on the way: a read and a
+  copy more than a raw socket.
 All figures of a row are medians of rounds in which everything is measured once, in turn, on cold sources.
 """
 
@@ -32,11 +35,10 @@ from kvtransfer.memory import SharedMemory
 from kvtransfer.pool import PoolRows
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.session import Accepted
-from kvtransfer.settings import AUTO, KvSettings
-from kvtransfer.transports import suited
+from kvtransfer.transports import TRANSPORTS, suited
 from launcher import bench_kv_bare
 from launcher.bench_client import BenchFailed
-from launcher.bench_kv_far import RECEIVER_EPOCH, filled
+from launcher.bench_kv_far import PLAIN_TCP, RECEIVER_EPOCH, filled, settings_of
 from launcher.bench_report import check_writable, write_json
 from launcher.bench_settings import KvBenchSettings
 from launcher.far import Far
@@ -49,9 +51,12 @@ _LAYER_KIB = 8
 _SMALL_SESSIONS = 60
 _LARGE_BYTES, _SMALL_TOTAL_BYTES = 4 << 20, 16 << 20
 _BARE = {"shm": "bare shm", "gloo": "bare gloo"}
-_BESIDE = {"shm/mem": ("shm", "memcpy"), "gloo/tcp": ("gloo", "tcp")} | {
-    f"{name}/bare": (name, _BARE[name]) for name in _BARE
-}
+_SOCKET = "socket"
+_BESIDE = (
+    {"shm/mem": ("shm", "memcpy")}
+    | {f"{name}/socket": (name, _SOCKET) for name in ("tcp", "tcp-plain", "gloo")}
+    | {f"{name}/bare": (name, _BARE[name]) for name in _BARE}
+)
 """The ratios of a row."""
 _SEGMENTS_MAX = 1000
 _COMMIT, _ACKNOWLEDGEMENT, _ROUND_TRIP = "commit", "acknowledgement", "round trip"
@@ -63,11 +68,10 @@ class Near:
     def __init__(self, settings: KvBenchSettings) -> None:
         self.settings = settings
         self.random = Random(settings.seed)
-        self.memory = SharedMemory()
         self.session_bytes = settings.session_mib << 20
         pool_bytes = self.session_bytes + (256 << 20)  # room for a place that is cold
-        self.pool = self.memory.allocate(pool_bytes)
-        self.pool.fill_(1)
+        self.memory = SharedMemory(pool_bytes)  # for the bare copy, which writes to it from the other process
+        self.pool = self.memory.tensor.fill_(1)
         self.source = torch.from_numpy(filled(pool_bytes))
         self.receivers: dict[str, KvReceiver] = {}
         self.peers: dict[int, Peer] = {}
@@ -121,8 +125,7 @@ class Near:
                 accept=lambda epoch, offer: Accepted(self.targets[: offer.blocks]),
                 on_committed=self._on_committed,
                 on_failed=lambda *failure: None,
-                settings=KvSettings(transports=(name,), segment_bytes=segment_bytes, segment_timeout_ms=30_000),
-                memory=self.memory,
+                settings=settings_of(name, segment_bytes),
             )
         shape = {name: getattr(layout, name) for name in layout.__dataclass_fields__}
         await self.far.order("set_up", layout=shape, segment_bytes=segment_bytes, transports=self.settings.transports)
@@ -213,7 +216,7 @@ async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]
 
 async def _bare(near: Near, size: int, total: int, layout: KvLayout) -> dict[str, float]:
     """Seconds of the same bytes without us."""
-    found = {"tcp": await near.bare.tcp(size, near.starts(size, total))}
+    found = {_SOCKET: await near.bare.tcp(size, near.starts(size, total))}
     if "shm" in near.settings.transports:
         block_bytes, sources, targets = layout.block_bytes, near.starts(size, total), near.starts(size, total)
         found[_BARE["shm"]] = await near.bare.shm(size, block_bytes, sources, targets)
@@ -233,7 +236,7 @@ async def _overheads(near: Near, layout: KvLayout) -> dict[str, dict[str, float]
             committed_s, acknowledged_s = await near.kv(transport, layout.block_bytes, layout)
             took[_COMMIT, transport].append(committed_s - copy_s)
             took[_ACKNOWLEDGEMENT, transport].append(acknowledged_s - copy_s)
-        took[_ROUND_TRIP, "tcp"].append(await near.bare.round_trip())
+        took[_ROUND_TRIP, _SOCKET].append(await near.bare.round_trip())
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for (what, transport), values in took.items():
         found[what][transport] = statistics.median(values) * 1e3
@@ -265,11 +268,9 @@ async def measure(settings: KvBenchSettings, console: Console) -> dict[str, Any]
 def run(settings: KvBenchSettings) -> int:
     """Raises `BenchFailed`."""
     check_writable(settings.json_out)
-    unknown = set(settings.transports) - set(suited(AUTO, "cpu"))
-    if unknown:
-        raise BenchFailed(
-            f"--transports: there is no {', '.join(sorted(unknown))}; there are {', '.join(suited(AUTO, 'cpu'))}"
-        )
+    there = (*suited(tuple(TRANSPORTS), "cpu"), PLAIN_TCP)
+    if unknown := set(settings.transports) - set(there):
+        raise BenchFailed(f"--transports: there is no {', '.join(sorted(unknown))}; there are {', '.join(there)}")
     console = Console()
     torch.set_num_threads(1)
     result = uvloop.run(measure(settings, console))
@@ -283,11 +284,11 @@ def _size(size: int) -> str:
 
 
 def show(result: dict[str, Any], settings: KvBenchSettings, console: Console) -> None:
-    bare = [_BARE[name] for name in settings.transports]
-    names = ["memcpy", "digest", *settings.transports, "tcp", *bare]
+    bare = [_BARE[name] for name in settings.transports if name in _BARE]
+    names = ["memcpy", "digest", *settings.transports, _SOCKET, *bare]
     ratios = [ratio for ratio, (one, _) in _BESIDE.items() if one in settings.transports]
     table = Table(
-        title="GB/s, medians (digest: of cold blocks, in one thread; tcp: raw; bare: without crossdock's part)",
+        title="GB/s, medians (digest: of cold blocks, in one thread; socket: raw TCP; bare: without crossdock's part)",
         title_justify="left",
         padding=(0, 0),
         show_edge=False,
@@ -307,5 +308,5 @@ def show(result: dict[str, Any], settings: KvBenchSettings, console: Console) ->
     words = ", ".join(f"{name} {commit[name]:.2f} ({acknowledgement[name]:.2f})" for name in settings.transports)
     console.print(
         f"A session of one block, offer to commit (to acknowledgement) less the copy, p50 in ms: {words}; a bare round trip"
-        f" between the two processes: {overheads[_ROUND_TRIP]['tcp']:.3f}"
+        f" between the two processes: {overheads[_ROUND_TRIP][_SOCKET]:.3f}"
     )

@@ -4,6 +4,7 @@ crossdock's between them. Both ends of each measurement: `Near` receives, the fu
 """
 
 import asyncio
+import mmap
 import os
 import socket
 import statistics
@@ -17,7 +18,7 @@ import torch
 import xxhash
 
 from kvtransfer import rendezvous
-from kvtransfer.memory import Pages, SharedMemory, map_shared
+from kvtransfer.memory import SharedMemory, map_shared
 from launcher.bench_client import BenchFailed
 from launcher.far import Far
 
@@ -169,8 +170,8 @@ class IntoPool:
             file_bytes = os.fstat(descriptor).st_size
             mapped = map_shared(descriptor, file_bytes)
             os.close(descriptor)
-            Pages(mapped).provide([0], file_bytes)
             self._mapped[file] = np.frombuffer(mapped, dtype=np.uint8)
+            self._mapped[file][:: mmap.PAGESIZE] += 0  # its pages are present from now on
         target_bytes = self._mapped[file]
         with _connected(port) as connection:
             connection.recv(1)

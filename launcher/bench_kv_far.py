@@ -18,6 +18,16 @@ from proto.messages import Hello, Role
 from runtime import clock
 
 RECEIVER_EPOCH = 1
+PLAIN_TCP = "tcp-plain"
+"""`tcp` without encryption; `tcp` is measured with it."""
+
+
+def settings_of(name: str, segment_bytes: int) -> KvSettings:
+    """Of either end of this transport."""
+    transports = ("tcp",) if name == PLAIN_TCP else (name,)
+    return KvSettings(
+        transports=transports, segment_bytes=segment_bytes, segment_timeout_ms=30_000, encrypt=name == "tcp"
+    )
 
 
 class Ways:
@@ -39,8 +49,7 @@ class Ways:
                 hello = Hello(limits.PROTOCOL_VERSION, Role.PREFILL, clock.new_epoch(), name)
                 self._ways[name] = Replayer(self._address, hello, RECEIVER_EPOCH)
                 await self._ways[name].start()
-            settings = KvSettings(transports=(name,), segment_bytes=segment_bytes, segment_timeout_ms=30_000)
-            await self._ways[name].set_up(shape, pool, settings)
+            await self._ways[name].set_up(shape, pool, settings_of(name, segment_bytes))
         return {name: self._ways[name].epoch for name in transports}
 
     async def session(self, transport: str, block_ids: list[int]) -> tuple[float, float]:

@@ -69,7 +69,9 @@ class HarmlessSettings(Options):
 
     model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the worker; 0: as the cores allow.")
-    kv_transport: Literal["auto", "shm", "gloo"] = Field("auto", description="How KV crosses; auto: the best there is.")
+    kv_transport: Literal["auto", "shm", "tcp", "gloo"] = Field(
+        "auto", description="How KV crosses; auto: the best there is."
+    )
     streams: int = Field(4, ge=1, le=64, description="Running streams.")
     stream_tokens: int = Field(384, ge=8, le=8192, description="Tokens of each, after which it starts again.")
     prompt_tokens: int = Field(1400, ge=64, le=2048, description="Tokens of the prompt whose KV arrives.")
@@ -88,9 +90,20 @@ class EngineBenchSettings(Options):
 
 
 class CoordinatorBenchSettings(Options):
-    """What a decision of the coordinator costs: next chunk, new request, a whole life; CPU time, no cluster needed."""
+    """What a decision of the coordinator costs: next chunk, new request, a whole life; CPU time, no cluster needed.
+
+    Then, around a cluster in virtual time, what a request costs with many workers against one pair.
+    """
 
     requests: int = Field(100_000, ge=1_000, le=10_000_000, description="Requests waiting in the queue.")
+    workers: int = Field(
+        256,
+        ge=0,
+        le=1024,
+        description="Prefill workers of the cluster in virtual time, and as many for decode; 0: without.",
+    )
+    tenants: int = Field(10_000, ge=1, le=1_000_000, description="Tenants whose requests wait there.")
+    served: int = Field(20_000, ge=100, le=10_000_000, description="Requests that it serves while measured.")
     json_out: str = Field("", description="File for the figures as JSON.")
 
 
@@ -134,7 +147,10 @@ class KvBenchSettings(Options):
     Two real processes on this machine; no model needed.
     """
 
-    transports: CommaList = Field(default=["shm", "gloo"], description="Transports to measure, separated by commas.")
+    transports: CommaList = Field(
+        default=["shm", "tcp", "tcp-plain"],
+        description="Transports to measure, separated by commas: shm, tcp (encrypted), tcp-plain, gloo.",
+    )
     segment_kib: Sizes = Field(
         default=[64, 512, 4096, 16384, 65536], description="Sizes of one message in KiB, separated by commas."
     )

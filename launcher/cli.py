@@ -29,7 +29,8 @@ from runtime import machine
 from runtime.exits import leave
 from runtime.options import add_command, invoke, new_app
 from runtime.serve_settings import ServeSettings
-from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings
+from runtime.worker_settings import WorkerSettings
 
 HELP = """Serve language models with prefill and decode in separate processes.
 

@@ -12,6 +12,7 @@ from launcher.plan import CpuPlan, Seat, plan_cpu
 from launcher.process import child_environment, python_command
 from launcher.supervisor import ProcessSpec
 from launcher.usage import default_db
+from launcher.watchdog import WATCHDOG_S
 from runtime import machine
 from runtime.addresses import METRICS_OFF, split_metrics
 from runtime.cores import cores_text
@@ -19,9 +20,10 @@ from runtime.environment import SUPERVISED
 from runtime.options import SettingsError, to_arguments
 from runtime.serve_settings import ServeSettings
 from runtime.setting_types import ENV_PREFIX
-from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings
 from runtime.tenants import TenantsError
 from runtime.tenants_file import read as read_tenants
+from runtime.worker_settings import WorkerSettings
 
 _PORT_MIN = 20_000
 _GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -37,6 +39,8 @@ class Cluster:
     processes: tuple[ProcessSpec, ...]
     key: str = field(default="", repr=False)
     """For a client on this machine; empty where none is needed."""
+    metrics: str = METRICS_OFF
+    """Where the launcher itself shows metrics, of how the processes fare."""
 
     @property
     def base_url(self) -> str:
@@ -129,8 +133,8 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     own = {"name": "coordinator", "bind": coordinator, "metrics": metrics[0]}
     core = CoordinatorSettings.model_validate(common | own | tenants | journal | _decisions(settings))
     processes = [
-        _spec("coordinator", core, control, plan.control),
-        *(_spec("gateway", front, control | api_keys, plan.control) for front in fronts),
+        _spec("coordinator", "coordinator", core, control, plan.control),
+        *(_spec("gateway", "gateway", front, control | api_keys, plan.control) for front in fronts),
     ]
     for role, seats in (("prefill", plan.prefill), ("decode", plan.decode)):
         for index, seat in enumerate(seats):
@@ -139,7 +143,7 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
     shown_host = f"[{client_host}]" if ":" in client_host else client_host
     urls = tuple(f"http://{shown_host}:{port}" for port in ports)
-    return Cluster(urls, coordinator, plan, tuple(processes), key)
+    return Cluster(urls, coordinator, plan, tuple(processes), key, metrics[-1])
 
 
 def keys_folder(settings: ServeSettings) -> str:
@@ -161,8 +165,9 @@ def _own_key(settings: ServeSettings) -> str:
 
 
 def _metrics_addresses(settings: ServeSettings) -> list[str]:
-    """For each process, in the order in which they start; one that starts again has the same. Raises `SettingsError`."""
-    processes = 1 + settings.gateways + settings.prefill + settings.decode
+    """For each process, in the order in which they start, and last the launcher's own; one that starts again has the same.
+    Raises `SettingsError`."""
+    processes = 1 + settings.gateways + settings.prefill + settings.decode + 1
     if settings.metrics == METRICS_OFF:
         return [METRICS_OFF] * processes
     host, first = split_metrics(settings.metrics)
@@ -207,6 +212,7 @@ def worker_spec(
     asked = {key: getattr(settings, key) for key in ("device", "dtype", "kv_gib") if key in settings.model_fields_set}
     worker = WorkerSettings.model_validate(options | asked | shared)
     return _spec(
+        role,
         f"{role}_worker",
         worker,
         child_environment(seat.threads, sends_kv=role == "prefill"),
@@ -216,6 +222,7 @@ def worker_spec(
 
 
 def _spec(
+    role: str,
     module: str,
     settings: CoordinatorSettings | GatewaySettings | WorkerSettings,
     environment: dict[str, str],
@@ -224,4 +231,5 @@ def _spec(
 ) -> ProcessSpec:
     # `python -m prefill_worker` knows its role.
     arguments = python_command(module, *to_arguments(settings, fixed={"role"}))
-    return ProcessSpec(name or settings.name, arguments, environment | {SUPERVISED: "1"}, cores)
+    environment = environment | {SUPERVISED: "1"}
+    return ProcessSpec(name or settings.name, arguments, environment, cores, watchdog_s=WATCHDOG_S[role])

@@ -9,10 +9,12 @@ from pydantic import ValidationError
 
 from launcher.cluster_file import EVERYWHERE, ClusterError, ClusterFile, Host, is_ip, is_loopback
 from launcher.plan import CpuPlan, Seat, plan_cpu
+from runtime.addresses import METRICS_OFF
 from runtime.cores import cores_text, parse_cores
 from runtime.options import to_arguments, what_is_wrong
 from runtime.setting_types import Options
-from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings
+from runtime.worker_settings import WorkerSettings
 
 ROLES: Final = ("coordinator", "gateway", "prefill", "decode")
 SETTINGS: Final[dict[str, type[Options]]] = {
@@ -34,6 +36,7 @@ _DECIDED: Final = frozenset(
 """Options that follow from the rest of the file."""
 SECRETS: Final = frozenset({"api_keys"})
 """Options that are passed in the environment, since flags can be seen by everyone on the host."""
+_PORT_MAX: Final = 65_535
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class HostPlan:
     base_urls: tuple[str, ...]
     """Of the gateways here."""
     note: str = ""
+    metrics: str = METRICS_OFF
+    """Where `crossdock up` itself shows metrics, of how its processes fare."""
 
 
 def coordinator_address(file: ClusterFile) -> str:
@@ -122,14 +127,21 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
             if role == "decode":
                 decided |= _bound(host, "kv_bind", file.ports.kv, index)
             found.append(_worker(file, name, role, index, seat, cpu.control, decided, next(gpus, "")))
+    # Hosts that share a machine have addresses of their own on its loopback.
+    where = host.listens_on if is_loopback(host.listens_on) and is_ip(host.listens_on) else "127.0.0.1"
     if file.ports.metrics:
-        # Hosts that share a machine have addresses of their own on its loopback.
-        where = host.listens_on if is_loopback(host.listens_on) and is_ip(host.listens_on) else "127.0.0.1"
         found = [
             _with_metrics(process, f"{_shown(where)}:{file.ports.metrics + index}")
             for index, process in enumerate(found)
         ]
-    return HostPlan(tuple(found), tuple(_url(host, one) for one in found if one.role == "gateway"), cpu.note)
+    metrics = METRICS_OFF if file.common.get("metrics") == METRICS_OFF else _own_metrics(file, where, len(found))
+    return HostPlan(tuple(found), tuple(_url(host, one) for one in found if one.role == "gateway"), cpu.note, metrics)
+
+
+def _own_metrics(file: ClusterFile, where: str, processes: int) -> str:
+    """Of `crossdock up` itself: the port after those of its processes."""
+    port = file.ports.metrics + processes if file.ports.metrics else 0
+    return f"{_shown(where)}:{port if port <= _PORT_MAX else 0}"
 
 
 def _coordinators(file: ClusterFile, host: str, cores: tuple[int, ...]) -> list[Planned]:

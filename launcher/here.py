@@ -83,6 +83,12 @@ def clusters() -> list[LocalCluster]:
     return [note for note in notes if note is not None]
 
 
+def folders_of(coordinator: str) -> list[Path]:
+    """Of the runs, or the hosts' parts, of the cluster with this coordinator that are running here."""
+    found = [(path.parent, running(path.parent)) for path in sorted(runs_folder().glob(f"*/{NOTE}"))]
+    return [folder for folder, note in found if note is not None and note.coordinator == coordinator]
+
+
 def running(run: Path) -> LocalCluster | None:
     """The note in a run's folder, if its process lives."""
     try:

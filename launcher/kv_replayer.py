@@ -11,7 +11,8 @@ from kvtransfer.session import KvFailed, KvSent
 from kvtransfer.settings import KvSettings
 from proto.kv import FirstToken
 from proto.messages import Hello, Message
-from runtime.link import LinkClient, LinkSettings, Peer
+from runtime.link import LinkSettings, Peer
+from runtime.link_client import LinkClient
 
 
 class Replayer:

@@ -65,6 +65,7 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
                     supervisor.start(spec)
                 await wait_ready(lambda: _all_ready(client, cluster), supervisor, settings.ready_timeout_s, console)
                 supervisor.started_up = True
+                supervisor.observe(cluster.metrics)
                 yield Running(cluster, supervisor, client, log_dir)
         finally:
             await supervisor.close()

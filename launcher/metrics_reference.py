@@ -11,6 +11,7 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import AttemptTable
 from engine.blocks import BlockAllocator
 from gateway.metrics import GatewayMetrics
+from launcher import supervisor_metrics
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.prompts import PromptTable
 from runtime.common_metrics import link_counters
@@ -57,13 +58,15 @@ _HEAD = """\
 Made by `python -m launcher.metrics_reference docs/metrics.md` from what the processes export; a test fails when it is stale.
 
 Each process has a port for itself: `--metrics`, on loopback unless another address is written out, since whoever reaches it can
-read it. There are `/metrics`, `/health` and `/ready` (200 only while it would serve); `crossdock status` says where. The
-coordinator's has `/targets` too: all processes it knows, for Prometheus to find by itself:
+read it. There are `/metrics`, `/health`, `/live` (200 only while it makes progress) and `/ready` (200 only while it would
+serve); `crossdock status` says where. The coordinator's has `/targets` too: all processes it knows, for Prometheus to find by
+itself. `crossdock serve` and `up` have a page of their own, on the port after those of their processes:
 
 ```yaml
 scrape_configs:
   - job_name: crossdock
     http_sd_configs: [{url: "http://127.0.0.1:9400/targets"}]     # crossdock serve --metrics 9400
+    static_configs: [{targets: ["127.0.0.1:9404"]}]               # and itself: after a gateway and two workers
 ```
 
 `scripts/metrics/grafana-dashboard.json` and `scripts/metrics/alerts.yaml` are made for these names.
@@ -73,7 +76,8 @@ names that the operator gave and members of short lists, never text of a client,
 series for each of the 50 tenants with the most service lately, and `(other)` for the rest. All processes also export
 `process_cpu_seconds_total`, `process_resident_memory_bytes` and what else their operating system counts.
 """
-_ROLES = {"coordinator": "Coordinator", "gateway": "Gateway", "prefill": "Prefill worker", "decode": "Decode worker"}
+_ROLES = {"coordinator": "Coordinator", "gateway": "Gateway", "prefill": "Prefill worker", "decode": "Decode worker",
+          "supervisor": "`crossdock serve` and `up`"}  # fmt: skip
 
 
 def pages() -> dict[str, Page]:
@@ -87,6 +91,8 @@ def pages() -> dict[str, Page]:
     for role, page in found.items():
         page.introduce(name=role)
         link_counters(page, {}, None if role == "coordinator" else bool)
+    found["supervisor"] = supervisor_metrics.page(list)
+    found["supervisor"].introduce(name="supervisor")
     return found
 
 

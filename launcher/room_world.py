@@ -7,6 +7,7 @@ step each per decode step), the answers' lengths, and the delays: hand-overs tak
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from random import Random
 
 from coordinator.core import Core
@@ -18,9 +19,9 @@ from engine.blocks import BlockAllocator
 from kvtransfer.session import Accepted
 from proto.codec import pack_tokens
 from proto.errors import Interrupt
-from proto.limits import PROTOCOL_VERSION
+from proto.held import Capacity
+from proto.limits import HASH_BYTES, PROTOCOL_VERSION
 from proto.messages import (
-    Capacity,
     Finished,
     HandedOver,
     Hello,
@@ -53,6 +54,10 @@ class Job:
     max_tokens: int
     outputs: tuple[int, ...]
     """Tokens of each choice."""
+    text: str = ""
+    """Prompts of one text begin alike ..."""
+    shared_tokens: int = 0
+    """... with so many tokens."""
 
     def token_steps(self) -> float:
         """Slots times steps that its KV takes in decode."""
@@ -153,8 +158,26 @@ class RoomWorld:
         sampling = Sampling(max_tokens=job.max_tokens, stop_token_ids=(STOP,))
         tokens = job.prompt_tokens + resumed
         self.figures.recomputed_tokens += tokens if attempt > 1 else 0
-        submit = Submit(name, attempt, "m", tokens, sampling, len(job.outputs), 0, resumed)
+        submit = Submit(
+            name,
+            attempt,
+            "m",
+            tokens,
+            sampling,
+            len(job.outputs),
+            0,
+            resumed,
+            block_hashes=self._hashes(name, job),
+            hash_block_size=self.block_size if job.text else 0,
+        )
         self._core(Received(GATEWAY, submit, pack_tokens([0] * tokens)))
+
+    def _hashes(self, name: str, job: Job) -> bytes:
+        """Of the prompt's full blocks; empty where it shares nothing."""
+        blocks = job.prompt_tokens // self.block_size if job.text else 0
+        alike = job.shared_tokens // self.block_size
+        texts = (f"{job.text if block < alike else name} {block}" for block in range(blocks))
+        return b"".join(blake2b(text.encode(), digest_size=HASH_BYTES).digest() for text in texts)
 
     def _core(self, event: PeerUp | Received) -> None:
         for action in self.core.handle(event, self.step * STEP_S):

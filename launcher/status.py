@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 import msgspec
 import uvloop
+from msgspec.structs import asdict
 from pydantic import Field
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher import here
+from launcher import here, process_states
+from launcher.process_states import ProcessStates
 from proto import limits
 from proto.errors import CrossdockError
 from proto.messages import Hello, Message, Role, StatusRequest, Welcome
@@ -23,7 +25,8 @@ from proto.status import StatusReport, WorkerStatus
 from runtime import clock
 from runtime.addresses import AddressOrEmpty
 from runtime.keys import Keys, keys_for
-from runtime.link import LinkClient, LinkSettings, Peer
+from runtime.link import LinkSettings, Peer
+from runtime.link_client import LinkClient
 from runtime.setting_types import KeyOptions
 from runtime.settings import CoordinatorSettings
 
@@ -119,13 +122,34 @@ def coordinator_of(named: str) -> Iterator[str]:
 
 def run(settings: StatusSettings) -> int:
     """Raises `NoAnswer`, `SeveralClusters` or `ConfigError`."""
+    console = Console(width=_ENDLESS) if settings.wide else Console()
     with coordinator_of(settings.coordinator) as coordinator:
-        report = uvloop.run(ask(coordinator, settings.timeout_ms, keys_for(settings, Role.OBSERVER)))
+        here_too = _supervised(coordinator)
+        try:
+            report = uvloop.run(ask(coordinator, settings.timeout_ms, keys_for(settings, Role.OBSERVER)))
+        except NoAnswer:
+            _show_processes(here_too, console)  # perhaps it is the one that is down
+            raise
     if settings.as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(as_dict(report)), indent=2).decode() + "\n")
+        shown = as_dict(report) | {"processes": [asdict(one) for part in here_too for one in part.processes]}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode() + "\n")
     else:
-        show(report, Console(width=_ENDLESS) if settings.wide else Console(), wide=settings.wide)
+        show(report, console, wide=settings.wide)
+        _show_processes(here_too, console)
     return 0
+
+
+def _supervised(coordinator: str) -> list[ProcessStates]:
+    """Of what `crossdock serve` and `up` on this machine run of that cluster."""
+    return [process_states.read(folder) for folder in here.folders_of(coordinator)]
+
+
+def _show_processes(parts: list[ProcessStates], console: Console) -> None:
+    for part in parts:
+        for line in process_states.lines(part.processes, clock.unix_time()):
+            console.print(f"[yellow]Process[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
+        if part.metrics:
+            console.print(f"Metrics of the supervisor: {escape(part.metrics)}", highlight=False)
 
 
 def as_dict(report: StatusReport) -> dict[str, Any]:

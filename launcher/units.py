@@ -14,6 +14,7 @@ from typing import Any, Final
 from launcher.cluster_file import ClusterError
 from launcher.cluster_plan import MODULES, SECRETS, HostPlan, Planned
 from launcher.process import role_environment
+from launcher.watchdog import WATCHDOG_S
 from runtime.cores import cores_text
 from runtime.exits import HOPELESS_EXITS
 from runtime.setting_types import ENV_PREFIX
@@ -165,8 +166,8 @@ def _unit(kind: str, processes: Sequence[Planned], on: Installed) -> str:
         "Wants=network-online.target",
         "After=network-online.target",
         f"PartOf={TARGET}",
-        "StartLimitIntervalSec=300",
-        "StartLimitBurst=20",
+        "# However often it fails, it is started again.",
+        "StartLimitIntervalSec=0",
         "",
         "[Service]",
         "Type=notify",
@@ -179,7 +180,7 @@ def _unit(kind: str, processes: Sequence[Planned], on: Installed) -> str:
         "# A model may take minutes to load; a worker is ready when the coordinator has taken it on.",
         "TimeoutStartSec=30min",
         f"TimeoutStopSec={_stop_s(processes)}",
-        "WatchdogSec=30",
+        f"WatchdogSec={WATCHDOG_S[role]:.0f}",
         "Restart=on-failure",
         "RestartSec=2",
         "# Settings that cannot work are said in the log once; another start would not help.",

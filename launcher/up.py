@@ -7,9 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -25,6 +23,7 @@ from launcher.local import answers_ready, sayer, until_interrupted, wait_ready
 from launcher.notified import NotifySocket
 from launcher.process import child_environment, python_command
 from launcher.supervisor import ProcessSpec, Supervisor
+from launcher.watchdog import WATCHDOG_S
 from proto.errors import CrossdockError
 from runtime import notify
 from runtime.environment import SUPERVISED
@@ -123,25 +122,21 @@ async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, co
     coordinator = coordinator_address(at.file)
     if plan.note:
         console.print(f"[yellow]note[/yellow] {escape(plan.note)}")
-    missing = {process.name for process in plan.processes}
-    with ExitStack() as stack:
-        noted = here.noted(
-            at.folder,
-            model_id=model_id,
-            base_url=next(iter(plan.base_urls), ""),
-            coordinator=coordinator,
-            cluster=at.file.name,
-            host=at.host,
-        )
-        stack.enter_context(noted)
+    with here.noted(
+        at.folder,
+        model_id=model_id,
+        base_url=next(iter(plan.base_urls), ""),
+        coordinator=coordinator,
+        cluster=at.file.name,
+        host=at.host,
+    ):
         _check_wanted(settings, at)
         try:
             for process in plan.processes:
-                heard = stack.enter_context(NotifySocket())
-                heard.listen(partial(_heard, missing, process.name))
-                supervisor.start(spec_of(process, heard.address))
-            await _wait(settings, plan, supervisor, missing, console)
+                supervisor.start(spec_of(process))
+            await _wait(settings, plan, supervisor, console)
             supervisor.started_up = True
+            supervisor.observe(plan.metrics)
             names = ", ".join(process.name for process in plan.processes)
             console.print(f"{at.host} of {at.file.name} is up: {names}", highlight=False, soft_wrap=True)
             for url in plan.base_urls:
@@ -160,29 +155,25 @@ def _check_wanted(settings: UpSettings, at: Place) -> None:
         raise NotUp(f"{at.host} was taken down before it had started")
 
 
-def _heard(missing: set[str], name: str, line: str) -> None:
-    if line == "READY=1":
-        missing.discard(name)
-
-
-async def _wait(
-    settings: UpSettings, plan: HostPlan, supervisor: Supervisor, missing: set[str], console: Console
-) -> None:
+async def _wait(settings: UpSettings, plan: HostPlan, supervisor: Supervisor, console: Console) -> None:
     """Until every process here has said that it is ready, and the gateways have workers of both kinds, wherever those are."""
     async with httpx.AsyncClient(trust_env=False) as client:
 
         async def is_ready() -> bool:
-            return not missing and all([await answers_ready(client, f"{url}/ready") for url in plan.base_urls])
+            return supervisor.all_ready() and all(
+                [await answers_ready(client, f"{url}/ready") for url in plan.base_urls]
+            )
 
         await wait_ready(is_ready, supervisor, settings.ready_timeout_s, console)
 
 
-def spec_of(process: Planned, notify_address: str = "") -> ProcessSpec:
+def spec_of(process: Planned) -> ProcessSpec:
     environment = child_environment(process.threads, sends_kv=process.role == "prefill") | dict(process.environment)
     environment |= {ENV_PREFIX + key.upper(): value for key, value in process.secrets().items()}
-    environment |= {SUPERVISED: "1", "NOTIFY_SOCKET": notify_address}
+    environment |= {SUPERVISED: "1"}
     arguments = python_command(process.module, *process.arguments())
-    return ProcessSpec(process.name, arguments, environment, process.cores, STOP_STAGES[process.role])
+    stage, watchdog_s = STOP_STAGES[process.role], WATCHDOG_S[process.role]
+    return ProcessSpec(process.name, arguments, environment, process.cores, stage, watchdog_s)
 
 
 # --- detached ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from runtime import collector, machine
 from runtime.exits import leave
 from runtime.options import run_role
-from runtime.settings import WorkerSettings
+from runtime.worker_settings import WorkerSettings
 
 
 def _run(settings: WorkerSettings) -> int:

@@ -6,8 +6,8 @@ from engine.thread import EngineThread, pick_device
 from kvtransfer.transports import allowed_on
 from prefill_worker.worker import PrefillWorker
 from runtime.niceness import be_nice_as_group
-from runtime.settings import WorkerSettings
 from runtime.worker_process import as_config_error, run_worker
+from runtime.worker_settings import WorkerSettings
 
 
 def run(settings: WorkerSettings) -> int:
@@ -16,7 +16,7 @@ def run(settings: WorkerSettings) -> int:
 
     device = pick_device(settings.device)
     with as_config_error():
-        allowed_on(settings.kv_transport, device)
+        allowed_on(settings.kv_transport, device, settings.transfer_encryption == "on")
 
     def load() -> Engine:
         engine = load_engine(

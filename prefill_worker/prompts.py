@@ -15,7 +15,8 @@ import msgspec
 from engine.blocks import BlockAllocator, OutOfBlocks
 from proto.codec import split_hashes
 from proto.errors import Interrupt
-from proto.messages import Chunk, Finished, HandedOver, Held, Prefill, Released, WorkFailed
+from proto.held import Held
+from proto.messages import Chunk, Finished, HandedOver, Prefill, Released, WorkFailed
 
 Key = tuple[str, int]
 Farewell = Released | WorkFailed | HandedOver | Finished

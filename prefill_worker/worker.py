@@ -15,7 +15,8 @@ from prefill_worker.core import PrefillCore
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.prompts import PromptTable
 from proto.errors import CrossdockError, RemoteProtocolError
-from proto.messages import Capacity, Message, Role, StatusRequest
+from proto.held import Capacity
+from proto.messages import Message, Role, StatusRequest
 from proto.status import KvPair, KvPairs
 from runtime import clock
 from runtime.common_metrics import link_counters
@@ -26,9 +27,9 @@ from runtime.log import Log
 from runtime.metrics_server import MetricsServer
 from runtime.outbound import Outbound
 from runtime.registration import Registration, worker_hello
-from runtime.settings import WorkerSettings
 from runtime.step_watch import StepWatch
-from runtime.worker_process import kv_held, work_until_stopped
+from runtime.worker_process import end_if_gpu_is_lost, kv_held, work_until_stopped
+from runtime.worker_settings import WorkerSettings
 
 
 class PrefillWorker:
@@ -101,6 +102,7 @@ class PrefillWorker:
             send=self._send_kv,
             on_result=self._kv_result,
             on_pairs=lambda pairs: self._report_pairs(),
+            on_pair_error=lambda error: end_if_gpu_is_lost(error, self.log),
             settings=_kv_settings(settings, pool.device.type),
         )
 
@@ -150,6 +152,7 @@ class PrefillWorker:
                 self.log.exception("step failed", step_id=begun.step.step_id)
                 self.metrics.step_failed()
                 self.core.step_failed(begun, str(error))
+                end_if_gpu_is_lost(error, self.log)
                 continue
             finally:
                 self.watch.end(clock.now())
@@ -182,7 +185,8 @@ class PrefillWorker:
 
 def _kv_settings(settings: WorkerSettings, device: str) -> KvSettings:
     return KvSettings(
-        transports=allowed_on(settings.kv_transport, device),
+        transports=allowed_on(settings.kv_transport, device, settings.transfer_encryption == "on"),
+        encrypt=settings.encrypts_transfers,
         segment_bytes=segment_bytes_on(device),
         ack_timeout_ms=settings.kv_timeout_ms,
         rendezvous_timeout_ms=settings.kv_timeout_ms,

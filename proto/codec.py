@@ -54,18 +54,32 @@ def decode(frames: Sequence[bytes]) -> tuple[Message, bytes]:
 
     Raises `RemoteProtocolError` whatever the frames hold.
     """
+    check_frames(frames)
+    try:
+        message = _decoder.decode(frames[0])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError) as error:
+        raise unreadable(error) from None
+    return message, blob_of(message, frames)
+
+
+def check_frames(frames: Sequence[bytes]) -> None:
+    """Raises `RemoteProtocolError` where their number or size is out of bounds."""
     if not 1 <= len(frames) <= limits.MAX_FRAMES:
         raise RemoteProtocolError(f"{len(frames)} frames where 1 to {limits.MAX_FRAMES} are allowed")
     if len(frames[0]) > limits.MAX_FRAME_BYTES:
         raise RemoteProtocolError(f"a frame of {len(frames[0])} bytes; at most {limits.MAX_FRAME_BYTES} are allowed")
-    try:
-        message = _decoder.decode(frames[0])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError) as error:
-        raise RemoteProtocolError(f"not a message: {str(error)[:200]}") from None
+
+
+def unreadable(error: Exception) -> RemoteProtocolError:
+    return RemoteProtocolError(f"not a message: {str(error)[:200]}")
+
+
+def blob_of(message: Message, frames: Sequence[bytes]) -> bytes:
+    """The binary frame, empty where the type has none. Raises `RemoteProtocolError` where the number of frames is wrong."""
     expected = 2 if isinstance(message, WITH_BLOB) else 1
     if len(frames) != expected:
         raise RemoteProtocolError(f"{type(message).__name__} came in {len(frames)} frames, not {expected}")
-    return message, frames[1] if expected == 2 else b""
+    return frames[1] if expected == 2 else b""
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:

@@ -5,7 +5,8 @@ crossdock drain       → coordinator    DrainRequest      ← DrainAnswer
 coordinator           → worker         Draining          what a person asked for, to be repeated in the next `Hello`
 """
 
-from proto.messages import DurationMs, HandOverMs, Message, Text
+from proto.fields import DurationMs, HandOverMs, Text
+from proto.messages import Message
 from proto.status import WorkerStatus
 
 

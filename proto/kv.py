@@ -18,7 +18,8 @@ import msgspec
 from msgspec import Meta
 
 from proto import limits
-from proto.messages import Attempt, BlockSize, ChoiceIndex, Count, Message, RequestId, Text, Tokens_
+from proto.fields import Attempt, BlockSize, ChoiceIndex, Count, RequestId, Text, Tokens_
+from proto.messages import Message
 from proto.sampling import TokenId
 
 PairId = Annotated[int, Meta(gt=0, le=(1 << 63) - 1)]
@@ -37,6 +38,8 @@ class PairOpen(Message, frozen=True):
     """Tokens of the blocks that will cross. It must divide the block size of either end."""
     host_id: Text
     """Equal at both ends only if they run on one host, and can share memory there."""
+    encrypt: bool = False
+    """By `tcp`, KV must cross encrypted."""
 
 
 class PairListen(Message, frozen=True):
@@ -51,6 +54,12 @@ class PairListen(Message, frozen=True):
     """Prefix of every key of the store, or name of the socket."""
     why: Text
     """What spoke against better transports; empty: nothing."""
+    token: Annotated[bytes, Meta(max_length=16)] = b""
+    """Of `tcp`: names the pair to the receiver's listener. Good for one connection."""
+    key: Annotated[bytes, Meta(max_length=32)] = b""
+    """Of `tcp`: the secret that both ends prove on that connection, and from which the key of the records is derived."""
+    encrypted: bool = False
+    """Of `tcp`: records are encrypted."""
 
 
 class PairClosed(Message, frozen=True):

@@ -1,6 +1,10 @@
 """Every bound on what a peer may put on the wire. Receivers enforce them before anything is allocated."""
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
+"""Grows by one with every release that changes a message. Processes whose versions differ by one work together (`proto.newer`).
+`docs/protocol.md` says how to change a message."""
+MIN_PROTOCOL_VERSION = 9
+"""The oldest version this one can work with. Version 8 refuses messages with fields that it does not know."""
 
 MAX_FRAME_BYTES = 8 << 20
 """Largest single ZeroMQ frame; sockets set it as MAXMSGSIZE. A packed prompt of 1M tokens is 4 MiB."""
@@ -16,6 +20,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
 MAX_TOP_LOGPROBS = 20
 MAX_CHUNKS_PER_STEP = 256
+MAX_PREFIX_PARTS = 16
+"""Of one prompt: what lies beyond is counted as its own."""
 MAX_BLOCKS_PER_REQUEST = MAX_CONTEXT_TOKENS
 HASH_BYTES = 16
 """Of one KV block's contents, in the prefix cache."""

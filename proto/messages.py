@@ -22,25 +22,26 @@ from msgspec import Meta
 
 from proto import limits
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject
+from proto.fields import (
+    AnswerTokens,
+    Attempt,
+    BlockHashes,
+    BlockSize,
+    CacheChanges,
+    ChoiceIndex,
+    Choices,
+    Count,
+    DurationMs,
+    Epoch,
+    HandOverMs,
+    Name,
+    RequestId,
+    Seconds,
+    Text,
+    Tokens_,
+)
+from proto.held import Capacity, Held
 from proto.sampling import Sampling, TokenId, TokenLogprobs
-
-RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_ID_CHARS, pattern=r"^[A-Za-z0-9_.:-]+$")]
-Epoch = Annotated[int, Meta(gt=0, le=(1 << 63) - 1)]
-"""One incarnation of one process: drawn at random when it starts, never used again."""
-Attempt = Annotated[int, Meta(ge=1, le=1_000)]
-Text = Annotated[str, Meta(max_length=limits.MAX_TEXT_CHARS)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
-Tokens_ = Annotated[int, Meta(ge=0, le=limits.MAX_CONTEXT_TOKENS)]
-AnswerTokens = Annotated[int, Meta(ge=0, le=limits.MAX_CONTEXT_TOKENS * limits.MAX_CHOICES)]
-Choices = Annotated[int, Meta(ge=1, le=limits.MAX_CHOICES)]
-ChoiceIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_CHOICES)]
-BlockHashes = Annotated[bytes, Meta(max_length=limits.MAX_BLOCK_HASHES * limits.HASH_BYTES)]
-"""Names of a prompt's full KV blocks, in the size of the worker they go to: `HASH_BYTES` each, chained, and keyed by tenant."""
-CacheChanges = Annotated[bytes, Meta(max_length=limits.MAX_CACHE_CHANGES * limits.HASH_BYTES)]
-BlockSize = Annotated[int, Meta(ge=1, le=4096)]  # tokens per KV block
-DurationMs = Annotated[float, Meta(ge=0.0, le=1e12)]
-Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
-HandOverMs = Annotated[float, Meta(ge=0.0, le=1e12)] | None
 
 
 class Role(StrEnum):
@@ -59,33 +60,14 @@ class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, 
 # --- any link ---------------------------------------------------------------------------------------------------------
 
 
-class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """What a worker can hold."""
-
-    kv_blocks: Count
-    block_size: BlockSize
-    max_seqs: Annotated[int, Meta(ge=1, le=1 << 20)]
-    """Most sequences at once: in prefill, prompts being computed; in decode, the running batch."""
-    context_tokens: Tokens_
-
-
-class Held(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """What a worker still holds for an attempt when it registers (again); `resumed_tokens` as in the order it has."""
-
-    request_id: RequestId
-    attempt: Attempt
-    kv_blocks: Count
-    seqs: Count
-    resumed_tokens: Tokens_ = 0
-
-
 class Hello(Message, frozen=True):
-    """First on every link, from the connecting end."""
+    """First on every link, from the connecting end. Its first four fields never change, so that every version can read them
+    and refuse by name what it cannot work with (`proto.newer.HelloPrefix`)."""
 
     version: int
     role: Role
     epoch: Epoch
-    name: Annotated[str, Meta(min_length=1, max_length=limits.MAX_ID_CHARS, pattern=r"^[A-Za-z0-9_.:-]+$")]
+    name: Name
     """For people: `prefill-0`."""
     model: Text = ""
     """Model id; empty where a role has none."""
@@ -105,12 +87,17 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
+    """Its three fields never change: a client reads them before it knows the server's version."""
+
     epoch: Epoch
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)]
+    version: int = 8
+    """Of the server; version 8 does not say it."""
 
 
 class Refused(Message, frozen=True):
-    """The answer to a Hello that does not fit, or to a peer that is not known (any more): start over."""
+    """The answer to a Hello that does not fit, or to a peer that is not known (any more): start over. Its field never
+    changes."""
 
     reason: Text
 

@@ -6,7 +6,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from proto.messages import Attempt, Count, DurationMs, Message, RequestId
+from proto.fields import Attempt, Count, DurationMs, RequestId
+from proto.messages import Message
+from proto.prefix import PrefixParts
 
 
 class Joined(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -14,6 +16,15 @@ class Joined(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unkn
     attempt: Attempt
     step: Count
     """It forwards its first token in the step after this one."""
+
+
+class SharedPrefix(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """Full blocks at the beginning of an attempt's prompt that others may hold too. It holds them until it ends here."""
+
+    request_id: RequestId
+    attempt: Attempt
+    parts: PrefixParts
+    """In the order of the prompt."""
 
 
 class DecodeProgress(Message, frozen=True):
@@ -27,6 +38,8 @@ class DecodeProgress(Message, frozen=True):
     """What may be missing within the next steps; more than 0 only where the coordinator overcommits."""
     joined: Annotated[tuple[Joined, ...], Meta(max_length=1 << 16)] = ()
     """Attempts that joined the batch since the last message."""
+    prefixes: Annotated[tuple[SharedPrefix, ...], Meta(max_length=1 << 16)] = ()
+    """Attempts of which this became known, or more of it, since the last message."""
 
 
 class Hung(Message, frozen=True):

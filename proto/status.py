@@ -5,8 +5,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from proto.fields import Count, Epoch, Text
 from proto.kv import TransportName
-from proto.messages import Count, Epoch, Message, Role, Text
+from proto.messages import Message, Role
 
 
 class KvPair(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

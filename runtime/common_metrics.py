@@ -35,6 +35,13 @@ def link_counters(
         "port",
         each("protocol_errors"),
     )
+    page.by(
+        "counter",
+        "crossdock_link_unknown_messages",
+        "Messages of a peer of a newer version that this one does not know; they were ignored.",
+        "port",
+        each("unknown_messages"),
+    )
     page.read(
         "counter",
         "crossdock_link_turned_away",
@@ -100,6 +107,7 @@ def kv_transfers(page: Page, direction: str, counters: Mapping[str, int]) -> Non
         of("broken_"),
     )
     for name, help_, keys in (
+        ("pairs_refused", "Pairs that were not made: no descriptor or thread was left.", ("refused_pairs",)),
         ("segments", "Segments that crossed.", ("segments",)),
         ("transfers", "Hand-overs that began.", ("sessions",)),
         ("transfers_failed", "Hand-overs that failed.", ("sessions_failed",)),

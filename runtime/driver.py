@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import uvloop
 
 from runtime import clock, hangup, log, notify
+from runtime.descriptors import raise_descriptor_limit
 from runtime.exits import BUG_EXIT
 from runtime.peer import close_sockets
 
@@ -104,7 +105,9 @@ class Stop(asyncio.Event):
 
 
 def run_process(main: Callable[[Stop], Awaitable[int]]) -> int:
-    """Run `main(stop)` on uvloop; `stop` is set by SIGTERM and SIGINT. Returns main's exit code."""
+    """Run `main(stop)` on uvloop, with as many open files as are allowed; `stop` is set by SIGTERM and SIGINT. Returns main's
+    exit code."""
+    raise_descriptor_limit()
 
     async def body() -> int:
         stop = Stop()

@@ -11,6 +11,8 @@ USAGE_EXIT: Final = 2
 """A setting is missing, malformed or out of bounds: see `runtime.options.SettingsError`."""
 BUG_EXIT: Final = 70
 """After an exception that nobody caught. As EX_SOFTWARE of sysexits.h."""
+GPU_EXIT: Final = 74
+"""A CUDA error after which this process can compute nothing more. As EX_IOERR of sysexits.h: start it again."""
 HUNG_EXIT: Final = 75
 """A worker's step did not end within --step-timeout-ms. As EX_TEMPFAIL of sysexits.h: start it again."""
 CONFIG_EXIT: Final = 78

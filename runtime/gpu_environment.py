@@ -4,15 +4,21 @@ never again: another thread may be reading.
 What a user has set already is left as it is.
 """
 
+import hashlib
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
+
 _NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _SHARES_A_GPU_SINCE = (2, 30)
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+_SHARERS_MAX = 64
+"""Processes on one GPU that are told apart by number."""
 _NO_TORCH_WATCHMEN = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a pair that breaks must not end the process
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -23,46 +29,111 @@ _NO_TORCH_WATCHMEN = {
 }
 
 
-def gpu_variables(
-    present: Mapping[str, str], *, transfer_host: str, timeout_ms: int, gpus: int, nccl: tuple[int, int], process: str
-) -> dict[str, str]:
-    """What to set beside `present`. `gpus` are those that this process may use, 0: it is not known; `nccl` is the version that
-    will be loaded, (0, 0): not known; `process` is a name that no other process of the cluster has.
-
-    Two workers on one GPU: NCCL takes that for a mistake. From 2.30 on it can be told that it is none; an older one compares
-    host and GPU, so the host gets another name in each process. That makes all traffic between the two go through sockets, and
-    where a machine has one GPU there is no other traffic within the machine."""
+def gpu_variables(present: Mapping[str, str], *, interface: str, timeout_ms: int, host_id: str) -> dict[str, str]:
+    """What to set beside `present`. `interface` is the network interface for KV, empty: any; `host_id` is a name for this host
+    in place of NCCL's own, empty: NCCL's own (see `host_id_of`)."""
     found = dict(_NO_TORCH_WATCHMEN)
     found["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(max(1, -(-timeout_ms // 1000)))
     found["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    if gpus == 1 and nccl < _SHARES_A_GPU_SINCE:
-        found["NCCL_HOSTID"] = process
-    if transfer_host in _LOOPBACK:
-        found["NCCL_SOCKET_IFNAME"] = "lo"
+    if host_id:
+        found["NCCL_HOSTID"] = host_id
+    if interface:
+        found["NCCL_SOCKET_IFNAME"] = exactly(interface)
+    if interface == "lo":
         found["NCCL_IB_DISABLE"] = "1"
     return {name: value for name, value in found.items() if name not in present}
 
 
+def exactly(interface: str) -> str:
+    """As NCCL wants it: a bare name would allow every interface that begins so."""
+    return f"={interface}"
+
+
 def prepare(transfer_host: str, timeout_ms: int) -> None:
     """Set them for this process, which must not have begun to use torch."""
-    process = f"{Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}-{os.getpid()}"
+    gpu = gpu_identity(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus_here()) if has_gpus() else ""
+    ordinal = claim_ordinal(gpu) if gpu and nccl_version() < _SHARES_A_GPU_SINCE else 0
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     os.environ.update(
         gpu_variables(
             os.environ,
-            transfer_host=transfer_host,
+            interface=interface_of(transfer_host),
             timeout_ms=timeout_ms,
-            gpus=usable_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
-            nccl=nccl_version(),
-            process=process,
+            host_id=host_id_of(f"{socket.gethostname()}-{boot_id}", ordinal),
         )
     )
 
 
-def usable_gpus(visible: str | None) -> int:
-    """Told without importing torch; 0 where there is no NVIDIA driver."""
-    there = Path("/proc/driver/nvidia/gpus")
-    count = len(list(there.iterdir())) if there.is_dir() else len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return count if visible is None else min(count, len([name for name in visible.split(",") if name.strip()]))
+def host_id_of(host: str, ordinal: int) -> str:
+    """The name of the host for the process that is number `ordinal` on its GPU; empty: NCCL's own.
+
+    NCCL takes two processes on one GPU for a mistake. From 2.30 on it can be told that it is none. An older one compares host
+    and GPU, so all but the first process on a GPU name the host differently. Processes of one number share a name, whatever
+    their GPU: NVLink and shared memory are used only between processes that have the same host name."""
+    return f"{host}-{ordinal}" if ordinal else ""
+
+
+def gpu_identity(visible: str | None, uuids: Sequence[str]) -> str:
+    """Which GPU a process uses, the first that CUDA_VISIBLE_DEVICES allows; empty: none. `uuids` are of the GPUs here, by
+    number. Where the driver does not tell them, what CUDA_VISIBLE_DEVICES says must do."""
+    first = "0" if visible is None else visible.partition(",")[0].strip()
+    if not first or first.startswith("-"):
+        return ""
+    if first.isdecimal():
+        return uuids[int(first)] if int(first) < len(uuids) else f"number-{int(first)}"
+    if first.upper().startswith("MIG-"):
+        return "MIG"  # NCCL knows the GPU that an instance is a part of, and we do not
+    found = [uuid for uuid in uuids if uuid.lower().startswith(first.lower())]  # CUDA allows the beginning of one
+    return found[0] if len(found) == 1 else first.lower()
+
+
+def gpus_here(folder: Path = _DRIVER_GPUS) -> list[str]:
+    """UUIDs in the order of their PCI addresses, as CUDA numbers them under CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    found = []
+    for gpu in sorted(folder.glob("*/information")):
+        uuid = re.search(r"GPU UUID:\s*(\S+)", gpu.read_text(encoding="utf-8", errors="replace"))
+        found.append(uuid[1] if uuid else gpu.parent.name)
+    return found
+
+
+def has_gpus() -> bool:
+    """Told without importing torch: whether there is an NVIDIA driver with a GPU."""
+    return _DRIVER_GPUS.is_dir() or any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+_claims: dict[str, tuple[int, socket.socket]] = {}
+
+
+def claim_ordinal(gpu: str) -> int:
+    """The lowest number that no other process of this host has on this GPU, for as long as this process lives: it holds a name
+    of the kernel's, which goes with it. Where all are taken, the process id."""
+    if gpu in _claims:
+        return _claims[gpu][0]
+    digest = hashlib.sha256(gpu.encode()).hexdigest()[:32]
+    for ordinal in range(_SHARERS_MAX):
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            claim.bind(f"\0crossdock-gpu-{digest}-{ordinal}")
+        except OSError:
+            claim.close()
+            continue
+        _claims[gpu] = (ordinal, claim)
+        return ordinal
+    return os.getpid()
+
+
+def interface_of(host: str) -> str:
+    """The network interface that has this address or the first of this name; empty where none here has it."""
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]).partition("%")[0]
+    except OSError:
+        return ""
+    if address.startswith("127."):
+        return "lo"
+    for name, there in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in there):
+            return str(name)
+    return ""
 
 
 def nccl_version() -> tuple[int, int]:

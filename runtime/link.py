@@ -15,22 +15,20 @@ makes the owner raise `RemoteProtocolError`, is counted and ends that peer's lin
 """
 
 import asyncio
-import random
 from collections.abc import Callable
 
 import zmq
 
 from proto import limits
-from proto.codec import decode, encode
+from proto.codec import encode
 from proto.errors import RemoteProtocolError
-from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Role, Welcome
+from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
+from proto.newer import HelloPrefix, read, read_hello
 from runtime import clock, log
-from runtime.curve import Gate, connect_as
+from runtime.curve import Gate
 from runtime.driver import cancelled, watched
-from runtime.loop_socket import LoopSocket
-from runtime.monitor import ConnectionMonitor, Failure
+from runtime.monitor import ConnectionMonitor
 from runtime.peer import (
-    CLOSED,
     GOODBYE,
     CannotBind,
     LinkCounters,
@@ -38,19 +36,15 @@ from runtime.peer import (
     OnDown,
     OnMessage,
     Peer,
-    greet,
     is_orderly,
     open_socket,
 )
 from runtime.seldom import Seldom
 from runtime.silence import Silence
 
-__all__ = ["CannotBind", "LinkClient", "LinkServer", "LinkSettings", "OnMessage", "Peer", "is_orderly"]
+__all__ = ["CannotBind", "LinkServer", "LinkSettings", "OnMessage", "Peer", "is_orderly"]
 
 PROBE_AFTER_S = 0.02
-NEVER_MS = 3_600_000
-"""To libzmq's own reconnecting: its socket is closed long before. Off (-1) would also take back what a connection delivered
-in its last moment and nobody has read yet, and tell nothing of a connection refused."""
 TURN_MESSAGES = 64
 """Messages read before the rest of the process gets its turn: while more are there, reading never waits."""
 
@@ -157,15 +151,14 @@ class LinkServer:
                 await asyncio.sleep(0)
             peer = self.peers.get(routing_id)
             try:
-                message, blob = decode(frames)
                 if peer is None:
-                    self._shake_hands(routing_id, message, user_id)
+                    self._shake_hands(routing_id, frames, user_id)
                 elif peer.user_id != user_id:
                     # A routing id is what a client says it is, and one that has left is free to be taken.
                     self.counters.impostors += 1
                     self.drop(peer, "another key speaks in its place")
                 else:
-                    self._dispatch(peer, message, blob)
+                    self._dispatch(peer, *read(frames, peer.version))
             except RemoteProtocolError as error:
                 self.counters.protocol_errors += 1
                 self._warn("protocol error", peer=peer.hello.name if peer else "unknown", error=str(error))
@@ -174,33 +167,36 @@ class LinkServer:
                 else:
                     self._refuse(routing_id, f"protocol error: {error}")
 
-    def _shake_hands(self, routing_id: bytes, message: Message, user_id: str) -> None:
-        if not isinstance(message, Hello):
+    def _shake_hands(self, routing_id: bytes, frames: list[bytes], user_id: str) -> None:
+        hello = read_hello(frames)
+        if hello is None:
             # A client whose link we gave up: it starts over on hearing this.
             self._refuse(routing_id, "say Hello first")
             return
-        if message.version != limits.PROTOCOL_VERSION:
-            refusal: str | None = f"protocol version {message.version}; this end speaks {limits.PROTOCOL_VERSION}"
+        if isinstance(hello, HelloPrefix):
+            refusal: str | None = hello.refusal
         elif len(self.peers) >= self._settings.peers_max:
             refusal = f"{len(self.peers)} peers are connected already"
         else:
-            refusal = self._gate.refusal(message, user_id, self.peers.values()) or self._accept(message)
-        if refusal is not None:
-            self._warn("refused", peer=message.name, role=message.role.value, reason=refusal)
-            self._refuse(routing_id, refusal)
+            refusal = self._gate.refusal(hello, user_id, self.peers.values()) or self._accept(hello)
+        if isinstance(hello, HelloPrefix) or refusal is not None:
+            self._warn("refused", peer=hello.name, role=str(hello.role), reason=refusal)
+            self._refuse(routing_id, refusal or "")
             return
-        peer = Peer(message.epoch, message, self._send, routing_id, user_id=user_id)
+        peer = Peer(hello.epoch, hello, self._send, routing_id, user_id=user_id, version=hello.version)
         self.peers[routing_id] = peer
-        peer.send(Welcome(self._epoch, self._settings.heartbeat_ms))
+        peer.send(Welcome(self._epoch, self._settings.heartbeat_ms, limits.PROTOCOL_VERSION))
         self._on_up(peer)
 
     def _refuse(self, routing_id: bytes, reason: str) -> None:
         self.counters.refused += 1
         self._socket.try_send([routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
 
-    def _dispatch(self, peer: Peer, message: Message, blob: bytes) -> None:
+    def _dispatch(self, peer: Peer, message: Message | None, blob: bytes) -> None:
         peer.heard_at = clock.now()
-        if isinstance(message, Ping):
+        if message is None:
+            self.counters.unknown_messages += 1
+        elif isinstance(message, Ping):
             peer.send(Pong())
         elif isinstance(message, Bye):
             self.drop(peer, f"{GOODBYE}: {message.reason}")
@@ -218,179 +214,3 @@ class LinkServer:
                 for peer in list(self.peers.values()):
                     if silence.is_lost(peer.heard_at, now):
                         self.drop(peer, f"no heartbeat for {now - peer.heard_at:.1f} s")
-
-
-class LinkClient:
-    """The connecting end: one peer at a time, reconnected with backoff for as long as the client lives.
-
-    Each `on_up` is followed by exactly one `on_down` before the next `on_up`. With keys, only a process whose key is one of
-    role `to` can answer.
-    """
-
-    def __init__(
-        self,
-        *,
-        address: str,
-        hello: Hello | Callable[[], Hello],
-        on_up: Callable[[Peer, Welcome], None],
-        on_message: OnMessage,
-        on_down: OnDown,
-        settings: LinkSettings | None = None,
-        to: Role = Role.COORDINATOR,
-    ) -> None:
-        self.counters = LinkCounters()
-        self.last_error = ""
-        self.address = address
-        self._to = to
-        self._failed = 0
-        self._hello = hello
-        self._on_up = on_up
-        self._on_message = on_message
-        self._on_down = on_down
-        self._settings = settings or LinkSettings()
-        self._socket: LoopSocket | None = None
-        self._peer: Peer | None = None
-        self._theirs_ms: int | None = None
-        self._gone = asyncio.Event()
-        self._why_gone = ""
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        self._task = watched(self._run())
-
-    async def close(self) -> None:
-        if self._peer is not None:
-            self._peer.send(Bye("shutting down"))
-        if self._task is not None:
-            await cancelled(self._task)
-
-    async def _run(self) -> None:
-        pause_ms = self._settings.reconnect_ms
-        while True:
-            if await self._one_link():
-                pause_ms = self._settings.reconnect_ms
-            else:
-                self._failed += 1
-                pause_ms = min(2 * pause_ms, self._settings.reconnect_ms_max)
-            await asyncio.sleep(pause_ms / 1000 * random.uniform(0.5, 1.0))
-
-    async def _one_link(self) -> bool:
-        """One socket from connect to close; True if it had been welcomed."""
-        socket = self._socket = open_socket(zmq.DEALER, self._settings)
-        socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
-        connect_as(socket, self._settings.keys, self._to, self._failed)
-        self._gone.clear()
-        self._why_gone = ""
-        monitor = ConnectionMonitor(socket, on_lost=lambda: self._connection_lost(socket), on_failed=self._not_let_in)
-        watcher = watched(monitor.run())
-        receiver: asyncio.Task[None] | None = None
-        try:
-            socket.connect(self.address)
-            peer = await self._handshake(socket)
-            if peer is None:
-                return False
-            receiver = watched(self._receive(socket, peer))
-            await self._beat(peer)
-            return True
-        except zmq.ZMQError as error:
-            self.last_error = f"cannot connect to {self.address}: {error}"
-            return False
-        finally:
-            await cancelled(watcher, *([receiver] if receiver else []))
-            socket.close()
-            self._socket = None
-            if self._peer is not None:
-                lost, self._peer = self._peer, None
-                self.counters.lost += 1
-                self._on_down(lost, self._why_gone or CLOSED)
-
-    async def _handshake(self, socket: LoopSocket) -> Peer | None:
-        hello = self._hello if isinstance(self._hello, Hello) else self._hello()
-        timeout_s = self._settings.handshake_timeout_ms / 1000
-        try:
-            message = await greet(socket, hello, self._gone, timeout_s)
-        except RemoteProtocolError as error:
-            self.counters.protocol_errors += 1
-            self.last_error = f"{self.address} does not speak this protocol: {error}"
-            return None
-        if message is None:
-            why = self._why_gone if self._gone.is_set() else f"no answer within {timeout_s:g} s"
-            self.last_error = f"cannot reach {self.address}: {why}"
-            return None
-        if isinstance(message, Refused):
-            self.counters.refused += 1
-            if message.reason != self.last_error:
-                _log.error("refused by peer", address=self.address, reason=message.reason)
-            self.last_error = message.reason
-            return None
-        if not isinstance(message, Welcome):
-            self.counters.protocol_errors += 1
-            self.last_error = f"{self.address} answered Hello with {type(message).__name__}"
-            return None
-        self.last_error = ""
-        self._theirs_ms = message.heartbeat_ms
-        self._peer = Peer(message.epoch, hello, self._send)
-        self._on_up(self._peer, message)
-        return self._peer
-
-    def _connection_lost(self, socket: LoopSocket) -> None:
-        """Given up a moment later: what the other end said last, a goodbye perhaps, may still be unread."""
-
-        def give_up() -> None:
-            if socket is self._socket and not self._gone.is_set():
-                self._give_up("connection closed")
-
-        asyncio.get_running_loop().call_later(PROBE_AFTER_S, give_up)
-
-    def _not_let_in(self, failure: Failure) -> None:
-        self._give_up(failure.value)
-
-    def _give_up(self, reason: str) -> None:
-        self._why_gone = reason
-        self._gone.set()
-
-    def _send(self, peer: Peer, frames: list[bytes]) -> bool:
-        if peer is not self._peer or self._socket is None or self._gone.is_set():
-            return False
-        failure = self._socket.try_send(frames)
-        if failure is None:
-            self.counters.messages_out += 1
-            return True
-        self._give_up(failure)
-        return False
-
-    async def _receive(self, socket: LoopSocket, peer: Peer) -> None:
-        while True:
-            frames = await socket.receive()
-            self.counters.messages_in += 1
-            if self.counters.messages_in % TURN_MESSAGES == 0:
-                await asyncio.sleep(0)
-            peer.heard_at = clock.now()
-            try:
-                message, blob = decode(frames)
-                if isinstance(message, Pong):
-                    continue
-                if isinstance(message, Refused | Bye):
-                    self._give_up(f"{GOODBYE}: {message.reason}" if isinstance(message, Bye) else message.reason)
-                    return
-                if isinstance(message, Hello | Welcome | Ping):
-                    raise RemoteProtocolError(f"unexpected {type(message).__name__}")
-                self._on_message(peer, message, blob)
-            except RemoteProtocolError as error:
-                self.counters.protocol_errors += 1
-                _log.warning("protocol error", address=self.address, error=str(error))
-                self._give_up(f"protocol error: {error}")
-                return
-
-    async def _beat(self, peer: Peer) -> None:
-        """Ping until the link is lost, by its own word or by silence."""
-        silence = Silence(self._settings.heartbeat_ms, clock.now(), self._theirs_ms)
-        while not self._gone.is_set():
-            peer.send(Ping())
-            try:
-                async with asyncio.timeout(silence.pause_s([peer.heard_at], clock.now())):
-                    await self._gone.wait()
-            except TimeoutError:
-                now = clock.now()
-                if silence.look(now) and silence.is_lost(peer.heard_at, now):
-                    self._give_up(f"no heartbeat for {now - peer.heard_at:.1f} s")

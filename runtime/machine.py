@@ -12,12 +12,10 @@ import psutil
 from runtime import gpu_environment
 from runtime.cores import cores_text
 from runtime.exits import ConfigError
-from runtime.settings import WorkerSettings
+from runtime.worker_settings import WorkerSettings
 
 GIB: Final = 1 << 30
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Read by these libraries when they start; never changed later, since that would be while threads read them."""
 _PASSING = (errno.EADDRINUSE, socket.EAI_AGAIN)
 _CORES_MAX: Final = 8192
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -31,8 +29,9 @@ def prepare(settings: WorkerSettings) -> WorkerSettings:
     check_cores(settings)
     if settings.kv_interface:
         settings = settings.model_copy(update={"transfer_host": interface_address(settings)})
-        for name in _INTERFACE_VARIABLES:
-            os.environ[name] = settings.kv_interface
+        # Read by these libraries when they start; never changed later, since that would be while threads read them.
+        os.environ["GLOO_SOCKET_IFNAME"] = settings.kv_interface
+        os.environ["NCCL_SOCKET_IFNAME"] = gpu_environment.exactly(settings.kv_interface)
     gpu_environment.prepare(settings.transfer_host, settings.kv_timeout_ms)
     check_device(settings)
     return settings

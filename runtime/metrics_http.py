@@ -2,12 +2,13 @@
 
 import asyncio
 import socket
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, cast
 
 from aiohttp import web
 
-from runtime.metrics_server import CONNECTIONS_MAX, Reply
+from runtime.metrics_server import BACKLOG, CONNECTIONS_MAX, Reply
 
 EXCHANGE_S: Final = 10.0
 _HEAD_BYTES_MAX: Final = 4096
@@ -15,9 +16,11 @@ _CLOSE_S: Final = 1.0
 
 
 class _Exchange(web.RequestHandler):
-    """One connection. What is too many, or takes too long, is cut off without a word."""
+    """One connection. One that takes too long is cut off; so is the oldest where there are too many."""
 
-    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, server: web.Server, loop: asyncio.AbstractEventLoop, open_: "OrderedDict[_Exchange, asyncio.Transport]"
+    ) -> None:
         super().__init__(
             server,
             loop=loop,
@@ -26,18 +29,19 @@ class _Exchange(web.RequestHandler):
             max_line_size=_HEAD_BYTES_MAX,
             max_field_size=_HEAD_BYTES_MAX,
         )
-        self._server = server
+        self._open = open_
         self._cut: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
-        if len(self._server.connections) > CONNECTIONS_MAX:
-            transport.abort()
-            return
+        self._open[self] = transport
+        if len(self._open) > CONNECTIONS_MAX:
+            self._open.popitem(last=False)[1].abort()
         self._cut = asyncio.get_running_loop().call_later(EXCHANGE_S, transport.abort)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._open.pop(self, None)
         if self._cut is not None:
             self._cut.cancel()
         super().connection_lost(exc)
@@ -49,13 +53,14 @@ class Serving:
     def __init__(self, answer: Callable[[str, str], Reply]) -> None:
         self._server = web.Server(self._handle)
         self._answer = answer
+        self._open: OrderedDict[_Exchange, asyncio.Transport] = OrderedDict()
         self._listeners: list[asyncio.Server] = []
 
     async def start(self, listening: list[socket.socket]) -> None:
-        server, loop = self._server, asyncio.get_running_loop()
+        server, loop, open_ = self._server, asyncio.get_running_loop(), self._open
         for one in listening:
             self._listeners.append(
-                await loop.create_server(lambda: _Exchange(server, loop), sock=one, backlog=CONNECTIONS_MAX)
+                await loop.create_server(lambda: _Exchange(server, loop, open_), sock=one, backlog=BACKLOG)
             )
 
     async def close(self) -> None:

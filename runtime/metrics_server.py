@@ -1,4 +1,5 @@
-"""The port on which one process is observed: `/metrics`, `/health`, `/ready`, and whatever else its role adds.
+"""The port on which one process is observed: `/metrics`, `/health`, `/live`, `/ready`, and whatever else its role adds.
+`/live` is for who would start the process again: it fails with the checks that feed the watchdog (`runtime.notify`).
 
 It must never be in the way: each connection is for one request and cut off after `EXCHANGE_S`, there are `CONNECTIONS_MAX` of
 them at most (`metrics_http.py`), and the page is made at most every `FRESH_S` seconds, however often it is asked for.
@@ -14,7 +15,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from proto.errors import CrossdockError
-from runtime import clock, log, machine
+from runtime import clock, log, machine, notify
 from runtime.addresses import METRICS_OFF, advertised_metrics, split_metrics
 from runtime.metrics import Page
 
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from runtime.metrics_http import Serving
 
 FRESH_S: Final = 0.25
-CONNECTIONS_MAX: Final = 16
+CONNECTIONS_MAX: Final = 64
+"""One more takes the place of the oldest: idle strangers must not keep a scraper out."""
+BACKLOG: Final = 1_024
+"""Connections that the kernel keeps until they are accepted."""
 _JSON: Final = "application/json"
 
 
@@ -97,6 +101,11 @@ class MetricsServer:
             return Reply(200, self._text(self._page), CONTENT_TYPE_LATEST)
         if path == "/health":
             return Reply(200, b'{"status": "ok"}', _JSON)
+        if path == "/live":
+            alive = notify.is_alive()
+            return Reply(
+                200 if alive else 503, msgspec.json.encode({"status": "ok" if alive else "no progress"}), _JSON
+            )
         if path == "/ready":
             why = self._not_ready()
             return Reply(503 if why else 200, msgspec.json.encode({"status": why or "ready"}), _JSON)
@@ -124,7 +133,7 @@ async def _listen(host: str, port: int) -> list[socket.socket]:
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     try:
         for family, address in dict.fromkeys((one[0], one[4][:2]) for one in found):
-            listening.append(socket.create_server(address, family=family, backlog=CONNECTIONS_MAX))
+            listening.append(socket.create_server(address, family=family, backlog=BACKLOG))
             listening[-1].setblocking(False)
     except OSError:
         _close(listening)

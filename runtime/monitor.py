@@ -8,6 +8,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from runtime.loop_socket import LoopSocket
+from runtime.peer import LinkSettings, open_socket
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -67,3 +68,15 @@ class ConnectionMonitor:
             self._watched.disable_monitor()
         # pyzmq forgets its end without closing it, and the event loop, which reads from it, would keep it for good.
         self._monitor.close(0)
+
+
+def open_watched(
+    kind: int, settings: LinkSettings, on_lost: Callable[[LoopSocket], None], on_failed: Callable[[Failure], None]
+) -> tuple[LoopSocket, ConnectionMonitor]:
+    """A socket and its monitor. Raises `zmq.ZMQError`, and leaves nothing open, where no descriptor is left."""
+    socket = open_socket(kind, settings)
+    try:
+        return socket, ConnectionMonitor(socket, on_lost=lambda: on_lost(socket), on_failed=on_failed)
+    except zmq.ZMQError:
+        socket.close(0)
+        raise

@@ -1,5 +1,5 @@
 """Tells whoever started this process how it fares, in the protocol of systemd's sd_notify(3): ready, stopping, and a watchdog
-fed by progress. `crossdock up` listens in the same way. Without NOTIFY_SOCKET in the environment all of it does nothing.
+fed by progress. `crossdock serve` and `up` listen in the same way. Without NOTIFY_SOCKET in the environment nothing is said.
 
 The watchdog is fed by the event loop, so a loop that hangs starves it; and only while every check given to `only_while` says
 that there is progress, so that a loop which turns around a dead thread does not count as life.
@@ -16,15 +16,15 @@ _FEEDS_PER_TIMEOUT = 3
 _checks: list[Callable[[], bool]] = []
 
 
-def say(*lines: str) -> None:
-    """One datagram, each line like `READY=1`. One that cannot be delivered is lost: nobody waits for it."""
+def say(*lines: str, within_s: float = _SEND_S) -> None:
+    """One datagram, each line like `READY=1`. One that cannot be delivered in that time is lost."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
     path = address if address.startswith("/") else "\0" + address[1:]  # abstract: no file
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as speaking:
-            speaking.settimeout(_SEND_S)
+            speaking.settimeout(within_s)
             speaking.connect(path)
             speaking.sendall("\n".join(lines).encode())
     except OSError:
@@ -43,6 +43,11 @@ def stopping() -> None:
 def only_while(check: Callable[[], bool]) -> None:
     """Feed the watchdog only while `check()` says that there is progress."""
     _checks.append(check)
+
+
+def is_alive() -> bool:
+    """Whether all checks say that there is progress."""
+    return all(check() for check in _checks)
 
 
 class Pulse:
@@ -78,6 +83,7 @@ async def feed_watchdog() -> None:
     """A few times per timeout, for as long as the process lives; ends at once where there is no watchdog."""
     timeout_s = watchdog_s()
     while timeout_s:
-        if all(check() for check in _checks):
-            say("WATCHDOG=1")
+        if is_alive():
+            # Not waiting: where the socket is full of earlier ones, who listens does not run, and this loop must.
+            say("WATCHDOG=1", within_s=0.0)
         await asyncio.sleep(timeout_s / _FEEDS_PER_TIMEOUT)

@@ -28,7 +28,8 @@ from runtime import environment
 from runtime.exits import CONFIG_EXIT, INTERRUPTED_EXIT, USAGE_EXIT, ConfigError
 from runtime.serve_settings import ServeSettings
 from runtime.setting_types import ENV_PREFIX, Options
-from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings
+from runtime.worker_settings import WorkerSettings
 
 S = TypeVar("S", bound=Options)
 
@@ -101,7 +102,8 @@ def load(cls: type[S], flags: Mapping[str, Any], config: str = "") -> S:
         for key, value in _read_section(cls, path).items():
             merged[key], sources[key] = value, f"from [{cls.section}] in {path}"
     for key, value in EnvSettingsSource(cls, env_ignore_empty=True)().items():
-        merged[key], sources[key] = value, f"from environment {ENV_PREFIX}{key.upper()}"
+        if not environment.is_service_link(ENV_PREFIX + key, value):
+            merged[key], sources[key] = value, f"from environment {ENV_PREFIX}{key.upper()}"
     for key, value in flags.items():
         merged[key] = value
         sources.pop(key, None)

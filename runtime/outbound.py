@@ -12,7 +12,8 @@ from typing import Any
 from proto.messages import Hello, Message, Role, Welcome
 from proto.messages import Peer as Destination
 from runtime.driver import watched
-from runtime.link import LinkClient, LinkSettings, OnMessage, Peer
+from runtime.link import LinkSettings, OnMessage, Peer
+from runtime.link_client import LinkClient
 
 
 @dataclass(eq=False)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import zmq
 
 from proto import limits
-from proto.codec import decode, encode, to_frames
-from proto.messages import Hello, Message
+from proto.codec import encode, to_frames
+from proto.messages import Bye, Hello, Message, Refused, Welcome
+from proto.newer import read_answer, version_refusal
 from runtime import clock
 from runtime.keys import Keys
 from runtime.loop_socket import LoopContext, LoopSocket
@@ -45,6 +46,8 @@ class LinkCounters:
     """Turned away: came with a key that is not listed."""
     impostors: int = 0
     """Turned away: said to be what their key does not allow."""
+    unknown_messages: int = 0
+    """Ignored: sent by a peer of a newer version, and unknown to this one."""
     lost: int = 0
     messages_in: int = 0
     messages_out: int = 0
@@ -65,6 +68,13 @@ class Peer:
     heard_at: float = field(default_factory=clock.now)
     user_id: str = ""
     """Its public key, where links have keys."""
+    version: int = limits.PROTOCOL_VERSION
+    """Protocol version of the other end."""
+
+    @property
+    def common_version(self) -> int:
+        """The protocol version that both ends know. What it does not have must not be relied upon."""
+        return min(self.version, limits.PROTOCOL_VERSION)
 
     def send(self, message: Message, blob: bytes = b"") -> bool:
         """Queue a message; False if the peer is gone, or is being given up because its queue is full."""
@@ -90,13 +100,22 @@ def is_orderly(reason: str) -> bool:
 
 
 LINGER_MS = 200
+HANDSHAKE_MS = 3_000
+"""A connection whose handshake of ZMTP, with CURVE where there are keys, takes longer is closed. libzmq allows 30 s, in which
+idle strangers could take all descriptors of the process."""
+BACKLOG = 1_024
+"""Connections that the kernel keeps for a bound socket until libzmq takes them: many may come at once."""
+_SOCKETS_MAX = 32_768
+"""Of one process. A link takes three with its monitor, and libzmq's own limit is 1,023."""
 _context: LoopContext | None = None
 
 
 def open_socket(kind: int, settings: LinkSettings) -> LoopSocket:
+    """Raises `zmq.ZMQError` where this process has no descriptor left."""
     global _context
     if _context is None or _context.closed:
         _context = LoopContext()
+        _context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
     socket = _context.socket(kind)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
@@ -104,6 +123,8 @@ def open_socket(kind: int, settings: LinkSettings) -> LoopSocket:
     # Frames between our own limit and libzmq's reach the codec, which refuses and counts them; what is larger libzmq cuts off.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * limits.MAX_FRAME_BYTES)
     socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
     return socket
 
 
@@ -118,13 +139,17 @@ def close_sockets() -> None:
 
 
 async def greet(socket: LoopSocket, hello: Hello, gone: asyncio.Event, timeout_s: float) -> Message | None:
-    """Say Hello and wait for what comes back; None if nothing did before `gone` was set or the time was over. Raises
-    `RemoteProtocolError`."""
+    """Say Hello and wait for what comes back; None if nothing did before `gone` was set or the time was over. A peer whose
+    version does not suit this end counts as having refused. Raises `RemoteProtocolError`."""
     socket.try_send([encode(hello)])
     waiting, leaving = asyncio.ensure_future(socket.receive()), asyncio.ensure_future(gone.wait())
     try:
         await asyncio.wait({waiting, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        return decode(waiting.result())[0] if waiting.done() else None
+        answer = read_answer(waiting.result()) if waiting.done() else None
     finally:
         leaving.cancel()
         waiting.cancel()
+    if isinstance(answer, Welcome) and (refusal := version_refusal(answer.version)) is not None:
+        socket.try_send([encode(Bye(refusal))])
+        return Refused(refusal)
+    return answer

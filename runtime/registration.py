@@ -10,15 +10,17 @@ import msgspec
 
 from proto import limits
 from proto.drain import Drained, Draining
-from proto.messages import CacheEvents, Capacity, Finished, Held, Hello, Message, Role, Welcome
+from proto.held import Capacity, Held
+from proto.messages import CacheEvents, Finished, Hello, Message, Role, Welcome
 from runtime import clock, notify
 from runtime.driver import Stop
-from runtime.link import LinkClient, LinkSettings, OnMessage, Peer, is_orderly
+from runtime.link import LinkSettings, OnMessage, Peer, is_orderly
+from runtime.link_client import LinkClient
 from runtime.log import Log
 from runtime.peer import LinkCounters
 from runtime.service import GO_AFTER_S, Service
-from runtime.settings import WorkerSettings
 from runtime.waiting import WaitNotice
+from runtime.worker_settings import WorkerSettings
 
 FINISHED_MAX = 4096
 IN_DOUBT_S = 5.0

@@ -59,6 +59,6 @@ class ServeSettings(KeyOptions):
     metrics: MetricsAddress = Field(
         "127.0.0.1:0",
         description="Where the coordinator's metrics are; the gateway's are on the next port, and so on, in the order of"
-        " crossdock status. Port 0: free ones; off: none.",
+        " crossdock status, and last those of crossdock serve itself. Port 0: free ones; off: none.",
     )
     verbose: bool = Field(False, description="Show every log line of every process, not only warnings and errors.")

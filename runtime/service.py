@@ -6,7 +6,7 @@ its grace it goes with what it has, which is then resumed elsewhere.
 """
 
 from proto.drain import Drained, Draining
-from proto.messages import HandOverMs
+from proto.fields import HandOverMs
 
 GO_AFTER_S = 5.0
 

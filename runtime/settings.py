@@ -17,8 +17,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from runtime.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
-from runtime.cores import parse_cores
-from runtime.setting_types import CommaList, Cores, Device, Dtype, Port, SecurityOptions, model_id_of
+from runtime.setting_types import CommaList, Port, SecurityOptions, model_id_of
 
 
 class CommonSettings(SecurityOptions):
@@ -43,8 +42,8 @@ class CommonSettings(SecurityOptions):
     )
     metrics: MetricsAddress = Field(
         "127.0.0.1:0",
-        description="Address and port, or port on loopback, of this process's /metrics, /health and /ready; port 0: any free"
-        " one, which crossdock status shows; off: none. Whoever reaches it can read it.",
+        description="Address and port, or port on loopback, of this process's /metrics, /health, /live and /ready; port 0: any"
+        " free one, which crossdock status shows; off: none. Whoever reaches it can read it.",
     )
 
 
@@ -70,7 +69,17 @@ class CoordinatorSettings(CommonSettings):
         1024, ge=1, le=1_000_000, description="Most requests of one tenant waiting for a place; one more gets 429."
     )
     queue_wait_s_max: float = Field(
-        120.0, gt=0, le=86_400.0, description="Seconds after which a request that found no place is answered with 503."
+        120.0,
+        gt=0,
+        le=86_400.0,
+        description="Seconds after which a request that found no place is answered with 503, where its band in --tenants gives"
+        " no queue_wait_s.",
+    )
+    resumed_wait_s_max: float = Field(
+        600.0,
+        gt=0,
+        le=86_400.0,
+        description="Seconds after which a stream that was interrupted, and found no place again, fails.",
     )
     quantum_tokens: int = Field(
         1024,
@@ -158,7 +167,7 @@ class CoordinatorSettings(CommonSettings):
         return self
 
 
-class _ClientSettings(CommonSettings):
+class ClientSettings(CommonSettings):
     """What the roles that connect to the coordinator share."""
 
     coordinator: Address = Field("tcp://127.0.0.1:7070", description="Address of the coordinator.")
@@ -192,7 +201,7 @@ class _ClientSettings(CommonSettings):
             raise ValueError(f"--advertise: needed, since {option} {bound} is not an address others can connect to")
 
 
-class GatewaySettings(_ClientSettings):
+class GatewaySettings(ClientSettings):
     """Serve the OpenAI HTTP API."""
 
     section = "gateway"
@@ -213,15 +222,27 @@ class GatewaySettings(_ClientSettings):
         description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes"
         " and on SIGHUP. Gateways and coordinator must have the same one. Empty: one tenant without limits.",
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="Where temperature, top_p, top_k, min_p and repetition_penalty come from when a request leaves them out;"
+        " auto: from the model's generation_config.json as far as it has them, as in vLLM; none: OpenAI's defaults.",
+    )
     default_max_tokens: int = Field(
-        1024,
-        ge=1,
+        4096,
+        ge=0,
         le=1 << 20,
-        description="Most tokens of an answer where the request does not say, cut to what the context leaves. It is"
-        " also what such a request reserves of the KV cache.",
+        description="Most tokens of a chat answer where the request does not say, cut to what the context leaves; 0: all that"
+        " it leaves. Such a request reserves KV room for so many (see --kv-overcommit), so that more means fewer at once.",
     )
     body_bytes_max: int = Field(
         8 << 20, ge=1024, le=1 << 30, description="Largest request body in bytes; over it is 413."
+    )
+    tenant_requests_max: int = Field(
+        2048,
+        ge=1,
+        le=4096,
+        description="Most prompts of one tenant being read or answered at once, of 4096 in all; one more gets 429. Nor may a"
+        " tenant hold more of these than are free. Where there are no API keys, a client address counts as a tenant.",
     )
     client_timeout_ms: int = Field(
         30_000,
@@ -243,114 +264,20 @@ class GatewaySettings(_ClientSettings):
         description="Milliseconds without a token after which a stream counts as stuck and is failed. It spans the wait"
         " for the first token, so it bounds queueing and prefill too.",
     )
+    stream_keep_alive_ms: int = Field(
+        10_000,
+        ge=0,
+        le=3_600_000,
+        description="Milliseconds of silence after which a stream gets an SSE comment, also before its first token. Keep it"
+        " below the idle timeout of any load balancer in front. 0: never.",
+    )
+    access_log: bool = Field(
+        True,
+        description="Log one line for each HTTP request, at the level info (probes: debug): method, path, status, tenant,"
+        " request id, tokens and times. Never prompts or keys.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_reachable("--tokens-bind", self.tokens_bind)
-        return self
-
-
-class WorkerSettings(_ClientSettings):
-    """Compute prompts (prefill) or stream answers (decode)."""
-
-    section = "worker"
-    role: Literal["prefill", "decode"] = Field(description="Which half of the work this process does.")
-    device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
-    dtype: Dtype = Field(
-        "auto",
-        description="Type of weights and KV cache. auto: float32 on CPU, as stored on a GPU. Workers must agree.",
-    )
-    threads: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="CPU threads of the model. More than the worker's own cores is far slower, not faster.",
-    )
-    kv_gib: float = Field(
-        2.0, gt=0.0, le=16_384.0, description="Size of the KV cache in GiB. It bounds requests at once."
-    )
-    block_size: int = Field(
-        16,
-        ge=1,
-        le=4096,
-        description="Tokens per KV block; larger wastes more in last blocks. Of any two workers, one must have a multiple of"
-        " the other's.",
-    )
-    prefix_cache: bool = Field(
-        True,
-        description="Keep the KV of prompts that are done, as long as nobody needs the room, and do not compute (prefill)"
-        " or receive (decode) again what a new prompt of the same tenant begins with.",
-    )
-    max_seqs: int = Field(64, ge=1, le=65_536, description="Most sequences at once. More slow each stream down.")
-    step_tokens_max: int = Field(
-        2048,
-        ge=1,
-        le=65_536,
-        description="Largest prefill step in tokens taken on. It bounds the memory of one forward pass.",
-    )
-    step_timeout_ms: int = Field(
-        30_000,
-        ge=0,
-        le=86_400_000,
-        description="Milliseconds after which a step that does not end counts as hung: the worker ends with status 75, to be"
-        " started again, and its streams go on elsewhere. A step larger than any before, and one on a machine whose steps are"
-        " slow, has longer. 0: never.",
-    )
-    kv_bind: Address = Field(
-        "tcp://127.0.0.1:0", description="Port on which a decode worker is offered KV; 0: any free one."
-    )
-    transfer_host: str = Field(
-        "127.0.0.1",
-        min_length=1,
-        description="Address of this host on which KV blocks themselves are received; only this one is listened on.",
-    )
-    kv_interface: str = Field(
-        "",
-        max_length=64,
-        pattern=r"^[A-Za-z0-9_.:@-]*$",
-        description="Network interface for KV blocks, like eth1: its address is the default of --transfer-host, and gloo and"
-        " NCCL are told of it once, at the start. Empty: none is preferred.",
-    )
-    kv_transport: Literal["auto", "shm", "cuda_ipc", "nccl", "gloo"] = Field(
-        "auto",
-        description="How KV crosses: shm in one host, cuda_ipc on one GPU, nccl between GPUs, gloo between any two; auto: the"
-        " best that a pair can use.",
-    )
-    kv_digest: Literal["full", "sampled"] = Field(
-        "full", description="KV segments a decode worker on a GPU verifies: all, or one in 16. On the CPU always all."
-    )
-    kv_mib_per_s: int = Field(
-        256,
-        ge=0,
-        le=1 << 20,
-        description="MiB of KV per second taken in on a CPU while streams run, 64 at once; 0: no limit. More slows them.",
-    )
-    kv_timeout_ms: int = Field(
-        10_000,
-        ge=100,
-        le=600_000,
-        description="Milliseconds a KV transfer may stand still before it is given up and the request tried again.",
-    )
-    cpu_cores: Cores = Field(
-        "",
-        description="Cores of the thread that computes, like 1 or 0-2,5; the other threads use the rest. Empty: not pinned.",
-    )
-    nice: int = Field(
-        0,
-        ge=-20,
-        le=19,
-        description="Scheduling niceness of what computes, and of the process's session if it is its own; a prefill worker"
-        " sharing cores should be at 5 or more.",
-    )
-
-    @property
-    def cores(self) -> tuple[int, ...]:
-        return parse_cores(self.cpu_cores)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.transfer_host in (*EVERY_INTERFACE, "::"):
-            raise ValueError(f"--transfer-host: {self.transfer_host} is every address; name the one KV is sent to")
-        if self.role == "decode":
-            self._check_reachable("--kv-bind", self.kv_bind)
         return self

@@ -20,6 +20,7 @@ A tenant is an organisation or one of its users, named `organisation` or `organi
     [bands.interactive]                 # where bands are given, they are all there are
     weight = 8.0
     floor_share = 0.2
+    queue_wait_s = 30.0                 # a request that found no place by then is turned away
 
 Keys are 256 random bits (`crossdock tenants key` makes them), so a plain SHA-256 keeps them: there is no dictionary to try, and
 a salt would only forbid finding a key by its hash. Both the gateway, which knows keys, and the coordinator, which knows limits,
@@ -59,6 +60,8 @@ class Band:
     """A request without a deadline of its own is due so long after its arrival …"""
     ttft_s_per_chunk: float = 2.0
     """… and so much later for each chunk of its prompt: an old long prompt is not due before every new short one."""
+    queue_wait_s: float | None = None
+    """A request that found no place within this is turned away; None: within the coordinator's --queue-wait-s-max."""
 
 
 DEFAULT_BANDS: Final[Mapping[str, Band]] = MappingProxyType(
@@ -172,6 +175,7 @@ class _BandPart(_Part):
     floor_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     ttft_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 2.0
     ttft_s_per_chunk: Annotated[float, Field(ge=0.0, le=3_600.0)] = 2.0
+    queue_wait_s: Annotated[float, Field(gt=0.0, le=86_400.0)] | None = None
 
 
 class _LimitsPart(_Part):

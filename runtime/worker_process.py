@@ -16,15 +16,16 @@ from proto.progress import Hung
 from proto.status import KvHeld
 from runtime import clock, collector, log, machine, notify
 from runtime.driver import Stop, run_process, unless_stopped, watched
-from runtime.exits import HUNG_EXIT, ConfigError
+from runtime.exits import GPU_EXIT, HUNG_EXIT, ConfigError
+from runtime.gpu_faults import breaks_cuda_context
 from runtime.keys import keys_for
 from runtime.link import CannotBind, LinkSettings
 from runtime.log import Log
 from runtime.metrics_server import MetricsServer
 from runtime.peer import close_sockets
 from runtime.registration import Registration
-from runtime.settings import WorkerSettings
 from runtime.step_watch import StepWatch
+from runtime.worker_settings import WorkerSettings
 
 _STEP_END_S = 5.0
 
@@ -142,6 +143,22 @@ async def work_until_stopped(
             await close_transfers()
     if stepping.done() and not stepping.cancelled():
         stepping.result()
+
+
+def end_if_gpu_is_lost(error: BaseException, logger: Log) -> None:
+    """End with a status of its own where after this error, of the model or a transfer, every CUDA call of this process fails.
+
+    To be called on the event loop, when those whose work failed have been told. What runs here goes on elsewhere; a worker that
+    stayed would fail all that it is given.
+    """
+    if not breaks_cuda_context(error):
+        return
+    logger.critical(
+        "this process cannot use its GPU any more; ending", error=(str(error).splitlines() or [""])[0][:300]
+    )
+    logging.shutdown()
+    close_sockets()
+    os._exit(GPU_EXIT)
 
 
 async def end_if_hung(watch: StepWatch, tell: Callable[[Message], None], logger: Log) -> None:

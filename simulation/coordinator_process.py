@@ -17,8 +17,9 @@ from coordinator.quota import DAY_S, Ask
 from coordinator.usage import Closed, Entry, Opened, Past
 from proto.drain import Draining, DrainRequest
 from proto.errors import RemoteProtocolError
+from proto.fields import HandOverMs
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import HandOverMs, Hello, Message, Prefill, Reserve, Role, WorkFailed
+from proto.messages import Hello, Message, Prefill, Reserve, Role, WorkFailed
 from runtime.silence import Silence
 from simulation.links import HEARTBEAT_MS, Link, Server
 from simulation.oracles import stream_of

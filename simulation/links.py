@@ -11,8 +11,9 @@ import msgspec
 
 from proto.drain import Drained, Draining
 from proto.errors import RemoteProtocolError
+from proto.held import Held
 from proto.limits import MAX_CACHE_CHANGES, PROTOCOL_VERSION
-from proto.messages import Bye, CacheEvents, Held, Hello, Message, Refused, Role, Welcome
+from proto.messages import Bye, CacheEvents, Hello, Message, Refused, Role, Welcome
 from proto.messages import Peer as Destination
 from runtime.service import Service
 from simulation.network import CLIENT, SERVER, Handler, Wire

@@ -35,7 +35,7 @@ from simulation.toy import Toy
 from simulation.world import Timer
 
 TOKEN_BYTES = 256
-TRANSPORT = "gloo"
+TRANSPORT = "tcp"
 SETTINGS = KvSettings(transports=(TRANSPORT,), segment_bytes=12 * TOKEN_BYTES)
 Key = tuple[str, int]
 

@@ -16,9 +16,10 @@ from kvtransfer.session import KvFailed, KvSent
 from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.prompts import Key, PromptTable
 from proto.errors import RemoteProtocolError
+from proto.held import Capacity
 from proto.kv import Commit, FirstToken
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Capacity, Hello, Message, Reserve, Role, TokenItem, Tokens
+from proto.messages import Hello, Message, Reserve, Role, TokenItem, Tokens
 from proto.messages import Peer as Destination
 from proto.progress import Hung
 from runtime.service import GO_AFTER_S

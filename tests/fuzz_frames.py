@@ -12,8 +12,9 @@ import zmq
 
 from proto.codec import decode, encode, to_frames
 from proto.errors import RemoteProtocolError
+from proto.held import Capacity
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Capacity, Hello, Role
+from proto.messages import Hello, Role
 from tests.proto.test_codec import blob_for, samples
 
 WORDS: tuple[Any, ...] = (

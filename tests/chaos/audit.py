@@ -23,7 +23,7 @@ from tests.chaos.orders import Order
 SLACK = {"fds": 4, "threads": 2, "memory_maps": 2, "tasks": 4}
 """By which a process may differ from another of its role at rest: a connection just closing, a pool's thread not needed yet."""
 GROUP = {"fds": 16, "threads": 4}
-"""Of a pair that broke and meets by gloo since: more than one that shares memory has."""
+"""Of a pair that broke and meets by tcp since: more than one that shares memory has."""
 SETTLE_S = 3.0
 LINGER_S = 30.0
 IN_DOUBT_S = DOUBT_S + 2.0
@@ -38,7 +38,7 @@ class Rest:
     rss_bytes: dict[str, int] = field(default_factory=dict)
     shm_files: list[str] = field(default_factory=list)
     groups: Counter[str] = field(default_factory=Counter)
-    """Pairs by gloo of each worker."""
+    """Pairs by tcp of each worker."""
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "groups": dict(self.groups)}
@@ -49,7 +49,7 @@ async def rest(cluster: Cluster) -> Rest:
     found = Rest(shm_files=shm_files())
     report = cluster.watcher.report
     for pair in report.kv_pairs if report is not None else ():
-        if pair.transport == "gloo":
+        if pair.transport == "tcp":
             found.groups.update(name.rpartition(".")[0] for name in (pair.prefill, pair.decode))
     end = time.monotonic() + SETTLE_S
     while True:

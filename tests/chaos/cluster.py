@@ -27,7 +27,8 @@ from proto import limits
 from proto.messages import Hello, Message, Role, StatusRequest, Welcome
 from proto.status import StatusReport
 from runtime import clock
-from runtime.link import LinkClient, LinkSettings, Peer
+from runtime.link import LinkSettings, Peer
+from runtime.link_client import LinkClient
 
 ROLES = ("coordinator", "gateway", "prefill", "decode")
 MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}

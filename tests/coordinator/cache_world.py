@@ -36,7 +36,8 @@ RATE = 2000.0
 """Prefill tokens per second of one worker."""
 DECODE = 20
 OUTPUT = 8
-LONGEST_PREFIX_FIRST = Weights(queue=0.0, compute=1.0, room_s=0.0, patience=1e9, patience_s_max=1e9)
+LONGEST_PREFIX_FIRST = Weights(queue=0.0, compute=1.0, room_s=0.0)
+LOAD_ONLY = Weights(compute=0.0, room_s=0.0)
 
 
 @dataclass
@@ -63,10 +64,20 @@ class CacheWorld:
     misses: int = 0
     cached_of: dict[str, int] = field(default_factory=dict)
     ttft_s: dict[str, float] = field(default_factory=dict)
+    worker_of: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Output is free here, so that what tenants are charged can be compared with what was computed for them.
-        limits = Limits(placement=self.weights, prices=Prices(1.0, 0.0), queue_requests_max=100_000, step_tokens=512)
+        many = 10**9
+        limits = Limits(
+            placement=self.weights,
+            prices=Prices(1.0, 0.0),
+            queue_requests_max=100_000,
+            queue_tokens_max=many,
+            tenant_queue_max=many,
+            queue_wait_s_max=many,
+            step_tokens=512,
+        )
         self.core = Core(limits)
         self.random = random.Random(0)
         self.events: list[tuple[float, int, int, Message, bytes]] = []
@@ -89,7 +100,7 @@ class CacheWorld:
 
         def counted_pop(*arguments):
             found = pop(*arguments)
-            self.charged += found[1] if found is not None else 0.0
+            self.charged += found.cost
             return found
 
         def counted_adjust(path, cost):
@@ -139,6 +150,7 @@ class CacheWorld:
                 assert isinstance(prompt, Prompt), "reserved, and no room: cached blocks must count as room"
                 prompt.sending = True
                 self.cached_of[message.request_id] = prompt.cached_tokens
+                self.worker_of[message.request_id] = epoch
                 if prompt.cached_tokens < message.cached_tokens:
                     self.misses += 1
                     self.say(epoch, CacheMiss(*prompt.key, prompt.cached_tokens))

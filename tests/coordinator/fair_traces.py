@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from coordinator.fairqueue import FairQueue, Terms
-from coordinator.lanes import ANYWHERE, Entry
+from coordinator.fairqueue import CLOSED, Answer, FairQueue, MoveTo, Terms
+from coordinator.lanes import Entry
 
 Path = tuple[str, ...]
 
@@ -16,6 +16,10 @@ class Job:
     chunks: int
     path: Path
     arrival: int
+    key: int
+    """Under which it waits at first."""
+    only_on: int = 0
+    """If it is to run on one worker, which it is told when it is offered on another one."""
 
 
 @dataclass
@@ -29,6 +33,14 @@ class Pair:
     def add(self, amount: float) -> None:
         self.now += amount
         self.low, self.high = min(self.low, self.now), max(self.high, self.now)
+
+
+CLASSES = 3
+
+
+def bound(worker: int) -> int:
+    """The key of requests that are to run on this worker."""
+    return 100 + worker
 
 
 @dataclass
@@ -53,11 +65,20 @@ class Trace:
         self.queue = self.queue_class(self.quantum, {"/".join(p): w for p, w in self.weight.items()}, 10**9)
         self.entries: dict[Path, list[Entry[Job]]] = {path: [] for path in users}
         self.places = list(range(1, rnd.randint(1, 4) + 1))
-        # In one trace of two, some tenants can run on some of the workers only.
-        mixed = self.seed % 2 == 1
+        # In one trace of two, some tenants can run on some of the workers only, keys close, and requests move to other keys.
+        self.mixed = mixed = self.seed % 2 == 1
         self.workers = {
             path: set(rnd.sample(self.places, rnd.randint(1, len(self.places))) if mixed else self.places)
             for path in users
+        }
+        self.keys = {path: -1 - CLASSES * n for n, path in enumerate(users)} if mixed else dict.fromkeys(users, -1)
+        self.worker_keys = {
+            w: [
+                w,
+                bound(w),
+                *{self.keys[path] - n for path in users if w in self.workers[path] for n in range(CLASSES)},
+            ]
+            for w in self.places
         }
         self.arrivals = 0
         self.largest = dict.fromkeys(self.nodes, 0.0)
@@ -86,15 +107,18 @@ class Trace:
         for _ in range(self.random.choice([1, 1, 8])):
             self.arrivals += 1
             cost = int(self.random.choice([1, 131072, 2 ** self.random.uniform(0, 17)]))
-            job = Job(cost, self.random.randint(1, 3), path, self.arrivals)
-            self.entries[path].append(self.queue.push(job, path, self.random.random(), job.chunks))
+            key = self.keys[path] - self.random.randrange(CLASSES)
+            job = Job(cost, self.random.randint(1, 3), path, self.arrivals, key)
+            if self.mixed and self.random.random() < 0.2:
+                job.only_on = self.random.choice(sorted(self.workers[path]))
+            self.entries[path].append(self.queue.push(job, path, key, self.random.random(), job.chunks))
             for node in (path[:1], path):
                 self.largest[node] = max(self.largest[node], cost)
 
     def leave(self, path: Path, entry: Entry[Job]) -> None:
         self.queue.remove(entry)
         self.entries[path].remove(entry)
-        self.watch(None)
+        self.watch(None, [])
 
     def correct(self, path: Path, error: float) -> None:
         """What was charged was wrong by `error`."""
@@ -103,20 +127,23 @@ class Trace:
             self.error[node] += abs(error)
         self.count(path, error)
 
-    def runs(self, entry: Entry[Job], worker: int) -> bool:
-        return entry.place == worker or (entry.place == ANYWHERE and worker in self.workers[entry.item.path])
+    def runs(self, entry: Entry[Job], worker: int, keys: list[int]) -> bool:
+        return entry.key in keys and not self.moves(entry.item, worker)
 
-    def able(self, worker: int | None) -> set[Path]:
+    def moves(self, job: Job, worker: int) -> bool:
+        return job.key < 0 and job.only_on not in (0, worker)
+
+    def able(self, worker: int | None, keys: list[int]) -> set[Path]:
         users = {
             p
             for p, entries in self.entries.items()
-            if any(worker is None or self.runs(entry, worker) for entry in entries)
+            if any(worker is None or self.runs(entry, worker, keys) for entry in entries)
         }
         return users | {path[:1] for path in users}
 
-    def watch(self, worker: int | None) -> None:
+    def watch(self, worker: int | None, keys: list[int]) -> None:
         """Intervals end where a tenant is idle or passed over, and begin where both of a pair are there."""
-        able = self.able(worker)
+        able = self.able(worker, keys)
         for pair in [pair for pair in self.pairs if not able.issuperset(pair)]:
             del self.pairs[pair]
         if worker is not None:
@@ -125,19 +152,32 @@ class Trace:
                     self.pairs.setdefault((a, b), Pair())
 
     def serve(self, worker: int) -> None:
-        self.watch(worker)
+        named, closing = self.worker_keys[worker], set[int]()
+        if self.mixed:
+            named = [key for key in named if self.random.random() < 0.9]
+            closing = {key for key in named if self.random.random() < 0.1}
+        keys = [key for key in named if key not in closing]
+        self.watch(worker, keys)
+        expected = self.first_by_brute_force(worker, keys) if self.queue_class is FairQueue else None
+        offered = 0
 
-        def offer(job: Job) -> Terms | None:
-            return (float(job.cost), job.chunks == 1) if placed(job) or worker in self.workers[job.path] else None
+        def offer(job: Job) -> Answer:
+            nonlocal offered
+            offered += 1
+            if job.key in closing:
+                return CLOSED
+            if self.moves(job, worker):
+                job.key = bound(job.only_on)
+                return MoveTo(job.key)
+            job.key = worker
+            return Terms(float(job.cost), job.chunks == 1, worker)
 
-        def placed(job: Job) -> bool:
-            return any(entry.item is job and entry.place == worker for entry in self.entries[job.path])
-
-        found = self.queue.pop(worker, offer, 10**9)
-        if found is None:
-            self.idle_with_work += bool(self.able(worker))
+        found = self.queue.pop(named, offer)
+        if found.entry is None:
+            self.idle_with_work += bool(self.able(worker, keys))
             return
-        entry, cost = found
+        entry, cost = found.entry, found.cost
+        assert expected is None or found.entry is expected
         job = entry.item
         job.chunks -= 1
         if job.chunks == 0:
@@ -145,7 +185,20 @@ class Trace:
         if self.errors and self.random.random() < 0.5:
             self.owing.append((job.path, self.random.uniform(-cost, cost)))
         self.count(job.path, cost)
-        self.watch(None)
+        self.watch(None, [])
+
+    def first_by_brute_force(self, worker: int, keys: list[int]) -> Entry[Job] | None:
+        """Whose turn it is, by comparing all that can run."""
+        able = [entry for entries in self.entries.values() for entry in entries if self.runs(entry, worker, keys)]
+
+        def order(entry: Entry[Job]) -> list[tuple[float, ...]]:
+            node, orders = entry.leaf, [entry.lane.order(entry)]
+            while node.parent is not None:
+                orders.append((node.round, node.position))
+                node = node.parent
+            return orders[::-1]
+
+        return min(able, key=order, default=None)
 
     def count(self, path: Path, cost: float) -> None:
         for node in (path[:1], path):

@@ -13,7 +13,8 @@ from coordinator.events import Configured, PeerDown, PeerUp, Tick
 from coordinator.quota import Ask
 from coordinator.usage import Opened
 from proto.errors import CancelReason, Interrupt
-from proto.messages import Cancel, Finished, Held, Release, Released, Role, Step, StepDone, WorkFailed
+from proto.held import Held
+from proto.messages import Cancel, Finished, Release, Released, Role, Step, StepDone, WorkFailed
 from proto.progress import DecodeProgress, Joined
 from runtime.tenants import parse
 from tests.coordinator.test_ledger import past_of, write

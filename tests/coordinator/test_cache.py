@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.core import Core
-from coordinator.events import Limits, PeerDown, PeerUp
+from coordinator.events import Limits, PeerDown, PeerUp, Received
 from coordinator.score import Weights
 from proto.drain import Draining
 from proto.errors import CancelReason, Interrupt
@@ -141,7 +141,11 @@ def test_a_prompt_goes_where_it_is_cached_and_its_answer_too() -> None:
     assert h.core.requests["b"].prefill_epoch != 11 and h.core.requests["b"].decode_epoch != 21
 
 
-def test_a_prompt_waits_for_its_worker_no_longer_than_that_saves() -> None:
+def bound(h: Harness, epoch: int) -> list[str]:
+    return list(h.core.workers[epoch].bound)
+
+
+def test_a_prompt_waits_for_its_worker_while_less_waits_there_than_its_cache_saves() -> None:
     h = make(prefill=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))
     [busy] = ask(h, "busy", 816)
@@ -153,12 +157,42 @@ def test_a_prompt_waits_for_its_worker_no_longer_than_that_saves() -> None:
     h.receive(10, StepDone(busy.step_id, busy.chunks, 16.0, 0))
     assert h.core.requests["a"].prefill_epoch == 10 and chunks(h.take(Step)) == [(800, 16)]
     ask(h, "b", 816)
-    h.now += 0.5
     h.receive(11, StepDone(other.step_id, other.chunks, 10.0, 0))
-    assert h.core.requests["b"].state == "queued"
-    h.now += 5.0
-    h.receive(20, CacheEvents(b"", b""))
-    assert h.core.requests["b"].prefill_epoch == 11 and chunks(h.take(Step)) == [(0, 16)], "its patience is over"
+    assert bound(h, 10) == ["b"] and h.core.workers[10].tokens_before == 32, "what is bound counts as waiting there"
+
+
+def test_requests_with_one_prefix_are_spread_before_the_worker_that_has_it_is_overloaded() -> None:
+    h = make(prefill=2, steps_in_flight=1)
+    h.receive(10, CacheEvents(hashes(200), b""))
+    for number in range(400):
+        ask(h, f"r{number}", 816)
+    on_other = [r for r in h.core.requests.values() if r.prefill_epoch == 11]
+    assert on_other, "one of them computes the prefix once more"
+    assert len(bound(h, 10)) * 16 < 4 * 3 * 816
+
+
+def test_what_waits_for_a_worker_goes_back_to_all_when_that_is_lost_or_drained() -> None:
+    for how in (PeerDown(10, "killed"), Received(10, Draining(10_000))):
+        h = make(prefill=2, steps_in_flight=1)
+        h.receive(10, CacheEvents(hashes(200), b""))
+        for name in ("busy", "a"):
+            ask(h, name, 816)
+        assert bound(h, 10) == ["a"]
+        h.post(how)
+        assert h.core.requests["a"].prefill_epoch == 11
+
+
+def test_an_idle_worker_takes_over_what_waits_elsewhere_if_that_starts_earlier() -> None:
+    h = make(prefill=2, steps_in_flight=1)
+    h.receive(10, CacheEvents(hashes(200), b""))
+    [busy] = ask(h, "busy", 816)
+    ask(h, "a", 816)
+    assert bound(h, 10) == ["a"]
+    [other] = ask(h, "other", 10, text=None)
+    h.receive(11, CacheEvents(hashes(200), b""))
+    h.receive(11, StepDone(other.step_id, other.chunks, 10.0, 0))
+    assert h.core.requests["a"].prefill_epoch == 11 and chunks(h.take(Step)) == [(800, 16)]
+    assert busy.chunks
 
 
 def test_a_prompt_does_not_wait_for_a_worker_from_which_no_kv_may_go() -> None:

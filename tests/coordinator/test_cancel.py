@@ -2,13 +2,13 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
 from coordinator import invariants
 from coordinator.events import Limits
-from coordinator.fairqueue import FairQueue, Offer
-from coordinator.lanes import Entry
+from coordinator.fairqueue import FairQueue, Offer, Popped
 from coordinator.nodes import Path
 from coordinator.request import Request
 from tests.coordinator.virtual import Virtual
@@ -24,10 +24,10 @@ class Billed(FairQueue[Request]):
         super().__init__(1024.0)
         self.bill: Counter[Path] = Counter()
 
-    def pop(self, place: int, offer: Offer[Request], refusals_max: int = 8) -> tuple[Entry[Request], float] | None:
-        found = super().pop(place, offer, refusals_max)
-        if found is not None:
-            self.bill[found[0].leaf.path] += found[1]  # type: ignore[assignment]
+    def pop(self, keys: Iterable[int], offer: Offer[Request]) -> Popped[Request]:
+        found = super().pop(keys, offer)
+        if found.entry is not None:
+            self.bill[found.entry.leaf.path] += found.cost  # type: ignore[assignment]
         return found
 
     def adjust(self, path: Path, cost: float) -> None:

@@ -6,6 +6,7 @@ import pytest
 from coordinator.events import Limits, PeerDown, PeerUp, Received, Tick
 from coordinator.lifecycle import TERMINAL, TRANSITIONS, IllegalTransition, State, Trigger, advance
 from proto.errors import CancelReason, Interrupt, Reject
+from proto.held import Held
 from proto.messages import (
     Accepted,
     Cancel,
@@ -13,7 +14,6 @@ from proto.messages import (
     ClusterState,
     Finished,
     HandedOver,
-    Held,
     Interrupted,
     Message,
     Ping,
@@ -91,16 +91,16 @@ def test_one_step_takes_chunks_of_several_prompts() -> None:
     assert isinstance(step, Step) and step.chunks == (Chunk("b", 1, 0, 5), Chunk("d", 1, 0, 5), Chunk("c", 1, 0, 4))
 
 
-def test_first_come_first_served_and_nothing_is_placed_without_room_for_its_whole_life() -> None:
+def test_nothing_is_placed_without_room_for_its_whole_life_and_what_has_room_goes_ahead() -> None:
     h = Harness.make(kv_blocks=10)
     h.receive(1, submit("big", 8, max_tokens=25))  # 32 tokens: 8 blocks in decode
     h.receive(1, submit("second", 8, max_tokens=9))  # 16 tokens: 4 blocks
     h.receive(1, submit("small", 1, max_tokens=1))
-    assert [r.id for r in h.core.queues["m"]] == ["second", "small"]
-    assert len(h.take(Reserve)) == 1
+    assert [r.id for r in h.core.queues["m"]] == ["second"]
+    assert [m.request_id for m in h.take(Reserve) if isinstance(m, Reserve)] == ["big", "small"]
     h.receive(10, StepDone(0, (Chunk("big", 1, 0, 8),), 1.0, 0))
     h.receive(20, Finished("big", 1, 25, 0))
-    assert [m.request_id for m in h.take(Reserve) if isinstance(m, Reserve)] == ["second", "small"]
+    assert [m.request_id for m in h.take(Reserve) if isinstance(m, Reserve)] == ["second"]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 """The fair queue's promises, over random traces."""
 
 import random
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
 
-from coordinator import lines
 from coordinator.bands import ring_weights
-from coordinator.fairqueue import FairQueue, Offer, Terms
-from coordinator.lanes import ANYWHERE, Entry
+from coordinator.fairqueue import CLOSED, MOVES_MAX, Answer, Close, FairQueue, MoveTo, Terms
+from coordinator.lanes import Entry, Lane
+from coordinator.lines import Line
+from coordinator.nodes import Ring
 from runtime.tenants import DEFAULT_BANDS, Band
 from tests.coordinator.fair_traces import Job, Trace
 
@@ -16,10 +18,11 @@ from tests.coordinator.fair_traces import Job, Trace
 class InArrivalOrder(FairQueue[Job]):
     """The negative control: whoever's request came first is next, whatever it has had already."""
 
-    def _find(self, place: int, offer: Offer[Job]) -> tuple[Entry[Job], float, bool] | None:
-        leaves = [leaf for leaf in self._leaves.values() if leaf.busy]
-        heads = [self._find_either(leaf.line(place), leaf.line(ANYWHERE), offer) for leaf in leaves]
-        return min((head for head in heads if head is not None), key=lambda head: head[0].item.arrival, default=None)
+    def _first(self, keys: Iterable[int]) -> Entry[Job] | None:
+        lanes = [leaf.lines[key] for leaf in self._leaves.values() for key in keys if key in leaf.lines]
+        return min(
+            (lane.first() for lane in lanes if isinstance(lane, Lane)), key=lambda e: e.item.arrival, default=None
+        )
 
 
 def check_traces(seeds: range, events: int = 150) -> None:
@@ -44,23 +47,26 @@ def test_arrival_order_in_place_of_ring_order_breaks_the_bound() -> None:
     assert any(Trace(seed, InArrivalOrder).run().violation > 1e-9 for seed in range(100))
 
 
+FREE, PLACED = -1, 1
+
+
 def one_chunk(cost: int) -> Terms:
-    return float(cost), True
+    return Terms(float(cost), True, PLACED)
 
 
 def backlog(queue: FairQueue[int], path: tuple[str, ...], entries: int, cost: int = 256) -> None:
     for _ in range(entries):
-        queue.push(cost, path, 0.0, 1)
+        queue.push(cost, path, FREE, 0.0, 1)
 
 
 def drain(queue: FairQueue[int], chunks: int) -> dict[tuple[str, ...], float]:
     """Serve so many chunks; the cost served by tenant."""
     served: dict[tuple[str, ...], float] = {}
     for _ in range(chunks):
-        found = queue.pop(1, one_chunk)
-        assert found is not None, "idle with work waiting"
-        path = found[0].leaf.path
-        served[path] = served.get(path, 0.0) + found[1]
+        found = queue.pop((PLACED, FREE), one_chunk)
+        assert found.entry is not None, "idle with work waiting"
+        path = found.entry.leaf.path
+        served[path] = served.get(path, 0.0) + found.cost
     return served
 
 
@@ -80,7 +86,7 @@ def test_jain_index_of_a_hundred_tenants_with_costs_of_their_own() -> None:
     rnd = random.Random(1)
     for tenant in range(100):
         for _ in range(600):
-            queue.push(rnd.randint(1, 64 if tenant % 2 else 256), (str(tenant),), 0.0, 1)
+            queue.push(rnd.randint(1, 64 if tenant % 2 else 256), (str(tenant),), FREE, 0.0, 1)
     served = list(drain(queue, 30_000).values())
     assert sum(served) ** 2 / (100 * sum(x * x for x in served)) >= 0.999
 
@@ -147,14 +153,14 @@ def test_too_much_charged_while_busy_comes_back_though_the_tenant_was_never_ahea
 
 def test_a_long_prompt_holds_up_no_short_one_of_its_tenant_and_is_overtaken_so_often_at_the_most() -> None:
     queue = FairQueue[str](overtaken_max=4)
-    queue.push("long", ("a",), 0.0, 1000)
+    queue.push("long", ("a",), FREE, 0.0, 1000)
     order = []
     for _ in range(40):
         if len(queue) == 1:
-            queue.push("short", ("a",), 0.0, 1)
-        found = queue.pop(1, lambda item: (256.0, item == "short"))
-        assert found is not None
-        order.append(found[0].item)
+            queue.push("short", ("a",), FREE - 1, 0.0, 1)
+        found = queue.pop((PLACED, FREE, FREE - 1), lambda item: Terms(256.0, item == "short", PLACED))
+        assert found.entry is not None
+        order.append(found.entry.item)
     assert order[:5] == ["short"] * 4 + ["long"]
     turns = [turn for turn, item in enumerate(order) if item == "long"]
     assert all(b - a in (5, 6) for a, b in pairwise(turns)), "one short may have joined before it"
@@ -168,19 +174,21 @@ def test_overtakings_of_entries_that_can_run_never_exceed_the_limit(seed: int) -
     overtaken: dict[Entry[int], int] = {}
     for now in range(400):
         for _ in range(rnd.choice([0, 1, 3])):
-            entry = queue.push(now, ("a",), rnd.random() * 10, rnd.randint(1, 6))
+            entry = queue.push(now, ("a",), FREE - rnd.randrange(3), rnd.random() * 10, rnd.randint(1, 6))
             joined[entry], overtaken[entry] = now, 0
         if joined and rnd.random() < 0.1:
             gone = rnd.choice(list(joined))
             queue.remove(gone)
             del joined[gone], overtaken[gone]
         last = rnd.random() < 0.4
-        found = queue.pop(1, lambda _, last=last: (256.0, last))  # type: ignore[misc]
-        if found is None:
+        keys = [key for key in (PLACED, FREE, FREE - 1, FREE - 2) if rnd.random() < 0.9]
+        could_run = {entry for entry in joined if entry.key in keys}
+        found = queue.pop(keys, lambda _, last=last: Terms(256.0, last, PLACED))  # type: ignore[misc]
+        if found.entry is None:
             continue
-        served = found[0]
+        served = found.entry
         for other in joined:
-            if (joined[other], other.seq) < (joined[served], served.seq):
+            if other in could_run and (joined[other], other.seq) < (joined[served], served.seq):
                 overtaken[other] += 1
                 assert overtaken[other] <= 5, seed
         joined[served], overtaken[served] = now + 1, 0
@@ -192,54 +200,102 @@ def test_a_tenant_that_cannot_run_on_one_worker_loses_nothing_by_it() -> None:
     queue = FairQueue[str]()
     for name in "ab":
         for _ in range(200):
-            queue.push(name, (name,), 0.0, 1)
+            queue.push(name, (name,), FREE if name == "a" else FREE - 1, 0.0, 1)
     served = {"a": 0, "b": 0}
     for turn in range(200):
-        found = queue.pop(turn % 2 + 1, lambda n, first=turn % 2 == 0: (256.0, True) if n == "b" or first else None)  # type: ignore[misc]
-        assert found is not None
-        served[found[0].item] += 1
+        keys = (FREE, FREE - 1) if turn % 2 == 0 else (FREE - 1,)
+        found = queue.pop(keys, lambda _: Terms(256.0, True, PLACED))
+        assert found.entry is not None
+        served[found.entry.item] += 1
     assert served["a"] >= 95, "half of the workers can run it, and it gets half of the service"
 
 
-def test_a_pop_looks_at_a_bounded_number_of_requests_without_room() -> None:
+def test_a_thousand_requests_without_room_hide_nobody_and_cost_one_offer_for_each_key() -> None:
     queue = FairQueue[int]()
     for user in range(1000):
-        backlog(queue, ("o", str(user)), 1)
-    asked = 0
+        queue.push(user, ("attacker", str(user)), FREE - user % 10, 0.0, 1)
+    queue.push(1000, ("victim",), FREE - 10, 0.0, 1)
+    asked: list[int] = []
 
-    def full(_: int) -> None:
-        nonlocal asked
-        asked += 1
+    def full(item: int) -> Answer:
+        asked.append(item)
+        return CLOSED if item < 1000 else Terms(1.0, True, PLACED)
 
-    assert queue.pop(1, full, 8) is None and asked == 8
-    assert len(queue) == 1000 and queue.pop(1, one_chunk) is not None
-
-
-def served_in(seed: int, block_max: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float] | None]:
-    """What is popped where requests come, go, move, and are charged and refunded, and rings are split into blocks so long."""
-    monkeypatch.setattr(lines, "BLOCK_MAX", block_max)
-    rnd, served = random.Random(seed), []
-    queue = FairQueue[int](256.0, {"o1": 3.0}, overtaken_max=3)
-    paths = [(f"o{n % 20}", f"u{n}") for n in range(60)]
-    there: dict[int, Entry[int]] = {}
-    for number in range(600):
-        dice, path = rnd.random(), rnd.choice(paths)
-        if dice < 0.5:
-            there[number] = queue.push(number, path, float(rnd.randrange(3)), rnd.randint(1, 3))
-        elif dice < 0.8:
-            cost, none, last = float(rnd.randint(1, 3)), rnd.randrange(4), rnd.random() < 0.5
-            found = queue.pop(rnd.randint(1, 2), lambda item: None if item % 4 == none else (cost, last))  # noqa: B023
-            served.append(found and (found[0].item, found[1]))
-            if found and last:
-                del there[found[0].item]
-        elif dice < 0.9:
-            queue.adjust(path, rnd.choice([-3.0, 2.0]))
-        elif there:
-            queue.remove(there.pop(rnd.choice(list(there))))
-    return served
+    found = queue.pop([FREE - key for key in range(11)], full)
+    assert found.entry is not None and found.entry.item == 1000
+    assert len(asked) == 11 and sorted(found.closed) == [FREE - key for key in range(9, -1, -1)]
+    assert queue.pop([FREE], full).entry is None and len(asked) == 12
+    assert len(queue) == 1000
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_order_is_the_same_however_long_blocks_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = served_in(seed, 1024, monkeypatch)
-    assert len(set(whole)) > 50 and all(served_in(seed, most, monkeypatch) == whole for most in (2, 7)), seed
+def test_one_offer_closes_other_keys_too() -> None:
+    queue = FairQueue[str]()
+    for number, name in enumerate(("small", "large", "larger")):
+        queue.push(name, (name,), FREE - number, 0.0, 1)
+    queue.charge(("small",), 10.0)  # its turn comes after those of the large ones
+    asked: list[str] = []
+
+    def offer(item: str) -> Answer:
+        asked.append(item)
+        return Close(also=(FREE - 2,)) if item == "large" else Terms(1.0, True, PLACED)
+
+    found = queue.pop((FREE, FREE - 1, FREE - 2), offer)
+    assert found.entry is not None and asked == ["large", "small"] and set(found.closed) == {FREE - 1, FREE - 2}
+
+
+def test_what_moves_to_another_key_lets_others_by_and_a_pop_moves_so_many_at_the_most() -> None:
+    queue = FairQueue[int]()
+    backlog(queue, ("a",), MOVES_MAX)
+    backlog(queue, ("b",), 1, 7)
+    found = queue.pop((FREE,), lambda cost: MoveTo(2) if cost == 256 else Terms(7.0, True, PLACED))
+    assert found.entry is not None and found.entry.leaf.path == ("b",) and queue.has(2)
+    backlog(queue, ("a",), MOVES_MAX + 10)
+    found = queue.pop((FREE,), lambda cost: MoveTo(2))
+    assert found.entry is None and found.gave_up
+    found = queue.pop((FREE,), lambda cost: MoveTo(2))
+    assert found.entry is None and not found.gave_up and not queue.has(FREE)
+    assert len(queue) == 2 * MOVES_MAX + 10 and queue.pop((2,), one_chunk).entry is not None
+
+
+def test_peek_tells_whose_turn_it_is_and_charges_nothing() -> None:
+    queue = FairQueue[str]()
+    assert queue.peek((FREE,)) is None
+    first, second = (queue.push(name, (name,), FREE - n, 0.0, 1) for n, name in enumerate("ab"))
+    for _ in range(3):
+        assert queue.peek((FREE, FREE - 1)) is first and queue.peek((FREE - 1,)) is second
+    assert queue.goes_before(first, second) and not queue.goes_before(second, first)
+    queue.charge(("a",), 1.0)
+    assert queue.peek((FREE, FREE - 1)) is second and queue.goes_before(second, first)
+
+
+def test_no_key_of_a_tenant_starves_beside_its_others() -> None:
+    queue = FairQueue[str](overtaken_max=4)
+    queue.push("large", ("a",), FREE - 1, 1e6, 1)
+    served = []
+    for now in range(20):
+        queue.push("small", ("a",), FREE, float(now), 1)
+        found = queue.pop((FREE, FREE - 1), lambda _: Terms(1.0, True, PLACED))
+        assert found.entry is not None
+        served.append(found.entry.item)
+    assert served.index("large") == 4
+
+
+def test_what_a_pop_looks_at_does_not_grow_with_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+    first = Ring.first
+
+    def count(ring: Ring) -> Line:
+        nonlocal looked
+        looked += 1
+        return first(ring)
+
+    monkeypatch.setattr(Ring, "first", count)
+    counts = []
+    for tenants in (10, 1000):
+        queue = FairQueue[int]()
+        for number in range(tenants):
+            queue.push(1, ("standard", str(number % 7), str(number)), FREE - number % 20, 0.0, 1)
+        looked = 0
+        assert queue.pop([FREE - key for key in range(20)], one_chunk).entry is not None
+        counts.append(looked)
+    assert counts[1] <= 3 * 20 and counts[1] <= 4 * counts[0]

@@ -5,15 +5,18 @@ are backlogged, waits included:
 
     |S_i/w_i - S_j/w_j| <= quantum + L_i/w_i + L_j/w_j + W_i + W_j
 
-W_i is how far the ring moved on at turns that i let pass: what siblings were served there, per weight, and for each wait at
-most one chunk served before it. A request lets turns pass for `patience_s_max` at the most after the first time, so W_i is
-bounded by what can be computed in the longest wait, and one chunk more, for each request of i that waited.
+W_i is how far the ring moved on while a request of i waited: what siblings were served then, per weight, and for each wait at
+most one chunk served before it. A request waits for `patience_s_max` at the most, so W_i is bounded by what can be computed in
+the longest wait, and one chunk more, for each request of i that waited.
 """
 
 import random
 
-from coordinator.fairqueue import Terms
+from coordinator.fairqueue import Answer, MoveTo, Terms
 from tests.coordinator.fair_traces import Job, Path, Trace
+
+WAITS = 1000
+"""The key of requests that wait."""
 
 
 class Waiting(Trace):
@@ -46,21 +49,25 @@ class Waiting(Trace):
         return self.queue._root.now, own
 
     def serve(self, worker: int) -> None:
-        self.watch(worker)
-        self.passed = set()
+        self.watch(worker, [*self.worker_keys[worker], WAITS])
+        for entries in self.entries.values():
+            for entry in entries:
+                if entry.key == WAITS and not self.lets_pass(entry.item):
+                    self.queue.move(entry, entry.item.key)
 
-        def offer(job: Job) -> Terms | None:
-            placed = any(entry.item is job and entry.place == worker for entry in self.entries[job.path])
-            if not placed and (worker not in self.workers[job.path] or self.lets_pass(job)):
-                self.passed |= {job.path, job.path[:1]}
-                return None
-            return float(job.cost), job.chunks == 1
+        def offer(job: Job) -> Answer:
+            if job.key < 0 and self.lets_pass(job):
+                return MoveTo(WAITS)
+            job.key = worker
+            return Terms(float(job.cost), job.chunks == 1, worker)
 
         before = {path: self.rounds(path) for path in self.entries}
-        found = self.queue.pop(worker, offer, 10**9)
-        if found is None:
+        found = self.queue.pop(self.worker_keys[worker], offer)
+        waiting = {path for path, entries in self.entries.items() if any(entry.key == WAITS for entry in entries)}
+        self.passed = waiting | {path[:1] for path in waiting}
+        if found.entry is None:
             return
-        entry, cost = found
+        entry, cost = found.entry, found.cost
         job = entry.item
         job.chunks -= 1
         if job.chunks == 0:
@@ -68,7 +75,7 @@ class Waiting(Trace):
         self.total += cost
         self.moved = [0.0, *(now - was for was, now in zip(before[job.path], self.rounds(job.path), strict=True))]
         self.count(job.path, cost)
-        self.watch(None)
+        self.watch(None, [])
 
     def count(self, path: Path, cost: float) -> None:
         before = self.violation

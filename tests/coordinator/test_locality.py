@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator import locality
 from coordinator.locality import Locality, usable_hashes, usable_tokens
-from coordinator.score import DecodeSide, PrefillSide, Weights, best_decode, decode_s, patience_s, prefill_s
+from coordinator.score import DecodeSide, PrefillSide, Weights, best_decode, decode_s, prefill_s
 from engine.blocks import BlockAllocator
 from proto.messages import Submit
 from proto.sampling import Sampling
@@ -152,13 +152,3 @@ def test_each_factor_of_the_decode_side(why: str, better: DecodeSide, worse: Dec
 
 def test_nobody_to_choose_from() -> None:
     assert best_decode([], "a", WEIGHTS) is None
-
-
-def test_a_prompt_waits_for_its_cache_as_long_as_that_saves_and_not_for_less_work_elsewhere() -> None:
-    cached = replace(HERE, cached_tokens=1000)
-    assert patience_s(1100, HERE, {2: cached}, WEIGHTS) == pytest.approx(3.0)
-    assert patience_s(1100, HERE, {2: replace(cached, tokens_before=1000)}, WEIGHTS) == pytest.approx(2.0)
-    assert patience_s(1100, HERE, {2: replace(cached, tokens_before=4000)}, WEIGHTS) == 0.0
-    assert patience_s(9100, HERE, {2: replace(cached, cached_tokens=9000)}, WEIGHTS) == WEIGHTS.patience_s_max
-    assert patience_s(1100, replace(HERE, tokens_before=900), {2: HERE}, WEIGHTS) == 0.0
-    assert patience_s(1100, cached, {2: cached}, WEIGHTS) == patience_s(1100, HERE, {}, WEIGHTS) == 0.0

@@ -3,12 +3,13 @@
 import random
 import statistics
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
 from coordinator.events import Limits
-from coordinator.fairqueue import FairQueue, Offer
-from coordinator.lanes import ANYWHERE, Entry
+from coordinator.fairqueue import FairQueue
+from coordinator.lanes import Entry, Lane
 from coordinator.overload import Rate
 from coordinator.request import Request
 from proto.errors import Reject
@@ -20,13 +21,10 @@ from tests.coordinator.world import MODEL, Harness, submit
 class FirstCome(FairQueue[Request]):
     """First come, first served, over all tenants: what fairness must not cost throughput against."""
 
-    def _find(self, place: int, offer: Offer[Request]) -> tuple[Entry[Request], float, bool] | None:
-        leaves = [leaf for leaf in self._leaves.values() if leaf.busy]
-        heads = [self._find_either(leaf.line(place), leaf.line(ANYWHERE), offer) for leaf in leaves]
-        ready = [head[0] for head in heads if head is not None]
-        first = min(ready, key=lambda entry: (entry.item.arrived, entry.item.id), default=None)
-        terms = offer(first.item) if first is not None else None  # asked last, since the queue remembers what it said
-        return (first, *terms) if first is not None and terms is not None else None
+    def _first(self, keys: Iterable[int]) -> Entry[Request] | None:
+        lanes = [leaf.lines[key] for leaf in self._leaves.values() for key in keys if key in leaf.lines]
+        heads = [lane.first() for lane in lanes if isinstance(lane, Lane)]
+        return min(heads, key=lambda entry: (entry.item.arrived, entry.item.id), default=None)
 
 
 def work(seed: int, first_come: bool) -> Virtual:

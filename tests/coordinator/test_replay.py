@@ -27,7 +27,8 @@ from coordinator.quota import Ask
 from coordinator.replay import Replay
 from coordinator.usage import Opened, Past
 from proto.errors import CancelReason
-from proto.messages import Cancel, Held, Ping, Role, StatusRequest, Step, StepDone
+from proto.held import Held
+from proto.messages import Cancel, Ping, Role, StatusRequest, Step, StepDone
 from runtime.tenants import Band, Tenants, parse
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.virtual import Virtual

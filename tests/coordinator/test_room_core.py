@@ -10,18 +10,8 @@ from coordinator.events import Limits, PeerUp
 from launcher.bench_room import most_use, workloads
 from launcher.room_world import Job, RoomWorld
 from proto.errors import Interrupt
-from proto.messages import (
-    HandedOver,
-    Held,
-    Interrupted,
-    Message,
-    Release,
-    Released,
-    Reserve,
-    Role,
-    Step,
-    StepDone,
-)
+from proto.held import Held
+from proto.messages import HandedOver, Interrupted, Message, Release, Released, Reserve, Role, Step, StepDone
 from proto.progress import DecodeProgress, Joined
 from tests.coordinator.world import Harness, submit, worker_hello
 

@@ -13,6 +13,7 @@ from coordinator.events import Configured, Limits, PeerDown, PeerUp, Tick
 from coordinator.quota import Ask
 from coordinator.usage import Closed, Opened, Past
 from proto.errors import CancelReason, Reject
+from proto.held import Held
 from proto.limits import HASH_BYTES
 from proto.messages import (
     Accepted,
@@ -20,7 +21,6 @@ from proto.messages import (
     Cancel,
     Finished,
     HandedOver,
-    Held,
     Interrupted,
     RateState,
     Rejected,

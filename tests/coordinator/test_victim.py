@@ -82,3 +82,11 @@ def test_an_attack_hardly_moves_the_victims_ttft(attack: Attack, at_most: float)
 @ATTACKS
 def test_an_attack_hardly_moves_the_victims_ttft_over_twenty_seeds(attack: Attack, at_most: float) -> None:
     compare(range(20), attack, at_most)
+
+
+@pytest.mark.parametrize("users", [1, 10, 100, 1000])
+def test_users_of_one_organisation_are_felt_no_more_for_being_many(users: int) -> None:
+    def attack(world: Virtual, rnd: random.Random) -> None:
+        poisson(world, rnd, 30, lambda n: world.submit(f"a{n}", f"abuser/user{n % users}", 2048))
+
+    compare(range(2), attack, 1.5)

@@ -13,13 +13,13 @@ from coordinator.events import Action, Event, Limits, Misbehaved, Moved, PeerDow
 from coordinator.lifecycle import TERMINAL
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, Interrupt
+from proto.held import Capacity
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import (
     Accepted,
     CacheEvents,
     CacheMiss,
     Cancel,
-    Capacity,
     Finished,
     HandedOver,
     Hello,

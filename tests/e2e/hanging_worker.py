@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.exits import leave
 from runtime.options import run_role
-from runtime.settings import WorkerSettings
+from runtime.worker_settings import WorkerSettings
 
 
 def run(settings: WorkerSettings) -> int:

@@ -35,6 +35,8 @@ class Parts(Served):
         self.coordinator = f"tcp://{host}:{free_port('127.0.0.1')}"
         self.port = free_port("127.0.0.1")
         self.base_url = f"http://{gateway_host}:{self.port}"
+        self.trees: dict[str, Path] = {}
+        """By name, where the code of a process is; the others run that of this tree."""
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self._readers: list[threading.Thread] = []
 
@@ -51,12 +53,13 @@ class Parts(Served):
             options += ["--kv-gib", "0.25"]
         if self.keys is not None:
             options += ["--keys", str(self.keys.folder)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         name = name or role
+        tree = self.trees.get(name, ROOT)
+        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         process = subprocess.Popen(
             [*inside, sys.executable, "-m", role, "--name", name, *options, *arguments],
             env=environment,
-            cwd=ROOT,
+            cwd=tree,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

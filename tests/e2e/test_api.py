@@ -118,5 +118,5 @@ def test_every_bad_input_is_told_and_leaves_the_cluster_clean(cluster: Live) -> 
 
 def as_promised(row: BadRequest, answer: httpx.Response) -> bool:
     error = answer.json()["error"]
-    shape = set(error) == {"message", "type", "param", "code"}
+    shape = set(error) == {"message", "type", "param", "code", "request_id"}
     return shape and (answer.status_code, error["param"], error["code"]) == (row.status, row.param, row.code)

@@ -1,4 +1,4 @@
-"""`crossdock bench kv`, small: both transports, everything beside them, and the file."""
+"""`crossdock bench kv`, small: all transports, everything beside them, and the file."""
 
 import json
 import subprocess
@@ -8,18 +8,21 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_both_transports_are_measured_beside_what_the_machine_can_do(tmp_path):
+def test_all_transports_are_measured_beside_what_the_machine_can_do(tmp_path):
     file = tmp_path / "kv.json"
     command = [sys.executable, "-m", "launcher.cli", "bench", "kv", "--json-out", str(file), "--rounds", "1"]
     command += ["--session-mib", "256", "--segment-kib", "512,4096", "--block-kib", "64"]
+    command += ["--transports", "shm,tcp,tcp-plain,gloo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert [row["segment_bytes"] for row in found["rows"]] == [512 << 10, 4 << 20]
     for row in found["rows"]:
-        names = {"memcpy", "digest", "shm", "gloo", "tcp", "bare shm", "bare gloo"}
+        names = {"memcpy", "digest", "shm", "gloo", "tcp", "tcp-plain", "socket", "bare shm", "bare gloo"}
         assert set(row["gb_per_s"]) == names and min(row["gb_per_s"].values()) > 0
-        assert set(row["ratio"]) == {"shm/mem", "shm/bare", "gloo/tcp", "gloo/bare"}
+        assert set(row["ratio"]) == {
+            *("shm/mem", "shm/bare", "tcp/socket", "tcp-plain/socket", "gloo/socket", "gloo/bare")
+        }
     overheads = found["overhead_ms_p50"]
-    for transport in ("shm", "gloo"):
+    for transport in ("shm", "tcp", "tcp-plain", "gloo"):
         assert 0 < overheads["commit"][transport] < overheads["acknowledgement"][transport]

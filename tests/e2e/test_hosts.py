@@ -45,6 +45,7 @@ def test_partitions_between_hosts_change_no_token(tiny: Path) -> None:
         with parts(tiny, addresses["c"], addresses["g"]) as up:
             start(net, up, addresses)
             assert up.token_ids(PROMPT, TOKENS, ignore_eos=True) == expected
+            assert {pair.transport for pair in up.status().kv_pairs} == {"tcp"}
             assert net.listening("p") <= {addresses["p"]}, "a socket of the data plane listens elsewhere"
             assert net.listening("d") <= {addresses["d"], "0.0.0.0"}
             for victim in ("d", "p", "g", "c"):

@@ -95,7 +95,7 @@ def load(up: Twins) -> Iterator[list[Load]]:
     up.wait_idle()
 
 
-def come(up: Twins, loads: list[Load]) -> None:
+def come(up: Parts, loads: list[Load]) -> None:
     """Each client has got one more."""
     before = [one.done for one in loads]
     up.wait_for("streams come", lambda: all(one.done > was for one, was in zip(loads, before, strict=True)))

@@ -17,7 +17,8 @@ from launcher.status import NoAnswer, as_dict, ask
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Role
 from runtime.keys import Keys
-from runtime.link import LinkClient, LinkSettings
+from runtime.link import LinkSettings
+from runtime.link_client import LinkClient
 from tests.e2e.parts import Parts, listening, parts
 from tests.runtime.test_link import End, until
 

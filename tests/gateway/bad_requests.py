@@ -191,6 +191,19 @@ def _unknown(t: Rows) -> None:
     t.completion("unknown parameter", "temprature", "unknown_parameter", temprature=1)
     t.completion("messages in a completion", "messages", "unknown_parameter", messages=[])
     t.completion("suffix", "suffix", "unsupported_parameter", suffix="end")
+    t.completion("store", "store", "unsupported_parameter", store=True)
+    t.completion("store as a number", "store", "unsupported_parameter", store=0)
+    t.chat("metadata", "metadata", "unsupported_parameter", metadata={"a": "1"})
+    t.chat("cache retention", "prompt_cache_retention", "unsupported_parameter", prompt_cache_retention="24h")
+    t.chat("cache options", "prompt_cache_options", "unsupported_parameter", prompt_cache_options={"ttl": "30m"})
+    t.chat("moderation", "moderation", "unsupported_parameter", moderation={"model": "x"})
+    t.chat("parallel tool calls a string", "parallel_tool_calls", "unsupported_parameter", parallel_tool_calls="yes")
+    t.chat(
+        "obfuscation", "stream_options.include_obfuscation", "unsupported_value", stream=True,
+        stream_options={"include_obfuscation": True},
+    )  # fmt: skip
+    t.completion("user a number", "user", "invalid_type", user=5)
+    t.completion("user too long", "user", "invalid_value", user="x" * 513)
     t.completion("best_of over n", "best_of", "unsupported_parameter", best_of=3)
     t.completion("best_of under n", "best_of", "invalid_value", best_of=1, n=2)
     t.completion("min_tokens", "min_tokens", "unsupported_parameter", min_tokens=2)

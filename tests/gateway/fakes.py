@@ -73,7 +73,7 @@ class FakeCluster:
     """Prompt tokens that its prefill worker had."""
     rates: RateState | None = None
     hold: bool = False
-    """Accept, and answer nothing."""
+    """Accept, and answer nothing until `release`."""
     submits: list[tuple[Submit, list[int]]] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
     cancelled: set[tuple[str, int]] = field(default_factory=set)
@@ -100,6 +100,10 @@ class FakeCluster:
         self.backend.coordinator_message(self, Accepted(message.request_id, message.attempt, self.rates), b"")
         if not self.hold:
             self._go_on(message, message.resumed_tokens)
+
+    def release(self) -> None:
+        for submit, _ in self.submits:
+            self._go_on(submit, submit.resumed_tokens)
 
     def _go_on(self, submit: Submit, index: int) -> None:
         """Send one step's tokens of all choices that have not ended, and plan the next."""
@@ -155,6 +159,8 @@ def make_site(
     tenants: str = "",
     connected: bool = True,
     client_timeout_s: float = 30.0,
+    keep_alive_s: float = 10.0,
+    access_log: bool = False,
 ) -> Site:
     """An application on a fake cluster; to be made on a running event loop."""
     metrics = GatewayMetrics(MODEL)
@@ -171,6 +177,8 @@ def make_site(
         Intake(body_bytes_max=BODY_BYTES_MAX, client_timeout_s=client_timeout_s),
         Rules(MODEL, 1024),
         KeyRing(parse(tenants), api_keys),
+        keep_alive_s=keep_alive_s,
+        access_log=access_log,
     )
     return Site(gateway, cluster, create_app(gateway))
 

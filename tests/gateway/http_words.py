@@ -31,7 +31,7 @@ def on_site(test: Callable[[Site], Awaitable[None]], **options: Any) -> None:
         site = make_site(**options)
         await test(site)
         await until(lambda: not site.gateway.backend.keeper.streams)
-        await until(lambda: site.gateway.intake._requests == site.gateway.intake._bytes == 0)
+        await until(lambda: site.gateway.intake.idle)
         site.gateway.threads.shutdown()
 
     asyncio.run(body())

@@ -44,9 +44,7 @@ class Words:
         return Word("", False)
 
 
-LIMITS = StreamLimits(
-    link_wait_s=10, idle_s=120, resume_delay_s=0.1, stall_s=5, waiting_max=2, streams_max=4, settle_s=0
-)
+LIMITS = StreamLimits(link_wait_s=10, idle_s=120, resume_delay_s=0.1, stall_s=5, streams_max=4, settle_s=0)
 
 
 class Bench:

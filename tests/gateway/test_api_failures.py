@@ -83,9 +83,13 @@ def test_a_stream_that_fails_ends_with_an_error() -> None:
 def test_a_silent_cluster_fails_the_request() -> None:
     async def test(site: Site) -> None:
         site.cluster.hold = True
-        answer = await post(site, "/v1/completions", prompt="Hi", stream=True)
+        answer = await post(site, "/v1/completions", prompt="Hi")
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "stream_idle_timeout"
+        (event,), done = await events(site, "/v1/completions")
+        assert not done and event["error"]["code"] == "stream_idle_timeout", (
+            "its headers were sent when it was accepted"
+        )
 
     on_site(test, limits=StreamLimits(idle_s=0.05))
 
@@ -181,6 +185,7 @@ def test_a_bug_is_a_500_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> No
             "type": "server_error",
             "param": None,
             "code": "internal_error",
+            "request_id": answer.headers["x-request-id"],
         }
         assert site.gateway.metrics.requests.values == {("completions", "internal_error"): 1}
 

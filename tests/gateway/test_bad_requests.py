@@ -19,7 +19,8 @@ def test_bad_request(row: BadRequest) -> None:
             answer = await client.request(row.method, row.path, content=row.body, headers=row.headers)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["code"]) == (row.status, row.param, row.code), error
-        assert set(error) == {"message", "type", "param", "code"}
+        assert set(error) == {"message", "type", "param", "code", "request_id"}
+        assert error["request_id"] == answer.headers["x-request-id"]
         assert error["type"] == "invalid_request_error"
         assert error["message"]
         assert len(answer.content) < 2000

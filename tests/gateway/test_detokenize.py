@@ -3,25 +3,13 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers
 
 from gateway.detokenize import Assembler, Detokenizer, StopMatcher
 from tests.gateway.fakes import tokenizer
+from tests.gateway.tokenizers import sentencepiece_like
 from tests.tiny_models import SPECIAL
 
 BYTE_LEVEL = tokenizer()
-
-
-def sentencepiece_like() -> Tokenizer:
-    """Metaspace pieces with byte fallback, and the decoder that strips the first space: Llama 2's kind."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdehlorw.", "▁h", "▁w", "lo"]
-    merges = [("▁", "h"), ("▁", "w"), ("l", "o")]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
-    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    raw.decoder = decoders.Sequence(steps)
-    return raw
 
 
 SENTENCEPIECE = sentencepiece_like()

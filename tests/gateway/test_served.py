@@ -24,7 +24,8 @@ from proto.errors import CancelReason, FinishReason, Reject
 from proto.messages import Accepted, ClusterState, Hello, Message, Role, Submit, TokenItem, Tokens, Welcome
 from runtime import clock
 from runtime.driver import Stop
-from runtime.link import LinkClient, LinkServer, Peer
+from runtime.link import LinkServer, Peer
+from runtime.link_client import LinkClient
 from runtime.settings import GatewaySettings
 from tests import tiny_models
 from tests.gateway.fakes import ANSWER, BODY_BYTES_MAX, MODEL, Site, make_site, rejecting, served, tokenizer
@@ -125,7 +126,7 @@ def test_a_disconnect_cancels(stream: bool, hold: bool) -> None:
             await asyncio.gather(request, return_exceptions=True)
         await until(lambda: len(site.cluster.cancels) == 2)
         assert {cancel.reason for cancel in site.cluster.cancels} == {CancelReason.DISCONNECTED}
-        await until(lambda: site.gateway.intake._requests == 0)
+        await until(lambda: site.gateway.intake.idle)
         assert not site.gateway.backend.keeper.streams
         assert b'outcome="disconnected"} 1.0' in site.gateway.metrics.render()
 
@@ -144,7 +145,7 @@ def test_bodies_over_the_limit_are_refused_with_and_without_a_length() -> None:
                 answer = await client.post("/v1/completions", content=content, headers=headers)
                 assert answer.status_code == 413
                 assert answer.json()["error"]["code"] == "request_too_large"
-        assert site.gateway.intake._bytes == 0
+        assert site.gateway.intake.idle
 
     on_port(test)
 

@@ -37,7 +37,7 @@ def on_port(test: Callable[[Site, str, int], Awaitable[None]], client_timeout_s:
         site = make_site(client_timeout_s=client_timeout_s)
         async with served(site) as url:
             await test(site, url, int(url.rsplit(":", 1)[1]))
-            await until(lambda: site.gateway.intake._requests == site.gateway.intake._bytes == 0)
+            await until(lambda: site.gateway.intake.idle)
 
     uvloop.run(body())  # as the process does
 
@@ -259,20 +259,38 @@ def test_a_long_request_that_waits_for_an_answer_does_not_end_it() -> None:
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 20)
 
-    async def test(_site: Site, url: str, port: int) -> None:
-        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+    async def test(_site: Site, _url: str, port: int) -> None:
+        crowd = []
+        for _ in range(20):
+            crowd.append(await asyncio.open_connection("127.0.0.1", port))
+            crowd[-1][1].write(head(1_000))  # each has begun a request
+        await asyncio.sleep(0.05)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            await asyncio.wait_for(reader.readexactly(1), 10)
+            async with asyncio.timeout(3):
+                await reader.readexactly(1)
         for _, one in [*crowd, (reader, writer)]:
             one.close()
+
+    on_port(test, client_timeout_s=5.0)
+
+
+def test_connections_without_a_request_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens all of them and says nothing must not keep clients out."""
+    monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 20)
+
+    async def test(_site: Site, url: str, port: int) -> None:
         async with httpx.AsyncClient(base_url=url) as client:
-            for _ in range(100):
-                try:
-                    assert (await client.get("/health")).status_code == 200
-                    return
-                except httpx.HTTPError:
-                    await asyncio.sleep(0.01)
-        raise AssertionError("no room after they left")
+            await is_served(client)  # its connection stays open, the oldest without a request
+            crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
+            crowd[-1][1].write(b"POST /v1/completions HTTP/1.1\r\n")
+            for _ in range(3):
+                async with httpx.AsyncClient(base_url=url) as other:
+                    await is_served(other)
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                async with asyncio.timeout(3):
+                    await crowd[0][0].readexactly(1)
+            for _, one in crowd:
+                one.close()
 
     on_port(test, client_timeout_s=5.0)

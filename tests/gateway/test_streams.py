@@ -235,3 +235,13 @@ def test_choices_that_a_drain_cuts_short_go_on_one_by_one_at_once() -> None:
     bench.tokens(0, 5, choice=0)
     assert drain(bench, 1) == [("r.c0", 2, [1, 2, 3, 5], 1, 1, 0), ("r.c1", 2, [1, 2, 3], 0, 1, 1)]
     assert {submission.drained for submission in bench.keeper.submissions.values()} == {1}
+
+
+def test_a_resumed_stream_that_waited_too_long_for_a_place_fails() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5, 6)
+    bench.interrupt()
+    bench.wait()
+    end = bench.do(Rejected("r", 2, Reject.EXPIRED, "waited 600 s in the queue"))
+    assert failures(end) == [FailKind.REJECTED]

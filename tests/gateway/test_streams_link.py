@@ -33,14 +33,9 @@ def test_without_link_new_requests_wait_for_a_while() -> None:
     assert bench.now == 110
 
 
-def test_only_so_many_wait() -> None:
-    bench = Bench(link=False)
-    assert bench.open("a") == bench.open("b") == []
-    assert failures(bench.open("c")) == [FailKind.UNREACHABLE]
-
-
-def test_only_so_many_streams_are_served() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("link", [True, False])
+def test_only_so_many_streams_are_served(link: bool) -> None:
+    bench = Bench(link=link)
     assert [failures(bench.open(name)) for name in "abcde"] == [[], [], [], [], [FailKind.OVERLOADED]]
 
 

@@ -21,7 +21,7 @@ import httpx
 ROOT = Path(__file__).parents[2]
 NO_GPU = 77
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
-TRANSPORTS = ("auto", "cuda_ipc", "nccl", "gloo")
+TRANSPORTS = ("auto", "cuda_ipc", "nccl", "tcp", "gloo")
 
 
 def tests() -> dict[str, Any]:

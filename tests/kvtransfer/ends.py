@@ -12,7 +12,6 @@ import torch
 
 from kvtransfer.cuda_memory import DeviceMemory
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session import Accepted, KvFailed, KvSent
@@ -24,7 +23,7 @@ from proto.messages import Message
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 SMALL = KvSettings(segment_bytes=3 * LAYOUT.block_bytes, rendezvous_timeout_ms=20_000, segment_timeout_ms=10_000)
 TRANSPORT = "gloo"
-"""Of pairs whose settings do not say; empty: they choose."""
+"""Of pairs whose settings do not say; empty: they choose. `tcp-plain` is `tcp` without encryption."""
 FIRST = (FirstToken(0, 7),)
 WAIT_S = 60.0
 """A test that waits this long has hung."""
@@ -45,17 +44,24 @@ def filled_pool(layout: KvLayout, blocks: int, seed: int) -> torch.Tensor:
     return raw.view(getattr(torch, layout.dtype)).view(layout.shape(blocks))
 
 
+def settings_for(transport: str, settings: KvSettings) -> KvSettings:
+    """These settings, for pairs of one transport."""
+    return replace(settings, transports=(transport.removesuffix("-plain"),), encrypt=transport == "tcp")
+
+
 ON_GPU = ("cuda_ipc", "nccl")
 
 
-def memory_of(transport: str) -> PoolMemory:
-    return DeviceMemory("cuda") if transport in ON_GPU else SharedMemory()
+def memory_of(transport: str) -> PoolMemory | None:
+    return DeviceMemory("cuda") if transport in ON_GPU else None
 
 
-def shared_pool(layout: KvLayout, blocks: int, seed: int, memory: PoolMemory) -> torch.Tensor:
-    """The same pool in memory that other processes can map."""
-    pool = memory.allocate(blocks * layout.block_bytes).view(getattr(torch, layout.dtype)).view(layout.shape(blocks))
-    return pool.copy_(filled_pool(layout, blocks, seed))
+def pool_in(memory: PoolMemory | None, layout: KvLayout, blocks: int, seed: int) -> torch.Tensor:
+    """A filled pool, in this memory if there is one."""
+    pool = filled_pool(layout, blocks, seed)
+    if memory is None:
+        return pool
+    return memory.allocate(blocks * layout.block_bytes).view(pool.dtype).view(pool.shape).copy_(pool)
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -86,15 +92,14 @@ class Ends:
 
     def __post_init__(self) -> None:
         if TRANSPORT and self.settings.transports == KvSettings().transports:
-            self.settings = replace(self.settings, transports=(TRANSPORT,))
+            self.settings = settings_for(TRANSPORT, self.settings)
         if TRANSPORT and self.receiver_settings and self.receiver_settings.transports == KvSettings().transports:
-            self.receiver_settings = replace(self.receiver_settings, transports=(TRANSPORT,))
+            self.receiver_settings = settings_for(TRANSPORT, self.receiver_settings)
         self.loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
         self._given = 0
         self.source = filled_pool(self.layout, self.blocks, seed=1)
-        self.memory = SharedMemory()
-        self.target = shared_pool(self.receiver_layout or self.layout, self.blocks, seed=2, memory=self.memory)
+        self.target = filled_pool(self.receiver_layout or self.layout, self.blocks, seed=2)
         self.sender = KvSender(
             layout=self.layout,
             pool=self.source,
@@ -115,7 +120,6 @@ class Ends:
             on_committed=lambda epoch, commit, ids, prompt: self._note(self.committed, (commit, ids, prompt)),
             on_failed=lambda *failure: self._note(self.failed, failure),
             settings=self.receiver_settings or self.settings,
-            memory=self.memory,
         )
 
     def _next_blocks(self, offer: Offer) -> Accepted:
@@ -162,7 +166,6 @@ class Ends:
 
     async def close(self) -> None:
         await asyncio.gather(self.sender.close(), self.receiver.close())
-        self.memory.close()
 
 
 def shuffled(blocks: int, count: int, seed: int) -> list[int]:

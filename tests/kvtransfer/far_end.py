@@ -19,19 +19,21 @@ from kvtransfer.settings import KvSettings
 from proto.codec import WITH_BLOB, decode, encode
 from proto.messages import Message
 from runtime import gpu_environment
-from tests.kvtransfer.ends import FIRST, ON_GPU, filled_pool, memory_of, shared_pool, shuffled
+from tests.kvtransfer.ends import FIRST, ON_GPU, filled_pool, memory_of, pool_in, settings_for, shuffled
 
 LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 """64 KiB per block."""
 BLOCKS = 512
 TRANSPORT = os.environ.get("CROSSDOCK_TEST_TRANSPORT", "gloo")
-SETTINGS = KvSettings(
-    transports=(TRANSPORT,),
-    segment_bytes=1 << 20,
-    segment_timeout_ms=5_000,
-    rendezvous_timeout_ms=30_000,
-    window_segments=2,
-    window_bytes=1,
+SETTINGS = settings_for(
+    TRANSPORT,
+    KvSettings(
+        segment_bytes=1 << 20,
+        segment_timeout_ms=5_000,
+        rendezvous_timeout_ms=30_000,
+        window_segments=2,
+        window_bytes=1,
+    ),
 )
 """With so small a window `endless` is announced bit by bit."""
 NEAR_EPOCH = 1
@@ -113,7 +115,7 @@ async def main(role: str, port: int, attempt: int) -> None:
         memory = memory_of(TRANSPORT)
         end = KvReceiver(
             layout=LAYOUT,
-            pool=shared_pool(LAYOUT, BLOCKS, 12, memory),
+            pool=pool_in(memory, LAYOUT, BLOCKS, 12),
             memory=memory,
             epoch=FAR_EPOCH,
             clock=time.monotonic,

@@ -36,7 +36,7 @@ KILLS = tuple(f"{side}_killed_{point}" for side in ("sender", "receiver") for po
 STOPS = ("sender_stopped", "receiver_stopped")
 MESSAGES = ("corrupt", "wrong_length", "duplicate", "reorder", "late_epoch", "unreachable", "cut")
 FAULTS = KILLS + STOPS + MESSAGES
-TRANSPORTS = ("gloo", "shm")
+TRANSPORTS = ("gloo", "shm", "tcp", "tcp-plain")
 
 KILL_NOTICED_S = 2.0
 STOP_NOTICED_S = 2.0

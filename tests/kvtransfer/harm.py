@@ -84,7 +84,7 @@ def corrupt_one(dice: random.Random) -> None:
         _spoil(torch.from_numpy(where), dice)
         return made
 
-    # What `gloo` sends, and what `shm` copies.
+    # What `gloo` and `tcp` send, and what `shm` copies.
     PoolRows.packed, Copier.copy = packed_and_spoiled, copy_and_spoil  # type: ignore[method-assign]
 
 

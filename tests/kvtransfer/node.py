@@ -25,7 +25,6 @@ import xxhash
 
 from engine.blocks import BlockAllocator, OutOfBlocks
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session import Accepted, KvFailed, KvSent
@@ -36,7 +35,7 @@ from proto.messages import Hello, Message, Role
 from proto.messages import Peer as Destination
 from runtime.link import LinkServer, LinkSettings, Peer
 from runtime.outbound import Outbound
-from tests.kvtransfer.ends import FIRST, same_bytes, shuffled
+from tests.kvtransfer.ends import FIRST, same_bytes, settings_for, shuffled
 from tests.kvtransfer.harm import Harm, corrupt_one, cut
 
 LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
@@ -51,14 +50,14 @@ _RECEIVER_POINTS = {"before_offer": Offer, "mid_segment": Announce, "before_comm
 
 
 def settings(transport: str) -> KvSettings:
-    return KvSettings(
-        transports=(transport,),
+    common = KvSettings(
         segment_bytes=1 << 20,
         segment_timeout_ms=1_500,
         rendezvous_timeout_ms=1_500,
         demote_ms=1,
         window_bytes=4 << 20,  # so that a request is announced in several frames
     )
+    return settings_for(transport, common)
 
 
 def source_pool(incarnation: int) -> torch.Tensor:
@@ -229,11 +228,10 @@ class ReceiverNode(Node):
     async def start(self) -> None:
         self.heard: dict[int, list[tuple[Message, bytes]]] = {}
         self.doubtful: dict[tuple[str, int], list[int]] = {}
-        self.memory = SharedMemory()
         self.peers: dict[int, Peer] = {}
         self.sources: dict[int, torch.Tensor] = {}
         self.unreachable = False
-        self.pool = self.memory.allocate(BLOCKS * LAYOUT.block_bytes).view(torch.float32).view(LAYOUT.shape(BLOCKS))
+        self.pool = torch.zeros(LAYOUT.shape(BLOCKS), dtype=torch.float32)
         self.server = LinkServer(
             bind="tcp://127.0.0.1:0",
             hello=self.hello,
@@ -255,7 +253,6 @@ class ReceiverNode(Node):
             on_failed=self._failed,
             on_quarantined=self._quarantined,
             settings=self.settings,
-            memory=self.memory,
         )
         self.say("up", address=await self.server.start())
 

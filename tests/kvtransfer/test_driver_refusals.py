@@ -241,3 +241,21 @@ def test_what_has_ended_is_remembered_for_a_while_only():
         assert ends.receiver.counters["stale_frames"] == 1
 
     with_ends(test)
+
+
+def test_what_breaks_a_pair_is_told_after_its_sessions(monkeypatch):
+    """A worker looks at it: some errors end its use of the GPU."""
+
+    def breaks(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async def test(ends: Ends) -> None:
+        told: list[tuple[str, int]] = []
+        ends.receiver._on_pair_error = lambda error: told.append((str(error), len(ends.failed)))
+        monkeypatch.setattr("kvtransfer.gloo._Receiving.work", breaks)
+        ends.transfer("r", [1, 2])
+        await ends.until(lambda: bool(ends.failed))
+        assert told == [("CUDA error: an illegal memory access was encountered", 1)]
+
+    # With a segment under way its session ends only when the thread has answered, which may be later.
+    with_ends(test, to_receiver=lambda message: not isinstance(message, Announce))

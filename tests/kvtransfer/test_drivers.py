@@ -216,7 +216,7 @@ def test_blocks_are_reported_free_only_when_the_thread_is_done():
         plain, ends._note = ends._note, note
         down_when_reported: list[int] = []
         ends.to_receiver = hold
-        ends.transfer("r", [1, 2, 3])
+        ends.transfer("r", list(range(60)))  # more than the kernel holds of a connection that nobody reads
         async with asyncio.timeout(WAIT_S):
             await held.wait()
         ends.sender.abort("r", 1, "cancelled")
@@ -225,7 +225,10 @@ def test_blocks_are_reported_free_only_when_the_thread_is_done():
         assert ends.results == [KvFailed("r", 1, "cancelled")]
         assert ends.sender.counters["pairs_lost"] == 1  # the segment could not be sent within its timeout
 
-    with_ends(test, settings=replace(SMALL, segment_timeout_ms=500))
+    layout = replace(LAYOUT, head_dim=2048)
+    with_ends(
+        test, layout=layout, settings=replace(SMALL, segment_bytes=64 * layout.block_bytes, segment_timeout_ms=500)
+    )
 
 
 def test_a_cancelled_segment_is_received_and_thrown_away():

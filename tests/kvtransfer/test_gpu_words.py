@@ -15,7 +15,7 @@ from kvtransfer import cuda_ipc, cuda_memory, nccl, transports
 from kvtransfer.cuda_memory import CudaError, DeviceMemory, Mapping
 from kvtransfer.idle import PairUse, to_give_up
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import SEALS, SharedMemory
+from kvtransfer.memory import SEALS
 from kvtransfer.settings import AUTO, KvSettings
 from kvtransfer.shm_meeting import Board
 from kvtransfer.transport import Local, PairBroken
@@ -44,16 +44,16 @@ def with_nccl(monkeypatch):
 @pytest.mark.parametrize(
     ("sends_from", "receives_on", "same_host", "expected"),
     [
-        ("cuda", "cuda", True, ["cuda_ipc", "nccl", "gloo"]),
-        ("cuda", "cuda", False, ["nccl", "gloo"]),
-        ("cpu", "cuda", True, ["gloo"]),
-        ("cuda", "cpu", True, ["gloo"]),
-        ("cpu", "cpu", True, ["shm", "gloo"]),
-        ("cpu", "cpu", False, ["gloo"]),
+        ("cuda", "cuda", True, ["cuda_ipc", "nccl", "tcp"]),
+        ("cuda", "cuda", False, ["nccl", "tcp"]),
+        ("cpu", "cuda", True, ["tcp"]),
+        ("cuda", "cpu", True, ["tcp"]),
+        ("cpu", "cpu", True, ["shm", "tcp"]),
+        ("cpu", "cpu", False, ["tcp"]),
     ],
 )
 def test_each_pair_gets_the_best_that_both_can_use(with_nccl, sends_from, receives_on, same_host, expected):
-    memory = device_memory() if receives_on == "cuda" else SharedMemory()
+    memory = device_memory() if receives_on == "cuda" else None
     offered = transports.suited(AUTO, sends_from)
     found, against = transports.usable(local(receives_on, memory), offered, AUTO, same_host)
     assert found == expected
@@ -63,17 +63,19 @@ def test_each_pair_gets_the_best_that_both_can_use(with_nccl, sends_from, receiv
 def test_nccl_is_not_used_where_it_would_end_the_process(monkeypatch):
     monkeypatch.setattr(nccl.distributed, "is_nccl_available", lambda: True)
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    found, against = transports.usable(local("cuda", device_memory()), ("nccl", "gloo"), AUTO, True)
-    assert found == ["gloo"] and "TORCH_NCCL_ASYNC_ERROR_HANDLING is not 0" in against
+    found, against = transports.usable(local("cuda", device_memory()), ("nccl", "tcp"), AUTO, True)
+    assert found == ["tcp"] and "TORCH_NCCL_ASYNC_ERROR_HANDLING is not 0" in against
 
 
 def test_a_transport_that_the_device_cannot_have_is_refused_by_name():
-    with pytest.raises(transports.WrongTransport, match="nccl cannot be used with KV on cpu; there are shm or gloo"):
+    with pytest.raises(
+        transports.WrongTransport, match="nccl cannot be used with KV on cpu; there are shm or tcp or gloo"
+    ):
         transports.allowed_on("nccl", "cpu")
-    assert transports.allowed_on("auto", "cuda") == ("cuda_ipc", "nccl", "gloo")
-    assert isinstance(transports.memory_for(("shm", "gloo"), "cpu"), SharedMemory)
+    assert transports.allowed_on("auto", "cuda") == ("cuda_ipc", "nccl", "tcp")
+    assert transports.memory_for(("shm", "tcp"), "cpu") is None, "nobody maps a pool in host memory"
     assert isinstance(transports.memory_for(("cuda_ipc",), "cuda"), DeviceMemory)
-    assert transports.memory_for(("nccl", "gloo"), "cuda") is None
+    assert transports.memory_for(("nccl", "tcp"), "cuda") is None
 
 
 def a_board() -> list[int]:

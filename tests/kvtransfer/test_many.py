@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvtransfer.layout import KvLayout
-from kvtransfer.memory import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session import Accepted, KvFailed, KvSent
@@ -16,7 +15,7 @@ from kvtransfer.settings import KvSettings
 from proto.kv import Commit
 from proto.messages import Message
 from tests.kvtransfer import ends
-from tests.kvtransfer.ends import FIRST, WAIT_S, filled_pool, same_bytes, shared_pool
+from tests.kvtransfer.ends import FIRST, WAIT_S, filled_pool, same_bytes
 
 pytestmark = pytest.mark.usefixtures("transport")
 BLOCKS = 128
@@ -43,11 +42,10 @@ class Mesh:
         loop = asyncio.get_running_loop()
         self.changed = asyncio.Event()
         size = self.segment_blocks * self.layout.block_bytes
-        settings = KvSettings(transports=(ends.TRANSPORT,), segment_bytes=size, rendezvous_timeout_ms=30_000)
+        settings = ends.settings_for(ends.TRANSPORT, KvSettings(segment_bytes=size, rendezvous_timeout_ms=30_000))
         common = {"layout": self.layout, "clock": time.monotonic, "settings": settings}
         self.sources = {epoch: filled_pool(self.layout, BLOCKS, epoch) for epoch in (1, 2)}
-        self.memories = {epoch: SharedMemory() for epoch in (11, 12)}
-        self.pools = {epoch: shared_pool(self.layout, BLOCKS, epoch, memory) for epoch, memory in self.memories.items()}
+        self.pools = {epoch: filled_pool(self.layout, BLOCKS, epoch) for epoch in (11, 12)}
 
         def wire(here: int) -> object:
             def send(to: int, message: Message, blob: bytes) -> None:
@@ -68,7 +66,6 @@ class Mesh:
                 accept=lambda _, offer, epoch=epoch: self._accepted(epoch, offer.request_id),
                 on_committed=self._committed,
                 on_failed=lambda *failure: None,
-                memory=self.memories[epoch],
                 **common,  # type: ignore[arg-type]
             )
             for epoch, pool in self.pools.items()
@@ -93,8 +90,6 @@ class Mesh:
 
     async def close(self) -> None:
         await asyncio.gather(*(end.close() for end in (*self.senders.values(), *self.receivers.values())))
-        for memory in self.memories.values():
-            memory.close()
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -222,6 +222,35 @@ def test_a_caller_without_the_secret_is_not_let_in():
     assert caught == ["the sender did not come in time"]
 
 
+@pytest.mark.parametrize("strangers", [12, 28])
+def test_silent_strangers_do_not_delay_the_sender(strangers):
+    """All wait in the listener's queue before it looks. A second for each of 12 would be too late.
+    Of more than are heard at once, the first to come are dropped."""
+    door = Door("127.0.0.1")
+    silent = [socket.create_connection(("127.0.0.1", door.port), 20) for _ in range(strangers)]
+    ours = call("127.0.0.1", door.port, door.secret, 20)
+    line = door.accept(5.0)
+    ours.say(7, 11)
+    assert line.await_word(7, 20) == 11
+    for one in silent:  # none is kept open
+        one.settimeout(20)
+        assert one.recv(1) == b""
+        one.close()
+    line.close()
+    ours.close()
+
+
+def test_a_secret_that_comes_in_pieces_is_heard():
+    door = Door("127.0.0.1")
+    ours = socket.create_connection(("127.0.0.1", door.port), 20)
+    ours.sendall(door.secret[:5].encode())
+    rest = threading.Timer(0.1, ours.sendall, (door.secret[5:].encode(),))
+    rest.start()
+    door.accept(20).close()
+    rest.join()
+    ours.close()
+
+
 def test_a_process_that_torch_would_end_does_not_use_nccl():
     assert "build" in nccl.cannot_run(False, "0")
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in nccl.cannot_run(True, "")

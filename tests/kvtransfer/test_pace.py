@@ -35,6 +35,40 @@ def test_what_begins_keeps_to_the_rate_and_one_burst(pieces: list[tuple[int, flo
             assert between <= BURST + (end - start) * RATE + final + 1e-3
 
 
+@given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(0.0, 1.0), st.booleans()), min_size=1, max_size=60))
+def test_the_debt_is_bounded_however_much_begins_before_its_time(pieces: list[tuple[int, float, bool]]) -> None:
+    bucket, now = Bucket(RATE, BURST), 0.0
+    for size, pause_s, is_patient in pieces:
+        now += pause_s
+        if is_patient:
+            now += bucket.wait_s(now)
+        bucket.take(size)
+        assert bucket.wait_s(now) <= (BURST + size) / RATE + 1e-9
+
+
+@given(st.lists(st.integers(1, 1 << 30), min_size=1, max_size=40), st.integers(1, BURST))
+def test_what_comes_while_nothing_runs_costs_what_comes_later_nothing(idle: list[int], size: int) -> None:
+    """Gigabytes that crossed while no stream ran: the first piece after them begins at once, and so does a whole burst."""
+
+    async def main() -> None:
+        busy, begun = False, 0
+        pace, lane = Pace(Bucket(RATE, BURST), 60.0, lambda: 0.0, lambda: busy), Lane()
+
+        def begin() -> None:
+            nonlocal begun
+            begun += 1
+
+        for each in idle:
+            pace.start(lane, lambda each=each: each, begin)  # type: ignore[misc]
+        assert begun == len(idle)
+        busy = True
+        for _ in range(BURST // size):
+            pace.start(lane, lambda: size, begin)
+        assert begun == len(idle) + BURST // size
+
+    asyncio.run(main())
+
+
 def run_pace(pieces: int, *, busy: bool, wait_max_s: float = 60.0) -> tuple[list[int], float]:
     """The order in which they begin, and the seconds it took them, on a loop of their own."""
 
@@ -116,7 +150,7 @@ def test_pairs_take_turns() -> None:
     assert [name for name in begun if name != "one"] == [f"many {number}" for number in range(20)]
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "gloo", "tcp"])
 def test_transfers_arrive_through_a_narrow_bucket_and_can_be_given_up(transport: str) -> None:
     settings = KvSettings(
         transports=(transport,), segment_bytes=1, bytes_per_s=1 << 19, burst_bytes=1, segment_timeout_ms=20_000
@@ -134,7 +168,7 @@ def test_transfers_arrive_through_a_narrow_bucket_and_can_be_given_up(transport:
     with_ends(body, settings=settings)
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "gloo", "tcp"])
 def test_a_session_given_up_has_its_blocks_back_whatever_the_limit(transport: str) -> None:
     """Its segments would take a second each, and the other session's would wait for them."""
     settings = KvSettings(

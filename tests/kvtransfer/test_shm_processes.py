@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.copying import PIECE_BYTES
 from proto.messages import Message
 from tests.kvtransfer import ends, far_end
 from tests.kvtransfer.ends import announces
-from tests.kvtransfer.far_end import LAYOUT
 from tests.kvtransfer.test_two_processes import WAIT_S, NearReceiver, far_process
 
 EPOCH = 41
@@ -89,31 +87,21 @@ def test_a_sender_killed_amid_a_segment_gives_all_back_at_once_and_leaves_nothin
     asyncio.run(main())
 
 
-def test_a_stopped_sender_keeps_its_blocks_in_quarantine_until_it_goes_on():
+def test_a_stopped_sender_keeps_no_blocks_and_writes_to_none_when_it_goes_on():
+    """It maps a window alone: its blocks are free again while it stands still, and may be another's when it wakes."""
+
     async def main() -> None:
-        near = NearReceiver(segment_timeout_ms=300)
+        near = NearReceiver()
         context, process = await amid_a_segment(near, 1, signal.SIGSTOP, at=2)
-        async with asyncio.timeout(WAIT_S):
-            while "endless" not in near.quarantined:
-                near.changed.clear()
-                await near.changed.wait()
-        in_doubt = near.quarantined["endless"]
-        assert in_doubt and "endless" not in near.failed
-        before = near.pool[in_doubt].clone()
-        # The word of others that it is lost proves nothing either.
         near.receiver.peer_lost(EPOCH + 1, "no heartbeat")
-        await asyncio.sleep(0.7)
-        assert "endless" not in near.failed, "given back while a stopped process may still write"
-        os.kill(process.pid, signal.SIGCONT)
         await near.until_known({"endless"})
         block_ids, _ = near.failed["endless"]
-        assert set(in_doubt) <= set(block_ids)
-        after = near.pool[in_doubt].clone()
-        changed = sum(not ends.same_bytes(one, other) for one, other in zip(before, after, strict=True))
-        assert changed <= PIECE_BYTES // LAYOUT.block_bytes + 1, "it went on for more than the piece it was at"
-        await asyncio.sleep(0.3)
-        assert ends.same_bytes(near.pool[in_doubt], after), "it wrote to blocks that were given back"
-        await context.__aexit__(None, None, None)
+        assert block_ids
+        near.pool[block_ids] = 0.5
+        others = near.pool.clone()
+        os.kill(process.pid, signal.SIGCONT)
+        await context.__aexit__(None, None, None)  # it has found out, and ended
+        assert ends.same_bytes(near.pool, others)
         await near.receiver.close()
         assert what_is_open()[2] == []
 

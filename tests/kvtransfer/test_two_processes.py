@@ -18,7 +18,7 @@ from kvtransfer.session import Accepted, KvFailed, KvSent
 from proto.kv import Accept, Announce, Commit, Offer
 from proto.messages import Message
 from tests.kvtransfer import ends, far_end
-from tests.kvtransfer.ends import FIRST, announces, filled_pool, same_bytes, shared_pool, shuffled
+from tests.kvtransfer.ends import FIRST, announces, filled_pool, pool_in, same_bytes, shuffled
 from tests.kvtransfer.far_end import BLOCKS, ENDLESS_BLOCKS, FAR_EPOCH, LAYOUT, SETTINGS, SOURCE_SEED, Wire
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -70,7 +70,7 @@ class NearReceiver:
 
     def __init__(self, segment_timeout_ms: int = SETTINGS.segment_timeout_ms) -> None:
         self.memory = ends.memory_of(ends.TRANSPORT)
-        self.pool = shared_pool(LAYOUT, BLOCKS, 12, self.memory)
+        self.pool = pool_in(self.memory, LAYOUT, BLOCKS, 12)
         self.free = shuffled(BLOCKS, BLOCKS, seed=13)
         self.committed: dict[str, list[int]] = {}
         self.failed: dict[str, tuple[list[int], str]] = {}
@@ -88,7 +88,7 @@ class NearReceiver:
             on_committed=self._on_committed,
             on_failed=self._on_failed,
             on_quarantined=self._on_quarantined,
-            settings=replace(SETTINGS, transports=(ends.TRANSPORT,), segment_timeout_ms=segment_timeout_ms),
+            settings=replace(ends.settings_for(ends.TRANSPORT, SETTINGS), segment_timeout_ms=segment_timeout_ms),
             memory=self.memory,
         )
 
@@ -184,7 +184,7 @@ def test_a_killed_receiver_is_reported_and_the_next_one_is_served():
             clock=time.monotonic,
             send=lambda epoch, message, blob: wires[epoch].send(epoch, message, blob),
             on_result=on_result,
-            settings=replace(SETTINGS, transports=(ends.TRANSPORT,)),
+            settings=ends.settings_for(ends.TRANSPORT, SETTINGS),
         )
         for epoch in (FAR_EPOCH, FAR_EPOCH + 1):
             accepted = asyncio.Event()

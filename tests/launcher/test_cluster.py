@@ -11,7 +11,8 @@ from launcher.plan import plan_cpu
 from launcher.process import STREAMED_COPIES
 from runtime.options import SettingsError, parse
 from runtime.serve_settings import ServeSettings
-from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings
+from runtime.worker_settings import WorkerSettings
 
 MODEL = ReadyModel(Path("/models/tiny"), "tiny")
 
@@ -43,6 +44,15 @@ def test_every_role_is_a_process_with_options_that_parse() -> None:
     assert (decode.name, decode.cores, decode.threads, decode.nice) == ("decode-0", (1,), 1, 0)
     assert (decode.device, decode.dtype) == ("cpu", "float32")
     assert cluster.processes[2].cores == plan.prefill[0].cores == (0,)
+
+
+def test_every_process_has_a_watchdog_and_the_launcher_a_page_of_its_own() -> None:
+    cluster = clusters.build(ServeSettings(port=0, device="cpu", metrics="127.0.0.1:9400"), MODEL)  # type: ignore[arg-type]
+    found = {spec.name: spec.watchdog_s for spec in cluster.processes}
+    assert found == {"coordinator": 10.0, "gateway-0": 10.0, "prefill-0": 30.0, "decode-0": 30.0}
+    assert cluster.metrics == "127.0.0.1:9404"
+    off = clusters.build(ServeSettings(port=0, device="cpu", metrics="off"), MODEL)  # type: ignore[arg-type]
+    assert off.metrics == "off"
 
 
 def test_each_gateway_has_a_port_of_its_own() -> None:

@@ -9,7 +9,8 @@ from launcher.cluster_file import ClusterError, ClusterFile, incomplete, parse, 
 from launcher.cluster_plan import HostPlan, base_urls, check
 from launcher.up import spec_of
 from runtime.options import load
-from runtime.settings import GatewaySettings, WorkerSettings
+from runtime.settings import GatewaySettings
+from runtime.worker_settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
 HOST = '[hosts.a]\naddress = "127.0.0.1"\ncoordinator = true\n'

@@ -7,7 +7,8 @@ import pytest
 
 from runtime.options import load
 from runtime.setting_types import Options
-from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings
+from runtime.worker_settings import WorkerSettings
 
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="of the extra `test`")
@@ -87,3 +88,27 @@ def test_pods_are_shut_in(name: str) -> None:
     assert secret["secretName"] == f"{name}-keys" and secret["defaultMode"] & 0o007 == 0
     wants_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
     assert wants_gpu == container["command"][-1].endswith("_worker")
+
+
+@pytest.mark.parametrize("name", sorted(PODS))
+def test_pods_that_make_no_progress_are_started_again(name: str) -> None:
+    """By the port that fails with the checks of the watchdog; and none while it starts."""
+    (container,) = PODS[name]["containers"]
+    for probe in ("livenessProbe", "startupProbe"):
+        assert container[probe]["httpGet"] == {"path": "/live", "port": "metrics"}
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert container["livenessProbe"]["periodSeconds"] * container["livenessProbe"]["failureThreshold"] >= 60
+    assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] >= 300
+
+
+def test_nodes_are_drained_one_pod_of_a_role_at_a_time() -> None:
+    budgets = [one for one in OBJECTS if one["kind"] == "PodDisruptionBudget"]
+    labels = {one["spec"]["selector"]["matchLabels"]["role"]: one["spec"] for one in budgets}
+    assert set(labels) == {"gateway", "prefill", "decode"}
+    replicas = {
+        one["spec"]["template"]["metadata"]["labels"]["role"]: one["spec"]["replicas"]
+        for one in OBJECTS
+        if "template" in one.get("spec", {})
+    }
+    for role, spec in labels.items():
+        assert spec.get("maxUnavailable") == 1 or spec["minAvailable"] < replicas[role], "a drain can end"

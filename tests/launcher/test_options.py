@@ -10,7 +10,8 @@ from runtime.exits import INTERRUPTED_EXIT
 from runtime.options import SECTIONS, SettingsError, add_command, invoke, load, new_app, parse, to_arguments
 from runtime.serve_settings import ServeSettings
 from runtime.setting_types import model_id_of
-from runtime.settings import CoordinatorSettings, GatewaySettings, WorkerSettings
+from runtime.settings import CoordinatorSettings, GatewaySettings
+from runtime.worker_settings import WorkerSettings
 
 
 @pytest.fixture(autouse=True)

@@ -76,7 +76,7 @@ def test_waiting_for_room_in_plain_words(tmp_path: Path, capsys: pytest.CaptureF
     assert "no room on decode-20: 8 KV blocks needed, 2 free; hogs holds 8" in waits
     assert "others got room before it once: from now on what comes free is kept for it" in waits
     assert "placed on prefill-10 + decode-20: there was room at last, kept for it" in waits
-    assert "waits before it had no room" in told(file, "behind", capsys)
+    assert "behind others without room" in told(file, "behind", capsys)
     kept = "no room; what comes free is kept for waits of acme, band standard, which others had bypassed once"
     assert kept in told(file, "after", capsys)
 
@@ -144,7 +144,7 @@ def test_replay_shows_the_first_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "j"
-    path.write_bytes(contended_world(1).tape())
+    path.write_bytes(contended_world(2).tape())
     monkeypatch.setattr("coordinator.overload.JITTER", 0.2)
     assert commands.replay(ReplaySettings(file=str(path))) == 1
     said = capsys.readouterr().out

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from launcher import here, status
+from launcher import here, process_states, status
+from launcher.process_states import ProcessState, ProcessStates
 from launcher.status import NoAnswer, SeveralClusters, StatusSettings, as_dict, ask, show
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Role, StatusRequest
@@ -97,6 +98,41 @@ def test_which_coordinator_is_asked(state: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(NoAnswer, match=r"^nothing there"):
         status.run(StatusSettings(coordinator="tcp://h:3"))
     assert asked == [status.DEFAULT_COORDINATOR, "tcp://h:1", "tcp://h:3"]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_processes_that_are_down_are_said_whether_or_not_the_coordinator_answers(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answers: bool
+) -> None:
+    async def answer(_coordinator: str, _timeout_ms: int, _keys: object) -> StatusReport:
+        if not answers:
+            raise NoAnswer("nothing there")
+        return REPORT
+
+    monkeypatch.setattr(status, "ask", answer)
+    monkeypatch.setenv("COLUMNS", "200")
+    now, own = clock.unix_time(), here.started_at(os.getpid())
+    down = ProcessState("decode-0", 0, False, 2, (now - 9, now - 5), now + 55.4, "ended with status 1", 1)
+    for name, states in (("1", ProcessStates((down,), "127.0.0.1:9404")), ("2", ProcessStates())):
+        _note(state / name, f"tcp://h:{name}", os.getpid(), own)
+        process_states.write(state / name, states)
+
+    def run(**options: object) -> str:
+        if answers:
+            assert status.run(StatusSettings(coordinator="tcp://h:1", **options)) == 0  # type: ignore[arg-type]
+        else:
+            with pytest.raises(NoAnswer):
+                status.run(StatusSettings(coordinator="tcp://h:1", **options))  # type: ignore[arg-type]
+        return capsys.readouterr().out
+
+    said = run()
+    assert "decode-0: restarting in 55 s; it ended with status 1; 2 restarts in the last 10 min" in said
+    assert "127.0.0.1:9404" in said
+    if answers:
+        (shown,) = json.loads(run(as_json=True))["processes"]
+        assert (shown["name"], shown["restarts"], shown["exit_status"]) == ("decode-0", 2, 1)
+    assert status.run(StatusSettings(coordinator="tcp://h:2")) == 0 if answers else True
+    assert "restarting" not in capsys.readouterr().out
 
 
 def test_nobody_there_is_said_with_the_address() -> None:

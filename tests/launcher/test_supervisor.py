@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from launcher import process_states, restart
 from launcher import supervisor as supervisors
 from launcher.process import child_environment
 from launcher.supervisor import ProcessSpec, RoleFailed, Supervisor
+from runtime import clock
 from runtime.exits import CONFIG_EXIT, USAGE_EXIT, ConfigError
 from runtime.options import SettingsError
 
@@ -93,6 +95,119 @@ def test_a_role_that_keeps_failing_is_given_up_with_its_last_words(tmp_path: Pat
     assert (tmp_path / "role.log").read_text().count("no such model") == 2
 
 
+@pytest.mark.parametrize("status", [1, 75, CONFIG_EXIT, USAGE_EXIT])
+def test_after_the_first_readiness_a_role_that_keeps_failing_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(restart, "LAST_DELAY_S", 0.002)
+
+    async def scene() -> None:
+        heard = _Heard()
+        supervisor = Supervisor(log_dir=tmp_path, say=heard)
+        supervisor.started_up = True
+        supervisor.start(_spec(f"{LOUD}; {WAIT}", name="other"))
+        await heard.wait_for("here")
+        other = supervisor.children["other"].pid
+        heard.lines.clear()
+        supervisor.start(_spec(f"raise SystemExit({status})"))
+        failed = asyncio.ensure_future(supervisor.wait_failed())
+        try:
+            async with asyncio.timeout(60):
+                while supervisor.children["role"].restarts < 9:
+                    await heard.wait_for(f"warning role ended with status {status}; starting it again in 0.0 s")
+                    heard.lines.clear()
+            assert not failed.done() and supervisor.children["other"].pid == other
+            (state,) = (one for one in process_states.read(tmp_path).processes if one.name == "role")
+            assert state.restarts >= 8 and state.lately(clock.unix_time()) == state.restarts
+            assert state.exit_status == status and state.ended == f"ended with status {status}"
+        finally:
+            failed.cancel()
+            await supervisor.close()
+
+    uvloop.run(scene())
+
+
+def test_a_program_that_is_gone_later_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.01)
+
+    async def scene() -> None:
+        heard = _Heard()
+        supervisor = Supervisor(log_dir=tmp_path, say=heard)
+        supervisor.started_up = True
+        program = tmp_path / "program"
+        supervisor.start(ProcessSpec("role", (str(program),), {}))
+        try:
+            await heard.wait_for("could not be started")
+            program.write_text('#!/bin/sh\necho \'{"event": "here", "level": "error"}\'\nexec sleep 600\n')
+            program.chmod(0o700)
+            await heard.wait_for("error role here")
+        finally:
+            await supervisor.close()
+
+    uvloop.run(scene())
+
+
+READY = """
+import asyncio, os, signal, sys
+from runtime import notify
+from runtime.driver import run_process
+async def main(stop):
+    notify.ready()
+    print('{"event": "ready", "level": "warning"}', flush=True)
+    await stop.wait()
+    return 0
+run_process(main)
+"""
+
+
+def _watched(name: str, timeout_s: float = 2.0) -> ProcessSpec:
+    return ProcessSpec(name, (sys.executable, "-c", READY), child_environment(1), watchdog_s=timeout_s)
+
+
+def test_a_role_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisors, "ABORT_S", 0.2)
+
+    async def scene() -> None:
+        heard = _Heard()
+        supervisor = Supervisor(log_dir=tmp_path, say=heard)
+        supervisor.start(_watched("well"))
+        await heard.wait_for("well ready")
+        supervisor.start(_watched("role"))
+        try:
+            await heard.wait_for("role ready")
+            supervisor.started_up = True
+            first, well = (supervisor.children[name].pid for name in ("role", "well"))
+            heard.lines.clear()
+            os.kill(first, signal.SIGSTOP)
+            await heard.wait_for("error role said nothing for")
+            await heard.wait_for("role was killed by SIG")
+            await heard.wait_for("role ready")
+            assert supervisor.children["role"].pid not in (0, first) and _gone(first)
+            assert supervisor.children["well"].pid == well, "it speaks, and lives"
+        finally:
+            await supervisor.close()
+
+    uvloop.run(scene())
+
+
+def test_a_role_whose_loop_is_stuck_says_where(tmp_path: Path) -> None:
+    stuck = READY.replace("await stop.wait()", "import time; time.sleep(600)")
+
+    async def scene() -> None:
+        heard = _Heard()
+        supervisor = Supervisor(log_dir=tmp_path, say=heard)
+        supervisor.started_up = True
+        supervisor.start(ProcessSpec("role", (sys.executable, "-c", stuck), child_environment(1), watchdog_s=1.0))
+        try:
+            await heard.wait_for("role was killed by SIGABRT")
+        finally:
+            await supervisor.close()
+
+    uvloop.run(scene())
+    assert "in main" in (tmp_path / "role.log").read_text(), "faulthandler's stacks"
+
+
 @pytest.mark.parametrize(
     ("status", "error"), [(CONFIG_EXIT, ConfigError), (USAGE_EXIT, SettingsError)], ids=["config", "usage"]
 )
@@ -104,7 +219,6 @@ def test_a_role_that_refuses_its_settings_is_not_tried_again(
     async def scene() -> int:
         heard = _Heard()
         supervisor = Supervisor(log_dir=tmp_path, say=heard)
-        supervisor.started_up = True
         supervisor.start(_spec(f"{LOUD}; {WAIT}", name="other"))
         await heard.wait_for("here")
         other = supervisor.children["other"].pid

@@ -14,6 +14,7 @@ from launcher.cluster_file import ClusterError, parse
 from launcher.cluster_plan import HostPlan, plan_host
 from launcher.cluster_settings import UnitsSettings
 from launcher.units import OPTIONS, UNITS, Installed
+from launcher.watchdog import WATCHDOG_S
 from runtime.keys import make
 from runtime.options import SettingsError, load
 
@@ -214,3 +215,13 @@ def test_units_need_a_model_that_they_can_read(tmp_path: Path) -> None:
         install_units.run(
             UnitsSettings(cluster_file=str(tmp_path / "c.toml"), on_host="b", dest=str(tmp_path / "root"))
         )
+
+
+def test_each_has_a_watchdog_and_is_started_again_however_often_it_fails() -> None:
+    files = {path: text for path, text in units.render(plan("a"), ON).items() if path.endswith(".service")}
+    assert len(files) >= 3
+    for path, text in files.items():
+        role = next(role for role in WATCHDOG_S if f"crossdock-{role}" in path)
+        assert f"\nWatchdogSec={WATCHDOG_S[role]:.0f}\n" in text
+        assert "\nStartLimitIntervalSec=0\n" in text and "StartLimitBurst" not in text
+        assert "\nRestart=on-failure\n" in text

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proto import drain, kv, limits, messages, progress, status
+from proto import drain, kv, limits, messages, prefix, progress, status
 from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, split_hashes, to_frames, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
-from proto.messages import Capacity, Chunk, Held, Message, Peer, Role, TokenItem
+from proto.held import Capacity, Held
+from proto.messages import Chunk, Message, Peer, Role, TokenItem
 from proto.sampling import Sampling, TokenLogprobs
 
 SAMPLING = Sampling(
@@ -59,7 +60,9 @@ SAMPLES: list[Message] = [
     messages.CacheMiss(*ID, 32),
     messages.CacheEvents(HASHES, b""),
     messages.HandedOver(*ID, 1 << 30, 2.5),
-    progress.DecodeProgress(900, 40, 0, (progress.Joined(*ID, 890),)),
+    progress.DecodeProgress(
+        900, 40, 0, (progress.Joined(*ID, 890),), (progress.SharedPrefix(*ID, (prefix.PrefixPart(3, 128),)),)
+    ),
     progress.Hung(31_000.0),
     messages.Finished(*ID, 9, 8),
     messages.Released(*ID, 7),

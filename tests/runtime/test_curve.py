@@ -3,19 +3,22 @@
 import asyncio
 import os
 import signal
+import tomllib
 from pathlib import Path
 
 import pytest
 import zmq
+from zmq.utils import z85
 
 from proto.codec import encode
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Role
-from runtime import hangup
+from runtime import curve, hangup
+from runtime.curve import _Handler
 from runtime.exits import ConfigError
 from runtime.keys import ROLES, Keys, KeysError, is_loopback, keys_for, make
 from runtime.link import LinkSettings
-from runtime.loop_socket import LoopSocket
+from runtime.loop_socket import LoopContext, LoopSocket
 from runtime.peer import open_socket
 from runtime.settings import CoordinatorSettings
 from tests.runtime.test_link import CANCEL, End, run, until
@@ -342,3 +345,49 @@ def test_keys_and_insecure_are_one_or_the_other(tmp_path: Path) -> None:
         CoordinatorSettings(insecure=True, keys=str(tmp_path))
     with pytest.raises(ConfigError, match=r"^--keys: there is no folder"):
         keys_for(CoordinatorSettings(keys=str(tmp_path / "none")), Role.COORDINATOR)
+
+
+ZAP_REQUEST = [b"1.0", b"7", b"mine", b"127.0.0.1", b"id", b"CURVE", bytes(32)]
+KEY = z85.encode(bytes(32)).decode()
+
+
+@pytest.mark.parametrize(
+    ("request_frames", "status", "user_id"),
+    [
+        (ZAP_REQUEST, b"200", KEY.encode()),
+        ([*ZAP_REQUEST[:2], b"another", *ZAP_REQUEST[3:]], b"400", b""),
+        ([*ZAP_REQUEST[:6], bytes(31) + b"\1"], b"400", b""),
+        ([*ZAP_REQUEST[:6], bytes(31)], b"400", b""),
+        ([*ZAP_REQUEST[:5], b"NULL"], b"400", b""),
+        ([*ZAP_REQUEST[:5], b"PLAIN", b"name", b"password"], b"400", b""),
+        ([b"2.0", *ZAP_REQUEST[1:]], b"400", b""),
+        ([*ZAP_REQUEST, b"more"], b"400", b""),
+        (ZAP_REQUEST[:2], b"400", b""),
+    ],
+)
+def test_the_handler_lets_in_known_keys_of_its_domains_alone(
+    request_frames: list[bytes], status: bytes, user_id: bytes
+) -> None:
+    """As ZeroMQ's RFC 27 has it: what it does not understand stays out."""
+    context = LoopContext()
+    try:
+        handler = _Handler(context.socket(zmq.REP))
+        handler.lets_in["mine"] = lambda key: key == KEY
+        version, number, code, _, said, metadata = handler.answer(request_frames)
+        assert (version, number, code, said, metadata) == (b"1.0", b"7", status, user_id, b"")
+        assert handler.answer([b"1.0"]) == []
+    finally:
+        context.destroy(0)
+
+
+def test_what_is_used_of_pyzmq_beyond_its_reference_is_there_and_its_versions_are_bounded() -> None:
+    """`LoopContext` names its sockets' class as pyzmq's own contexts do; nothing of `zmq.auth`'s handler is used."""
+    assert "_socket_class" in vars(zmq.Context) and "_instance" in vars(zmq.Context), "pyzmq has other internals"
+    context = LoopContext()
+    try:
+        assert isinstance(context.socket(zmq.PAIR), LoopSocket)
+    finally:
+        context.destroy(0)
+    assert not hasattr(curve, "Authenticator")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "pyzmq>=26,<28" in project["project"]["dependencies"]

@@ -57,7 +57,7 @@ def test_a_signal_while_the_model_loads_ends_a_worker_at_once() -> None:
         import threading
         from concurrent.futures import ThreadPoolExecutor
         from runtime.exits import leave
-        from runtime.settings import WorkerSettings
+        from runtime.worker_settings import WorkerSettings
         from runtime.worker_process import run_worker
 
         def load():

@@ -1,6 +1,7 @@
 """Two ends over real sockets on loopback."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
@@ -15,11 +16,13 @@ import uvloop
 import zmq
 import zmq.asyncio
 
+import runtime.peer
 from proto.codec import encode
 from proto.errors import CancelReason, RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Bye, Cancel, Hello, Message, Ping, Role, StatusRequest, Welcome
-from runtime.link import LinkClient, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.link import LinkServer, LinkSettings, Peer, is_orderly
+from runtime.link_client import LinkClient
 from runtime.peer import close_sockets
 
 FAST = LinkSettings(heartbeat_ms=50, reconnect_ms=10, reconnect_ms_max=50, handshake_timeout_ms=2_000)
@@ -365,6 +368,27 @@ def test_a_peer_whose_connection_closes_is_noticed_without_waiting_for_heartbeat
         kind, reason = await a.next()
         assert kind == "down" and "unreachable" in reason.lower()
         context.term()
+        await server.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("opening", [b"", b"\xff" + 8 * b"\0" + b"\x7f\x03"], ids=["silent", "half a greeting"])
+def test_a_connection_that_does_not_get_on_with_its_handshake_is_closed(
+    opening: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq would keep it for 30 s, and with many of them the process would have no descriptor left."""
+    monkeypatch.setattr(runtime.peer, "HANDSHAKE_MS", 200)
+
+    async def body() -> None:
+        server = End().server()
+        port = int((await server.start()).rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(opening)
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionError):
+                await reader.read(-1)
+        writer.close()
         await server.close()
 
     run(body)

@@ -10,13 +10,22 @@ from runtime import machine
 from runtime.addresses import advertised
 from runtime.cores import cores_text
 from runtime.exits import ConfigError
-from runtime.settings import WorkerSettings
+from runtime.worker_settings import WorkerSettings
 
 GPU_BYTES, HOST_BYTES = 8 << 30, 4 << 30
 
 
 def _settings(**options: object) -> WorkerSettings:
     return WorkerSettings.model_validate({"role": "decode", "model": "m", "kv_gib": 1.0} | options)
+
+
+def test_transfers_are_encrypted_with_keys_and_never_by_a_key_in_the_clear() -> None:
+    assert not _settings().encrypts_transfers
+    assert _settings(keys="/k").encrypts_transfers
+    assert not _settings(keys="/k", transfer_encryption="off").encrypts_transfers
+    assert _settings(keys="/k", transfer_encryption="on").encrypts_transfers
+    with pytest.raises(ValueError, match="--transfer-encryption: on needs --keys"):
+        _settings(transfer_encryption="on")
 
 
 @pytest.fixture
@@ -82,7 +91,8 @@ def test_the_interface_for_kv_is_told_to_the_libraries_and_its_address_is_listen
     assert machine.prepare(_settings(device="cpu")).transfer_host == "127.0.0.1"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "before", "nothing was asked for"
     assert machine.prepare(_settings(device="cpu", kv_interface="lo")).transfer_host == "127.0.0.1"
-    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo", "a bare name would allow every interface that begins so"
     with pytest.raises(ConfigError, match=r"--kv-interface: there is no absent0 here, but .*lo"):
         machine.prepare(_settings(kv_interface="absent0"))
     with pytest.raises(ConfigError, match=r"--transfer-host: 10.1.2.3 is not an address of lo"):

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 from pydantic import TypeAdapter, ValidationError
 
-from runtime import metrics_http, metrics_server
+from runtime import metrics_http, metrics_server, notify
 from runtime.addresses import MetricsAddress, advertised_metrics
 from runtime.metrics import Page
 from runtime.metrics_server import CONNECTIONS_MAX, MetricsServer, PortTaken
@@ -68,6 +68,20 @@ def test_what_is_where() -> None:
     served(test)
 
 
+def test_live_fails_with_what_feeds_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = [True, True]
+    monkeypatch.setattr(notify, "_checks", [lambda: progress[0], lambda: progress[1]])
+
+    async def test(_: MetricsServer, host: str, port: int) -> None:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+            assert (await client.get("/live")).status_code == 200, "a process that starts is not ended for it"
+            progress[1] = False
+            assert (await client.get("/live")).status_code == 503
+            assert (await client.get("/health")).status_code == 200
+
+    served(test)
+
+
 def test_slow_and_idle_connections_are_cut_off_and_others_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_http, "EXCHANGE_S", 1.0)
 
@@ -101,17 +115,19 @@ async def _all(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def test_there_are_only_so_many_connections_at_once() -> None:
+def test_one_connection_too_many_takes_the_place_of_the_oldest() -> None:
+    """So strangers who hold all of them cannot keep a scraper out."""
+
     async def test(server: MetricsServer, host: str, port: int) -> None:
         server.show(Page("gateway"), lambda: None)
         held = [await asyncio.open_connection(host, port) for _ in range(CONNECTIONS_MAX)]
-        await asyncio.sleep(0.05)
-        reader, writer = await asyncio.open_connection(host, port)
-        assert await _all(reader) == b"", "one too many"
-        for _, one in (*held, (reader, writer)):
-            one.close()
-        await asyncio.sleep(0.2)
         assert b"200 OK" in await ask(host, port)
+        assert await _all(held[0][0]) == b"", "the oldest was given up"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await held[1][0].read(1)
+        for _, one in held:
+            one.close()
 
     served(test)
 

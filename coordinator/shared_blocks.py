@@ -1,0 +1,119 @@
+"""Blocks of a decode worker's pool that several attempts hold, each counted once. Pure.
+
+A worker says of an attempt that it holds the first so many blocks of certain chains (`SharedPrefix`), until it ends. Together,
+the attempts alive at one time hold as many blocks of a chain as the one with the longest part. So an attempt counts only the
+blocks that no attempt which stays at least as long holds too; the others are *covered*. The sum over the attempts alive at any
+step is then the longest part among them, whoever has ended by then.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from proto.prefix import PrefixPart
+
+Key = tuple[str, int]
+_NO_PARTS: Mapping[int, int] = {}
+
+
+@dataclass(eq=False, slots=True)
+class _Chain:
+    holders: dict[Key, tuple[int, int, Key]] = field(default_factory=dict)
+    """Of each: the last step at which it may live, blocks of the chain that it holds, and itself."""
+    counting: dict[Key, int] = field(default_factory=dict)
+    """How many blocks of it are counted with whom; all blocks of the others are covered."""
+
+    def covers(self, end: int, blocks: int) -> bool:
+        """Whether one of those that count holds as much for as long."""
+        return any(self.holders[key][0] >= end and self.holders[key][1] >= blocks for key in self.counting)
+
+    def settle(self) -> dict[Key, int]:
+        """Choose anew who counts. Returns by how much more of them is covered; it is negative for those that count more."""
+        before, self.counting, most = self.counting, {}, 0
+        left = list(self.holders.values())
+        while left:
+            _, blocks, key = max(left)
+            self.counting[key] = blocks - most
+            most = blocks
+            left = [one for one in left if one[1] > most]
+        keys = dict.fromkeys((*before, *self.counting))
+        return {key: before.get(key, 0) - self.counting.get(key, 0) for key in keys}
+
+
+def chains(parts: Iterable[PrefixPart]) -> dict[int, int]:
+    """By chain, how many of its blocks."""
+    return {part.chain: part.blocks for part in parts}
+
+
+class SharedBlocks:
+    """`hold`, `moved` and `let_go` as the worker tells; `settle` before a count is read."""
+
+    def __init__(self) -> None:
+        self.stale: set[int] = set()
+        """Chains whose holders have changed so that others may have to count more, or less."""
+        self._chains: dict[int, _Chain] = {}
+        self._parts: dict[Key, Mapping[int, int]] = {}
+
+    def hold(self, key: Key, parts: Mapping[int, int], end: int) -> int:
+        """It holds these parts, and no others, until `end`. Returns how many more blocks of it are covered than before."""
+        before, more = self._parts.get(key, _NO_PARTS), 0
+        self._parts[key] = parts
+        for number, blocks in before.items():
+            if parts.get(number) != blocks:
+                more -= self._leave(number, key)
+        for number, blocks in parts.items():
+            if before.get(number) == blocks:
+                continue
+            chain = self._chains.get(number)
+            if chain is None:
+                chain = self._chains[number] = _Chain()
+            if chain.covers(end, blocks):
+                more += blocks
+            else:
+                chain.counting[key] = blocks
+                if chain.holders:
+                    self.stale.add(number)
+            chain.holders[key] = end, blocks, key
+        return more
+
+    def moved(self, key: Key, end: int) -> None:
+        """It ends at another step than it did."""
+        for number in self._parts.get(key, _NO_PARTS):
+            chain = self._chains[number]
+            before, blocks, _ = chain.holders[key]
+            chain.holders[key] = end, blocks, key
+            if len(chain.holders) > 1 and (end > before or key in chain.counting):
+                self.stale.add(number)
+
+    def let_go(self, key: Key) -> None:
+        for number in self._parts.pop(key, _NO_PARTS):
+            self._leave(number, key)
+
+    def settle(self) -> dict[Key, int]:
+        """By how many covered blocks attempts have more, or less, than they were last told."""
+        changed: dict[Key, int] = {}
+        for number in sorted(self.stale):
+            for key, more in self._chains[number].settle().items():
+                changed[key] = changed.get(key, 0) + more
+        self.stale.clear()
+        return changed
+
+    def covered(self, key: Key) -> int:
+        chains = [(self._chains[number], blocks) for number, blocks in self._parts.get(key, _NO_PARTS).items()]
+        return sum(blocks - chain.counting.get(key, 0) for chain, blocks in chains)
+
+    @property
+    def saved(self) -> int:
+        """Blocks that would be counted more than once if nothing were known of sharing."""
+        return sum(self.covered(key) for key in self._parts)
+
+    def _leave(self, number: int, key: Key) -> int:
+        """It holds nothing of this chain any more. Returns how many blocks of it were covered."""
+        chain = self._chains[number]
+        _, blocks, _ = chain.holders.pop(key)
+        counted = chain.counting.pop(key, 0)
+        if not chain.holders:
+            del self._chains[number]
+            self.stale.discard(number)
+        elif counted:
+            self.stale.add(number)
+        return blocks - counted

@@ -1,0 +1,95 @@
+"""The order in which prompts are tokenized. Pure.
+
+Deficit round robin over organisations, by bytes of their prompts, and round robin over the users of one (Shreedhar and
+Varghese, 1995). Jobs that are large may not take every thread, so that a small one never waits for a large one to end.
+"""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
+
+from gateway.fair_share import organisation_of
+
+QUANTUM_BYTES: Final = 64 << 10
+"""What an organisation may have tokenized in one round."""
+COST_BYTES_MIN: Final = 1 << 10
+"""Of the smallest prompt: a job costs something, however short its text."""
+LARGE_BYTES: Final = 256 << 10
+"""A job of so many bytes takes about half a second, and more."""
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Job(Generic[T]):
+    tenant: str
+    cost: int
+    work: T
+    dropped: bool = False
+    """Nobody waits for it any more."""
+
+
+@dataclass
+class _Organisation(Generic[T]):
+    credit: int = 0
+    """Bytes that it may have tokenized before its visit ends."""
+    visited: bool = False
+    """It is being served, and has got the credit of this round."""
+    users: OrderedDict[str, deque[Job[T]]] = field(default_factory=OrderedDict)
+    """Those with jobs; the first is served next."""
+
+    def next(self) -> Job[T] | None:
+        """The next job, still in the queue; dropped ones are forgotten."""
+        while self.users:
+            tenant, jobs = next(iter(self.users.items()))
+            while jobs and jobs[0].dropped:
+                jobs.popleft()
+            if jobs:
+                return jobs[0]
+            del self.users[tenant]
+        return None
+
+    def take(self) -> None:
+        """The job that `next` returned is served: the user goes to the end."""
+        tenant, jobs = self.users.popitem(last=False)
+        jobs.popleft()
+        if jobs:
+            self.users[tenant] = jobs
+
+
+class FairQueue(Generic[T]):
+    def __init__(self) -> None:
+        self._organisations: OrderedDict[str, _Organisation[T]] = OrderedDict()
+        """Those with jobs; the first is served next."""
+
+    def push(self, tenant: str, size_bytes: int, work: T) -> Job[T]:
+        job = Job(tenant, max(size_bytes, COST_BYTES_MIN), work)
+        organisation = self._organisations.setdefault(organisation_of(tenant), _Organisation())
+        organisation.users.setdefault(tenant, deque()).append(job)
+        return job
+
+    def pop(self, *, large: bool = True) -> Job[T] | None:
+        """The next job, or None. `large`: whether it may be a large one."""
+        passed = 0
+        """Organisations passed over one after the other, since their next job is large."""
+        while passed < len(self._organisations):
+            name, organisation = next(iter(self._organisations.items()))
+            job = organisation.next()
+            if job is None:
+                del self._organisations[name]  # it is idle, and keeps no credit
+                continue
+            if job.cost >= LARGE_BYTES and not large:
+                passed += 1
+                self._organisations.move_to_end(name)
+                continue
+            passed = 0
+            if not organisation.visited:
+                organisation.visited = True
+                organisation.credit += QUANTUM_BYTES
+            if organisation.credit >= job.cost:
+                organisation.credit -= job.cost
+                organisation.take()
+                return job
+            organisation.visited = False
+            self._organisations.move_to_end(name)
+        return None

@@ -1,0 +1,54 @@
+"""Connections that have not proved the key yet: how many may wait, and for how long. Pure.
+
+Where there is no room for one more, the oldest goes: a sender says its hello at once, so whoever has waited longest is the
+least likely to be one.
+"""
+
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+C = TypeVar("C")
+
+
+class PendingConnections(Generic[C]):
+    """At most `limit` of them, each for at most `patience_s`."""
+
+    def __init__(self, limit: int, patience_s: float) -> None:
+        self._limit, self._patience_s = limit, patience_s
+        self._deadlines: OrderedDict[C, float] = OrderedDict()
+        """In the order of arrival, which is that of the deadlines."""
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def add(self, connection: C, now: float) -> list[C]:
+        """Add one; those to be closed for it."""
+        self._deadlines[connection] = now + self._patience_s
+        return [self.pop_oldest() for _ in range(len(self._deadlines) - self._limit)]
+
+    def pop_oldest(self) -> C:
+        """Remove the one that has waited longest; there is at least one."""
+        return self._deadlines.popitem(last=False)[0]
+
+    def remove(self, connection: C) -> None:
+        del self._deadlines[connection]
+
+    def pop_expired(self, now: float) -> list[C]:
+        """Remove those whose time is over."""
+        expired = []
+        while self._deadlines and next(iter(self._deadlines.values())) <= now:
+            expired.append(self.pop_oldest())
+        return expired
+
+    def pop_all(self) -> list[C]:
+        connections = list(self._deadlines)
+        self._deadlines.clear()
+        return connections
+
+    def next_deadline(self) -> float | None:
+        return next(iter(self._deadlines.values()), None)
+
+
+def pending_limit(descriptors: int, most: int = 64) -> int:
+    """How many may wait in a process that may have so many descriptors: never more than an eighth of them."""
+    return max(1, min(most, descriptors // 8))

@@ -1,0 +1,39 @@
+"""Room in a pair's window. Pure."""
+
+from collections import deque
+
+
+class Ring:
+    """A ring of `cells`, of which stretches are given out and come back in the same order. Each is in one piece."""
+
+    def __init__(self, cells: int) -> None:
+        self._cells = cells
+        self._held: deque[tuple[int, int]] = deque()
+        """(first cell, cells), the oldest first."""
+
+    def take(self, count: int) -> int | None:
+        """The first cell of a stretch of this length; None if there is none now."""
+        first = self._place(count)
+        if first is not None:
+            self._held.append((first, count))
+        return first
+
+    def give_back(self) -> None:
+        """The stretch that was taken first."""
+        self._held.popleft()
+
+    def take_back(self) -> None:
+        """The stretch that was taken last, as if it had not been."""
+        self._held.pop()
+
+    def _place(self, count: int) -> int | None:
+        assert count > 0
+        if not self._held:
+            return 0 if count <= self._cells else None
+        oldest, (last, length) = self._held[0][0], self._held[-1]
+        end = last + length
+        if end <= oldest:  # it has gone round
+            return end if end + count <= oldest else None
+        if end + count <= self._cells:
+            return end
+        return 0 if count <= oldest else None

@@ -1,0 +1,125 @@
+"""Deadlines are judged by what one prefill worker can do, and never by rates that nobody has measured."""
+
+import random
+
+import msgspec
+import pytest
+
+from coordinator.events import Limits
+from coordinator.latest_starts import STEPS_MAX, LatestStarts
+from coordinator.pool import Pool, Worker
+from coordinator.request import Request
+from proto.errors import Reject
+from proto.messages import Role, Submit
+from tests.coordinator.virtual import Virtual
+from tests.coordinator.world import MODEL, submit, worker_hello
+
+
+def refused(world: Virtual) -> list[tuple[str, Reject]]:
+    return [(message.request_id, message.reason) for _, message in world.rejected]
+
+
+@pytest.mark.parametrize("first_tokens", [8, 100, 300])
+def test_the_first_deadlines_after_a_start_are_not_refused(first_tokens: int) -> None:
+    """Whatever ran first: the first step counted for a fifth of its rate, and a short one shows a worker slower than it is."""
+    world = Virtual(tokens_per_s=8192.0, step_s=0.01)
+    world.submit("unmeasured", "o", 4000, deadline_ms=550.0)
+    world.cancel("unmeasured")
+    world.run(10.0)
+    world = Virtual(tokens_per_s=8192.0, step_s=0.01)
+    world.submit("first", "o", first_tokens)
+    world.run(10.0)
+    world.submit("second", "o", 4000, deadline_ms=900.0)  # 650 ms alone
+    world.run(20.0)
+    assert refused(world) == [] and world.ended["second"] == "finished"
+
+
+def test_short_steps_do_not_make_a_worker_slow() -> None:
+    world = Virtual(tokens_per_s=8192.0, step_s=0.01)
+    world.submit("long", "o", 4096)
+    world.run(5.0)
+    measured = world.core.pools[MODEL].fastest_tokens_per_s()
+    for number in range(40):
+        world.submit(f"short{number}", "o", 8)
+        world.run(world.now + 1.0)
+    assert world.core.pools[MODEL].fastest_tokens_per_s() == measured > 5000
+
+
+def test_a_worker_that_has_just_joined_is_not_why_a_deadline_is_refused() -> None:
+    pool = Pool(MODEL)
+    for epoch, tokens_per_s in ((10, 1000.0), (11, 0.0)):
+        worker = Worker.from_hello(worker_hello(Role.PREFILL, epoch))
+        pool.add(worker)
+        if tokens_per_s:
+            worker.measure(256, 256.0, 256)
+            worker.tokens_in_flight = 5000
+    assert pool.least_prefill_s(500) == pytest.approx(0.5), "the new one has nothing before it"
+    pool.prefill[11].draining = True
+    assert pool.least_prefill_s(500) == pytest.approx(5.5)
+
+
+def test_one_prompt_runs_on_one_worker_however_many_there_are() -> None:
+    """A full queue sheds the one that no single worker can finish in time, and not one that waits without a deadline."""
+    world = Virtual(Limits(queue_requests_max=3), prefill=8, tokens_per_s=1000.0, max_seqs=1, decode=8)
+    for number in range(8):
+        world.submit(f"run{number}", "o", 1000)
+    world.run(2.5)
+    for number in range(8):
+        world.submit(f"busy{number}", "o", 4000)
+    world.submit("plain", "o", 100)
+    world.submit("lost", "o", 2000, deadline_ms=5000.0)
+    world.submit("plain2", "o", 100)
+    world.run(world.now + 3.5)  # it would still take 2 s on one worker, or 250 ms on all eight
+    world.submit("new", "other", 100)
+    assert refused(world) == [("lost", Reject.SHED)]
+
+
+def waiting(name: str, tokens: int, deadline_s: float) -> Request:
+    wanted = msgspec.structs.replace(submit(name, tokens), deadline_ms=1000 * deadline_s)
+    return Request(name, 1, wanted, b"", 0.0, 0.0, ("standard", "o", "u"), waits=True)
+
+
+def test_any_infeasible_one_is_found_and_not_only_that_which_is_due_first() -> None:
+    starts = LatestStarts()
+    short, long = waiting("short", 100, 2.0), waiting("long", 9000, 5.0)
+    for request in (short, long):
+        starts.add(request, 2)
+    assert starts.first_too_late(1.0, 0.0, lambda submit: submit.prompt_tokens) is None
+    assert starts.first_too_late(1.0, 1000.0, lambda submit: submit.prompt_tokens) is long
+    assert starts.first_too_late(1.0, 4000.0, lambda submit: submit.prompt_tokens) is None
+    assert starts.first_too_late(1.0, 1000.0, lambda submit: 200) is None, "the rest of it is cached"
+    assert starts.first_too_late(1.0, 1000.0, lambda submit: submit.prompt_tokens) is None, "that is found out lazily"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_finds_one_whenever_there_is_one(seed: int) -> None:
+    rnd = random.Random(seed)
+    starts, there, now, rate = LatestStarts(), list[Request](), 0.0, 1000.0
+    cached = {number: rnd.randint(0, 500) for number in range(400)}
+
+    def uncached(submit: Submit) -> int:
+        return max(submit.prompt_tokens - cached[int(submit.request_id)], 1)
+
+    looked = 0
+    for number in range(400):
+        now += rnd.random() / 4
+        rate *= rnd.uniform(0.98, 1.02)
+        one = waiting(str(number), rnd.randint(1, 5000), now + rnd.uniform(1.0, 30.0))
+        there.append(one)
+        starts.add(one, len(there))
+        found = starts.first_too_late(now, rate, uncached)
+        late = [r for r in there if r.deadline is not None and r.deadline - uncached(r.submit) / rate < now]
+        assert (found in late) if found is not None else len([r for r in late if _surely(r, now, rate, uncached)]) == 0
+        looked += found is not None
+        for gone in ([found] if found is not None else []) + rnd.sample(there, 1):
+            if gone.waits:
+                gone.waits = False
+                there.remove(gone)
+    assert looked > 5
+    assert len(starts._heap) + len(starts._fresh) <= 2 * len(there) + 600 and STEPS_MAX < 400
+
+
+def _surely(request: Request, now: float, rate: float, uncached: object) -> bool:
+    """Late even at a rate that is a quarter higher: order is only kept up to that."""
+    assert callable(uncached) and request.deadline is not None
+    return bool(request.deadline - uncached(request.submit) / (1.25 * rate) < now)

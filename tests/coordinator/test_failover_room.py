@@ -1,0 +1,102 @@
+"""After a failover the streams that went on count with what is left of them, so that a busy pool goes on placing."""
+
+import msgspec
+import pytest
+
+from coordinator.core import Core
+from coordinator.events import Limits, PeerUp
+from launcher.room_world import DECODE, GATEWAY, PREFILL, Job, RoomWorld
+from proto.held import Capacity, Held
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Hello, Interrupted, Reserve, Role
+from proto.prefix import PrefixPart
+from proto.progress import DecodeProgress, Joined
+from tests.coordinator.world import Harness, submit, worker_hello
+
+KV_BLOCKS, BLOCK = 512, 16
+
+
+def busy(text: str = "") -> RoomWorld:
+    """A pool that has been full for a while."""
+    world = RoomWorld(lambda random: Job(128, 256, (random.randint(1, 256),), text, 96), KV_BLOCKS, BLOCK, overload=3.0)
+    world.run(0, 600)
+    return world
+
+
+def successor(world: RoomWorld, held: tuple[Held, ...]) -> Core:
+    """A coordinator that knows of the streams only what their worker says when it registers."""
+    core = Core(Limits(queue_wait_s_max=1e6))
+    core.handle(PeerUp(GATEWAY, Hello(PROTOCOL_VERSION, Role.GATEWAY, GATEWAY, "gateway", address="tcp://g")), 0.0)
+    for role, epoch in ((Role.DECODE, DECODE), *((Role.PREFILL, epoch) for epoch in PREFILL)):
+        hello = Hello(
+            PROTOCOL_VERSION,
+            role,
+            epoch,
+            f"w{epoch}",
+            "m",
+            "f",
+            "tcp://w",
+            Capacity(KV_BLOCKS, BLOCK, 1 << 16, 1 << 20),
+        )
+        core.handle(PeerUp(epoch, msgspec.structs.replace(hello, held=held if role is Role.DECODE else ())), 0.0)
+    return core
+
+
+@pytest.mark.parametrize("text", ["", "system prompt"])
+def test_a_busy_pool_has_as_much_room_after_a_failover_as_before(text: str) -> None:
+    world = busy(text)
+    while world.reports:  # what is on its way has arrived
+        world.run(0, 1)
+        world.due = float("inf")
+    before = world.core.workers[DECODE]
+    held = world.table.held()
+    assert len(held) > 5 and before.free_blocks < 0.1 * KV_BLOCKS
+    after = successor(world, held).workers[DECODE]
+    assert after.room is not None and before.room is not None
+    after.room.check_invariants()
+    assert before.free_blocks <= after.free_blocks < 0.2 * KV_BLOCKS
+    assert after.room.shared >= before.room.shared and bool(text) == (after.room.shared > 0)
+    only_blocks = tuple(Held(one.request_id, one.attempt, one.kv_blocks, one.seqs) for one in held)
+    assert successor(world, only_blocks).workers[DECODE].free_blocks == 0
+
+
+def test_adopted_streams_are_counted_by_what_is_left_of_them() -> None:
+    h = Harness.make(1, 0)
+    hello = worker_hello(Role.DECODE, 22, kv_blocks=13)
+    held = (
+        Held("a", 1, 6, 1, 0, 8, 16, 112, 100),  # at step 112 of 116
+        Held("b", 1, 6, 1, 0, 8, 16, 112),
+    )
+    h.post(PeerUp(22, msgspec.structs.replace(hello, held=held)))
+    room = h.core.workers[22].room
+    assert room is not None and room.steps == 112
+    h.receive(1, submit("c", 8, max_tokens=17))
+    assert [m.request_id for m in h.take(Reserve) if isinstance(m, Reserve)] == ["c"], "6 + 3 + 3 blocks, not 6 + 6 + 6"
+    h.receive(22, DecodeProgress(115, 2, 0, (Joined("b", 1, 112),)))
+    assert h.core.workers[22].forwarded(("b", 1)) == 2, "it is known to run"
+
+
+def test_what_does_not_fit_its_reservation_counts_with_that() -> None:
+    h = Harness.make(1, 0)
+    hello = worker_hello(Role.DECODE, 22, kv_blocks=13)
+    h.post(PeerUp(22, msgspec.structs.replace(hello, held=(Held("a", 1, 6, 1, 0, 400, 16, 112, 100),))))
+    assert not h.misbehaved and h.core.workers[22].free_blocks == 7
+    h.post(
+        PeerUp(
+            23,
+            msgspec.structs.replace(hello, epoch=23, held=(Held("b", 1, 6, 1, 0, 8, 16, 1, 0, (PrefixPart(1, 3),)),)),
+        )
+    )
+    assert h.misbehaved, "three blocks are shared of a prompt that has two"
+
+
+def test_with_overcommit_adopted_streams_count_as_expected_and_are_no_victims_that_leave_already() -> None:
+    h = Harness.make(limits=Limits(kv_overcommit=4.0), decode=0, kv_blocks=78)
+    hello = worker_hello(Role.DECODE, 20, kv_blocks=78)
+    held = tuple(Held(name, 1, 77, 1, 0, 8, 299, 5, 0) for name in ("x",))
+    h.post(PeerUp(20, msgspec.structs.replace(hello, held=held)))
+    assert h.core.workers[20].free_blocks == 78 - (8 + 74 + 3) // 4
+    h.receive(1, submit("a", 8, max_tokens=300))
+    assert h.take(Reserve)
+    h.receive(20, DecodeProgress(6, 1, 2))
+    assert [m.request_id for m in h.take(Interrupted) if isinstance(m, Interrupted)] == ["a"], "x does not leave"

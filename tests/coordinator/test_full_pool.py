@@ -1,0 +1,89 @@
+"""Requests as large as a decode worker's pool, from many users of one organisation, beside tenants who use most of the pool."""
+
+import random
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from coordinator.events import Limits
+from tests.coordinator.virtual import Virtual, p99
+from tests.coordinator.world import MODEL
+
+SECONDS, ATTACK_S = 25.0, 5.0
+VICTIMS = 9
+PER_S = 50.0
+"""Requests of all victims. They use about half of six decode workers, each of which runs about 16 of one second each."""
+NO_RESERVATION = 10**9
+
+
+@dataclass
+class Found:
+    ttft_s: list[float]
+    """Of the victims."""
+    served: int
+    """Requests of the attacker."""
+    room_share: float
+    """Of the decode workers' blocks, held by the attacker's requests, on average."""
+
+
+@cache
+def run(users: int, bypasses_max: int) -> Found:
+    """Each user of the attacking organisation has always one request that fills a decode worker and runs for a second."""
+    world = Virtual(
+        Limits(bypasses_max=bypasses_max, queue_requests_max=4096),
+        prefill=2,
+        decode=6,
+        step_s=0.002,
+        itl_s=0.01,
+        kv_blocks=320,
+        output=lambda submit: 100 if submit.tenant.startswith("attacker") else submit.sampling.max_tokens // 2,
+    )
+    rnd, now, victims, attacks = random.Random(1), 0.0, 0, 0
+    pool = world.core.pools[MODEL]
+    shares: list[float] = []
+
+    def attack(user: int) -> None:
+        nonlocal attacks
+        attacks += 1
+        world.submit(f"a{user}-{attacks}", f"attacker/user{user}", 64, max_tokens=5000)
+
+    def again() -> None:
+        alive = {request.path[2] for request in world.core.requests.values() if request.path[1] == "attacker"}
+        if len(alive) < users:
+            for user in range(users):
+                if f"user{user}" not in alive:
+                    attack(user)
+        held = [h.kv_blocks for w in pool.decode.values() for h in w.holdings.values() if h.path[1] == "attacker"]
+        shares.append(sum(held) / (6 * 320))
+
+    while (now := now + rnd.expovariate(PER_S)) < SECONDS:
+        victims += 1
+        who, length = f"v{victims % VICTIMS}", rnd.choice([100, 200, 300])
+        world.at(now, lambda n=victims, who=who, length=length: world.submit(f"v{n}", who, 64, max_tokens=length))  # type: ignore[misc]
+    for tick in range(int((SECONDS - ATTACK_S) / 0.05)) if users else ():
+        world.at(ATTACK_S + 0.05 * tick, again)
+    world.run(SECONDS)
+    served = sum(name.startswith("a") for name in world.ttft_s)
+    world.run(SECONDS + 10.0)
+    assert not [rejected for _, rejected in world.rejected if rejected.request_id.startswith("v")]
+    ttft_s = [t for name, t in world.ttft_s.items() if name.startswith("v")]
+    assert len(ttft_s) == victims, "each of them is served"
+    return Found(ttft_s, served, sum(shares) / max(len(shares), 1))
+
+
+@pytest.mark.parametrize("users", [1, 10, 100, 1000])
+def test_requests_without_room_do_not_delay_those_that_have_some(users: int) -> None:
+    """Without reservations, so that nothing but the order of the queue decides."""
+    alone, beside = run(0, NO_RESERVATION), run(users, NO_RESERVATION)
+    assert p99(beside.ttft_s) <= 1.5 * p99(alone.ttft_s), (p99(alone.ttft_s), p99(beside.ttft_s))
+
+
+@pytest.mark.parametrize("users", [10, 100, 1000])
+def test_a_thousand_users_get_no_more_of_a_full_pool_than_ten(users: int) -> None:
+    alone, beside = run(0, 64), run(users, 64)
+    assert beside.served > 0, "large requests are served in the end"
+    assert beside.room_share <= 1 / 6 + 0.02, "one at a time"
+    median = sorted(beside.ttft_s)[len(beside.ttft_s) // 2]
+    assert median <= 1.5 * sorted(alone.ttft_s)[len(alone.ttft_s) // 2]
+    assert p99(beside.ttft_s) <= 1.5 * p99(alone.ttft_s), (p99(alone.ttft_s), p99(beside.ttft_s))

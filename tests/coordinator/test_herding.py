@@ -1,0 +1,30 @@
+"""Hot prefixes on several prefill workers: no worker is overloaded for its cache, and caches are used (see `herding`)."""
+
+import pytest
+
+from tests.coordinator.herding import POLICIES, Cell, measure, one_shared_prefix, run_cell, verdict
+
+CORNER = [Cell(1, 0.7, 2), Cell(8, 0.5, 4), Cell(64, 0.5, 4, requests=900), Cell(8, 0.7, 8)]
+FULL = [
+    Cell(hot, load, workers) for hot in (1, 4, 16, 64) for load in (0.2, 0.5, 0.7, 0.95) for workers in (2, 4, 8, 16)
+] + [Cell(24, 0.5, 4, blocks=700), Cell(24, 0.95, 4, blocks=700)]
+
+
+def test_one_shared_prefix_does_not_herd_all_requests_to_one_worker() -> None:
+    found = measure(4, one_shared_prefix(), POLICIES["ours"], skip=0.0)
+    assert found.most_on_one < 0.5, "at 40 of 64 requests per second"
+    assert found.ttft_p50_s < 0.5
+
+
+@pytest.mark.parametrize("cell", CORNER, ids=str)
+def test_a_corner_of_the_grid(cell: Cell) -> None:
+    slower, hits, ok = verdict(cell, run_cell(cell))
+    assert ok, (slower, hits)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("cell", FULL, ids=str)
+def test_the_grid(cell: Cell) -> None:
+    slower, hits, ok = verdict(cell, run_cell(cell))
+    assert ok, (slower, hits)

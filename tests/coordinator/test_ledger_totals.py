@@ -1,0 +1,151 @@
+"""The sums that a start reads instead of the day's rows are always what the rows add up to, and found without reading those."""
+
+import asyncio
+import random
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from coordinator import ledger
+from coordinator.ledger import Ledger
+from coordinator.quota import Ask
+from coordinator.usage import Closed, Entry, Opened, Past
+from tests.coordinator.ledger_words import closed, opened
+
+TENANTS = ("a/x", "a/y", "b")
+DAYS = (20_000, 20_001)
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None)
+    ledger._prepare(db, lambda: None)
+    return db
+
+
+def sums(db: sqlite3.Connection) -> list[tuple[str, str, int, int]]:
+    return db.execute(
+        "SELECT day, tenant, COUNT(*), SUM(charged_tokens) FROM usage GROUP BY day, tenant ORDER BY day, tenant"
+    ).fetchall()
+
+
+def totals(db: sqlite3.Connection) -> list[tuple[str, str, int, int]]:
+    found = db.execute("SELECT day, tenant, requests, charged_tokens FROM usage_totals ORDER BY day, tenant")
+    return found.fetchall()
+
+
+def random_entry(source: random.Random) -> Entry:
+    """Of few requests, so that most are opened, closed and opened again several times."""
+    number = source.randrange(40)
+    request_id, tenant, day = f"r{number}", TENANTS[number % 3], DAYS[number % 2]
+    prompt, cached, output = (source.randrange(200) for _ in range(3))
+    if source.random() < 0.5:
+        again, from_token = source.random() < 0.5, source.randrange(10)
+        ask = Ask(prompt, output, 1)
+        return Opened(request_id, day, tenant, "m", "standard", False, ask, again, from_token)
+    outcome = source.choice(["finished", "cancelled", "lost"])
+    return Closed(request_id, outcome, prompt + output, prompt, cached, output, 1.0, 1.0, 1.0, 1.0)
+
+
+def start(path: Path, today: int) -> Past:
+    async def body() -> Past:
+        one = Ledger(path, on_committed=lambda ids: None, on_failed=lambda error: None)
+        past = await one.start(today)
+        await one.close()
+        return past
+
+    return asyncio.run(body())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_totals_are_what_the_rows_add_up_to(tmp_path: Path, seed: int) -> None:
+    source, path = random.Random(seed), tmp_path / "usage.sqlite"
+    db = connect(path)
+    for _ in range(60):
+        db.execute("BEGIN IMMEDIATE")
+        for _ in range(source.randrange(12)):
+            ledger._write(db, random_entry(source))
+        match source.randrange(5):
+            case 0:  # killed before the commit: what was written is gone, and so is its share of the sums
+                db.close()
+                db = connect(path)
+            case 1:
+                db.execute("COMMIT")
+                db.execute("UPDATE usage SET accepted_s = accepted_s - 1000 WHERE request_id < ?", (f"r{seed}",))
+                db.execute(ledger._PRUNE, (db.execute("SELECT MAX(accepted_s) FROM usage").fetchone()[0], 7))
+            case _:
+                db.execute("COMMIT")
+        assert totals(db) == sums(db)
+    assert sums(db), "something was written"
+    expected = [(tenant, DAYS[0], tokens) for day, tenant, _, tokens in sums(db) if day == ledger.day_text(DAYS[0])]
+    db.close()
+    assert sorted(start(path, DAYS[0]).charged) == expected
+
+
+def as_before(db: sqlite3.Connection) -> None:
+    """A journal as programs without totals made it."""
+    for trigger in ("inserted", "updated", "deleted"):
+        db.execute(f"DROP TRIGGER usage_totals_{trigger}")
+    db.execute("DROP TABLE usage_totals")
+
+
+def test_a_journal_from_before_is_added_up_once_and_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "usage.sqlite"
+    with closing(connect(path)) as db:
+        as_before(db)
+        for entry in (opened("r1"), opened("r2"), closed("r1"), opened("b", tenant="b"), opened("old", day=-1)):
+            ledger._write(db, entry)
+    past = start(path, 0)
+    assert "adding up" in "".join(capfd.readouterr())
+    a = closed("r1").charged_tokens + opened("r2").ask.tokens
+    assert sorted(past.charged) == [("a/x", 0, a), ("b", 0, opened("b").ask.tokens)]
+    assert start(path, 0).charged == past.charged
+    assert "adding up" not in "".join(capfd.readouterr())
+    # A program from before, gone back to, knows the version and keeps the sums right without knowing.
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (2,)
+        db.execute(ledger._CLOSE, msgspec.structs.asdict(closed("r2")))
+        assert totals(db) == sums(db)
+
+
+def test_adding_up_that_is_killed_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    with closing(connect(path)) as db:
+        as_before(db)
+        ledger._write(db, opened("r1"))
+
+        def killed() -> int:
+            return int(db.in_transaction)
+
+        db.set_progress_handler(killed, 1)
+        with pytest.raises(sqlite3.OperationalError, match="interrupted"):
+            ledger._prepare(db, lambda: None)
+    assert start(path, 0).charged == (("a/x", 0, opened("r1").ask.tokens),)
+
+
+def work_of_a_start(path: Path, rows: int) -> int:
+    """Hundreds of instructions of SQLite's machine that reading takes, with so many closed rows of the day."""
+    with closing(connect(path)) as db:
+        db.execute("BEGIN")
+        for number in range(rows):
+            ledger._write(db, opened(f"r{number}", tenant=f"t{number % 10}"))
+            ledger._write(db, closed(f"r{number}"))
+        ledger._write(db, opened("open"))
+        db.execute("UPDATE usage SET accepted_s = accepted_s - 3600 WHERE outcome IS NOT NULL")
+        db.execute("COMMIT")
+        steps = [0]
+
+        def step() -> None:
+            steps[0] += 1
+
+        db.set_progress_handler(step, 100)
+        past = ledger._read(db, 0)
+        assert len(past.open) == len(past.recent) == 1 and len(past.charged) == min(rows, 10) + 1
+        return steps[0]
+
+
+def test_a_start_does_no_more_work_with_more_rows(tmp_path: Path) -> None:
+    few, many = work_of_a_start(tmp_path / "few.sqlite", 100), work_of_a_start(tmp_path / "many.sqlite", 5_000)
+    assert many <= few + 2, (few, many)

@@ -1,0 +1,123 @@
+"""How long requests may wait for a place: by priority class, and longer once they had one."""
+
+import msgspec
+import pytest
+
+from coordinator.events import Limits, PeerDown, PeerUp, Tick
+from proto.errors import CancelReason, Reject
+from proto.messages import Cancel, Finished, HandedOver, Rejected, Reserve, Role, Step, StepDone
+from runtime.tenants import Band, TenantsError, parse
+from tests.coordinator.world import MODEL, Harness, submit, worker_hello
+
+BANDS = {
+    "interactive": Band(4.0, queue_wait_s=5.0),
+    "standard": Band(1.0),
+    "batch": Band(1.0, queue_wait_s=50.0),
+}
+
+
+def full(limits: Limits) -> Harness:
+    """Its one decode worker has room for one request, and it is taken."""
+    h = Harness.make(limits=limits, max_seqs=1)
+    h.receive(1, submit("runs"))
+    h.sent.clear()
+    return h
+
+
+def expire_at(h: Harness, now: float) -> list[tuple[str, Reject]]:
+    h.now = now
+    h.post(Tick())
+    return [(m.request_id, m.reason) for m in h.take(Rejected) if isinstance(m, Rejected)]
+
+
+def test_each_priority_class_has_a_longest_wait_of_its_own() -> None:
+    h = full(Limits(bands=BANDS, queue_wait_s_max=20.0))
+    for band in ("batch", "standard", "interactive"):
+        h.receive(1, msgspec.structs.replace(submit(band), band=band))
+    assert h.core.next_deadline() == pytest.approx(5.0)
+    assert expire_at(h, 4.9) == []
+    assert expire_at(h, 5.0) == [("interactive", Reject.EXPIRED)]
+    assert h.core.next_deadline() == pytest.approx(20.0)
+    assert expire_at(h, 21.0) == [("standard", Reject.EXPIRED)]
+    assert expire_at(h, 51.0) == [("batch", Reject.EXPIRED)]
+    assert h.core.next_deadline() is None
+
+
+def test_a_resumed_stream_waits_longer_than_its_class_but_not_for_ever() -> None:
+    h = Harness.make(limits=Limits(bands=BANDS, queue_wait_s_max=5.0, resumed_wait_s_max=30.0), max_seqs=1)
+    h.receive(1, submit("a"))
+    [step] = h.take(Step)
+    assert isinstance(step, Step)
+    h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
+    h.receive(10, HandedOver("a", 1, 0, 0.0))
+    h.post(PeerDown(20, "killed"))
+    h.receive(1, submit("a", 12, attempt=2, resumed=2))
+    h.receive(1, submit("b", attempt=2))
+    assert expire_at(h, 29.0) == []
+    assert expire_at(h, 30.0) == [("a", Reject.EXPIRED), ("b", Reject.EXPIRED)]
+    assert h.ended["a"] == ["expired"], "the gateway takes the rejection of an accepted request for a failure"
+
+
+def test_a_reload_changes_the_wait_of_those_that_wait_already() -> None:
+    h = full(Limits(bands=BANDS, queue_wait_s_max=20.0))
+    h.receive(1, msgspec.structs.replace(submit("a"), band="batch"))
+    queue = h.core.queues[MODEL]
+    queue.replace_limits(Limits(bands={**BANDS, "batch": Band(1.0, queue_wait_s=2.0)}))
+    assert expire_at(h, 2.0) == [("a", Reject.EXPIRED)]
+
+
+def test_the_tenants_file_says_how_long_a_band_waits() -> None:
+    bands = parse("[bands.fast]\nweight = 2.0\nqueue_wait_s = 1.5\n[bands.slow]\nweight = 1.0\n").bands
+    assert bands["fast"].queue_wait_s == 1.5 and bands["slow"].queue_wait_s is None
+    with pytest.raises(TenantsError, match="queue_wait_s: must be > 0"):
+        parse("[bands.fast]\nweight = 2.0\nqueue_wait_s = 0.0\n")
+
+
+def decoding(h: Harness, name: str, max_tokens: int = 400) -> None:
+    h.receive(1, submit(name, max_tokens=max_tokens))
+    [step] = h.take(Step)
+    assert isinstance(step, Step)
+    h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
+    h.receive(10, HandedOver(name, 1, 0, 0.0))
+
+
+def learnt(h: Harness) -> float:
+    return h.core.queues[MODEL].output_estimate(h.core.requests["probe"])
+
+
+def probed() -> Harness:
+    h = Harness.make()
+    decoding(h, "probe")
+    return h
+
+
+def test_an_answer_that_ends_with_a_stop_string_trains_the_estimate_as_one_that_the_worker_ends() -> None:
+    by_worker, by_gateway, left = probed(), probed(), probed()
+    before = learnt(by_worker)
+    for h in (by_worker, by_gateway, left):
+        decoding(h, "a")
+    by_worker.receive(20, Finished("a", 1, 20, 0))
+    by_gateway.receive(1, Cancel("a", 1, CancelReason.STOP_STRING, 20))
+    left.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED, 20))
+    assert learnt(by_worker) == learnt(by_gateway) < before
+    assert learnt(left) == before, "a client that leaves says nothing of how long answers are"
+    by_gateway.receive(20, Finished("a", 1, 20, 0))
+    assert learnt(by_gateway) == learnt(by_worker), "the worker's own end of it does not count once more"
+
+
+def test_a_resumed_answer_counts_with_all_of_its_tokens() -> None:
+    ends = {"worker": Finished("a", 2, 60, 0), "gateway": Cancel("a", 2, CancelReason.STOP_STRING, 180)}
+    for source, end in ends.items():
+        h = probed()
+        decoding(h, "a")
+        before = learnt(h)
+        h.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
+        h.post(PeerDown(20, "killed"))
+        h.receive(1, submit("a", 130, attempt=2, max_tokens=400, resumed=120))
+        assert h.take(Reserve)
+        [step] = h.take(Step)
+        assert isinstance(step, Step)
+        h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
+        h.receive(10, HandedOver("a", 2, 0, 0.0))
+        h.receive(21 if source == "worker" else 1, end)
+        assert learnt(h) > before, "180 tokens, not 60"

@@ -1,0 +1,90 @@
+"""What one event costs does not grow with the number of workers: counted, not timed. `crossdock bench coordinator` times it."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from coordinator import choice
+from coordinator.candidates import EXAMINED_MAX
+from coordinator.events import Received
+from coordinator.pool import Worker
+from launcher.bench_scale import LIMITS, Cluster
+from proto.messages import CacheEvents
+from proto.progress import DecodeProgress
+from proto.status import KvHeld
+
+SERVED = 200
+
+
+class Watched(dict[int, Any]):
+    """Counts the workers that come up when all are gone through."""
+
+    counts: Counter[str]
+
+    def __iter__(self):
+        return self._counted(super().__iter__())
+
+    def values(self):
+        return self._counted(super().values())
+
+    def items(self):
+        return self._counted(super().items())
+
+    def _counted(self, found):
+        for one in found:
+            self.counts["gone through"] += 1
+            yield one
+
+
+def work(monkeypatch: pytest.MonkeyPatch, pairs: int, limited_by: str) -> Counter[str]:
+    """Per request, once workers are busy: workers asked for room, looked up in caches, and gone through with all others."""
+    cluster = Cluster(pairs, tenants=100, limited_by=limited_by)
+    for _ in range(50 * pairs):
+        cluster.submit()
+    warm = 20 * pairs
+    cluster.run(warm, refill=True)
+    counts: Counter[str] = Counter()
+    fits, looked_up = Worker.fits, choice.cached_tokens
+    pool, core = cluster.core.pools["m"], cluster.core
+    for owner, name in ((pool, "prefill"), (pool, "decode"), (core, "workers")):
+        watched = Watched(getattr(owner, name))
+        watched.counts = counts
+        setattr(owner, name, watched)
+
+    def counted_fits(self: Worker, *arguments: Any) -> bool:
+        counts["fits"] += 1
+        return fits(self, *arguments)
+
+    def counted_look_ups(*arguments: Any) -> int:
+        counts["looked up"] += 1
+        return looked_up(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "fits", counted_fits)
+        patch.setattr(choice, "cached_tokens", counted_look_ups)
+        cluster.run(warm + SERVED, refill=True)
+    return Counter({name: round(count / SERVED) for name, count in counts.items()})
+
+
+@pytest.mark.parametrize("limited_by", LIMITS)
+def test_work_per_request_does_not_grow_with_workers(monkeypatch: pytest.MonkeyPatch, limited_by: str) -> None:
+    few, many = work(monkeypatch, EXAMINED_MAX, limited_by), work(monkeypatch, 6 * EXAMINED_MAX, limited_by)
+    assert few["fits"] > 0
+    for name in ("fits", "looked up", "gone through"):
+        assert many[name] <= max(1.2 * few[name], 2 * EXAMINED_MAX), (name, few, many)
+
+
+def test_progress_of_streams_asks_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is freed by it, so nothing is scheduled."""
+    cluster = Cluster(4, tenants=10, limited_by="prefill")
+    for _ in range(100):
+        cluster.submit()
+    asked: list[int] = []
+    monkeypatch.setattr("coordinator.schedule._fill", lambda state, worker, *_: asked.append(worker.epoch))
+    for decode in cluster.progress:
+        cluster.handle(Received(decode, DecodeProgress(5, 0, 0)))
+        cluster.handle(Received(decode, KvHeld(0, 0, 0)))
+    for prefill in cluster.steps:
+        cluster.handle(Received(prefill, CacheEvents(b"", b"")))
+    assert not asked

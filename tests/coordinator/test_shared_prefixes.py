@@ -1,0 +1,171 @@
+"""Blocks that several streams share are counted once on their decode worker, and the pool never runs out all the same."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.events import PeerDown, Received
+from coordinator.room import NEVER, Life, Room
+from coordinator.shared_blocks import SharedBlocks
+from launcher.room_world import DECODE, GATEWAY, Job, RoomWorld
+from proto.errors import CancelReason
+from proto.messages import Cancel, Released
+from proto.prefix import PrefixPart
+from proto.progress import DecodeProgress, SharedPrefix
+from tests.coordinator.test_room import key
+from tests.coordinator.world import MODEL, Harness, submit
+
+SHARED = 2048
+
+
+def held_at(step: int, ends: dict[tuple[str, int], int], parts: dict[tuple[str, int], dict[int, int]]) -> int:
+    """Blocks of all chains that those alive at a step hold, each once."""
+    alive = [parts[name] for name, end in ends.items() if end >= step and name in parts]
+    return sum(max(part.get(chain, 0) for part in alive) for chain in {chain for part in alive for chain in part})
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_of_those_alive_at_any_step_each_shared_block_is_counted_once(rnd: Random) -> None:
+    shared, covered = SharedBlocks(), dict[tuple[str, int], int]()
+    ends, parts = dict[tuple[str, int], int](), dict[tuple[str, int], dict[int, int]]()
+    for number in range(rnd.randint(1, 25)):
+        move = rnd.random()
+        if move < 0.5 or not ends:
+            name = key(number)
+            ends[name], parts[name] = rnd.choice([NEVER, rnd.randint(0, 9)]), {}
+        name = rnd.choice(sorted(ends))
+        if move < 0.7:
+            more = {
+                chain: rnd.randint(parts[name].get(chain, 1), 6) for chain in rnd.sample(range(4), rnd.randint(1, 3))
+            }
+            parts[name] = {**parts[name], **more}
+            covered[name] = covered.get(name, 0) + shared.hold(name, parts[name], ends[name])
+        elif move < 0.85:
+            ends[name] = rnd.choice([NEVER, rnd.randint(0, 9)])
+            shared.moved(name, ends[name])
+        else:
+            shared.let_go(name)
+            del ends[name], parts[name]
+            covered.pop(name, None)
+        if rnd.random() < 0.5:
+            continue  # several changes are settled together
+        for changed, by in shared.settle().items():
+            covered[changed] += by
+        assert all(shared.covered(name) == covered.get(name, 0) for name in ends)
+        for step in (*range(11), NEVER):
+            counted = sum(sum(parts[name].values()) - covered.get(name, 0) for name, end in ends.items() if end >= step)
+            assert counted == held_at(step, ends, parts)
+
+
+def test_a_prefix_is_counted_once_from_when_the_worker_says_so_until_its_last_holder_ends() -> None:
+    room = Room(100, 1)
+    for number in range(2):
+        room.place(key(number), Life(40, 5))
+    assert room.peak == 90 and not room.fits(Life(40, 5)), "what is only placed may find the prefix gone"
+    assert room.shares(key(0), {1: 30}) and room.shares(key(1), {1: 30, 2: 8})
+    assert room.peak == 60 and room.shared == 30 and room.fits(Life(35, 5))
+    room.joined(key(0), 0)
+    assert room.peak == 60
+    assert room.let_go(key(1))
+    room.check_invariants()
+    assert room.peak == 45 and room.shared == 0, "the one that stays counts all of it"
+    assert not room.shares(key(0), {1: 41}), "more than its prompt has"
+    assert room.shares(key(9), {1: 3}), "of one that is over"
+
+
+def test_what_the_longest_stream_counts_goes_over_to_others_when_it_ends() -> None:
+    room = Room(1000, 4)
+    for number, left in enumerate((400, 80, 200)):
+        room.place(key(number), Life(64, left))
+        room.shares(key(number), {7: 12})
+        room.joined(key(number), 0)
+    assert room.shared == 24
+    before = room.peak
+    for number, shared in ((0, 12), (2, 0)):
+        assert room.let_go(key(number))
+        room.check_invariants()
+        assert room.shared == shared and room.peak <= before
+    assert room.peak == Life(64, 80).whole(4)
+
+
+def test_room_of_an_interrupted_attempt_is_kept_only_where_it_fits_in_full() -> None:
+    h = Harness.make(prefill=2, kv_blocks=10)
+    for name in ("a", "b"):
+        h.receive(1, submit(name, 16, max_tokens=5))
+    prefixes = tuple(SharedPrefix(name, 1, (PrefixPart(1, 4),)) for name in ("a", "b"))
+    h.receive(20, DecodeProgress(1, 5, 0, (), prefixes))
+    h.receive(1, submit("c", 16, max_tokens=1))
+    decode = h.core.workers[20]
+    assert len(decode.holdings) == 3 and decode.free_blocks == 0
+    h.post(PeerDown(h.core.requests["b"].prefill_epoch, "killed"))
+    h.receive(20, Released("b", 1))
+    assert decode.room is not None and decode.room.peak <= 10, "b's blocks were those of a, which counts them still"
+    assert "b" not in h.core.pools[MODEL].claims
+
+
+class Sharing(RoomWorld):
+    """Clients leave at any time; what is really held is compared with what the coordinator counts."""
+
+    leaving = 0.0
+    most_taken = most_shared = 0
+
+    def run(self, warmup_steps: int, steps: int):  # type: ignore[no-untyped-def]
+        for _ in range(warmup_steps + steps):
+            figures = super().run(0, 1)
+            room = self.core.workers[DECODE].room
+            assert room is not None
+            assert self.allocator.held_count <= room.taken <= self.kv_blocks, "more is held than counted"
+            self.most_taken = max(self.most_taken, room.taken)
+            self.most_shared = max(self.most_shared, room.shared)
+            if self.step % 20 == 0:
+                room.check_invariants()
+            if self.random.random() < self.leaving and self.core.requests:
+                name = self.random.choice(sorted(self.core.requests))
+                request = self.core.requests[name]
+                self._core(Received(GATEWAY, Cancel(name, request.attempt, CancelReason.DISCONNECTED)))
+        return figures
+
+
+def load(seed: int) -> Sharing:
+    """Prompts of a few texts of any length, answers of any length, pools that hold few of them, news that comes late."""
+    rnd = Random(seed)
+    most, block_size = rnd.choice([24, 64, 120]), rnd.choice([1, 4, 16])
+    texts = rnd.choice([1, 2, 5])
+
+    def draw(random: Random) -> Job:
+        prompt = random.randint(1, 3 * most)
+        outputs = tuple(random.randint(1, most) for _ in range(random.choice([1, 1, 1, 3])))
+        return Job(prompt, most, outputs, str(random.randrange(texts)), random.randint(0, prompt))
+
+    world = Sharing(draw, (12 * most) // block_size + 8, block_size, overload=3.0, seed=seed)
+    world.leaving = rnd.choice([0.0, 0.1, 0.5])
+    figures = world.run(0, 250)
+    assert figures.refused_after_prefill == figures.out_of_memory == 0
+    return world
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_nothing_runs_out_whatever_is_shared_cancelled_and_given_up(seed: int) -> None:
+    world = load(seed)
+    assert world.most_taken > 0.8 * world.kv_blocks, "the pool was never under pressure"
+    assert world.most_shared > 0
+    world.table.allocator.check_invariants()
+
+
+def streams(shared: bool) -> float:
+    """Mean number of streams at once, of prompts that begin with the same 2,048 tokens."""
+
+    def draw(random: Random) -> Job:
+        return Job(SHARED + 64, 512, (random.randint(1, 512),), "system prompt" if shared else "", SHARED)
+
+    world = RoomWorld(draw, 2048, 16, overload=8.0)
+    figures = world.run(400, 300)
+    assert figures.refused_after_prefill == figures.out_of_memory == 0
+    return figures.output_tokens / figures.steps
+
+
+def test_streams_that_share_a_prefix_run_several_times_as_many_at_once() -> None:
+    assert streams(shared=True) > 3 * streams(shared=False)

@@ -1,0 +1,86 @@
+"""Tenants that the file does not have any more are forgotten, at a cost that grows with their number and no faster."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from coordinator.events import Configured, Received
+from proto.errors import CancelReason
+from proto.messages import Cancel
+from runtime.tenants import Tenants, parse
+from tests.coordinator.world import MODEL, Harness, submit
+
+
+def tenants_file(organisations: int) -> Tenants:
+    lines = []
+    for number in range(organisations):
+        lines += [f"[tenants.o{number}]", f"[tenants.o{number}.users.u]"]
+    return parse("\n".join(lines))
+
+
+def world(organisations: int, **capacity: int) -> Harness:
+    """One in which each tenant is known everywhere, and none has anything waiting."""
+    h = Harness.make(**capacity)
+    h.post(Configured(tenants_file(organisations), 0.0))
+    queue = h.core.queues[MODEL]
+    for number in range(organisations):
+        path = ("standard", f"o{number}", "u")
+        queue.emitted(path, 1)
+        queue.backlog.tenant(path, 0.0)
+        h.core.billing.quotas.rates(f"o{number}/u", 0.0)
+    return h
+
+
+def opcodes(work: Callable[[], Any]) -> int:
+    """Bytecode instructions that it executes."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def removal_cost(organisations: int) -> int:
+    h = world(organisations)
+    event = Configured(tenants_file(organisations // 2), 0.0)
+    cost = opcodes(lambda: h.core.handle(event, 0.0))
+    queue = h.core.queues[MODEL]
+    known = [f"o{number}" for number in range(organisations // 2)]
+    assert [path[1] for path in queue.fair.tenants()] == known
+    assert [path[1] for path in queue.backlog.tenants()] == known
+    assert not h.core.leaving or all("/" not in tenant for tenant in h.core.leaving)
+    return cost
+
+
+def test_removing_half_of_all_tenants_costs_no_more_for_each_where_there_are_more() -> None:
+    few, many = removal_cost(50), removal_cost(400)
+    assert many <= 1.5 * 8 * few, (few, many)
+
+
+def test_a_tenant_that_is_gone_is_forgotten_with_its_last_request_and_nobody_else_is_looked_at() -> None:
+    costs = []
+    for organisations in (4, 400):
+        h = world(organisations, max_seqs=1)
+        for number in range(organisations):  # the first one runs, and all others wait
+            h.receive(1, msgspec.structs.replace(submit(f"r{number}"), tenant=f"o{number}/u"))
+        h.post(Configured(tenants_file(1), 0.0))
+        assert "o3/u" in h.core.leaving
+        event = Received(1, Cancel("r3", 1, CancelReason.DISCONNECTED))
+        costs.append(opcodes(lambda event=event, h=h: h.core.handle(event, h.now)))  # type: ignore[misc]
+        assert "o3/u" not in h.core.leaving and "o3/u" not in h.core.billing.quotas.accounts
+        assert ("standard", "o3", "u") not in h.core.queues[MODEL].fair.tenants()
+        assert len([tenant for tenant in h.core.leaving if "/" in tenant]) == organisations - 2
+    assert costs[1] <= 1.5 * costs[0], costs

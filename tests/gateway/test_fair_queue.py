@@ -1,0 +1,130 @@
+"""Prompts are tokenized in fair order: by bytes between organisations, in turn between their users, small beside large."""
+
+import asyncio
+import random
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.fair_queue import COST_BYTES_MIN, LARGE_BYTES, QUANTUM_BYTES, FairQueue
+from gateway.tokenizer_threads import TokenizerThreads
+
+MIB = 1 << 20
+
+
+def drained(queue: FairQueue[str], *, large: bool = True) -> list[str]:
+    found = []
+    while (job := queue.pop(large=large)) is not None:
+        found.append(job.work)
+    return found
+
+
+def test_a_small_prompt_does_not_wait_for_a_hundred_huge_ones() -> None:
+    queue = FairQueue[str]()
+    for number in range(100):
+        queue.push("big", 4 * MIB, f"big{number}")
+    queue.push("small", 100, "small")
+    order = drained(queue)
+    assert order.index("small") == 0 and len(order) == 101
+
+
+@given(st.integers(0, 1 << 30))
+def test_two_that_always_have_work_get_the_same_bytes(seed: int) -> None:
+    """The bound of deficit round robin: they differ by a quantum and the largest job of each."""
+    rnd, queue, served = random.Random(seed), FairQueue[int](), {"a": 0, "b": 0}
+    largest = 0
+    for name, most in (("a", 2_000_000), ("b", 3_000)):
+        for _ in range(50 if name == "a" else 5_000):
+            size = rnd.randint(1, most)
+            largest = max(largest, size)
+            queue.push(name, size, max(size, COST_BYTES_MIN))
+    counts = {"a": 50, "b": 5_000}
+    while counts["a"] and counts["b"]:
+        job = queue.pop()
+        assert job is not None
+        served[job.tenant] += job.work
+        counts[job.tenant] -= 1
+        assert abs(served["a"] - served["b"]) <= 2 * QUANTUM_BYTES + 2 * largest
+
+
+def test_users_of_one_organisation_take_turns_and_count_as_one() -> None:
+    queue = FairQueue[str]()
+    for number in range(200):
+        queue.push("acme/ann", QUANTUM_BYTES, f"ann{number}")
+    for user in "bcd":
+        queue.push(f"acme/{user}", QUANTUM_BYTES, user)
+    for _ in range(4):
+        queue.push("beta", QUANTUM_BYTES, "beta")
+    assert drained(queue)[:8] == ["ann0", "beta", "b", "beta", "c", "beta", "d", "beta"]
+
+
+def test_large_ones_are_passed_over_where_they_may_not_run() -> None:
+    queue = FairQueue[str]()
+    queue.push("a", LARGE_BYTES, "large")
+    queue.push("b", LARGE_BYTES, "large")
+    queue.push("c", LARGE_BYTES - 1, "small")
+    assert drained(queue, large=False) == ["small"]
+    assert drained(queue) == ["large", "large"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b/x", "b/y"]), st.integers(0, MIB), st.booleans(), st.booleans()), max_size=60
+    )
+)
+def test_each_job_is_served_once_in_its_tenants_order(steps: list[tuple[str, int, bool, bool]]) -> None:
+    queue, pushed, served = FairQueue[int](), [], []
+    for number, (tenant, size, drops, pops) in enumerate(steps):
+        job = queue.push(tenant, size, number)
+        if drops:
+            job.dropped = True
+        else:
+            pushed.append((tenant, number))
+        if pops and (found := queue.pop(large=size % 2 == 0)) is not None:
+            served.append((found.tenant, found.work))
+    while (found := queue.pop()) is not None:
+        served.append((found.tenant, found.work))
+    assert sorted(served) == sorted(pushed)
+    assert not queue._organisations
+
+
+def test_threads_serve_a_small_prompt_while_huge_ones_run() -> None:
+    """On a first-in-first-out pool of two threads, the small one comes after all of them."""
+
+    async def body() -> None:
+        threads, go_on, order = TokenizerThreads(2), threading.Event(), list[str]()
+
+        def huge() -> None:
+            go_on.wait(60)
+            order.append("huge")
+
+        crowd = [asyncio.create_task(threads.run("big", 4 * MIB, huge)) for _ in range(100)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            await threads.run("small", 100, lambda: order.append("small"))
+        assert order == ["small"]
+        go_on.set()
+        await asyncio.gather(*crowd)
+        assert order.count("huge") == 100
+        threads.shutdown()
+
+    asyncio.run(body())
+
+
+def test_errors_and_cancellations_leave_the_threads_usable() -> None:
+    async def body() -> None:
+        threads, go_on = TokenizerThreads(2), threading.Event()
+        with pytest.raises(ZeroDivisionError):
+            await threads.run("a", 1, lambda: 1 / 0)
+        tasks = [asyncio.create_task(threads.run("a", 1, lambda: go_on.wait(60))) for _ in range(10)]
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        go_on.set()
+        assert await threads.run("b", 1, lambda: 7) == 7
+        threads.shutdown()
+
+    asyncio.run(body())

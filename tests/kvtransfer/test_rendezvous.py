@@ -1,0 +1,55 @@
+"""What a rendezvous leaves open, and what a stranger finds in its store."""
+
+import socket
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from kvtransfer import nccl, rendezvous
+from kvtransfer.line import Door
+from kvtransfer.settings import KvSettings
+from kvtransfer.transport import Local, PairBroken
+from tests.kvtransfer.ends import WAIT_S
+
+LIMIT = timedelta(seconds=WAIT_S)
+
+
+def test_the_store_of_a_gloo_pair_is_gone_when_the_two_have_met() -> None:
+    """The group alone would keep it, and its listening socket, for as long as it lives."""
+    listener = rendezvous.Listener("127.0.0.1", WAIT_S)
+    groups: list[Any] = []
+    meeting = threading.Thread(target=lambda: groups.append(listener.meet(rendezvous.gloo_group)), daemon=True)
+    meeting.start()
+    sender = rendezvous.connect(rendezvous.gloo_group, "127.0.0.1", listener.port, listener.secret, WAIT_S)
+    meeting.join(WAIT_S)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", listener.port), timeout=WAIT_S)
+    said, heard = torch.arange(8), torch.zeros(8, dtype=torch.int64)
+    receiving = groups[0].recv([heard], rendezvous.SENDER_RANK, 1)
+    sender.send([said], rendezvous.RECEIVER_RANK, 1).wait(LIMIT)
+    receiving.wait(LIMIT)
+    assert torch.equal(said, heard)
+
+
+def test_the_store_of_an_nccl_pair_does_not_hold_the_secret_of_its_line(monkeypatch) -> None:
+    def nobody(door: Door, timeout_s: float) -> None:
+        doors.append(door)
+        raise PairBroken("nobody")
+
+    doors: list[Door] = []
+    monkeypatch.setattr(Door, "accept", nobody)
+    rows: Any = SimpleNamespace(device=torch.device("cpu"))
+    listener = nccl._Listener(Local(rows, 8, KvSettings(), "127.0.0.1"))
+    store = distributed.HashStore()
+    with pytest.raises(PairBroken):
+        listener._make(store, rendezvous.RECEIVER_RANK, "127.0.0.1", WAIT_S)
+    held = [entry for key in store.list_keys() for entry in (key.encode(), store.get(key))]
+    secret = doors[0].secret
+    doors[0].close()
+    assert secret == listener.meeting.key.hex() and len(secret) == 32
+    assert held and not any(secret.encode() in entry for entry in held)

@@ -1,0 +1,102 @@
+"""The parts of `tcp` that need no connection: the handshake's words, who may wait, how a segment is cut."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.tcp_handshake import (
+    ANSWER_BYTES,
+    HELLO_BYTES,
+    KEY_BYTES,
+    HandshakeFailed,
+    Hello,
+    answer,
+    hello,
+    read_hello,
+    record_key,
+    verify_answer,
+    verify_hello,
+)
+from kvtransfer.tcp_pending import PendingConnections, pending_limit
+from kvtransfer.tcp_segments import RECORD_BYTES, record_bytes_max, records_of
+
+TOKEN, KEY, SENDER_NONCE, RECEIVER_NONCE = bytes(range(16)), bytes(range(32)), b"s" * 16, b"r" * 16
+
+
+def test_both_ends_prove_the_key_and_derive_the_same_one() -> None:
+    said = hello(TOKEN, KEY, SENDER_NONCE)
+    heard = read_hello(said)
+    verify_hello(heard, KEY)
+    answered = answer(heard, KEY, RECEIVER_NONCE)
+    assert (len(said), len(answered)) == (HELLO_BYTES, ANSWER_BYTES)
+    assert verify_answer(answered, TOKEN, KEY, SENDER_NONCE) == RECEIVER_NONCE
+    assert KEY not in said + answered
+    assert len({record_key(KEY, SENDER_NONCE, nonce) for nonce in (RECEIVER_NONCE, b"x" * 16)}) == 2
+
+
+@given(st.integers(0, HELLO_BYTES - 1), st.integers(1, 255))
+def test_a_hello_with_one_byte_changed_is_refused(at: int, change: int) -> None:
+    changed = bytearray(hello(TOKEN, KEY, SENDER_NONCE))
+    changed[at] ^= change
+    try:
+        heard = read_hello(bytes(changed))
+    except HandshakeFailed:
+        return
+    if heard.token == TOKEN:
+        with pytest.raises(HandshakeFailed):
+            verify_hello(heard, KEY)
+
+
+@given(st.integers(0, ANSWER_BYTES - 1), st.integers(1, 255))
+def test_an_answer_with_one_byte_changed_is_refused(at: int, change: int) -> None:
+    changed = bytearray(answer(Hello(TOKEN, SENDER_NONCE, b""), KEY, RECEIVER_NONCE))
+    changed[at] ^= change
+    with pytest.raises(HandshakeFailed):
+        verify_answer(bytes(changed), TOKEN, KEY, SENDER_NONCE)
+
+
+def test_nobody_is_answered_with_their_own_words() -> None:
+    heard = read_hello(hello(TOKEN, KEY, SENDER_NONCE))
+    with pytest.raises(HandshakeFailed):
+        verify_answer(SENDER_NONCE + heard.proof, TOKEN, KEY, SENDER_NONCE)
+    with pytest.raises(HandshakeFailed):
+        verify_hello(heard, os.urandom(KEY_BYTES))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "expire"]), st.floats(0, 3))))
+def test_pending_connections_are_few_and_the_oldest_goes_first(steps: list[tuple[str, float]]) -> None:
+    pending: PendingConnections[int] = PendingConnections(3, 2.0)
+    there: list[tuple[int, float]] = []
+    now = 0.0
+    for number, (step, later_s) in enumerate(steps):
+        now += later_s
+        if step == "add":
+            there.append((number, now + 2.0))
+            assert pending.add(number, now) == [one for one, _ in there[:-3]]
+            there = there[-3:]
+        elif step == "remove" and there:
+            pending.remove(there.pop(0)[0])
+        elif step == "expire":
+            assert pending.pop_expired(now) == [one for one, until in there if until <= now]
+            there = [(one, until) for one, until in there if until > now]
+        assert len(pending) == len(there)
+        assert pending.next_deadline() == (there[0][1] if there else None)
+    assert pending.pop_all() == [one for one, _ in there]
+
+
+def test_strangers_never_have_more_than_a_part_of_the_descriptors() -> None:
+    assert [pending_limit(descriptors) for descriptors in (4, 64, 512, 1 << 20)] == [1, 8, 64, 64]
+
+
+@given(st.integers(1, 5_000), st.integers(1, 4 * RECORD_BYTES))
+def test_records_cover_a_segment_once_in_order(blocks: int, cell_bytes: int) -> None:
+    blocks = min(blocks, max(1, (8 << 20) // cell_bytes))
+    at = 0
+    for record in records_of(blocks, cell_bytes):
+        assert record.first * cell_bytes + record.offset == at
+        assert 0 < record.size <= record_bytes_max(cell_bytes) <= RECORD_BYTES
+        assert record.size == record.cells * cell_bytes or record.cells == 1
+        at += record.size
+    assert at == blocks * cell_bytes

@@ -1,0 +1,69 @@
+"""A real coordinator that hangs with the leader lock, under the real supervisor: another one serves."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from launcher.cluster import free_port
+from launcher.cluster_file import parse
+from launcher.cluster_plan import coordinator_address, plan_host
+from launcher.status import NoAnswer, ask
+from launcher.supervisor import Supervisor
+from launcher.up import spec_of
+
+WATCHDOG_S = 3.0
+"""Not the 10 s of a real one."""
+
+
+async def serving(coordinator: str) -> str:
+    """The name of the coordinator that answers."""
+    async with asyncio.timeout(90):
+        while True:
+            try:
+                report = await ask(coordinator, 1_000)
+            except NoAnswer:
+                continue
+            (name,) = report.metrics
+            return name
+
+
+@pytest.mark.parametrize("standby", [False, True])
+def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, standby: bool) -> None:
+    port, usage_db = free_port("127.0.0.1"), tmp_path / "usage.sqlite"
+    file = parse(
+        f'[ports]\ncoordinator = {port}\n[coordinator]\nusage_db = "{usage_db}"\nstandby = {str(standby).lower()}\n'
+        '[hosts.only]\naddress = "127.0.0.1"\ncoordinator = true\n',
+        tmp_path,
+    )
+
+    async def scene() -> None:
+        said: list[str] = []
+        supervisor = Supervisor(log_dir=tmp_path, say=lambda level, name, text: said.append(f"{name} {text}"))
+        for process in plan_host(file, "only", "none").processes:
+            supervisor.start(replace(spec_of(process), watchdog_s=WATCHDOG_S))
+        try:
+            first = await serving(coordinator_address(file))
+            async with asyncio.timeout(90):
+                while not supervisor.all_ready():  # noqa: ASYNC110 (it has nobody to tell)
+                    await asyncio.sleep(0.05)
+            supervisor.started_up = True
+            hung = supervisor.children[first]
+            incarnation = hung.pid
+            os.kill(incarnation, signal.SIGSTOP)
+            assert await serving(coordinator_address(file)) == (first if not standby else _other(first))
+            assert any(line.startswith(f"{first} said nothing for ") for line in said)
+            if not standby:
+                assert hung.pid not in (0, incarnation)
+        finally:
+            await supervisor.close()
+
+    uvloop.run(scene())
+
+
+def _other(name: str) -> str:
+    return {"coordinator": "coordinator-1", "coordinator-1": "coordinator"}[name]

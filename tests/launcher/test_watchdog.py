@@ -1,0 +1,72 @@
+"""When a child that hangs is killed: by what it said and when, without a clock."""
+
+from launcher.watchdog import WATCHDOG_S, Watchdog
+
+
+def looked(dog: Watchdog, begin: float, end: float) -> float | None:
+    """The first verdict of looks at every pause from `begin` to `end`."""
+    now = begin
+    while now <= end:
+        if (silent_s := dog.silent_s(now)) is not None:
+            return silent_s
+        now += dog.look_every_s
+    return None
+
+
+def ready(timeout_s: float = 10.0) -> Watchdog:
+    dog = Watchdog(timeout_s)
+    dog.started(0.0)
+    dog.heard("READY=1", 0.0)
+    return dog
+
+
+def test_a_child_that_says_nothing_is_overdue_after_its_time() -> None:
+    dog = ready()
+    assert looked(dog, 0.0, 10.0) is None
+    silent_s = looked(dog, 10.0, 12.0)
+    assert silent_s is not None and 10.0 < silent_s <= 11.0
+
+
+def test_one_that_speaks_is_not() -> None:
+    dog = ready()
+    for second in range(0, 100, 3):
+        dog.heard("WATCHDOG=1", float(second))
+        assert looked(dog, float(second), second + 2.0) is None
+
+
+def test_loading_and_ending_take_their_time() -> None:
+    dog = Watchdog(10.0)
+    dog.started(0.0)
+    dog.heard("WATCHDOG=1", 0.0)
+    assert looked(dog, 0.0, 1000.0) is None, "it is not ready"
+    dog = ready()
+    dog.heard("STOPPING=1", 1.0)
+    assert looked(dog, 1.0, 1000.0) is None
+
+
+def test_the_next_incarnation_begins_anew() -> None:
+    dog = ready()
+    dog.heard("STOPPING=1", 1.0)
+    dog.started(5.0)
+    assert dog.ready_for_s(6.0) == 0.0 and looked(dog, 5.0, 100.0) is None
+    dog.heard("READY=1", 100.0)
+    dog.heard("READY=1", 103.0)
+    assert dog.ready_for_s(105.0) == 5.0
+    assert looked(dog, 103.0, 120.0) is not None
+
+
+def test_what_was_not_heard_while_this_process_stood_still_does_not_count() -> None:
+    dog = ready()
+    assert looked(dog, 0.0, 5.0) is None
+    assert looked(dog, 100.0, 110.0) is None
+    assert looked(dog, 110.0, 112.0) is not None
+
+
+def test_without_a_time_there_is_no_watchdog() -> None:
+    assert ready(0.0).silent_s(1e9) is None
+
+
+def test_every_role_has_a_watchdog() -> None:
+    assert set(WATCHDOG_S) == {"coordinator", "gateway", "prefill", "decode"}
+    # Tests of faults stop processes for up to 4 s, and a heartbeat may be lost for 3.5 of them.
+    assert all(timeout_s >= 10.0 for timeout_s in WATCHDOG_S.values())

@@ -1,0 +1,177 @@
+"""Peers whose versions differ by one understand each other; others are refused by a message that names both versions."""
+
+import random
+from collections import Counter
+from enum import Enum
+from typing import Any, get_args, get_type_hints
+
+import msgpack
+import msgspec
+import pytest
+
+from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, to_frames
+from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
+from proto.limits import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from proto.messages import Accepted, Cancel, Hello, Interrupted, Message, Refused, Rejected, Role, Tokens, Welcome
+from proto.newer import UNKNOWN_AS, HelloPrefix, decode_newer, read, read_answer, read_hello, version_refusal
+from tests.fuzz_frames import corpus, mutated
+from tests.proto.test_codec import blob_for, samples
+
+NEXT = PROTOCOL_VERSION + 1
+FRAMES, SEED = 20_000, 9
+
+
+def of_next_version(message: Message) -> list[bytes]:
+    """The frames of a message as a version would send it that has appended a field to every structure."""
+    frames = to_frames(message, blob_for(message))
+    return [msgpack.packb(_extended(message)), *frames[1:]]
+
+
+def _extended(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        fields = [_extended(getattr(value, name)) for name in value.__struct_fields__]
+        tag = [value.__struct_config__.tag] if value.__struct_config__.tag else []
+        return [*tag, *fields, {"new": [1, "x", None, b"y"]}]
+    if isinstance(value, tuple):
+        return [_extended(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _extended(item) for key, item in value.items()}
+    return value.value if isinstance(value, Enum) else value
+
+
+@pytest.mark.parametrize("message", samples(), ids=lambda m: type(m).__name__)
+def test_fields_appended_by_the_next_version_are_skipped(message: Message) -> None:
+    frames = of_next_version(message)
+    decoded, blob = read(frames, NEXT)
+    assert decoded == message and type(decoded) is type(message) and blob == blob_for(message)
+    with pytest.raises(RemoteProtocolError):
+        read(frames, PROTOCOL_VERSION)
+
+
+@pytest.mark.parametrize("message", samples(), ids=lambda m: type(m).__name__)
+def test_fields_that_the_previous_version_lacks_have_their_defaults(message: Message) -> None:
+    required = sum(field.required for field in msgspec.structs.fields(message))
+    short = [msgpack.packb(msgpack.unpackb(encode(message))[: 1 + required]), blob_for(message)]
+    frames = short[: len(to_frames(message, blob_for(message)))]
+    assert decode(frames) == decode_newer(frames)
+
+
+def test_a_message_of_the_next_version_is_ignored_and_of_this_version_refused() -> None:
+    for frames in ([msgpack.packb(["FromTheFuture", 1, [2]])], [msgpack.packb(["FromTheFuture"]), b"blob"]):
+        assert read(frames, NEXT) == (None, b"")
+        with pytest.raises(RemoteProtocolError):
+            read(frames, PROTOCOL_VERSION)
+
+
+def _renamed(message: Message, old: str) -> list[bytes]:
+    return [encode(message).replace(encode_text(old), encode_text("x" * len(old)))]
+
+
+def encode_text(text: str) -> bytes:
+    packed: bytes = msgpack.packb(text)
+    return packed
+
+
+def test_unknown_values_of_the_next_version_are_taken_for_harmless_ones() -> None:
+    rejected, interrupted = Rejected("r", 1, Reject.QUOTA, "because"), Interrupted("r", 1, Interrupt.DRAINED, "x")
+    (item,) = next(sample.items for sample in samples() if isinstance(sample, Tokens))
+    tokens = Tokens((msgspec.structs.replace(item, finish=FinishReason.LENGTH),))
+    expected = {
+        (rejected, "quota"): msgspec.structs.replace(rejected, reason=Reject.NO_CAPACITY),
+        (interrupted, "drained"): msgspec.structs.replace(interrupted, reason=Interrupt.ENGINE_ERROR),
+        (Cancel("r", 1, CancelReason.DEADLINE), "deadline"): Cancel("r", 1, CancelReason.ABANDONED),
+        (tokens, "length"): Tokens((msgspec.structs.replace(item, finish=FinishReason.STOP),)),
+    }
+    for (message, old), taken in expected.items():
+        assert read(_renamed(message, old), NEXT) == (taken, b"")
+        with pytest.raises(RemoteProtocolError):
+            read(_renamed(message, old), PROTOCOL_VERSION)
+
+
+def _enums(hint: Any) -> set[type[Enum]]:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return {hint}
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return {found for part in get_type_hints(hint, include_extras=True).values() for found in _enums(part)}
+    return {found for part in get_args(hint) for found in _enums(part)}
+
+
+def test_every_enumeration_on_the_wire_says_what_an_unknown_value_is_taken_for() -> None:
+    assert {found for message in ALL_MESSAGES for found in _enums(message)} == {*UNKNOWN_AS, Role}
+
+
+def test_an_unknown_role_is_refused_and_named() -> None:
+    hello = Hello(NEXT, Role.GATEWAY, 5, "g")
+    with pytest.raises(RemoteProtocolError, match="'xxxxxxx' is no Role"):
+        read_hello(_renamed(hello, "gateway"))
+
+
+@pytest.mark.parametrize("version", [0, 8, MIN_PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 2, 1 << 40, -1])
+def test_a_hello_of_another_version_is_read_as_far_as_it_never_changes(version: int) -> None:
+    frames = [msgpack.packb(["Hello", version, "a_new_role", 7, "worker-1", {"all": "else"}, [], None])]
+    found = read_hello(frames)
+    assert isinstance(found, HelloPrefix) and (found.version, found.name) == (version, "worker-1")
+    assert str(version) in found.refusal and f"speaks {PROTOCOL_VERSION}" in found.refusal
+    assert read_hello([msgpack.packb(["Hello", version, "gateway", 7, "g"])]) is not None
+
+
+def test_versions_that_differ_by_one_work_together() -> None:
+    good = [version for version in range(100) if version_refusal(version) is None]
+    assert good == [v for v in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION, NEXT) if v >= MIN_PROTOCOL_VERSION]
+
+
+def test_the_frozen_messages_are_what_they_were_in_version_9() -> None:
+    """Never change these bytes: processes of every version, released long ago or not yet, read and send them."""
+    hello = read_hello([bytes.fromhex("95a548656c6c6f09a76761746577617905a167")])
+    assert hello == Hello(9, Role.GATEWAY, 5, "g") or PROTOCOL_VERSION > 10
+    assert encode(Refused("no")) == bytes.fromhex("92a752656675736564a26e6f")
+    assert encode(Welcome(6, 500, 9)) == bytes.fromhex("94a757656c636f6d6506cd01f409")
+    assert read_answer([bytes.fromhex("94a757656c636f6d6506cd01f47f")]) == Welcome(6, 500, 127)
+
+
+def test_answers_of_any_version_are_understood() -> None:
+    assert read_answer([msgpack.packb(["Refused", "too new", 1, 2])]) == Refused("too new")
+    assert read_answer([msgpack.packb(["Welcome", 6, 500, NEXT, "more"])]) == Welcome(6, 500, NEXT)
+    assert read_answer([msgpack.packb(["Welcome", 6, 500])]) == Welcome(6, 500, 8)
+    for bad in (["Welcome", 6, 500, PROTOCOL_VERSION, "more"], ["Welcome", 6], ["Welcome", 6, 5], ["Novel"], []):
+        with pytest.raises(RemoteProtocolError):
+            read_answer([msgpack.packb(bad)])
+
+
+def test_a_first_message_that_is_no_hello() -> None:
+    assert read_hello([encode(Accepted("r", 1))]) is None
+    for bad in ([b""], [b"\xff"], [msgpack.packb(["Novel", 1])], [msgpack.packb(["Hello", 9])], [], [b"\x91"] * 3):
+        with pytest.raises(RemoteProtocolError):
+            read_hello(bad)
+
+
+def test_frames_that_are_almost_messages_of_the_next_version_raise_nothing_else() -> None:
+    generator, known, counts = random.Random(SEED), corpus(), Counter[str]()
+    longest = 0
+    known += [of_next_version(message) for message in samples()]
+    for _ in range(FRAMES):
+        frames = mutated(generator, known)
+        for reader in (decode_newer, read_hello, read_answer):
+            try:
+                reader(frames)
+                counts["taken"] += 1
+            except RemoteProtocolError as error:
+                counts["refused"] += 1
+                longest = max(longest, len(str(error)))
+    assert longest < 1_000, "a refusal quotes too much"
+    assert min(counts.values()) > FRAMES / 20, counts
+
+
+@pytest.mark.parametrize("reader", [decode_newer, read_hello, read_answer])
+def test_deep_nesting_in_what_is_skipped_is_refused(reader: Any) -> None:
+    for name in (b"\xa5Hello", b"\xa4Ping", b"\xa7Welcome", b"\xa5Novel"):
+        for rest in (b"\x91" * 1_000_000, b"\xdd\xff\xff\xff\xff"):
+            with pytest.raises(RemoteProtocolError):
+                reader([b"\x95" + name + rest])
+
+
+def test_a_message_with_a_blob_has_one_in_every_version() -> None:
+    for message in samples():
+        if isinstance(message, WITH_BLOB):
+            with pytest.raises(RemoteProtocolError, match="frames"):
+                decode_newer(of_next_version(message)[:1])

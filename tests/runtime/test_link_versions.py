@@ -1,0 +1,132 @@
+"""Links between processes of different protocol versions, over real sockets: the other end is played message by message."""
+
+import asyncio
+
+import msgpack
+import pytest
+import zmq
+import zmq.asyncio
+
+from proto.codec import encode
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Ping
+from tests.runtime.test_link import CANCEL, End, run, until
+
+NEXT, TOO_NEW = PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2
+
+
+def of_version(version: int) -> bytes:
+    """A Hello with fields that this version does not know."""
+    plain = ["Hello", version, "gateway", 5, "other", "", "", "", None, "", 0, [], None, ""]
+    packed: bytes = msgpack.packb([*plain, *[{"new": 1}] * 20])
+    return packed
+
+
+LONG_CANCEL: bytes = msgpack.packb([*msgpack.unpackb(encode(CANCEL)), "new", ["fields"]])
+NOVEL: bytes = msgpack.packb(["Novel", 1, 2])
+
+
+def test_a_server_accepts_a_client_of_the_next_version_and_ignores_what_it_does_not_know() -> None:
+    async def body() -> None:
+        end = End()
+        server = end.server()
+        address = await server.start()
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(address)
+            await socket.send(of_version(NEXT))
+            assert await end.next() == ("up", 5)
+            assert msgpack.unpackb(await socket.recv()) == ["Welcome", 7, 50, PROTOCOL_VERSION]
+            assert end.peer is not None and (end.peer.version, end.peer.common_version) == (NEXT, PROTOCOL_VERSION)
+            for frame in (NOVEL, LONG_CANCEL, encode(Ping())):
+                await socket.send(frame)
+            assert await end.next() == ("message", CANCEL)
+            assert msgpack.unpackb(await socket.recv()) == ["Pong"]
+            assert server.counters.unknown_messages == 1 and server.counters.protocol_errors == 0
+        await server.close()
+
+    run(body)
+
+
+def test_a_client_of_this_version_is_held_to_it() -> None:
+    async def body() -> None:
+        for frame in (NOVEL, LONG_CANCEL):
+            end = End()
+            server = end.server()
+            address = await server.start()
+            with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+                socket.linger = 0
+                socket.connect(address)
+                await socket.send(msgpack.packb(["Hello", PROTOCOL_VERSION, "gateway", 5, "other"]))
+                assert await end.next() == ("up", 5)
+                await socket.send(frame)
+                kind, reason = await end.next()
+                assert kind == "down" and "protocol error" in reason
+            assert server.counters.unknown_messages == 0 and server.counters.protocol_errors == 1
+            await server.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("version", [8, TOO_NEW, 99])
+def test_a_server_refuses_a_hello_of_any_other_version_by_name(version: int) -> None:
+    async def body() -> None:
+        end = End()
+        server = end.server()
+        address = await server.start()
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(address)
+            await socket.send(of_version(version))
+            name, reason = msgpack.unpackb(await socket.recv())
+            assert name == "Refused" and f"version {version};" in reason and f"speaks {PROTOCOL_VERSION}" in reason
+        assert server.counters.refused == 1 and server.counters.protocol_errors == 0 and end.events.empty()
+        await server.close()
+
+    run(body)
+
+
+def test_a_client_works_with_a_server_of_the_next_version() -> None:
+    async def body() -> None:
+        end = End()
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.linger = 0
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            client = end.client(f"tcp://127.0.0.1:{port}")
+            await client.start()
+            who, hello = await socket.recv_multipart()
+            assert msgpack.unpackb(hello)[:2] == ["Hello", PROTOCOL_VERSION]
+            for frame in (msgpack.packb(["Welcome", 7, 50, NEXT, "new"]), NOVEL, LONG_CANCEL):
+                await socket.send_multipart([who, frame])
+            assert await end.next() == ("up", 7)
+            assert end.peer is not None and (end.peer.version, end.peer.common_version) == (NEXT, PROTOCOL_VERSION)
+            assert await end.next() == ("message", CANCEL)
+            assert client.counters.unknown_messages == 1 and client.counters.protocol_errors == 0
+            await client.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("version", [8, TOO_NEW])
+def test_a_client_that_a_server_of_another_version_lets_in_says_why_it_leaves(version: int) -> None:
+    """A server may work with more versions than its client."""
+
+    async def body() -> None:
+        end = End()
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+            socket.linger = 0
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            client = end.client(f"tcp://127.0.0.1:{port}")
+            await client.start()
+            who, _ = await socket.recv_multipart()
+            await socket.send_multipart([who, msgpack.packb(["Welcome", 7, 50, version, "new"])])
+            name, reason = msgpack.unpackb((await socket.recv_multipart())[1])
+            assert name == "Bye" and f"version {version};" in reason and f"speaks {PROTOCOL_VERSION}" in reason
+            await until(lambda: client.last_error == reason)
+            assert end.events.empty() and client.counters.refused >= 1
+            async with asyncio.timeout(30):
+                again = await socket.recv_multipart()  # it tries again: the server may be upgraded meanwhile
+            assert msgpack.unpackb(again[1])[0] == "Hello"
+            await client.close()
+
+    run(body)

@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from coordinator.turn_lock import is_taken
-from runtime import collector
-from runtime.niceness import import_nicely
+from coordinator.recovery.lock_file import is_taken
+from runtime.process import garbage_collector as collector
+from runtime.process.niceness import import_nicely
 
 _NICE_LOADING = 5
 """More, and on a busy machine it takes half a minute, in which nobody stands by."""
@@ -30,8 +30,8 @@ def _main() -> int:
     if journal and is_taken(journal):
         with collector.at_rest():
             import_nicely("coordinator.main", _NICE_LOADING)
-    from runtime.options import run_role
-    from runtime.settings import CoordinatorSettings
+    from runtime.settings.options import run_role
+    from runtime.settings.roles import CoordinatorSettings
 
     def run(settings: CoordinatorSettings) -> int:
         with collector.at_rest():
@@ -44,6 +44,6 @@ def _main() -> int:
 
 if __name__ == "__main__":
     status = _main()
-    from runtime.exits import leave
+    from runtime.process.exits import leave
 
     leave(status)

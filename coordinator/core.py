@@ -14,11 +14,15 @@ counted here are never more than those the worker has.
 from collections.abc import Callable
 from math import inf
 
-from coordinator import admission, draining, intake, members, progress, report, tenancy
+from coordinator import progress
+from coordinator.admission import checks as admission
+from coordinator.admission import intake, tenancy
 from coordinator.events import Action, Configured, Event, Misbehaved, PeerDown, PeerUp, Received, Tick
-from coordinator.pool import WORKERS
-from coordinator.schedule import schedule
+from coordinator.placement.schedule import schedule
+from coordinator.recovery import draining, members
+from coordinator.reporting import report
 from coordinator.state import State
+from coordinator.workers.pool import WORKERS
 from proto.drain import Draining, DrainRequest
 from proto.messages import (
     CacheEvents,

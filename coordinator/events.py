@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coordinator.cost import Prices
+from coordinator.accounting.usage import Closed, Opened, Past
+from coordinator.fairness.cost import Prices
 from coordinator.lifecycle import State
 from coordinator.score import Weights
-from coordinator.usage import Closed, Opened, Past
 from proto.messages import Hello, Message
-from runtime.tenants import DEFAULT_BANDS, Band, Tenants
+from runtime.tenancy.tenants import DEFAULT_BANDS, Band, Tenants
 
 
 class PeerUp(msgspec.Struct, frozen=True, gc=False):

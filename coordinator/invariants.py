@@ -3,9 +3,9 @@
 from collections import Counter
 
 from coordinator.core import Core
-from coordinator.demand import bound_key
 from coordinator.lifecycle import TERMINAL, State
 from coordinator.request import CLAIM
+from coordinator.waiting.queue_keys import bound_key
 
 
 def check(core: Core) -> None:

@@ -6,8 +6,11 @@ import socket
 
 import msgspec
 
-from coordinator.absence import Absence, Present
+from coordinator.accounting.ledger import Ledger, LedgerError
+from coordinator.accounting.quota import DAY_S
+from coordinator.accounting.usage import Closed, Opened
 from coordinator.core import Core
+from coordinator.event_log.recorder import Journal, RecordedCore
 from coordinator.events import (
     Action,
     Configured,
@@ -21,30 +24,29 @@ from coordinator.events import (
     Send,
     Tick,
 )
-from coordinator.journal import Journal, RecordedCore
-from coordinator.ledger import Ledger, LedgerError
 from coordinator.lifecycle import TERMINAL
-from coordinator.metrics import CoordinatorMetrics
 from coordinator.outbox import Outbox
-from coordinator.quota import DAY_S
+from coordinator.recovery.leader_lock import PREDECESSOR_S, NotOurTurn, Turn
+from coordinator.recovery.stall_detector import Absence, Present
+from coordinator.reporting.metrics import CoordinatorMetrics
 from coordinator.state import NONE_ENDED
-from coordinator.turn import PREDECESSOR_S, NotOurTurn, Turn
-from coordinator.usage import Closed, Opened
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
 from proto.messages import Hello, Message, Rejected, Role, Submit
 from proto.status import StatusReport
-from runtime import clock, log, machine, metrics_server, notify
-from runtime.common_metrics import link_counters
-from runtime.driver import CoreDriver, Stop, cancelled, run_process, watched
-from runtime.exits import ConfigError
-from runtime.keys import keys_for
-from runtime.link import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
-from runtime.metrics_server import MetricsServer
-from runtime.settings import CoordinatorSettings
-from runtime.silence import Silence
-from runtime.tenants import Tenants, TenantsError, open_tenants
-from runtime.tenants_file import TenantsFile
+from runtime.link.failure_detector import Silence
+from runtime.link.keys import keys_for
+from runtime.link.server import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.metrics import server as metrics_server
+from runtime.metrics.common import link_counters
+from runtime.metrics.server import MetricsServer
+from runtime.process import clock, log, notify
+from runtime.process.driver import CoreDriver, Stop, cancelled, run_process, watched
+from runtime.process.exits import ConfigError
+from runtime.settings import machine
+from runtime.settings.roles import CoordinatorSettings
+from runtime.tenancy.file import TenantsFile
+from runtime.tenancy.tenants import Tenants, TenantsError, open_tenants
 
 _BEHIND_RETRY_S = 1.0
 

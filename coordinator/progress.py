@@ -1,14 +1,14 @@
 """What workers report: steps computed, prompts handed over, attempts that are over."""
 
 from coordinator.events import Misbehaved, Received
+from coordinator.kv_admission.shared_blocks import chains
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
-from coordinator.locality import usable_hashes
-from coordinator.pool import Worker
+from coordinator.placement.preemption import relieve
 from coordinator.request import Request
-from coordinator.shared_blocks import chains
 from coordinator.state import State
-from coordinator.victims import relieve
+from coordinator.workers.pool import Worker
+from coordinator.workers.prefix_index import usable_hashes
 from proto.errors import Interrupt
 from proto.messages import (
     CacheEvents,

@@ -5,10 +5,10 @@ from sys import intern
 import msgspec
 from msgspec.structs import force_setattr
 
-from coordinator.billing import Bill
-from coordinator.lanes import Entry
+from coordinator.accounting.billing import Bill
+from coordinator.fairness.tenant_queue import Entry
+from coordinator.kv_admission.admission import NEVER
 from coordinator.lifecycle import State, Trigger, advance
-from coordinator.room import NEVER
 from proto.messages import Submit
 from proto.sampling import Sampling
 

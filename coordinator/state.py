@@ -5,21 +5,21 @@ from collections.abc import Iterable
 
 import msgspec
 
-from coordinator.billing import Billing
+from coordinator.accounting.billing import Billing
+from coordinator.accounting.tombstones import Remembered
+from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import Action, Limits, Moved, Send
+from coordinator.fairness.scheduling_class import Path
 from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as Life
-from coordinator.nodes import Path
-from coordinator.pool import Holding, Pool, Where, Worker
-from coordinator.queue import WaitQueue
-from coordinator.remembered import Remembered
+from coordinator.observer import Watch
 from coordinator.request import CLAIM, NO_CLAIM, Request
-from coordinator.retries import RetryBudget
-from coordinator.usage import Closed, Opened
-from coordinator.watch import Watch
+from coordinator.waiting.queue import WaitQueue
+from coordinator.waiting.retries import RetryBudget
+from coordinator.workers.pool import Holding, Pool, Where, Worker
 from proto.errors import Interrupt
 from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role, Submit
-from runtime.tenants import open_tenants
+from runtime.tenancy.tenants import open_tenants
 
 
 class Last(msgspec.Struct, frozen=True, gc=False):

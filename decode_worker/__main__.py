@@ -1,9 +1,10 @@
 """`python -m decode_worker`: this role alone, for unit files and launchers."""
 
-from runtime import collector, machine
-from runtime.exits import leave
-from runtime.options import run_role
-from runtime.worker_settings import WorkerSettings
+from runtime.process import garbage_collector as collector
+from runtime.process.exits import leave
+from runtime.settings import machine
+from runtime.settings.options import run_role
+from runtime.settings.workers import WorkerSettings
 
 
 def _run(settings: WorkerSettings) -> int:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from engine.blocks import OutOfBlocks
-from engine.finish import finish_reason
-from engine.sequence import BlockCopy, SequenceBlocks
+from engine.kv.allocator import OutOfBlocks
+from engine.kv.sequence import BlockCopy, SequenceBlocks
+from engine.sampling.finish import finish_reason
 from proto.errors import FinishReason
 from proto.messages import Peer, TokenItem
 from proto.sampling import Sampling, TokenLogprobs

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from decode_worker.batch import Draw, StepPlan
 from engine.engine import Engine, SeqChunk
-from engine.sampler import SamplerState, sample
+from engine.sampling.sampler import SamplerState, sample
 
 
 @dataclass(frozen=True)

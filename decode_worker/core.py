@@ -6,11 +6,11 @@ from typing import Generic, Protocol
 from decode_worker.batch import Draw, Running, S, StepOutcome, StepPlan
 from decode_worker.progress import ProgressReport
 from decode_worker.requests import Attempt, AttemptTable, Farewell, Phase, failed
-from kvtransfer.session import Accepted
+from kvtransfer.session.session import Accepted
 from proto.errors import Interrupt, RemoteProtocolError
 from proto.kv import Commit, FirstToken, Offer
 from proto.messages import Message, Release, Released, Reserve, Tokens
-from runtime.ports import Coordinator, Gateways
+from runtime.worker.ports import Coordinator, Gateways
 
 MakeState = Callable[[Reserve, FirstToken, list[int]], S]
 """A choice's sampler, its first token taken in; the prompt's ids, resumed output among them, are there where needed."""

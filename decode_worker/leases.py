@@ -5,7 +5,7 @@
     quarantine     blocks of a failed transfer that its sender may still write to, until its thread has proof to the contrary
 
 A lease has no clock of its own. It ends with the attempt or the session, and those end with their peer: a link without
-heartbeats is given up (`runtime.link`), which loses the pair (`KvReceiver.peer_lost`), which fails its sessions.
+heartbeats is given up (`runtime.link.server`), which loses the pair (`KvReceiver.peer_lost`), which fails its sessions.
 """
 
 from collections import Counter
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from decode_worker.requests import AttemptTable
-from kvtransfer.receiver_session import DRAINING
-from kvtransfer.session import Receiving
+from kvtransfer.session.receiver import DRAINING
+from kvtransfer.session.session import Receiving
 
 S = TypeVar("S")
 

@@ -2,12 +2,12 @@
 
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
-from engine.loader import load_engine
+from engine.model.loader import load_engine
 from engine.thread import EngineThread, pick_device
-from kvtransfer.transports import allowed_on, memory_for
-from runtime.niceness import be_nice_as_group
-from runtime.worker_process import as_config_error, run_worker
-from runtime.worker_settings import WorkerSettings
+from kvtransfer.transports.registry import allowed_on, memory_for
+from runtime.process.niceness import be_nice_as_group
+from runtime.settings.workers import WorkerSettings
+from runtime.worker.process import as_config_error, run_worker
 
 
 def run(settings: WorkerSettings) -> int:

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from decode_worker.batch import StepOutcome
 from decode_worker.requests import AttemptTable, Phase
-from runtime.common_metrics import kv_blocks, kv_transfers, prefix_cache
-from runtime.metrics import COUNTS, STEP_S, Page
+from runtime.metrics.common import kv_blocks, kv_transfers, prefix_cache
+from runtime.metrics.instruments import COUNTS, STEP_S, Page
 
 PREFIX = "crossdock_decode_"
 S = TypeVar("S")

@@ -3,7 +3,7 @@
 from typing import Generic, TypeVar
 
 from decode_worker.requests import AttemptTable, Phase
-from engine.blocks import BlockAllocator
+from engine.kv.allocator import BlockAllocator
 from proto.progress import DecodeProgress
 
 S = TypeVar("S")

@@ -15,9 +15,9 @@ import msgspec
 
 from decode_worker.batch import Batch, Key, Running
 from decode_worker.chains import BlockChains
-from engine.blocks import BlockAllocator, OutOfBlocks
-from engine.sequence import SequenceBlocks
-from kvtransfer.session import Accepted
+from engine.kv.allocator import BlockAllocator, OutOfBlocks
+from engine.kv.sequence import SequenceBlocks
+from kvtransfer.session.session import Accepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt
 from proto.held import Held

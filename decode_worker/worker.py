@@ -9,34 +9,34 @@ from decode_worker.leases import QUARANTINE_WARN_S, leases
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import AttemptTable
 from decode_worker.senders import Senders
-from engine.blocks import BlockAllocator
 from engine.engine import Engine
-from engine.sampler import SamplerState
+from engine.kv.allocator import BlockAllocator
+from engine.sampling.sampler import SamplerState
 from engine.thread import EngineThread
-from kvtransfer.layout import KvLayout
+from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.settings import DIGEST_EVERY, KvSettings, segment_bytes_on
-from kvtransfer.transport import PoolMemory
-from kvtransfer.transports import allowed_on
+from kvtransfer.session.limits import DIGEST_EVERY, KvSettings, segment_bytes_on
+from kvtransfer.transports.registry import allowed_on
+from kvtransfer.transports.transport import PoolMemory
 from proto.compatible import mismatch
 from proto.errors import CrossdockError, RemoteProtocolError
 from proto.held import Capacity
 from proto.kv import Commit, FirstToken
 from proto.messages import Hello, Message, Reserve, Role, StatusRequest
-from runtime import clock
-from runtime.addresses import advertised
-from runtime.common_metrics import link_counters
-from runtime.driver import Stop
-from runtime.link import LinkServer, LinkSettings
-from runtime.link import Peer as LinkPeer
-from runtime.log import Log
-from runtime.metrics_server import MetricsServer
-from runtime.outbound import Outbound
-from runtime.registration import Registration, worker_hello
-from runtime.seldom import Seldom
-from runtime.step_watch import StepWatch
-from runtime.worker_process import end_if_gpu_is_lost, kv_held, work_until_stopped
-from runtime.worker_settings import WorkerSettings
+from runtime.link.connection_pool import Outbound
+from runtime.link.server import LinkServer, LinkSettings
+from runtime.link.server import Peer as LinkPeer
+from runtime.metrics.common import link_counters
+from runtime.metrics.server import MetricsServer
+from runtime.process import clock
+from runtime.process.driver import Stop
+from runtime.process.log import Log
+from runtime.process.rate_limited_log import Seldom
+from runtime.settings.addresses import advertised
+from runtime.settings.workers import WorkerSettings
+from runtime.worker.process import end_if_gpu_is_lost, kv_held, work_until_stopped
+from runtime.worker.registration import Registration, worker_hello
+from runtime.worker.step_watch import StepWatch
 
 
 class DecodeWorker:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from engine.attention import CURRENT
-from engine.plan import ForwardPlan, PoolViews, SeqChunk
+from engine.attention.forward_batch import ForwardPlan, PoolViews, SeqChunk
+from engine.attention.paged import CURRENT
 
 __all__ = ["Engine", "ModelInfo", "SeqChunk"]
 
@@ -37,7 +37,7 @@ class ModelInfo:
 
 
 class Engine:
-    """A model and its KV pool. Made by `engine.loader.load_engine`; belongs to one thread."""
+    """A model and its KV pool. Made by `engine.model.loader.load_engine`; belongs to one thread."""
 
     def __init__(self, model: Any, info: ModelInfo, pool: torch.Tensor, steady_rows: int = 0) -> None:
         """`steady_rows`: as of `PoolViews`."""

@@ -1,9 +1,9 @@
 """`python -m gateway`: this role alone, for unit files and launchers."""
 
-from runtime import collector
-from runtime.exits import leave
-from runtime.options import run_role
-from runtime.settings import GatewaySettings
+from runtime.process import garbage_collector as collector
+from runtime.process.exits import leave
+from runtime.settings.options import run_role
+from runtime.settings.roles import GatewaySettings
 
 
 def _run(settings: GatewaySettings) -> int:

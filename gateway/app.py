@@ -7,13 +7,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway import openapi, routes_generate, routes_info
-from gateway.context import Gateway
-from gateway.errors import ApiError
-from gateway.request_log import RequestInfo, RequestLog, info_of
-from gateway.stream_types import FailKind
+from gateway.http.errors import ApiError
+from gateway.http.request_log import RequestInfo, RequestLog, info_of
+from gateway.openai import openapi, routes_generate, routes_info
+from gateway.openai.context import Gateway
+from gateway.streams.types import FailKind
 from gateway.tenancy import KeyRing
-from runtime.tenants import DEFAULT_TENANT
+from runtime.tenancy.tenants import DEFAULT_TENANT
 
 _GUARDED = "/v1"
 

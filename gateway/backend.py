@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gateway.metrics import GatewayMetrics, StreamTimes
-from gateway.stream_types import (
+from gateway.streams.keeper import StreamKeeper
+from gateway.streams.types import (
     Action,
     Admitted,
     Came,
@@ -27,13 +28,12 @@ from gateway.stream_types import (
     Why,
     WorkerDown,
 )
-from gateway.streams import StreamKeeper
-from gateway.worker_links import WorkerLinks
+from gateway.streams.worker_links import WorkerLinks
 from proto.errors import RemoteProtocolError
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
-from runtime import clock, log
-from runtime.driver import CoreDriver
-from runtime.peer import Peer
+from runtime.link.peer import Peer
+from runtime.process import clock, log
+from runtime.process.driver import CoreDriver
 
 _log = log.get("crossdock.gateway")
 
@@ -43,7 +43,7 @@ class ClientLeft(Exception):
 
 
 class Sender(Protocol):
-    """What the backend needs of a link's peer; `runtime.link.Peer` is one."""
+    """What the backend needs of a link's peer; `runtime.link.server.Peer` is one."""
 
     epoch: int
 

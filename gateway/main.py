@@ -11,29 +11,31 @@ import msgspec
 
 from gateway.app import create_app
 from gateway.backend import Backend
-from gateway.body import Intake
-from gateway.context import Gateway
-from gateway.http_server import make_server
+from gateway.http.body import Intake
+from gateway.http.server import make_server
 from gateway.metrics import GatewayMetrics
-from gateway.prepare import Rules
-from gateway.stream_types import StreamLimits
+from gateway.openai.context import Gateway
+from gateway.openai.prepare import Rules
+from gateway.streams.types import StreamLimits
 from gateway.tenancy import KeyRing
-from gateway.tokenizer import ModelFilesError, ModelTokenizer, load
+from gateway.text.tokenizer import ModelFilesError, ModelTokenizer, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
-from runtime import clock, collector, log, machine, notify
-from runtime.addresses import advertised
-from runtime.common_metrics import link_counters
-from runtime.driver import Stop, cancelled, run_process, unless_stopped, watched
-from runtime.exits import ConfigError
-from runtime.keys import is_loopback, keys_for
-from runtime.link import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
-from runtime.link_client import LinkClient
-from runtime.metrics_server import MetricsServer
-from runtime.settings import GatewaySettings
-from runtime.tenants import TenantsError, open_tenants
-from runtime.tenants_file import TenantsFile
-from runtime.waiting import WaitNotice
+from runtime.link.client import LinkClient
+from runtime.link.keys import is_loopback, keys_for
+from runtime.link.server import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.metrics.common import link_counters
+from runtime.metrics.server import MetricsServer
+from runtime.process import clock, log, notify
+from runtime.process import garbage_collector as collector
+from runtime.process.driver import Stop, cancelled, run_process, unless_stopped, watched
+from runtime.process.exits import ConfigError
+from runtime.process.waiting import WaitNotice
+from runtime.settings import machine
+from runtime.settings.addresses import advertised
+from runtime.settings.roles import GatewaySettings
+from runtime.tenancy.file import TenantsFile
+from runtime.tenancy.tenants import TenantsError, open_tenants
 
 _CLOSE_TIMEOUT_S = 5
 

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable
 
-from gateway.stream_types import FailKind, Failure
-from runtime.metrics import LATENCY_S, STEP_S, Page, TenantLabels
-from runtime.tenants import Slo
+from gateway.streams.types import FailKind, Failure
+from runtime.metrics.instruments import LATENCY_S, STEP_S, Page, TenantLabels
+from runtime.tenancy.tenants import Slo
 
 PREFIX = "crossdock_gateway_"
 _GAPS_OVER_MAX = 0.01

@@ -9,8 +9,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
-from gateway.errors import bad_value
-from runtime.tenants import DEFAULT_TENANT, Slo, Tenants
+from gateway.http.errors import bad_value
+from runtime.tenancy.tenants import DEFAULT_TENANT, Slo, Tenants
 
 _TIERS: Final = {"priority": "interactive", "flex": "batch"}
 """OpenAI's service tiers that mean another band than the tenant's own."""

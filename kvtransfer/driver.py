@@ -11,13 +11,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from kvtransfer.digests import BlockDigests
-from kvtransfer.idle import PairUse, to_give_up
-from kvtransfer.layout import KvLayout
-from kvtransfer.pace import Pace
-from kvtransfer.pair import Listen, NoResources, Pair, PairEvents
-from kvtransfer.pool import PoolRows
-from kvtransfer.session import (
+from kvtransfer.idle_connections import PairUse, to_give_up
+from kvtransfer.memory.digests import BlockDigests
+from kvtransfer.memory.layout import KvLayout
+from kvtransfer.memory.pool import PoolRows
+from kvtransfer.rate_limiter import Pace
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.session.session import (
     Action,
     Ended,
     LocalAbort,
@@ -29,10 +29,10 @@ from kvtransfer.session import (
     Tick,
     Violation,
 )
-from kvtransfer.settings import KvSettings
-from kvtransfer.tcp_listener import TcpListener
-from kvtransfer.transport import Local, Meeting, PoolMemory, SegmentJob
-from kvtransfer.transports import TRANSPORTS, host_id
+from kvtransfer.transports.connection import Listen, NoResources, Pair, PairEvents
+from kvtransfer.transports.registry import TRANSPORTS, host_id
+from kvtransfer.transports.tcp.listener import TcpListener
+from kvtransfer.transports.transport import Local, Meeting, PoolMemory, SegmentJob
 from proto.kv import PairClosed
 from proto.messages import Message
 

@@ -7,11 +7,11 @@ import msgspec
 import torch
 
 from kvtransfer.driver import Driver, Live, Route
-from kvtransfer.layout import KvLayout, blocks_of, cells_of
-from kvtransfer.pace import Bucket, Pace
-from kvtransfer.pair import Listen
-from kvtransfer.receiver_session import DECLINED, FAILED, ReceiverSession
-from kvtransfer.session import (
+from kvtransfer.memory.layout import KvLayout, blocks_of, cells_of
+from kvtransfer.rate_limiter import Bucket, Pace
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.session.receiver import DECLINED, FAILED, ReceiverSession
+from kvtransfer.session.session import (
     Accepted,
     Action,
     AnnounceOrder,
@@ -26,10 +26,10 @@ from kvtransfer.session import (
     Receiving,
     Refusal,
 )
-from kvtransfer.settings import KvSettings
-from kvtransfer.tcp_listener import TcpListener
-from kvtransfer.transport import MAX_QUEUED_SEGMENTS, Meeting, PoolMemory, SegmentJob
-from kvtransfer.transports import usable
+from kvtransfer.transports.connection import Listen
+from kvtransfer.transports.registry import usable
+from kvtransfer.transports.tcp.listener import TcpListener
+from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, Meeting, PoolMemory, SegmentJob
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Message

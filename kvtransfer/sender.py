@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvtransfer.choice import TransportChoice
-from kvtransfer.digests import BlockDigests
 from kvtransfer.driver import Driver, Live, Route
-from kvtransfer.layout import KvLayout, cells_of
-from kvtransfer.sender_session import SenderSession, announcement, next_parts
-from kvtransfer.session import (
+from kvtransfer.memory.digests import BlockDigests
+from kvtransfer.memory.layout import KvLayout, cells_of
+from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX, KvSettings
+from kvtransfer.session.sender import SenderSession, announcement, next_parts
+from kvtransfer.session.session import (
     Action,
     BlocksReady,
     CancelSegments,
@@ -23,9 +23,9 @@ from kvtransfer.session import (
     SegmentDropped,
     SendSegment,
 )
-from kvtransfer.settings import WINDOW_SEGMENTS_MAX, KvSettings
-from kvtransfer.transport import Meeting, SegmentJob
-from kvtransfer.transports import TRANSPORTS, suited
+from kvtransfer.transport_choice import TransportChoice
+from kvtransfer.transports.registry import TRANSPORTS, suited
+from kvtransfer.transports.transport import Meeting, SegmentJob
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Decline, FirstToken, PairClosed, PairListen, PairOpen

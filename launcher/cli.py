@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from launcher.bench_settings import (
+from launcher.admin.drain import DrainSettings
+from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
+from launcher.admin.keys import NewKeysSettings
+from launcher.admin.simulate_settings import SimulateSettings
+from launcher.admin.status import StatusSettings
+from launcher.admin.tenants import CheckSettings, KeySettings
+from launcher.admin.usage import UsageSettings
+from launcher.bench.settings import (
     CoordinatorBenchSettings,
     EngineBenchSettings,
     FairnessSettings,
@@ -16,21 +23,14 @@ from launcher.bench_settings import (
     KvBenchSettings,
     RoomBenchSettings,
 )
-from launcher.cluster_settings import ClusterCheckSettings, DownSettings, UpSettings
-from launcher.drain import DrainSettings
-from launcher.journal_settings import ExplainSettings, ReplaySettings
-from launcher.keys import NewKeysSettings
-from launcher.load_settings import CompareSettings, RatioSettings, ServeBenchSettings
-from launcher.simulate_settings import SimulateSettings
-from launcher.status import StatusSettings
-from launcher.tenants import CheckSettings, KeySettings
-from launcher.usage import UsageSettings
-from runtime import machine
-from runtime.exits import leave
-from runtime.options import add_command, invoke, new_app
-from runtime.serve_settings import ServeSettings
-from runtime.settings import CoordinatorSettings, GatewaySettings
-from runtime.worker_settings import WorkerSettings
+from launcher.cluster.settings import ClusterCheckSettings, DownSettings, UpSettings
+from launcher.load.settings import CompareSettings, RatioSettings, ServeBenchSettings
+from runtime.process.exits import leave
+from runtime.settings import machine
+from runtime.settings.options import add_command, invoke, new_app
+from runtime.settings.roles import CoordinatorSettings, GatewaySettings
+from runtime.settings.serve import ServeSettings
+from runtime.settings.workers import WorkerSettings
 
 HELP = """Serve language models with prefill and decode in separate processes.
 
@@ -51,7 +51,7 @@ TENANTS_HELP = "Check a tenants file, or make a key for it."
 
 
 def _serve(settings: ServeSettings) -> int:
-    from launcher.serve import run
+    from launcher.local.serve import run
 
     return run(settings)
 
@@ -80,139 +80,139 @@ def _worker(settings: WorkerSettings) -> int:
 
 
 def _status(settings: StatusSettings) -> int:
-    from launcher.status import run
+    from launcher.admin.status import run
 
     return run(settings)
 
 
 def _usage(settings: UsageSettings) -> int:
-    from launcher.usage import run
+    from launcher.admin.usage import run
 
     return run(settings)
 
 
 def _up(settings: UpSettings) -> int:
-    from launcher.up import up
+    from launcher.cluster.up import up
 
     return up(settings)
 
 
 def _down(settings: DownSettings) -> int:
-    from launcher.up import down
+    from launcher.cluster.up import down
 
     return down(settings)
 
 
 def _cluster_check(settings: ClusterCheckSettings) -> int:
-    from launcher.cluster_check import run
+    from launcher.cluster.check import run
 
     return run(settings)
 
 
 def _tenants_check(settings: CheckSettings) -> int:
-    from launcher.tenants import check
+    from launcher.admin.tenants import check
 
     return check(settings)
 
 
 def _tenants_key(settings: KeySettings) -> int:
-    from launcher.tenants import make_key
+    from launcher.admin.tenants import make_key
 
     return make_key(settings)
 
 
 def _keys_new(settings: NewKeysSettings) -> int:
-    from launcher.keys import run
+    from launcher.admin.keys import run
 
     return run(settings)
 
 
 def _replay(settings: ReplaySettings) -> int:
-    from launcher.replay import replay
+    from launcher.admin.replay import replay
 
     return replay(settings)
 
 
 def _drain(settings: DrainSettings) -> int:
-    from launcher.drain import run
+    from launcher.admin.drain import run
 
     return run(settings)
 
 
 def _explain(settings: ExplainSettings) -> int:
-    from launcher.replay import explain
+    from launcher.admin.replay import explain
 
     return explain(settings)
 
 
 def _simulate(settings: SimulateSettings) -> int:
-    from launcher.simulate import run
+    from launcher.admin.simulate import run
 
     return run(settings)
 
 
 def _bench_isolation(settings: IsolationSettings) -> int:
-    from launcher.bench_isolation import run
+    from launcher.bench.dev.isolation import run
 
     return run(settings)
 
 
 def _bench_handover(settings: HandoverSettings) -> int:
-    from launcher.bench_handover import run
+    from launcher.bench.dev.handover import run
 
     return run(settings)
 
 
 def _bench_harmless(settings: HarmlessSettings) -> int:
-    from launcher.bench_harmless import run
+    from launcher.bench.dev.kv_interference import run
 
     return run(settings)
 
 
 def _bench_engine(settings: EngineBenchSettings) -> int:
-    from launcher.bench_report import run_engine
+    from launcher.report import run_engine
 
     return run_engine(settings)
 
 
 def _bench_fairness(settings: FairnessSettings) -> int:
-    from launcher.bench_fairness import run
+    from launcher.bench.dev.fairness import run
 
     return run(settings)
 
 
 def _bench_coordinator(settings: CoordinatorBenchSettings) -> int:
-    from launcher.bench_coordinator import run
+    from launcher.bench.dev.coordinator import run
 
     return run(settings)
 
 
 def _bench_kv(settings: KvBenchSettings) -> int:
-    from launcher.bench_kv import run
+    from launcher.bench.dev.kv import run
 
     return run(settings)
 
 
 def _bench_room(settings: RoomBenchSettings) -> int:
-    from launcher.bench_room import run
+    from launcher.bench.dev.kv_utilization import run
 
     return run(settings)
 
 
 def _bench_serve(settings: ServeBenchSettings) -> int:
-    from launcher.bench_serve import run
+    from launcher.bench.serve import run
 
     return run(settings)
 
 
 def _bench_compare(settings: CompareSettings) -> int:
-    from launcher.bench_compare import run
+    from launcher.bench.compare import run
 
     return run(settings)
 
 
 def _bench_ratio(settings: RatioSettings) -> int:
-    from launcher.bench_ratio import run
+    from launcher.bench.ratio import run
 
     return run(settings)
 

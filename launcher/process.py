@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from runtime import clock
+from runtime.process import clock
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 _LINE_END = re.compile(rb"[\r\n]+")

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from engine.engine import Engine, SeqChunk
-from engine.finish import finish_reason
-from engine.sampler import SamplerState, sample
+from engine.sampling.finish import finish_reason
+from engine.sampling.sampler import SamplerState, sample
 from prefill_worker.core import StepResult
 from prefill_worker.prompts import Prompt
 from proto.messages import Chunk, TokenItem

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.prompts import Farewell, Key, Prompt, PromptTable
 from proto.codec import unpack_tokens
 from proto.errors import Interrupt, RemoteProtocolError
@@ -29,7 +29,7 @@ from proto.messages import (
     WorkFailed,
 )
 from proto.sampling import Sampling
-from runtime.ports import Coordinator, Gateways
+from runtime.worker.ports import Coordinator, Gateways
 
 STEPS_QUEUED_MAX = 64
 Work = list[tuple[Prompt, Chunk]]

@@ -1,13 +1,13 @@
 """The prefill worker process."""
 
 from engine.engine import Engine
-from engine.loader import load_engine
+from engine.model.loader import load_engine
 from engine.thread import EngineThread, pick_device
-from kvtransfer.transports import allowed_on
+from kvtransfer.transports.registry import allowed_on
 from prefill_worker.worker import PrefillWorker
-from runtime.niceness import be_nice_as_group
-from runtime.worker_process import as_config_error, run_worker
-from runtime.worker_settings import WorkerSettings
+from runtime.process.niceness import be_nice_as_group
+from runtime.settings.workers import WorkerSettings
+from runtime.worker.process import as_config_error, run_worker
 
 
 def run(settings: WorkerSettings) -> int:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.core import StepResult, Work
 from prefill_worker.prompts import PromptTable
-from runtime.common_metrics import kv_blocks, kv_transfers, prefix_cache
-from runtime.metrics import COUNTS, LATENCY_S, STEP_S, Page
+from runtime.metrics.common import kv_blocks, kv_transfers, prefix_cache
+from runtime.metrics.instruments import COUNTS, LATENCY_S, STEP_S, Page
 
 PREFIX = "crossdock_prefill_"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.blocks import BlockAllocator, OutOfBlocks
+from engine.kv.allocator import BlockAllocator, OutOfBlocks
 from proto.codec import split_hashes
 from proto.errors import Interrupt
 from proto.held import Held

@@ -2,14 +2,14 @@
 
 import asyncio
 
-from engine.blocks import BlockAllocator
 from engine.engine import Engine
+from engine.kv.allocator import BlockAllocator
 from engine.thread import EngineThread
-from kvtransfer.layout import KvLayout
+from kvtransfer.memory.layout import KvLayout
 from kvtransfer.sender import KvSender
-from kvtransfer.session import KvFailed, KvSent
-from kvtransfer.settings import KvSettings, segment_bytes_on
-from kvtransfer.transports import allowed_on
+from kvtransfer.session.limits import KvSettings, segment_bytes_on
+from kvtransfer.session.session import KvFailed, KvSent
+from kvtransfer.transports.registry import allowed_on
 from prefill_worker.compute import run_step
 from prefill_worker.core import PrefillCore
 from prefill_worker.metrics import PrefillMetrics
@@ -18,18 +18,18 @@ from proto.errors import CrossdockError, RemoteProtocolError
 from proto.held import Capacity
 from proto.messages import Message, Role, StatusRequest
 from proto.status import KvPair, KvPairs
-from runtime import clock
-from runtime.common_metrics import link_counters
-from runtime.driver import Stop
-from runtime.link import LinkSettings
-from runtime.link import Peer as LinkPeer
-from runtime.log import Log
-from runtime.metrics_server import MetricsServer
-from runtime.outbound import Outbound
-from runtime.registration import Registration, worker_hello
-from runtime.step_watch import StepWatch
-from runtime.worker_process import end_if_gpu_is_lost, kv_held, work_until_stopped
-from runtime.worker_settings import WorkerSettings
+from runtime.link.connection_pool import Outbound
+from runtime.link.server import LinkSettings
+from runtime.link.server import Peer as LinkPeer
+from runtime.metrics.common import link_counters
+from runtime.metrics.server import MetricsServer
+from runtime.process import clock
+from runtime.process.driver import Stop
+from runtime.process.log import Log
+from runtime.settings.workers import WorkerSettings
+from runtime.worker.process import end_if_gpu_is_lost, kv_held, work_until_stopped
+from runtime.worker.registration import Registration, worker_hello
+from runtime.worker.step_watch import StepWatch
 
 
 class PrefillWorker:

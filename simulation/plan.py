@@ -6,11 +6,11 @@ from random import Random
 from typing import Final
 
 from coordinator.events import Limits
-from gateway.stream_types import StreamLimits
+from gateway.streams.types import StreamLimits
 from proto.sampling import Sampling
-from runtime.tenants import Tenants, parse
-from simulation.network import Hostility
-from simulation.toy import EOS, VOCAB
+from runtime.tenancy.tenants import Tenants, parse
+from simulation.faults.network import Hostility
+from simulation.faults.toy_model import EOS, VOCAB
 
 FAULTS: Final = {
     "crash": "a process is killed and started again",

@@ -35,26 +35,26 @@ MAY_IMPORT = {
 PURE = (
     "proto/*.py",
     "coordinator/*.py",
-    "kvtransfer/choice.py",
-    "kvtransfer/idle.py",
-    "kvtransfer/layout.py",
+    "kvtransfer/transport_choice.py",
+    "kvtransfer/idle_connections.py",
+    "kvtransfer/memory/layout.py",
     "kvtransfer/*session.py",
-    "kvtransfer/settings.py",
-    "kvtransfer/tcp_handshake.py",
-    "kvtransfer/tcp_pending.py",
-    "runtime/tenants.py",
-    "engine/blocks.py",
-    "engine/finish.py",
-    "engine/prefix.py",
-    "engine/sequence.py",
-    "gateway/block_hashes.py",
-    "gateway/fair_queue.py",
+    "kvtransfer/session/limits.py",
+    "kvtransfer/transports/tcp/handshake.py",
+    "kvtransfer/transports/tcp/pending.py",
+    "runtime/tenancy/tenants.py",
+    "engine/kv/allocator.py",
+    "engine/sampling/finish.py",
+    "engine/kv/prefix_tree.py",
+    "engine/kv/sequence.py",
+    "gateway/text/block_hashes.py",
+    "gateway/text/fair_queue.py",
     "gateway/fair_share.py",
-    "gateway/last_words.py",
-    "gateway/stream_state.py",
-    "gateway/stream_types.py",
-    "gateway/streams.py",
-    "gateway/worker_links.py",
+    "gateway/streams/final_messages.py",
+    "gateway/streams/state.py",
+    "gateway/streams/types.py",
+    "gateway/streams/keeper.py",
+    "gateway/streams/worker_links.py",
     "decode_worker/batch.py",
     "decode_worker/core.py",
     "decode_worker/progress.py",
@@ -62,24 +62,24 @@ PURE = (
     "decode_worker/senders.py",
     "prefill_worker/core.py",
     "prefill_worker/prompts.py",
-    "runtime/ports.py",
-    "runtime/silence.py",
-    "runtime/service.py",
-    "runtime/step_watch.py",
-    "launcher/cluster_file.py",
-    "launcher/cluster_plan.py",
-    "launcher/plan.py",
-    "launcher/units.py",
-    "launcher/restart.py",
+    "runtime/worker/ports.py",
+    "runtime/link/failure_detector.py",
+    "runtime/worker/service.py",
+    "runtime/worker/step_watch.py",
+    "launcher/cluster/file.py",
+    "launcher/cluster/plan.py",
+    "launcher/local/core_plan.py",
+    "launcher/cluster/units.py",
+    "launcher/local/restart.py",
 )
 """Files that decide. Each pattern must match a file."""
 DRIVERS = frozenset(
     {
         "coordinator/__main__.py",
-        "coordinator/journal.py",
-        "coordinator/ledger.py",
+        "coordinator/event_log/recorder.py",
+        "coordinator/accounting/ledger.py",
         "coordinator/main.py",
-        "coordinator/turn.py",
+        "coordinator/recovery/leader_lock.py",
     }
 )
 """Files that turn decisions into I/O, where the rest of their folder decides."""
@@ -197,21 +197,21 @@ def test_the_source_keeps_the_rules(check: Check) -> None:
 
 
 PLANTED = [
-    (check_import_table, "proto/x.py", "import runtime.link", "proto may not import runtime"),
+    (check_import_table, "proto/x.py", "import runtime.link.server", "proto may not import runtime"),
     (
         check_import_table,
         "engine/x.py",
-        "def f():\n    from kvtransfer.layout import X",
+        "def f():\n    from kvtransfer.memory.layout import X",
         "engine may not import kvtransfer",
     ),
     (check_import_table, "coordinator/x.py", "from gateway import api", "coordinator may not import gateway"),
-    (check_import_table, "gateway/x.py", "import engine.blocks as b", "gateway may not import engine"),
+    (check_import_table, "gateway/x.py", "import engine.kv.allocator as b", "gateway may not import engine"),
     (check_import_table, "prefill_worker/x.py", "import decode_worker", "prefill_worker may not import decode_worker"),
     (check_import_table, "runtime/x.py", "import launcher", "runtime may not import launcher"),
     (check_import_table, "gateway/x.py", "from . import api", "relative import"),
     (check_pure, "coordinator/core.py", "import asyncio", "may not import asyncio"),
     (check_pure, "proto/codec.py", "from time import monotonic", "may not import time"),
-    (check_pure, "kvtransfer/sender_session.py", "def f():\n    import torch.nn", "may not import torch"),
+    (check_pure, "kvtransfer/session/sender.py", "def f():\n    import torch.nn", "may not import torch"),
     (check_pure, "decode_worker/batch.py", "async def f(): ...", "may not await"),
     (check_only_pure, "simulation/x.py", "from kvtransfer.sender import KvSender", "pure modules only"),
     (check_only_pure, "simulation/x.py", "from coordinator.main import run", "pure modules only"),
@@ -242,7 +242,7 @@ def test_every_pure_pattern_names_a_file(pattern: str) -> None:
 
 def test_checks_are_quiet_on_innocent_source() -> None:
     source = "import os\nfrom proto.messages import Submit\n\ndef f() -> None:\n    os.getpid()\n"
-    assert [problem for check in CHECKS for problem in check("gateway/streams.py", source)] == []
+    assert [problem for check in CHECKS for problem in check("gateway/streams/keeper.py", source)] == []
 
 
 def test_every_folder_of_code_is_in_the_table_and_the_package() -> None:

@@ -5,7 +5,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 
-from runtime.driver import cancelled
+from runtime.process.driver import cancelled
 from tests.chaos import bench, show
 from tests.chaos.cluster import ROLES, Cluster, Violation
 from tests.chaos.run import Plan, Result, Run

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from coordinator.billing import DOUBT_S
+from coordinator.accounting.billing import DOUBT_S
 from tests.chaos.client import Seen
 from tests.chaos.cluster import Cluster
 from tests.chaos.orders import Order

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from launcher.local import until_interrupted
+from launcher.local.lifetime import until_interrupted
 from tests import tiny_models
 from tests.chaos.cluster import Cluster, Violation
 from tests.chaos.orders import CONTEXT_TOKENS

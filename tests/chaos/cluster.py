@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from launcher.cluster import free_port
+from launcher.local.cluster import free_port
 from launcher.process import child_environment, python_command
 from proto import limits
 from proto.messages import Hello, Message, Role, StatusRequest, Welcome
 from proto.status import StatusReport
-from runtime import clock
-from runtime.link import LinkSettings, Peer
-from runtime.link_client import LinkClient
+from runtime.link.client import LinkClient
+from runtime.link.server import LinkSettings, Peer
+from runtime.process import clock
 
 ROLES = ("coordinator", "gateway", "prefill", "decode")
 MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
 
-from engine import steady
+from engine.attention import batch_invariant as steady
 
 CONTEXT_TOKENS = 2048
 _FIRST_BYTE_TOKEN, _VOCAB_END = 6, 262

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.last_words import AGAIN_S
+from gateway.streams.final_messages import AGAIN_S
 from tests.chaos import audit
 from tests.chaos.client import Seen, ask
 from tests.chaos.cluster import Cluster, Member, Violation

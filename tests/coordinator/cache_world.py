@@ -7,11 +7,11 @@ from heapq import heappop, heappush
 from itertools import count
 
 from coordinator.core import Core
-from coordinator.cost import Prices
 from coordinator.events import Limits, PeerUp, Received, Send
+from coordinator.fairness.cost import Prices
 from coordinator.score import Weights
-from engine.blocks import BlockAllocator
-from gateway.block_hashes import block_hashes
+from engine.kv.allocator import BlockAllocator
+from gateway.text.block_hashes import block_hashes
 from prefill_worker.prompts import Prompt, PromptTable
 from proto.codec import pack_tokens, unpack_tokens
 from proto.messages import (

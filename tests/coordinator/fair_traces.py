@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from coordinator.fairqueue import CLOSED, Answer, FairQueue, MoveTo, Terms
-from coordinator.lanes import Entry
+from coordinator.fairness.fair_queue import CLOSED, Answer, FairQueue, MoveTo, Terms
+from coordinator.fairness.tenant_queue import Entry
 
 Path = tuple[str, ...]
 

@@ -6,7 +6,7 @@ import random
 import sys
 from pathlib import Path
 
-from coordinator.ledger import Ledger, LedgerError
+from coordinator.accounting.ledger import Ledger, LedgerError
 from tests.coordinator.ledger_words import closed, opened
 
 

@@ -3,9 +3,9 @@
 import io
 
 from coordinator.core import Core
+from coordinator.event_log.format import FAILED, Chain, Header, encode_end, encode_header, event_bytes
+from coordinator.event_log.replay import Replay
 from coordinator.events import Action, Event, Limits
-from coordinator.journal_format import FAILED, Chain, Header, encode_end, encode_header, event_bytes
-from coordinator.replay import Replay
 
 
 class TapedCore(Core):

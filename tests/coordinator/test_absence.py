@@ -1,8 +1,8 @@
 """A coordinator that did not run for a while acts on nothing that it believed before."""
 
-from coordinator.absence import Absence, Present
 from coordinator.core import Core
 from coordinator.events import Limits, PeerUp, Send, Tick
+from coordinator.recovery.stall_detector import Absence, Present
 from proto import limits
 from proto.messages import Hello, Role
 

@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.billing import DOUBT_S
+from coordinator.accounting.billing import DOUBT_S
+from coordinator.accounting.quota import Ask
+from coordinator.accounting.usage import Opened
 from coordinator.events import Configured, PeerDown, PeerUp, Tick
-from coordinator.quota import Ask
-from coordinator.usage import Opened
 from proto.errors import CancelReason, Interrupt
 from proto.held import Held
 from proto.messages import Cancel, Finished, Release, Released, Role, Step, StepDone, WorkFailed
 from proto.progress import DecodeProgress, Joined
-from runtime.tenants import parse
+from runtime.tenancy.tenants import parse
 from tests.coordinator.test_ledger import past_of, write
 from tests.coordinator.test_tenancy import FILE, World, by, world
 from tests.coordinator.world import worker_hello

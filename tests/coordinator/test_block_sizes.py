@@ -3,7 +3,7 @@
 import msgspec
 
 from coordinator.events import Limits, PeerDown, PeerUp
-from coordinator.locality import Locality, known_blocks, usable_hashes
+from coordinator.workers.prefix_index import Locality, known_blocks, usable_hashes
 from proto.errors import Reject
 from proto.messages import (
     CacheEvents,

@@ -8,8 +8,8 @@ import pytest
 
 from coordinator import invariants
 from coordinator.events import Limits
-from coordinator.fairqueue import FairQueue, Offer, Popped
-from coordinator.nodes import Path
+from coordinator.fairness.fair_queue import FairQueue, Offer, Popped
+from coordinator.fairness.scheduling_class import Path
 from coordinator.request import Request
 from tests.coordinator.virtual import Virtual
 from tests.coordinator.world import MODEL

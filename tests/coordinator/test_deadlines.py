@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits
-from coordinator.latest_starts import STEPS_MAX, LatestStarts
-from coordinator.pool import Pool, Worker
 from coordinator.request import Request
+from coordinator.waiting.latest_starts import STEPS_MAX, LatestStarts
+from coordinator.workers.pool import Pool, Worker
 from proto.errors import Reject
 from proto.messages import Role, Submit
 from tests.coordinator.virtual import Virtual

@@ -4,7 +4,15 @@ import random
 
 import pytest
 
-from coordinator.demand import Demand, bound_key, class_key, classes_without_room, is_class, is_placed, smallest
+from coordinator.waiting.queue_keys import (
+    Demand,
+    bound_key,
+    class_key,
+    classes_without_room,
+    is_class,
+    is_placed,
+    smallest,
+)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from coordinator import draining
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
-from coordinator.report import status
+from coordinator.recovery import draining
+from coordinator.reporting.report import status
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
 from proto.errors import CancelReason, Interrupt
 from proto.held import Held

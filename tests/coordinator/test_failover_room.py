@@ -5,7 +5,7 @@ import pytest
 
 from coordinator.core import Core
 from coordinator.events import Limits, PeerUp
-from launcher.room_world import DECODE, GATEWAY, PREFILL, Job, RoomWorld
+from launcher.bench.dev.kv_utilization_world import DECODE, GATEWAY, PREFILL, Job, RoomWorld
 from proto.held import Capacity, Held
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Interrupted, Reserve, Role

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.bands import ring_weights
-from coordinator.fairqueue import CLOSED, MOVES_MAX, Answer, Close, FairQueue, MoveTo, Terms
-from coordinator.lanes import Entry, Lane
-from coordinator.lines import Line
-from coordinator.nodes import Ring
-from runtime.tenants import DEFAULT_BANDS, Band
+from coordinator.fairness.fair_queue import CLOSED, MOVES_MAX, Answer, Close, FairQueue, MoveTo, Terms
+from coordinator.fairness.priority_classes import ring_weights
+from coordinator.fairness.scheduling_class import Ring
+from coordinator.fairness.sorted_row import Line
+from coordinator.fairness.tenant_queue import Entry, Lane
+from runtime.tenancy.tenants import DEFAULT_BANDS, Band
 from tests.coordinator.fair_traces import Job, Trace
 
 

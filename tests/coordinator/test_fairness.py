@@ -2,11 +2,11 @@
 
 import pytest
 
+from coordinator.accounting.usage import Closed
 from coordinator.events import Limits
-from coordinator.fairness import Service, evenness, jain
-from coordinator.lately import REQUESTS_MAX, Lately
-from coordinator.queue import WaitQueue
-from coordinator.usage import Closed
+from coordinator.reporting.recent import REQUESTS_MAX, Lately
+from coordinator.reporting.served import Service, evenness, jain
+from coordinator.waiting.queue import WaitQueue
 
 
 def test_jain_is_one_where_all_have_the_same() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import journal as journals
 from coordinator.core import Core
+from coordinator.event_log import recorder as journals
+from coordinator.event_log.recorder import Journal, RecordedCore
+from coordinator.event_log.replay import Replay
 from coordinator.events import PeerDown, PeerUp, Received
-from coordinator.journal import Journal, RecordedCore
-from coordinator.replay import Replay
 from proto.codec import pack_tokens
 from proto.messages import StatusRequest
 from tests.coordinator.world import gateway_hello, submit
@@ -154,7 +154,7 @@ def test_a_full_disk_later_ends_only_the_recording(tmp_path: Path, monkeypatch: 
         return real(fd, data)
 
     real = os.write
-    monkeypatch.setattr("coordinator.journal.os.write", write)
+    monkeypatch.setattr("coordinator.event_log.recorder.os.write", write)
 
     async def run() -> None:
         journal = Journal(str(path), 1 << 20)

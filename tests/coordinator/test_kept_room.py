@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from coordinator.events import Limits
-from coordinator.queue import WaitQueue
+from coordinator.waiting.queue import WaitQueue
 from tests.coordinator.virtual import Virtual, p99
 from tests.coordinator.world import MODEL
 

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from coordinator.lanes import Entry, Lane
-from coordinator.lines import SPARE
-from coordinator.nodes import Node
+from coordinator.fairness.scheduling_class import Node
+from coordinator.fairness.sorted_row import SPARE
+from coordinator.fairness.tenant_queue import Entry, Lane
 
 
 class Naive:

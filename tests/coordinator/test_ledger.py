@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from coordinator.accounting.ledger import Ledger, LedgerError, day_text
+from coordinator.accounting.quota import Ask
+from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.events import Send
-from coordinator.ledger import Ledger, LedgerError, day_text
 from coordinator.outbox import Outbox
-from coordinator.quota import Ask
-from coordinator.usage import Closed, Opened, Past
 from proto.messages import Accepted, Release, StatusRequest
 from tests.coordinator.ledger_words import closed, opened
 
@@ -195,7 +195,7 @@ def test_nothing_about_a_request_leaves_before_its_row_and_links_keep_their_orde
 def test_closed_rows_are_deleted_after_their_days_and_open_ones_never(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_days: int
 ) -> None:
-    monkeypatch.setattr("coordinator.ledger.PRUNE_MAX", 7)
+    monkeypatch.setattr("coordinator.accounting.ledger.PRUNE_MAX", 7)
     path = tmp_path / "usage.sqlite"
     names = [f"r{n}" for n in range(30)]
     write(path, *map(opened, names), *map(closed, names), opened("open"), opened("new"), closed("new"))

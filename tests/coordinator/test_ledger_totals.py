@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator import ledger
-from coordinator.ledger import Ledger
-from coordinator.quota import Ask
-from coordinator.usage import Closed, Entry, Opened, Past
+from coordinator.accounting import ledger
+from coordinator.accounting.ledger import Ledger
+from coordinator.accounting.quota import Ask
+from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from tests.coordinator.ledger_words import closed, opened
 
 TENANTS = ("a/x", "a/y", "b")

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import locality
-from coordinator.locality import Locality, usable_hashes, usable_tokens
 from coordinator.score import DecodeSide, PrefillSide, Weights, best_decode, decode_s, prefill_s
-from engine.blocks import BlockAllocator
+from coordinator.workers import prefix_index as locality
+from coordinator.workers.prefix_index import Locality, usable_hashes, usable_tokens
+from engine.kv.allocator import BlockAllocator
 from proto.messages import Submit
 from proto.sampling import Sampling
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import pytest
 
 from coordinator.events import Limits
-from coordinator.fairqueue import FairQueue
-from coordinator.lanes import Entry, Lane
-from coordinator.overload import Rate
+from coordinator.fairness.fair_queue import FairQueue
+from coordinator.fairness.tenant_queue import Entry, Lane
 from coordinator.request import Request
+from coordinator.waiting.overload import Rate
 from proto.errors import Reject
 from proto.messages import Rejected, Submit
 from tests.coordinator.virtual import Virtual

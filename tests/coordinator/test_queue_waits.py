@@ -6,7 +6,7 @@ import pytest
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, Finished, HandedOver, Rejected, Reserve, Role, Step, StepDone
-from runtime.tenants import Band, TenantsError, parse
+from runtime.tenancy.tenants import Band, TenantsError, parse
 from tests.coordinator.world import MODEL, Harness, submit, worker_hello
 
 BANDS = {

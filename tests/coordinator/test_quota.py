@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from coordinator.quota import BORROW_RETRY_S, HELD_RETRY_S, Ask, Denial, Grant, Quotas
+from coordinator.accounting.quota import BORROW_RETRY_S, HELD_RETRY_S, Ask, Denial, Grant, Quotas
 from proto.messages import RateState
-from runtime.tenants import Level, Tenants, parse
+from runtime.tenancy.tenants import Level, Tenants, parse
 
 
 def quotas(text: str, offset_s: float = 0.0) -> Quotas:

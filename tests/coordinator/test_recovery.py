@@ -6,11 +6,11 @@ import random
 import msgspec
 import pytest
 
-from coordinator import report
-from coordinator.breakers import OPEN_S, OPEN_S_MAX, TRIP_AFTER, Breakers
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from coordinator.lifecycle import State
-from coordinator.retries import WINDOW_S, RetryBudget
+from coordinator.reporting import report
+from coordinator.waiting.retries import WINDOW_S, RetryBudget
+from coordinator.workers.circuit_breakers import OPEN_S, OPEN_S_MAX, TRIP_AFTER, Breakers
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.messages import (
     Accepted,

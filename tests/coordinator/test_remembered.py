@@ -1,13 +1,13 @@
 """Ended requests are remembered by time: what repeats them within it neither runs nor is charged again."""
 
+from coordinator.accounting.tombstones import SLICES, Remembered
+from coordinator.accounting.usage import Opened
 from coordinator.core import Core
 from coordinator.events import Configured, Limits, PeerUp, Received, Send
-from coordinator.remembered import SLICES, Remembered
-from coordinator.usage import Opened
 from proto.codec import pack_tokens
 from proto.errors import CancelReason
 from proto.messages import Cancel, Interrupted, Role
-from runtime.tenants import open_tenants
+from runtime.tenancy.tenants import open_tenants
 from tests.coordinator.world import gateway_hello, submit, worker_hello
 
 

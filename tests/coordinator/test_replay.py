@@ -13,23 +13,15 @@ import msgpack
 import msgspec
 import pytest
 
+from coordinator.accounting.quota import Ask
+from coordinator.accounting.usage import Opened, Past
+from coordinator.event_log.format import End, Header, JournalError, Record, decode_header, decode_record, encode_header
+from coordinator.event_log.replay import Replay
 from coordinator.events import Configured, Event, Limits, Misbehaved, PeerDown, PeerUp, Received, Tick
-from coordinator.journal_format import (
-    End,
-    Header,
-    JournalError,
-    Record,
-    decode_header,
-    decode_record,
-    encode_header,
-)
-from coordinator.quota import Ask
-from coordinator.replay import Replay
-from coordinator.usage import Opened, Past
 from proto.errors import CancelReason
 from proto.held import Held
 from proto.messages import Cancel, Ping, Role, StatusRequest, Step, StepDone
-from runtime.tenants import Band, Tenants, parse
+from runtime.tenancy.tenants import Band, Tenants, parse
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.virtual import Virtual
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
@@ -113,7 +105,7 @@ def test_another_process_with_another_hash_seed_acts_the_same(hash_seed: str, tm
     for path, core in zip(paths, (contended_world(7), random_world(7), tenants_world(7)), strict=True):
         path.write_bytes(core.tape())
     script = (
-        "import sys; from coordinator.replay import Replay\n"
+        "import sys; from coordinator.event_log.replay import Replay\n"
         "sys.exit(any(Replay(open(name, 'rb')).run() is not None for name in sys.argv[1:]))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
@@ -163,7 +155,7 @@ def test_a_record_that_is_missing_and_one_put_in_are_told_from_other_actions() -
 
 def test_a_core_that_acts_differently_is_caught_at_its_first_different_action(monkeypatch: pytest.MonkeyPatch) -> None:
     core = contended_world(2)
-    monkeypatch.setattr("coordinator.overload.JITTER", 0.2)
+    monkeypatch.setattr("coordinator.waiting.overload.JITTER", 0.2)
     difference = replay(core.tape()).run()
     assert difference is not None and difference.why == "the actions differ"
     assert difference.recorded != difference.replayed and difference.actions

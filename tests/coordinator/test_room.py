@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.room import NEVER, Life, Room
-from coordinator.victims import Candidate, choose
+from coordinator.kv_admission.admission import NEVER, Life, Room
+from coordinator.placement.preemption import Candidate, choose
 from tests.coordinator.world import submit
 
 lives = st.builds(Life, st.integers(1, 20), st.integers(0, 16), st.sampled_from([1, 1, 1, 2, 3]), st.just(NEVER))

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits, PeerUp
-from launcher.bench_room import most_use, workloads
-from launcher.room_world import Job, RoomWorld
+from launcher.bench.dev.kv_utilization import most_use, workloads
+from launcher.bench.dev.kv_utilization_world import Job, RoomWorld
 from proto.errors import Interrupt
 from proto.held import Held
 from proto.messages import HandedOver, Interrupted, Message, Release, Released, Reserve, Role, Step, StepDone

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from coordinator import choice
-from coordinator.candidates import EXAMINED_MAX
 from coordinator.events import Received
-from coordinator.pool import Worker
-from launcher.bench_scale import LIMITS, Cluster
+from coordinator.placement import choice
+from coordinator.workers.candidates import EXAMINED_MAX
+from coordinator.workers.pool import Worker
+from launcher.bench.dev.coordinator_scale import LIMITS, Cluster
 from proto.messages import CacheEvents
 from proto.progress import DecodeProgress
 from proto.status import KvHeld
@@ -81,7 +81,7 @@ def test_progress_of_streams_asks_no_worker(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(100):
         cluster.submit()
     asked: list[int] = []
-    monkeypatch.setattr("coordinator.schedule._fill", lambda state, worker, *_: asked.append(worker.epoch))
+    monkeypatch.setattr("coordinator.placement.schedule._fill", lambda state, worker, *_: asked.append(worker.epoch))
     for decode in cluster.progress:
         cluster.handle(Received(decode, DecodeProgress(5, 0, 0)))
         cluster.handle(Received(decode, KvHeld(0, 0, 0)))

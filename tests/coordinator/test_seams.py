@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from coordinator.accounting.tombstones import Remembered
 from coordinator.events import Configured, Limits, PeerDown, PeerUp
 from coordinator.main import Coordinator
-from coordinator.queue import WaitQueue
-from coordinator.remembered import Remembered
 from coordinator.request import Request
+from coordinator.waiting.queue import WaitQueue
 from proto.codec import decode, to_frames
 from proto.errors import CancelReason, Reject
 from proto.held import Held
@@ -32,7 +32,7 @@ from proto.messages import (
 )
 from proto.progress import DecodeProgress, Joined
 from proto.status import StatusReport
-from runtime.tenants import parse
+from runtime.tenancy.tenants import parse
 from tests.coordinator.world import MODEL, Harness, gateway_hello, submit, worker_hello
 
 

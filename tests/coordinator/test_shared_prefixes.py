@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.events import PeerDown, Received
-from coordinator.room import NEVER, Life, Room
-from coordinator.shared_blocks import SharedBlocks
-from launcher.room_world import DECODE, GATEWAY, Job, RoomWorld
+from coordinator.kv_admission.admission import NEVER, Life, Room
+from coordinator.kv_admission.shared_blocks import SharedBlocks
+from launcher.bench.dev.kv_utilization_world import DECODE, GATEWAY, Job, RoomWorld
 from proto.errors import CancelReason
 from proto.messages import Cancel, Released
 from proto.prefix import PrefixPart

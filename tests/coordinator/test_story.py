@@ -6,8 +6,17 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from coordinator.events import Limits, PeerDown, Tick
-from coordinator.story import (
+from coordinator.event_log.reasons import (
+    BehindNoRoom,
+    CachedElsewhere,
+    NoRoom,
+    Order,
+    OtherTurn,
+    Reason,
+    RoomKept,
+    SameTenant,
+)
+from coordinator.event_log.timeline import (
     Changed,
     ChunkSent,
     Ended,
@@ -19,10 +28,10 @@ from coordinator.story import (
     Story,
     Submitted,
 )
-from coordinator.why import BehindNoRoom, CachedElsewhere, NoRoom, Order, OtherTurn, Reason, RoomKept, SameTenant
+from coordinator.events import Limits, PeerDown, Tick
 from proto.errors import Interrupt
 from proto.messages import CacheEvents, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
-from runtime.tenants import Band
+from runtime.tenancy.tenants import Band
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.test_cache import hashes
 from tests.coordinator.test_replay import contended_world, random_world

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.billing import DOUBT_S, LOST
+from coordinator.accounting.billing import DOUBT_S, LOST
+from coordinator.accounting.quota import Ask
+from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.core import Core
 from coordinator.events import Configured, Limits, PeerDown, PeerUp, Tick
-from coordinator.quota import Ask
-from coordinator.usage import Closed, Opened, Past
 from proto.errors import CancelReason, Reject
 from proto.held import Held
 from proto.limits import HASH_BYTES
@@ -30,7 +30,7 @@ from proto.messages import (
     StepDone,
     Submit,
 )
-from runtime.tenants import parse
+from runtime.tenancy.tenants import parse
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 
 FILE = """

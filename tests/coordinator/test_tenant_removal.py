@@ -10,7 +10,7 @@ import msgspec
 from coordinator.events import Configured, Received
 from proto.errors import CancelReason
 from proto.messages import Cancel
-from runtime.tenants import Tenants, parse
+from runtime.tenancy.tenants import Tenants, parse
 from tests.coordinator.world import MODEL, Harness, submit
 
 

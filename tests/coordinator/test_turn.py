@@ -7,10 +7,10 @@ import pytest
 
 from coordinator import main
 from coordinator.__main__ import _journal
-from coordinator.turn import NotOurTurn, Turn
-from coordinator.turn_lock import is_taken
-from runtime.driver import Stop
-from runtime.settings import CoordinatorSettings
+from coordinator.recovery.leader_lock import NotOurTurn, Turn
+from coordinator.recovery.lock_file import is_taken
+from runtime.process.driver import Stop
+from runtime.settings.roles import CoordinatorSettings
 
 SOON_S = 5.0
 

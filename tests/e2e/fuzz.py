@@ -16,7 +16,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from engine.loader import load_engine
+from engine.model.loader import load_engine
 from proto.messages import Role
 from tests import tiny_models
 from tests.e2e.parts import Parts, listening, parts

@@ -7,9 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from runtime.exits import leave
-from runtime.options import run_role
-from runtime.worker_settings import WorkerSettings
+from runtime.process.exits import leave
+from runtime.settings.options import run_role
+from runtime.settings.workers import WorkerSettings
 
 
 def run(settings: WorkerSettings) -> int:

@@ -20,9 +20,9 @@ import psutil
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from launcher.status import NoAnswer, ask
+from launcher.admin.status import NoAnswer, ask
 from proto.status import StatusReport
-from runtime.keys import Keys
+from runtime.link.keys import Keys
 
 READY_S = 180.0
 ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")

@@ -55,11 +55,11 @@ def make_next(tree: Path) -> Path:
     assert reasons, "the gateway cancels for this reason"
     for path, addition in ((tree / "proto/messages.py", NOVEL), (tree / "proto/newer.py", IGNORE_NOVEL)):
         path.write_text(path.read_text("utf-8") + addition, "utf-8")
-    link = tree / "runtime/link.py"
+    link = tree / "runtime/link/server.py"
     edit(link, "import Bye, Hello, Message, ", "import Bye, Hello, Message, Novel, ")
     edit(link, "        self._on_up(peer)\n", "        peer.send(Novel())\n        self._on_up(peer)\n")
     client_up = "        self._on_up(self._peer, message)\n"
-    client = tree / "runtime/link_client.py"
+    client = tree / "runtime/link/client.py"
     edit(client, "import Bye, Hello, Ping, ", "import Bye, Hello, Novel, Ping, ")
     edit(client, client_up, f"        self._peer.send(Novel())\n{client_up}")
     return tree

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import psutil
 
-from launcher.cluster import free_port
+from launcher.local.cluster import free_port
 from proto.messages import Role
-from runtime.keys import Keys
+from runtime.link.keys import Keys
 from tests.e2e.live import Served
 
 ROOT = Path(__file__).parents[2]

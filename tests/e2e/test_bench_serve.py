@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launcher import load_records
+from launcher.load import records as load_records
 from tests.e2e.live import Live
 
 LOAD = ["--prompt-tokens", "uniform:10-60", "--output-tokens", "uniform:4-12", "--timeout-s", "120"]

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launcher import models
+from launcher.models import resolve as models
 from tests.e2e.live import Live, at_once, live
 from tests.e2e.test_exactness import generate
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.exits import HUNG_EXIT
+from runtime.process.exits import HUNG_EXIT
 from tests.e2e.parts import ROOT, parts
 from tests.e2e.test_faults import Background
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import replay as commands
-from launcher.journal_settings import ExplainSettings, ReplaySettings
+from launcher.admin import replay as commands
+from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
 from tests.e2e.live import at_once, live
 
 

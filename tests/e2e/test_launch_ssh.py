@@ -12,10 +12,10 @@ import httpx
 import psutil
 import pytest
 
-from launcher.keys import NewKeysSettings
-from launcher.keys import run as make_keys
+from launcher.admin.keys import NewKeysSettings
+from launcher.admin.keys import run as make_keys
 from proto.messages import Role
-from runtime.keys import Keys
+from runtime.link.keys import Keys
 from tests.e2e.live import Served
 from tests.e2e.netns import network
 from tests.e2e.test_secured import knock_in_vain
@@ -44,7 +44,7 @@ class Launched(Served):
 
     def call(self, verb: str, *more: str, expect: int = 0) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "launcher.launch_ssh", verb, str(self.path), *self.options, *more],
+            [sys.executable, "-m", "launcher.cluster.launch_ssh", verb, str(self.path), *self.options, *more],
             env=self.environment,
             capture_output=True,
             text=True,
@@ -76,7 +76,7 @@ def launched(folder: Path, text: str, *, local: bool = True) -> Iterator[Launche
         yield cluster
     finally:
         subprocess.run(
-            [sys.executable, "-m", "launcher.launch_ssh", "down", str(cluster.path), *cluster.options],
+            [sys.executable, "-m", "launcher.cluster.launch_ssh", "down", str(cluster.path), *cluster.options],
             env=cluster.environment, capture_output=True, timeout=300, check=False,
         )  # fmt: skip
     assert not cluster.processes()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster import free_port
+from launcher.local.cluster import free_port
 from proto.status import StatusReport
 from tests.e2e.balancer import Balancer, Load
 from tests.e2e.live import READY_S

@@ -11,14 +11,14 @@ import httpx
 import pytest
 import uvloop
 
-from launcher.keys import NewKeysSettings
-from launcher.keys import run as make_keys
-from launcher.status import NoAnswer, as_dict, ask
+from launcher.admin.keys import NewKeysSettings
+from launcher.admin.keys import run as make_keys
+from launcher.admin.status import NoAnswer, as_dict, ask
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Role
-from runtime.keys import Keys
-from runtime.link import LinkSettings
-from runtime.link_client import LinkClient
+from runtime.link.client import LinkClient
+from runtime.link.keys import Keys
+from runtime.link.server import LinkSettings
 from tests.e2e.parts import Parts, listening, parts
 from tests.runtime.test_link import End, until
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from launcher.keys import NewKeysSettings
-from launcher.keys import run as make_keys
+from launcher.admin.keys import NewKeysSettings
+from launcher.admin.keys import run as make_keys
+from launcher.admin.status import NoAnswer, StatusSettings, ask
 from launcher.process import child_environment
-from launcher.status import NoAnswer, StatusSettings, ask
 from proto.messages import Role
-from runtime.exits import CONFIG_EXIT
-from runtime.keys import keys_for
-from runtime.options import parse
+from runtime.link.keys import keys_for
+from runtime.process.exits import CONFIG_EXIT
+from runtime.settings.options import parse
 
 
 def _serve(home: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":

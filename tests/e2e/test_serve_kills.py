@@ -19,9 +19,9 @@ import psutil
 import pytest
 import uvloop
 
-from launcher import process_states
-from launcher.status import NoAnswer
-from launcher.status import ask as ask_coordinator
+from launcher.admin.status import NoAnswer
+from launcher.admin.status import ask as ask_coordinator
+from launcher.local import process_states
 from proto.messages import Role
 from tests import tiny_models
 from tests.chaos.client import ask

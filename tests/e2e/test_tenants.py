@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
-from launcher.tenants import new_key
-from launcher.usage import UsageSettings, read
+from launcher.admin.tenants import new_key
+from launcher.admin.usage import UsageSettings, read
 from tests.e2e.live import Live, live
 
 PROMPT, TOKENS = list(range(6, 46)), 450

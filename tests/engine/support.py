@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.blocks import BlockAllocator
 from engine.engine import Engine, SeqChunk
-from engine.loader import load_engine
-from engine.sequence import SequenceBlocks
+from engine.kv.allocator import BlockAllocator
+from engine.kv.sequence import SequenceBlocks
+from engine.model.loader import load_engine
 
 KV_BYTES = 32 << 20
 

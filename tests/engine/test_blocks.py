@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.blocks import BlockAllocator, OutOfBlocks
-from engine.finish import finish_reason
-from engine.sequence import SequenceBlocks
+from engine.kv.allocator import BlockAllocator, OutOfBlocks
+from engine.kv.sequence import SequenceBlocks
+from engine.sampling.finish import finish_reason
 from proto.errors import FinishReason
 from proto.sampling import Sampling
 

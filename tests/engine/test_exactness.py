@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import linear
-from engine.blocks import BlockAllocator
 from engine.engine import SeqChunk
+from engine.kv.allocator import BlockAllocator
+from engine.model import linear
 from tests import tiny_models
 from tests.engine import support
 

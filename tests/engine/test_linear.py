@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine import linear
+from engine.model import linear
 
 
 def model() -> nn.Sequential:

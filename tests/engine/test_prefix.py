@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.blocks import BlockAllocator, OutOfBlocks
+from engine.kv.allocator import BlockAllocator, OutOfBlocks
 
 TOTAL = 14
 Prefix = tuple[int, ...]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
-from engine.loader import ModelUnsupported, load_engine
-from engine.plan import ForwardPlan
+from engine.attention.forward_batch import ForwardPlan
+from engine.model.loader import ModelUnsupported, load_engine
 from tests import tiny_models
 from tests.engine import support
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import SamplerState, sample
+from engine.sampling.sampler import SamplerState, sample
 from proto.sampling import Sampling
 
 VOCAB = 12

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import steady
-from engine.blocks import BlockAllocator
+from engine.attention import batch_invariant as steady
 from engine.engine import Engine
+from engine.kv.allocator import BlockAllocator
 from tests import tiny_models
 from tests.engine import support
 

@@ -11,15 +11,15 @@ import httpx
 
 from gateway.app import create_app
 from gateway.backend import Backend
-from gateway.body import Intake
-from gateway.context import Gateway
-from gateway.http_server import make_server
+from gateway.http.body import Intake
+from gateway.http.server import make_server
 from gateway.main import _listen
 from gateway.metrics import GatewayMetrics
-from gateway.prepare import Rules
-from gateway.stream_types import StreamLimits
+from gateway.openai.context import Gateway
+from gateway.openai.prepare import Rules
+from gateway.streams.types import StreamLimits
 from gateway.tenancy import KeyRing
-from gateway.tokenizer import ModelFacts, ModelTokenizer
+from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from proto.codec import unpack_tokens
 from proto.errors import FinishReason, Interrupt, Reject
 from proto.limits import PROTOCOL_VERSION
@@ -38,8 +38,8 @@ from proto.messages import (
     Tokens,
 )
 from proto.sampling import TokenLogprobs
-from runtime.peer import Peer
-from runtime.tenants import parse
+from runtime.link.peer import Peer
+from runtime.tenancy.tenants import parse
 from tests import tiny_models
 
 MODEL = "tiny/llama"

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from gateway.stream_types import (
+from gateway.streams.keeper import StreamKeeper
+from gateway.streams.types import (
     Action,
     Came,
     Deliver,
@@ -17,7 +18,6 @@ from gateway.stream_types import (
     StreamSpec,
     Tick,
 )
-from gateway.streams import StreamKeeper
 from proto.codec import unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt
 from proto.messages import Interrupted, TokenItem

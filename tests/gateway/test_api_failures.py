@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.stream_types import StreamLimits
-from gateway.tokenizer import ModelTokenizer
+from gateway.streams.types import StreamLimits
+from gateway.text.tokenizer import ModelTokenizer
 from proto.errors import Reject
 from tests import tiny_models
 from tests.gateway.fakes import ANSWER, CONTEXT_TOKENS, MODEL, Site, rejecting

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.block_hashes import block_hashes
+from gateway.text.block_hashes import block_hashes
 from proto.codec import pack_tokens
 from proto.limits import HASH_BYTES, MAX_BLOCK_HASHES, MAX_FRAME_BYTES
 from proto.messages import ClusterState

@@ -10,13 +10,13 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from gateway.api_types import NEUTRAL_ONLY, ChatRequest, CompletionRequest, validate
-from gateway.errors import ApiError
-from gateway.generation_config import SamplingDefaults, sampling_defaults
-from gateway.openapi import document
-from gateway.prepare import Rules
-from gateway.tokenizer import ModelFilesError, ModelTokenizer, load
-from runtime.settings import GatewaySettings
+from gateway.http.errors import ApiError
+from gateway.openai.openapi import document
+from gateway.openai.prepare import Rules
+from gateway.openai.request_types import NEUTRAL_ONLY, ChatRequest, CompletionRequest, validate
+from gateway.text.generation_config import SamplingDefaults, sampling_defaults
+from gateway.text.tokenizer import ModelFilesError, ModelTokenizer, load
+from runtime.settings.roles import GatewaySettings
 from tests import tiny_models
 from tests.gateway.fakes import CONTEXT_TOKENS, MODEL, Site
 from tests.gateway.http_words import chat, completion, on_site

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.detokenize import Assembler, Detokenizer, StopMatcher
+from gateway.text.detokenize import Assembler, Detokenizer, StopMatcher
 from tests.gateway.fakes import tokenizer
 from tests.gateway.tokenizers import sentencepiece_like
 from tests.tiny_models import SPECIAL

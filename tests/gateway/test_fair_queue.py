@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fair_queue import COST_BYTES_MIN, LARGE_BYTES, QUANTUM_BYTES, FairQueue
-from gateway.tokenizer_threads import TokenizerThreads
+from gateway.text.fair_queue import COST_BYTES_MIN, LARGE_BYTES, QUANTUM_BYTES, FairQueue
+from gateway.text.tokenizer_threads import TokenizerThreads
 
 MIB = 1 << 20
 

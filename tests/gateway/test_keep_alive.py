@@ -7,10 +7,10 @@ import httpx
 import openai
 import pytest
 
-from gateway.stream_types import StreamLimits
-from launcher.bench_client import stream_completion
-from launcher.load_client import StreamReader
-from launcher.load_records import Record
+from gateway.streams.types import StreamLimits
+from launcher.load.client import StreamReader
+from launcher.load.records import Record
+from launcher.load.sse_client import stream_completion
 from proto.errors import Reject
 from proto.messages import TokenItem, Tokens
 from tests.gateway.fakes import ANSWER, DECODER, MODEL, Site, make_site, rejecting, served

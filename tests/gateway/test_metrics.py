@@ -3,9 +3,9 @@
 import pytest
 
 from gateway.metrics import GatewayMetrics, StreamTimes
-from gateway.stream_types import FailKind, Failure
-from runtime.metrics import TENANTS_MAX
-from runtime.tenants import Slo, TenantsError, parse
+from gateway.streams.types import FailKind, Failure
+from runtime.metrics.instruments import TENANTS_MAX
+from runtime.tenancy.tenants import Slo, TenantsError, parse
 
 SLO = Slo(1000.0, 100.0)
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from gateway import routes_generate, routes_info
-from gateway.api_types import MESSAGES_MAX, ChatRequest, validate
-from gateway.errors import ApiError
-from gateway.openapi import document
+from gateway.http.errors import ApiError
+from gateway.openai import routes_generate, routes_info
+from gateway.openai.openapi import document
+from gateway.openai.request_types import MESSAGES_MAX, ChatRequest, validate
 from tests.gateway.api_fuzz import BOTH, fake_server, knock
 from tests.gateway.fakes import Site, make_site
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gateway import request_log
+from gateway.http import request_log
 from proto.errors import Reject
 from tests.gateway.fakes import MODEL, Site, make_site, rejecting, served
 from tests.gateway.http_words import ANSWER_TOKENS, events, on_site, post

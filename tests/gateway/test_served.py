@@ -17,16 +17,16 @@ import openai
 import pytest
 
 from gateway.main import GatewayProcess, _listen
-from gateway.tokenizer import ModelFilesError, ModelTokenizer, load
+from gateway.text.tokenizer import ModelFilesError, ModelTokenizer, load
 from proto import limits
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, FinishReason, Reject
 from proto.messages import Accepted, ClusterState, Hello, Message, Role, Submit, TokenItem, Tokens, Welcome
-from runtime import clock
-from runtime.driver import Stop
-from runtime.link import LinkServer, Peer
-from runtime.link_client import LinkClient
-from runtime.settings import GatewaySettings
+from runtime.link.client import LinkClient
+from runtime.link.server import LinkServer, Peer
+from runtime.process import clock
+from runtime.process.driver import Stop
+from runtime.settings.roles import GatewaySettings
 from tests import tiny_models
 from tests.gateway.fakes import ANSWER, BODY_BYTES_MAX, MODEL, Site, make_site, rejecting, served, tokenizer
 from tests.gateway.http_words import until

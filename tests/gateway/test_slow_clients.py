@@ -10,7 +10,7 @@ import httpx
 import pytest
 import uvloop
 
-from gateway import http_server
+from gateway.http import server as http_server
 from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
 from tests.gateway.http_words import until
 

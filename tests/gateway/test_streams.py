@@ -2,16 +2,7 @@
 
 import pytest
 
-from gateway.stream_types import (
-    Admitted,
-    Deliver,
-    Ended,
-    FailKind,
-    Finish,
-    Open,
-    SendCancel,
-    StreamSpec,
-)
+from gateway.streams.types import Admitted, Deliver, Ended, FailKind, Finish, Open, SendCancel, StreamSpec
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Cancel, Interrupted, Rejected
 from proto.sampling import Sampling

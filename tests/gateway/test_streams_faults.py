@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.stream_types import (
+from gateway.streams.keeper import StreamKeeper
+from gateway.streams.types import (
     Action,
     Came,
     ClientGone,
@@ -19,7 +20,6 @@ from gateway.stream_types import (
     StreamSpec,
     Tick,
 )
-from gateway.streams import StreamKeeper
 from proto.codec import unpack_tokens
 from proto.errors import FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Interrupted, Rejected, Submit, TokenItem

@@ -4,19 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.last_words import AGAIN_S, LastWords
-from gateway.stream_types import (
-    ClientGone,
-    Drain,
-    FailKind,
-    LinkDown,
-    LinkUp,
-    SendCancel,
-    Shutdown,
-    Tick,
-    WorkerDown,
-)
-from gateway.streams import StreamKeeper
+from gateway.streams.final_messages import AGAIN_S, LastWords
+from gateway.streams.keeper import StreamKeeper
+from gateway.streams.types import ClientGone, Drain, FailKind, LinkDown, LinkUp, SendCancel, Shutdown, Tick, WorkerDown
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Cancel, Interrupted, Rejected
 from tests.gateway.keeper_world import LIMITS, Bench, cancels, failures, submits, texts

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gateway import tokenizer as tokenizers
-from gateway.tokenizer import TemplateError
+from gateway.text import tokenizer as tokenizers
+from gateway.text.tokenizer import TemplateError
 from tests.gateway.fakes import tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

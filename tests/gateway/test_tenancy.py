@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.errors import duration_text
+from gateway.http.errors import duration_text
 from gateway.main import say_where
-from gateway.stream_types import LinkDown, LinkUp, Open, SendSubmit, StreamSpec
+from gateway.streams.types import LinkDown, LinkUp, Open, SendSubmit, StreamSpec
 from gateway.tenancy import KeyRing
 from proto.errors import CancelReason, Reject
 from proto.messages import Accepted, Interrupted, RateState, Rejected, Submit
 from proto.sampling import Sampling
-from runtime.tenants import parse
+from runtime.tenancy.tenants import parse
 from tests.gateway.fakes import Site, make_site
 from tests.gateway.http_words import completion, on_site, post
 from tests.gateway.keeper_world import Bench, Words

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.body import owner_of
+from gateway.http.body import owner_of
 from tests.gateway.fakes import ANSWER, MODEL, Site
 from tests.gateway.http_words import on_site, until
 from tests.gateway.test_tenancy import FILE, KEY

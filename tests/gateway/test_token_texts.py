@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer
 from tests.gateway import tokenizers
 from tests.gateway.fakes import Site
 from tests.gateway.http_words import chat, completion, events, flat, on_site

@@ -1,4 +1,4 @@
-"""`gateway.http_server` extends classes of uvicorn that are not its public interface: what it relies on is there."""
+"""`gateway.http.server` extends classes of uvicorn that are not its public interface: what it relies on is there."""
 
 import asyncio
 import inspect
@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gateway.http_server import _Connection, make_server
+from gateway.http.server import _Connection, make_server
 
 ROOT = Path(__file__).parents[2]
 OVERRIDDEN = {

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from gateway import worker_links
-from gateway.stream_types import StreamLimits
-from gateway.worker_links import WorkerLinks
+from gateway.streams import worker_links
+from gateway.streams.types import StreamLimits
+from gateway.streams.worker_links import WorkerLinks
 from tests.gateway.fakes import ANSWER, DECODER, Site
 from tests.gateway.http_words import completion, on_site, until
 

@@ -3,7 +3,7 @@
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from gateway.tokenizer import ModelFacts, ModelTokenizer
+from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from tests import tiny_models
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

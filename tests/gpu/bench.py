@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from kvtransfer.device_copy import DeviceCopier
-from kvtransfer.layout import KvLayout
-from kvtransfer.pool import PoolRows
+from kvtransfer.memory.device_copy import DeviceCopier
+from kvtransfer.memory.layout import KvLayout
+from kvtransfer.memory.pool import PoolRows
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session import Accepted, KvFailed, KvSent
-from kvtransfer.settings import KvSettings
-from runtime import gpu_environment
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from runtime.process import gpu_environment
 from tests.kvtransfer.ends import FIRST, memory_of, shuffled
 from tests.kvtransfer.far_end import FAR_EPOCH, NEAR_EPOCH, Wire
 

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from kvtransfer.device_copy import DeviceCopier, DeviceDigester, cell_sums, checksum
-from kvtransfer.pool import PoolRows
+from kvtransfer.memory.device_copy import DeviceCopier, DeviceDigester, cell_sums, checksum
+from kvtransfer.memory.pool import PoolRows
 from proto.messages import Message
 from tests.kvtransfer.ends import announces, filled_pool, same_bytes
 from tests.kvtransfer.far_end import BLOCKS, LAYOUT

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from kvtransfer.cuda_memory import DeviceMemory
-from kvtransfer.layout import KvLayout
+from kvtransfer.memory.cuda import DeviceMemory
+from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session import Accepted, KvFailed, KvSent
-from kvtransfer.settings import KvSettings
-from kvtransfer.transport import PoolMemory
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from kvtransfer.transports.transport import PoolMemory
 from proto.kv import Announce, Commit, FirstToken, Offer
 from proto.messages import Message
 

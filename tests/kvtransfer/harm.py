@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from kvtransfer import shm
-from kvtransfer.copying import Copier
-from kvtransfer.pool import PoolRows
+from kvtransfer.memory.copying import Copier
+from kvtransfer.memory.pool import PoolRows
 from kvtransfer.sender import KvSender
+from kvtransfer.transports import shm
 
 Say = Callable[..., None]
 

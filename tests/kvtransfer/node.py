@@ -23,18 +23,18 @@ import msgspec
 import torch
 import xxhash
 
-from engine.blocks import BlockAllocator, OutOfBlocks
-from kvtransfer.layout import KvLayout
+from engine.kv.allocator import BlockAllocator, OutOfBlocks
+from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session import Accepted, KvFailed, KvSent
-from kvtransfer.settings import KvSettings
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.session.session import Accepted, KvFailed, KvSent
 from proto.kv import Accept, Ack, Announce, Commit, Offer, PairListen
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Role
 from proto.messages import Peer as Destination
-from runtime.link import LinkServer, LinkSettings, Peer
-from runtime.outbound import Outbound
+from runtime.link.connection_pool import Outbound
+from runtime.link.server import LinkServer, LinkSettings, Peer
 from tests.kvtransfer.ends import FIRST, same_bytes, settings_for, shuffled
 from tests.kvtransfer.harm import Harm, corrupt_one, cut
 

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections import deque
 
-from kvtransfer.tcp_handshake import HELLO_BYTES, KEY_BYTES, NONCE_BYTES, TOKEN_BYTES, hello
+from kvtransfer.transports.tcp.handshake import HELLO_BYTES, KEY_BYTES, NONCE_BYTES, TOKEN_BYTES, hello
 
 KINDS = ("silent", "closed at once", "garbage", "half a hello", "another key", "a flood of bytes", "reset")
 HELD = 100

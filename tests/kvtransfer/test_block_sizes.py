@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.layout import KvLayout, blocks_of, cells_of
-from kvtransfer.pool import PoolRows
-from kvtransfer.session import Accepted, KvFailed, KvSent
+from kvtransfer.memory.layout import KvLayout, blocks_of, cells_of
+from kvtransfer.memory.pool import PoolRows
+from kvtransfer.session.session import Accepted, KvFailed, KvSent
 from proto.kv import PairClosed, PairOpen
 from tests.kvtransfer.ends import SMALL, Ends, filled_pool, same_bytes, shuffled, with_ends
 

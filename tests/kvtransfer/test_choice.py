@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.choice import PEERS_MAX, TransportChoice
+from kvtransfer.transport_choice import PEERS_MAX, TransportChoice
 
 THREE = ("shm", "nccl", "gloo")
 

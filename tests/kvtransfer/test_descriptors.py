@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent
 from proto.kv import PairClosed
 from tests.kvtransfer.ends import SMALL, Ends, with_ends
 
@@ -68,10 +68,10 @@ import asyncio, os, resource, socket, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 160))
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Role
-from runtime.driver import run_process
-from runtime.link import LinkServer, LinkSettings
-from runtime.link_client import LinkClient
-from runtime.metrics_server import MetricsServer
+from runtime.process.driver import run_process
+from runtime.link.server import LinkServer, LinkSettings
+from runtime.link.client import LinkClient
+from runtime.metrics.server import MetricsServer
 
 FAST = LinkSettings(heartbeat_ms=50, reconnect_ms=5, reconnect_ms_max=10, handshake_timeout_ms=2_000)
 

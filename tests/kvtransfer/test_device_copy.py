@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from kvtransfer.device_copy import UNSAMPLED, DeviceCopier, DeviceDigester, cell_sums, checksum, is_sampled
-from kvtransfer.layout import KvLayout
-from kvtransfer.pool import PoolRows
+from kvtransfer.memory.device_copy import UNSAMPLED, DeviceCopier, DeviceDigester, cell_sums, checksum, is_sampled
+from kvtransfer.memory.layout import KvLayout
+from kvtransfer.memory.pool import PoolRows
 from tests.kvtransfer.ends import filled_pool, same_bytes
 
 LAYOUTS = [

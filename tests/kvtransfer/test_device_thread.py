@@ -2,7 +2,7 @@
 
 import threading
 
-from kvtransfer.device_thread import DeviceQueue, DeviceThread, Operation, Ticket
+from kvtransfer.memory.device_thread import DeviceQueue, DeviceThread, Operation, Ticket
 
 
 class Fake(Operation):

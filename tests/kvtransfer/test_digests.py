@@ -8,10 +8,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.digests import BlockDigests, Digester, land
-from kvtransfer.layout import KvLayout
-from kvtransfer.pool import PoolRows
-from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.memory.digests import BlockDigests, Digester, land
+from kvtransfer.memory.layout import KvLayout
+from kvtransfer.memory.pool import PoolRows
+from kvtransfer.session.session import KvFailed, KvSent
 from proto.kv import Commit
 from proto.messages import Message
 from tests.kvtransfer.ends import LAYOUT, Ends, filled_pool, same_bytes, shuffled, with_ends

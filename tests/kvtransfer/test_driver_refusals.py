@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.session import KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Ping
@@ -252,7 +252,7 @@ def test_what_breaks_a_pair_is_told_after_its_sessions(monkeypatch):
     async def test(ends: Ends) -> None:
         told: list[tuple[str, int]] = []
         ends.receiver._on_pair_error = lambda error: told.append((str(error), len(ends.failed)))
-        monkeypatch.setattr("kvtransfer.gloo._Receiving.work", breaks)
+        monkeypatch.setattr("kvtransfer.transports.gloo._Receiving.work", breaks)
         ends.transfer("r", [1, 2])
         await ends.until(lambda: bool(ends.failed))
         assert told == [("CUDA error: an illegal memory access was encountered", 1)]

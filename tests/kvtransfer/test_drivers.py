@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.layout import KvLayout
-from kvtransfer.session import Accepted, KvFailed, KvSent
+from kvtransfer.memory.layout import KvLayout
+from kvtransfer.session.session import Accepted, KvFailed, KvSent
 from proto.kv import Abort, Announce, Commit, Offer, PairClosed, PairListen
 from tests.kvtransfer import ends as ends_module
 from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S, Ends, announces, same_bytes, shuffled, with_ends

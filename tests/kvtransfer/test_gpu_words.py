@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer import cuda_ipc, cuda_memory, nccl, transports
-from kvtransfer.cuda_memory import CudaError, DeviceMemory, Mapping
-from kvtransfer.idle import PairUse, to_give_up
-from kvtransfer.layout import KvLayout
-from kvtransfer.memory import SEALS
-from kvtransfer.settings import AUTO, KvSettings
-from kvtransfer.shm_meeting import Board
-from kvtransfer.transport import Local, PairBroken
+from kvtransfer.idle_connections import PairUse, to_give_up
+from kvtransfer.memory import cuda as cuda_memory
+from kvtransfer.memory.cuda import CudaError, DeviceMemory, Mapping
+from kvtransfer.memory.layout import KvLayout
+from kvtransfer.memory.shared import SEALS
+from kvtransfer.session.limits import AUTO, KvSettings
+from kvtransfer.transports import cuda_ipc, nccl
+from kvtransfer.transports import registry as transports
+from kvtransfer.transports.transport import Local, PairBroken
+from kvtransfer.transports.unix_rendezvous import Board
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 UUID, HANDLE = bytes(range(16)), bytes(range(1, 65))

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvtransfer.layout import KvLayout
+from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session import Accepted, KvFailed, KvSent
-from kvtransfer.settings import KvSettings
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.session.session import Accepted, KvFailed, KvSent
 from proto.kv import Commit
 from proto.messages import Message
 from tests.kvtransfer import ends

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.memory import SharedMemory
-from kvtransfer.window import Ring
+from kvtransfer.memory.shared import SharedMemory
+from kvtransfer.memory.window import Ring
 
 
 def test_the_memory_cannot_be_cut_short_and_is_nowhere_to_be_found():

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvtransfer import nccl
-from kvtransfer.device_thread import DeviceThread
-from kvtransfer.layout import KvLayout
-from kvtransfer.line import Door, Line, call
-from kvtransfer.pool import PoolRows
-from kvtransfer.settings import KvSettings
-from kvtransfer.shm import UNWANTED
-from kvtransfer.transport import Channel, Inbox, Local, PairBroken, SegmentJob
+from kvtransfer.memory.device_thread import DeviceThread
+from kvtransfer.memory.layout import KvLayout
+from kvtransfer.memory.pool import PoolRows
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.transports import nccl
+from kvtransfer.transports.shm import UNWANTED
+from kvtransfer.transports.side_channel import Door, Line, call
+from kvtransfer.transports.transport import Channel, Inbox, Local, PairBroken, SegmentJob
 from tests.kvtransfer.ends import filled_pool, same_bytes
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")

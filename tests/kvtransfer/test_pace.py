@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.pace import Bucket, Lane, Pace
-from kvtransfer.settings import KvSettings
+from kvtransfer.rate_limiter import Bucket, Lane, Pace
+from kvtransfer.session.limits import KvSettings
 from proto.kv import Announce
 from tests.kvtransfer.ends import Ends, with_ends
 

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
-from kvtransfer import transports
-from kvtransfer.pair import Pair, PairEvents
-from kvtransfer.pool import PoolRows
-from kvtransfer.transport import Answer, Channel, Inbox, Local, Meeting, PairBroken, SegmentJob
+from kvtransfer.memory.pool import PoolRows
+from kvtransfer.transports import registry as transports
+from kvtransfer.transports.connection import Pair, PairEvents
+from kvtransfer.transports.transport import Answer, Channel, Inbox, Local, Meeting, PairBroken, SegmentJob
 from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S
 
 MEETING = Meeting("played", "", 0, "")

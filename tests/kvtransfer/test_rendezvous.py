@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import distributed
 
-from kvtransfer import nccl, rendezvous
-from kvtransfer.line import Door
-from kvtransfer.settings import KvSettings
-from kvtransfer.transport import Local, PairBroken
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.transports import nccl, rendezvous
+from kvtransfer.transports.side_channel import Door
+from kvtransfer.transports.transport import Local, PairBroken
 from tests.kvtransfer.ends import WAIT_S
 
 LIMIT = timedelta(seconds=WAIT_S)

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import receiver_session, sender_session
-from kvtransfer.receiver_session import RECEIVER_TABLE, ReceiverSession
-from kvtransfer.sender_session import SENDER_TABLE, SenderSession
-from kvtransfer.session import (
+from kvtransfer.session import receiver as receiver_session
+from kvtransfer.session import sender as sender_session
+from kvtransfer.session.receiver import RECEIVER_TABLE, ReceiverSession
+from kvtransfer.session.sender import SENDER_TABLE, SenderSession
+from kvtransfer.session.session import (
     BUG,
     IGNORE,
     REFUSE,

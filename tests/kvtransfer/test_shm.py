@@ -22,17 +22,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import shm, shm_meeting, shm_socket, transports
-from kvtransfer.copying import PIECE_BYTES, Copier
-from kvtransfer.digests import Digester
-from kvtransfer.layout import KvLayout
-from kvtransfer.memory import SharedMemory
-from kvtransfer.pool import PoolRows
-from kvtransfer.session import KvFailed, KvSent
-from kvtransfer.settings import AUTO, WINDOW_SEGMENTS_MAX
-from kvtransfer.shm import _HELLO, _MAGIC, Receives, Writes, mapped_window, pack_places, unpack_places
-from kvtransfer.shm_socket import DONE, GRANT, READY, SKIPPED, Connection, Door, knock
-from kvtransfer.transport import MAX_QUEUED_SEGMENTS, Inbox, Local, PairBroken, SegmentJob
+from kvtransfer.memory.copying import PIECE_BYTES, Copier
+from kvtransfer.memory.digests import Digester
+from kvtransfer.memory.layout import KvLayout
+from kvtransfer.memory.pool import PoolRows
+from kvtransfer.memory.shared import SharedMemory
+from kvtransfer.session.limits import AUTO, WINDOW_SEGMENTS_MAX
+from kvtransfer.session.session import KvFailed, KvSent
+from kvtransfer.transports import registry as transports
+from kvtransfer.transports import shm
+from kvtransfer.transports import unix_rendezvous as shm_meeting
+from kvtransfer.transports import unix_socket as shm_socket
+from kvtransfer.transports.shm import _HELLO, _MAGIC, Receives, Writes, mapped_window, pack_places, unpack_places
+from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, Inbox, Local, PairBroken, SegmentJob
+from kvtransfer.transports.unix_socket import DONE, GRANT, READY, SKIPPED, Connection, Door, knock
 from proto.kv import PairListen, PairOpen
 from proto.messages import Message
 from tests.kvtransfer import ends as ends_module
@@ -305,7 +308,7 @@ def test_what_a_sender_writes_after_it_is_done_changes_nothing(receiving, monkey
     receiving.announce(0, (7, 3))
     assert receiving.granted() == (0, [0])
     receiving.write(0, kv)
-    monkeypatch.setattr("kvtransfer.digests.ctypes.memmove", move_and_rewrite)
+    monkeypatch.setattr("kvtransfer.memory.digests.ctypes.memmove", move_and_rewrite)
     receiving.sender.send(DONE, 0)
     _, segment_digest = receiving.answers.get(timeout=20)
     kept = receiving.pool[[7, 3]].clone()
@@ -411,10 +414,10 @@ def test_more_announced_than_a_sender_may_breaks_the_pair(receiving):
 
 GUARDED = """
 import torch
-from kvtransfer.copying import Copier
-from kvtransfer.digests import Digester, land
-from kvtransfer.layout import KvLayout
-from kvtransfer.pool import OutsidePool, PoolRows
+from kvtransfer.memory.copying import Copier
+from kvtransfer.memory.digests import Digester, land
+from kvtransfer.memory.layout import KvLayout
+from kvtransfer.memory.pool import OutsidePool, PoolRows
 assert False, "this runs under -O"
 layout = KvLayout(layers=1, kv_heads=1, head_dim=8, block_size=1, dtype="float32")
 rows = PoolRows(torch.zeros(layout.shape(4)), layout)
@@ -443,7 +446,7 @@ def test_no_block_outside_a_pool_is_copied_also_where_assertions_are_off():
 def test_a_pair_that_cannot_meet_by_shm_meets_by_tcp(both, monkeypatch):
     """The sessions, offered before, need not know."""
     monkeypatch.setattr(
-        "kvtransfer.shm.knock", lambda name: (_ for _ in ()).throw(ConnectionRefusedError(111, "refused"))
+        "kvtransfer.transports.shm.knock", lambda name: (_ for _ in ()).throw(ConnectionRefusedError(111, "refused"))
     )
 
     async def test(ends: Ends) -> None:

@@ -16,15 +16,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtransfer import tcp_listener
-from kvtransfer.pool import PoolRows
-from kvtransfer.session import KvFailed, KvSent
-from kvtransfer.tcp import Receiving, Tcp
-from kvtransfer.tcp_handshake import HELLO_BYTES
-from kvtransfer.tcp_listener import TcpListener
-from kvtransfer.tcp_stream import HEADER_BYTES, Connection, RecordWriter
-from kvtransfer.transport import Inbox, Local, Meeting, PairBroken, SegmentJob
-from kvtransfer.transports import TRANSPORTS, WrongTransport, allowed_on
+from kvtransfer.memory.pool import PoolRows
+from kvtransfer.session.session import KvFailed, KvSent
+from kvtransfer.transports.registry import TRANSPORTS, WrongTransport, allowed_on
+from kvtransfer.transports.tcp import listener as tcp_listener
+from kvtransfer.transports.tcp.handshake import HELLO_BYTES
+from kvtransfer.transports.tcp.listener import TcpListener
+from kvtransfer.transports.tcp.stream import HEADER_BYTES, Connection, RecordWriter
+from kvtransfer.transports.tcp.transport import Receiving, Tcp
+from kvtransfer.transports.transport import Inbox, Local, Meeting, PairBroken, SegmentJob
 from proto.kv import PairListen
 from proto.messages import Message
 from tests.kvtransfer import ends as ends_module

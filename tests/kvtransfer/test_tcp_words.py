@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.tcp_handshake import (
+from kvtransfer.transports.tcp.handshake import (
     ANSWER_BYTES,
     HELLO_BYTES,
     KEY_BYTES,
@@ -19,8 +19,8 @@ from kvtransfer.tcp_handshake import (
     verify_answer,
     verify_hello,
 )
-from kvtransfer.tcp_pending import PendingConnections, pending_limit
-from kvtransfer.tcp_segments import RECORD_BYTES, record_bytes_max, records_of
+from kvtransfer.transports.tcp.pending import PendingConnections, pending_limit
+from kvtransfer.transports.tcp.segments import RECORD_BYTES, record_bytes_max, records_of
 
 TOKEN, KEY, SENDER_NONCE, RECEIVER_NONCE = bytes(range(16)), bytes(range(32)), b"s" * 16, b"r" * 16
 

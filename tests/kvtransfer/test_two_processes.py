@@ -14,7 +14,7 @@ import pytest
 
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session import Accepted, KvFailed, KvSent
+from kvtransfer.session.session import Accepted, KvFailed, KvSent
 from proto.kv import Accept, Announce, Commit, Offer
 from proto.messages import Message
 from tests.kvtransfer import ends, far_end

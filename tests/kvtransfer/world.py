@@ -4,9 +4,10 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvtransfer.receiver_session import ReceiverSession
-from kvtransfer.sender_session import SenderSession
-from kvtransfer.session import (
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.session.receiver import ReceiverSession
+from kvtransfer.session.sender import SenderSession
+from kvtransfer.session.session import (
     Accepted,
     Action,
     AnnounceOrder,
@@ -31,7 +32,6 @@ from kvtransfer.session import (
     Session,
     Tick,
 )
-from kvtransfer.settings import KvSettings
 from proto.kv import Announce, Commit, FirstToken, Offer
 from proto.messages import Message
 

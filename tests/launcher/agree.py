@@ -26,16 +26,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, model_validator
 from rich.console import Console
 
-from launcher import load_plan, load_run, load_show
-from launcher.load_figures import tails, values
-from launcher.load_plan import Plan
-from launcher.load_probe import Probed, probe
-from launcher.load_prompts import Prompts
-from launcher.load_settings import LoadSettings
-from launcher.load_tenants import Tenant
-from launcher.local import until_interrupted
-from runtime.exits import INTERRUPTED_EXIT
-from runtime.options import SettingsError, run_role
+from launcher.load import plan as load_plan
+from launcher.load import run as load_run
+from launcher.load import show as load_show
+from launcher.load.figures import tails, values
+from launcher.load.plan import Plan
+from launcher.load.probe import Probed, probe
+from launcher.load.prompts import Prompts
+from launcher.load.settings import LoadSettings
+from launcher.load.tenants import Tenant
+from launcher.local.lifetime import until_interrupted
+from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.settings.options import SettingsError, run_role
 
 WITHIN = 0.03
 OTHER_S_MAX = 900.0

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime import clock
+from runtime.process import clock
 
 STREAM = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Request-Id: cmpl-1\r\nTransfer-Encoding: chunked\r\n\r\n"

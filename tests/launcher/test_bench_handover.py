@@ -2,8 +2,8 @@
 
 import pytest
 
-from launcher.bench_client import Stream
-from launcher.bench_handover import Handover, figures
+from launcher.bench.dev.handover import Handover, figures
+from launcher.load.sse_client import Stream
 
 
 def test_figures_set_what_was_not_hidden_against_the_wait_and_the_steady_gap() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher import childlog
-from launcher.childlog import ChildLog, readable
+from launcher.local import child_logs as childlog
+from launcher.local.child_logs import ChildLog, readable
 
 RECORDS = [
     {"event": "loading", "level": "info", "process": "decode-0", "timestamp": "t"},

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.process import child_environment
-from runtime.exits import CONFIG_EXIT, USAGE_EXIT
+from runtime.process.exits import CONFIG_EXIT, USAGE_EXIT
 
 
 def _crossdock(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cluster as clusters
-from launcher.models import ReadyModel
-from launcher.plan import plan_cpu
+from launcher.local import cluster as clusters
+from launcher.local.core_plan import plan_cpu
+from launcher.models.resolve import ReadyModel
 from launcher.process import STREAMED_COPIES
-from runtime.options import SettingsError, parse
-from runtime.serve_settings import ServeSettings
-from runtime.settings import CoordinatorSettings, GatewaySettings
-from runtime.worker_settings import WorkerSettings
+from runtime.settings.options import SettingsError, parse
+from runtime.settings.roles import CoordinatorSettings, GatewaySettings
+from runtime.settings.serve import ServeSettings
+from runtime.settings.workers import WorkerSettings
 
 MODEL = ReadyModel(Path("/models/tiny"), "tiny")
 

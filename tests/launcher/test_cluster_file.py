@@ -5,12 +5,12 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from launcher.cluster_file import ClusterError, ClusterFile, incomplete, parse, travels
-from launcher.cluster_plan import HostPlan, base_urls, check
-from launcher.up import spec_of
-from runtime.options import load
-from runtime.settings import GatewaySettings
-from runtime.worker_settings import WorkerSettings
+from launcher.cluster.file import ClusterError, ClusterFile, incomplete, parse, travels
+from launcher.cluster.plan import HostPlan, base_urls, check
+from launcher.cluster.up import spec_of
+from runtime.settings.options import load
+from runtime.settings.roles import GatewaySettings
+from runtime.settings.workers import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
 HOST = '[hosts.a]\naddress = "127.0.0.1"\ncoordinator = true\n'

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import typer
 
-from gateway.errors import _OF_KIND, _OF_REJECT
-from launcher import cli, configuration_reference, install_units, launch_ssh
-from launcher.cluster_file import parse as parse_cluster
+from gateway.http.errors import _OF_KIND, _OF_REJECT
+from launcher import cli
+from launcher.cluster import install_units, launch_ssh
+from launcher.cluster.file import parse as parse_cluster
+from launcher.reference import configuration as configuration_reference
 from proto.codec import ALL_MESSAGES, WITH_BLOB
 from proto.limits import PROTOCOL_VERSION
-from runtime import options
-from runtime.tenants_file import read as read_tenants
+from runtime.settings import options
+from runtime.tenancy.file import read as read_tenants
 from tests.documents import PAGES, ROOT, Command, blocks, commands
 
 COMMANDS = commands()
@@ -124,7 +126,7 @@ def test_a_wrong_command_is_seen(words: str, understanding: pytest.MonkeyPatch) 
 def test_the_configuration_reference_is_up_to_date() -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert written == configuration_reference.text(), (
-        "run: python -m launcher.configuration_reference docs/configuration.md"
+        "run: python -m launcher.reference.configuration docs/configuration.md"
     )
 
 

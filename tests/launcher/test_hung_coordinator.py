@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from launcher.cluster import free_port
-from launcher.cluster_file import parse
-from launcher.cluster_plan import coordinator_address, plan_host
-from launcher.status import NoAnswer, ask
-from launcher.supervisor import Supervisor
-from launcher.up import spec_of
+from launcher.admin.status import NoAnswer, ask
+from launcher.cluster.file import parse
+from launcher.cluster.plan import coordinator_address, plan_host
+from launcher.cluster.up import spec_of
+from launcher.local.cluster import free_port
+from launcher.local.supervisor import Supervisor
 
 WATCHDOG_S = 3.0
 """Not the 10 s of a real one."""

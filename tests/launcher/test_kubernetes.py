@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from runtime.options import load
-from runtime.setting_types import Options
-from runtime.settings import CoordinatorSettings, GatewaySettings
-from runtime.worker_settings import WorkerSettings
+from runtime.settings.options import load
+from runtime.settings.roles import CoordinatorSettings, GatewaySettings
+from runtime.settings.types import Options
+from runtime.settings.workers import WorkerSettings
 
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="of the extra `test`")

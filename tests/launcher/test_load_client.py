@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher import load_client, load_run
-from launcher.load_client import StreamFailed, StreamReader, Target
-from launcher.load_plan import Planned
-from launcher.load_prompts import Prompts
-from launcher.load_records import Record
-from launcher.load_tenants import Tenant
-from runtime import clock
+from launcher.load import client as load_client
+from launcher.load import run as load_run
+from launcher.load.client import StreamFailed, StreamReader, Target
+from launcher.load.plan import Planned
+from launcher.load.prompts import Prompts
+from launcher.load.records import Record
+from launcher.load.tenants import Tenant
+from runtime.process import clock
 from tests.launcher.scripted_server import (
     DONE,
     HANG,

@@ -9,12 +9,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from launcher import bench_compare, bench_ratio, load_plot, load_records, load_show
-from launcher.bench_serve import shown_settings
-from launcher.load_figures import Slo, figures, goodput, jain, tails, values
-from launcher.load_records import Record, RunFile
-from launcher.load_settings import CompareSettings, LoadSettings
-from runtime.options import SettingsError
+from launcher.bench import compare as bench_compare
+from launcher.bench import ratio as bench_ratio
+from launcher.bench.serve import shown_settings
+from launcher.load import plot as load_plot
+from launcher.load import records as load_records
+from launcher.load import show as load_show
+from launcher.load.figures import Slo, figures, goodput, jain, tails, values
+from launcher.load.records import Record, RunFile
+from launcher.load.settings import CompareSettings, LoadSettings
+from runtime.settings.options import SettingsError
 
 SLO = Slo(1000.0, 100.0, 0.0)
 

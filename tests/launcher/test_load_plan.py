@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher import load_plan, load_traces
-from launcher.load_lengths import Lengths, arrival_times
-from launcher.load_plan import NEVER
-from launcher.load_prompts import Prompts
-from launcher.load_settings import LoadSettings, RatioSettings
-from launcher.load_tenants import Ratio, Tenant, parse_tenants, read_mix
-from runtime.options import SettingsError, add_command, invoke, load, new_app
+from launcher.load import plan as load_plan
+from launcher.load import traces as load_traces
+from launcher.load.lengths import Lengths, arrival_times
+from launcher.load.plan import NEVER
+from launcher.load.prompts import Prompts
+from launcher.load.settings import LoadSettings, RatioSettings
+from launcher.load.tenants import Ratio, Tenant, parse_tenants, read_mix
+from runtime.settings.options import SettingsError, add_command, invoke, load, new_app
 
 AZURE = Path(os.environ.get("CROSSDOCK_TEST_AZURE_TRACE", "AzureLLMInferenceTrace_conv.csv"))
 

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 from launcher.process import child_environment
-from runtime.exits import INTERRUPTED_EXIT
+from runtime.process.exits import INTERRUPTED_EXIT
 
 DEAF_CHILD = """
 import pathlib, sys, uvloop
 from rich.console import Console
 from launcher import supervisor as supervisors
-from launcher.local import until_interrupted
+from launcher.local.lifetime import until_interrupted
 from launcher.process import child_environment
 
 supervisors.STOP_GRACE_S = 600.0

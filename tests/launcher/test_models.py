@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher import models
-from launcher.hub import ModelError
-from launcher.models import ReadyModel, ready
-from runtime.options import SettingsError
+from launcher.models import resolve as models
+from launcher.models.hub import ModelError
+from launcher.models.resolve import ReadyModel, ready
+from runtime.settings.options import SettingsError
 
 QUIET = Console(quiet=True)
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cores import parse_cores
-from runtime.exits import INTERRUPTED_EXIT
-from runtime.options import SECTIONS, SettingsError, add_command, invoke, load, new_app, parse, to_arguments
-from runtime.serve_settings import ServeSettings
-from runtime.setting_types import model_id_of
-from runtime.settings import CoordinatorSettings, GatewaySettings
-from runtime.worker_settings import WorkerSettings
+from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.settings.cores import parse_cores
+from runtime.settings.options import SECTIONS, SettingsError, add_command, invoke, load, new_app, parse, to_arguments
+from runtime.settings.roles import CoordinatorSettings, GatewaySettings
+from runtime.settings.serve import ServeSettings
+from runtime.settings.types import model_id_of
+from runtime.settings.workers import WorkerSettings
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.plan import PREFILL_NICE, plan_cpu
-from runtime.cores import cores_text, parse_cores
+from launcher.local.core_plan import PREFILL_NICE, plan_cpu
+from runtime.settings.cores import cores_text, parse_cores
 
 
 def test_two_cores_are_one_for_decode_and_one_for_the_rest() -> None:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from launcher import process_states, supervisor_metrics
-from launcher.process_states import WINDOW_S, ProcessState, ProcessStates, lines
-from runtime import clock
+from launcher.local import process_states, supervisor_metrics
+from launcher.local.process_states import WINDOW_S, ProcessState, ProcessStates, lines
+from runtime.process import clock
 
 NOW = 1_000_000.0
 FINE = ProcessState("gateway-0", 5, True, 3, (NOW - 2 * WINDOW_S,), None, "was killed by SIGKILL", -9)

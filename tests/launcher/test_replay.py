@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.journal_format import JournalError
-from coordinator.story import ChunkSent
-from launcher import replay as commands
-from launcher.explain_words import lines
-from launcher.journal_settings import ExplainSettings, ReplaySettings
+from coordinator.event_log.format import JournalError
+from coordinator.event_log.timeline import ChunkSent
+from launcher.admin import replay as commands
+from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
+from launcher.admin.explain_words import lines
 from proto.messages import Chunk
 from tests.coordinator.tape import taped
 from tests.coordinator.test_replay import contended_world
@@ -145,7 +145,7 @@ def test_replay_shows_the_first_difference(
 ) -> None:
     path = tmp_path / "j"
     path.write_bytes(contended_world(2).tape())
-    monkeypatch.setattr("coordinator.overload.JITTER", 0.2)
+    monkeypatch.setattr("coordinator.waiting.overload.JITTER", 0.2)
     assert commands.replay(ReplaySettings(file=str(path))) == 1
     said = capsys.readouterr().out
     assert "the actions differ" in said and "  event     Tick()" in said

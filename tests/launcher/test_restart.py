@@ -4,14 +4,8 @@ import itertools
 
 import pytest
 
-from launcher.restart import (
-    FIRST_DELAY_S,
-    FORGIVEN_EVERY_S,
-    LAST_DELAY_S,
-    STARTUP_FAILURES_MAX,
-    RestartPolicy,
-)
-from runtime.exits import HOPELESS_EXITS, HUNG_EXIT
+from launcher.local.restart import FIRST_DELAY_S, FORGIVEN_EVERY_S, LAST_DELAY_S, STARTUP_FAILURES_MAX, RestartPolicy
+from runtime.process.exits import HOPELESS_EXITS, HUNG_EXIT
 
 
 def _die(policy: RestartPolicy, ready_s: float = 0.0, uniform: float = 0.0, started_up: bool = True) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from launcher.serve import AnswerFailed, sse_events
+from launcher.local.serve import AnswerFailed, sse_events
 
 
 def _event(content: dict[str, Any]) -> str:

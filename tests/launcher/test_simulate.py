@@ -3,7 +3,7 @@
 import pytest
 
 from launcher.cli import build_app
-from runtime.options import invoke
+from runtime.settings.options import invoke
 
 
 def simulate(*arguments: str) -> int:
@@ -33,7 +33,7 @@ def test_an_unknown_kind_of_fault_is_named(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_failure_is_told_with_its_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from gateway.stream_state import Submission
+    from gateway.streams.state import Submission
 
     monkeypatch.setattr(Submission, "backoff_s", lambda self, limits: 0.0)
     statuses = {seed: simulate("--seed", str(seed)) for seed in range(6)}

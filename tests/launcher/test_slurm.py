@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 import httpx
 import pytest
 
-from launcher.cluster_file import ClusterFile, parse
-from launcher.cluster_plan import plan_host
+from launcher.cluster.file import ClusterFile, parse
+from launcher.cluster.plan import plan_host
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/launch.slurm"

@@ -11,14 +11,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from launcher import here, process_states, status
-from launcher.process_states import ProcessState, ProcessStates
-from launcher.status import NoAnswer, SeveralClusters, StatusSettings, as_dict, ask, show
+from launcher.admin import status
+from launcher.admin.status import NoAnswer, SeveralClusters, StatusSettings, as_dict, ask, show
+from launcher.local import process_states
+from launcher.local import registry as here
+from launcher.local.process_states import ProcessState, ProcessStates
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Role, StatusRequest
 from proto.status import PairStatus, StatusReport, WorkerStatus
-from runtime import clock
-from runtime.link import LinkServer, Peer
+from runtime.link.server import LinkServer, Peer
+from runtime.process import clock
 
 WORKER = WorkerStatus("decode-0", Role.DECODE, "tiny", "here", 7, 100, 3, 2, 0, 12_345)
 PAIR = PairStatus("prefill-0", "decode-0", "gloo", "shm: another host, user or namespace")

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from launcher import process_states, restart
-from launcher import supervisor as supervisors
+from launcher.local import process_states, restart
+from launcher.local import supervisor as supervisors
+from launcher.local.supervisor import ProcessSpec, RoleFailed, Supervisor
 from launcher.process import child_environment
-from launcher.supervisor import ProcessSpec, RoleFailed, Supervisor
-from runtime import clock
-from runtime.exits import CONFIG_EXIT, USAGE_EXIT, ConfigError
-from runtime.options import SettingsError
+from runtime.process import clock
+from runtime.process.exits import CONFIG_EXIT, USAGE_EXIT, ConfigError
+from runtime.settings.options import SettingsError
 
 Say = Callable[[str, str, str], None]
 
@@ -151,7 +151,7 @@ def test_a_program_that_is_gone_later_is_waited_for(tmp_path: Path, monkeypatch:
 READY = """
 import asyncio, os, signal, sys
 from runtime import notify
-from runtime.driver import run_process
+from runtime.process.driver import run_process
 async def main(stop):
     notify.ready()
     print('{"event": "ready", "level": "warning"}', flush=True)
@@ -286,7 +286,7 @@ def test_children_start_on_their_cores_with_their_threads(tmp_path: Path) -> Non
 ORPHAN_SCENE = """
 import pathlib, sys, uvloop
 from launcher.process import child_environment
-from launcher.supervisor import ProcessSpec, Supervisor
+from launcher.local.supervisor import ProcessSpec, Supervisor
 
 async def scene():
     supervisor = Supervisor(log_dir=pathlib.Path(sys.argv[1]), say=lambda level, name, text: print(text, flush=True))

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher import install_units, units
-from launcher.cluster_file import ClusterError, parse
-from launcher.cluster_plan import HostPlan, plan_host
-from launcher.cluster_settings import UnitsSettings
-from launcher.units import OPTIONS, UNITS, Installed
-from launcher.watchdog import WATCHDOG_S
-from runtime.keys import make
-from runtime.options import SettingsError, load
+from launcher.cluster import install_units, units
+from launcher.cluster.file import ClusterError, parse
+from launcher.cluster.plan import HostPlan, plan_host
+from launcher.cluster.settings import UnitsSettings
+from launcher.cluster.units import OPTIONS, UNITS, Installed
+from launcher.local.watchdog import WATCHDOG_S
+from runtime.link.keys import make
+from runtime.settings.options import SettingsError, load
 
 EXPOSURE_MAX = 3.0
 read_text = Path.read_text

@@ -16,15 +16,16 @@ import psutil
 import pytest
 from rich.console import Console
 
-from launcher import here, up
-from launcher.cluster import free_port
-from launcher.cluster_file import parse
-from launcher.cluster_plan import HostPlan
-from launcher.cluster_settings import UpSettings
-from launcher.hosts import Site, keys_there, parcel
-from launcher.keys import NewKeysSettings
-from launcher.keys import run as make_keys
-from runtime.options import SettingsError
+from launcher.admin.keys import NewKeysSettings
+from launcher.admin.keys import run as make_keys
+from launcher.cluster import up
+from launcher.cluster.file import parse
+from launcher.cluster.hosts import Site, keys_there, parcel
+from launcher.cluster.plan import HostPlan
+from launcher.cluster.settings import UpSettings
+from launcher.local import registry as here
+from launcher.local.cluster import free_port
+from runtime.settings.options import SettingsError
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0

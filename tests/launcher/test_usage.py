@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from coordinator.ledger import Ledger
-from coordinator.quota import Ask
-from coordinator.usage import Closed, Entry, Opened
-from launcher import cluster as clusters
-from launcher.models import ReadyModel
+from coordinator.accounting.ledger import Ledger
+from coordinator.accounting.quota import Ask
+from coordinator.accounting.usage import Closed, Entry, Opened
+from launcher.admin.usage import NoJournal, UsageSettings, read, show
+from launcher.local import cluster as clusters
+from launcher.models.resolve import ReadyModel
 from launcher.process import child_environment
-from launcher.usage import NoJournal, UsageSettings, read, show
-from runtime.options import SettingsError
-from runtime.serve_settings import ServeSettings
-from runtime.tenants import parse
+from runtime.settings.options import SettingsError
+from runtime.settings.serve import ServeSettings
+from runtime.tenancy.tenants import parse
 
 DAY = 20_778
 """2026-11-21."""

@@ -1,6 +1,6 @@
 """When a child that hangs is killed: by what it said and when, without a clock."""
 
-from launcher.watchdog import WATCHDOG_S, Watchdog
+from launcher.local.watchdog import WATCHDOG_S, Watchdog
 
 
 def looked(dog: Watchdog, begin: float, end: float) -> float | None:

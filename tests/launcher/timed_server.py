@@ -10,7 +10,7 @@ import json
 import random
 from typing import Any
 
-from runtime import clock
+from runtime.process import clock
 from tests.launcher.scripted_server import DONE, STREAM, event
 
 HEAD = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "timed"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime import collector
+from runtime.process import garbage_collector as collector
 
 
 class Ring:

@@ -13,14 +13,15 @@ from zmq.utils import z85
 from proto.codec import encode
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Role
-from runtime import curve, hangup
-from runtime.curve import _Handler
-from runtime.exits import ConfigError
-from runtime.keys import ROLES, Keys, KeysError, is_loopback, keys_for, make
-from runtime.link import LinkSettings
-from runtime.loop_socket import LoopContext, LoopSocket
-from runtime.peer import open_socket
-from runtime.settings import CoordinatorSettings
+from runtime.link import curve
+from runtime.link.curve import _Handler
+from runtime.link.keys import ROLES, Keys, KeysError, is_loopback, keys_for, make
+from runtime.link.loop_socket import LoopContext, LoopSocket
+from runtime.link.peer import open_socket
+from runtime.link.server import LinkSettings
+from runtime.process import hangup
+from runtime.process.exits import ConfigError
+from runtime.settings.roles import CoordinatorSettings
 from tests.runtime.test_link import CANCEL, End, run, until
 
 SILENT_S = 0.3

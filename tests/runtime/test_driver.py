@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from runtime.driver import CoreDriver
-from runtime.exits import BUG_EXIT
+from runtime.process.driver import CoreDriver
+from runtime.process.exits import BUG_EXIT
 
 ROOT = Path(__file__).parents[2]
 
 
 def start(body: str) -> "subprocess.Popen[str]":
-    script = "import asyncio\nfrom runtime.driver import run_process, watched\n" + textwrap.dedent(body)
+    script = "import asyncio\nfrom runtime.process.driver import run_process, watched\n" + textwrap.dedent(body)
     return subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )

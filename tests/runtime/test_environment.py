@@ -3,13 +3,13 @@
 import pytest
 
 import launcher.cli  # noqa: F401 -- every option is made by then
-from runtime import environment
-from runtime.environment import SUPERVISED, known_names, notes
-from runtime.options import SettingsError, load
-from runtime.serve_settings import ServeSettings
-from runtime.setting_types import Options
-from runtime.settings import CoordinatorSettings, GatewaySettings
-from runtime.worker_settings import WorkerSettings
+from runtime.settings import environment
+from runtime.settings.environment import SUPERVISED, known_names, notes
+from runtime.settings.options import SettingsError, load
+from runtime.settings.roles import CoordinatorSettings, GatewaySettings
+from runtime.settings.serve import ServeSettings
+from runtime.settings.types import Options
+from runtime.settings.workers import WorkerSettings
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def start(body: str) -> "subprocess.Popen[str]":
 def test_leaving_keeps_status_output_and_atexit_and_waits_for_no_thread() -> None:
     process = start("""
         import atexit, sys, threading
-        from runtime.exits import leave
+        from runtime.process.exits import leave
         atexit.register(print, "atexit", flush=False)
         threading.Thread(target=threading.Event().wait).start()
         print("no line end", end=" ")
@@ -39,7 +39,7 @@ def test_leaving_keeps_status_output_and_atexit_and_waits_for_no_thread() -> Non
 def test_leaving_with_nobody_to_read_is_quiet() -> None:
     process = start("""
         import sys
-        from runtime.exits import leave
+        from runtime.process.exits import leave
         sys.stdin.read()
         print("unread")
         leave(3)
@@ -56,9 +56,9 @@ def test_a_signal_while_the_model_loads_ends_a_worker_at_once() -> None:
     process = start("""
         import threading
         from concurrent.futures import ThreadPoolExecutor
-        from runtime.exits import leave
-        from runtime.worker_settings import WorkerSettings
-        from runtime.worker_process import run_worker
+        from runtime.process.exits import leave
+        from runtime.settings.workers import WorkerSettings
+        from runtime.worker.process import run_worker
 
         def load():
             print("loading", flush=True)

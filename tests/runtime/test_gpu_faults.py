@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtransfer.cuda_memory import CudaError
-from kvtransfer.transport import PairBroken
+from kvtransfer.memory.cuda import CudaError
+from kvtransfer.transports.transport import PairBroken
 from proto.errors import CrossdockError
-from runtime.exits import GPU_EXIT, HOPELESS_EXITS
-from runtime.gpu_faults import breaks_cuda_context
+from runtime.process.exits import GPU_EXIT, HOPELESS_EXITS
+from runtime.worker.gpu_faults import breaks_cuda_context
 
 ROOT = Path(__file__).parents[2]
 ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", RuntimeError)
@@ -98,8 +98,8 @@ import asyncio, sys
 from types import SimpleNamespace
 import torch
 from runtime import log
-from runtime.driver import run_process
-from runtime.step_watch import StepWatch
+from runtime.process.driver import run_process
+from runtime.worker.step_watch import StepWatch
 from {role}_worker import worker
 
 said = []

@@ -16,14 +16,14 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-import runtime.peer
+import runtime.link.peer
 from proto.codec import encode
 from proto.errors import CancelReason, RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Bye, Cancel, Hello, Message, Ping, Role, StatusRequest, Welcome
-from runtime.link import LinkServer, LinkSettings, Peer, is_orderly
-from runtime.link_client import LinkClient
-from runtime.peer import close_sockets
+from runtime.link.client import LinkClient
+from runtime.link.peer import close_sockets
+from runtime.link.server import LinkServer, LinkSettings, Peer, is_orderly
 
 FAST = LinkSettings(heartbeat_ms=50, reconnect_ms=10, reconnect_ms_max=50, handshake_timeout_ms=2_000)
 CANCEL = Cancel("r", 1, CancelReason.DISCONNECTED)

@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
-from runtime import machine
-from runtime.addresses import advertised
-from runtime.cores import cores_text
-from runtime.exits import ConfigError
-from runtime.worker_settings import WorkerSettings
+from runtime.process.exits import ConfigError
+from runtime.settings import machine
+from runtime.settings.addresses import advertised
+from runtime.settings.cores import cores_text
+from runtime.settings.workers import WorkerSettings
 
 GPU_BYTES, HOST_BYTES = 8 << 30, 4 << 30
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.metrics import OTHER, SERIES_MAX, STEP_S, Page, TenantLabels
+from runtime.metrics.instruments import OTHER, SERIES_MAX, STEP_S, Page, TenantLabels
 
 
 def read(page: Page, prefix: str = "x") -> dict[str, float]:

@@ -13,10 +13,12 @@ import pytest
 import uvloop
 from pydantic import TypeAdapter, ValidationError
 
-from runtime import metrics_http, metrics_server, notify
-from runtime.addresses import MetricsAddress, advertised_metrics
-from runtime.metrics import Page
-from runtime.metrics_server import CONNECTIONS_MAX, MetricsServer, PortTaken
+from runtime.metrics import http as metrics_http
+from runtime.metrics import server as metrics_server
+from runtime.metrics.instruments import Page
+from runtime.metrics.server import CONNECTIONS_MAX, MetricsServer, PortTaken
+from runtime.process import notify
+from runtime.settings.addresses import MetricsAddress, advertised_metrics
 
 ROOT = Path(__file__).parents[2]
 BIG = 40_000_000

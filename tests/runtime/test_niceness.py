@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from runtime.niceness import import_nicely
+from runtime.process.niceness import import_nicely
 
 GROUP = Path("/proc/self/autogroup")
 GROUPS = """
 from pathlib import Path
-from runtime.niceness import be_nice_as_group
+from runtime.process.niceness import be_nice_as_group
 for nice in (7, 0):
     be_nice_as_group(nice)
     print(Path("/proc/self/autogroup").read_text().split()[-1])

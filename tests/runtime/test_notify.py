@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from launcher.process import child_environment
-from runtime.notify import Pulse
+from runtime.process.notify import Pulse
 
 WAIT_S = 60.0
 ROLE = """
 import asyncio
 from runtime import notify
-from runtime.driver import run_process
+from runtime.process.driver import run_process
 
 async def main(stop):
     healthy = [True]

@@ -11,11 +11,11 @@ from proto.codec import decode
 from proto.held import Capacity, Held
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Finished, Hello, Message, Released, Role, Welcome
-from runtime import clock, log, waiting
-from runtime.link import LinkServer, LinkSettings, Peer, is_orderly
-from runtime.peer import close_sockets
-from runtime.registration import IN_DOUBT_S, Registration
-from runtime.worker_settings import WorkerSettings
+from runtime.link.peer import close_sockets
+from runtime.link.server import LinkServer, LinkSettings, Peer, is_orderly
+from runtime.process import clock, log, waiting
+from runtime.settings.workers import WorkerSettings
+from runtime.worker.registration import IN_DOUBT_S, Registration
 
 HELLO = Hello(PROTOCOL_VERSION, Role.DECODE, 5, "decode-0", "m", "f", "tcp://h:1", Capacity(10, 16, 4, 100))
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from runtime import clock
-from runtime.seldom import BURST, EVERY_S, Seldom
+from runtime.process import clock
+from runtime.process.rate_limited_log import BURST, EVERY_S, Seldom
 
 
 def test_a_flood_of_lines_becomes_few_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """When a worker that is to end may go."""
 
 from proto.drain import Drained, Draining
-from runtime.service import Service
+from runtime.worker.service import Service
 
 
 def test_it_goes_when_it_holds_nothing_and_nothing_can_come() -> None:

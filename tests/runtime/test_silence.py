@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.silence import Silence
+from runtime.link.failure_detector import Silence
 
 HEARTBEAT_MS = 500
 SLOW_S = 1.4

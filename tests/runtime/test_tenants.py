@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from runtime.tenants import DEFAULT_BANDS, QuotaLimits, TenantsError, open_tenants, parse
+from runtime.tenancy.tenants import DEFAULT_BANDS, QuotaLimits, TenantsError, open_tenants, parse
 
 ANN, BOB = (hashlib.sha256(key).hexdigest() for key in (b"ann's", b"bob's"))
 FILE = f"""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.tenants import Tenants, TenantsError
-from runtime.tenants_file import TenantsFile, read
+from runtime.tenancy.file import TenantsFile, read
+from runtime.tenancy.tenants import Tenants, TenantsError
 
 
 def watched(path: Path, poll_s: float, scene: Callable[["asyncio.Queue[Tenants]"], Awaitable[None]]) -> None:

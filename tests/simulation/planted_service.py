@@ -6,19 +6,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator import billing, core, draining, intake, members, outbox, state, steps
-from coordinator.breakers import Breakers
+from coordinator import core, outbox, state
+from coordinator.accounting import billing
+from coordinator.accounting.usage import Closed, Past
+from coordinator.admission import intake
 from coordinator.lifecycle import State as Life
-from coordinator.pool import Pool, Worker
+from coordinator.placement import steps
+from coordinator.recovery import draining, members
 from coordinator.request import Request
-from coordinator.retries import RetryBudget
-from coordinator.usage import Closed, Past
-from gateway.stream_state import Phase, Submission
-from gateway.stream_types import StreamLimits
-from gateway.streams import StreamKeeper
+from coordinator.waiting.retries import RetryBudget
+from coordinator.workers.circuit_breakers import Breakers
+from coordinator.workers.pool import Pool, Worker
+from gateway.streams.keeper import StreamKeeper
+from gateway.streams.state import Phase, Submission
+from gateway.streams.types import StreamLimits
 from proto.messages import Release, TokenItem
-from runtime.service import Service
-from simulation.coordinator_process import Journal
+from runtime.worker.service import Service
+from simulation.faults.coordinator_process import Journal
 from tests.simulation.planted import Planted
 
 BUGS = Planted()

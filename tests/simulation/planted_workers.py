@@ -6,16 +6,16 @@ import pytest
 
 from decode_worker.batch import Batch
 from decode_worker.requests import Attempt, AttemptTable
-from engine.blocks import BlockAllocator
-from engine.sequence import SequenceBlocks
-from kvtransfer.receiver_session import COMMITTED, FAILED, ReceiverSession
-from kvtransfer.sender_session import SenderSession
-from kvtransfer.session import Action, Ended, KvCommitted, SegmentDone, SegmentDropped, Session
+from engine.kv.allocator import BlockAllocator
+from engine.kv.sequence import SequenceBlocks
+from kvtransfer.session.receiver import COMMITTED, FAILED, ReceiverSession
+from kvtransfer.session.sender import SenderSession
+from kvtransfer.session.session import Action, Ended, KvCommitted, SegmentDone, SegmentDropped, Session
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import Prompt, PromptTable
 from proto.messages import Released, TokenItem, Tokens
-from runtime import step_watch
-from runtime.step_watch import StepWatch
+from runtime.worker import step_watch
+from runtime.worker.step_watch import StepWatch
 from tests.simulation.planted import Planted
 
 BUGS = Planted()

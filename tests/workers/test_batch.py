@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from decode_worker.batch import Batch, Running
 from decode_worker.requests import AttemptTable, Farewell, Phase
-from engine.blocks import BlockAllocator
-from kvtransfer.session import Accepted
+from engine.kv.allocator import BlockAllocator
+from kvtransfer.session.session import Accepted
 from proto.errors import FinishReason, Interrupt
 from proto.messages import Finished, Peer, Released, Reserve, WorkFailed
 from proto.sampling import Sampling

@@ -6,8 +6,9 @@ import pytest
 
 from decode_worker.leases import check_invariants, leases
 from decode_worker.requests import Phase
-from kvtransfer.receiver_session import ReceiverSession
-from kvtransfer.session import (
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.session.receiver import ReceiverSession
+from kvtransfer.session.session import (
     Accepted,
     Action,
     CommitArrived,
@@ -21,7 +22,6 @@ from kvtransfer.session import (
     SegmentDone,
     SegmentDropped,
 )
-from kvtransfer.settings import KvSettings
 from proto.errors import Interrupt
 from proto.kv import Abort, Announce, Commit, FirstToken, Offer
 from proto.messages import Released, WorkFailed

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.blocks import BlockAllocator
 from engine.engine import Engine
-from gateway.block_hashes import block_hashes
-from kvtransfer.digests import BlockDigests, Digester
-from kvtransfer.layout import KvLayout
-from kvtransfer.pool import PoolRows
+from engine.kv.allocator import BlockAllocator
+from gateway.text.block_hashes import block_hashes
+from kvtransfer.memory.digests import BlockDigests, Digester
+from kvtransfer.memory.layout import KvLayout
+from kvtransfer.memory.pool import PoolRows
 from prefill_worker.compute import run_step
 from prefill_worker.prompts import Prompt, PromptTable
 from proto.codec import pack_tokens

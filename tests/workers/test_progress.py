@@ -4,7 +4,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from decode_worker.progress import REPORT_S, ProgressReport, shortage
-from engine.blocks import OutOfBlocks
+from engine.kv.allocator import OutOfBlocks
 from proto.progress import DecodeProgress, Joined
 from tests.workers.test_batch import World, reserve
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.blocks import BlockAllocator
+from engine.kv.allocator import BlockAllocator
 from prefill_worker.prompts import Farewell, Prompt, PromptTable
 from proto.errors import Interrupt
 from proto.messages import Chunk, Finished, HandedOver, Peer, Prefill, Released, WorkFailed

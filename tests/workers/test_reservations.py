@@ -3,11 +3,11 @@
 from decode_worker.batch import Batch
 from decode_worker.core import DecodeCore
 from decode_worker.requests import AttemptTable, Phase
-from engine.blocks import BlockAllocator
-from kvtransfer.session import Accepted
+from engine.kv.allocator import BlockAllocator
+from kvtransfer.session.session import Accepted
 from proto.kv import Commit, FirstToken, Offer
 from proto.messages import Message, Peer, Release, Released
-from runtime.ports import TakeChanges
+from runtime.worker.ports import TakeChanges
 from tests.workers.test_batch import BLOCK, reserve
 
 PREFILL_EPOCH = 9

@@ -1,0 +1,4 @@
+"""Quotas, billing and the usage ledger.
+
+Start with `billing`; `ledger` is the database.
+"""

@@ -1,0 +1,400 @@
+"""What each request has cost so far, from its acceptance until nothing of it is left; settled and journalled once. Pure.
+
+A bill stays open while the request lives, and after its end while a worker still holds blocks for it or computes a chunk of
+it: what a cancelled attempt has emitted is only known when its worker lets go (`Released`). Until then its concurrency and its
+blocks count as taken, because they are.
+
+Charged are the prompt tokens computed, once, however often a lost worker made us compute them again, and the tokens emitted,
+each once, whichever attempt it came from: what is counted is how far the answer is known to have got, by its workers' word, by
+its gateway's (`resumed_tokens`, and its last word), or by the steps of a worker that was lost. So it does not matter who speaks
+first, or twice.
+
+A request that comes back after its bill was settled, as a stream does that its gateway gave up and resumes, gets another one,
+which goes on from there, and its row in the journal is opened again.
+
+A bill of an earlier coordinator is an *orphan*: its row in the journal is open, and a worker's or the gateway's word closes it.
+Both say again what ended shortly before they lost the coordinator, and since. If no word comes in `orphan_s`, as where both are
+lost too, it is written off at its estimate.
+
+Where a worker's link is lost, as by a stop of this very process, the worker may be back in a moment, and say again what has
+finished meanwhile. So a bill that it held is not closed as cancelled before `DOUBT_S` have passed.
+"""
+
+from collections import OrderedDict
+
+import msgspec
+
+from coordinator.accounting.quota import NO_RATES, Ask, Denial, Grant, Quotas
+from coordinator.accounting.tombstones import Remembered
+from coordinator.accounting.usage import Closed, Past, Settled
+from coordinator.lifecycle import State
+from proto.held import Held
+from proto.messages import RateState, Submit
+from runtime.tenancy.tenants import Tenants
+
+LOST = "lost"
+"""Outcome of an orphan that nobody could tell about."""
+_UNSERVED = frozenset({State.REJECTED, State.EXPIRED, State.FAILED})
+"""Ends that are ours: where nothing was computed either, it is as if the request had not been."""
+DOUBT_S = 5.0
+"""Longer than a worker that lives takes to come back."""
+
+
+def whole_of(submit: Submit) -> str:
+    """The request that this one is the rest of, as one of several choices that had begun; empty where it is none."""
+    end = f".c{submit.first_choice}"
+    return submit.request_id.removesuffix(end) if submit.choices == 1 and submit.request_id.endswith(end) else ""
+
+
+class Tally(msgspec.Struct, eq=False, gc=False):
+    """What has come of a bill so far."""
+
+    attempt: int = 0
+    computed_tokens: int = 0
+    """Of the prompt, in this attempt."""
+    prompt_tokens: int = 0
+    """To be charged."""
+    prompt_done: bool = False
+    """All of the prompt was computed or cached, in some attempt: what a later one computes of it again is not charged."""
+    output_tokens: int = 0
+    """Of the answer, known to be emitted, summed over choices."""
+    from_token: int = 0
+    """Of the answer: those before it are on another bill."""
+    charged_tokens: int = 0
+    """By an earlier bill of this request."""
+    again: bool = False
+    """Its row in the journal may be closed."""
+    adopted: bool = False
+    """It was an orphan, and its row is in the journal."""
+    held: int = 0
+    """Reservations on workers, and chunks dispatched and not heard of."""
+    doubt_until: float = 0.0
+    """A worker that was lost with it may say more of it until then."""
+    outcome: str = ""
+    ended: str = ""
+    """Its outcome before it was reopened."""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def used_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens - self.from_token
+
+
+class _Nothing(Tally, frozen=True):  # type: ignore[misc]
+    """Writing to it is an error."""
+
+
+_NOTHING = _Nothing()
+
+
+class Bill(Grant, eq=False, gc=False):
+    request_id: str
+    prompt_tokens_max: int
+    choices: int = 1
+    tally: Tally = _NOTHING
+    """To be read. Its own is made by `begin`: most requests wait before anything comes of them, and there are many."""
+
+    def begin(self) -> Tally:
+        """Its tally, to be written to."""
+        tally = self.tally
+        if tally is _NOTHING:
+            tally = self.tally = Tally()
+        return tally
+
+    @property
+    def estimate(self) -> Ask:
+        """What was reserved, with what was charged before."""
+        tally = self.tally
+        prompt_tokens = tally.prompt_tokens if tally.prompt_done else self.prompt_tokens_max
+        return Ask(prompt_tokens, tally.charged_tokens + self.tokens - prompt_tokens, self.kv_blocks)
+
+    def spend(self, state: State, seconds: float) -> None:
+        """Time passed in a state of the request."""
+        tally = self.begin()
+        match state:
+            case State.PREFILLING:
+                tally.prefill_s += seconds
+            case State.HANDING_OVER:
+                tally.transfer_s += seconds
+            case State.DECODING:
+                tally.decode_s += seconds
+            case _:
+                tally.queue_s += seconds
+
+
+class Billing:
+    def __init__(self, tenants: Tenants, remembered_s: float = 600.0, remembered_max: int = 1_000_000) -> None:
+        self.quotas = Quotas(tenants)
+        self.bills: dict[str, Bill] = {}
+        self.orphans: OrderedDict[str, float] = OrderedDict()
+        """Request → when it is written off; soonest first."""
+        self.doubts: OrderedDict[str, float] = OrderedDict()
+        """Cancelled request → when it is closed as that; soonest first, or nearly."""
+        self.settled: Remembered[Settled] = Remembered(remembered_s, remembered_max)
+        """Of older ones the journal alone knows what they came to."""
+
+    # --- what is configured, what was before ----------------------------------------------------------------------------
+
+    def configure(self, tenants: Tenants, utc_offset_s: float, past: Past, orphans_until: float, now: float) -> None:
+        self.quotas.replace(tenants, utc_offset_s, now)
+        for tenant, ago_s, tokens in past.recent:
+            self.quotas.seed_rates(tenant, tokens, now - ago_s)
+        for tenant, day, tokens in past.charged:
+            self.quotas.seed(tenant, day, tokens, now)
+        for row in past.open:
+            grant = self.quotas.restore(row.tenant, row.ask, row.day, now)
+            tally = self._open(row.request_id, grant, row.ask.prompt_tokens).begin()
+            tally.prompt_tokens = row.ask.prompt_tokens
+            tally.output_tokens = tally.from_token = row.from_token
+            self.orphans[row.request_id] = orphans_until
+
+    # --- acceptance -----------------------------------------------------------------------------------------------------
+
+    def adopt(self, request_id: str, resumed_tokens: int) -> Bill | None:
+        """The open bill of a request that is not known, whose gateway has come back: an orphan's, with the tokens the gateway
+        had got, or that of one which ended here, as by a loss of the link, and of which a worker has not let go yet."""
+        bill = self.bills.get(request_id)
+        if bill is None:
+            return None
+        tally = bill.begin()
+        tally.ended, tally.outcome = tally.outcome, ""
+        self.doubts.pop(request_id, None)
+        tally.output_tokens = max(tally.output_tokens, resumed_tokens)
+        if self.orphans.pop(request_id, None) is not None:
+            tally.adopted = True
+            if not resumed_tokens:
+                tally.prompt_tokens = 0
+        return bill
+
+    def open(
+        self, request_id: str, tenant: str, ask: Ask, now: float, *, idle: bool, choices: int = 1
+    ) -> Bill | Denial:
+        grant = self.quotas.reserve(tenant, ask, now, idle=idle)
+        if isinstance(grant, Denial):
+            return grant
+        return self._open(request_id, grant, ask.prompt_tokens, choices)
+
+    def _open(self, request_id: str, grant: Grant, prompt_tokens_max: int, choices: int = 1) -> Bill:
+        assert request_id not in self.bills
+        bill = self.bills[request_id] = Bill(
+            grant.accounts,
+            grant.tokens,
+            grant.kv_blocks,
+            grant.day,
+            grant.rated,
+            grant.borrowed,
+            request_id,
+            prompt_tokens_max,
+            choices,
+        )
+        return bill
+
+    def open_promised(self, submit: Submit, output_tokens: int, kv_blocks: int, held: int, now: float) -> Bill:
+        """For a request in its second or a later attempt of which no bill is open: its client was promised an answer, and no
+        limit is asked. Of what it was charged before nothing is charged again; where that is forgotten, the journal knows, and
+        tokens that were sent are taken to be charged. `held`: reservations that workers brought along."""
+        request_id, resumed_tokens = submit.request_id, submit.resumed_tokens
+        before = self.settled.get(request_id)
+        of_choice = bool(whole_of(submit))
+        done = before.prompt_done if before is not None else of_choice or resumed_tokens > 0
+        prompt_tokens_max = 0 if done else submit.prompt_tokens - resumed_tokens
+        if before is not None:
+            prompt_tokens_max = before.prompt_tokens_max
+        due = prompt_tokens_max - before.prompt_tokens if before is not None else prompt_tokens_max
+        ask = Ask(0 if done else due, output_tokens, kv_blocks)
+        grant = self.quotas.restore(submit.tenant, ask, self.quotas.day(now), now, counted=False)
+        bill = self._open(request_id, grant, prompt_tokens_max, submit.choices)
+        tally = bill.begin()
+        tally.again, tally.prompt_done, tally.held, tally.output_tokens = True, done, held, resumed_tokens
+        if before is not None:
+            tally.attempt, tally.computed_tokens = before.attempt, before.computed_tokens
+            tally.prompt_tokens, tally.from_token = before.prompt_tokens, before.from_token
+            tally.output_tokens = max(before.output_tokens, resumed_tokens)
+            tally.charged_tokens = before.used_tokens
+        elif of_choice:
+            tally.from_token = resumed_tokens
+        else:
+            tally.charged_tokens = resumed_tokens
+        return bill
+
+    def undo(self, bill: Bill, now: float, orphans_until: float) -> None:
+        """It was not accepted after all; an orphan is one again, since its gateway may come once more."""
+        if bill.tally.ended:
+            tally = bill.begin()
+            tally.outcome, tally.ended = tally.ended, ""
+            if not tally.held:
+                self.doubts[bill.request_id] = tally.doubt_until
+            return
+        if bill.tally.adopted:
+            self.orphans[bill.request_id] = orphans_until
+            return
+        del self.bills[bill.request_id]
+        self.quotas.undo(bill, now)
+
+    def rates(self, tenant: str, now: float) -> RateState | None:
+        """None where nothing is limited, or nobody is known."""
+        if self.quotas.tenants.policy(tenant) is None:
+            return None
+        rates = self.quotas.rates(tenant, now)
+        return None if rates is NO_RATES else rates
+
+    # --- life -----------------------------------------------------------------------------------------------------------
+
+    def found(self, held: Held, of_answer: bool) -> None:
+        """A worker has registered with this; `of_answer`: a decode worker."""
+        bill = self.bills.get(held.request_id)
+        if bill is not None:
+            tally = bill.begin()
+            tally.held += 1
+            bill.choices = max(bill.choices, held.seqs if of_answer else 1)
+            tally.output_tokens = max(tally.output_tokens, held.resumed_tokens)
+
+    def hold(self, request_id: str, count: int = 1) -> None:
+        """So much more of it is on workers."""
+        bill = self.bills.get(request_id)
+        if bill is not None:
+            bill.begin().held += count
+
+    def computed(self, request_id: str, attempt: int, tokens: int) -> None:
+        bill = self.bills.get(request_id)
+        if bill is None or (tally := bill.begin()).prompt_done or attempt < tally.attempt:
+            return
+        if attempt > tally.attempt:
+            tally.attempt, tally.computed_tokens = attempt, 0
+        computed = tally.computed_tokens = tally.computed_tokens + tokens
+        if computed > tally.prompt_tokens:
+            tally.prompt_tokens = min(computed, bill.prompt_tokens_max)
+
+    def prompt_done(self, request_id: str) -> None:
+        bill = self.bills.get(request_id)
+        if bill is not None:
+            bill.begin().prompt_done = True
+
+    def emitted(self, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False) -> int:
+        """The attempt that began behind `resumed_tokens` has emitted so many; `first`: and besides the first token of each
+        choice. Returns how many of them are new."""
+        bill = self.bills.get(request_id)
+        if bill is None:
+            return 0
+        new = resumed_tokens + tokens + (bill.choices if first else 0) - bill.tally.output_tokens
+        if new <= 0:
+            return 0
+        bill.begin().output_tokens += new
+        return new
+
+    def lost(self, request_id: str, now: float) -> Closed | None:
+        """One thing less of it is on a worker, whose link was lost."""
+        bill = self.bills.get(request_id)
+        if bill is not None:
+            bill.begin().doubt_until = now + DOUBT_S
+        return self.let_go(request_id, now)
+
+    def let_go(self, request_id: str, now: float) -> Closed | None:
+        """One thing less of it is on a worker."""
+        bill = self.bills.get(request_id)
+        if bill is None or not (tally := bill.tally).held:
+            return None  # a worker may bring along what was not counted when this bill was opened
+        tally.held -= 1
+        return self._close_if_over(bill, now)
+
+    # --- ends -----------------------------------------------------------------------------------------------------------
+
+    def end(self, request_id: str, outcome: str, now: float) -> Closed | None:
+        bill = self.bills.get(request_id)
+        if bill is None:
+            return None
+        bill.begin().outcome = outcome
+        return self._close_if_over(bill, now)
+
+    def is_open_to(self, request_id: str) -> bool:
+        """Whether a worker may tell the end of what is no request here any more."""
+        return request_id in self.orphans or request_id in self.doubts
+
+    def end_orphan(self, request_id: str, outcome: str, now: float) -> Closed | None:
+        """A worker says how a request ended of an earlier coordinator, or of which it had been lost; or its gateway has
+        all of the answer."""
+        if not self.is_open_to(request_id):
+            return None
+        tally = self.bills[request_id].begin()
+        if outcome != State.CANCELLED:
+            tally.doubt_until = now
+        elif tally.outcome:
+            outcome = tally.outcome  # one that lets go of an attempt does not know of all of the answer
+        else:
+            tally.doubt_until = now + DOUBT_S  # its gateway may know of more, and be on its way back
+        return self.end(request_id, outcome, now)
+
+    def give_up(self, request_id: str, now: float) -> Closed | None:
+        """The gateway of an orphan wants no more of it. A worker that holds it may be on its way back, and know of more."""
+        if request_id not in self.orphans:
+            return None
+        self.bills[request_id].begin().doubt_until = now + DOUBT_S
+        return self.end(request_id, State.CANCELLED, now)
+
+    def write_off(self, now: float, orphans_until: float) -> list[Closed]:
+        """Orphans whose time has come; those that a worker still holds get more."""
+        closed = []
+        while self.doubts and (first := next(iter(self.doubts.items())))[1] <= now:
+            del self.doubts[first[0]]
+            if (entry := self._close_if_over(self.bills[first[0]], now)) is not None:
+                closed.append(entry)
+        while self.orphans and (first := next(iter(self.orphans.items())))[1] <= now:
+            request_id, _ = first
+            del self.orphans[request_id]
+            bill = self.bills[request_id]
+            tally = bill.begin()
+            if tally.held:
+                self.orphans[request_id] = orphans_until
+                continue
+            if not tally.outcome:
+                tally.outcome = LOST
+                tally.output_tokens = max(tally.output_tokens, tally.from_token + bill.estimate.output_tokens)
+            closed.append(self._close(bill, now))
+        return closed
+
+    def next_write_off(self) -> float | None:
+        soonest = [next(iter(waiting.values())) for waiting in (self.orphans, self.doubts) if waiting]
+        return min(soonest, default=None)
+
+    def _close_if_over(self, bill: Bill, now: float) -> Closed | None:
+        tally = bill.tally
+        if not tally.outcome or tally.held:
+            return None
+        if tally.outcome == State.CANCELLED and now < tally.doubt_until:
+            self.doubts[bill.request_id] = tally.doubt_until
+            return None
+        return self._close(bill, now)
+
+    def _close(self, bill: Bill, now: float) -> Closed:
+        del self.bills[bill.request_id]
+        self.orphans.pop(bill.request_id, None)
+        self.doubts.pop(bill.request_id, None)
+        tally = bill.tally
+        whole = tally.prompt_done or tally.outcome == State.FINISHED
+        cached_tokens = max(bill.prompt_tokens_max - tally.prompt_tokens, 0) if whole else 0
+        used_tokens = tally.used_tokens
+        if used_tokens or tally.outcome not in _UNSERVED:
+            self.quotas.settle(bill, used_tokens - tally.charged_tokens, now)
+        else:
+            self.quotas.undo(bill, now)
+        settled = Settled(
+            tally.attempt, tally.computed_tokens, tally.prompt_tokens, bill.prompt_tokens_max, tally.prompt_done,
+            tally.output_tokens, tally.from_token, tally.charged_tokens, used_tokens,
+        )  # fmt: skip
+        self.settled.put(bill.request_id, settled, now)
+        return Closed(
+            bill.request_id,
+            tally.outcome,
+            used_tokens,
+            tally.prompt_tokens,
+            cached_tokens,
+            tally.output_tokens - tally.from_token,
+            1000 * tally.queue_s,
+            1000 * tally.prefill_s,
+            1000 * tally.transfer_s,
+            1000 * tally.decode_s,
+            tally.from_token,
+        )

@@ -1,0 +1,301 @@
+"""The journal of usage: SQLite in WAL mode, written by one thread of its own, one row for each accepted request.
+
+**Journalled before it is acknowledged.** A request's row is written when it is accepted, open and charged at its estimate, and
+nothing about the request (its acceptance, its order to a worker) leaves the coordinator until that row is committed
+(`coordinator.outbox`). At its end the row is closed with what was computed and emitted. So at whatever moment the process
+is killed, every request that anyone has heard of has one row:
+
+- killed before the row is committed: nobody has heard of the request. Its gateway submits it again, and it gets a row then.
+- killed while the row is open: the next coordinator counts the estimate to the tenant's day, holds the reservation again, and
+  closes the row when a worker or the gateway tells how the request ended. If nobody does within a bound (the stream ended while
+  no coordinator was there), the row is written off: closed as `lost`, charged at the estimate. Charging nothing would forgive
+  work that was done; the estimate is the best that is known.
+- killed after the end but before the row is closed: the same, the row being open.
+- killed after the row is closed: done.
+
+- killed after the row is closed, and the stream's gateway resumes it, as after a worker's link was lost: the row is opened
+  again. Amounts are those of the whole answer, each of its tokens counted once, so at the end the greater of what it had
+  and what the new closing says is true, whatever came in between.
+
+Closed rows are deleted `keep_days` after their acceptance, a bounded number between any two batches.
+
+Rows are found by request id; a second opening or closing of one changes nothing. The rates per minute go on from the
+rows of the last minute.
+
+**A start does not take longer with the day.** What it reads is found by an index: open rows, rows of the last minute, and the
+day's sums, which `ledger_totals` keeps beside the rows.
+
+**Durability.** `synchronous=NORMAL`: a commit is in the operating system's hands, so it outlives the process, kill -9 included.
+A machine that loses power may lose the last commits, never the file's consistency. Full durability would cost an fsync for each
+batch, which the first message about each request would wait for; the streams themselves die with the machine anyway.
+
+**The event loop never waits.** Entries go into a bounded queue; the thread takes all that is there, commits them as one
+transaction and tells the loop which requests are on disk. More load makes larger batches, not more commits.
+"""
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import closing
+from datetime import date
+from pathlib import Path
+from typing import Final, TypeVar
+
+from msgspec.structs import asdict
+
+from coordinator.accounting import ledger_totals
+from coordinator.accounting.quota import DAY_S, Ask
+from coordinator.accounting.usage import Closed, Entry, Opened, Past
+from proto.errors import CrossdockError
+from runtime.process import clock, log
+
+T = TypeVar("T")
+QUEUE_MAX: Final = 1 << 16
+BATCH_MAX: Final = 4096
+OPEN_MAX: Final = 1 << 17
+"""Open rows taken over at a start."""
+RECENT_MAX: Final = 1 << 18
+PRUNE_MAX: Final = 2000
+"""Rows deleted in one transaction: some ten milliseconds."""
+_BUSY_TIMEOUT_S: Final = 10.0
+_VERSION: Final = 2
+_EPOCH: Final = date(1970, 1, 1).toordinal()
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS usage (
+    request_id TEXT PRIMARY KEY,
+    day TEXT NOT NULL,               -- of acceptance, UTC
+    tenant TEXT NOT NULL,
+    model TEXT NOT NULL,
+    band TEXT NOT NULL,
+    borrowed INTEGER NOT NULL,
+    accepted_s REAL NOT NULL,        -- Unix time
+    outcome TEXT,                    -- NULL while it is open
+    charged_tokens INTEGER NOT NULL, -- while it is open: the estimate
+    prompt_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL DEFAULT 0,
+    output_tokens INTEGER NOT NULL,
+    kv_blocks INTEGER NOT NULL,
+    queue_ms REAL, prefill_ms REAL, transfer_ms REAL, decode_ms REAL,
+    from_token INTEGER NOT NULL DEFAULT 0,
+    before_prompt_tokens INTEGER NOT NULL DEFAULT 0, -- charged when it was opened again
+    before_output_tokens INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS usage_by_day ON usage (day, tenant);
+CREATE INDEX IF NOT EXISTS usage_by_time ON usage (accepted_s);
+CREATE INDEX IF NOT EXISTS usage_open ON usage (request_id) WHERE outcome IS NULL;
+"""
+_OPEN: Final = """
+INSERT INTO usage (request_id, day, tenant, model, band, borrowed, accepted_s,
+    charged_tokens, prompt_tokens, output_tokens, kv_blocks, from_token)
+VALUES (:request_id, :day, :tenant, :model, :band, :borrowed, :accepted_s,
+    :prompt_tokens + :output_tokens, :prompt_tokens, :output_tokens, :kv_blocks, :from_token)
+ON CONFLICT (request_id) DO UPDATE SET outcome = NULL,
+    before_prompt_tokens = prompt_tokens, before_output_tokens = output_tokens, kv_blocks = :kv_blocks,
+    prompt_tokens = MAX(prompt_tokens, :prompt_tokens), output_tokens = MAX(output_tokens, :output_tokens),
+    charged_tokens = MAX(prompt_tokens, :prompt_tokens) + MAX(output_tokens, :output_tokens)
+WHERE :again AND outcome IS NOT NULL
+"""
+_CLOSE: Final = """
+UPDATE usage SET outcome = :outcome, prompt_tokens = MAX(before_prompt_tokens, :prompt_tokens),
+    cached_tokens = CASE WHEN before_prompt_tokens < :prompt_tokens THEN :cached_tokens
+        WHEN before_prompt_tokens > :prompt_tokens THEN cached_tokens
+        ELSE MAX(cached_tokens, :cached_tokens) END, -- who found the row open does not know of what was cached before
+    output_tokens = MAX(before_output_tokens, :output_tokens + :from_token - from_token),
+    charged_tokens = MAX(before_prompt_tokens, :prompt_tokens)
+        + MAX(before_output_tokens, :output_tokens + :from_token - from_token),
+    queue_ms = COALESCE(queue_ms, 0) + :queue_ms, prefill_ms = COALESCE(prefill_ms, 0) + :prefill_ms,
+    transfer_ms = COALESCE(transfer_ms, 0) + :transfer_ms, decode_ms = COALESCE(decode_ms, 0) + :decode_ms
+WHERE request_id = :request_id AND outcome IS NULL
+"""
+_PRUNE: Final = """
+DELETE FROM usage WHERE request_id IN
+    (SELECT request_id FROM usage WHERE accepted_s < ? AND outcome IS NOT NULL ORDER BY accepted_s LIMIT ?)
+"""
+_SINCE_2: Final = ("from_token", "before_prompt_tokens", "before_output_tokens")
+_ADD: Final = """
+ALTER TABLE usage ADD COLUMN {} INTEGER NOT NULL DEFAULT 0
+"""
+
+
+class LedgerError(CrossdockError):
+    """The journal cannot be opened or written; `str()` has its path."""
+
+
+def day_text(day: int) -> str:
+    """Days since 1970 as `2026-11-21`."""
+    return date.fromordinal(_EPOCH + day).isoformat()
+
+
+class Ledger:
+    """Used on the event loop's thread, by the coordinator whose turn it is (`coordinator.recovery.leader_lock`). `on_committed` gets the ids of
+    requests whose opening is on disk, `on_failed` the error after which nothing is written any more; both are called on the
+    loop."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        on_committed: Callable[[list[str]], None],
+        on_failed: Callable[[LedgerError], None],
+        keep_days: int = 0,
+    ) -> None:
+        """`keep_days`: after which closed rows are deleted; 0: never."""
+        self.path = Path(path).expanduser()
+        self.keep_days = keep_days
+        self._prune_at = 0.0
+        """By the one clock: at the start, and then once a day."""
+        self._on_committed, self._on_failed = on_committed, on_failed
+        self._entries: queue.Queue[Entry | None] = queue.Queue(QUEUE_MAX)
+        self._thread: threading.Thread | None = None
+
+    async def start(self, today: int) -> Past:
+        """Open or make the file, and read what it says of `today` and of open requests. Raises `LedgerError`."""
+        loop = asyncio.get_running_loop()
+        past: Future[Past] = Future()
+        self._thread = threading.Thread(target=self._run, args=(loop, past, today), name="ledger", daemon=True)
+        self._thread.start()
+        return await asyncio.wrap_future(past)
+
+    @property
+    def behind(self) -> bool:
+        """So much is waiting to be written that no further request should be let in."""
+        return self._entries.qsize() > QUEUE_MAX // 2
+
+    def write(self, entry: Entry) -> None:
+        """Raises `LedgerError` where the queue is full, which refusing requests while `behind` prevents."""
+        try:
+            self._entries.put_nowait(entry)
+        except queue.Full:
+            raise LedgerError(f"{self.path}: {QUEUE_MAX} entries wait to be written") from None
+
+    async def close(self) -> None:
+        """Write what is queued, and let the file go."""
+        if self._thread is None:
+            return
+        await asyncio.to_thread(self._stop, self._thread)
+        self._thread = None
+
+    def _stop(self, thread: threading.Thread) -> None:
+        # The queue may be full and the thread dead: then there is nothing to wait for.
+        while thread.is_alive():
+            try:
+                self._entries.put(None, timeout=0.1)
+                break
+            except queue.Full:
+                continue
+        thread.join()
+
+    # --- on the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self, loop: asyncio.AbstractEventLoop, past: "Future[Past]", today: int) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)) as db:
+                _prepare(db, self._adding_up)
+                past.set_result(_read(db, today))
+                while self._write_batch(db, loop):
+                    self._prune_if_due(db)
+        except (OSError, sqlite3.Error, LedgerError) as error:
+            failure = LedgerError(f"{self.path}: {error}")
+            if past.done():
+                _tell(loop, self._on_failed, failure)
+            else:
+                past.set_exception(failure)
+
+    def _adding_up(self) -> None:
+        log.get("crossdock.ledger").warning("adding up the usage of each day, once", usage_db=str(self.path))
+
+    def _write_batch(self, db: sqlite3.Connection, loop: asyncio.AbstractEventLoop) -> bool:
+        """Wait for entries, or until rows are to be deleted, and commit all that are there; False once told to stop."""
+        try:
+            batch = [self._entries.get(timeout=max(self._prune_at - clock.now(), 0.0) if self.keep_days else None)]
+        except queue.Empty:
+            return True
+        while batch[-1] is not None and len(batch) < BATCH_MAX:
+            try:
+                batch.append(self._entries.get_nowait())
+            except queue.Empty:
+                break
+        entries = [entry for entry in batch if entry is not None]
+        if entries:
+            db.execute("BEGIN IMMEDIATE")
+            for entry in entries:
+                _write(db, entry)
+            db.execute("COMMIT")
+            opened = [entry.request_id for entry in entries if isinstance(entry, Opened)]
+            if opened:
+                _tell(loop, self._on_committed, opened)
+        return batch[-1] is not None
+
+    def _prune_if_due(self, db: sqlite3.Connection) -> None:
+        if self.keep_days and clock.now() >= self._prune_at:
+            before_s = clock.unix_time() - self.keep_days * DAY_S
+            if db.execute(_PRUNE, (before_s, PRUNE_MAX)).rowcount < PRUNE_MAX:
+                self._prune_at = clock.now() + DAY_S
+
+
+def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value: T) -> None:
+    try:
+        loop.call_soon_threadsafe(callback, value)
+    except RuntimeError:
+        pass  # the loop has closed, and nobody is left to hear it
+
+
+def _prepare(db: sqlite3.Connection, adding_up: Callable[[], None]) -> None:
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version not in (0, 1, _VERSION):
+        raise LedgerError(f"it is of version {version}, this program writes version {_VERSION}")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = NORMAL")
+    if version == 1:
+        for column in _SINCE_2:
+            db.execute(_ADD.format(column))
+    db.executescript(_SCHEMA)
+    ledger_totals.prepare(db, adding_up)
+    db.execute(f"PRAGMA user_version = {_VERSION}")
+
+
+def _read(db: sqlite3.Connection, today: int) -> Past:
+    rows = db.execute(
+        "SELECT request_id, day, tenant, model, band, borrowed, from_token, prompt_tokens, output_tokens, kv_blocks"
+        " FROM usage INDEXED BY usage_open"  # left to itself, SQLite goes through all rows for their order
+        " WHERE outcome IS NULL ORDER BY day DESC LIMIT ?",
+        (OPEN_MAX,),
+    )
+    opened = [
+        Opened(
+            request_id,
+            date.fromisoformat(day).toordinal() - _EPOCH,
+            tenant,
+            model,
+            band,
+            bool(borrowed),
+            Ask(*ask),
+            from_token=from_token,
+        )
+        for request_id, day, tenant, model, band, borrowed, from_token, *ask in rows
+    ]
+    sums = ledger_totals.of_day(db, day_text(today))
+    now_s = clock.unix_time()
+    last_minute = db.execute(
+        "SELECT tenant, accepted_s, charged_tokens FROM usage WHERE accepted_s BETWEEN ? AND ? AND NOT borrowed"
+        " ORDER BY accepted_s LIMIT ?",
+        (now_s - 60.0, now_s, RECENT_MAX),
+    )
+    return Past(
+        tuple(opened),
+        tuple((tenant, today, tokens) for tenant, tokens in sums),
+        tuple((tenant, now_s - accepted_s, tokens) for tenant, accepted_s, tokens in last_minute),
+    )
+
+
+def _write(db: sqlite3.Connection, entry: Entry) -> None:
+    match entry:
+        case Opened():
+            written = {"day": day_text(entry.day), "accepted_s": clock.unix_time()}
+            db.execute(_OPEN, asdict(entry) | asdict(entry.ask) | written)
+        case Closed():
+            db.execute(_CLOSE, asdict(entry))

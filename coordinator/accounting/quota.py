@@ -1,0 +1,381 @@
+"""What tenants may use and what they have used: reserved on every level at once, settled exactly once. Pure.
+
+A request takes from all levels of its tenant (user, organisation) or from none. Two kinds of limits:
+
+- **Rates** (requests/min, tokens/min) are token buckets that hold one minute's worth: over any span of t minutes a level admits
+  at most limit · (1 + t). Tokens are taken on the estimate and trued up at the end; the difference may leave a bucket in debt,
+  which later minutes pay. The **daily budget** is a counter that starts anew at midnight UTC; a request counts for the day on
+  which it was accepted.
+- **Held** amounts (concurrency, tokens in flight, KV blocks) are there from acceptance to the end.
+
+All amounts are integers, buckets in token·nanoseconds, so that what is given back is exactly what was taken.
+
+`borrow`: while capacity is idle, a level that allows it lets its rates be exceeded. Such a grant takes nothing from the rates
+it exceeds, neither now nor in the true-up, and is marked: what was borrowed goes first in an overload.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from proto.messages import RateState
+from runtime.tenancy.tenants import Level, QuotaLimits, Tenants
+
+HELD_RETRY_S = 1.0
+"""Nothing says when a held amount comes back; the caller may know better from the tenant's measured drain."""
+BORROW_RETRY_S = 60.0
+"""For what only idle capacity can admit."""
+NO_RATES = RateState(0, 0, 0.0, 0, 0, 0.0)
+DAY_S = 86_400
+_NS = 1_000_000_000
+_NO_LIMITS = QuotaLimits()
+_PER_MIN = 60 * _NS
+"""A limit of n per minute is n units per nanosecond when one token is this many."""
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """What a request needs. Output is the estimate; the truth comes with `settle`."""
+
+    prompt_tokens: int
+    output_tokens: int
+    kv_blocks: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True)
+class Denial:
+    """Nothing was taken."""
+
+    level: str
+    """Name of the tenant or organisation whose limit it is."""
+    limit: str
+    """As in the tenants file."""
+    retry_after_s: float
+    """When the same ask will be admitted if nothing else is, a day at the most; 0: never. For held amounts `HELD_RETRY_S`."""
+
+    def __str__(self) -> str:
+        what = "the limit is reached" if self.retry_after_s else "this request alone is over the limit"
+        return f"{self.limit} of {self.level}: {what}"
+
+
+class _Bucket:
+    """A rate as a token bucket with integer content; refilled when looked at."""
+
+    def __init__(self, per_min: int, now_ns: int) -> None:
+        self.per_min = per_min
+        self.content = per_min * _PER_MIN
+        self._at_ns = now_ns
+
+    def refill(self, now_ns: int) -> None:
+        if now_ns > self._at_ns:
+            full = self.per_min * _PER_MIN
+            self.content = min(full, self.content + (now_ns - self._at_ns) * self.per_min)
+            self._at_ns = now_ns
+
+    def take(self, amount: int) -> None:
+        """Negative to give back; never fuller than full."""
+        self.content = min(self.per_min * _PER_MIN, self.content - amount * _PER_MIN)
+
+    def wait_ns(self, amount: int) -> int:
+        """Until so much can be taken; the caller has seen that it is not more than the bucket holds."""
+        return -(-max(amount * _PER_MIN - self.content, 0) // self.per_min)
+
+    def resize(self, per_min: int) -> None:
+        """To another limit; what was used stays used."""
+        self.content += (per_min - self.per_min) * _PER_MIN
+        self.per_min = per_min
+
+
+class Account:
+    """One level: its limits, and what is taken of them."""
+
+    def __init__(self, level: Level, now_ns: int) -> None:
+        self.name = level.name
+        self.limits = QuotaLimits()
+        self.borrow = self.limited = False
+        self.requests: _Bucket | None = None
+        self.tokens: _Bucket | None = None
+        self.concurrency = self.tokens_in_flight = self.kv_blocks = 0
+        self.day = 0
+        self.day_tokens = 0
+        """Of `day`: settled, and reserved on estimates."""
+        self.set(level, now_ns)
+
+    def set(self, level: Level, now_ns: int) -> None:
+        self.limits, self.borrow = level.limits, level.borrow
+        self.limited = level.limits != _NO_LIMITS
+        self.requests = self._bucket(self.requests, level.limits.requests_per_min, now_ns)
+        self.tokens = self._bucket(self.tokens, level.limits.tokens_per_min, now_ns)
+
+    @staticmethod
+    def _bucket(bucket: _Bucket | None, per_min: int | None, now_ns: int) -> _Bucket | None:
+        if per_min is None:
+            return None
+        if bucket is None:
+            return _Bucket(per_min, now_ns)
+        bucket.refill(now_ns)
+        bucket.resize(per_min)
+        return bucket
+
+    def refresh(self, now_ns: int, day: int) -> None:
+        if self.requests is not None:
+            self.requests.refill(now_ns)
+        if self.tokens is not None:
+            self.tokens.refill(now_ns)
+        if day > self.day:
+            self.day, self.day_tokens = day, 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.concurrency or self.tokens_in_flight or self.kv_blocks)
+
+
+class Grant(msgspec.Struct, eq=False, gc=False):
+    """What one request has taken. There are as many as requests, hence small."""
+
+    accounts: tuple[Account, ...]
+    """Empty once it is settled."""
+    tokens: int
+    kv_blocks: int
+    day: int
+    rated: int
+    """Bits 2i and 2i + 1: the request rate and the token rate of account i were charged; not where there was no such limit, or
+    where it was borrowed over."""
+    borrowed: bool
+
+
+@dataclass
+class Quotas:
+    """`utc_offset_s` is the wall clock minus the clock of `now`: it says when a day ends."""
+
+    tenants: Tenants
+    utc_offset_s: float = 0.0
+    accounts: dict[str, Account] = field(default_factory=dict)
+    _of: dict[str, tuple[Account, ...]] = field(default_factory=dict, repr=False)
+    """By tenant: its levels."""
+    _spent: dict[str, int] = field(default_factory=dict, repr=False)
+    """Levels that are gone but for what they used of a daily budget, and that day: it counts if they come back."""
+    _level_names: set[str] = field(default_factory=set, repr=False)
+    """Of all tenants that the file has."""
+    _vacated: dict[str, None] = field(default_factory=dict, repr=False)
+    """Levels by which nothing is held any more since the last `take_vacated`, of tenants that the file does not have."""
+
+    def __post_init__(self) -> None:
+        self._level_names = {level.name for policy in self.tenants.policies.values() for level in policy.levels}
+
+    # --- taking and giving back ---------------------------------------------------------------------------------------
+
+    def reserve(self, tenant: str, ask: Ask, now: float, *, idle: bool = False) -> Grant | Denial:
+        """Take on all levels or on none. `idle`: capacity lies idle, so borrowers may exceed rates."""
+        assert self.tenants.policy(tenant) is not None, "the caller refuses tenants that the file does not know"
+        assert ask.prompt_tokens >= 0 and ask.output_tokens >= 0 and ask.kv_blocks >= 0
+        accounts = self._accounts(tenant, now)
+        denials = [d for account in accounts if account.limited for d in self._denials(account, ask, now, idle)]
+        if denials:
+            # A wait is worth telling only if it is long enough for all of them.
+            return max(denials, key=lambda denial: denial.retry_after_s or float("inf"))
+        return self._take(accounts, ask, idle)
+
+    def restore(self, tenant: str, ask: Ask, day: int, now: float, *, counted: bool = True) -> Grant:
+        """Hold again what had been granted before: no limit is asked and no rate is charged. `counted`: by `seed`, in the daily
+        budget."""
+        accounts = self._accounts(tenant, now)
+        for account in accounts:
+            account.concurrency += 1
+            account.tokens_in_flight += ask.tokens
+            account.kv_blocks += ask.kv_blocks
+            if not counted and account.day == day:
+                account.day_tokens += ask.tokens
+        return Grant(accounts, ask.tokens, ask.kv_blocks, day, 0, False)
+
+    def settle(self, grant: Grant, used_tokens: int, now: float) -> None:
+        """The request has ended: give back what was held, and charge what was used instead of the estimate. Once only."""
+        assert used_tokens >= 0
+        self._close(grant, used_tokens, now, undo=False)
+
+    def undo(self, grant: Grant, now: float) -> None:
+        """As if it had never been: for a request that was sent away without a token computed. Once only."""
+        self._close(grant, 0, now, undo=True)
+
+    def seed(self, tenant: str, day: int, tokens: int, now: float) -> None:
+        """What the journal says that a tenant used on a day, open reservations included; before any request is taken."""
+        for account in self._accounts(tenant, now):
+            if account.day == day:
+                account.day_tokens += tokens
+
+    def seed_rates(self, tenant: str, tokens: int, at: float) -> None:
+        """A request that took of the rates at a time before now; in order of time, and before anything else."""
+        for account in self._accounts(tenant, at):
+            if account.requests is not None:
+                account.requests.take(1)
+            if account.tokens is not None:
+                account.tokens.take(tokens)
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def rates(self, tenant: str, now: float) -> RateState:
+        """Of each rate the level with the least left."""
+        accounts = self._accounts(tenant, now)
+        for account in accounts:
+            if account.requests is not None or account.tokens is not None:
+                break
+        else:
+            return NO_RATES
+        requests = _tightest([account.requests for account in accounts])
+        return RateState(*requests, *_tightest([account.tokens for account in accounts]))
+
+    def day(self, now: float) -> int:
+        """Days since 1970, UTC."""
+        return int((now + self.utc_offset_s) // DAY_S)
+
+    # --- changes ------------------------------------------------------------------------------------------------------
+
+    def replace(self, tenants: Tenants, utc_offset_s: float, now: float) -> None:
+        """A new tenants file: limits change, what is used and held stays, also of tenants that are gone."""
+        self.tenants, self.utc_offset_s = tenants, utc_offset_s
+        self._of.clear()
+        now_ns, day = round(now * _NS), self.day(now)
+        levels = {level.name: level for policy in tenants.policies.values() for level in policy.levels}
+        self._level_names = set(levels)
+        for name, account in list(self.accounts.items()):
+            level = levels.get(name)
+            if level is not None:
+                account.set(level, now_ns)
+                self._spent.pop(name, None)
+            else:
+                self._drop(name, day)
+
+    def forget(self, tenant: str, now: float) -> bool:
+        """Let a tenant go that the file does not have; False while something is held by it."""
+        account = self.accounts.get(tenant)
+        if account is not None and not account.idle:
+            return False
+        self._of.pop(tenant, None)
+        for name in {tenant, tenant.partition("/")[0]} - self._level_names:
+            self._drop(name, self.day(now))
+        return True
+
+    def take_vacated(self) -> list[str]:
+        """Tenants that the file does not have and that hold nothing any more; each is named once."""
+        vacated = list(self._vacated)
+        self._vacated.clear()
+        return vacated
+
+    def _drop(self, name: str, day: int) -> None:
+        account = self.accounts.get(name)
+        if account is None or not account.idle:
+            return
+        if account.limits.tokens_per_day is not None and account.day_tokens and account.day >= day:
+            self._spent[name] = account.day
+        else:
+            del self.accounts[name]
+            self._spent.pop(name, None)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _accounts(self, tenant: str, now: float) -> tuple[Account, ...]:
+        now_ns, day = round(now * _NS), self.day(now)
+        found = self._of.get(tenant)
+        if found is None:
+            policy = self.tenants.policy(tenant)
+            # Only `restore` and `seed` come with a tenant that the file no longer has: its accounts go with its last request.
+            levels = policy.levels if policy is not None else tuple(_levels_of_unknown(tenant))
+            for level in levels:
+                if level.name not in self.accounts:
+                    self.accounts[level.name] = Account(level, now_ns)
+            found = self._of[tenant] = tuple(self.accounts[level.name] for level in levels)
+        for account in found:
+            if account.requests is not None or account.tokens is not None or account.day < day:
+                account.refresh(now_ns, day)
+        return found
+
+    def _denials(self, account: Account, ask: Ask, now: float, idle: bool) -> Iterator[Denial]:
+        limits, borrows = account.limits, account.borrow and idle
+        for limit, amount, bucket in (
+            ("requests_per_min", 1, account.requests),
+            ("tokens_per_min", ask.tokens, account.tokens),
+        ):
+            if bucket is None or borrows or bucket.wait_ns(amount) == 0:
+                continue
+            if amount <= bucket.per_min:
+                yield Denial(account.name, limit, _seconds(bucket.wait_ns(amount)))
+            else:
+                yield Denial(account.name, limit, BORROW_RETRY_S if account.borrow else 0.0)
+        for limit, amount, most, held in (
+            ("concurrency", 1, limits.concurrency, account.concurrency),
+            ("tokens_in_flight", ask.tokens, limits.tokens_in_flight, account.tokens_in_flight),
+            ("kv_blocks", ask.kv_blocks, limits.kv_blocks, account.kv_blocks),
+        ):
+            if most is not None and held + amount > most:
+                yield Denial(account.name, limit, HELD_RETRY_S if amount <= most else 0.0)
+        most = limits.tokens_per_day
+        if most is not None and account.day_tokens + ask.tokens > most:
+            midnight_s = (account.day + 1) * DAY_S - (now + self.utc_offset_s)
+            wait_s = min(max(midnight_s, 0.0) + 1e-3, float(DAY_S))
+            yield Denial(account.name, "tokens_per_day", wait_s if ask.tokens <= most else 0.0)
+
+    def _take(self, accounts: tuple[Account, ...], ask: Ask, idle: bool) -> Grant:
+        rated, borrowed, asked_tokens = 0, False, ask.tokens
+        for index, account in enumerate(accounts):
+            for shift, bucket, amount in ((0, account.requests, 1), (1, account.tokens, asked_tokens)):
+                if bucket is None:
+                    continue
+                if bucket.wait_ns(amount) == 0:
+                    bucket.take(amount)
+                    rated |= 1 << (2 * index + shift)
+                else:
+                    assert idle and account.borrow
+                    borrowed = True
+            account.concurrency += 1
+            account.tokens_in_flight += asked_tokens
+            account.kv_blocks += ask.kv_blocks
+            account.day_tokens += asked_tokens
+        return Grant(accounts, asked_tokens, ask.kv_blocks, accounts[0].day, rated, borrowed)
+
+    def _close(self, grant: Grant, used_tokens: int, now: float, undo: bool) -> None:
+        assert grant.accounts, "a grant is settled once"
+        more, now_ns, day = used_tokens - grant.tokens, round(now * _NS), self.day(now)
+        for index, account in enumerate(grant.accounts):
+            account.refresh(now_ns, day)
+            account.concurrency -= 1
+            account.tokens_in_flight -= grant.tokens
+            account.kv_blocks -= grant.kv_blocks
+            assert account.concurrency >= 0 and account.tokens_in_flight >= 0 and account.kv_blocks >= 0
+            if account.idle and self.tenants.policy(account.name) is None:
+                self._vacated[account.name] = None
+            if undo and account.requests is not None and grant.rated & 1 << (2 * index):
+                account.requests.take(-1)
+            if account.tokens is not None and grant.rated & 2 << (2 * index):
+                account.tokens.take(more)
+            if account.day == grant.day:
+                account.day_tokens += more
+        grant.accounts = ()
+        if self._spent and next(iter(self._spent.values())) < day:
+            for name in list(self._spent):
+                self._drop(name, day)
+
+
+def _levels_of_unknown(tenant: str) -> Iterator[Level]:
+    organisation, slash, _ = tenant.partition("/")
+    if slash:
+        yield Level(tenant, QuotaLimits(), False)
+    yield Level(organisation, QuotaLimits(), False)
+
+
+def _seconds(wait_ns: int) -> float:
+    """A day at the most; rounded up to a whole microsecond and one more, so that `now` plus it in floats is never too early."""
+    return min((wait_ns // 1000 + 2) / 1e6, float(DAY_S))
+
+
+def _tightest(buckets: list[_Bucket | None]) -> tuple[int, int, float]:
+    """(limit, remaining, seconds until full) of the bucket with the least left; zeros where there is none."""
+    there = [bucket for bucket in buckets if bucket is not None]
+    if not there:
+        return 0, 0, 0.0
+    least = min(there, key=lambda bucket: bucket.content)
+    missing_ns = least.wait_ns(least.per_min)
+    return least.per_min, max(least.content // _PER_MIN, 0), min(missing_ns / _NS, float(DAY_S))

@@ -1,0 +1,71 @@
+"""What the journal of usage is told, and what it tells after a restart. Pure."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from coordinator.accounting.quota import Ask
+
+
+class Opened(msgspec.Struct, frozen=True, gc=False):
+    """A request is accepted: charged at its estimate until it ends."""
+
+    request_id: str
+    day: int
+    """On which it counts: days since 1970, UTC."""
+    tenant: str
+    model: str
+    band: str
+    borrowed: bool
+    ask: Ask
+    again: bool = False
+    """It may have been closed, and comes back: what it is charged in the end is not less than what it was."""
+    from_token: int = 0
+    """Of the answer: those before it are charged to another request, of which this one is the rest of a choice."""
+
+
+class Closed(msgspec.Struct, frozen=True, gc=False):
+    """A request has ended, with what was really computed and emitted. Times are over all attempts."""
+
+    request_id: str
+    outcome: str
+    charged_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    decode_ms: float
+    from_token: int = 0
+    """`output_tokens` are counted from here."""
+
+
+Entry = Opened | Closed
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the journal knew when the coordinator started."""
+
+    open: tuple[Opened, ...] = ()
+    """Accepted by an earlier coordinator and not ended, as far as it could write."""
+    charged: tuple[tuple[str, int, int], ...] = ()
+    """(tenant, day, tokens) of the day of the start, the open ones included."""
+    recent: tuple[tuple[str, float, int], ...] = ()
+    """(tenant, seconds ago, tokens) of each request accepted in the last minute within its rates, oldest first."""
+
+
+class Settled(msgspec.Struct, frozen=True, gc=False):
+    """What is kept of a closed bill, to go on from."""
+
+    attempt: int
+    computed_tokens: int
+    prompt_tokens: int
+    prompt_tokens_max: int
+    prompt_done: bool
+    output_tokens: int
+    from_token: int
+    charged_tokens: int
+    """By bills before it."""
+    used_tokens: int

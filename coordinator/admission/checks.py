@@ -1,0 +1,68 @@
+"""Who may join, and which requests are let in. Pure functions; a rejection reserves and costs nothing."""
+
+from collections.abc import Mapping
+
+from coordinator.events import Limits
+from coordinator.placement.choice import uncached_tokens
+from coordinator.request import Request
+from coordinator.workers.pool import WORKERS, Pool
+from proto.compatible import mismatch
+from proto.errors import Reject
+from proto.messages import Hello, Role, Submit
+
+Refusal = tuple[Reject | None, str]
+
+
+def refusal(hello: Hello, pools: Mapping[str, Pool]) -> str | None:
+    """Why a process may not join, or None."""
+    if hello.role is Role.COORDINATOR:
+        return "there is one coordinator, and you are speaking to it"
+    if hello.role not in WORKERS:
+        return None
+    if hello.capacity is None or not hello.model or not hello.fingerprint:
+        return f"a {hello.role} worker must state its model, fingerprint and capacity"
+    if not hello.capacity.kv_blocks:
+        return "a worker without a single KV block"
+    if hello.role is Role.DECODE and not hello.address:
+        return "a decode worker must state the address for its KV port"
+    pool = pools.get(hello.model)
+    for worker in (*pool.prefill.values(), *pool.decode.values()) if pool is not None else ():
+        there, size = worker.hello, worker.capacity.block_size
+        why = mismatch(there.name, there.fingerprint, size, hello.name, hello.fingerprint, hello.capacity.block_size)
+        if why:
+            return f"model {hello.model!r} is served here, and its workers must fit each other: {why}"
+    return None
+
+
+def judge(submit: Submit, pool: Pool | None, limits: Limits) -> Refusal:
+    """Whether a request could be served at all, however much waits: (None, "") or a reason and its words."""
+    if pool is None:
+        return Reject.UNKNOWN_MODEL, f"no worker has served model {submit.model!r} yet"
+    if submit.attempt - submit.drained_attempts > limits.attempts_max:
+        return Reject.TOO_MANY_ATTEMPTS, f"given up after {limits.attempts_max} attempts"
+    if not pool.servable():
+        # A resume waits for the restart of what it lost; a new request is told at once.
+        return (None, "") if submit.attempt > 1 else (Reject.NO_CAPACITY, "no prefill or no decode worker is up")
+    total = submit.prompt_tokens + submit.sampling.max_tokens - submit.resumed_tokens
+    if total > pool.context_tokens:
+        return Reject.TOO_LONG, f"{total} tokens in all; the context holds {pool.context_tokens}"
+    if not pool.could_ever_fit(submit):
+        return Reject.TOO_LARGE, f"the KV cache of {total} tokens x {submit.choices} fits no worker here"
+    if submit.prompt_tokens > limits.queue_tokens_max:
+        return Reject.TOO_LARGE, f"a prompt of {submit.prompt_tokens} tokens; {limits.queue_tokens_max} may wait in all"
+    return None, ""
+
+
+def feasible(request: Request, pool: Pool) -> Refusal:
+    """Whether a request's deadline can be met at the rates measured, if nothing else were waiting and no more of its prompt had
+    to be computed than is believed."""
+    if request.deadline is None:
+        return None, ""
+    tokens = uncached_tokens(request.submit, pool)
+    soonest_s = pool.least_prefill_s(tokens)
+    if soonest_s * 1000 <= request.submit.deadline_ms:
+        return None, ""
+    return (
+        Reject.DEADLINE,
+        f"{tokens} prompt tokens to compute take {soonest_s * 1000:.0f} ms here; deadline_ms is less",
+    )

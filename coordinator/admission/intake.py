@@ -1,0 +1,231 @@
+"""What gateways ask for: a request comes in, is cancelled, or has waited too long."""
+
+from coordinator.accounting.billing import whole_of
+from coordinator.admission import checks as admission
+from coordinator.admission import tenancy
+from coordinator.events import Misbehaved, Moved, Received
+from coordinator.lifecycle import ON_WORKERS, Trigger
+from coordinator.lifecycle import State as Life
+from coordinator.placement.choice import uncached_tokens
+from coordinator.placement.preemption import expected_left
+from coordinator.reporting import report
+from coordinator.request import Request, share
+from coordinator.state import NONE_ENDED, State
+from proto.errors import CancelReason, Interrupt, Reject
+from proto.limits import HASH_BYTES
+from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
+
+
+def submit(state: State, epoch: int, event: Received, now: float) -> None:
+    submit = event.message
+    assert isinstance(submit, Submit)
+    if len(event.blob) != 4 * submit.prompt_tokens:
+        state.out.append(Misbehaved(epoch, f"{len(event.blob)} bytes for {submit.prompt_tokens} prompt tokens"))
+        return
+    if len(submit.block_hashes) % HASH_BYTES:
+        # A worker would hold it against us.
+        state.out.append(Misbehaved(epoch, f"{len(submit.block_hashes)} bytes are no whole number of block hashes"))
+        return
+    ended = (state.ended.get(submit.request_id) or NONE_ENDED).attempt
+    if submit.attempt <= ended:
+        if submit.attempt == ended:
+            why = "this attempt has ended; its tokens were lost on their way if they have not come"
+            state.send(epoch, Interrupted(submit.request_id, submit.attempt, Interrupt.GATEWAY_LINK_LOST, why))
+        return
+    known = state.requests.get(submit.request_id)
+    if known is not None and known.gateway_epoch != epoch:
+        _reject(state, epoch, submit, Reject.DUPLICATE, "another gateway has a request of this id", now)
+        return
+    if known is not None and submit.attempt <= known.attempt:
+        if submit.attempt == known.attempt:
+            state.send(epoch, Accepted(*known.key, state.billing.rates(submit.tenant, now)))
+        return
+    again = _comes_back(state, submit)
+    if again and _put_off(state, epoch, submit, now):
+        return
+    reason, why = _judge(state, submit)
+    request, retry_after_s = known, None
+    if reason is None and request is None:
+        request = Request(submit.request_id, epoch, submit, event.blob, now, now, state.path(submit))
+        reason, why, retry_after_s = tenancy.reserve(state, request, now)
+        if reason is None:
+            reason, why = _admit(state, request, now)
+            if reason is not None and request.bill is not None:
+                state.billing.undo(request.bill, now, now + state.limits.orphan_s_max)
+    if reason is not None:
+        if known is not None:
+            state.end(known, Trigger.FAIL, reason, now)
+        _reject(state, epoch, submit, reason, why, now, retry_after_s)
+        return
+    assert request is not None
+    if known is None:
+        share(submit)
+        state.requests[request.id] = request
+        request.pay_for_drained(0)
+        state.journal(tenancy.opened(state, request))
+    else:
+        _renew(state, request, submit, event.blob, now)
+    if again:
+        state.counters["retries"] += 1
+        state.retries.spend(now)
+    queue = state.queues[submit.model]
+    request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
+    queue.push(request, now, not state.draining or state.can_run(request))
+    state.pools[submit.model].news = True
+    state.send(epoch, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
+    state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))
+
+
+def _comes_back(state: State, submit: Submit) -> bool:
+    """Whether an earlier attempt at it, or at all of its choices, was cut short here, and not by a drain. Of what an earlier
+    coordinator had accepted nothing is known."""
+    known = state.requests.get(submit.request_id)
+    if known is not None:
+        drained = submit.drained_attempts > known.submit.drained_attempts
+        return known.state is Life.INTERRUPTED and not drained
+    if submit.attempt == 1:
+        return False
+    # A choice may have been put off and cancelled: of itself it was never accepted then.
+    earlier = ((state.ended.get(name) or NONE_ENDED).drained for name in (submit.request_id, whole_of(submit)))
+    return submit.drained_attempts <= max(earlier)
+
+
+def _put_off(state: State, epoch: int, submit: Submit, now: float) -> bool:
+    """Where too many come back at once, its gateway is told to try again later; nothing else changes."""
+    if state.retries.allows(len(state.requests), now):
+        return False
+    state.counters["retries_put_off"] += 1
+    why = "too many interrupted requests come back at once"
+    put_off = Rejected(submit.request_id, submit.attempt, Reject.RETRY_BUDGET, why, state.retries.wait_s(now))
+    state.send(epoch, put_off)
+    return True
+
+
+def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: float) -> None:
+    """The next attempt at a request, whatever has become of the one before."""
+    state.withdraw(request)
+    if request.state in ON_WORKERS:
+        request.fire(Trigger.INTERRUPT, now)
+    state.interrupted.pop(request.id, None)
+    state.emitted(submit.model, request.path, request.id, submit.resumed_tokens, 0)
+    request.renew(submit, blob)
+    request.fire(Trigger.RESUBMIT, now)
+
+
+def _judge(state: State, submit: Submit) -> admission.Refusal:
+    key = submit.request_id, submit.attempt
+    if key in state.where:
+        return Reject.DUPLICATE, "a worker is still busy with this very attempt"
+    if submit.attempt == 1 and submit.request_id in state.billing.bills:
+        return Reject.DUPLICATE, "an earlier request of this id is not settled yet"
+    return admission.judge(submit, state.pools.get(submit.model), state.limits)
+
+
+def _admit(state: State, request: Request, now: float) -> admission.Refusal:
+    """Whether a new request is let in beside what waits. One that was let in before and resumes is not asked again."""
+    submit, limits = request.submit, state.limits
+    pool, queue = state.pools[submit.model], state.queues[submit.model]
+    reason, why = admission.feasible(request, pool)
+    if reason is not None:
+        return reason, why
+    if queue.backlog.waiting(request.path) >= limits.tenant_queue_max:
+        return Reject.QUEUE_FULL, f"{limits.tenant_queue_max} requests of this tenant are waiting already"
+    victims: list[Request] = []
+    while len(queue) - len(victims) >= limits.queue_requests_max or (
+        queue.backlog.tokens + submit.prompt_tokens > limits.queue_tokens_max
+    ):
+        late = queue.too_late(now, pool.fastest_tokens_per_s(), lambda other: uncached_tokens(other, pool))
+        if late is not None and late not in victims:
+            _shed(state, late, now)
+            continue
+        victim = queue.backlog.victim(request, state.bands_lowest_first)
+        if victim is None:
+            reason = Reject.QUEUE_FULL
+            break
+        queue.backlog.remove(victim)
+        victims.append(victim)
+    for victim in reversed(victims):
+        queue.backlog.add(victim, now)  # until it is decided, nobody goes
+    if reason is not None:
+        return reason, f"{len(queue)} requests of {queue.backlog.tokens} tokens are waiting already"
+    for victim in victims:
+        _shed(state, victim, now)
+    return None, ""
+
+
+def _shed(state: State, victim: Request, now: float) -> None:
+    why = "it waited, and had to make room in an overload"
+    state.counters[f"rejected_{Reject.SHED}"] += 1
+    retry_after_s = report.retry_after_s(state, victim.submit, now)
+    state.send(victim.gateway_epoch, Rejected(*victim.key, Reject.SHED, why, retry_after_s))
+    state.end(victim, Trigger.SHED, why, now)
+
+
+_WORTH_ANOTHER_TRY = frozenset(
+    {Reject.QUEUE_FULL, Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.DUPLICATE, Reject.QUOTA}
+)
+
+
+def _reject(
+    state: State, epoch: int, submit: Submit, reason: Reject, why: str, now: float, retry_after_s: float | None = None
+) -> None:
+    state.outcomes[Life.REJECTED] += 1
+    state.counters[f"rejected_{reason}"] += 1
+    if retry_after_s is None:
+        retry_after_s = report.retry_after_s(state, submit, now) if reason in _WORTH_ANOTHER_TRY else 0.0
+    rates = state.billing.rates(submit.tenant, now)
+    state.send(epoch, Rejected(submit.request_id, submit.attempt, reason, why, retry_after_s, rates))
+    state.out.append(Moved(submit.request_id, submit.attempt, Life.REJECTED, reason))
+
+
+_WHOLE_ANSWER = frozenset({CancelReason.STOP_STRING, CancelReason.ANSWERED})
+"""The gateway has all of the answer, so its length says how long this tenant's answers are."""
+
+
+def cancel(state: State, epoch: int, event: Received, now: float) -> None:
+    cancel = event.message
+    assert isinstance(cancel, Cancel)
+    request = state.requests.get(cancel.request_id)
+    if request is not None and request.gateway_epoch == epoch and cancel.attempt >= request.attempt:
+        state.emitted(request.submit.model, request.path, request.id, cancel.output_tokens, 0)
+        if cancel.reason in _WHOLE_ANSWER and cancel.output_tokens:
+            state.queues[request.submit.model].learn(request, cancel.output_tokens)
+        whole = cancel.reason is CancelReason.ANSWERED and request.state is Life.INTERRUPTED
+        state.end(request, Trigger.FINISH if whole else Trigger.CANCEL, cancel.reason, now)
+    elif request is None:
+        # Accepted by an earlier coordinator: the workers know it, and so do their holdings.
+        # One that has still to come back finds the cancel here.
+        for attempt in range(1, cancel.attempt + 1):  # one before may have missed that it was given up
+            state.release_everywhere((cancel.request_id, attempt))
+        state.remember(cancel.request_id, cancel.attempt)
+        state.billing.emitted(cancel.request_id, cancel.output_tokens, 0)
+        if cancel.reason is CancelReason.ANSWERED:
+            state.journal(state.billing.end_orphan(cancel.request_id, Life.FINISHED, now))
+        else:
+            state.journal(state.billing.give_up(cancel.request_id, now))
+
+
+def expire(state: State, now: float) -> None:
+    for queue in state.queues.values():
+        if now < queue.nothing_due_before:
+            continue
+        for request in queue.overdue(now):
+            late = request.deadline is not None and request.deadline <= now
+            reason = Reject.DEADLINE if late else Reject.EXPIRED
+            why = (
+                f"no first token within its deadline of {request.submit.deadline_ms:g} ms"
+                if late
+                else f"waited {now - request.since:.3g} s in the queue"
+            )
+            state.counters[f"rejected_{reason}"] += 1
+            retry_after_s = report.retry_after_s(state, request.submit, now)
+            state.send(request.gateway_epoch, Rejected(*request.key, reason, why, retry_after_s))
+            state.end(request, Trigger.EXPIRE, why, now)
+    while state.interrupted:
+        first = next(iter(state.interrupted.values()))
+        if first.since + state.limits.resubmit_s_max > now:
+            break
+        state.end(first, Trigger.EXPIRE, "its gateway did not resume it", now)
+    if state.billing.orphans or state.billing.doubts:
+        for entry in state.billing.write_off(now, now + state.limits.orphan_s_max):
+            state.journal(entry)

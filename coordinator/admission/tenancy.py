@@ -1,0 +1,93 @@
+"""What a request may do by the tenants file, asked when it is new; and a new file put in force. Pure."""
+
+from dataclasses import replace
+from math import ceil
+from zlib import crc32
+
+from coordinator.accounting.quota import HELD_RETRY_S, Ask, Denial
+from coordinator.accounting.usage import Opened, Past
+from coordinator.request import Request
+from coordinator.state import State
+from coordinator.waiting.overload import JITTER
+from proto.errors import Reject
+from proto.messages import Submit
+from runtime.tenancy.tenants import Tenants
+
+RELOAD_S = 5.0
+"""A tenant that only the gateway knows: the coordinator will have read the same file by then."""
+Refusal = tuple[Reject | None, str, float | None]
+"""A reason, its words, and seconds until another try, 0 for never; None: as long as the backlog takes."""
+
+
+def configure(state: State, tenants: Tenants, utc_offset_s: float, past: Past | None, now: float) -> None:
+    """Put a tenants file in force. Requests that wait stay in the band they came in, also if the file has it no more; then
+    without a floor, or all floors might leave nothing to share."""
+    still = {request.path[0] for request in state.requests.values()}
+    kept = {name: replace(band, floor_share=0.0) for name, band in state.limits.bands.items() if name in still}
+    state.limits = replace(state.limits, bands=kept | dict(tenants.bands), weights=tenants.weights())
+    state.bands_lowest_first = sorted(state.limits.bands, key=lambda name: state.limits.bands[name].weight)
+    for queue in state.queues.values():
+        queue.replace_limits(state.limits)
+    quotas = state.billing.quotas
+    known = dict.fromkeys([*quotas.accounts, *state.leaving])
+    state.billing.configure(tenants, utc_offset_s, past or Past(), now + state.limits.orphan_s_max, now)
+    known |= dict.fromkeys(quotas.accounts)
+    state.leaving = {tenant: None for tenant in known if tenants.policy(tenant) is None}
+    state.let_leave(list(state.leaving))
+
+
+def reserve(state: State, request: Request, now: float) -> Refusal:
+    """Open the request's bill, or say why not; then nothing is taken."""
+    submit, billing = request.submit, state.billing
+    policy = billing.quotas.tenants.policy(submit.tenant)
+    if submit.attempt > 1:
+        if policy is None:
+            state.leaving[submit.tenant] = None
+        request.bill = billing.adopt(request.id, submit.resumed_tokens)
+        if request.bill is None:
+            ask, held = _ask(state, request), 0
+            for worker in state.workers.values():
+                held += sum(key[0] == request.id for key in worker.holdings)
+            request.bill = billing.open_promised(submit, ask.output_tokens, ask.kv_blocks, held, now)
+        return None, "", None
+    if policy is None:
+        return Reject.QUOTA, f"tenant {submit.tenant} is not known here", RELOAD_S
+    if submit.band and submit.band not in policy.bands:
+        return Reject.BAND, f"tenant {submit.tenant} may not use the band {submit.band}", 0.0
+    idle = not state.queues[submit.model].fair.size
+    bill = billing.open(request.id, submit.tenant, _ask(state, request), now, idle=idle, choices=submit.choices)
+    if isinstance(bill, Denial):
+        return Reject.QUOTA, str(bill), _retry_after_s(bill, submit)
+    request.bill, request.borrowed = bill, bill.borrowed
+    return None, "", None
+
+
+def opened(state: State, request: Request) -> Opened:
+    bill, submit = request.bill, request.submit
+    assert bill is not None
+    return Opened(
+        request.id,
+        bill.day,
+        submit.tenant,
+        submit.model,
+        request.path[0],
+        request.borrowed,
+        bill.estimate,
+        bill.tally.again,
+        bill.tally.from_token,
+    )
+
+
+def _retry_after_s(denial: Denial, submit: Submit) -> float | None:
+    """A rate says exactly when; jitter keeps those who were told the same from coming back together."""
+    if denial.retry_after_s == HELD_RETRY_S:
+        return None
+    return min(denial.retry_after_s * (1 + JITTER * crc32(submit.request_id.encode()) / (1 << 32)), 86_400.0)
+
+
+def _ask(state: State, request: Request) -> Ask:
+    submit = request.submit
+    output_tokens = ceil(state.queues[submit.model].output_estimate(request))
+    decode = next(iter(state.pools[submit.model].decode.values()), None)
+    kv_blocks = decode.whole_blocks(submit) if decode is not None else 0
+    return Ask(submit.prompt_tokens, output_tokens, kv_blocks)

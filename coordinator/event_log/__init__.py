@@ -1,0 +1,4 @@
+"""The event log: recording, replay, and explanations made from it.
+
+Start with `recorder`.
+"""

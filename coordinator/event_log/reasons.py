@@ -1,0 +1,201 @@
+"""Why a request did not get the chunk that another one got, or nobody. Pure: reads the state, as an onlooker of a decision.
+
+A reason says what stood in the way at one turn of one prefill worker: the fair order (`OtherTurn`, `SameTenant`), room
+(`NoRoom`, `RoomKept`), standing behind somebody who waits for room (`BehindNoRoom`), or its own choice (`CachedElsewhere`).
+"""
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from coordinator.fairness.fair_queue import where_they_part
+from coordinator.fairness.scheduling_class import Node
+from coordinator.fairness.tenant_queue import AGED, Entry
+from coordinator.observer import Looked, Outcome
+from coordinator.placement.choice import cached_tokens
+from coordinator.request import Request
+from coordinator.waiting.queue_keys import bound_key, is_class
+from coordinator.workers.pool import Pool, Worker
+
+
+class By(msgspec.Struct, frozen=True):
+    """Another request."""
+
+    request: str
+    band: str
+    tenant: str
+
+
+class OtherTurn(msgspec.Struct, frozen=True, tag_field="kind", tag="other_turn"):
+    """The fair queue gave the turn to another tenant, which has had less of its share."""
+
+    by: By
+    level: str
+    """Where the two part: "band", "organisation" or "user"."""
+    winner: str
+    ours: str
+    """The two that compete there."""
+    winner_round: float
+    our_round: float
+    """When each one's turn comes: service per weight."""
+
+
+class Order(StrEnum):
+    DEADLINE = "deadline"
+    FEWER_CHUNKS = "fewer_chunks"
+    CAME_FIRST = "came_first"
+    AGED = "aged"
+    """The other was overtaken so often that it went first, whatever is due."""
+
+
+class SameTenant(msgspec.Struct, frozen=True, tag_field="kind", tag="same_tenant"):
+    """Another request of the same tenant goes first."""
+
+    by: By
+    order: Order
+    due_before_s: float
+    """How much earlier the other is due; negative where that is not why."""
+
+
+class NoRoom(msgspec.Struct, frozen=True, tag_field="kind", tag="no_room"):
+    worker: str
+    """The prefill worker that asked, or else the decode worker with the most room."""
+    blocks_needed: int
+    blocks_free: int
+    seqs_needed: int
+    seqs_free: int
+    most_held_by: str
+    """The tenant with the most blocks there; empty where nobody has any."""
+    most_held_blocks: int
+    kept: bool
+    """What comes free is kept for this request: it was bypassed often enough."""
+    left_out: bool = False
+    """There is room, but transfers from the prefill worker that asked failed."""
+
+
+class RoomKept(msgspec.Struct, frozen=True, tag_field="kind", tag="room_kept"):
+    """All room that comes free is kept for a request that was bypassed too often."""
+
+    by: By
+    bypassed: int
+
+
+class BehindNoRoom(msgspec.Struct, frozen=True, tag_field="kind", tag="behind_no_room"):
+    """A request before this one, of about its own KV demand, had no room."""
+
+    by: By | None
+
+
+class CachedElsewhere(msgspec.Struct, frozen=True, tag_field="kind", tag="cached_elsewhere"):
+    """It would rather wait for a prefill worker that has more of its prompt cached."""
+
+    worker: str
+    """That one."""
+    cached_tokens: int
+    asked: str
+    """The worker whose turn it let pass."""
+    cached_tokens_there: int
+
+
+Reason = OtherTurn | SameTenant | NoRoom | RoomKept | BehindNoRoom | CachedElsewhere
+
+
+def by(request: Request) -> By:
+    return By(request.id, request.path[0], request.submit.tenant)
+
+
+def why_not(target: Request, winner: Request | None, looked: list[Looked], worker: Worker, pool: Pool) -> Reason | None:
+    """Why the turn of `worker` that ended with `winner` (or nobody) passed `target` by; None if it did not compete there.
+
+    `looked`: whom the turn had come to, in order.
+    """
+    entry: Entry[Request] | None = target.entry
+    if winner is target or entry is None:
+        return None
+    for look in looked:
+        if look.request is target:
+            if look.outcome is Outcome.WAITS:
+                return _cached_elsewhere(target, worker, pool)
+            return _without_room(target, target, worker, pool) if look.outcome is Outcome.NO_ROOM else None
+    if not (is_class(entry.key) or entry.key in (worker.epoch, bound_key(worker.epoch))):
+        return None
+    if winner is not None:
+        reason = _goes_first(winner, target)
+        if reason is not None:
+            return reason
+    if entry.key == worker.epoch:
+        return None
+    before = pool.rooms.closed.get(entry.key) or pool.stuck.get(worker.epoch, {}).get(entry.key)
+    if before is not None:
+        return _without_room(target, before, worker, pool)
+    return no_room(target, worker, pool) if not worker.free_seqs else None
+
+
+def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -> Reason:
+    """`first`: the one that found no room, of those under the same queue key."""
+    kept_for, kept_on = pool.rooms.kept_for, pool.decode.get(pool.rooms.kept_on)
+    if kept_for is not None and kept_for is not target and kept_on is not None:
+        fits = worker.fits(target.submit) and kept_on.fits(target.submit, target.expected_left)
+        if fits:
+            return RoomKept(by(kept_for), kept_for.course.bypassed)
+    return no_room(target, worker, pool) if first is target else BehindNoRoom(by(first))
+
+
+def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
+    worker, holding, fits = prefill, prefill.prefill_holding(target.submit), prefill.fits(target.submit)
+    left_out = fits and any(decode.fits(target.submit, target.expected_left) for decode in pool.decode.values())
+    if fits and pool.decode:
+        worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.epoch))
+        holding = worker.decode_holding(target.submit)
+    held: dict[str, int] = {}
+    for other in worker.holdings.values():
+        name = "/".join(filter(None, other.path[1:])) or "streams from before"
+        held[name] = held.get(name, 0) + other.kv_blocks
+    most = max(held, key=lambda name: held[name], default="")
+    return NoRoom(
+        worker.hello.name,
+        holding.kv_blocks,
+        worker.free_blocks,
+        holding.seqs,
+        worker.free_seqs,
+        most,
+        held.get(most, 0),
+        pool.rooms.kept_for is target,
+        left_out,
+    )
+
+
+def _cached_elsewhere(target: Request, asked: Worker, pool: Pool) -> CachedElsewhere:
+    cached = {epoch: cached_tokens(target.submit, worker, pool) for epoch, worker in pool.prefill.items()}
+    best = max(cached, key=lambda epoch: cached[epoch])
+    return CachedElsewhere(pool.prefill[best].hello.name, cached[best], asked.hello.name, cached[asked.epoch])
+
+
+def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | None:
+    """By the fair order; None if `target` would have gone first."""
+    mine: Entry[Any] | None = target.entry
+    theirs: Entry[Any] | None = winner.entry
+    assert mine is not None and theirs is not None
+    if theirs.leaf is mine.leaf:
+        ours, other = mine.lane.order(mine), theirs.lane.order(theirs)
+        if other > ours:
+            return None
+        return SameTenant(by(winner), _order(other, ours), round(mine.due - theirs.due, 6))
+    node, rival = where_they_part(mine.leaf, theirs.leaf)
+    if (node.round, node.position) < (rival.round, rival.position):
+        return None
+    level = ("band", "organisation", "user")[len(node.path) - 1]
+    return OtherTurn(by(winner), level, _name(rival), _name(node), rival.round, node.round)
+
+
+def _name(node: Node) -> str:
+    return "/".join(filter(None, node.path[1:] or node.path))
+
+
+def _order(first: tuple[int, float, int, int], second: tuple[int, float, int, int]) -> Order:
+    if first[0] == AGED:
+        return Order.AGED
+    if first[1] != second[1]:
+        return Order.DEADLINE
+    return Order.FEWER_CHUNKS if first[2] != second[2] else Order.CAME_FIRST

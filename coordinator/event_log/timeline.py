@@ -1,0 +1,362 @@
+"""Stories from a journal: what happened to one request and why it waited; and which requests waited longest. Pure.
+
+Both are observers of a `coordinator.event_log.replay.Replay`. Times are seconds since the request was first submitted.
+"""
+
+from heapq import heappush, heappushpop
+from typing import Final
+
+import msgspec
+
+from coordinator.core import Core
+from coordinator.event_log.reasons import (
+    BehindNoRoom,
+    By,
+    CachedElsewhere,
+    NoRoom,
+    OtherTurn,
+    Reason,
+    RoomKept,
+    SameTenant,
+    by,
+    why_not,
+)
+from coordinator.events import Action, Event, Moved, Received, Send
+from coordinator.lifecycle import TERMINAL
+from coordinator.lifecycle import State as Life
+from coordinator.observer import Decision, Looked, Outcome
+from coordinator.request import Request
+from proto.messages import HandedOver, Rejected, Reserve, Step, Submit
+
+NAMED_MAX: Final = 3
+"""Requests named in one `Passed`."""
+
+
+class Submitted(msgspec.Struct, frozen=True, tag_field="what", tag="submitted"):
+    at_s: float
+    attempt: int
+    band: str
+    tenant: str
+    prompt_tokens: int
+    max_tokens: int
+    waiting: int
+    """Requests for this model that waited already …"""
+    waiting_of_tenant: int
+    """… and those among them of the same tenant."""
+
+
+class Passed(msgspec.Struct, frozen=True, tag_field="what", tag="passed_over"):
+    """Turns at which it got nothing, for one reason and because of one tenant, between two changes of its state."""
+
+    at_s: float
+    until_s: float
+    times: int
+    reason: Reason
+    """As it was at the last of these turns."""
+    requests: tuple[str, ...]
+    """Whose turns they were, the first few."""
+    requests_in_all: int
+
+
+class KeptFor(msgspec.Struct, frozen=True, tag_field="what", tag="room_kept_for_it"):
+    at_s: float
+    bypassed: int
+
+
+class Placed(msgspec.Struct, frozen=True, tag_field="what", tag="placed"):
+    at_s: float
+    workers: str
+    kv_blocks: int
+    """Reserved on the decode worker."""
+    cached_tokens: int
+    """Of the prompt, believed to be on the prefill worker."""
+    kept: bool
+    """It was not its turn, but room had been kept for it."""
+
+
+class ChunkSent(msgspec.Struct, frozen=True, tag_field="what", tag="chunk"):
+    at_s: float
+    worker: str
+    step: int
+    start: int
+    tokens: int
+    prompt_tokens: int
+    beside: int
+    """Chunks of other requests in the same step."""
+
+
+class Changed(msgspec.Struct, frozen=True, tag_field="what", tag="state"):
+    """A change of state that none of the others tells."""
+
+    at_s: float
+    state: str
+    why: str
+    transfer_ms: float = 0.0
+
+
+class Ended(msgspec.Struct, frozen=True, tag_field="what", tag="ended"):
+    at_s: float
+    outcome: str
+    why: str
+    retry_after_s: float
+    by: By | None
+    """For whom it had to make room."""
+
+
+Entry = Submitted | Passed | KeptFor | Placed | ChunkSent | Changed | Ended
+
+
+class _Passing:
+    """A `Passed` that grows."""
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s = self.until_s = at_s
+        self.times = 0
+        self.requests: dict[str, None] = {}
+        self.reason: Reason
+
+    def add(self, reason: Reason, at_s: float) -> None:
+        self.times += 1
+        self.until_s, self.reason = at_s, reason
+        culprit = _culprit(reason)
+        if culprit is not None:
+            self.requests[culprit.request] = None
+
+    def entry(self) -> Passed:
+        named = tuple(list(self.requests)[:NAMED_MAX])
+        return Passed(self.at_s, self.until_s, self.times, self.reason, named, len(self.requests))
+
+
+def _culprit(reason: Reason) -> By | None:
+    return getattr(reason, "by", None)
+
+
+def _same(reason: Reason) -> tuple[object, ...]:
+    """Reasons that are told as one."""
+    culprit = _culprit(reason)
+    who = (culprit.band, culprit.tenant) if culprit is not None else ()
+    match reason:
+        case SameTenant(order=order):
+            return (type(reason), order)
+        case OtherTurn() | RoomKept():
+            return (type(reason), *who)
+        case NoRoom(worker=worker, kept=kept):
+            return (type(reason), worker, kept)
+        case BehindNoRoom() | CachedElsewhere():
+            return (type(reason),)
+
+
+class Story:
+    """Of one request, over all its attempts. An `Observer`."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.entries: list[Entry] = []
+        self._passing: dict[tuple[object, ...], _Passing] = {}
+        self._began: float | None = None
+        self._at_s = 0.0
+        self._core: Core | None = None
+        self._seen = 0
+        """Actions of the event in hand that were looked at."""
+        self._looked: list[Looked] = []
+        self._in_step = self._kept = False
+        self._event: Event | None = None
+        self._came: Submitted | None = None
+        """Told once the core has taken it or turned it away: what repeats an attempt is neither."""
+        self._blocks = 0
+
+    def finish(self) -> list[Entry]:
+        self._close_passing()
+        return self.entries
+
+    # --- observing ------------------------------------------------------------------------------------------------------
+
+    def before(self, core: Core, event: Event, now: float) -> None:
+        self._core, self._event, self._seen = core, event, 0
+        core.watch = self._watch
+        message = event.message if isinstance(event, Received) else None
+        if isinstance(message, Submit) and message.request_id == self.request_id:
+            self._began = now if self._began is None else self._began
+            self._came = self._submitted(core, message, now - self._began)
+        self._at_s = now - (now if self._began is None else self._began)
+
+    def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
+        self._take(actions)
+        target = core.requests.get(self.request_id)
+        kept = target is not None and any(pool.rooms.kept_for is target for pool in core.pools.values())
+        if kept and not self._kept and target is not None:
+            self._add(KeptFor(self._at_s, target.course.bypassed))
+        self._kept, self._came = kept, None
+
+    def _watch(self, decision: Decision) -> None:
+        assert self._core is not None
+        self._take(self._core.out)
+        if isinstance(decision, Looked):
+            self._looked.append(decision)
+            if decision.outcome is not Outcome.TAKEN:
+                return
+        looked, self._looked = self._looked, []
+        winner = looked[-1].request if isinstance(decision, Looked) else None
+        target = self._core.requests.get(self.request_id)
+        if target is None:
+            return
+        if not self._in_step:
+            pool = self._core.pools[target.submit.model]
+            if decision.worker.epoch in pool.prefill:
+                reason = why_not(target, winner, looked, decision.worker, pool)
+                if reason is not None:
+                    self._passing.setdefault(_same(reason), _Passing(self._at_s)).add(reason, self._at_s)
+        self._in_step = self._in_step or winner is target
+
+    # --- what happens to it ---------------------------------------------------------------------------------------------
+
+    def _submitted(self, core: Core, submit: Submit, at_s: float) -> Submitted:
+        queue = core.queues.get(submit.model)
+        waiting = list(queue) if queue is not None else []
+        band, *_ = path = core.path(submit)
+        own = sum(request.path == path for request in waiting)
+        what = (submit.attempt, band, submit.tenant, submit.prompt_tokens, submit.sampling.max_tokens)
+        return Submitted(at_s, *what, len(waiting), own)
+
+    def _take(self, actions: list[Action]) -> None:
+        """Tell what the actions say that are new since the last look."""
+        for action in actions[self._seen :]:
+            match action:
+                case Moved(request_id, _, state, why) if request_id == self.request_id:
+                    self._moved(state, why)
+                case Send(epoch, Step() as step):
+                    self._step(epoch, step)
+                case Send(_, Reserve(request_id=request_id, kv_blocks=blocks)) if request_id == self.request_id:
+                    self._blocks = blocks
+        self._seen = len(actions)
+
+    def _moved(self, state: Life, why: str) -> None:
+        if self._came is not None and state in (Life.QUEUED, Life.REJECTED):
+            self._add(self._came)
+        if state in TERMINAL:
+            told, retry_after_s = self._rejection()
+            why = why if told in ("", why) else f"{why}: {told}"
+            self._add(Ended(self._at_s, state.value, why, retry_after_s, self._made_room_for(why)))
+        elif state is Life.PLACED:
+            assert self._core is not None
+            cached_tokens = self._core.requests[self.request_id].cached_tokens
+            self._add(Placed(self._at_s, why, self._blocks, cached_tokens, self._kept))
+        elif state is Life.DECODING:
+            done = self._event.message if isinstance(self._event, Received) else None
+            transfer_ms = done.transfer_ms if isinstance(done, HandedOver) else 0.0
+            self._add(Changed(self._at_s, state.value, why, transfer_ms))
+        elif state in (Life.HANDING_OVER, Life.INTERRUPTED):
+            self._add(Changed(self._at_s, state.value, why))
+        if state in TERMINAL or state in (Life.QUEUED, Life.INTERRUPTED):
+            self._in_step = False
+
+    def _step(self, epoch: int, step: Step) -> None:
+        assert self._core is not None
+        for chunk in step.chunks:
+            if chunk.request_id == self.request_id:
+                self._in_step = False
+                name = self._core.workers[epoch].hello.name
+                total = self._core.requests[self.request_id].submit.prompt_tokens
+                beside = len(step.chunks) - 1
+                # Not a change of state: what passes it by goes on being counted.
+                self.entries.append(ChunkSent(self._at_s, name, step.step_id, chunk.start, chunk.length, total, beside))
+
+    def _rejection(self) -> tuple[str, float]:
+        """What its gateway is told, and when to try again."""
+        assert self._core is not None
+        for action in self._core.out:
+            match action:
+                case Send(_, Rejected(request_id=request_id) as told) if request_id == self.request_id:
+                    return told.message, told.retry_after_s
+        return "", 0.0
+
+    def _made_room_for(self, why: str) -> By | None:
+        """The newcomer, where somebody else's submit ends a request that waits."""
+        message = self._event.message if isinstance(self._event, Received) else None
+        if not isinstance(message, Submit) or message.request_id == self.request_id or "overload" not in why:
+            return None
+        assert self._core is not None
+        return By(message.request_id, self._core.path(message)[0], message.tenant)
+
+    def _add(self, entry: Entry) -> None:
+        self._close_passing()
+        self.entries.append(entry)
+
+    def _close_passing(self) -> None:
+        self.entries += [passing.entry() for passing in self._passing.values()]
+        self._passing.clear()
+
+
+class Waited(msgspec.Struct, frozen=True, order=True):
+    """How long one request was queued, all its attempts together."""
+
+    waited_s: float
+    submitted_s: float
+    """Since the recording began."""
+    request: str
+    band: str
+    tenant: str
+    prompt_tokens: int
+    outcome: str
+    """Or its state at the end of the journal."""
+
+
+class Longest:
+    """The requests that waited longest. An `Observer`."""
+
+    def __init__(self, started: float, most: int) -> None:
+        self._started, self._most = started, most
+        self._since: dict[str, float] = {}
+        self._live: dict[str, tuple[Request, float]] = {}
+        """With the seconds waited so far."""
+        self._top: list[Waited] = []
+        self._now = started
+        self.requests = 0
+
+    def before(self, core: Core, event: Event, now: float) -> None:
+        self._now = now
+
+    def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Moved):
+                self._moved(core, action, now)
+
+    def finish(self) -> list[Waited]:
+        for request_id in list(self._live):
+            self._leave(request_id, self._live[request_id][0].state.value, self._now)
+        return sorted(self._top, reverse=True)
+
+    def _moved(self, core: Core, moved: Moved, now: float) -> None:
+        request_id = moved.request_id
+        if moved.state is Life.QUEUED:
+            request = core.requests.get(request_id)
+            if request is not None and request_id not in self._live:
+                self._live[request_id] = (request, 0.0)
+                self.requests += 1
+            self._since[request_id] = now
+        elif moved.state in TERMINAL:
+            self._leave(request_id, moved.state.value, now)
+        elif request_id in self._since:
+            request, waited_s = self._live[request_id]
+            self._live[request_id] = (request, waited_s + now - self._since.pop(request_id))
+
+    def _leave(self, request_id: str, outcome: str, now: float) -> None:
+        found = self._live.pop(request_id, None)
+        if found is None:
+            return  # It was rejected at once.
+        request, waited_s = found
+        waited_s += now - self._since.pop(request_id, now)
+        told = by(request)
+        row = Waited(
+            round(waited_s, 6),
+            request.arrived - self._started,
+            request_id,
+            told.band,
+            told.tenant,
+            request.submit.prompt_tokens,
+            outcome,
+        )
+        if len(self._top) < self._most:
+            heappush(self._top, row)
+        else:
+            heappushpop(self._top, row)

@@ -1,0 +1,363 @@
+"""Whose chunk runs next: deficit round robin, the same structure at every level (band → organisation → user).
+
+Deficit round robin (Shreedhar & Varghese, SIGCOMM 1995) gives every tenant `quantum * weight` of credit in each round and
+serves it while that lasts. Here a round is as short as one likes, and rounds in which nobody's credit suffices are skipped by
+arithmetic. What is left of the ring is one number for each tenant, the round in which its debt is paid off:
+
+    serve the tenant with the earliest round, its ring position deciding between equals
+    then put it `cost / weight` rounds after the round it was served in
+
+which is the order of start-time fair queueing (Goyal, Vin & Cheng, SIGCOMM 1996). A tenant that is idle, or passed over
+because nothing of it can run in this pop, keeps its place but falls behind the ring by no more than one quantum:
+its debt is kept, of its credit only so much. That lets a tenant with little to do have a whole short prompt computed in one
+go. For i and j backlogged and able to run over any interval,
+
+    |S_i/w_i - S_j/w_j| <= quantum + L_i/w_i + L_j/w_j        (S: cost served, w: weight, L: largest cost of one chunk)
+
+also where some tenants can run in some pops only. Where estimates were wrong, the bound is wider by the errors.
+
+**Queue keys.** Every entry waits under a queue key, an integer that the caller chooses: entries that can run in the same pops
+have the same key. The coordinator uses one key for each prefill worker (requests placed on it) and one for each class of KV
+demand (requests not placed yet). A pop names the keys that it may take from, and merges them in the one fair order. A key that
+is not named costs nothing, however many entries wait under it. The caller answers each offer of a pop in one of three ways:
+
+- `Terms`: the entry gets its next chunk, is charged, and the pop is over;
+- `Close`: nothing under the entry's key can run now; the key is left out for the rest of this pop;
+- `MoveTo`: the entry moves to another key, and the pop goes on.
+
+So a pop makes at most `len(keys) + MOVES_MAX + 1` offers, whoever waits: no tenant can hide others behind requests that
+cannot run. A descent to one offer costs O(levels * (keys + log n)).
+
+Inside one tenant `lanes` decides. Pure; costs are in weighted tokens.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from coordinator.fairness.scheduling_class import Node, Path, Ring
+from coordinator.fairness.sorted_row import Line
+from coordinator.fairness.tenant_queue import Entry, Lane
+
+T = TypeVar("T")
+MOVES_MAX = 64
+"""Entries that one pop may move to another key."""
+
+
+class Terms(NamedTuple):
+    """The entry can run."""
+
+    cost: float
+    """Of its next chunk."""
+    last: bool
+    """The chunk is its last one: the entry leaves the queue."""
+    key: int
+    """Under which it waits for its further chunks; of no account after the last one."""
+
+
+class Close(NamedTuple):
+    """Nothing under the entry's key can run now, nor under `also`."""
+
+    also: Sequence[int] = ()
+
+
+class MoveTo(NamedTuple):
+    """The entry is to wait under another key, as the newest there. Its deadline and its arrival stay."""
+
+    key: int
+
+
+CLOSED = Close()
+Answer = Terms | Close | MoveTo
+Offer = Callable[[T], Answer]
+"""Asked for the item of one entry after the other, in fair order. It must not change the queue; `peek` and `goes_before` are
+allowed."""
+
+
+class Popped(NamedTuple, Generic[T]):
+    entry: Entry[T] | None
+    """None where nothing can run."""
+    cost: float
+    closed: tuple[int, ...]
+    """Keys that offers closed in this pop."""
+    gave_up: bool
+    """Nothing was found within `MOVES_MAX` moves; another pop goes on from there."""
+
+
+class FairQueue(Generic[T]):
+    """Entries of all tenants. Bounded by its owner."""
+
+    def __init__(
+        self, quantum: float = 0.0, weights: Mapping[str, float] | None = None, overtaken_max: int = 16
+    ) -> None:
+        """`quantum`: cost per weight that an idle tenant may save up. `weights` by path joined with "/", 1 where none is
+        given. `overtaken_max`: see `lanes`."""
+        assert quantum >= 0 and overtaken_max >= 1
+        self.quantum = quantum
+        self.weights = dict(weights or {})
+        self._overtaken_max = overtaken_max
+        self._root = Node((), 1.0, None, 0)
+        self._leaves: dict[Path, Node] = {}
+        self._positions = 0
+        self._joins = 0
+        self.size = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        """Other weights from now on; the turns that were taken stay as they were charged."""
+        self.weights = dict(weights)
+        nodes = list(self._root.children.values())
+        while nodes:
+            node = nodes.pop()
+            node.weight = self.weights.get("/".join(node.path), 1.0)
+            nodes.extend(node.children.values())
+
+    def tenants(self) -> Iterable[Path]:
+        return self._leaves.keys()
+
+    def has(self, key: int) -> bool:
+        """Whether anything waits under a key."""
+        return key in self._root.lines
+
+    def forget(self, path: Path) -> None:
+        """Let go of a tenant that has no entries, and of what was above it for its sake; with them go its debts."""
+        node: Node | None = self._leaves.get(path)
+        if node is None or node.busy:
+            return
+        del self._leaves[path]
+        while node is not None and node.parent is not None and not node.busy and not node.children:
+            del node.parent.children[node.path[-1]]
+            node = node.parent
+
+    # --- entries --------------------------------------------------------------------------------------------------------
+
+    def push(self, item: T, path: Path, key: int, deadline: float, chunks: int) -> Entry[T]:
+        """Add a request with about `chunks` chunks to run; `deadline` in the seconds of whoever calls."""
+        leaf = self._leaf(path)
+        self._joins += 1
+        lane = self._lane(leaf, key)
+        entry: Entry[T] = Entry(item, lane, deadline, chunks, self._joins)
+        lane.join(entry)
+        self.size += 1
+        return entry
+
+    def remove(self, entry: Entry[T]) -> None:
+        """Take a request out, whether it is cancelled or has no chunk left."""
+        lane = entry.lane
+        lane.leave(entry)
+        if not lane.size:
+            self._end(lane)
+        self.size -= 1
+
+    def move(self, entry: Entry[T], key: int) -> None:
+        """From now on it waits under another key, as the newest there. Its deadline and its arrival stay."""
+        self._move(entry, key, entry.chunks)
+
+    def pop(self, keys: Iterable[int], offer: Offer[T]) -> Popped[T]:
+        """Charge the next chunk that can run under one of the keys. With its last chunk a request leaves the queue."""
+        there = self._root.lines
+        open_keys = [key for key in keys if key in there]
+        closed: list[int] = []
+        moves = 0
+        while open_keys:
+            entry = self._first(open_keys)
+            if entry is None:
+                break
+            answer = offer(entry.item)
+            if isinstance(answer, Terms):
+                self._charge(entry.lane.node, answer.cost)
+                self._count_turn(entry, open_keys)
+                if answer.last:
+                    self.remove(entry)
+                else:
+                    self._move(entry, answer.key, max(entry.chunks - 1, 1))
+                return Popped(entry, answer.cost, tuple(closed), False)
+            if isinstance(answer, Close):
+                shut = {entry.lane.key, *answer.also}
+                closed += [key for key in open_keys if key in shut]
+                open_keys = [key for key in open_keys if key not in shut]
+                continue
+            assert answer.key != entry.lane.key, "it is there already"
+            if moves == MOVES_MAX:
+                return Popped(None, 0.0, tuple(closed), True)
+            moves += 1
+            self._move(entry, answer.key, entry.chunks)
+        return Popped(None, 0.0, tuple(closed), False)
+
+    def peek(self, keys: Iterable[int]) -> Entry[T] | None:
+        """The first in the fair order under these keys. Charges nothing."""
+        return self._first(keys)
+
+    def goes_before(self, one: Entry[T], other: Entry[T]) -> bool:
+        """Whether `one` comes first in the fair order."""
+        mine, theirs = one.lane.node, other.lane.node
+        if mine is theirs:
+            return one.lane.order(one) < other.lane.order(other)
+        mine, theirs = where_they_part(mine, theirs)
+        return (mine.round, mine.position) < (theirs.round, theirs.position)
+
+    def adjust(self, path: Path, cost: float) -> None:
+        """Charge (or, if negative, return) the difference between an estimate and what was computed or emitted.
+
+        A charge counts with the next chunk. A refund is felt at once, or who was charged too much would go on waiting.
+        """
+        node: Node = self._leaf(path)
+        while (ring := node.parent) is not None:
+            node.owed += cost
+            if cost < 0 and node.owed < 0 and node.busy and node.round > ring.now:
+                ahead = node.round - ring.now
+                node.round = ring.now + max(ahead + node.owed / node.weight, 0.0)
+                node.owed = min(node.owed + ahead * node.weight, 0.0)
+                for line in node.lines.values():
+                    if line.above.size > 1:
+                        line.above.refresh(line)
+            node = ring
+
+    def charge(self, path: Path, cost: float) -> None:
+        """Charge at once for something that is no chunk: the turns after it come later, whatever waits already."""
+        node: Node = self._leaf(path)
+        while (ring := node.parent) is not None:
+            node.round = max(node.round, ring.now - self.quantum) + cost / node.weight
+            node = ring
+
+    def debt(self, path: Path) -> float:
+        """How far a tenant is ahead of its ring, in cost; negative is credit, which it has only while it has work."""
+        node: Node = self._leaf(path)
+        assert node.parent is not None
+        ahead = (node.round - node.parent.now) * node.weight
+        return (max(ahead, 0.0) if node.busy else ahead) + node.owed
+
+    # --- whose turn it is -----------------------------------------------------------------------------------------------
+
+    def _first(self, keys: Iterable[int]) -> Entry[T] | None:
+        """The next entry under these keys. Serves nothing."""
+        there = self._root.lines
+        lines = [there[key] for key in keys if key in there]
+        if not lines:
+            return None
+        while type(lines[0]) is Ring:  # all lines of a node are of one kind
+            best: Node | None = None
+            for ring in lines:
+                rank = ring.heap[0]
+                node: Node = rank[3].node
+                if rank[0] != node.round:
+                    node = ring.first().node  # type: ignore[attr-defined]
+                if (
+                    best is None
+                    or node.round < best.round
+                    or (node.round == best.round and node.position < best.position)
+                ):
+                    best = node
+            assert best is not None
+            there = best.lines
+            lines = [there[ring.key] for ring in lines if ring.key in there]
+        lanes: list[Lane[T]] = lines  # type: ignore[assignment]
+        if len(lanes) == 1:
+            return lanes[0].first()
+        return min((lane.first() for lane in lanes), key=lambda entry: entry.lane.order(entry))
+
+    def _charge(self, leaf: Node, cost: float) -> None:
+        quantum = self.quantum
+        node = leaf
+        while (ring := node.parent) is not None:
+            # Conditions in place of min and max: this runs for every chunk and level, and calls cost.
+            start, due, now = node.round, cost + node.owed, ring.now
+            if start > now:
+                ring.now = start
+            elif start < now - quantum:
+                start = now - quantum
+            if due >= 0.0:
+                node.owed, node.round = 0.0, start + due / node.weight
+            else:
+                node.owed, node.round = due, start
+            node = ring
+
+    def _count_turn(self, entry: Entry[T], open_keys: Sequence[int]) -> None:
+        """`entry` gets a chunk: whoever of its tenant joined before it and could have run is overtaken. Under other keys the
+        newer ones are counted too, as long as the oldest there is older than `entry`."""
+        lane = entry.lane
+        lane.overtake(entry)
+        lines = lane.node.lines
+        if len(lines) == 1:
+            return
+        for key in open_keys:
+            other = lines.get(key)
+            if other is None or other is lane:
+                continue
+            assert isinstance(other, Lane) and other.oldest is not None
+            if other.oldest.joined < entry.joined:
+                other.overtake(None)
+
+    # --- idle and busy --------------------------------------------------------------------------------------------------
+
+    def _move(self, entry: Entry[T], key: int, chunks: int) -> None:
+        before = entry.lane
+        self._joins += 1
+        before.leave(entry)
+        lane = before if before.key == key else self._lane(before.node, key)
+        entry.lane, entry.chunks, entry.joined = lane, chunks, self._joins
+        lane.join(entry)
+        if not before.size:
+            self._end(before)
+
+    def _lane(self, leaf: Node, key: int) -> Lane[T]:
+        """The tenant's lane for a key; made where it has none, with the rings above it that are missing."""
+        there = leaf.lines.get(key)
+        if there is not None:
+            assert isinstance(there, Lane)
+            return there
+        lane: Lane[T] = Lane(leaf, key, self._overtaken_max)
+        line: Line = lane
+        node = leaf
+        while True:
+            if not node.lines and node.parent is not None:
+                node.round = max(node.round + node.owed / node.weight, node.parent.now - self.quantum)
+                node.owed = 0.0
+            node.lines[key] = line
+            if node.parent is None:
+                return lane
+            node = node.parent
+            ring = node.lines.get(key)
+            if ring is not None:
+                assert isinstance(ring, Ring)
+                ring.enter(line)
+                return lane
+            ring = Ring(node, key)
+            ring.enter(line)
+            line = ring
+
+    def _end(self, line: Line) -> None:
+        """Nothing is left in it, nor in the rings above that have no other."""
+        while True:
+            del line.node.lines[line.key]
+            above = line.above
+            if above is None:
+                return
+            above.discard(line)
+            if above.size:
+                return
+            line = above
+
+    def _leaf(self, path: Path) -> Node:
+        found = self._leaves.get(path)
+        if found is not None:
+            return found
+        node = self._root
+        for depth, name in enumerate(path, 1):
+            child = node.children.get(name)
+            if child is None:
+                weight = self.weights.get("/".join(path[:depth]), 1.0)
+                self._positions += 1
+                child = node.children[name] = Node(path[:depth], weight, node, self._positions)
+            node = child
+        self._leaves[path] = node
+        return node
+
+
+def where_they_part(one: Node, other: Node) -> tuple[Node, Node]:
+    """The two siblings above (or at) these tenants that compete with each other."""
+    while one.parent is not other.parent:
+        assert one.parent is not None and other.parent is not None
+        one, other = one.parent, other.parent
+    return one, other

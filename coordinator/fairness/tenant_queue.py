@@ -1,0 +1,104 @@
+"""The order of one tenant's requests: earliest deadline, then fewest chunks left, then arrival; and none overtaken for ever.
+
+A lane holds the entries of one tenant that have the same queue key (see `fairqueue`).
+
+Ageing counts overtakings, not seconds: once `overtaken_max` chunks of requests that joined later (a request joins anew with
+each chunk it gets) have gone first, the one that waited longest goes next. Counting is O(1) for a whole lane: the oldest's
+count is the greatest, and each entry stores only by how much its own exceeds that of the next newer one.
+"""
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from coordinator.fairness.sorted_row import Line, Rank
+
+if TYPE_CHECKING:
+    from coordinator.fairness.scheduling_class import Node
+
+T = TypeVar("T")
+Order = tuple[int, float, int, int]
+AGED = 0
+
+
+class Entry(Generic[T]):
+    """A request with chunks left to dispatch."""
+
+    __slots__ = ("chunks", "due", "excess", "item", "joined", "lane", "newer", "older", "rank", "seq")
+
+    def __init__(self, item: T, lane: "Lane[T]", deadline: float, chunks: int, seq: int) -> None:
+        assert chunks >= 1
+        self.item, self.lane, self.due, self.chunks, self.seq = item, lane, deadline, chunks, seq
+        self.joined = seq
+        self.older: Entry[T] | None = None
+        self.newer: Entry[T] | None = None
+        self.excess = 0
+        self.rank: Rank | None = None
+
+    @property
+    def leaf(self) -> "Node":
+        """Its tenant's node in the fair queue."""
+        node: Node = self.lane.node
+        return node
+
+    @property
+    def key(self) -> int:
+        """The queue key under which it waits."""
+        return self.lane.key
+
+
+class Lane(Line, Generic[T]):
+    """Entries of one tenant under one queue key. Made for its first entry, and gone when nothing is left in it."""
+
+    __slots__ = ("_overtaken_max", "newest", "oldest", "overtaken")
+
+    def __init__(self, node: "Node", key: int, overtaken_max: int) -> None:
+        super().__init__(node, key)
+        self._overtaken_max = overtaken_max
+        self.oldest: Entry[T] | None = None
+        self.newest: Entry[T] | None = None
+        self.overtaken = 0
+        """How often the oldest was."""
+
+    def overtake(self, by: Entry[T] | None) -> None:
+        """Count one more for those older than `by`, or for all."""
+        behind = self.newest if by is None else by.older
+        if behind is not None:
+            behind.excess += 1
+            self.overtaken += 1
+
+    def join(self, entry: Entry[T]) -> None:
+        newest = entry.older = self.newest
+        if newest is None:
+            self.oldest = entry
+        else:
+            newest.newer = entry
+        self.newest = entry
+        self.add((entry.due, entry.chunks, entry.seq, entry))
+
+    def leave(self, entry: Entry[T]) -> None:
+        older, newer = entry.older, entry.newer
+        if older is None:
+            self.oldest = newer
+            self.overtaken -= entry.excess
+        else:
+            older.newer = newer
+            older.excess += entry.excess
+        if newer is None:
+            self.newest = older
+        else:
+            newer.older = older
+        entry.older = entry.newer = None
+        entry.excess = 0
+        self.discard(entry)
+
+    def first(self) -> Entry[T]:
+        if self.overtaken >= self._overtaken_max:
+            assert self.oldest is not None
+            return self.oldest
+        entry: Entry[T] = self.heap[0][3]
+        return entry
+
+    def order(self, entry: Entry[T]) -> Order:
+        """The least goes first. Begins with `AGED` where it goes because it was overtaken often enough."""
+        if self.oldest is entry and self.overtaken >= self._overtaken_max:
+            return (AGED, 0.0, 0, entry.joined)
+        return (AGED + 1, entry.due, entry.chunks, entry.seq)

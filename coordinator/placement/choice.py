@@ -1,0 +1,134 @@
+"""The score of `score.py` applied to workers as they are: what they have cached, how full they are, what is before it.
+
+A prefill worker asks for work when it has a step to fill, so the choice is made twice: by its turn, whether a request that
+another worker has more cached of should run here at all, and then, which decode worker goes with it.
+"""
+
+from collections.abc import Sequence
+from itertools import islice
+
+from coordinator.request import Request
+from coordinator.score import DecodeSide, PrefillSide, best_decode, prefill_s
+from coordinator.workers.candidates import EXAMINED_MAX
+from coordinator.workers.pool import Pool, Worker
+from coordinator.workers.prefix_index import known_blocks, usable_tokens
+from proto.limits import HASH_BYTES
+from proto.messages import Role, Submit
+
+
+def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
+    """How much of a prompt this worker is believed to have, as far as that saves work."""
+    if not submit.block_hashes:
+        return 0
+    size = prefill.capacity.block_size
+    return usable_tokens(known_blocks(pool.locality, prefill.epoch, submit, size), submit, size)
+
+
+def uncached_tokens(submit: Submit, pool: Pool) -> int:
+    """What the best prefill worker would have to compute of it, as far as is believed."""
+    if not submit.block_hashes:
+        return submit.prompt_tokens
+    there = pool.holders(Role.PREFILL, submit)
+    return submit.prompt_tokens - max((cached_tokens(submit, worker, pool) for worker in there), default=0)
+
+
+def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
+    """Should it be placed here, its chunks start behind what is believed to be cached."""
+    request.cached_tokens = request.dispatched_tokens = cached_tokens(request.submit, prefill, pool)
+
+
+def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now: float) -> Worker | None:
+    """The prefill worker that a request should rather wait for than run on the one that asks; None if there is none.
+
+    Only one that has more of its prompt cached comes into question: by what waits there, the one that asks is the first.
+    Requests bound to a worker count among what waits there, so no more of them wait than its cache is worth. What requests have
+    waited for the same prefix lately speaks for computing it once more: see `replication`.
+
+    `waiting`: how many requests wait longer if the worker that asks computes longer.
+    """
+    if len(pool.prefill) == 1 or not submit.block_hashes:
+        return None
+    weights, here = pool.weights, cached_tokens(submit, asks, pool)
+    here_s = prefill_s(submit.prompt_tokens, _prefill_side(asks, here, pool), weights, waiting)
+    best, best_cached, best_s = None, 0, here_s - weights.margin_s
+    for worker in pool.holders(Role.PREFILL, submit):
+        cached = cached_tokens(submit, worker, pool)
+        if cached <= here or worker.draining or not worker.fits(submit):
+            continue
+        there_s = prefill_s(submit.prompt_tokens, _prefill_side(worker, cached, pool), weights, waiting)
+        if there_s < best_s and pool.has_pair(worker, now):
+            best, best_cached, best_s = worker, cached, there_s
+    if best is None:
+        return None
+    prefix = _last_block(submit, best_cached)
+    if here_s - pool.waits.of(prefix, asks.kv_tokens, now) <= best_s:
+        pool.waits.computed(prefix)
+        return None
+    waits_s = max(best.tokens_before - asks.tokens_before, 0) / pool.rate(best)
+    pool.waits.add(prefix, best_cached, waits_s, now)
+    return best
+
+
+def better_than_bound(request: Request, asks: Worker, bound_to: Worker, pool: Pool, waiting: float, now: float) -> bool:
+    """Whether a request that is bound to another worker, as the last there, would rather run on the one that asks."""
+    submit, weights = request.submit, pool.weights
+    there, here = request.cached_tokens, cached_tokens(submit, asks, pool)
+    there_side, here_side = _prefill_side(bound_to, there, pool), _prefill_side(asks, here, pool)
+    there_side.tokens_before -= bound_to.undispatched[request.id]
+    here_s = prefill_s(submit.prompt_tokens, here_side, weights, waiting)
+    there_s = prefill_s(submit.prompt_tokens, there_side, weights, waiting)
+    prefix = _last_block(submit, there)
+    if here_s - pool.waits.of(prefix, asks.kv_tokens, now) >= there_s - weights.margin_s:
+        return False
+    if here < there:
+        pool.waits.computed(prefix)
+    return True
+
+
+def _last_block(submit: Submit, cached_tokens: int) -> bytes:
+    end = cached_tokens // submit.hash_block_size * HASH_BYTES
+    return submit.block_hashes[max(end - HASH_BYTES, 0) : end]
+
+
+def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
+    """Those with its prompt cached and those with the least to do; where there are few, all."""
+    found = {worker.epoch: worker for worker in pool.holders(Role.PREFILL, submit)}
+    found.update((epoch, pool.prefill[epoch]) for epoch in islice(pool.idle, EXAMINED_MAX))
+
+    def order(worker: Worker) -> tuple[float, int]:
+        side = _prefill_side(worker, cached_tokens(submit, worker, pool), pool)
+        return prefill_s(submit.prompt_tokens, side, pool.weights), worker.epoch
+
+    return sorted(found.values(), key=order)
+
+
+def choose_decode(submit: Submit, prefill: Worker, decode: Sequence[Worker], pool: Pool, now: float) -> Worker | None:
+    """The best of these decode workers, which have room for it."""
+    if len(decode) < 2:
+        return decode[0] if decode else None
+    spread = sorted(decode, key=lambda w: (w.tokens_forwarded, w.epoch))  # of equals, the one that has done least
+    sides = ((worker.epoch, _decode_side(worker, submit, prefill, pool, now)) for worker in spread)
+    epoch = best_decode(sides, prefill.hello.host, pool.weights)
+    return None if epoch is None else pool.decode[epoch]
+
+
+def _prefill_side(worker: Worker, cached: int, pool: Pool) -> PrefillSide:
+    return PrefillSide(
+        tokens_before=worker.tokens_before,
+        tokens_per_s=pool.rate(worker),
+        cached_tokens=cached,
+        fullness=1 - worker.free_blocks / worker.capacity.kv_blocks,
+        trouble=pool.trouble(worker),
+        host=worker.hello.host,
+    )
+
+
+def _decode_side(worker: Worker, submit: Submit, prefill: Worker, pool: Pool, now: float) -> DecodeSide:
+    size, capacity = worker.capacity.block_size, worker.capacity
+    blocks = -(-submit.prompt_tokens // size)
+    return DecodeSide(
+        missing_blocks=blocks - known_blocks(pool.locality, worker.epoch, submit, size),
+        fullness=1 - min(worker.free_blocks / capacity.kv_blocks, worker.free_seqs / capacity.max_seqs),
+        trouble=max(pool.trouble(worker), pool.breakers.trouble((prefill.epoch, worker.epoch), now)),
+        host=worker.hello.host,
+    )

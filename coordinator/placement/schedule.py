@@ -1,0 +1,175 @@
+"""Placing what waits and keeping prefill workers busy: after every event that may have made something possible.
+
+Each pool notes what that is. `news`: a request has come, or a class of requests has room again, so any prefill worker that can
+take a step may find something. `ready`: single prefill workers, which have done a step or for which something waits. Other
+events, like the progress of running streams, make no work here.
+"""
+
+from itertools import islice
+
+from coordinator.lifecycle import State as Life
+from coordinator.lifecycle import Trigger
+from coordinator.observer import NothingRuns
+from coordinator.placement.choice import better_than_bound, expect_cached
+from coordinator.placement.place import orders, prefill_for, reserve
+from coordinator.placement.steps import compose
+from coordinator.request import CLAIM, Request
+from coordinator.state import State
+from coordinator.waiting.queue import WaitQueue
+from coordinator.waiting.queue_keys import bound_key
+from coordinator.workers.candidates import EXAMINED_MAX
+from coordinator.workers.pool import Pool, Worker
+
+STEALS_MAX = 8
+"""A request that was bound to a worker so often stays where it is."""
+
+
+def schedule(state: State, now: float) -> None:
+    for model, queue in state.queues.items():
+        pool = state.pools[model]
+        if pool.breakers.wake(now):
+            pool.reopen()
+        if not pool.news and not pool.ready:
+            continue
+        if not queue.fair.size:
+            pool.news = False
+            pool.ready.clear()
+            continue
+        if pool.news and pool.claims:
+            _place_claims(state, pool, queue, now)
+        if pool.rooms.kept_for is not None:
+            _place_kept(state, pool, queue, now)
+        while (worker := _next_to_ask(pool, queue)) is not None:
+            if not _fill(state, worker, pool, queue, now):
+                if not _steal(worker, pool, queue, now):
+                    pool.ready.pop(worker.epoch, None)
+                    pool.asked.add(worker.epoch)
+            elif worker.undispatched:
+                pool.ask(worker)
+        if state.watch is not None and not pool.asked and len(pool.idle):
+            state.watch(NothingRuns(pool.prefill[next(iter(pool.idle))]))  # no class has room, so none is asked
+        pool.news, pool.gave_up = pool.gave_up, False
+        pool.asked.clear()
+
+
+def _next_to_ask(pool: Pool, queue: WaitQueue) -> Worker | None:
+    """The prefill worker with the least to do, of those that may find something."""
+    if pool.news:
+        classes = {key for key in queue.classes() if key not in pool.rooms.closed}
+        for epoch in pool.idle if classes else ():
+            if epoch in pool.asked:
+                continue
+            worker = pool.prefill[epoch]
+            stuck = pool.stuck.get(epoch)
+            if pool.may_place_on(worker) and not (stuck and stuck.keys() >= classes):
+                return worker
+        pool.news = False
+    ready = [pool.prefill[epoch] for epoch in pool.ready]
+    return min(ready, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.epoch), default=None)
+
+
+def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
+    """It finds nothing to do: of what is bound to another worker, it takes what came last, if that starts earlier here."""
+    if not pool.may_place_on(worker):
+        return False
+    hosts = [pool.prefill[epoch] for epoch in islice(pool.hosts, EXAMINED_MAX) if epoch != worker.epoch]
+    host = max(hosts, key=lambda w: (w.tokens_before, w.epoch), default=None)
+    if host is None:
+        return False
+    pool.hosts[host.epoch] = pool.hosts.pop(host.epoch)  # the others are looked at too
+    request = next(reversed(host.bound.values()))
+    if request.course.moves >= STEALS_MAX or not worker.fits(request.submit):
+        return False
+    if not better_than_bound(request, worker, host, pool, pool.kept_waiting(worker, len(queue)), now):
+        return False
+    pool.unbind(request)
+    expect_cached(request, worker, pool)
+    pool.bind(request, worker)
+    queue.settle_on(request, bound_key(worker.epoch))
+    return True
+
+
+def _place_claims(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
+    """A request whose prefill worker was lost has had its turn, and has its room in decode: it goes on as soon as another
+    prefill worker has room. (While its last attempt is not yet out of the decode worker, it may be placed in its turn.)"""
+    for request in list(pool.claims.values()):
+        decode = state.workers[request.course.claim[0]]
+        if request.entry is None or request.state is not Life.QUEUED or (request.id, CLAIM) not in decode.holdings:
+            continue
+        prefill = prefill_for(request, decode, pool, now)
+        if prefill is None:
+            continue
+        state.drop_claim(request)
+        if decode.fits(request.submit, request.expected_left):
+            _place_out_of_turn(state, request, prefill, decode, now)
+
+
+def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
+    """A request that was bypassed too often is placed as soon as the decode worker kept for it has room, though it may not be
+    its turn yet. Its tenant pays for the time in which that worker took nobody else."""
+    rooms = pool.rooms
+    request, decode = rooms.kept_for, pool.decode.get(rooms.kept_on)
+    assert request is not None
+    if decode is None or decode.draining or not pool.could_place(request.submit):
+        rooms.stop_keeping(now)  # which is nobody's fault
+        pool.reopen()
+        return
+    if not decode.fits(request.submit, request.expected_left):
+        return
+    prefill = prefill_for(request, decode, pool, now)
+    if prefill is not None:
+        _place_out_of_turn(state, request, prefill, decode, now)
+    elif not rooms.kept_prefill:
+        able = [w for w in pool.prefill.values() if not w.draining and w.could_ever_take(request.submit)]
+        able = [w for w in able if pool.may_pair(w, decode, now)]
+        rooms.kept_prefill = max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.epoch)).epoch if able else 0
+
+
+def _place_out_of_turn(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
+    pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
+    pool.unbind(request)
+    expect_cached(request, prefill, pool)
+    _place(state, request, prefill, decode, queue, now)
+    queue.settle_on(request, prefill.epoch)
+    pool.gone(request)
+    pool.ask(prefill)
+
+
+def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
+    """Give a prefill worker one step more; False if there is nothing for it."""
+    step = compose(
+        worker,
+        pool,
+        queue,
+        state.limits,
+        lambda request, prefill, decode: _place(state, request, prefill, decode, queue, now),
+        now,
+        state.watch,
+    )
+    if step is None:
+        return False
+    state.send(worker.epoch, step)
+    for request in worker.steps[step.step_id][1]:
+        state.billing.hold(request.id)
+        if request.state is Life.PLACED:
+            state.move(request, Trigger.DISPATCH, now)
+    return True
+
+
+def _place(state: State, request: Request, prefill: Worker, decode: Worker, queue: WaitQueue, now: float) -> None:
+    pool = state.pools[request.submit.model]
+    state.drop_claim(request)
+    pool.unbind(request)
+    queue.placed(request)
+    reserve(request, prefill, decode)
+    if pool.rooms.kept_for is request:
+        pool.rooms.rent(request.key, decode.holdings[request.key].kv_blocks / decode.capacity.kv_blocks, now)
+        pool.reopen()
+    pool.breakers.placed((prefill.epoch, decode.epoch), request.key)
+    state.billing.hold(request.id, 2)
+    request.begin().placed_at = now
+    keep, take_in = orders(request, prefill, decode, state.peers[request.gateway_epoch])
+    state.send(decode.epoch, keep)
+    state.send(prefill.epoch, take_in, request.blob)
+    request.blob = b""
+    state.move(request, Trigger.PLACE, now, f"{prefill.hello.name} + {decode.hello.name}")

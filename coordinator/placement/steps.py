@@ -1,0 +1,112 @@
+"""Which chunks make up one prefill forward pass."""
+
+from collections.abc import Callable
+
+from coordinator.events import Limits
+from coordinator.fairness.fair_queue import Close, MoveTo
+from coordinator.lifecycle import State
+from coordinator.observer import NothingRuns, Watch, watched
+from coordinator.placement.choice import better_prefill, expect_cached
+from coordinator.placement.place import room
+from coordinator.request import Request
+from coordinator.waiting.queue import WaitQueue
+from coordinator.waiting.queue_keys import Demand, bound_key, class_key, classes_without_room, is_class
+from coordinator.workers.pool import Pool, Worker
+from proto import limits
+from proto.messages import Chunk, Step
+
+Place = Callable[[Request, Worker, Worker], None]
+MOVES_MAX = 4
+"""How often a request is bound to a worker for what that one has cached; after that it runs where its turn comes."""
+
+
+def compose(
+    worker: Worker, pool: Pool, queue: WaitQueue, options: Limits, place: Place, now: float, watch: Watch | None = None
+) -> Step | None:
+    """The next step of a prefill worker, in the fair order, up to the token budget; None if there is nothing it can do.
+
+    Prompts still queued compete with those already placed here; `place` is called for one whose first chunk is taken. Only
+    a prompt's last chunk may end inside a KV block, so that every block is sent once.
+    """
+    block_size = worker.capacity.block_size
+    chunks: list[Chunk] = []
+    requests: list[Request] = []
+    left = max(options.step_tokens, block_size)
+    decode: Worker | None = None
+
+    def length_of(request: Request) -> int | Close | MoveTo:
+        """How much of a prompt fits what is left."""
+        nonlocal decode
+        if request.state is State.QUEUED:
+            assert request.entry is not None
+            in_class = is_class(request.entry.key)
+            if in_class and request.course.moves < MOVES_MAX:
+                waiting = pool.kept_waiting(worker, len(queue))
+                better = better_prefill(request.submit, worker, pool, waiting, now)
+                if better is not None:
+                    pool.cache_waits += 1
+                    expect_cached(request, better, pool)
+                    pool.bind(request, better)
+                    return MoveTo(bound_key(better.epoch))
+            elif not in_class and (key := queue.class_key(request)) in pool.rooms.closed:
+                pool.unbind(request)  # many may be bound, and to look for room for each would take long
+                return MoveTo(key)
+            decode = room(request, worker, pool, now)
+            if decode is None:
+                return _refuse(request, worker, pool, queue)
+            expect_cached(request, worker, pool)
+            _count_bypass(request, worker, pool, queue, options.bypasses_max, now)
+        remaining = request.submit.prompt_tokens - request.dispatched_tokens
+        return remaining if remaining <= left else left - left % block_size
+
+    look = length_of if watch is None else watched(length_of, watch, worker, pool)
+    while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
+        keys = pool.open_keys(worker, queue.classes())
+        found = queue.next_chunk(worker.epoch, keys, look, now)
+        request = found.request
+        if request is None:
+            pool.gave_up = pool.gave_up or found.gave_up
+            if watch is not None:
+                watch(NothingRuns(worker))
+            break
+        if request.state is State.QUEUED:
+            assert decode is not None
+            place(request, worker, decode)
+        chunks.append(Chunk(request.id, request.attempt, request.dispatched_tokens - found.length, found.length))
+        requests.append(request)
+        left -= found.length
+        if request.entry is None:
+            worker.expect_no_more(request)
+        else:
+            worker.expect(request)
+    return worker.begin_step(chunks, requests) if chunks else None
+
+
+def _refuse(request: Request, worker: Worker, pool: Pool, queue: WaitQueue) -> Close | MoveTo:
+    """There is no room for it: on this prefill worker, or on no decode worker."""
+    pool.no_room += 1
+    demand = Demand.of(request.submit, request.expected_left)
+    key, own = class_key(demand), request.entry.key  # type: ignore[union-attr]
+    if not worker.fits(request.submit) or pool.breakers.concern(worker.epoch):
+        pool.stuck.setdefault(worker.epoch, {})[own] = request
+        return Close()
+    shut = [key, *classes_without_room(demand, queue.classes())]
+    pool.rooms.closed.update(dict.fromkeys(shut, request))
+    if own == key:
+        return Close(shut)
+    pool.unbind(request)  # room in decode is what it waits for
+    return MoveTo(key)
+
+
+def _count_bypass(
+    request: Request, worker: Worker, pool: Pool, queue: WaitQueue, bypasses_max: int, now: float
+) -> None:
+    """`request` gets room. The first in turn of those without room does not; if that happens often, room is kept for it."""
+    full = [*pool.rooms.closed, *pool.stuck.get(worker.epoch, ())]
+    first = queue.peek(full) if full else None
+    if first is None or first.state is not State.QUEUED or not queue.goes_before(first, request):
+        return
+    course = first.begin()
+    course.bypassed += 1
+    if course.bypassed >= bypasses_max:
+        pool.keep_room(first, queue.served_per_s, now)

@@ -1,0 +1,145 @@
+"""Workers leave on purpose: nothing new is placed on them, what runs there goes on, and what still does when the time is up is
+handed over: its gateway submits it again, with the tokens it has, as an attempt that does not count as one.
+
+Streams are not handed over earlier, even where others have room: one that ends where it is has no gap at all. A worker is told
+that it may go when it holds nothing and nothing can be on its way to it.
+"""
+
+from math import inf
+
+from coordinator.events import Received
+from coordinator.lifecycle import ON_WORKERS
+from coordinator.lifecycle import State as Life
+from coordinator.reporting import report
+from coordinator.request import Request
+from coordinator.state import State
+from coordinator.workers.pool import Worker
+from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
+from proto.errors import Interrupt
+from proto.messages import Interrupted, Release, Role
+
+ORDERS_MAX = 1024
+
+
+def needs(request: Request, worker: Worker) -> bool:
+    """Whether the request's attempt cannot go on without this worker."""
+    if request.state not in ON_WORKERS:
+        return False
+    if worker.hello.role is Role.DECODE:
+        return request.decode_epoch == worker.epoch
+    return request.prefill_epoch == worker.epoch and request.state is not Life.DECODING
+
+
+def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None:
+    worker.draining, worker.dismissed = True, False
+    worker.hand_over_at = now + hand_over_ms / 1000
+    state.draining[worker.epoch] = worker
+    state.drop_claims_on(worker)
+    state.unbind_all(worker)
+    _sort_out(state, worker)
+
+
+def join(state: State, worker: Worker, hand_over_ms: float | None, now: float) -> None:
+    """It registers; `hand_over_ms`: what it knows of its draining. What a person has said of it since goes before that: the
+    order may be lost with the connection it was sent on."""
+    if worker.epoch in state.drain_orders:
+        until = state.drain_orders[worker.epoch]
+        ordered_ms = None if until is None else max(0.0, 1000 * (until - now))
+        if ordered_ms != hand_over_ms:
+            state.send(worker.epoch, Draining(ordered_ms))
+        hand_over_ms = ordered_ms
+    if hand_over_ms is not None:
+        begin(state, worker, hand_over_ms, now)
+
+
+def end(state: State, worker: Worker) -> None:
+    worker.draining, worker.hand_over_at = False, inf
+    state.draining.pop(worker.epoch, None)
+    _sort_out(state, worker)
+
+
+def _sort_out(state: State, worker: Worker) -> None:
+    model = worker.hello.model
+    state.pools[model].changed(worker)
+    state.sort_out(model)
+
+
+def said(state: State, epoch: int, event: Received, now: float) -> None:
+    """By the worker itself: it is to end."""
+    message, worker = event.message, state.workers[epoch]
+    assert isinstance(message, Draining)
+    worker.leaving = message.hand_over_ms is not None
+    state.drain_orders.pop(epoch, None)
+    if message.hand_over_ms is None:
+        end(state, worker)
+    else:
+        begin(state, worker, message.hand_over_ms, now)
+
+
+def asked(state: State, epoch: int, event: Received, now: float) -> None:
+    """By a person, who knows workers by name."""
+    request = event.message
+    assert isinstance(request, DrainRequest)
+    named = [worker for worker in state.workers.values() if worker.hello.name == request.worker]
+    refusal = _refusal(request, named, [worker.hello.name for worker in state.workers.values()])
+    if not refusal:
+        (worker,) = named
+        if request.undo:
+            end(state, worker)
+        else:
+            begin(state, worker, request.hand_over_ms, now)
+        state.drain_orders.pop(worker.epoch, None)
+        state.drain_orders[worker.epoch] = None if request.undo else worker.hand_over_at
+        if len(state.drain_orders) > ORDERS_MAX:
+            state.drain_orders.popitem(last=False)
+        state.send(worker.epoch, Draining(None if request.undo else request.hand_over_ms))
+    state.send(epoch, DrainAnswer(refusal[:500], report.workers(state)))
+
+
+def _refusal(request: DrainRequest, named: list[Worker], names: list[str]) -> str:
+    if not named:
+        return f"no worker is called {request.worker!r}; there are {', '.join(sorted(names)) or 'none'}"
+    if len(named) > 1:
+        return f"{len(named)} workers are called {request.worker!r}: give each a --name of its own"
+    if named[0].leaving:
+        return f"{request.worker} is about to end, and will be gone when it is drained" if request.undo else ""
+    return ""
+
+
+def hand_over(state: State, now: float) -> None:
+    """The time of some is up."""
+    for worker in state.draining.values():
+        if now < worker.hand_over_at:
+            continue
+        worker.hand_over_at = inf
+        for request in [request for request in state.requests.values() if needs(request, worker)]:
+            state.interrupt(request, Interrupt.DRAINED, f"{worker.hello.name} is drained", now)
+            if worker.hello.role is Role.PREFILL:
+                state.claim_room(request)
+        if worker.hello.role is Role.DECODE:
+            _hand_over_adopted(state, worker)
+
+
+def _hand_over_adopted(state: State, worker: Worker) -> None:
+    """Streams of an earlier coordinator, each of which one of the gateways knows to be its own."""
+    gateways = [epoch for epoch, hello in state.peers.items() if hello.role is Role.GATEWAY]
+    for request_id, attempt in worker.holdings:
+        if request_id in state.requests or request_id in state.ended:
+            continue
+        state.counters[f"interrupted_{Interrupt.DRAINED}"] += 1
+        state.send(worker.epoch, Release(request_id, attempt))
+        for epoch in gateways:
+            why = f"{worker.hello.name} is drained"
+            state.send(epoch, Interrupted(request_id, attempt, Interrupt.DRAINED, why))
+
+
+def dismiss(state: State) -> None:
+    """Tell those that hold nothing any more."""
+    for worker in state.draining.values():
+        if not (worker.dismissed or worker.holdings or worker.steps):
+            worker.dismissed = True
+            state.send(worker.epoch, Drained())
+
+
+def next_hand_over(state: State) -> float:
+    return min((worker.hand_over_at for worker in state.draining.values()), default=inf)

@@ -1,0 +1,74 @@
+"""Whose turn it is: of the coordinators of one journal of usage one serves, and those that were told to (`--standby`) wait.
+
+The turn is a lock on `FILE.lock`, kept until the process ends. The kernel gives it on at that moment, however the process
+ends; one that stands by has loaded everything by then and serves within milliseconds. Who is only started again takes the time
+of a Python start, about a second of CPU.
+"""
+
+import asyncio
+import fcntl
+import os
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+from coordinator.recovery.lock_file import lock_of, open_lock
+from proto.errors import CrossdockError
+from runtime.process.driver import Stop
+
+PREDECESSOR_S: Final = 5.0
+"""How long one that does not stand by waits for a predecessor that is about to end."""
+
+
+class NotOurTurn(CrossdockError):
+    """Another coordinator serves with this journal, or its lock cannot be taken; `str()` has the path."""
+
+
+class Turn:
+    def __init__(self, usage_db: str) -> None:
+        self.path = lock_of(usage_db)
+        self._descriptor: int | None = None
+
+    async def take(self, stop: Stop, within_s: float | None) -> bool:
+        """Whether it was taken before `stop`; `within_s` None: however long it takes. Raises `NotOurTurn`."""
+        taken: Future[int] = Future()
+        threading.Thread(target=_wait, args=(self.path, taken), name="turn", daemon=True).start()
+        taking, stopping = asyncio.wrap_future(taken), asyncio.ensure_future(stop.wait())
+        both: set[asyncio.Future[Any]] = {taking, stopping}
+        try:
+            await asyncio.wait(both, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                if not stop.is_set():
+                    raise NotOurTurn(f"{self.path}: another coordinator writes this journal")
+                return False
+            self._descriptor = taking.result()
+        except OSError as error:
+            raise NotOurTurn(str(error)) from None
+        finally:
+            taking.cancel()
+            stopping.cancel()
+        return True
+
+    def give_up(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _wait(path: Path, taken: "Future[int]") -> None:
+    """On a thread of its own, since waiting for a lock cannot be interrupted: whoever gave up waiting leaves it behind."""
+    descriptor = -1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = open_lock(path)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if taken.set_running_or_notify_cancel():
+            taken.set_exception(error)
+    else:
+        if taken.set_running_or_notify_cancel():
+            taken.set_result(descriptor)
+            return
+    if descriptor >= 0:
+        os.close(descriptor)

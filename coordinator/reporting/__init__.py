@@ -1,0 +1,4 @@
+"""What people are told: `crossdock status`, metrics, recent times.
+
+Start with `report`.
+"""

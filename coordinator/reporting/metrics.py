@@ -1,0 +1,298 @@
+"""Metrics of the coordinator. What the core's state knows is read when the page is asked for; the driver tells the rest, once
+or twice in a request's life. Pure.
+
+A part of the core that counts something new in `State.counters` needs no line here: under the prefixes below it gets the label
+value that follows them, and anything else is an event.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from coordinator.accounting.usage import Closed, Opened
+from coordinator.events import Moved
+from coordinator.lifecycle import State as Life
+from coordinator.reporting.recent import Lately
+from coordinator.reporting.served import Service, evenness, services
+from coordinator.state import State
+from proto.messages import Role
+from runtime.metrics.instruments import LATENCY_S, OTHER, Labels, Page, TenantLabels
+
+PREFIX = "crossdock_coordinator_"
+_BY_REASON = {
+    "rejected": ("requests_rejected", "reason", "Requests turned away, at once or after waiting, by reason."),
+    "interrupted": ("interruptions", "reason", "Attempts cut short, whose requests go on elsewhere, by reason."),
+    "work_failed": ("work_failed", "reason", "Attempts that a worker gave up, by its reason."),
+}
+"""Prefixes of `State.counters`."""
+_TOKENS = ("prompt_tokens_cached", "output_tokens", "kv_bytes_moved", "kv_exposed_us")
+"""Entries of it that have families of their own, or are told better elsewhere."""
+_LOST = "_lost"
+
+
+class CoordinatorMetrics:
+    def __init__(self, core: State, clock: Callable[[], float], page: Page | None = None) -> None:
+        self.page = page = page or Page("coordinator")
+        self.lately = Lately()
+        self._core, self._clock = core, clock
+        self._accepted: dict[str, tuple[str, str, str]] = {}
+        """Request → (tenant, model, band), until its bill is closed. The tuples are shared by all that are alike."""
+        self._kinds: dict[tuple[str, str, str], tuple[str, str, str]] = {}
+        self._cancelled_at: dict[str, float] = {}
+        """Requests of which workers still hold something."""
+        self.refused_behind = 0
+        """Requests that the driver refused, since usage could not be written fast enough."""
+        self.absences = 0
+        """After which this process began anew."""
+        self._services: list[tuple[str, Service]] = []
+        self._admitted = page.counter(
+            PREFIX + "requests_admitted", "Requests accepted into the queue.", "model", "band"
+        )
+        self._tenant_tokens = page.counter(
+            PREFIX + "tenant_charged_tokens",
+            "Prompt and output tokens charged, when a request's bill is closed.",
+            "tenant",
+        )
+        self._tenant_requests = page.counter(
+            PREFIX + "tenant_requests", "Requests whose bill was closed, by outcome.", "tenant", "outcome"
+        )
+        self._prompt_tokens = page.counter(
+            PREFIX + "prompt_tokens",
+            "Prompt tokens of requests that are over, computed for them or found in a prefix cache.",
+            "model",
+            "source",
+        )
+        self._output_tokens = page.counter(PREFIX + "output_tokens", "Tokens emitted, likewise.", "model")
+        self._phases = page.histogram(
+            PREFIX + "phase_seconds",
+            "Time of each request in the queue, in prefill, in transfer (prompt computed, KV not yet there) and in decode, over"
+            " all its attempts.",
+            LATENCY_S,
+            "model",
+            "phase",
+        )
+        self._release = page.histogram(
+            PREFIX + "cancel_to_release_seconds",
+            "From the cancellation of a request that has something on workers until all of it is free.",
+            LATENCY_S,
+        )
+        self._tenants = TenantLabels(self._tenant_tokens, self._tenant_requests)
+        page.before.append(self._prepare)
+        self._read_requests(page)
+        self._read_fairness(page)
+        self._read_workers(page)
+        self._read_faults(page)
+
+    # --- what the driver sees -------------------------------------------------------------------------------------------
+
+    def opened(self, entry: Opened) -> None:
+        kind = (entry.tenant, entry.model, entry.band)
+        self._accepted[entry.request_id] = self._kinds.setdefault(kind, kind)
+        self._admitted.inc(entry.model, entry.band)
+        self._cancelled_at.pop(entry.request_id, None)
+
+    def moved(self, entry: Moved) -> None:
+        if entry.state is Life.CANCELLED and entry.request_id in self._core.billing.bills:
+            self._cancelled_at[entry.request_id] = self._clock()
+
+    def closed(self, entry: Closed) -> None:
+        """The request is over, and nothing of it is left on any worker."""
+        tenant, model, _ = self._accepted.pop(entry.request_id, (OTHER, "", ""))
+        self._tenants.served(tenant, entry.charged_tokens)
+        label = self._tenants.label(tenant)
+        settled = self._core.billing.settled.get(entry.request_id)
+        charged_before = settled.charged_tokens if settled is not None else 0
+        self._tenant_tokens.inc(label, by=max(entry.charged_tokens - charged_before, 0))
+        self._tenant_requests.inc(label, entry.outcome)
+        self._prompt_tokens.inc(model, "computed", by=entry.prompt_tokens)
+        self._prompt_tokens.inc(model, "cached", by=entry.cached_tokens)
+        self._output_tokens.inc(model, by=entry.output_tokens)
+        phases = self._phases
+        for phase, spent_ms in (
+            ("queue", entry.queue_ms),
+            ("prefill", entry.prefill_ms),
+            ("transfer", entry.transfer_ms),
+            ("decode", entry.decode_ms),
+        ):
+            if spent_ms > 0.0:
+                phases.of(model, phase).observe(spent_ms / 1000)
+        self.lately.closed(entry)
+        cancelled_at = self._cancelled_at.pop(entry.request_id, None)
+        if cancelled_at is not None:
+            self._release.of().observe(self._clock() - cancelled_at)
+
+    # --- what is read -----------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        now = self._clock()
+        self._tenants.rank(now)
+        if len(self._kinds) > 4096:
+            self._kinds = {kind: kind for kind in self._accepted.values()}
+        self._services = [(model, one) for model, queue in self._core.queues.items() for one in services(queue, now)]
+
+    def _read_requests(self, page: Page) -> None:
+        core = self._core
+
+        def live() -> Iterator[tuple[Labels, float]]:
+            for model, queue in core.queues.items():
+                yield (model, Life.QUEUED), len(queue)
+            states: Counter[Labels] = Counter()
+            for request in core.interrupted.values():
+                states[request.submit.model, request.state] += 1
+            for worker in core.workers.values():
+                if worker.hello.role is Role.DECODE:
+                    for key in worker.holdings:
+                        request_ = core.current(*key)
+                        if request_ is not None:
+                            states[request_.submit.model, request_.state] += 1
+            yield from states.items()
+
+        def ended() -> Iterator[tuple[Labels, float]]:
+            for outcome, count in core.outcomes.items():
+                if outcome != Life.REJECTED:
+                    yield (outcome,), count
+            yield ("shed",), core.counters["rejected_shed"]
+
+        def deferred() -> Iterator[tuple[Labels, float]]:
+            for model, pool in core.pools.items():
+                yield (model, "no_room"), pool.no_room
+                yield (model, "waits_for_cache"), pool.cache_waits
+
+        page.read("gauge", PREFIX + "requests", "Requests that live now, by state.", ("model", "state"), live)
+        page.read("counter", PREFIX + "requests_ended", "Accepted requests that came to an end.", ("outcome",), ended)
+        page.read(
+            "counter",
+            PREFIX + "deferrals",
+            "Turns in which a request was passed over: there was no room for it, or another worker has more of it cached.",
+            ("model", "reason"),
+            deferred,
+        )
+        page.read(
+            "gauge",
+            PREFIX + "queue_tokens",
+            "Prompt tokens that wait.",
+            ("model",),
+            lambda: [((model,), queue.backlog.tokens) for model, queue in core.queues.items()],
+        )
+        page.total(
+            PREFIX + "requests_refused_behind",
+            "Requests refused since usage could not be recorded as fast as they came.",
+            lambda: self.refused_behind,
+        )
+
+    def _read_fairness(self, page: Page) -> None:
+        core = self._core
+
+        def summed(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+            total: dict[str, float] = {}
+            for tenant, value in values:
+                label = self._tenants.label(tenant)
+                total[label] = total.get(label, 0.0) + value
+            return total
+
+        def index() -> Iterator[tuple[Labels, float]]:
+            for model, queue in core.queues.items():
+                own = [one for other, one in self._services if other == model]
+                for band, value in evenness(queue, own).items():
+                    yield (model, band), value
+
+        page.by(
+            "gauge",
+            PREFIX + "tenant_service_rate",
+            "Cost (weighted tokens) per second dispatched over about the last ten seconds, answers as estimated.",
+            "tenant",
+            lambda: summed((one.tenant, one.cost_per_s) for _, one in self._services),
+        )
+        page.by(
+            "gauge",
+            PREFIX + "tenant_waiting_requests",
+            "Requests that wait.",
+            "tenant",
+            lambda: summed((one.tenant, one.waiting) for _, one in self._services),
+        )
+        page.read(
+            "gauge",
+            PREFIX + "fairness_jain_ratio",
+            "Jain's index of that cost per weight, over organisations with requests waiting: 1 is even.",
+            ("model", "band"),
+            index,
+        )
+
+    def _read_workers(self, page: Page) -> None:
+        core = self._core
+
+        def workers() -> Iterator[tuple[Labels, float]]:
+            for model, pool in core.pools.items():
+                yield (model, Role.PREFILL), len(pool.prefill)
+                yield (model, Role.DECODE), len(pool.decode)
+
+        def pairs() -> Iterator[tuple[Labels, float]]:
+            for worker in core.workers.values():
+                for pair in worker.kv_pairs:
+                    if (decode := core.workers.get(pair.decode_epoch)) is not None:
+                        name = f"{worker.hello.name}/{decode.hello.name}"
+                        yield (name, pair.transport, pair.why[:120]), 1.0
+
+        page.read("gauge", PREFIX + "workers", "Workers that are registered.", ("model", "role"), workers)
+        page.read(
+            "gauge",
+            PREFIX + "kv_free_ratio",
+            "Part of a worker's KV blocks that nothing placed there will ever need.",
+            ("worker",),
+            lambda: [((w.hello.name,), w.free_blocks / w.capacity.kv_blocks) for w in core.workers.values()],
+        )
+        page.read(
+            "gauge",
+            "crossdock_kv_transport",
+            "1 for each pair of a prefill and a decode worker that has met: by which transport KV crosses, and what spoke"
+            " against better ones.",
+            ("pair", "transport", "why"),
+            pairs,
+        )
+        page.total(PREFIX + "kv_moved_bytes", "KV handed over.", lambda: core.counters["kv_bytes_moved"])
+        page.total(
+            PREFIX + "kv_exposed_seconds",
+            "Time between the end of prompts' computation and their KV's arrival: what prefill did not hide.",
+            lambda: core.counters["kv_exposed_us"] / 1e6,
+        )
+
+    def _read_faults(self, page: Page) -> None:
+        counters = self._core.counters
+
+        def reader(prefix: str) -> Callable[[], dict[str, float]]:
+            return lambda: {
+                key.removeprefix(f"{prefix}_"): count for key, count in counters.items() if key.startswith(f"{prefix}_")
+            }
+
+        for prefix, (name, label, help_) in _BY_REASON.items():
+            page.by("counter", PREFIX + name, help_, label, reader(prefix))
+        page.total(
+            PREFIX + "absences",
+            "Times that this process did not run for longer than its peers wait, and began anew.",
+            lambda: self.absences,
+        )
+        page.total(
+            PREFIX + "remembered_dropped",
+            "Ended requests forgotten before their ten minutes were over, because there were too many: one of them that is"
+            " submitted again runs and is charged once more.",
+            lambda: self._core.ended.dropped_early,
+        )
+        page.by(
+            "counter",
+            PREFIX + "workers_lost",
+            "Workers that went, in order or not, by role.",
+            "role",
+            lambda: {
+                key.removesuffix(_LOST): n for key, n in counters.items() if key.endswith(_LOST) and _is_event(key)
+            },
+        )
+        page.by(
+            "counter",
+            PREFIX + "events",
+            "Whatever else the core counts.",
+            "event",
+            lambda: {key: n for key, n in counters.items() if not key.endswith(_LOST) and _is_event(key)},
+        )
+
+
+def _is_event(key: str) -> bool:
+    return key not in _TOKENS and not any(key.startswith(f"{prefix}_") for prefix in _BY_REASON)

@@ -1,0 +1,94 @@
+"""What the core's state means to people: `crossdock status`, and how long to wait before trying again."""
+
+from collections import Counter
+
+from coordinator.reporting.served import services
+from coordinator.state import State
+from proto.messages import Role, Submit
+from proto.status import PairStatus, Process, StatusReport, TenantStatus, WorkerStatus
+
+NO_CAPACITY_S = 5.0
+"""About what a supervised worker takes to come back."""
+TENANTS_SHOWN = 16
+HUNG_SHOWN = 16
+
+
+def retry_after_s(state: State, submit: Submit, now: float) -> float:
+    """When a request that is turned away should come again: see `Backlog.retry_after_s`."""
+    pool, queue = state.pools.get(submit.model), state.queues.get(submit.model)
+    if pool is None or queue is None or not pool.servable():
+        return NO_CAPACITY_S
+    fair_tokens_per_s = pool.tokens_per_s() / max(queue.backlog.organisations(), 1)
+    path = state.path(submit)
+    return queue.backlog.retry_after_s(path, submit.request_id, submit.prompt_tokens, fair_tokens_per_s, now)
+
+
+def workers(state: State) -> tuple[WorkerStatus, ...]:
+    found = [
+        WorkerStatus(
+            name=worker.hello.name,
+            role=worker.hello.role,
+            model=worker.hello.model,
+            host=worker.hello.host,
+            pid=worker.hello.pid,
+            kv_blocks=worker.capacity.kv_blocks,
+            kv_blocks_used=worker.capacity.kv_blocks - worker.free_blocks,
+            requests=len(worker.holdings),
+            steps_in_flight=len(worker.steps),
+            tokens_forwarded=worker.tokens_forwarded,
+            own_blocks=worker.kv_held.blocks,
+            own_blocks_quarantined=worker.kv_held.blocks_quarantined,
+            own_sessions=worker.kv_held.sessions,
+            draining=worker.draining,
+        )
+        for worker in state.workers.values()
+    ]
+    return tuple(sorted(found, key=lambda w: (w.role, w.name)))
+
+
+def status(state: State) -> StatusReport:
+    return StatusReport(
+        workers=workers(state),
+        gateways=tuple(sorted(hello.name for hello in state.peers.values() if hello.role is Role.GATEWAY)),
+        queued=sum(len(queue) for queue in state.queues.values()),
+        running=dict(Counter(request.state.value for request in state.requests.values())),
+        finished=dict(state.outcomes),
+        counters=dict(state.counters),
+        kv_pairs=tuple(sorted(_pairs(state), key=lambda pair: (pair.prefill, pair.decode))),
+        left_out=tuple(sorted(_left_out(state))),
+        tenants=_tenants(state),
+        metrics={hello.name: hello.metrics for hello in state.peers.values() if hello.metrics},
+        hung=tuple(Process(hello.name, hello.pid) for hello in list(state.fenced.values())[-HUNG_SHOWN:]),
+    )
+
+
+def _tenants(state: State) -> tuple[TenantStatus, ...]:
+    """Those who were served most lately, or wait."""
+    costs: dict[str, float] = {}
+    waiting: Counter[str] = Counter()
+    for queue in state.queues.values():
+        for one in services(queue, state.now):
+            costs[one.tenant] = costs.get(one.tenant, 0.0) + one.cost_per_s
+            waiting[one.tenant] += one.waiting
+    whole = sum(costs.values())
+    first = sorted(costs, key=lambda tenant: (-costs[tenant], tenant))[:TENANTS_SHOWN]
+    return tuple(TenantStatus(name, costs[name] / whole if whole else 0.0, waiting[name]) for name in first)
+
+
+def _pairs(state: State) -> list[PairStatus]:
+    return [
+        PairStatus(worker.hello.name, state.workers[pair.decode_epoch].hello.name, pair.transport, pair.why)
+        for worker in state.workers.values()
+        for pair in worker.kv_pairs
+        if pair.decode_epoch in state.workers
+    ]
+
+
+def _left_out(state: State) -> list[str]:
+    return [
+        f"{state.workers[prefill].hello.name} → {state.workers[decode].hello.name}: {breaker.failures} transfers failed in a"
+        f" row; tried again in {max(breaker.open_until - state.now, 0.0):.0f} s"
+        for pool in state.pools.values()
+        for (prefill, decode), breaker in pool.breakers.pairs.items()
+        if breaker.tripped
+    ]

@@ -1,0 +1,58 @@
+"""Who was served lately, of those who share a queue, and how evenly. For people: nothing is decided by it. Pure."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from coordinator.waiting.queue import WaitQueue
+
+
+class Service(NamedTuple):
+    """One tenant in one band of one model."""
+
+    band: str
+    organisation: str
+    user: str
+    cost_per_s: float
+    """Dispatched over about the last ten seconds, answers as estimated."""
+    waiting: int
+    """Requests."""
+
+    @property
+    def tenant(self) -> str:
+        return f"{self.organisation}/{self.user}" if self.user else self.organisation
+
+
+def services(queue: WaitQueue, now: float) -> list[Service]:
+    """Of tenants that were served lately, or wait."""
+    found = []
+    for path in queue.backlog.tenants():
+        tenant = queue.backlog.tenant(path, now)
+        cost_per_s, waiting = tenant.cost.per_s(now), len(tenant.requests)
+        if waiting or cost_per_s >= 0.01:
+            band, organisation, user = path
+            found.append(Service(band, organisation, user, cost_per_s, waiting))
+    return found
+
+
+def jain(values: Iterable[float]) -> float:
+    """Jain's index (Jain, Chiu & Hawe 1984): 1 where all have the same, 1/n where one of n has all."""
+    shares = list(values)
+    squares = sum(share * share for share in shares)
+    return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
+
+
+def evenness(queue: WaitQueue, found: Iterable[Service]) -> dict[str, float]:
+    """By band: Jain's index of the cost served per weight, over organisations with requests waiting. Those without any
+    get what they ask for, which is no question of fairness."""
+    served: dict[tuple[str, str], float] = {}
+    waiting: set[tuple[str, str]] = set()
+    for one in found:
+        where = (one.band, one.organisation)
+        served[where] = served.get(where, 0.0) + one.cost_per_s
+        if one.waiting:
+            waiting.add(where)
+    by_band: dict[str, list[float]] = {}
+    for band, organisation in sorted(waiting):
+        weight = queue.fair.weights.get(f"{band}/{organisation}", 1.0)
+        by_band.setdefault(band, []).append(served[band, organisation] / weight)
+    return {band: jain(values) for band, values in by_band.items()}

@@ -1,0 +1,283 @@
+"""The requests of one model with chunks left to dispatch, queued and placed alike, and what their tenants are charged."""
+
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import NamedTuple, cast
+
+from coordinator.events import Limits
+from coordinator.fairness.cost import OutputLength
+from coordinator.fairness.fair_queue import Answer, Close, FairQueue, MoveTo, Terms
+from coordinator.fairness.priority_classes import ring_weights
+from coordinator.fairness.scheduling_class import Path
+from coordinator.fairness.sorted_row import SPARE
+from coordinator.request import Request
+from coordinator.waiting.latest_starts import LatestStarts
+from coordinator.waiting.overload import Backlog, Rate
+from coordinator.waiting.queue_keys import Demand, class_key
+from coordinator.waiting.waits import Waits
+from proto.messages import Chunk, Submit
+
+_HEAD_START_S = 1e6
+"""What a drain cut short goes before whatever else its tenant has waiting."""
+
+
+class NextChunk(NamedTuple):
+    """What a pop has found for a prefill worker."""
+
+    request: Request | None
+    """None where nothing can run."""
+    length: int
+    """Tokens of its prompt."""
+    closed: tuple[int, ...]
+    """Queue keys under which nothing could run."""
+    gave_up: bool
+    """Nothing was found within the bound of moves; another call goes on from there."""
+
+
+LengthOf = Callable[[Request], int | Close | MoveTo]
+"""How many tokens of a prompt, at least one, can run in this step; or that nothing under its queue key can run (`Close`), or
+that it has to wait under another one (`MoveTo`)."""
+
+
+class WaitQueue:
+    """`len` and iteration are over those in the state QUEUED, oldest first. Bounded by its owner, who asks first."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._waiting = 0
+        self._lengths: dict[Path, OutputLength] = {}
+        self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
+        self._waits.bands = limits.bands
+        self._latest_starts = LatestStarts()
+        self._deadlines: list[tuple[float, int, Request, int]] = []
+        self._deadlines_set = 0
+        self.nothing_due_before = 0.0
+        """A lower bound of `next_timer`: what leaves only makes that later."""
+        self.fair: FairQueue[Request] = FairQueue(
+            limits.quantum_tokens, {**ring_weights(limits.bands), **limits.weights}, limits.overtaken_max
+        )
+        self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
+        self._served = Rate(0.0)
+        """Cost of all tenants."""
+        self._classes: dict[int, None] = {}
+        """Keys of all classes of KV demand that have come up. There are some tens at the most."""
+        self._bands: set[str] = set(limits.bands)
+        """All that there have been."""
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._waits)
+
+    def replace_limits(self, limits: Limits) -> None:
+        """Other bands and weights, from the next turn on."""
+        self._limits = limits
+        self._bands.update(limits.bands)
+        self._waits.bands = limits.bands
+        self.nothing_due_before = 0.0
+        self.fair.reweigh({**ring_weights(limits.bands), **limits.weights})
+
+    def forget(self, tenant: str) -> None:
+        """One of which nothing waits or runs."""
+        organisation, _, user = tenant.partition("/")
+        for band in self._bands:
+            path = (band, organisation, user)
+            self.fair.forget(path)
+            self.backlog.forget(path)
+            self._lengths.pop(path, None)
+
+    # --- in and out -----------------------------------------------------------------------------------------------------
+
+    def push(self, request: Request, now: float, can_run: bool = True) -> None:
+        """`can_run`: as in `sort_out`."""
+        assert not request.waits and request.entry is None
+        request.waits = True
+        self._waiting += 1
+        self.backlog.add(request, now)
+        if can_run:
+            self._enter(request, self.class_key(request))
+        self._set_deadline(request)
+        self._waits.add(request, self._waiting)
+        self._latest_starts.add(request, self._waiting)
+        self.nothing_due_before = min(self.nothing_due_before, request.since + self._waits.limit_s(request))
+
+    def put_back(self, request: Request, dispatched_tokens: int) -> None:
+        """Its worker will skip what was dispatched behind `dispatched_tokens`, so that must be dispatched again. What it cost
+        comes back with the steps that skip it."""
+        request.dispatched_tokens = dispatched_tokens
+        if request.entry is None:
+            self.refund_output(request)
+            self._enter(request, request.prefill_epoch)
+            self._set_deadline(request)
+
+    def _enter(self, request: Request, key: int) -> None:
+        chunks = -(-request.submit.prompt_tokens // self._limits.step_tokens)
+        asked = request.submit.deadline_ms / 1000
+        band = self._limits.bands[request.path[0]]
+        due = request.arrived + (asked or band.ttft_s + chunks * band.ttft_s_per_chunk)
+        if request.submit.drained_attempts:
+            due -= _HEAD_START_S
+        request.entry = self.fair.push(request, request.path, key, due, chunks)
+        request.path = cast(tuple[str, str, str], request.entry.leaf.path)  # one for all of its tenant's
+
+    def class_key(self, request: Request) -> int:
+        key = class_key(Demand.of(request.submit, request.expected_left))
+        self._classes[key] = None
+        return key
+
+    def _set_deadline(self, request: Request) -> None:
+        """Once for as long as it waits, with a turn or without."""
+        if request.deadline is not None:
+            self._deadlines_set += 1
+            self.nothing_due_before = min(self.nothing_due_before, request.deadline)
+            heappush(self._deadlines, (request.deadline, self._deadlines_set, request, request.attempt))
+            if len(self._deadlines) > 2 * (len(self.fair) + self._waiting) + SPARE:
+                self._deadlines = [due for due in self._deadlines if self._is_due(due[2], due[3])]
+                heapify(self._deadlines)
+
+    def _is_due(self, request: Request, attempt: int) -> bool:
+        """Whether it has something to dispatch yet."""
+        return request.attempt == attempt and (request.entry is not None or request.waits)
+
+    def sort_out(self, can_run: Callable[[Request], bool]) -> None:
+        """Workers have come or gone: what none can hold any more waits without a turn, until one comes that can."""
+        for request in self:
+            if can_run(request) != (request.entry is not None):
+                if request.entry is None:
+                    self._enter(request, self.class_key(request))
+                else:
+                    self.fair.remove(request.entry)
+                    request.entry = None
+
+    def placed(self, request: Request) -> None:
+        """It waits no longer; its chunks go on competing."""
+        request.waits = False
+        self._waiting -= 1
+        self.backlog.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """No chunk of it is to be dispatched any more. Repeating it does no harm."""
+        if request.waits:
+            self.placed(request)
+        if request.entry is not None:
+            self.fair.remove(request.entry)
+            request.entry = None
+
+    # --- time -----------------------------------------------------------------------------------------------------------
+
+    def next_timer(self) -> float | None:
+        deadlines = self._deadlines
+        while deadlines and not self._is_due(deadlines[0][2], deadlines[0][3]):
+            heappop(deadlines)
+        waited = self._waits.next_end()
+        if not deadlines:
+            return waited
+        return deadlines[0][0] if waited is None else min(waited, deadlines[0][0])
+
+    def overdue(self, now: float) -> Iterator[Request]:
+        """Those that waited too long, or whose own deadline is past with chunks yet to dispatch; the caller ends each."""
+        while (due := self.next_timer()) is not None and due <= now:
+            if self._deadlines and self._deadlines[0][0] <= now:
+                yield heappop(self._deadlines)[2]
+            else:
+                yield from self._waits.overdue(now)
+        self.nothing_due_before = inf if due is None else due
+
+    def too_late(self, now: float, tokens_per_s: float, uncached: Callable[[Submit], int]) -> Request | None:
+        """One that waits and cannot have its first token by its deadline any more, computed at this rate."""
+        return self._latest_starts.first_too_late(now, tokens_per_s, uncached)
+
+    # --- service --------------------------------------------------------------------------------------------------------
+
+    def classes(self) -> list[int]:
+        """Queue keys of the classes of KV demand in which something waits."""
+        return [key for key in self._classes if self.fair.has(key)]
+
+    def next_chunk(self, epoch: int, keys: Iterable[int], length_of: LengthOf, now: float) -> NextChunk:
+        """Charge the next chunk for this prefill worker, of what is placed there or waits under one of these queue keys."""
+        length, output_cost, prices = 0, 0.0, self._limits.prices
+
+        def offer(request: Request) -> Answer:
+            nonlocal length, output_cost
+            answer = length_of(request)
+            if not isinstance(answer, int):
+                return answer
+            length = answer
+            unpaid = request.unpaid_tokens(request.dispatched_tokens, length)
+            cost = prices.chunk(unpaid) if unpaid else 0.0
+            if request.dispatched_tokens + length < request.submit.prompt_tokens:
+                return Terms(cost, False, epoch)
+            output_cost = prices.output(self.output_estimate(request))
+            return Terms(cost + output_cost, True, epoch)
+
+        entry, cost, closed, gave_up = self.fair.pop((epoch, *keys), offer)
+        if entry is None:
+            return NextChunk(None, 0, closed, gave_up)
+        request = entry.item
+        self._served.add(cost, now)
+        request.dispatched_tokens += length
+        self.backlog.dispatched(request.path, length, cost, now)
+        if request.dispatched_tokens == request.submit.prompt_tokens:
+            request.begin().output_charged = output_cost
+            request.entry = None
+        return NextChunk(request, length, closed, False)
+
+    def peek(self, keys: Iterable[int]) -> Request | None:
+        """The first in the fair order that waits under these queue keys."""
+        entry = self.fair.peek(keys)
+        return None if entry is None else entry.item
+
+    def goes_before(self, one: Request, other: Request) -> bool:
+        """Whether the turn of `one` comes first in the fair order; both have one."""
+        assert one.entry is not None and other.entry is not None
+        return self.fair.goes_before(one.entry, other.entry)
+
+    def settle_on(self, request: Request, key: int) -> None:
+        """It waits under this queue key from now on: a prefill worker's epoch where it was placed, or `bound_key`."""
+        entry = request.entry
+        assert entry is not None
+        if entry.key != key:
+            self.fair.move(entry, key)
+
+    def unsettle(self, request: Request) -> None:
+        """It is not placed, and waits in its class again."""
+        self.settle_on(request, self.class_key(request))
+
+    def served_per_s(self, now: float) -> float:
+        """Cost per second of what was dispatched lately, answers as estimated."""
+        return self._served.per_s(now)
+
+    def charge(self, path: Path, cost: float) -> None:
+        """For room that others could not have."""
+        if cost > 0:
+            self.fair.charge(path, cost)
+
+    # --- true-up --------------------------------------------------------------------------------------------------------
+
+    def skipped(self, request: Request, chunk: Chunk) -> None:
+        """A chunk was not computed: what was charged for it comes back."""
+        unpaid = request.unpaid_tokens(chunk.start, chunk.length)
+        if unpaid:
+            self.fair.adjust(request.path, -self._limits.prices.chunk(unpaid))
+
+    def emitted(self, path: Path, tokens: int) -> None:
+        if tokens:
+            self.fair.adjust(path, self._limits.prices.output(tokens))
+
+    def refund_output(self, request: Request) -> None:
+        """The estimate gives way to what is reported as emitted."""
+        if request.course.output_charged:
+            self.fair.adjust(request.path, -request.course.output_charged)
+            request.begin().output_charged = 0.0
+
+    def learn(self, request: Request, emitted_tokens: int) -> None:
+        """From an answer that came to its end: how long this tenant's are."""
+        self._length(request.path).learn(-(-emitted_tokens // request.submit.choices))
+
+    def output_estimate(self, request: Request) -> float:
+        return self._length(request.path).estimate(request.submit)
+
+    def _length(self, path: Path) -> OutputLength:
+        return self._lengths.get(path) or self._lengths.setdefault(path, OutputLength())

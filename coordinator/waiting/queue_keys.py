@@ -1,0 +1,71 @@
+"""Queue keys of the coordinator: under which key of the fair queue a request waits. Pure.
+
+- A request that is placed waits under its prefill worker's epoch, which is positive.
+- A request that is not placed waits under the key of its class of KV demand (`class_key`).
+- A request that is not placed, but is to run on one prefill worker because that one has its prompt cached, waits under
+  `bound_key` of that worker's epoch.
+
+A class holds the demands of half an octave of tokens (2^n to 1.5 * 2^n, 1.5 * 2^n to 2^(n+1)) at a decode worker, by an octave
+of choices. If one request of a class has no room, its whole class counts as full until something is released. So a large
+request holds up those of about its own size, and no smaller ones.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from coordinator.kv_admission.admission import NEVER, Life
+from proto.messages import Submit
+
+_TOKENS_MIN = 2
+"""Smaller demands are in one class."""
+_CHOICES_BITS = 5
+_CLASSES = 1 << 20
+
+
+class Demand(NamedTuple):
+    """What a request may come to hold at a decode worker."""
+
+    tokens: int
+    choices: int
+
+    @staticmethod
+    def of(submit: Submit, expected_left: int = NEVER) -> "Demand":
+        return Demand(Life.of(submit, expected_left).whole(1), submit.choices)
+
+
+def class_key(demand: Demand) -> int:
+    tokens = max(demand.tokens, _TOKENS_MIN)
+    octave = tokens.bit_length() - 1
+    half = (tokens >> (octave - 1)) & 1
+    return -1 - ((2 * octave + half) << _CHOICES_BITS | demand.choices.bit_length() - 1)
+
+
+def smallest(key: int) -> Demand:
+    """The least demand in a class."""
+    number = -1 - key
+    octave, half = divmod(number >> _CHOICES_BITS, 2)
+    tokens = (2 + half) << (octave - 1)
+    choices = 1 << (number & ((1 << _CHOICES_BITS) - 1))
+    return Demand(tokens if tokens > _TOKENS_MIN else 1, choices)
+
+
+def classes_without_room(demand: Demand, classes: Iterable[int]) -> list[int]:
+    """Of these classes, those that no room can be found for either if `demand` has none."""
+    found = []
+    for key in classes:
+        least = smallest(key)
+        if least.tokens >= demand.tokens and least.choices >= demand.choices:
+            found.append(key)
+    return found
+
+
+def bound_key(epoch: int) -> int:
+    return -_CLASSES - epoch
+
+
+def is_class(key: int) -> bool:
+    return -_CLASSES < key < 0
+
+
+def is_placed(key: int) -> bool:
+    return key > 0

@@ -1,0 +1,4 @@
+"""What is known of workers: reservations, prefix caches, free KV blocks, circuit breakers. Pure.
+
+Start with `pool`.
+"""

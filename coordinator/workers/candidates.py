@@ -1,0 +1,240 @@
+"""Which workers of a pool may take a request next, and for which requests there is room: without a look at all workers. Pure.
+
+Prefill workers that can take a step are kept in the order of what they have to do, decode workers in the order of how full they
+are, and both by prefix. So a decision looks at a few workers, however many there are; where there are few, it looks at all.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from coordinator.request import Request
+from coordinator.score import Weights
+from coordinator.waiting.queue_keys import bound_key
+from coordinator.workers.circuit_breakers import Breakers
+from coordinator.workers.ordered import Ordered
+from coordinator.workers.prefix_index import Locality, hashes_per_block
+from coordinator.workers.replication import Waits
+from coordinator.workers.room_classes import RoomClasses
+from proto.messages import Role, Submit
+
+if TYPE_CHECKING:
+    from coordinator.workers.pool import Worker
+
+EXAMINED_MAX = 8
+"""Workers of each side that are compared for one request; where there are no more, all of them."""
+_LEAST_FULL, _HOLDERS = 4, 4
+"""Where there are more: so many of the least full decode workers, and so many that have the prompt's beginning."""
+TOKENS_PER_S = 1000.0
+"""Of a prefill worker, while none of its pool has been measured."""
+
+
+class Candidates:
+    """Whoever changes a worker tells this (`changed`, `freed`)."""
+
+    def __init__(self, weights: Weights, steps_max: int) -> None:
+        """`steps_max`: steps in flight on each prefill worker."""
+        self.weights = weights
+        self._steps_max = steps_max
+        self.locality = Locality()
+        self.breakers = Breakers()
+        self.prefill: dict[int, Worker] = {}
+        self.decode: dict[int, Worker] = {}
+        self.rooms = RoomClasses()
+        self.idle = Ordered()
+        """Prefill workers that can be given a step, the one with the least to do first; of equals, the one that has done
+        least."""
+        self.ready: dict[int, None] = {}
+        """Those of them for which something may have come: under their own key, or since they asked last."""
+        self.news = False
+        """Something may have come for any of them: a request, or room for a class."""
+        self.asked: set[int] = set()
+        """Those that have found nothing at the event in hand."""
+        self.gave_up = False
+        """One of them has moved many requests to other workers; the next event goes on with that."""
+        self.stuck: dict[int, dict[int, Request]] = {}
+        """By prefill worker: queue keys under which the first request has no room there, or no decode worker to go to."""
+        self.waits = Waits()
+        self.bound = 0
+        """Requests that are bound to a prefill worker."""
+        self.hosts: dict[int, None] = {}
+        """Prefill workers to which requests are bound, longest first."""
+        self.claims: dict[str, Request] = {}
+        """Those that lost their prefill worker and keep their room in decode, by id."""
+        self._least_full = Ordered()
+        """Decode workers that take work and have a sequence free; of equals, the one that was chosen longest ago."""
+        self._stamp = 0
+        self._block_sizes: list[int] = []
+        self._mean_tokens_per_s = 0.0
+        """Of the prefill workers measured; 0: to be counted anew."""
+
+    def changed(self, worker: "Worker") -> None:
+        """What it holds or has to do has changed, or whether it takes work."""
+        if worker.room is None:
+            if len(worker.steps) < self._steps_max:
+                self.idle.put(worker.epoch, worker.tokens_in_flight, worker.tokens_forwarded)
+            else:
+                self.idle.drop(worker.epoch)
+                self.ready.pop(worker.epoch, None)
+        elif worker.draining or worker.free_seqs <= 0:
+            self._least_full.drop(worker.epoch)
+        else:
+            self._stamp += 1
+            self._least_full.put(worker.epoch, worker.room.wholes - worker.capacity.kv_blocks, self._stamp)
+
+    def ask(self, worker: "Worker") -> None:
+        """Something may have come for it alone."""
+        if worker.epoch in self.idle:
+            self.ready[worker.epoch] = None
+
+    def could_place(self, submit: Submit) -> bool:
+        """Likewise, on workers that take work."""
+        sides = (self.prefill, self.decode)
+        return all(any(not w.draining and w.could_ever_take(submit) for w in side.values()) for side in sides)
+
+    def may_pair(self, prefill: "Worker", decode: "Worker", now: float) -> bool:
+        return not self.breakers.pairs or self.breakers.allows(
+            (prefill.epoch, decode.epoch), now, lambda key: key in decode.holdings
+        )
+
+    def has_pair(self, prefill: "Worker", now: float) -> bool:
+        """Whether anything may be placed on it, as far as its pairs go."""
+        return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
+
+    # --- candidates -----------------------------------------------------------------------------------------------------
+
+    def holders(self, role: Role, submit: Submit) -> "list[Worker]":
+        """Workers that have a beginning of a prompt; those with the longest first, but no more than a few."""
+        side = self.prefill if role is Role.PREFILL else self.decode
+        if len(side) <= EXAMINED_MAX:
+            return list(side.values())
+        found: list[int] = []
+        for size in self._block_sizes:
+            every = hashes_per_block(submit, size)
+            found += self.locality.holders(role, submit.block_hashes, every, _HOLDERS) if every else ()
+        return [side[epoch] for epoch in found]
+
+    def decode_candidates(self, submit: Submit, prefill: "Worker", now: float) -> "list[Worker]":
+        """Decode workers to which this prefill worker may send: the least full ones and those that have the prompt's beginning;
+        where there are few, all. Not the one whose room is kept."""
+        if len(self.decode) <= EXAMINED_MAX:
+            there: Iterable[Worker] = self.decode.values()
+            return [worker for worker in there if self._takes(worker, prefill, now)]
+        holders = self.holders(Role.DECODE, submit)
+        found = {worker.epoch: worker for worker in holders if self._takes(worker, prefill, now)}
+        looked = 0
+        for epoch in self._least_full:
+            worker = self.decode[epoch]
+            if self._takes(worker, prefill, now):
+                found[epoch] = worker
+                looked += 1
+                if looked == _LEAST_FULL:
+                    break
+        return list(found.values())
+
+    def _takes(self, decode: "Worker", prefill: "Worker", now: float) -> bool:
+        if decode.draining or decode.epoch == self.rooms.kept_on:
+            return False
+        return self.may_pair(prefill, decode, now)
+
+    def rate(self, prefill: "Worker") -> float:
+        """Tokens per second; one not measured yet is taken for as fast as the others."""
+        if prefill.tokens_per_s:
+            return prefill.tokens_per_s
+        if not self._mean_tokens_per_s:
+            rates = [worker.tokens_per_s for worker in self.prefill.values() if worker.tokens_per_s]
+            if not rates:
+                return TOKENS_PER_S
+            self._mean_tokens_per_s = sum(rates) / len(rates)
+        return self._mean_tokens_per_s
+
+    # --- room -----------------------------------------------------------------------------------------------------------
+
+    def freed(self, worker: "Worker") -> None:
+        """It has let go of something, or what it holds is sure to take less."""
+        rooms = self.rooms
+        if worker.room is None:
+            if self.stuck.pop(worker.epoch, None) is not None:
+                self.ask(worker)
+            if self.claims or rooms.kept_for is not None:
+                self.news = True
+            return
+        if self.claims or worker.epoch == rooms.kept_on:
+            self.news = True
+        if self.breakers.pairs and self.stuck:
+            self.stuck.clear()
+            self.news = True
+        if worker.draining or worker.epoch == rooms.kept_on:
+            return
+        fits: dict[str, bool] = {}
+        for key, request in list(rooms.closed.items()):
+            if request.id not in fits:
+                fits[request.id] = not request.waits or worker.fits(request.submit, request.expected_left)
+            if fits[request.id]:
+                del rooms.closed[key]
+                self.news = True
+
+    def gone(self, request: Request) -> None:
+        """A request does not wait any more: if it was the one without room, the next of its class may have some."""
+        closed = self.rooms.closed
+        for key in [key for key, first in closed.items() if first is request]:
+            del closed[key]
+            self.news = True
+
+    def reopen(self) -> None:
+        """Workers have come or gone, or take work or none, or may be paired again: look at everything anew."""
+        self.rooms.closed.clear()
+        self.stuck.clear()
+        self.news = True
+
+    def keep_room(self, request: Request, served_per_s: Callable[[float], float], now: float) -> None:
+        """For a request that was bypassed too often, on the decode worker with the most room.
+
+        `served_per_s`: cost at which tenants are served by all."""
+        if self.rooms.kept_for is not None or not self.could_place(request.submit):
+            return
+        fitting = [w for w in self.decode.values() if not w.draining and w.could_ever_take(request.submit)]
+        worker = max(fitting, key=lambda w: (w.free_blocks, w.free_seqs, w.epoch))
+        share = worker.capacity.kv_blocks / sum(w.capacity.kv_blocks for w in self.decode.values())
+        self.rooms.keep(request, worker.epoch, share * served_per_s(now), now)
+
+    def may_place_on(self, prefill: "Worker") -> bool:
+        if prefill.free_seqs <= 0:
+            self.stuck.setdefault(prefill.epoch, {})  # so that it is asked as soon as it lets go of something
+            return False
+        return not prefill.draining and prefill.epoch != self.rooms.kept_prefill
+
+    def open_keys(self, prefill: "Worker", classes: list[int]) -> list[int]:
+        """Of what is not placed, the queue keys from which this prefill worker may take something now."""
+        if not self.may_place_on(prefill):
+            return []
+        keys, closed, stuck = [bound_key(prefill.epoch), *classes], self.rooms.closed, self.stuck.get(prefill.epoch, ())
+        return [key for key in keys if key not in closed and key not in stuck]
+
+    # --- bound to a worker for what it has cached -----------------------------------------------------------------------
+
+    def bind(self, request: Request, prefill: "Worker") -> None:
+        """From now on it counts among what waits for this worker."""
+        self.unbind(request)
+        course = request.begin()
+        course.bound_to = prefill.epoch
+        course.moves += 1
+        prefill.bound[request.id] = request
+        prefill.expect(request)
+        self.bound += 1
+        self.hosts[prefill.epoch] = None
+        self.ask(prefill)
+
+    def kept_waiting(self, prefill: "Worker", waiting: int) -> float:
+        """How many requests wait a second longer for each second that this worker computes more. `waiting`: for the pool."""
+        return (waiting - self.bound) / len(self.prefill) + len(prefill.bound)
+
+    def unbind(self, request: Request) -> None:
+        bound_to = request.course.bound_to
+        if not bound_to:
+            return
+        request.begin().bound_to = 0
+        self.bound -= 1
+        worker = self.prefill[bound_to]
+        worker.expect_no_more(request)
+        if not worker.bound:
+            self.hosts.pop(bound_to, None)

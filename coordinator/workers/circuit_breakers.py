@@ -1,0 +1,99 @@
+"""Which pairs of a prefill and a decode worker are left out, since KV does not get from the one to the other. Pure.
+
+    closed ──TRIP_AFTER failures in a row──▶ open ──its time is over──▶ one attempt tries it ──KV handed over──▶ closed
+                                              ▲                                    └─fails─▶ open, twice as long
+
+A circuit breaker (Nygard, Release It!) for each pair. Of a failed transfer nobody can say which end did it, so nothing is held
+against either with others. Failures of attempts that were placed before the last failure was known are of the same incident,
+and do not count: one broken connection takes all transfers on it. Two workers between which nothing works keep their requests
+waiting, rather than have them fail one attempt after the other.
+
+Below this, a sender leaves a transport out for a while that broke (`kvtransfer.transport_choice`), so that a pair fails again only where
+every transport between its ends does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+Pair = tuple[int, int]
+"""Epochs of a prefill and a decode worker."""
+Key = tuple[str, int]
+
+TRIP_AFTER = 3
+OPEN_S, OPEN_S_MAX = 2.0, 30.0
+_TROUBLE = 0.2
+
+
+@dataclass
+class _State:
+    failures: int = 0
+    """In a row."""
+    failed_at: float = -inf
+    open_until: float = -inf
+    probe: Key | None = None
+    """The attempt that tries it, once its time is over."""
+
+    @property
+    def tripped(self) -> bool:
+        return self.failures >= TRIP_AFTER
+
+
+class Breakers:
+    def __init__(self) -> None:
+        self.pairs: dict[Pair, _State] = {}
+        """Those that failed since something last went well between them."""
+        self._wake_at = inf
+
+    def failed(self, pair: Pair, placed_at: float, now: float) -> bool:
+        """The transfer of an attempt placed then has failed; whether the pair is left out from now on because of it."""
+        state = self.pairs.setdefault(pair, _State())
+        if placed_at < state.failed_at:
+            return False
+        state.failures += 1
+        state.failed_at, state.probe = now, None
+        if state.tripped:
+            state.open_until = now + min(OPEN_S * 2 ** min(state.failures - TRIP_AFTER, 10), OPEN_S_MAX)
+            self._wake_at = min(self._wake_at, state.open_until)
+        return state.tripped
+
+    def worked(self, pair: Pair) -> None:
+        self.pairs.pop(pair, None)
+
+    def leave(self, epoch: int) -> None:
+        for pair in [pair for pair in self.pairs if epoch in pair]:
+            del self.pairs[pair]
+
+    def allows(self, pair: Pair, now: float, is_held: Callable[[Key], bool]) -> bool:
+        """Whether an attempt may be placed there. A probe of which nothing is held any more has ended without a verdict."""
+        state = self.pairs.get(pair)
+        if state is None or not state.tripped:
+            return True
+        return now >= state.open_until and (state.probe is None or not is_held(state.probe))
+
+    def placed(self, pair: Pair, key: Key) -> None:
+        state = self.pairs.get(pair)
+        if state is not None and state.tripped:
+            state.probe = key
+
+    def trouble(self, pair: Pair, now: float) -> float:
+        """0 … 1, for the score: what failed a moment ago is rather not tried next."""
+        state = self.pairs.get(pair)
+        if state is None or now > state.failed_at + OPEN_S:
+            return 0.0
+        return float(1.0 - (1.0 - _TROUBLE) ** state.failures)
+
+    def concern(self, prefill_epoch: int) -> bool:
+        """Whether some pair of it is left out or being tried."""
+        return any(pair[0] == prefill_epoch and state.tripped for pair, state in self.pairs.items())
+
+    def next_wake(self) -> float | None:
+        return None if self._wake_at == inf else self._wake_at
+
+    def wake(self, now: float) -> bool:
+        """Whether some pair's time is over since the last call."""
+        if now < self._wake_at:
+            return False
+        ahead = [state.open_until for state in self.pairs.values() if state.open_until > now]
+        self._wake_at = min(ahead, default=inf)
+        return True

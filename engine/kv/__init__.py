@@ -1,0 +1,4 @@
+"""The paged KV pool: which sequence holds which block, and which blocks hold a known prefix. Pure.
+
+Start with `allocator`.
+"""

@@ -1,0 +1,148 @@
+"""Which blocks hold a known prefix: a tree of chained hashes over a pool's blocks. Pure; `engine.kv.allocator` is its only user.
+
+A hash stands for a full block *and* all that comes before it, so a node's parent is the block before it. Two rules:
+- A node never outlives its parent: what cannot be reached from the start of a prompt is no longer known.
+- Of blocks that nobody holds, the one let go of longest ago goes first, and of one chain the tail goes before the head:
+  whoever lets go of a chain lets go of its tail first.
+
+Two requests that compute the same prefix at the same time end up with two blocks for one hash. The older one stays; the other
+is remembered as its copy while it is held, so that letting go of a chain counts as use of the blocks that stand for it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+CHANGES_MAX = 1 << 16
+"""Changes kept for the next report; of more, the oldest are forgotten, since reports are hints."""
+
+
+class _Node:
+    __slots__ = ("block", "children", "hash", "parent")
+
+    def __init__(self, hash_: bytes, block: int, parent: "_Node | None") -> None:
+        self.hash = hash_
+        self.block = block
+        self.parent = parent
+        self.children: dict[bytes, _Node] = {}
+
+
+class PrefixTree:
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, _Node] = {}
+        self._node_of: dict[int, _Node] = {}
+        self._copies: dict[int, _Node] = {}
+        """Held blocks with the contents of another block's node."""
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Blocks with a node that nobody holds, the one let go of longest ago first."""
+        self._changes: OrderedDict[bytes, bool] = OrderedDict()
+        """Hash → whether it is known now, of those that changed since they were last reported."""
+
+    @property
+    def idle_count(self) -> int:
+        return len(self._idle)
+
+    def is_idle(self, block: int) -> bool:
+        return block in self._idle
+
+    def longest(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known prefix of this chain."""
+        blocks: list[int] = []
+        before: _Node | None = None
+        for hash_ in hashes:
+            node = self._nodes.get(hash_)
+            if node is None or node.parent is not before:
+                break  # not known, or (the hashes are a gateway's word) no chain: a block would be named twice, or out of place
+            blocks.append(node.block)
+            before = node
+        return blocks
+
+    def insert(self, hashes: Sequence[bytes], blocks: Sequence[int], start: int) -> None:
+        """`blocks[i]` holds what `hashes[i]` stands for; those before `start` were inserted before."""
+        assert len(hashes) == len(blocks) and 0 <= start <= len(blocks)
+        if start and hashes[start - 1] not in self._nodes:
+            start = 0  # what stood for our prefix is gone, but our own blocks hold it as well
+        parent = self._nodes[hashes[start - 1]] if start else None
+        for hash_, block in zip(hashes[start:], blocks[start:], strict=True):
+            node = self._nodes.get(hash_)
+            if node is None:
+                assert block not in self._node_of, f"block {block} has a hash already"
+                self._copies.pop(block, None)
+                node = _Node(hash_, block, parent)
+                self._nodes[hash_] = self._node_of[block] = node
+                if parent is not None:
+                    parent.children[hash_] = node
+                self._note(hash_, True)
+            elif node.block != block:
+                self._copies[block] = node
+            parent = node
+
+    def hold(self, block: int) -> None:
+        """Somebody holds this block (again)."""
+        self._idle.pop(block, None)
+
+    def let_go(self, block: int) -> bool:
+        """Nobody holds this block any more. True if it is kept for its hash, False if it is free."""
+        if block in self._node_of:
+            self._idle[block] = None
+            return True
+        node = self._copies.pop(block, None)
+        if node is not None and node.block in self._idle and self._node_of.get(node.block) is node:
+            self._idle.move_to_end(node.block)
+        return False
+
+    def evict(self) -> list[int]:
+        """Give up the block let go of longest ago, and what hangs on it; returns those that are free now."""
+        return self._remove(self._node_of[next(iter(self._idle))])
+
+    def forget(self, blocks: Sequence[int]) -> list[int]:
+        """These blocks' contents are not to be used again; returns those that are free now."""
+        freed: list[int] = []
+        for block in blocks:
+            self._copies.pop(block, None)
+            if block in self._node_of:
+                freed += self._remove(self._node_of[block])
+        return freed
+
+    def take_changes(self, most: int) -> tuple[bytes, bytes]:
+        """(hashes known since, hashes given up since) the last report, joined; at most `most` in all."""
+        parts: dict[bool, list[bytes]] = {True: [], False: []}
+        for _ in range(min(most, len(self._changes))):
+            hash_, known = self._changes.popitem(last=False)
+            parts[known].append(hash_)
+        return b"".join(parts[True]), b"".join(parts[False])
+
+    def report_all(self) -> None:
+        """Whoever is reported to knows nothing any more."""
+        self._changes = OrderedDict.fromkeys(self._nodes, True)
+
+    def check_invariants(self, held: set[int]) -> None:
+        """Asserts that the maps agree, that no node outlives its parent, and that nobody holds an idle block."""
+        assert len(self._nodes) == len(self._node_of)
+        assert set(self._idle) == set(self._node_of) - held, "a block with a hash is neither held nor idle, or both"
+        assert not set(self._copies) & set(self._node_of) and set(self._copies) <= held
+        for block, node in self._node_of.items():
+            assert node.block == block and self._nodes[node.hash] is node
+            assert node.parent is None or self._nodes.get(node.parent.hash) is node.parent, "an unreachable tail"
+            assert node.parent is None or node.parent.children[node.hash] is node
+            assert all(self._nodes.get(child.hash) is child for child in node.children.values())
+
+    def _remove(self, root: _Node) -> list[int]:
+        if root.parent is not None:
+            del root.parent.children[root.hash]
+        freed, left = [], [root]
+        while left:
+            node = left.pop()
+            left.extend(node.children.values())
+            del self._nodes[node.hash], self._node_of[node.block]
+            if node.block in self._idle:
+                del self._idle[node.block]
+                freed.append(node.block)
+            self._note(node.hash, False)
+        return freed
+
+    def _note(self, hash_: bytes, known: bool) -> None:
+        if self._changes.pop(hash_, known) is not known:
+            return  # there and back again since the last report
+        self._changes[hash_] = known
+        if len(self._changes) > CHANGES_MAX:
+            self._changes.popitem(last=False)

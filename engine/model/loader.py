@@ -1,0 +1,266 @@
+"""Finds a model, loads its weights, refuses what crossdock cannot run, and checks the rest before anything is served."""
+
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from engine.attention import batch_invariant as steady
+from engine.attention import paged as attention
+from engine.attention.paged import CURRENT, Recorder, UnsupportedAttention
+from engine.engine import Engine, ModelInfo
+from engine.model import linear, selfcheck
+from engine.model.fingerprint import model_fingerprint
+from proto.errors import BadOption
+
+MIN_BLOCKS = 8
+_ALIGNMENT = 64
+"""Bytes; of a cache line, and of the widest vector load."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+class ModelUnsupported(BadOption):
+    """This model or these settings cannot be served."""
+
+    option = "--model"
+
+
+class PoolTooSmall(ModelUnsupported):
+    """The KV pool asked for holds next to nothing of this model."""
+
+    option = "--kv-gib"
+
+
+def load_engine(
+    model: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "auto",
+    block_size: int = 16,
+    kv_bytes: int,
+    allocate: Callable[[int], torch.Tensor] | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Engine:
+    """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`; `allocate(bytes)` may
+    provide its memory, as a tensor of zero bytes on the device.
+    `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `block_size` is in tokens.
+    Raises ModelUnsupported.
+    """
+    progress = on_progress or (lambda _: None)
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise ModelUnsupported(f"dtype {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    if block_size < 1:
+        raise ModelUnsupported(f"block_size {block_size} must be at least 1")
+    folder = _resolve(model, progress)
+    loaded, config = _load_weights(folder, model, device, dtype, progress)
+    text_config = loaded.config.get_text_config()
+    attention.register()
+    progress("checking the model")
+    layers, kv_heads, head_dim, windows = _examine(loaded, model, text_config)
+    weights_dtype: torch.dtype = loaded.dtype
+    kv_dtype = str(weights_dtype).removeprefix("torch.")
+    block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
+    blocks = _pool_blocks(kv_bytes, block_bytes)
+    info = ModelInfo(
+        model_path=str(folder),
+        model_type=str(config.model_type),
+        context_tokens=_context_tokens(text_config, model),
+        vocab_size=loaded.get_output_embeddings().weight.shape[0],
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=kv_dtype,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        eos_token_ids=_eos_token_ids(folder, text_config),
+        fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim)),
+    )
+    check = selfcheck.SelfCheck(loaded, info, text_config, windows)
+    check.compute_reference()
+    loaded.set_attn_implementation(attention.NAME)
+    steady_rows = 0
+    if device == "cpu" and weights_dtype == torch.float32:
+        progress("packing the weights")
+        steady_rows = _packed(loaded, text_config, kv_heads, head_dim)
+    pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device, allocate)
+    engine = Engine(loaded, info, pool, steady_rows)
+    progress("comparing the paged forward with the model's own")
+    difference = check.compare(engine)
+    if difference is not None:
+        raise ModelUnsupported(f"{model}: {difference}")
+    return engine
+
+
+def _packed(loaded: Any, text_config: Any, kv_heads: int, head_dim: int) -> int:
+    """Makes the most of a CPU; returns the rows for `engine.attention.batch_invariant`, or 0."""
+    if not linear.pack_linears(loaded):
+        return 0
+    linear.compile_sizes(loaded)
+    heads = getattr(text_config, "num_attention_heads", kv_heads)
+    return steady.fewest_rows(kv_heads, heads // kv_heads, head_dim) if heads % kv_heads == 0 else 0
+
+
+def _pool_blocks(kv_bytes: int, block_bytes: int) -> int:
+    blocks = kv_bytes // block_bytes
+    if blocks < MIN_BLOCKS:
+        raise PoolTooSmall(
+            f"{kv_bytes} bytes of KV pool hold {blocks} blocks of {block_bytes} bytes; at least {MIN_BLOCKS} are needed"
+        )
+    return blocks
+
+
+def _resolve(model: str, progress: Callable[[str], None]) -> Path:
+    """The folder of a model, fetched from the hub when `model` is not a local one."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        if model.count("/") != 1 or model.startswith((".", "/", "~")):
+            raise ModelUnsupported(f"{model}: no such folder, and not an ORG/NAME of the hub")
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        progress(f"fetching {model}")
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=_DOWNLOAD))
+        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise ModelUnsupported(f"{model}: cannot be fetched from the hub: {_first_line(error)}") from error
+    if not (folder / "config.json").is_file():
+        raise ModelUnsupported(f"{model}: {folder} has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelUnsupported(f"{model}: {folder} has no safetensors weights; other formats are not loaded")
+    return folder
+
+
+def _load_weights(
+    folder: Path, model: str, device: str, dtype: str, progress: Callable[[str], None]
+) -> tuple[Any, Any]:
+    """(model in eval mode, its config). The generic except turns whatever a broken checkpoint raises into one sentence."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise ModelUnsupported(f"{model}: its configuration cannot be read: {_first_line(error)}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelUnsupported(f"{model}: {config.model_type} is an encoder-decoder; crossdock serves causal models")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelUnsupported(f"{model}: transformers has no causal language model for {config.model_type}")
+    stored = "auto" if device != "cpu" else torch.float32
+    progress("loading weights")
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        # Typed as the model alone; with output_loading_info it is a pair.
+        pair: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=_DTYPES.get(dtype, stored),
+            attn_implementation="eager",
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+        loaded, report = pair[0].to(device), pair[1]
+    except (ValueError, KeyError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ModelUnsupported(f"{model}: its weights cannot be loaded: {_first_line(error)}") from error
+    absent = sorted({str(name) for name in [*report["missing_keys"], *report["mismatched_keys"]]})
+    if absent:
+        raise ModelUnsupported(
+            f"{model}: {len(absent)} weights are missing or of another shape, the first is {absent[0]}"
+        )
+    if loaded.dtype not in _DTYPES.values():
+        raise ModelUnsupported(f"{model}: weights of {loaded.dtype} are not supported")
+    loaded.requires_grad_(False)
+    return loaded.eval(), config
+
+
+@torch.inference_mode()
+def _examine(loaded: Any, model: str, text_config: Any) -> tuple[int, int, int, set[int]]:
+    """(layers, kv_heads, head_dim, sliding windows) as the attention of a first forward shows them."""
+    parameters = inspect.signature(loaded.forward).parameters
+    if "position_ids" not in parameters:
+        raise ModelUnsupported(f"{model}: {text_config.model_type} takes no position_ids, so prompts cannot be packed")
+    if "chunked_attention" in (getattr(text_config, "layer_types", None) or ()):
+        raise ModelUnsupported(f"{model}: chunked attention is not supported")
+    before = loaded.config._attn_implementation
+    loaded.set_attn_implementation(attention.NAME)
+    if loaded.config._attn_implementation != attention.NAME:
+        raise ModelUnsupported(f"{model}: {text_config.model_type} does not use transformers' attention interface")
+    recorder = Recorder()
+    reset = CURRENT.set(recorder)
+    try:
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=loaded.device)
+        loaded(input_ids=tokens, position_ids=torch.tensor([[0, 1]], device=loaded.device), use_cache=False)
+    except UnsupportedAttention as error:
+        raise ModelUnsupported(f"{model}: {error}") from error
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ModelUnsupported(f"{model}: a plain forward of two tokens fails: {_first_line(error)}") from error
+    finally:
+        CURRENT.reset(reset)
+        loaded.set_attn_implementation(before)
+    layers = int(text_config.num_hidden_layers)
+    if set(recorder.shapes) != set(range(layers)):
+        raise ModelUnsupported(
+            f"{model}: {len(recorder.shapes)} of its {layers} layers have attention over a KV cache; "
+            "recurrent and hybrid models are not supported"
+        )
+    shapes = set(recorder.shapes.values())
+    if len(shapes) > 1:
+        raise ModelUnsupported(f"{model}: its layers have KV of different shapes: {sorted(shapes)}")
+    if recorder.dtypes != {loaded.dtype}:
+        raise ModelUnsupported(f"{model}: its KV is of {recorder.dtypes}, its weights of {loaded.dtype}")
+    kv_heads, head_dim = shapes.pop()
+    return layers, kv_heads, head_dim, recorder.windows
+
+
+def _context_tokens(text_config: Any, model: str) -> int:
+    """The longest context that is the same for every batch.
+
+    `longrope` and `dynamic` rotary embeddings change their frequencies with the longest sequence of a forward, so beyond the
+    original context one stream would change another: the original context is the limit for them.
+    """
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        raise ModelUnsupported(f"{model}: its configuration does not say how long a context may be")
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") in ("longrope", "dynamic"):
+            original = parameters.get("original_max_position_embeddings")
+            if original is None:
+                original = getattr(text_config, "original_max_position_embeddings", None) or limit
+            limit = min(limit, int(original))
+    return limit
+
+
+def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:
+    ids = getattr(text_config, "eos_token_id", None)
+    if (folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder)
+        ids = generation.eos_token_id if generation.eos_token_id is not None else ids
+    if ids is None:
+        return ()
+    return tuple(int(token) for token in ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _make_pool(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, allocate: Callable[[int], torch.Tensor] | None
+) -> torch.Tensor:
+    """Zeros; on the CPU in pages that the kernel provides when they are first written, so that a large pool costs neither
+    start-up time nor memory before it is used (`torch.zeros` writes every page)."""
+    pool_bytes = math.prod(shape) * dtype.itemsize
+    if allocate is not None:
+        return allocate(pool_bytes).view(dtype).view(shape)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(pool_bytes + _ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[start : start + pool_bytes]).view(dtype).view(shape)

@@ -1,0 +1,4 @@
+"""From logits to tokens, and when a sequence ends.
+
+Start with `sampler`.
+"""

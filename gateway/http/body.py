@@ -1,0 +1,132 @@
+"""Reading request bodies within bounds: requests at once, bytes of one and of all, and the time one may take.
+
+What all may hold together is divided between tenants (`fair_share`), so that none can keep the others out.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from ipaddress import AddressValueError, IPv6Address
+from typing import Any, Final
+
+import msgspec
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from gateway.backend import ClientLeft
+from gateway.fair_share import FairShare
+from gateway.http.errors import ApiError, bad_value
+
+OPEN_PROMPTS_MAX: Final = 4096
+"""Prompts of generation requests that are being read or answered at once. A request counts as one until it is read."""
+BODIES_BYTES_MAX: Final = 256 << 20
+"""Of all bodies being read or prepared at once."""
+
+
+class Slots:
+    """What one request holds of the gateway's bound on prompts."""
+
+    def __init__(self, share: FairShare, owner: str) -> None:
+        self._share = share
+        self._owner = owner
+        self._held = 0
+
+    def hold(self, prompts: int) -> None:
+        """Hold as many in all. Raises `ApiError` where all are taken (503), or too many by this tenant (429)."""
+        more = prompts - self._held
+        if more > 0 and not self._share.take(self._owner, more):
+            raise _no_room(self._share, more)
+        self._held = max(self._held, prompts)
+
+    def release(self) -> None:
+        self._share.give_back(self._owner, self._held)
+        self._held = 0
+
+
+class Intake:
+    """Admits requests to the gateway's memory."""
+
+    def __init__(
+        self, *, body_bytes_max: int, client_timeout_s: float, tenant_requests_max: int = OPEN_PROMPTS_MAX
+    ) -> None:
+        """`client_timeout_s`: in which a body must be there, and a client must take the next piece of its answer."""
+        self.body_bytes_max = body_bytes_max
+        self.client_timeout_s = client_timeout_s
+        self._slots = FairShare(OPEN_PROMPTS_MAX, tenant_requests_max)
+        self._bytes = FairShare(BODIES_BYTES_MAX)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is held."""
+        return self._slots.held == self._bytes.held == 0
+
+    @asynccontextmanager
+    async def place(self, owner: str) -> AsyncIterator[Slots]:
+        """Holds a slot for a request of this tenant, or address, until left. Raises `ApiError`."""
+        slots = Slots(self._slots, owner)
+        slots.hold(1)
+        try:
+            yield slots
+        finally:
+            slots.release()
+
+    @asynccontextmanager
+    async def body(self, request: Request, owner: str) -> AsyncIterator[bytes]:
+        """Reads the body and accounts for it until left. Raises `ApiError` and `ClientLeft`."""
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            message = "The Content-Type must be application/json."
+            raise ApiError(415, message, code="unsupported_media_type")
+        announced = request.headers.get("content-length", "")
+        if announced.isdigit() and int(announced[:18]) > self.body_bytes_max:
+            raise self._too_large()
+        held = 0
+        parts: list[bytes] = []
+        try:
+            async with asyncio.timeout(self.client_timeout_s):
+                async for part in request.stream():
+                    if held + len(part) > self.body_bytes_max:
+                        raise self._too_large()
+                    if not self._bytes.take(owner, len(part)):
+                        raise _no_room(self._bytes, len(part))
+                    held += len(part)
+                    parts.append(part)
+            yield b"".join(parts)
+        except TimeoutError:
+            raise ApiError(408, "The body took too long to arrive.", code="request_timeout") from None
+        except ClientDisconnect:
+            raise ClientLeft from None
+        finally:
+            self._bytes.give_back(owner, held)
+
+    def _too_large(self) -> ApiError:
+        message = f"The body is larger than the {self.body_bytes_max} bytes allowed."
+        return ApiError(413, message, code="request_too_large")
+
+
+def _no_room(share: FairShare, amount: int) -> ApiError:
+    """Why nothing was got of the share: there is no room for anyone, or none for this tenant."""
+    if not share.has_room(amount):
+        return ApiError(503, "Too many requests are open.", code="gateway_overloaded", retry_after_s=1.0)
+    message = "Too many of your requests are open: a tenant may not hold more of this gateway than it leaves free."
+    return ApiError(429, message, code="too_many_open_requests", retry_after_s=1.0)
+
+
+def owner_of(tenant: str, client_host: str | None) -> str:
+    """Who a request counts for: its tenant, or its client's address where there are no keys (`tenant` is empty). An IPv6
+    client has a whole /64."""
+    if tenant:
+        return tenant
+    try:
+        address = IPv6Address(client_host or "")
+    except AddressValueError:
+        return f"address:{client_host}"
+    return f"address:{address.ipv4_mapped or hex(int(address) >> 64)}"
+
+
+def parse_json(body: bytes) -> Any:
+    """Strict JSON: no NaN or Infinity, no lone surrogates, bounded depth. Raises `ApiError` (400)."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise bad_value(None, f"The body is not valid JSON: {str(error)[:200]}.", "invalid_json") from None

@@ -1,0 +1,143 @@
+"""What a client is told when a request is refused or fails: OpenAI's shape, one status and one code for each case."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from gateway.streams.types import FailKind, Failure
+from proto.errors import Reject
+from proto.messages import RateState
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+}
+
+
+class ApiError(Exception):
+    """An answer that is not a success."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        rates: RateState | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.rates = rates
+
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**error, "request_id": request_id}}
+
+    def encoded(self, request_id: str) -> bytes:
+        return msgspec.json.encode(self.body(request_id))
+
+    def headers(self) -> dict[str, str]:
+        headers = rate_headers(self.rates)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        elif 400 <= self.status < 500 and self.status != 408:
+            # OpenAI's clients know it; without it they come back after a 429 whatever it says.
+            headers["x-should-retry"] = "false"
+        return headers
+
+
+def rate_headers(rates: RateState | None) -> dict[str, str]:
+    """OpenAI's `x-ratelimit-*`, for the rates that are limited."""
+    headers: dict[str, str] = {}
+    if rates is None:
+        return headers
+    for kind, limit, remaining, reset_s in (
+        ("requests", rates.limit_requests, rates.remaining_requests, rates.reset_requests_s),
+        ("tokens", rates.limit_tokens, rates.remaining_tokens, rates.reset_tokens_s),
+    ):
+        if limit:
+            headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
+            headers[f"x-ratelimit-reset-{kind}"] = duration_text(reset_s)
+    return headers
+
+
+def duration_text(seconds: float) -> str:
+    """As OpenAI writes it: `20ms`, `1.5s`, `6m0s`, `1h0m30s`; rounded up to milliseconds."""
+    total_ms = math.ceil(seconds * 1000)
+    if total_ms < 1000:
+        return f"{total_ms}ms"
+    minutes, ms = divmod(total_ms, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{ms / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    if hours or minutes:
+        text = f"{minutes}m{text}"
+    return f"{hours}h{text}" if hours else text
+
+
+def bad_value(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, code=code, param=param)
+
+
+def too_long(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, code="context_length_exceeded", param=param)
+
+
+def model_not_found(model: str) -> ApiError:
+    return ApiError(404, f"The model {model[:200]!r} is not served here.", code="model_not_found", param="model")
+
+
+_RETRY_AFTER_S = 5.0
+_OF_REJECT: dict[Reject, tuple[int, str]] = {
+    Reject.TOO_LONG: (400, "context_length_exceeded"),
+    Reject.TOO_LARGE: (400, "context_length_exceeded"),
+    Reject.QUEUE_FULL: (429, "queue_full"),
+    Reject.NO_CAPACITY: (503, "no_capacity"),
+    Reject.UNKNOWN_MODEL: (503, "no_capacity"),  # this gateway serves the model, but no worker has come up for it
+    Reject.RETRY_BUDGET: (503, "recovering"),
+    Reject.EXPIRED: (503, "queue_timeout"),
+    Reject.SHUTTING_DOWN: (503, "shutting_down"),
+    Reject.QUOTA: (429, "rate_limit_exceeded"),
+    Reject.DEADLINE: (429, "deadline_infeasible"),
+    Reject.SHED: (429, "overloaded"),
+    Reject.BAND: (403, "band_not_allowed"),
+}
+_OF_KIND: dict[FailKind, int] = {
+    FailKind.UNREACHABLE: 503,
+    FailKind.OVERLOADED: 503,
+    FailKind.INTERRUPTED: 500,
+    FailKind.IDLE: 503,
+    FailKind.SHUTTING_DOWN: 503,
+}
+
+
+def of_failure(failure: Failure) -> ApiError:
+    """A stream's failure as the client sees it, as a status before the first byte and as an event after it."""
+    retry: float | None = _RETRY_AFTER_S
+    if failure.reject is not None:
+        status, code = _OF_REJECT.get(failure.reject.reason, (500, failure.reject.reason.value))
+        # A 429 that names no time will not go away by itself; a 503 says nothing about the next gateway or minute.
+        retry = max(failure.reject.retry_after_s, 1.0) if failure.reject.retry_after_s or status == 503 else None
+    else:
+        status, code = _OF_KIND[failure.kind], failure.kind.value
+    message = (
+        f"The request failed: {failure.message}." if status >= 500 else f"The request was refused: {failure.message}."
+    )
+    rates = failure.reject.rates if failure.reject is not None else None
+    return ApiError(status, message, code=code, retry_after_s=retry if status in (429, 503) else None, rates=rates)

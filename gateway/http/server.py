@@ -1,0 +1,217 @@
+"""The HTTP server: uvicorn, with bounds on what a client may send before it is known, and on how slowly it may do anything.
+
+    connection ── headers ──▶ request ── body ──▶ answer ──▶ idle ──▶ …
+      bytes, count, time        bytes, time         time       time
+
+What a request may cost once its headers are there is `body.Intake`'s; how slowly a stream may be read, `EventStream`'s.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Any, ClassVar, Final
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from gateway.http.errors import ApiError
+from gateway.http.request_log import REQUEST_ID_HEADER, RequestInfo
+from runtime.process.descriptors import raise_descriptor_limit
+
+HEADER_BYTES_MAX: Final = 64 << 10
+"""Of the request line and all headers together."""
+HEADERS_MAX: Final = 200
+CONNECTIONS_MAX: Final = 8_192
+"""Open at once, as far as the process may have so many files. One more takes the place of the one that has been without a
+request for longest; where all have one, it is closed unread."""
+PIPELINED_MAX: Final = 4
+"""Requests that wait for the answer to an earlier one of their connection; after these nothing is read."""
+QUEUED_MAX: Final = 64
+"""Likewise, when they came in one packet, so that they were there before reading could end; one more ends the connection."""
+KEEP_ALIVE_S: Final = 30
+SEND_BUFFER_BYTES: Final = 256 << 10
+"""The kernel's, for each connection: what a client that reads nothing can make it hold."""
+_FILES_OF_OUR_OWN: Final = 256
+
+
+class Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: the process has them. `on_listening` is called once it listens."""
+
+    on_listening: Callable[[], None]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_listening()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_server(app: Any, client_timeout_s: float, close_timeout_s: int) -> Server:
+    """`client_timeout_s`: how long headers, a body, or the reading of an answer may take or stand still."""
+    # What garbage on the port makes it say says nothing, as often as there is some.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    files_max = raise_descriptor_limit()
+
+    class Connection(_Connection):
+        timeout_s = client_timeout_s
+        without_request: ClassVar[OrderedDict[_Connection, None]] = OrderedDict()
+        connections_max = min(CONNECTIONS_MAX, max(16, files_max - _FILES_OF_OUR_OWN))
+
+    server = Server(
+        uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=close_timeout_s,
+        )
+    )
+    server.on_listening = lambda: None
+    return server
+
+
+class _Connection(HttpToolsProtocol):
+    """A connection that is closed when its client does not get on: with its headers, its body, or taking what is sent."""
+
+    timeout_s: float
+    connections_max: int
+    without_request: ClassVar["OrderedDict[_Connection, None]"]
+    """Of this server: those whose next request has not arrived, as far as its headers; for longest first."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._in_headers = True
+        self._header_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._unanswered: list[RequestResponseCycle] = []
+        self.without_request[self] = None
+        if len(self.connections) > self.connections_max:
+            given_up, _ = self.without_request.popitem(last=False)
+            given_up.transport.abort()
+            if given_up is self:
+                return
+        # The kernel ends a connection whose other end takes nothing for so long, whatever waits to be sent.
+        ours = transport.get_extra_info("socket")
+        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.timeout_s * 1000))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.without_request.pop(self, None)
+        self._stop_timer()
+        self.resume_writing()
+        for one in self._unanswered:
+            if not one.response_complete:
+                one.disconnected = True
+                one.message_event.set()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_again()
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        super().resume_writing()
+
+    def _look_again(self) -> None:
+        self._unread = self.loop.call_later(self.timeout_s, self._not_read, self.transport.get_write_buffer_size())
+
+    def _not_read(self, bytes_before: int) -> None:
+        """What waits to be sent has waited for a while: it must have become less."""
+        if self.transport.get_write_buffer_size() >= bytes_before:
+            self.transport.abort()
+        else:
+            self._look_again()
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_headers:
+            self._header_bytes += len(data)
+            if self._timer is None:
+                self._start_timer()
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > HEADER_BYTES_MAX:
+            self._turn_away(431, "The headers are too large.", "headers_too_large")
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self.without_request.pop(self, None)
+        self._start_timer()
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > HEADER_BYTES_MAX or len(self.headers) > HEADERS_MAX:
+            self._turn_away(431, "The headers are too large.", "headers_too_large")
+        elif not self.transport.is_closing():
+            super().on_headers_complete()
+            # uvicorn tells only the latest request of a loss, and reads nothing while one waits for the answer before it: who
+            # waits for that would not be seen to leave.
+            if self.cycle is not None:
+                self._unanswered = [*(one for one in self._unanswered if not one.response_complete), self.cycle]
+            if len(self.pipeline) > QUEUED_MAX:
+                self.transport.abort()
+            elif len(self.pipeline) < PIPELINED_MAX:
+                self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self.without_request[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls for bytes that are not HTTP."""
+        self._turn_away(400, msg, "invalid_http")
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle is not None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_headers = True
+        self._header_bytes = 0
+        self._stop_timer()
+        if self.cycle is not None:
+            super().on_message_complete()
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self.timeout_s, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self._turn_away(408, "The request took too long to arrive.", "request_timeout")
+        elif self._in_headers or self.pipeline:
+            # A stray byte of the next request must not end the answer that is being sent, nor may one whose body waits.
+            self._start_timer()
+        else:
+            # Its body is late: whoever answers it has been waiting for as long, and says so.
+            self._timer = self.loop.call_later(self.timeout_s, self.transport.abort)
+
+    def _turn_away(self, status: int, message: str, code: str) -> None:
+        if self.transport.is_closing():
+            return
+        request_id = RequestInfo().request_id
+        body = ApiError(status, message, code=code).encoded(request_id)
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n{REQUEST_ID_HEADER.lower()}: {request_id}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()

@@ -1,0 +1,4 @@
+"""The OpenAI-compatible API: request types, routes, answers.
+
+Start with `routes_generate`.
+"""

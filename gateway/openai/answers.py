@@ -1,0 +1,209 @@
+"""The JSON of answers, whole and in chunks, as OpenAI defines it, with vLLM's `token_ids` and `prompt_token_ids`."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from gateway.openai.prepare import Prepared
+from gateway.streams.types import Deliver, Finish
+from gateway.text.token_texts import TokenTexts
+from gateway.text.tokenizer import ModelTokenizer
+from proto.sampling import TokenLogprobs
+
+Json = dict[str, Any]
+_LOGPROB_MIN = -9999.0
+"""JSON has no minus infinity."""
+
+
+def _finite(logprob: float) -> float:
+    return max(_LOGPROB_MIN, logprob)
+
+
+@dataclass
+class ChoiceState:
+    """What has been said of one choice so far; all of it is kept only for an answer in one piece."""
+
+    index: int
+    prompt: int
+    """Number of its prompt."""
+    token_texts: TokenTexts | None = None
+    """Where log probabilities are asked for."""
+    started: bool = False
+    texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+class _Shown(NamedTuple):
+    """One token of a choice, for its log probabilities."""
+
+    text: str
+    own_bytes: bytes
+    offset: int
+    """Of `text` in the choice's text, in characters."""
+    logprob: float
+    top: list[tuple[str, bytes, float]]
+    """Texts, bytes and log probabilities of the likeliest tokens at its place."""
+
+
+class Answer(Protocol):
+    """One kind of endpoint's way of writing."""
+
+    def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
+    def usage_chunk(self, completion_tokens: int, cached_tokens: int) -> Json: ...
+    def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json: ...
+
+
+class _Base:
+    whole_kind = ""
+    chunk_kind = ""
+
+    def __init__(
+        self, prepared: Prepared, tokenizer: ModelTokenizer, *, answer_id: str, created: int, model: str
+    ) -> None:
+        self.prepared = prepared
+        self.tokenizer = tokenizer
+        self._head = {"id": answer_id, "created": created, "model": model}
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        chunk: Json = {**self._head, "object": self.chunk_kind, "choices": choices}
+        if self.prepared.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def usage_chunk(self, completion_tokens: int, cached_tokens: int) -> Json:
+        usage = self._usage(completion_tokens, cached_tokens)
+        return {**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}
+
+    def _shown(
+        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
+    ) -> Iterator[_Shown]:
+        texts = choice.token_texts = choice.token_texts or self.tokenizer.token_texts()
+        stop_ids = self.prepared.sampling.stop_token_ids
+        for number, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), 1):
+            top = [(*texts.candidate(other), _finite(logprob)) for other, logprob in entry.top]
+            offset = texts.chars
+            is_last = finish is not None and number == len(tokens)
+            is_text = not (is_last and finish is Finish.STOP and token in stop_ids)
+            text, own_bytes = texts.push(token, is_last=is_last, is_text=is_text)
+            yield _Shown(text, own_bytes, offset, _finite(entry.logprob), top)
+
+    def _usage(self, completion_tokens: int, cached_tokens: int) -> Json:
+        prompt_tokens = sum(len(prompt) for prompt in self.prepared.prompts)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+
+class CompletionAnswer(_Base):
+    whole_kind = chunk_kind = "text_completion"
+
+    def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]:
+        echo = "" if choice.started else self.prepared.echoes[choice.prompt]
+        text = echo + part.text
+        wanted = self.prepared.sampling.logprobs >= 0
+        if not (text or part.finish or wanted or self.prepared.return_token_ids):
+            return
+        body: Json = {"index": choice.index, "text": text}
+        body["logprobs"] = self._logprobs(choice, part.tokens, part.logprobs, part.finish) if wanted else None
+        body["finish_reason"] = part.finish and part.finish.value
+        if self.prepared.return_token_ids:
+            body["prompt_token_ids"] = None if choice.started else self.prepared.prompts[choice.prompt]
+            body["token_ids"] = part.tokens
+        choice.started = True
+        yield self._chunk([body])
+
+    def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json:
+        bodies, completion_tokens = [], 0
+        for choice in choices:
+            completion_tokens += len(choice.tokens)
+            wanted = self.prepared.sampling.logprobs >= 0
+            body: Json = {
+                "index": choice.index,
+                "text": self.prepared.echoes[choice.prompt] + "".join(choice.texts),
+                "logprobs": self._logprobs(choice, choice.tokens, choice.logprobs, choice.finish) if wanted else None,
+                "finish_reason": choice.finish,
+            }
+            if self.prepared.return_token_ids:
+                body["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
+                body["token_ids"] = choice.tokens
+            bodies.append(body)
+        usage = self._usage(completion_tokens, cached_tokens)
+        return {**self._head, "object": self.whole_kind, "choices": bodies, "usage": usage}
+
+    def _logprobs(
+        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
+    ) -> Json:
+        texts, drawn, tops, offsets = [], [], [], []
+        for shown in self._shown(choice, tokens, logprobs, finish):
+            top: dict[str, float] = {}
+            for text, _, logprob in shown.top:
+                top.setdefault(text, logprob)
+            top.setdefault(shown.text, shown.logprob)
+            texts.append(shown.text)
+            drawn.append(shown.logprob)
+            tops.append(top)
+            offsets.append(shown.offset)
+        return {"tokens": texts, "token_logprobs": drawn, "top_logprobs": tops, "text_offset": offsets}
+
+
+class ChatAnswer(_Base):
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]:
+        if not choice.started:
+            choice.started = True
+            head = {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            chunk = self._chunk([{**head, "finish_reason": None}])
+            if self.prepared.return_token_ids:
+                chunk["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
+            yield chunk
+        wanted = self.prepared.sampling.logprobs >= 0
+        if not (part.text or part.finish or wanted or self.prepared.return_token_ids):
+            return
+        body: Json = {"index": choice.index, "delta": {"content": part.text} if part.text else {}}
+        body["logprobs"] = self._logprobs(choice, part.tokens, part.logprobs, part.finish) if wanted else None
+        body["finish_reason"] = part.finish and part.finish.value
+        if self.prepared.return_token_ids:
+            body["token_ids"] = part.tokens
+        yield self._chunk([body])
+
+    def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json:
+        bodies, completion_tokens = [], 0
+        wanted = self.prepared.sampling.logprobs >= 0
+        for choice in choices:
+            completion_tokens += len(choice.tokens)
+            body: Json = {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+                "logprobs": self._logprobs(choice, choice.tokens, choice.logprobs, choice.finish) if wanted else None,
+                "finish_reason": choice.finish,
+            }
+            if self.prepared.return_token_ids:
+                body["token_ids"] = choice.tokens
+            bodies.append(body)
+        usage = self._usage(completion_tokens, cached_tokens)
+        answer = {**self._head, "object": self.whole_kind, "choices": bodies, "usage": usage}
+        if self.prepared.return_token_ids:
+            answer["prompt_token_ids"] = self.prepared.prompts[0]
+        return answer
+
+    def _logprobs(
+        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
+    ) -> Json:
+        content = [
+            {
+                **self._token(shown.text, shown.own_bytes, shown.logprob),
+                "top_logprobs": [self._token(*candidate) for candidate in shown.top],
+            }
+            for shown in self._shown(choice, tokens, logprobs, finish)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, text: str, own_bytes: bytes, logprob: float) -> Json:
+        return {"token": text, "logprob": logprob, "bytes": list(own_bytes)}

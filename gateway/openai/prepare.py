@@ -1,0 +1,257 @@
+"""A validated request → prompts in token ids and sampling parameters. Runs on a worker thread: tokenizing takes time.
+
+Lengths are checked before anything is tokenized, as far as they are certain then, and for good afterwards.
+"""
+
+import secrets
+from dataclasses import dataclass
+
+from gateway.http.errors import bad_value, model_not_found, too_long
+from gateway.openai.request_types import (
+    CHOICES_MAX,
+    PROMPTS_MAX,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    stop_strings,
+)
+from gateway.text.tokenizer import ModelTokenizer, TemplateError
+from proto import limits
+from proto.sampling import Sampling
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for completions."""
+SEED_MAX = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is needed to submit a request and to write its answer."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    echoes: tuple[str, ...]
+    """Each prompt's text where the answer starts with it, else empty."""
+    sampling: Sampling
+    """`max_tokens` is that of each choice of each prompt."""
+    choices: int
+    stops: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    """Every chunk has it."""
+    return_token_ids: bool
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What of the settings matters here."""
+
+    model_id: str
+    default_max_tokens: int
+    """Of a chat answer; 0: as many as the context leaves."""
+
+
+def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+    """Raises `ApiError`."""
+    _check_common(request, tokenizer, rules)
+    n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
+        code = "unsupported_parameter" if request.best_of > n else "invalid_value"
+        raise bad_value("best_of", "'best_of' other than 'n' is not supported.", code)
+    if request.echo and request.logprobs is not None:
+        message = "'echo' with 'logprobs' is not supported: log probabilities of prompt tokens are not computed."
+        raise bad_value("echo", message, "unsupported_parameter")
+    prompts = _prompts(request.prompt, tokenizer)
+    if len(prompts) * n > CHOICES_MAX:
+        raise bad_value("n", f"At most {CHOICES_MAX} choices over all prompts are allowed.")
+    echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+    ids = [tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
+    logprobs = -1 if request.logprobs is None else request.logprobs
+    return _finish(
+        request,
+        tokenizer,
+        ids,
+        echoes if request.echo else [""] * len(ids),
+        asked=request.max_tokens,
+        default=COMPLETION_MAX_TOKENS,
+        logprobs=logprobs,
+        param="prompt",
+    )
+
+
+def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+    """Raises `ApiError`."""
+    _check_common(request, tokenizer, rules)
+    asked = request.max_completion_tokens or request.max_tokens
+    if request.max_tokens is not None and request.max_tokens != asked:
+        raise bad_value("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; send one of them.")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad_value("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
+    if not tokenizer.has_chat_template:
+        raise bad_value("messages", f"The model {rules.model_id!r} has no chat template: use /v1/completions.")
+    messages = [
+        {
+            "role": "system" if message.role == "developer" else message.role,  # templates know the older name
+            "content": message.text(),
+            **({"name": message.name} if message.name else {}),
+        }
+        for message in request.messages
+    ]
+    _refuse_if_surely_too_long(sum(len(message["content"].encode()) for message in messages), tokenizer, "messages")
+    try:
+        text = tokenizer.apply_template(messages)
+    except TemplateError as error:
+        raise bad_value("messages", f"{error}.") from None
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    logprobs = (request.top_logprobs or 0) if request.logprobs else -1
+    return _finish(
+        request,
+        tokenizer,
+        [ids],
+        [""],
+        asked=asked,
+        default=rules.default_max_tokens,
+        logprobs=logprobs,
+        param="messages",
+    )
+
+
+def _check_common(request: GenerationRequest, tokenizer: ModelTokenizer, rules: Rules) -> None:
+    if request.model != rules.model_id:
+        raise model_not_found(request.model)
+    if request.stream_options is not None and not request.stream:
+        raise bad_value("stream_options", "'stream_options' is allowed only with 'stream' true.")
+    _logit_bias(request, tokenizer)
+    _stop_ids(request, tokenizer)
+
+
+def _prompts(prompt: object, tokenizer: ModelTokenizer) -> list[str | list[int]]:
+    """The four forms of `prompt` as one list, each prompt not empty and not longer than any context for certain."""
+    items: list[object]
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
+        items = [prompt]
+    elif isinstance(prompt, list):
+        items = prompt
+    else:
+        raise bad_value("prompt", "'prompt' must be a string, a list of token ids, or a list of those.", "invalid_type")
+    if not 1 <= len(items) <= PROMPTS_MAX:
+        raise bad_value("prompt", f"'prompt' must hold 1 to {PROMPTS_MAX} prompts.")
+    checked: list[str | list[int]] = []
+    for item in items:
+        if isinstance(item, str):
+            _refuse_if_surely_too_long(len(item.encode()), tokenizer, "prompt")
+            checked.append(item)
+        elif isinstance(item, list) and item and _is_ids(item):
+            if len(item) >= tokenizer.facts.context_tokens:
+                raise _over_context(len(item), 1, tokenizer, "prompt")
+            if min(item) < 0 or max(item) >= tokenizer.facts.vocab_size:
+                raise bad_value(
+                    "prompt", f"A token id is out of range: ids go from 0 to {tokenizer.facts.vocab_size - 1}."
+                )
+            checked.append(item)
+        else:
+            message = "Each prompt must be a string or a list of token ids, and not empty."
+            raise bad_value("prompt", message, "invalid_type")
+    if len({type(item) for item in checked}) > 1:
+        raise bad_value("prompt", "'prompt' must not mix strings and token ids.", "invalid_type")
+    return checked
+
+
+def _is_ids(value: list[object]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def _refuse_if_surely_too_long(text_bytes: int, tokenizer: ModelTokenizer, param: str) -> None:
+    if tokenizer.surely_too_long(text_bytes, tokenizer.facts.context_tokens):
+        context = tokenizer.facts.context_tokens
+        message = f"The model's context is {context} tokens; {text_bytes} bytes of text cannot fit."
+        raise too_long(message, param)
+
+
+def _logit_bias(request: GenerationRequest, tokenizer: ModelTokenizer) -> tuple[tuple[int, float], ...]:
+    biases = request.logit_bias or {}
+    if len(biases) > limits.MAX_LOGIT_BIAS:
+        raise bad_value("logit_bias", f"'logit_bias' may name at most {limits.MAX_LOGIT_BIAS} tokens.")
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) <= 9 and int(key) < tokenizer.facts.vocab_size):
+            raise bad_value("logit_bias", f"'logit_bias' has a key that is not a token id of the model: {key[:40]!r}.")
+    return tuple(sorted({int(key): bias for key, bias in biases.items()}.items()))
+
+
+def _stop_ids(request: GenerationRequest, tokenizer: ModelTokenizer) -> tuple[int, ...]:
+    ids = set(request.stop_token_ids or ())
+    if ids and max(ids) >= tokenizer.facts.vocab_size:
+        message = f"A token id is out of range: ids go from 0 to {tokenizer.facts.vocab_size - 1}."
+        raise bad_value("stop_token_ids", message)
+    if not request.ignore_eos:
+        ids |= tokenizer.facts.eos_ids
+    if len(ids) > limits.MAX_STOP_TOKEN_IDS:
+        message = f"At most {limits.MAX_STOP_TOKEN_IDS} ids, the model's own end-of-text ids included, are allowed."
+        raise bad_value("stop_token_ids", message)
+    return tuple(sorted(ids))
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _finish(
+    request: GenerationRequest,
+    tokenizer: ModelTokenizer,
+    prompts: list[list[int]],
+    echoes: list[str],
+    *,
+    asked: int | None,
+    default: int,
+    logprobs: int,
+    param: str,
+) -> Prepared:
+    """Check lengths and put all together. `asked` and `default` are of `max_tokens`; 0: as many as the context leaves."""
+    if not all(prompts):
+        raise bad_value(param, f"'{param}' has no tokens.")
+    if max(map(max, prompts)) >= tokenizer.facts.vocab_size:
+        # Ids that were sent have been checked: some tokenizers have special tokens more than their model.
+        raise bad_value(param, f"'{param}' has a special token that the tokenizer knows and the model does not.")
+    longest = max(len(prompt) for prompt in prompts)
+    left = tokenizer.facts.context_tokens - longest
+    max_tokens = min(default or left, left) if asked is None else asked
+    if max_tokens > left or max_tokens < 1:
+        raise _over_context(longest, max(max_tokens, 1), tokenizer, param)
+    defaults = tokenizer.facts.sampling
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        seed=secrets.randbelow(SEED_MAX) if request.seed is None else request.seed & SEED_MAX,
+        temperature=_or(request.temperature, defaults.temperature),
+        top_k=max(defaults.top_k if request.top_k is None else request.top_k, 0),
+        top_p=_or(request.top_p, defaults.top_p),
+        min_p=_or(request.min_p, defaults.min_p),
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(request, tokenizer),
+        logprobs=logprobs,
+        stop_token_ids=_stop_ids(request, tokenizer),
+    )
+    return Prepared(
+        prompts=tuple(tuple(prompt) for prompt in prompts),
+        echoes=tuple(echoes),
+        sampling=sampling,
+        choices=request.n or 1,
+        stops=tuple(stop_strings(request.stop)),
+        stream=bool(request.stream),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        continuous_usage=bool(
+            request.stream_options
+            and request.stream_options.include_usage
+            and request.stream_options.continuous_usage_stats
+        ),
+        return_token_ids=bool(request.return_token_ids),
+    )
+
+
+def _over_context(prompt_tokens: int, max_tokens: int, tokenizer: ModelTokenizer, param: str) -> Exception:
+    message = (
+        f"The model's context is {tokenizer.facts.context_tokens} tokens; the prompt has {prompt_tokens} and"
+        f" {max_tokens} more are asked for."
+    )
+    return too_long(message, param)

@@ -1,0 +1,223 @@
+"""What a client may send, field by field, with strict types and ranges; `validate` turns what is wrong into one error.
+
+Ranges are OpenAI's, and vLLM's where OpenAI has no such parameter. A parameter that is not served is refused by name, never
+ignored: a client that asks for something should not believe that it got it.
+"""
+
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from gateway.http.errors import ApiError, bad_value
+from proto import limits
+
+_NOTHING: Final[tuple[Any, ...]] = (None, [], {})
+NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
+    "tools": _NOTHING,
+    "tool_choice": (None, "none", "auto"),
+    "functions": _NOTHING,
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "reasoning_effort": (None, "none"),
+    "verbosity": (None,),
+    "store": (None, False),
+    "metadata": _NOTHING,  # labels of stored answers
+    "moderation": (None,),
+    "parallel_tool_calls": (None, True, False),  # without tools there are no calls
+    "prompt_cache_options": _NOTHING,
+    "prompt_cache_retention": (None, "in_memory"),
+    "suffix": (None, ""),
+    "min_tokens": (None, 0),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1.0),
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": _NOTHING,
+    "continue_final_message": (None, False),
+    "add_generation_prompt": (None, True),
+    "skip_special_tokens": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "bad_words": _NOTHING,
+}
+"""Known but not supported: accepted only with a value that asks for nothing."""
+
+_OF_THE_MODEL: Final = (
+    "Left out or null: the value of the model's generation_config.json if it has one, else OpenAI's default."
+)
+
+PROMPTS_MAX: Final = 64
+CHOICES_MAX: Final = 256
+"""Over all prompts of one request."""
+MESSAGES_MAX: Final = 4096
+IDENTIFIER_CHARS_MAX: Final = 512
+STOPS_MAX: Final = 4
+STOP_CHARS_MAX: Final = 256
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Model):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: every chunk says how many tokens there are so far. Without effect unless `include_usage` is on."""
+    include_obfuscation: Literal[False] | None = None
+    """No padding is added."""
+
+
+class GenerationRequest(_Model):
+    """What both endpoints share. None is the default."""
+
+    model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)] | None = None
+    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
+    stop: Any = None
+    """A string or up to four; checked by `stop_strings`, which names the fault better than a union can."""
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = (
+        None
+    )
+    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=2.0, description=_OF_THE_MODEL)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, description=_OF_THE_MODEL)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=limits.MAX_VOCAB, description=_OF_THE_MODEL)] | None = None
+    """0 and -1 are off."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0, description=_OF_THE_MODEL)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0, description=_OF_THE_MODEL)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+    ignore_eos: bool | None = None
+    priority: Any = None
+    """Name of a band; checked by `gateway.tenancy`, which knows them."""
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
+    """By when the first token is wanted, from now."""
+    return_token_ids: bool | None = None
+    user: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    """The client's own user; it is in the access log, for operators to find abuse."""
+    safety_identifier: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    """OpenAI's new name for `user`."""
+    prompt_cache_key: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    """A hint about prompts that begin alike. Nothing depends on it: the prefix cache finds them by their tokens."""
+
+    @property
+    def end_user(self) -> str:
+        """For the log: bounded and printable."""
+        name = self.safety_identifier or self.user or ""
+        return "".join(char if char.isprintable() else "?" for char in name[:128])
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Any = Field(...)
+    """A string, token ids, or a list of either; checked by `gateway.openai.prepare`."""
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+
+
+class TextPart(_Model):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Model):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: Annotated[str, Field(max_length=256)] | None = None
+    # What this server's own answers carry, so that a client can send them back as they came.
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
+
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def validate(cls: type[R], content: Any) -> R:
+    """A parsed JSON body → a request. Raises `ApiError` (400) naming the parameter at fault."""
+    if not isinstance(content, dict):
+        raise bad_value(None, "The body must be a JSON object.", "invalid_type")
+    fields: dict[str, Any] = {}
+    for key, value in content.items():
+        if key in cls.model_fields:
+            fields[key] = value
+        elif key in NEUTRAL_ONLY:
+            if not any(_is(value, neutral) for neutral in NEUTRAL_ONLY[key]):
+                allowed = " or ".join(msgspec.json.encode(neutral).decode() for neutral in NEUTRAL_ONLY[key])
+                message = f"'{key}' is not supported here: leave it out, or send {allowed}."
+                raise bad_value(key, message, "unsupported_parameter")
+        else:
+            shown = key[:100]
+            raise bad_value(shown, f"Unknown parameter: '{shown}'.", "unknown_parameter")
+    try:
+        return cls.model_validate(fields)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False, include_context=True, include_input=False)) from None
+
+
+def _is(value: Any, neutral: Any) -> bool:
+    """1 is 1.0, since JavaScript writes it so; false is no 0."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _explain(found: list[ErrorDetails]) -> ApiError:
+    """The first fault. Of a message's content, the union's other branch is beside the point where a list was sent."""
+    first = next((details for details in found if "str" not in details["loc"]), found[0])
+    loc = [part for part in first["loc"] if part not in ("str", "list[TextPart]")]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")[:200]
+    match first["type"]:
+        case "missing":
+            return bad_value(param, f"Missing required parameter: '{param}'.", "missing_required_parameter")
+        case "extra_forbidden":
+            return bad_value(param, f"Unknown parameter: '{param}'.", "unknown_parameter")
+        case kind if kind.endswith(("_type", "_parsing")):
+            code = "invalid_type"
+        case "literal_error" | "none_required":
+            code = "unsupported_value"
+        case _:
+            code = "invalid_value"
+    fault = first["msg"][:300]
+    if loc and loc[-1] == "content":
+        fault = "it must be a string or a list of text parts"
+    return bad_value(param, f"Invalid value for '{param}': {fault}.", code)
+
+
+def stop_strings(value: Any) -> list[str]:
+    """`stop` as a list. Raises `ApiError`."""
+    if value is None:
+        return []
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise bad_value("stop", "Invalid value for 'stop': it must be a string or a list of strings.", "invalid_type")
+    if len(stops) > STOPS_MAX:
+        raise bad_value("stop", f"Invalid value for 'stop': at most {STOPS_MAX} strings are allowed.")
+    if not all(1 <= len(stop) <= STOP_CHARS_MAX for stop in stops):
+        raise bad_value("stop", f"Invalid value for 'stop': each string must have 1 to {STOP_CHARS_MAX} characters.")
+    return stops

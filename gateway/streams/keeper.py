@@ -1,0 +1,391 @@
+"""The keeper of streams: from a prompt to its last token, through whatever happens to the processes in between. Pure.
+
+Rules:
+- A token is delivered once, in order, whichever worker or attempt it came from. What was already delivered is dropped;
+  what would leave a gap breaks the attempt, which is cancelled and resumed from what we have.
+- An attempt that ends without an end is resumed with the prompt and the tokens already delivered, after a short delay
+  and a bounded number of times. Several choices that have begun are resumed one by one, since their texts differ.
+- Without a link to the coordinator, streams that run go on, and new ones wait a bounded time in bounded number.
+- Every stream ends exactly once: `Ended`, unless the client itself went away.
+"""
+
+from heapq import heapify, heappop, heappush
+
+from gateway.streams.final_messages import LastWords
+from gateway.streams.state import Choice, Phase, Stream, Submission
+from gateway.streams.types import (
+    Action,
+    Admitted,
+    Came,
+    ClientGone,
+    Deliver,
+    Drain,
+    Ended,
+    Event,
+    FailKind,
+    Failure,
+    Finish,
+    LinkDown,
+    LinkUp,
+    Noticed,
+    Open,
+    SendCancel,
+    SendSubmit,
+    Shutdown,
+    StreamLimits,
+    StreamSpec,
+    Tick,
+    Why,
+    WorkerDown,
+)
+from proto.errors import CancelReason, Interrupt
+from proto.messages import Accepted, Interrupted, RateState, Rejected, TokenItem
+
+
+class StreamKeeper:
+    def __init__(self, limits: StreamLimits | None = None) -> None:
+        self.limits = limits or StreamLimits()
+        self.streams: dict[str, Stream] = {}
+        self.submissions: dict[str, Submission] = {}
+        self.link_up = False
+        self._coordinator_epoch = 0
+        self._settled_at = 0.0
+        self._draining = False
+        self._words = LastWords(self.limits.last_words_max)
+        self._now = 0.0
+        self._heap: list[tuple[float, str]] = []
+        self._out: list[Action] = []
+
+    # --- the interface ----------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        self._out, self._now = [], now
+        match event:
+            case Came(items, decoder):
+                for item in items:
+                    self._item(item, decoder, now)
+            case Open(spec):
+                self._open(spec, now)
+            case Accepted():
+                self._accepted(event)
+            case Rejected():
+                self._rejected(event, now)
+            case Interrupted():
+                self._interrupted(event, now)
+            case ClientGone(stream_id):
+                stream = self.streams.get(stream_id)
+                if stream is not None:
+                    self._forget(stream, CancelReason.DISCONNECTED)
+            case LinkUp(epoch):
+                self._link_is_up(epoch, now)
+            case LinkDown():
+                self._link_is_down(now)
+            case WorkerDown(epoch):
+                self._worker_is_down(epoch, now)
+            case Drain():
+                self._draining = True
+            case Shutdown():
+                for stream in list(self.streams.values()):
+                    self._fail(stream, Failure(FailKind.SHUTTING_DOWN, "this gateway is shutting down"))
+            case Tick():
+                self._tick(now)
+        return self._out
+
+    def next_deadline(self) -> float | None:
+        while self._heap:
+            at, stream_id = self._heap[0]
+            stream = self.streams.get(stream_id)
+            if stream is not None and stream.scheduled_at == at:
+                return at
+            heappop(self._heap)
+        return None
+
+    # --- opening ----------------------------------------------------------------------------------------------------
+
+    def _open(self, spec: StreamSpec, now: float) -> None:
+        assert spec.stream_id not in self.streams and spec.prompt and spec.choices >= 1
+        refusal = None
+        if self._draining:
+            refusal = Failure(FailKind.SHUTTING_DOWN, "this gateway is shutting down")
+        elif len(self.streams) >= self.limits.streams_max:
+            refusal = Failure(FailKind.OVERLOADED, f"{self.limits.streams_max} requests are being served already")
+        if refusal is not None:
+            self._out.append(Ended(spec.stream_id, refusal))
+            return
+        stream = Stream(spec, now, now, [Choice(index, spec.make_text()) for index in range(spec.choices)])
+        self.streams[stream.id] = stream
+        self._add(Submission(stream, stream.id, list(stream.choices), not_before=now), now)
+
+    def _add(self, submission: Submission, now: float) -> None:
+        submission.stream.submissions.append(submission)
+        self.submissions[submission.request_id] = submission
+        if submission.is_new:
+            # Where the coordinator has just started, its workers may still be on their way back to it.
+            until = self._settled_at if self.link_up else now + self.limits.link_wait_s
+            submission.wait_until = until if until > now else None
+        self._send_if_due(submission, now)
+        self._schedule(submission.stream)
+
+    def _send_if_due(self, submission: Submission, now: float) -> None:
+        if submission.phase is not Phase.PENDING or not self.link_up or now < submission.not_before:
+            return
+        if submission.resuming and len(submission.choices) > 1 and submission.has_begun:
+            self._split(submission, now)
+            return
+        if submission.resuming:
+            submission.attempt += 1
+            submission.resuming = False
+            self._out.append(Noticed(Why.RESUMED, submission.request_id))
+        submission.sent_to(self._coordinator_epoch, now)
+        self._words.take_back(submission.request_id)
+        self._out.append(SendSubmit(*submission.to_submit(now)))
+
+    # --- answers of the coordinator ---------------------------------------------------------------------------------
+
+    def _current(self, request_id: str, attempt: int) -> Submission | None:
+        """The submission that an answer is about, unless the answer is late."""
+        submission = self.submissions.get(request_id)
+        if submission is None or submission.attempt != attempt or submission.phase is Phase.PENDING:
+            return None
+        return submission
+
+    def _accepted(self, event: Accepted) -> None:
+        if (submission := self._current(event.request_id, event.attempt)) is not None:
+            self._runs(submission, event.rates)
+
+    def _runs(self, submission: Submission, rates: RateState | None = None) -> None:
+        if not submission.resuming:
+            submission.phase = Phase.RUNNING
+        if not submission.stream.admitted:
+            submission.stream.admitted = True
+            self._out.append(Admitted(submission.stream.id, rates))
+
+    def _rejected(self, event: Rejected, now: float) -> None:
+        submission = self._current(event.request_id, event.attempt)
+        if submission is None:
+            return
+        until = submission.wait_until if submission.is_new else submission.interrupted_at + self.limits.resume_wait_s
+        if event.reason in submission.passing and until is not None and now < until:
+            # An attempt that had been accepted, and was shed since, is spent.
+            submission.resuming |= submission.phase is Phase.RUNNING
+            submission.phase = Phase.PENDING
+            submission.not_before = now + submission.retry_s(event.retry_after_s, settling=now < self._settled_at)
+            self._schedule(submission.stream)
+            return
+        if submission.is_new:
+            self._drop(submission)  # else it is cancelled: of an earlier attempt a row may be open
+        self._fail(submission.stream, Failure(FailKind.REJECTED, event.message, event))
+
+    def _interrupted(self, event: Interrupted, now: float) -> None:
+        submission = self._current(event.request_id, event.attempt)
+        if submission is None:
+            self._out += map(SendCancel, self._words.about(event.request_id))  # it does not come back
+        else:
+            self._runs(submission)  # what is interrupted had been accepted
+            drained = event.reason is Interrupt.DRAINED and submission.drained < self.limits.drained_max
+            self._resume(submission, f"{event.reason}: {event.message}", now, drained=drained)
+
+    def _resume(self, submission: Submission, why: str, now: float, *, drained: bool = False) -> None:
+        """Submit what is not finished again, with the tokens that were delivered: a little later, or at once where nothing has
+        failed, which does not count as a try."""
+        submission.drained += drained
+        if not drained and submission.tries >= self.limits.attempts_max:
+            message = f"interrupted {submission.tries} times, at last by {why}"
+            self._fail(submission.stream, Failure(FailKind.INTERRUPTED, message))
+            return
+        submission.phase = Phase.PENDING
+        submission.resuming = True
+        submission.interrupted_at = now
+        submission.not_before = now if drained else now + submission.backoff_s(self.limits)
+        submission.stall_at = None
+        if drained:
+            self._send_if_due(submission, now)
+        self._schedule(submission.stream)
+
+    def _split(self, submission: Submission, now: float) -> None:
+        """Resume each choice that is not finished by itself; the coordinator need not wait for the whole any more."""
+        self._cancel(submission, CancelReason.ABANDONED)
+        self._drop(submission)
+        for choice in submission.choices:
+            if not choice.done:
+                part = Submission(submission.stream, f"{submission.stream.id}.c{choice.index}", [choice])
+                part.attempt, part.sent, part.resuming = submission.attempt, True, True
+                part.drained = submission.drained
+                part.not_before, part.interrupted_at = now, submission.interrupted_at
+                self._add(part, now)
+
+    # --- tokens -------------------------------------------------------------------------------------------------------
+
+    def _item(self, item: TokenItem, decoder: int, now: float) -> None:
+        submission = self.submissions.get(item.request_id)
+        first = submission.choices[0].index if submission is not None else 0
+        if (
+            submission is None
+            or submission.attempt != item.attempt
+            or not submission.sent
+            or not 0 <= item.choice - first < len(submission.choices)
+        ):
+            self._out.append(Noticed(Why.STALE_TOKENS, item.request_id))
+            return
+        choice = submission.choices[item.choice - first]
+        have, end = len(choice.tokens), item.index + len(item.tokens)
+        if choice.done or end < have or (end == have and item.finish is None):
+            self._out.append(Noticed(Why.DUPLICATE_TOKENS, item.request_id))
+            return
+        wants_logprobs = submission.stream.spec.sampling.logprobs >= 0
+        if item.index > have or (wants_logprobs and len(item.logprobs) != len(item.tokens)):
+            self._broken(submission, f"token {have} of choice {choice.index} expected, {item.index} came", now)
+            return
+        submission.stream.progress_at = now
+        if submission.heard(decoder, now):
+            self._schedule(submission.stream)
+        self._runs(submission)
+        self._take(submission, choice, item, have - item.index)
+
+    def _broken(self, submission: Submission, why: str, now: float) -> None:
+        if submission.phase is Phase.PENDING:
+            return  # it is being resumed already
+        self._out.append(Noticed(Why.BROKEN_STREAM, submission.request_id, why))
+        self._cancel(submission, CancelReason.ABANDONED)
+        self._resume(submission, f"a broken stream: {why}", now)
+
+    def _take(self, submission: Submission, choice: Choice, item: TokenItem, skip: int) -> None:
+        """Turn an item's tokens from number `skip` on into text, and end the choice where they say so."""
+        stream = submission.stream
+        fresh, logprobs = item.tokens[skip:], item.logprobs[skip:]
+        room = stream.spec.sampling.max_tokens - len(choice.tokens)
+        finish = None if item.finish is None else Finish(item.finish.value)
+        if len(fresh) > room or (finish is None and len(fresh) == room):
+            fresh, finish = fresh[:room], Finish.LENGTH
+        text, used, finish = choice.read(fresh, finish)
+        cached = choice.found_cached(item)
+        choice.tokens.extend(fresh[:used])
+        self._out.append(Deliver(stream.id, choice.index, text, fresh[:used], logprobs[:used], finish, cached))
+        if finish is not None:
+            choice.done = True
+            submission.ended_early |= item.finish is None or submission.phase is Phase.PENDING
+            self._settle(submission)
+
+    def _settle(self, submission: Submission) -> None:
+        """Close what has nothing left to do."""
+        if not all(choice.done for choice in submission.choices):
+            return
+        self._cancel(submission, CancelReason.STOP_STRING if submission.ended_early else CancelReason.ANSWERED)
+        self._drop(submission)
+        stream = submission.stream
+        if all(choice.done for choice in stream.choices):
+            del self.streams[stream.id]
+            self._out.append(Ended(stream.id))
+
+    # --- the link -----------------------------------------------------------------------------------------------------
+
+    def _link_is_up(self, epoch: int, now: float) -> None:
+        same = epoch == self._coordinator_epoch
+        self.link_up, self._coordinator_epoch = True, epoch
+        if not same:
+            self._settled_at = now + self.limits.settle_s
+        self._out += map(SendCancel, self._words.again(now))
+        for submission in list(self.submissions.values()):
+            if self.submissions.get(submission.request_id) is not submission:
+                continue  # its stream failed with an earlier one's
+            if submission.phase is Phase.PENDING:
+                self._send_if_due(submission, now)
+            elif same or not submission.got_tokens:
+                # The same coordinator cancelled all we had when it lost us; a new one never heard of what was queued.
+                self._cancel(submission, CancelReason.ABANDONED)
+                self._resume(submission, "the loss of the coordinator's link", now)
+            else:
+                self._doubt(submission, now)
+            self._schedule(submission.stream)
+
+    def _link_is_down(self, now: float) -> None:
+        self.link_up = False
+        self._words.lost(now)
+        for submission in self.submissions.values():
+            if submission.phase is Phase.SENT:
+                # Whether it arrived is not known: the next is a new attempt, which cannot be taken for the old one.
+                self._cancel(submission, CancelReason.ABANDONED)
+                submission.phase, submission.resuming = Phase.PENDING, True
+                submission.not_before = submission.interrupted_at = now
+                submission.wait_until = None
+            if submission.phase is Phase.PENDING and submission.wait_until is None:
+                submission.wait_until = now + self.limits.link_wait_s
+            self._schedule(submission.stream)
+
+    def _worker_is_down(self, epoch: int, now: float) -> None:
+        """Tokens may have died with the connection, all of them perhaps; a stream that lives on shows it with its next one."""
+        for submission in self.submissions.values():
+            if submission.phase is Phase.RUNNING:
+                submission.cut(epoch, now)
+                self._doubt(submission, now)
+                self._schedule(submission.stream)
+
+    def _doubt(self, submission: Submission, now: float) -> None:
+        known = self.link_up and submission.coordinator == self._coordinator_epoch
+        submission.doubt(now, self.limits, known=known)
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _schedule(self, stream: Stream) -> None:
+        """Have `_tick` look at the stream at its deadline, or earlier: deadlines that move back are found out then."""
+        if stream.id not in self.streams:
+            return
+        at = stream.deadline(self.limits, self.link_up, self._coordinator_epoch)
+        if stream.scheduled_at is None or at < stream.scheduled_at:
+            stream.scheduled_at = at
+            if len(self._heap) > 4 * len(self.streams) + 64:
+                self._heap = [(s.scheduled_at, s.id) for s in self.streams.values() if s.scheduled_at is not None]
+                heapify(self._heap)
+            else:
+                heappush(self._heap, (at, stream.id))
+
+    def _tick(self, now: float) -> None:
+        while (at := self.next_deadline()) is not None and at <= now:
+            (stream := self.streams[heappop(self._heap)[1]]).scheduled_at = None
+            self._look(stream, now)
+            self._schedule(stream)
+
+    def _look(self, stream: Stream, now: float) -> None:
+        if now >= stream.progress_at + self.limits.idle_s:
+            self._fail(stream, Failure(FailKind.IDLE, f"no token for {self.limits.idle_s:g} s"))
+            return
+        for submission in list(stream.submissions):
+            pending = submission.phase is Phase.PENDING
+            if pending and self.link_up:
+                self._send_if_due(submission, now)
+            elif pending and submission.waits_in_vain(now):
+                self._fail(stream, Failure(FailKind.UNREACHABLE, "the coordinator cannot be reached"))
+                return
+            elif not pending and self.link_up and now >= submission.silent_at(self.limits, self._coordinator_epoch):
+                if submission.may_live(now):
+                    # Said once more, its Submit is answered with what it is.
+                    submission.asked(now, self.limits)
+                    self._out.append(SendSubmit(*submission.to_submit(now)))
+                else:
+                    self._broken(submission, "silent since a connection was lost", now)
+                if stream.id not in self.streams:
+                    return
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def _cancel(self, submission: Submission, reason: CancelReason) -> None:
+        if not submission.sent:
+            return
+        word = submission.last_word(reason)
+        self._words.add(word, self._now)
+        if self.link_up and reason is not CancelReason.ANSWERED:
+            self._out.append(SendCancel(word))
+
+    def _drop(self, submission: Submission) -> None:
+        del self.submissions[submission.request_id]
+        submission.stream.submissions.remove(submission)
+
+    def _forget(self, stream: Stream, reason: CancelReason) -> None:
+        for submission in list(stream.submissions):
+            self._cancel(submission, reason)
+            self._drop(submission)
+        del self.streams[stream.id]
+
+    def _fail(self, stream: Stream, failure: Failure) -> None:
+        self._forget(stream, CancelReason.ABANDONED)
+        self._out.append(Ended(stream.id, failure))

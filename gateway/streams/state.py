@@ -1,0 +1,238 @@
+"""What the keeper remembers of a live answer. Pure data."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from math import inf
+from zlib import crc32
+
+from gateway.streams.types import Finish, StreamLimits, StreamSpec, TextSink
+from proto.codec import pack_tokens
+from proto.errors import CancelReason, Reject
+from proto.messages import Cancel, Submit, TokenItem
+
+_RETRY_S = (0.25, 2.0)
+_PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.RETRY_BUDGET)
+_PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED)
+
+
+class Phase(Enum):
+    PENDING = "pending"
+    """To be sent, once its time has come and the link is up."""
+    SENT = "sent"
+    RUNNING = "running"
+    """Accepted, or tokens have come."""
+
+
+@dataclass(eq=False)
+class Choice:
+    index: int
+    sink: TextSink
+    tokens: list[int] = field(default_factory=list)
+    done: bool = False
+
+    def read(self, fresh: tuple[int, ...], finish: Finish | None) -> tuple[str, int, Finish | None]:
+        """Their text, how many of them belong to the answer, and how it ends with them: a stop string may end it earlier."""
+        texts: list[str] = []
+        used, stopped = len(fresh), False
+        for count, token in enumerate(fresh[:-1] if finish is Finish.STOP else fresh, 1):  # a stop token is not text
+            piece = self.sink.push(token)
+            texts.append(piece.text)
+            if piece.stopped:
+                used, stopped = count, True
+                break
+        if finish is not None and not stopped:
+            piece = self.sink.finish()
+            texts.append(piece.text)
+            stopped = piece.stopped
+        return "".join(texts), used, Finish.STOP if stopped else finish
+
+    def found_cached(self, item: TokenItem) -> int:
+        """Prompt tokens that were cached before this request came: a later attempt may find what an earlier one computed."""
+        return item.cached_tokens if item.attempt == 1 and not self.tokens else 0
+
+
+@dataclass(eq=False)
+class Submission:
+    """What the coordinator knows by one request id: all choices of a stream, or one that is resumed by itself."""
+
+    stream: "Stream"
+    request_id: str
+    choices: list[Choice]
+    attempt: int = 1
+    drained: int = 0
+    """Attempts that a worker's draining cut short: they are no tries."""
+    phase: Phase = Phase.PENDING
+    sent: bool = False
+    resuming: bool = False
+    """The next send is a new attempt. Until then late tokens of the old one are still good."""
+    not_before: float = 0.0
+    wait_until: float | None = None
+    """A new request that met a closed link, or a coordinator just started, waits until then."""
+    interrupted_at: float = 0.0
+    got_tokens: bool = False
+    """In this attempt."""
+    coordinator: int = 0
+    """Epoch of the one that this attempt was submitted to."""
+    decoder: int = 0
+    """Epoch of the decode worker that its tokens come from; 0: none has come from one yet."""
+    cut_at: float | None = None
+    """When that worker's connection ended, or any while it is not known whose they would be; None once more have come."""
+    stall_at: float | None = None
+    ask_at: float | None = None
+    """In doubt, but the coordinator may know more: when it is asked."""
+    heard_at: float = 0.0
+    """When this attempt was sent, last brought tokens, or was last asked after."""
+    ended_early: bool = False
+    """Some choice ended here while its worker, or the coordinator, believes that it goes on."""
+
+    @property
+    def is_new(self) -> bool:
+        """Nothing was promised to the client yet: its wait is bounded, and a rejection may be its end."""
+        return not self.stream.admitted
+
+    @property
+    def passing(self) -> tuple[Reject, ...]:
+        """Rejections that a moment's wait may cure. The gateway has checked the model's name: unknown means no worker was up
+        yet."""
+        return _PASSING if self.is_new else _PASSING_RESUME
+
+    @property
+    def tries(self) -> int:
+        return self.attempt - self.drained
+
+    @property
+    def has_begun(self) -> bool:
+        return any(choice.tokens for choice in self.choices)
+
+    def waits_in_vain(self, now: float) -> bool:
+        return self.is_new and self.wait_until is not None and now >= self.wait_until
+
+    def to_submit(self, now: float) -> tuple[Submit, bytes]:
+        """The message for the current attempt: prompt and tokens already sent, which are only said of one choice: where several
+        have begun, it asks after an attempt that the coordinator knows."""
+        spec = self.stream.spec
+        sent = self.choices[0].tokens if len(self.choices) == 1 else []
+        packed = pack_tokens((*spec.prompt, *sent))
+        names = spec.names.extended(packed) if spec.names is not None and sent else spec.names
+        submit = Submit(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            model=spec.model,
+            prompt_tokens=len(spec.prompt) + len(sent),
+            sampling=spec.sampling,
+            choices=len(self.choices),
+            first_choice=self.choices[0].index,
+            resumed_tokens=len(sent),
+            tenant=spec.tenant,
+            band=spec.band,
+            deadline_ms=self._deadline_ms(now),
+            block_hashes=names.hashes if names is not None else b"",
+            hash_block_size=names.block_size if names is not None else 0,
+            drained_attempts=self.drained,
+        )
+        return submit, packed
+
+    def last_word(self, reason: CancelReason) -> Cancel:
+        output_tokens = sum(len(choice.tokens) for choice in self.choices)
+        return Cancel(self.request_id, self.attempt, reason, output_tokens)
+
+    def _deadline_ms(self, now: float) -> float:
+        """What is left of the stream's own; one whose first token is out has met it."""
+        spec = self.stream.spec
+        if not spec.deadline_ms or any(choice.tokens for choice in self.stream.choices):
+            return 0.0
+        return max(1.0, spec.deadline_ms - 1000.0 * (now - self.stream.opened_at))
+
+    def backoff_s(self, limits: StreamLimits) -> float:
+        """Before the next attempt: twice as long after each."""
+        delay_s: float = min(limits.resume_delay_s * 2 ** (self.tries - 1), limits.resume_delay_s_max)
+        return delay_s * self.jitter()
+
+    def retry_s(self, retry_after_s: float, *, settling: bool) -> float:
+        """Before a rejection that passes is tried again. `settling`: a coordinator has just started, and what it misses is
+        about to come back to it."""
+        return (_RETRY_S[0] if settling else min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1])) * self.jitter()
+
+    def doubt(self, now: float, limits: StreamLimits, *, known: bool) -> None:
+        """It may have been lost; `known`: the coordinator that has it is there. That one tells of a lost worker, but the end of
+        the stream may have gone out on a connection that nobody read any more: then it is asked. A later loss does not put off
+        when it is taken for lost: one that has been silent since the first would wait for as long as any come."""
+        until, self.ask_at = now + limits.stall_s, None
+        if self.cut_at is not None and not known:
+            until = min(until, self.cut_at + limits.gone_s)
+        elif self.cut_at is not None and self.got_tokens:
+            self.ask_at = self.cut_at + limits.gone_s
+        self.stall_at = until if self.stall_at is None else min(self.stall_at, until)
+
+    def cut(self, worker: int, now: float) -> None:
+        """The connection of this worker, by its epoch, has ended."""
+        if self.decoder in (0, worker) and self.cut_at is None:
+            self.cut_at = now
+
+    def silent_at(self, limits: StreamLimits, coordinator: int) -> float:
+        """When it will have been silent for too long: if in doubt, or for a coordinator that knows of it to be asked."""
+        if self.stall_at is not None:
+            return self.stall_at if self.ask_at is None else min(self.stall_at, self.ask_at)
+        patience_s = limits.stall_s if self.got_tokens else limits.idle_s / 4
+        return self.heard_at + patience_s if self.coordinator == coordinator else inf
+
+    def sent_to(self, coordinator: int, now: float) -> None:
+        """The current attempt is on its way there."""
+        self.heard_at = now
+        self.phase, self.sent, self.got_tokens = Phase.SENT, True, False
+        self.coordinator, self.decoder = coordinator, 0
+        self.cut_at = self.stall_at = self.ask_at = None
+
+    def heard(self, decoder: int, now: float) -> bool:
+        """Its tokens have come; whether they are the first of this attempt, which is waited for with less patience now."""
+        first, self.heard_at = not self.got_tokens, now
+        self.got_tokens = True
+        self.decoder = decoder or self.decoder
+        self.cut_at = self.stall_at = self.ask_at = None
+        return first
+
+    def may_live(self, now: float) -> bool:
+        """Whether it is silent without being taken for lost: it may wait for its turn, or be over."""
+        return self.stall_at is None or not self.got_tokens or now < self.stall_at
+
+    def asked(self, now: float, limits: StreamLimits) -> None:
+        """The coordinator is asked after it."""
+        self.heard_at, self.ask_at = now, None
+        if self.stall_at is not None and now >= self.stall_at:
+            self.stall_at = now + limits.stall_s
+
+    def jitter(self) -> float:
+        """0.5 to 1.5, the same for the same attempt: spread without randomness, which a pure core has none of."""
+        return 0.5 + (crc32(f"{self.request_id}/{self.attempt}".encode()) % 1000) / 1000
+
+
+@dataclass(eq=False)
+class Stream:
+    """One prompt's answer, over all its choices and attempts."""
+
+    spec: StreamSpec
+    opened_at: float
+    progress_at: float
+    """When it was opened or last got a token."""
+    choices: list[Choice] = field(default_factory=list)
+    submissions: list[Submission] = field(default_factory=list)
+    admitted: bool = False
+    scheduled_at: float | None = None
+    """Of its entry in the keeper's heap."""
+
+    @property
+    def id(self) -> str:
+        return self.spec.stream_id
+
+    def deadline(self, limits: StreamLimits, link_up: bool, coordinator: int) -> float:
+        """When it must be looked at next, if nothing happens before."""
+        at = self.progress_at + limits.idle_s
+        for submission in self.submissions:
+            if submission.phase is Phase.PENDING:
+                if link_up:
+                    at = min(at, submission.not_before)
+                elif submission.is_new and submission.wait_until is not None:
+                    at = min(at, submission.wait_until)
+            elif link_up:
+                at = min(at, submission.silent_at(limits, coordinator))
+        return at

@@ -1,0 +1,231 @@
+"""What goes into the stream keeper, what comes out, and its options. Times are monotonic seconds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from gateway.text.block_hashes import BlockNames
+from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, TokenItem
+from proto.sampling import Sampling, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class StreamLimits:
+    """Bounds of the keeper. `GatewaySettings` explains to users those that can be set."""
+
+    streams_max: int = 4096
+    """Live answers at once, those included that wait for the coordinator's link; one more is answered with 503."""
+    link_wait_s: float = 10.0
+    settle_s: float = 3.0
+    """After a coordinator's start: new requests that find no worker wait until then, since workers connect again too."""
+    idle_s: float = 120.0
+    attempts_max: int = 5
+    """Attempts at one choice, the first included. Below the coordinator's own bound, so that users meet ours."""
+    drained_max: int = 100
+    """More attempts cut short by the draining of a worker count as tries."""
+    resume_delay_s: float = 0.05
+    """Before the first resume; doubles with each, with jitter, lest a lost worker's streams all come back at once."""
+    resume_delay_s_max: float = 1.0
+    resume_wait_s: float = 30.0
+    """How long a resume that meets a full queue is tried again."""
+    stall_s: float = 5.0
+    """Silence after which a stream that outlived its coordinator, or a worker's connection, is taken for lost, and one against
+    which nothing speaks is asked after."""
+    gone_s: float = 0.5
+    """Silence after the end of the connection that its tokens came by, as long as one that lives takes to connect again. Then
+    the coordinator that knows of it is asked; where that is gone, the stream is taken for lost."""
+    last_words_max: int = 4096
+    """Requests that ended, kept to tell a coordinator that may not have heard of it."""
+
+
+class Piece(Protocol):
+    """What one token added to a text."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def stopped(self) -> bool: ...
+
+
+class TextSink(Protocol):
+    """Turns one choice's tokens into text; `gateway.text.detokenize.Assembler` is the real one."""
+
+    def push(self, token: int) -> Piece: ...
+    def finish(self) -> Piece: ...
+
+
+@dataclass(frozen=True, eq=False)
+class StreamSpec:
+    """One prompt to answer."""
+
+    stream_id: str
+    model: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    choices: int
+    make_text: Callable[[], TextSink]
+    tenant: str = "default"
+    names: BlockNames | None = None
+    """Of the prompt's KV blocks; without them, nothing of it is taken from a prefix cache or kept there."""
+    band: str = ""
+    deadline_ms: float = 0.0
+    """For the first token, from the opening of the stream; 0: none of its own."""
+
+
+# --- events; Accepted, Rejected and Interrupted come as the coordinator sent them -------------------------------------
+
+
+@dataclass(frozen=True)
+class Open:
+    spec: StreamSpec
+
+
+@dataclass(frozen=True)
+class ClientGone:
+    stream_id: str
+
+
+@dataclass(frozen=True)
+class LinkUp:
+    epoch: int
+    """The coordinator's; another than before means that it has started anew and knows none of our requests."""
+
+
+@dataclass(frozen=True)
+class LinkDown:
+    pass
+
+
+@dataclass(frozen=True)
+class Came:
+    """Tokens, from a worker."""
+
+    items: tuple[TokenItem, ...]
+    decoder: int
+    """The decode worker's epoch; 0: they are first tokens, from a prefill worker."""
+
+
+@dataclass(frozen=True)
+class WorkerDown:
+    """A connection on which a worker delivered tokens has ended, or the worker comes back on a new one: what it sent meanwhile
+    on the old one is lost as well."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A deadline has come."""
+
+
+@dataclass(frozen=True)
+class Drain:
+    """This gateway is to stop: no stream begins any more, and those that run go on."""
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """It stops, after a `Drain`: every stream ends now, with an error."""
+
+
+Event = (
+    Open
+    | ClientGone
+    | LinkUp
+    | LinkDown
+    | WorkerDown
+    | Tick
+    | Drain
+    | Shutdown
+    | Accepted
+    | Rejected
+    | Interrupted
+    | Came
+)
+
+# --- actions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SendSubmit:
+    submit: Submit
+    blob: bytes
+
+
+@dataclass(frozen=True)
+class SendCancel:
+    cancel: Cancel
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The stream will be served: the coordinator has said so, or tokens have."""
+
+    stream_id: str
+    rates: RateState | None = None
+    """Of its tenant, where the coordinator's word came first."""
+
+
+class Finish(StrEnum):
+    """Why a choice ended, in the API's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """New tokens of one choice. Their text may come later, while it may be the start of a stop string."""
+
+    stream_id: str
+    choice: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish: Finish | None = None
+    cached_tokens: int = 0
+    """With a choice's first token: prompt tokens that were not computed for it."""
+
+
+class FailKind(StrEnum):
+    REJECTED = "rejected"
+    UNREACHABLE = "coordinator_unreachable"
+    OVERLOADED = "gateway_overloaded"
+    INTERRUPTED = "interrupted"
+    IDLE = "stream_idle_timeout"
+    SHUTTING_DOWN = "shutting_down"
+
+
+@dataclass(frozen=True)
+class Failure:
+    kind: FailKind
+    message: str
+    reject: Rejected | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last action of a stream. `failure` is None where every choice has its finish reason."""
+
+    stream_id: str
+    failure: Failure | None = None
+
+
+class Why(StrEnum):
+    """What the keeper noticed, for metrics."""
+
+    RESUMED = "resumed"
+    DUPLICATE_TOKENS = "duplicate_tokens"
+    STALE_TOKENS = "stale_tokens"
+    BROKEN_STREAM = "broken_stream"
+
+
+@dataclass(frozen=True)
+class Noticed:
+    why: Why
+    stream_id: str = ""
+    detail: str = ""
+
+
+Action = SendSubmit | SendCancel | Admitted | Deliver | Ended | Noticed

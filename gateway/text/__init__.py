@@ -1,0 +1,4 @@
+"""Text to tokens and back: tokenizer, chat template, detokenizer, stop strings.
+
+Start with `tokenizer`.
+"""

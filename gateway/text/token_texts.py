@@ -1,0 +1,86 @@
+"""What each token adds to a text, for log probabilities: its characters, and its bytes.
+
+A token's text depends on what comes before it: decoders of the SentencePiece kind drop the space at the start of a text,
+and a character may take several tokens. Of such a character the last token has the text, and each its own bytes.
+"""
+
+from functools import lru_cache
+from typing import Any, Final
+
+from gateway.text.detokenize import Decode, Detokenizer
+
+_CACHE_TOKENS: Final = 1 << 16
+
+
+class Pieces:
+    """Texts and bytes of single tokens, behind other text or at the start of one. Thread-safe."""
+
+    def __init__(self, backend: Any, *, byte_level: bool) -> None:
+        """`backend`: a `tokenizers.Tokenizer`."""
+        self._backend = backend
+        self._byte_level = byte_level
+        anchor = backend.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor, self._anchor_text = anchor, self._decode(anchor)
+        self.text = lru_cache(_CACHE_TOKENS)(self._text)
+        self.bytes = lru_cache(_CACHE_TOKENS)(self._bytes)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
+
+    def _text(self, token: int, at_start: bool) -> str:
+        """As it reads, special tokens by their names; a broken character where it is only a part of one."""
+        behind = self._decode([*self._anchor, token])
+        if at_start or not behind.startswith(self._anchor_text):
+            return self._decode([token])
+        return behind.removeprefix(self._anchor_text)
+
+    def _bytes(self, token: int, at_start: bool) -> bytes:
+        """Its UTF-8 bytes, which need not be whole characters."""
+        piece: str | None = self._backend.id_to_token(token)
+        text = self._text(token, at_start)
+        if piece is not None and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)]) if text else b""
+        if piece is not None and self._byte_level and all(char in _BYTE_OF for char in piece):
+            return bytes(_BYTE_OF[char] for char in piece)
+        return text.encode()
+
+
+class TokenTexts:
+    """The tokens of one text, as they come: their texts, joined, are the decoding of the whole."""
+
+    def __init__(self, pieces: Pieces, decode: Decode, special_ids: frozenset[int]) -> None:
+        self._pieces = pieces
+        self._detokenizer = Detokenizer(decode, special_ids)
+        self._special_ids = special_ids
+        self.at_start = True
+        self.chars = 0
+        """Of the text so far."""
+
+    def push(self, token: int, *, is_last: bool = False, is_text: bool = True) -> tuple[str, bytes]:
+        """The text that has become certain with this token, and its bytes: none for a special token, nor for one that ends
+        the text without being part of it (`is_text` false). With the last token comes what is left of the text."""
+        text, own = "", b""
+        if is_text and token not in self._special_ids:
+            own = self._pieces.bytes(token, self.at_start)
+            text = self._detokenizer.push(token)
+            self.at_start = False
+        if is_last:
+            text += self._detokenizer.finish()
+        self.chars += len(text)
+        return text, own
+
+    def candidate(self, token: int) -> tuple[str, bytes]:
+        """As another token would have read at the place of the next one."""
+        return self._pieces.text(token, self.at_start), self._pieces.bytes(token, self.at_start)
+
+
+def _bytes_to_chars() -> dict[str, int]:
+    """The byte-level alphabet of GPT-2: printable bytes stand for themselves, the others are moved up by 256."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    chars = {chr(byte): byte for byte in printable}
+    return chars | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTE_OF = _bytes_to_chars()

@@ -1,0 +1,194 @@
+"""A model's tokenizer, chat template and the few facts of its configuration that the gateway needs.
+
+Importing this module costs little: transformers is imported on loading, and torch not at all for tokenizers of the generic
+class, which `AutoTokenizer` would pull in (measured: 1.1 s instead of 5 s until the tokenizer is there).
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gateway.text.detokenize import Assembler, Detokenizer
+from gateway.text.generation_config import SamplingDefaults, sampling_defaults
+from gateway.text.token_texts import Pieces, TokenTexts
+from proto import limits
+from proto.errors import CrossdockError
+
+_GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What the expressions of a template may raise."""
+_TEMPLATE_CHARS_MAX = 32 << 20
+
+
+class ModelFilesError(CrossdockError):
+    """The model's tokenizer or configuration cannot be used; `str()` says why and which model."""
+
+
+class TemplateError(Exception):
+    """The chat template does not take these messages; `str()` is for the user."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    context_tokens: int
+    vocab_size: int
+    """Token ids below it are the model's, whether or not the tokenizer knows them."""
+    eos_ids: frozenset[int]
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+
+class ModelTokenizer:
+    """Thread-safe: `encode`, `apply_template` and `decode` may run on several threads at once."""
+
+    def __init__(self, hf_tokenizer: Any, facts: ModelFacts) -> None:
+        self._hf = hf_tokenizer
+        self._backend = hf_tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.facts = facts
+        self.has_chat_template = bool(hf_tokenizer.chat_template)
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._pieces = Pieces(self._backend, byte_level=_kind(self._backend.decoder, "ByteLevel"))
+        self.bytes_per_token_max = _bytes_per_token_max(self._backend)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def apply_template(self, messages: list[dict[str, str]]) -> str:
+        """Raises `TemplateError`. The template is the model's, and runs in transformers' sandbox."""
+        from jinja2 import TemplateError as JinjaError
+
+        try:
+            text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (JinjaError, *_OF_TEMPLATES) as error:
+            raise TemplateError(f"the model's chat template does not take these messages: {str(error)[:300]}") from None
+        assert isinstance(text, str)
+        if len(text) > _TEMPLATE_CHARS_MAX:
+            raise TemplateError(
+                f"the model's chat template makes more than {_TEMPLATE_CHARS_MAX} characters of these messages"
+            )
+        return text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """As text, without special tokens."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def token_texts(self) -> TokenTexts:
+        """For the log probabilities of one choice."""
+        return TokenTexts(self._pieces, self.decode, self.special_ids)
+
+    def text_sink(self, stops: Sequence[str]) -> Callable[[], Assembler]:
+        """A maker of assemblers, one for each choice."""
+        return lambda: Assembler(Detokenizer(self.decode, self.special_ids), stops)
+
+    def surely_too_long(self, text_bytes: int, context_tokens: int) -> bool:
+        """Whether a text of so many bytes has more tokens than the context for certain, without tokenizing it."""
+        return self.bytes_per_token_max is not None and text_bytes > context_tokens * self.bytes_per_token_max
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """A tokenizer component's settings, sequences laid flat."""
+    if component is None:
+        return []
+    settings = json.loads(component.__getstate__())
+    for key in ("pretokenizers", "normalizers", "decoders"):
+        if key in settings:
+            return list(settings[key])
+    return [settings]
+
+
+def _kind(component: Any, name: str) -> bool:
+    return any(part["type"] == name for part in _parts(component))
+
+
+def _bytes_per_token_max(backend: Any) -> int | None:
+    """The most UTF-8 bytes of a text that one token can cover, or None where there is no such bound to prove.
+
+    Every byte of the text must end up in some token: byte-level pre-tokenization sees to that unless a normalizer, a
+    splitter or an added token which swallows white space removes some. NFC shortens a text to a quarter at the most.
+    """
+    splitters, normalizers = _parts(backend.pre_tokenizer), _parts(backend.normalizer)
+    if not any(part["type"] == "ByteLevel" for part in splitters):
+        return None
+    if any(part.get("behavior") == "Removed" or part["type"].startswith("Whitespace") for part in splitters):
+        return None
+    if any(part["type"] != "NFC" for part in normalizers):
+        return None
+    if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return None
+    # In the byte-level alphabet a character is a byte; an added token is written as it is.
+    longest = max(len(piece.encode()) for piece in backend.get_vocab())
+    return longest * (4 if normalizers else 1)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load(model: str, *, model_sampling: bool = True) -> ModelTokenizer:
+    """Load tokenizer and facts of a folder or ORG/NAME; `model_sampling`: with the sampling defaults of its
+    generation_config.json. Raises `ModelFilesError`."""
+    import transformers
+
+    path = Path(model).expanduser()
+    source = str(path) if path.is_dir() else model
+    if not path.is_dir() and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
+        raise ModelFilesError(f"{model}: there is no such folder")
+    try:
+        config = _read_json(source, "config.json")
+        if config is None:
+            raise ModelFilesError(f"{model}: has no config.json")
+        tokenizer_config = _read_json(source, "tokenizer_config.json") or {}
+        generic = tokenizer_config.get("tokenizer_class") in _GENERIC_CLASSES
+        loader = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
+        tokenizer = loader.from_pretrained(source)
+        generation = _read_json(source, "generation_config.json") or {}
+        facts = _facts(source, config, generation, tokenizer)
+        if model_sampling:
+            facts = replace(facts, sampling=_sampling(model, generation))
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:  # of odd files, too
+        raise ModelFilesError(f"{model}: its tokenizer cannot be loaded: {str(error)[:500]}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelFilesError(f"{model}: its tokenizer has no fast version (tokenizer.json), which crossdock needs")
+    return ModelTokenizer(tokenizer, facts)
+
+
+def _read_json(source: str, name: str) -> dict[str, Any] | None:
+    """A JSON file of the model, from its folder or from the hub; None where the model has none."""
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return None
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ModelFilesError(f"{source}: {name} is not a JSON object")
+    return content
+
+
+def _sampling(model: str, generation: dict[str, Any]) -> SamplingDefaults:
+    try:
+        return sampling_defaults(generation)
+    except ValueError as error:
+        raise ModelFilesError(f"{model}: {error}; mend it, or pass --generation-config none") from None
+
+
+def _facts(source: str, config: dict[str, Any], generation: dict[str, Any], tokenizer: Any) -> ModelFacts:
+    text = {**config, **config.get("text_config", {})}
+    context = next((text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)), None)
+    vocab = text.get("vocab_size")
+    if context is None or not isinstance(vocab, int):
+        # Left at the default of the model's class, which only the class knows.
+        from transformers import AutoConfig
+
+        full = AutoConfig.from_pretrained(source).get_text_config()
+        context, vocab = int(full.max_position_embeddings), int(full.vocab_size)
+    eos: set[int] = set()
+    for value in (generation.get("eos_token_id"), text.get("eos_token_id"), tokenizer.eos_token_id):
+        eos.update(value if isinstance(value, list) else [] if value is None else [value])
+    return ModelFacts(min(context, limits.MAX_CONTEXT_TOKENS), vocab, frozenset(eos))

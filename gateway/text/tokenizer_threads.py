@@ -1,0 +1,66 @@
+"""Threads that tokenize, and the fair queue in front of them. Used on the event loop's thread only."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from gateway.text.fair_queue import LARGE_BYTES, FairQueue, Job
+
+THREADS: Final = 3
+"""Large jobs may take all but one."""
+
+R = TypeVar("R")
+
+
+class TokenizerThreads:
+    """The queue is bounded by the requests that the intake lets in: each has one job at the most."""
+
+    def __init__(self, threads: int = THREADS) -> None:
+        assert threads >= 2, "one thread is kept for jobs that are not large"
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._queue: FairQueue[tuple[Callable[[], Any], asyncio.Future[Any]]] = FairQueue()
+        self._running = 0
+        self._running_large = 0
+
+    async def run(self, tenant: str, size_bytes: int, work: Callable[[], R]) -> R:
+        """What `work` returns or raises, on a thread, when it is the tenant's turn."""
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        job = self._queue.push(tenant, size_bytes, (work, future))
+        self._start_jobs()
+        try:
+            return await future
+        finally:
+            job.dropped = True
+
+    def shutdown(self) -> None:
+        """Jobs that have not begun are dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _start_jobs(self) -> None:
+        while self._running < self._threads:
+            job = self._queue.pop(large=self._running_large < self._threads - 1)
+            if job is None:
+                return
+            self._running += 1
+            self._running_large += job.cost >= LARGE_BYTES
+            done = asyncio.get_running_loop().run_in_executor(self._pool, job.work[0])
+            done.add_done_callback(partial(self._ended, job))
+
+    def _ended(self, job: Job[tuple[Callable[[], Any], asyncio.Future[Any]]], done: asyncio.Future[Any]) -> None:
+        self._running -= 1
+        self._running_large -= job.cost >= LARGE_BYTES
+        future = job.work[1]
+        if done.cancelled():
+            future.cancel()
+            return  # the pool has been shut down
+        error = done.exception()
+        if future.done():  # whoever waited was cancelled
+            pass
+        elif error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(done.result())
+        self._start_jobs()

@@ -1,0 +1,4 @@
+"""KV memory: the layout of blocks, pools as rows of bytes, copies, digests, memory shared with other processes.
+
+Start with `layout`.
+"""

@@ -1,0 +1,262 @@
+"""The sending end of one hand-over. The rules are in `session`."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.session.session import (
+    BUG,
+    IGNORE,
+    REFUSE,
+    Action,
+    BlocksReady,
+    CancelSegments,
+    CommitReady,
+    Ended,
+    KvFailed,
+    KvSent,
+    LocalAbort,
+    PairLost,
+    SegmentBegun,
+    SegmentDone,
+    SegmentDropped,
+    Send,
+    SendSegment,
+    Session,
+    Table,
+    Tick,
+)
+from proto.kv import Abort, Accept, Ack, Announce, Commit, Decline, Offer
+from proto.limits import MAX_SEGMENTS
+
+OFFERED: Final = "offered"
+STREAMING: Final = "streaming"
+COMMITTING: Final = "committing"
+DRAINING: Final = "draining"
+SENT: Final = "sent"
+FAILED: Final = "failed"
+
+Owner = TypeVar("Owner")
+
+
+def next_parts(waiting: deque[tuple[Owner, SendSegment]], room: int) -> tuple[Owner, list[SendSegment]]:
+    """The session whose turn it is on a pair, and of its segments that wait as many as there is room for; taken out. They
+    follow each other, so that one announcement can name them all."""
+    owner, parts = waiting[0][0], [waiting.popleft()[1]]
+    while waiting and waiting[0][0] is owner and len(parts) < room:
+        parts.append(waiting.popleft()[1])
+    return owner, parts
+
+
+def announcement(key: tuple[str, int], pair_id: int, sequence: int, parts: Sequence[SendSegment]) -> Announce:
+    """Of segments that follow each other, the first being segment `sequence` of the pair."""
+    counts = tuple(len(part.block_ids) for part in parts)
+    return Announce(*key, pair_id, sequence, parts[0].segment, parts[0].first_block, counts)
+
+
+_OVER = {
+    **dict.fromkeys((Accept, Decline, Ack, Abort, BlocksReady, CommitReady, LocalAbort, PairLost, Tick), IGNORE),
+    **dict.fromkeys((SegmentBegun, SegmentDone, SegmentDropped), BUG),
+}
+_ENDING = {Abort: "peer_abort", LocalAbort: "local_abort", PairLost: "pair_lost", Tick: "tick"}
+
+SENDER_TABLE: Table = {
+    OFFERED: {
+        Accept: "accept",
+        Decline: "decline",
+        Ack: REFUSE,
+        BlocksReady: "blocks_ready",
+        CommitReady: "commit_ready",
+        SegmentBegun: BUG,
+        SegmentDone: BUG,
+        SegmentDropped: BUG,
+        **_ENDING,
+    },
+    STREAMING: {
+        Accept: IGNORE,
+        Decline: REFUSE,
+        Ack: REFUSE,
+        BlocksReady: "blocks_ready",
+        CommitReady: "commit_ready",
+        SegmentBegun: "begun",
+        SegmentDone: "sent",
+        SegmentDropped: BUG,
+        **_ENDING,
+    },
+    COMMITTING: {
+        Accept: IGNORE,
+        Decline: REFUSE,
+        Ack: "ack",
+        BlocksReady: BUG,
+        CommitReady: BUG,
+        SegmentBegun: BUG,
+        SegmentDone: "sent_behind_commit",
+        SegmentDropped: BUG,
+        **_ENDING,
+    },
+    DRAINING: {**_OVER, SegmentBegun: IGNORE, SegmentDone: "drained", SegmentDropped: "drained"},
+    SENT: _OVER,
+    FAILED: _OVER,
+}
+
+
+class SenderSession(Session):
+    """Made when a request is placed; its offer goes out with `start`. Blocks are handed in as prefill finishes them."""
+
+    table = SENDER_TABLE
+
+    def __init__(
+        self, request_id: str, attempt: int, *, pair_id: int, blocks: int, block_bytes: int, settings: KvSettings
+    ) -> None:
+        super().__init__(request_id, attempt)
+        self.state = OFFERED
+        self.pair_id = pair_id
+        self.blocks = blocks
+        self._block_bytes = block_bytes
+        self._settings = settings
+        self._segment_blocks = max(1, settings.segment_bytes // block_bytes)
+        self._block_ids: list[int] = []
+        self._cached_blocks = 0
+        self._cut = 0
+        """Blocks already cut into segments, or not wanted."""
+        self._digests: list[bytes] = []
+        """By segment; empty where it is not known yet."""
+        self._unknown = 0
+        self._commit: CommitReady | None = None
+        self._commit_at = 0.0
+        self._result: KvSent | KvFailed | None = None
+        """What is reported when nothing is in flight any more."""
+
+    def forget_payload(self) -> None:
+        self._block_ids, self._commit, self._digests = [], None, []
+
+    def start(self, now: float) -> list[Action]:
+        self._deadline = now + self._settings.accept_timeout_ms / 1e3
+        return [Send(Offer(self.request_id, self.attempt, self.pair_id, self.blocks))]
+
+    # --- from the peer ---
+
+    def _accept(self, event: Accept, now: float) -> list[Action]:
+        if event.cached_blocks > self.blocks:
+            return self._violation(f"{event.cached_blocks} blocks cached of {self.blocks} offered")
+        self.state = STREAMING
+        self._cached_blocks = self._cut = event.cached_blocks
+        self._segment_blocks = min(self._segment_blocks, event.segment_blocks)
+        return self._advance(now)
+
+    def _decline(self, event: Decline, now: float) -> list[Action]:
+        return self._fail(f"declined: {event.reason}", tell_peer=False)
+
+    def _ack(self, event: Ack, now: float) -> list[Action]:
+        kv_bytes = (self.blocks - self._cached_blocks) * self._block_bytes
+        if event.kv_bytes != kv_bytes:
+            return self._violation(f"an Ack for {event.kv_bytes} bytes where {kv_bytes} were sent")
+        self._result = KvSent(self.request_id, self.attempt, kv_bytes, (now - self._commit_at) * 1e3)
+        self._deadline = None
+        if self.in_flight:
+            self.state = DRAINING
+            return []
+        return self._ended()
+
+    def _peer_abort(self, event: Abort, now: float) -> list[Action]:
+        return self._fail(f"aborted by the receiver: {event.reason}", tell_peer=False)
+
+    # --- from prefill ---
+
+    def _blocks_ready(self, event: BlocksReady, now: float) -> list[Action]:
+        assert event.first_block == len(self._block_ids), f"block {event.first_block} after {len(self._block_ids)}"
+        assert len(self._block_ids) + len(event.block_ids) <= self.blocks, "more blocks than were offered"
+        self._block_ids += event.block_ids
+        return self._advance(now) if self.state == STREAMING else []
+
+    def _commit_ready(self, event: CommitReady, now: float) -> list[Action]:
+        assert len(self._block_ids) == self.blocks, f"commit with {len(self._block_ids)} of {self.blocks} blocks"
+        assert self._commit is None, "committed twice"
+        self._commit = event
+        self._commit_at = now
+        return self._advance(now) if self.state == STREAMING else []
+
+    def _local_abort(self, event: LocalAbort, now: float) -> list[Action]:
+        return self._fail(event.reason, tell_peer=True)
+
+    # --- from the pair ---
+
+    def _begun(self, event: SegmentBegun, now: float) -> list[Action]:
+        self._know(event)
+        return self._advance(now)
+
+    def _sent(self, event: SegmentDone, now: float) -> list[Action]:
+        self.in_flight.remove(event.segment)
+        self._know(event)
+        return self._advance(now)
+
+    def _sent_behind_commit(self, event: SegmentDone, now: float) -> list[Action]:
+        self.in_flight.remove(event.segment)
+        self._wait_for_ack(now)
+        return []
+
+    def _drained(self, event: SegmentDone | SegmentDropped, now: float) -> list[Action]:
+        self.in_flight.remove(event.segment)
+        return [] if self.in_flight else self._ended()
+
+    def _pair_lost(self, event: PairLost, now: float) -> list[Action]:
+        return self._fail(event.reason, tell_peer=False)
+
+    # --- time ---
+
+    def _tick(self, event: Tick, now: float) -> list[Action]:
+        if not self._expired(now):
+            return []
+        waited_for = {OFFERED: "an answer to the offer", STREAMING: "progress", COMMITTING: "the acknowledgement"}
+        return self._fail(f"timed out waiting for {waited_for[self.state]}", tell_peer=True)
+
+    # --- inside ---
+
+    def _advance(self, now: float) -> list[Action]:
+        """Cut what is ready into segments; commit when the digests of all are known."""
+        self._deadline = now + self._settings.idle_timeout_ms / 1e3
+        actions: list[Action] = []
+        while self._cut < len(self._block_ids):
+            segment = len(self._digests)
+            if segment == MAX_SEGMENTS:
+                return actions + self._fail(f"more than {MAX_SEGMENTS} segments", tell_peer=True)
+            block_ids = tuple(self._block_ids[self._cut : self._cut + self._segment_blocks])
+            actions.append(SendSegment(segment, self._cut, block_ids))
+            self._cut += len(block_ids)
+            self._digests.append(b"")
+            self._unknown += 1
+            self.in_flight.add(segment)
+        if self._commit is not None and not self._unknown:
+            actions.append(self._commit_message(self._commit))
+            self.state = COMMITTING
+            self._wait_for_ack(now)
+        return actions
+
+    def _know(self, event: SegmentBegun | SegmentDone) -> None:
+        if not self._digests[event.segment]:
+            self._digests[event.segment] = event.digest
+            self._unknown -= 1
+
+    def _wait_for_ack(self, now: float) -> None:
+        settings = self._settings
+        self._deadline = now + (settings.idle_timeout_ms if self.in_flight else settings.ack_timeout_ms) / 1e3
+
+    def _commit_message(self, commit: CommitReady) -> Send:
+        assert all(self._digests) and self._cut == self.blocks
+        message = Commit(self.request_id, self.attempt, tuple(self._digests), commit.prompt_tokens, commit.first_tokens)
+        return Send(message, commit.prompt)
+
+    def _fail(self, reason: str, tell_peer: bool) -> list[Action]:
+        self._result = KvFailed(self.request_id, self.attempt, reason)
+        self._deadline = None
+        actions: list[Action] = [Send(Abort(self.request_id, self.attempt, reason[:512]))] if tell_peer else []
+        if self.in_flight:
+            self.state = DRAINING
+            return [*actions, CancelSegments()]
+        return actions + self._ended()
+
+    def _ended(self) -> list[Action]:
+        assert self._result is not None
+        self.state = SENT if isinstance(self._result, KvSent) else FAILED
+        return [Ended(self._result)]

@@ -1,0 +1,302 @@
+"""The transport `nccl`: messages between two GPUs, of one host or of two.
+
+Not run on a GPU yet (2026-11-21). Tested without one: the words of the two ends, the device's thread, and both ends together
+over a communicator that is played by host memory.
+
+A pair has a communicator of two of its own (torch's `ProcessGroupNCCL`, without a default group), set up and used once
+before the pair is called ready, and a TCP connection beside it (`line`). All NCCL work of a process on one device is
+started by one thread (`device_thread`). A segment crosses like this:
+
+    announcement  (control link)   sender → receiver     as with every transport
+    OFFERED       (line)           sender → receiver     it is packed: what is offered is sent
+    POSTED        (line)           receiver → sender     the receive has begun; or UNWANTED: its session is over, skip it
+    the message   (NCCL)
+
+So a send begins only when its receive has, and a receive begins only when its send can: neither waits on the GPU for longer
+than the two take to speak, and a peer that is stopped or slow holds up nothing but its own pair. Received KV lands in a
+buffer of the channel; when all of it is there, it is digested (`device_copy`) and copied to its blocks.
+
+What hangs is found out by the end of the line, at once, or by a deadline; then the communicator is aborted, which NCCL can
+do to one that is set up as non-blocking. Its errors must not end this process: `runtime.process.gpu_environment` has the variables.
+"""
+
+import os
+import secrets
+import select
+import time
+from collections import deque
+from typing import Any, Final
+
+import torch
+from torch import distributed
+
+from kvtransfer.memory.cuda import device_index
+from kvtransfer.memory.device_copy import DIGEST_EVERY_MAX, UNSAMPLED, cell_sums, checksum
+from kvtransfer.memory.device_thread import Bell, DeviceThread, Ticket, device_thread
+from kvtransfer.transports import rendezvous
+from kvtransfer.transports.nccl_communicator import ABORT_S, ENTERED, Communicator, End, Message, warmed_up
+from kvtransfer.transports.shm import UNWANTED
+from kvtransfer.transports.side_channel import Door, Line, call
+from kvtransfer.transports.transport import (
+    Answer,
+    Channel,
+    Inbox,
+    Listener,
+    Local,
+    Meeting,
+    PairBroken,
+    SegmentJob,
+    Transport,
+)
+
+DIGEST_EVERY: Final = 1
+OFFERED: Final = 3
+POSTED: Final = 4
+SKIP: Final = 5
+
+COMMUNICATOR_BYTES: Final = 96 << 20
+"""An estimate of what NCCL takes for a communicator of two with the channels it is allowed; to be measured."""
+_LINE_SECRET_BYTES: Final = 16
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class _NcclChannel(Channel):
+    """What the two ends share: one segment at a time, at most one operation."""
+
+    def __init__(
+        self, local: Local, line: Line, communicator: Communicator, thread: DeviceThread, digest_every: int
+    ) -> None:
+        self._rows = local.rows
+        self._line = line
+        self._communicator = communicator
+        self._thread = thread
+        self._every = digest_every
+        self._patience_s = local.settings.rendezvous_timeout_ms / 1e3
+        """For the other's word. Longer than one segment takes: its device may be setting up other pairs. If it dies, the line
+        ends."""
+        self._timeout_s = local.settings.segment_timeout_ms / 1e3
+        self._buffer = local.rows.device_buffer(local.segment_blocks)
+        self._bell = Bell()
+        self._jobs: deque[SegmentJob] = deque()
+        self._ticket: Ticket | None = None
+        """Of the first job, when its operation was asked for."""
+
+    def work(self, inbox: Inbox, answer: Answer) -> None:
+        poll = select.poll()
+        for source in (inbox, self._line, self._bell):
+            poll.register(source, select.POLLIN)
+        moved_at = 0.0
+        while not inbox.closed:
+            left_s = moved_at + self._patience_s - time.monotonic()
+            if not poll.poll(max(0.0, left_s) * 1e3 if self._jobs else None):
+                raise PairBroken(f"the peer said nothing in {self._patience_s:g} s")
+            if not self._jobs:
+                moved_at = time.monotonic()
+            self._jobs += inbox.take()
+            self._bell.hush()
+            while not inbox.closed and self._move(answer):
+                moved_at = time.monotonic()
+
+    def _move(self, answer: Answer) -> bool:
+        """One step on, if one can be made now."""
+        raise NotImplementedError
+
+    def _ask(self, tensor: torch.Tensor, sending: bool) -> Ticket:
+        return self._thread.submit(Message(self._communicator, tensor, sending), self._timeout_s, self._bell.ring)
+
+    def _has_crossed(self) -> bool:
+        if self._ticket is None or not self._ticket.ended:
+            return False
+        error, self._ticket = self._ticket.error, None
+        if error:
+            raise PairBroken(f"the message was lost: {error}")
+        return True
+
+    def _digest(self, packed: torch.Tensor, sequence: int) -> bytes:
+        with self._rows.on_stream():
+            return UNSAMPLED if sequence % self._every else checksum([cell_sums(packed)])
+
+    def settle(self, inbox: Inbox, answer: Answer) -> None:
+        # Nothing here is touched by the peer: messages land in a buffer, and that is let go of by whoever ends last.
+        deadline = time.monotonic() + 2 * ABORT_S + self._patience_s
+        if self._ticket is not None:
+            self._ticket.cancel()
+        self._await_end(self._ticket, deadline)
+        self._await_end(self._thread.submit(End(self._communicator), self._timeout_s, self._bell.ring), deadline)
+        self._bell.close()
+        self._line.close()
+
+    def _await_end(self, ticket: Ticket | None, deadline: float) -> None:
+        while ticket is not None and not ticket.ended and time.monotonic() < deadline:
+            self._bell.wait(deadline - time.monotonic())
+
+
+class Sends(_NcclChannel):
+    _offered = b""
+    """Digest of the first job, when it was packed and offered."""
+    _packed: torch.Tensor
+
+    def _move(self, answer: Answer) -> bool:
+        if not self._jobs:
+            if (word := self._line.hear()) is not None:
+                raise PairBroken(f"the receiver broke the protocol: word {word[0]} about nothing")
+            return False
+        job = self._jobs[0]
+        if not self._offered:
+            assert job.block_ids is not None
+            with self._rows.on_stream():
+                self._packed = self._rows.rows_or_gather(job.block_ids, self._buffer)
+            self._offered = self._digest(self._packed, job.sequence)
+            self._rows.wait()
+            self._line.say(OFFERED, job.sequence)
+            return True
+        if self._has_crossed():
+            self._answer(answer, self._offered)
+            return True
+        word = self._line.hear()
+        if word is None:
+            return False
+        if self._ticket is not None or word not in ((POSTED, job.sequence), (SKIP, job.sequence)):
+            raise PairBroken(f"the receiver broke the protocol: word {word[0]} about segment {word[1]}")
+        if word[0] == SKIP:
+            self._answer(answer, UNWANTED)
+        else:
+            self._ticket = self._ask(self._packed, sending=True)
+        return True
+
+    def _answer(self, answer: Answer, segment_digest: bytes) -> None:
+        self._offered = b""
+        answer(self._jobs.popleft(), segment_digest)
+
+
+class Receives(_NcclChannel):
+    def __init__(
+        self, local: Local, line: Line, communicator: Communicator, thread: DeviceThread, digest_every: int
+    ) -> None:
+        super().__init__(local, line, communicator, thread, digest_every)
+        self._offers: deque[int] = deque()
+        """Sequences offered and not answered. The announcement may come later than the offer, which takes another way."""
+        self._posted = False
+
+    def _move(self, answer: Answer) -> bool:
+        if (word := self._line.hear()) is not None:
+            # The sender may know before we do that a message has crossed, and offer the next one.
+            if word[0] != OFFERED or len(self._offers) > 1:
+                raise PairBroken(f"the sender broke the protocol: word {word[0]} about segment {word[1]}")
+            self._offers.append(word[1])
+            return True
+        if not self._jobs or not self._offers:
+            return False
+        job = self._jobs[0]
+        if job.sequence != self._offers[0]:
+            raise PairBroken(f"the sender offered segment {self._offers[0]} in place of {job.sequence}")
+        if self._ticket is None:
+            return self._take(job, answer)
+        if self._ticket.launched and not self._posted:
+            self._posted = True
+            self._line.say(POSTED, job.sequence)
+            return True
+        if not self._has_crossed():
+            return False
+        self._posted = False
+        self._answer(answer, self._keep(job))
+        return True
+
+    def _take(self, job: SegmentJob, answer: Answer) -> bool:
+        if job.block_ids is None:
+            self._line.say(SKIP, job.sequence)
+            self._answer(answer, b"")
+        else:
+            self._ticket = self._ask(self._buffer[: job.blocks], sending=False)
+        return True
+
+    def _keep(self, job: SegmentJob) -> bytes:
+        """The digest of what lies in the buffer, when it is in its blocks; empty if nobody wants it any more."""
+        block_ids, packed = job.block_ids, self._buffer[: job.blocks]
+        if block_ids is None:
+            return b""
+        with self._rows.on_stream():
+            self._rows.scatter(block_ids, packed)
+        segment_digest = self._digest(packed, job.sequence)
+        self._rows.wait()
+        return segment_digest
+
+    def _answer(self, answer: Answer, segment_digest: bytes) -> None:
+        self._offers.popleft()
+        answer(self._jobs.popleft(), segment_digest)
+
+
+class _Listener(Listener):
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self._store = rendezvous.Listener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
+        # The line's secret goes over the control link: a store lists all it holds to whoever connects to it.
+        key = secrets.token_bytes(_LINE_SECRET_BYTES)
+        self.meeting = Meeting(Nccl.name, local.listen_host, self._store.port, self._store.secret, key=key)
+
+    def meet(self) -> Channel:
+        return self._store.meet(self._make)
+
+    def _make(self, store: Any, rank: int, host: str, timeout_s: float) -> Channel:
+        local, door = self._local, Door(host)
+        door.secret = self.meeting.key.hex()
+        store.set("line", str(door.port))
+        line = door.accept(timeout_s)
+        try:
+            line.say(DIGEST_EVERY, local.settings.digest_every)
+            device = local.rows.device
+            communicator = warmed_up(store, rank, device, line, timeout_s)
+        except (OSError, RuntimeError, PairBroken):
+            line.close()
+            raise
+        return Receives(local, line, communicator, device_thread(device_index(device)), local.settings.digest_every)
+
+    def abandon(self) -> None:
+        self._store.abandon()
+
+
+class Nccl(Transport):
+    name = "nccl"
+    devices = ("cuda",)
+
+    def unusable(self, local: Local, same_host: bool) -> str:
+        return cannot_run(distributed.is_nccl_available(), os.environ.get(_HANDLING, ""))
+
+    def pair_bytes(self, segment_bytes: int) -> int:
+        return COMMUNICATOR_BYTES + segment_bytes
+
+    def listen(self, local: Local) -> Listener:
+        return _Listener(local)
+
+    def connect(self, local: Local, meeting: Meeting) -> Channel:
+        if why := self.unusable(local, same_host=False):
+            raise PairBroken(why)
+
+        def make(store: Any, rank: int, host: str, timeout_s: float) -> Channel:
+            port = store.get("line").decode()
+            if not port.isdecimal() or not 0 < int(port) < 65536:
+                raise PairBroken("the receiver told no port")
+            line = call(meeting.host, int(port), meeting.key.hex(), timeout_s)
+            try:
+                every = line.await_word(DIGEST_EVERY, timeout_s)
+                if not 1 <= every <= DIGEST_EVERY_MAX:
+                    raise PairBroken(f"the receiver wants one segment in {every} digested")
+                line.await_word(ENTERED, timeout_s)
+                device = local.rows.device
+                communicator = warmed_up(store, rank, device, line, timeout_s)
+            except (OSError, RuntimeError, PairBroken):
+                line.close()
+                raise
+            return Sends(local, line, communicator, device_thread(device_index(device)), every)
+
+        timeout_s = local.settings.rendezvous_timeout_ms / 1e3
+        return rendezvous.connect(make, meeting.host, meeting.port, meeting.secret, timeout_s)
+
+
+def cannot_run(available: bool, error_handling: str) -> str:
+    """Why this process must not use NCCL; empty if it may."""
+    if not available:
+        return "torch is a build without NCCL"
+    if error_handling != "0":
+        return f"{_HANDLING} is not 0, so a pair that breaks would end this process"
+    return ""

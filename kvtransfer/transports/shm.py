@@ -1,0 +1,336 @@
+"""The transport `shm`: through memory that the two processes of a pair share. For two processes of one host and user.
+
+The receiver makes a *window* for each pair: an anonymous file of some tens of MiB that this one sender maps. Nothing else of
+the receiver is ever mapped by another process. Segments cross in five moves: the announcement (control link); the receiver's
+grant of a place in the window; the sender's copy to it; its word that it is done; and the receiver's copy from there to the
+target blocks.
+
+The sender may write to its window at any time, so nothing that lies there is believed: the receiver digests what it has copied,
+where nobody else can write, and compares that with the digests of the Commit. A segment that is not wanted any more is answered
+at once, since only the receiver itself writes to its blocks; its place is used again when the sender has said that it is done.
+"""
+
+import os
+import select
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from kvtransfer.memory.copying import Copier
+from kvtransfer.memory.digests import Digester, land
+from kvtransfer.memory.pool import PoolRows
+from kvtransfer.memory.shared import SharedMemory, map_shared
+from kvtransfer.memory.window import Ring
+from kvtransfer.session.limits import SHM_WINDOW_BYTES, WINDOW_SEGMENTS_MAX
+from kvtransfer.transports.transport import (
+    MAX_QUEUED_SEGMENTS,
+    Answer,
+    Channel,
+    Inbox,
+    Listener,
+    Local,
+    Meeting,
+    PairBroken,
+    SegmentJob,
+    Transport,
+)
+from kvtransfer.transports.unix_rendezvous import check_sealed, ready
+from kvtransfer.transports.unix_socket import (
+    DONE,
+    GRANT,
+    READY,
+    SKIPPED,
+    Connection,
+    Door,
+    knock,
+    receive_with_descriptors,
+    send_with_descriptors,
+)
+
+_HELLO = struct.Struct("<8sQQ")
+"""Magic, cells in the window, bytes of a cell."""
+_MAGIC = b"cdkvshm3"
+_WINDOW_BYTES_MAX = 1 << 36
+_WORD = "<u4"
+_UNWANTED_PLACE = 0xFFFF_FFFF
+"""In place of a place: the segment is not wanted."""
+UNWANTED: Final = b"\0" * 8
+"""The sender's digest of a segment that the receiver did not want: its session there is over."""
+
+
+def pack_places(places: Sequence[int | None]) -> bytes:
+    """Of segments that follow each other, the first cell of each in the window; None: it is not wanted."""
+    return np.array([_UNWANTED_PLACE if one is None else one for one in places], dtype=_WORD).tobytes()
+
+
+def unpack_places(payload: bytes) -> list[int | None]:
+    """Raises `PairBroken`. Whether a segment fits there is known when it is written."""
+    if not payload or len(payload) % 4 or len(payload) > 4 * WINDOW_SEGMENTS_MAX:
+        raise PairBroken(f"the receiver broke the protocol: a grant of {len(payload)} bytes")
+    return [None if word == _UNWANTED_PLACE else word for word in np.frombuffer(payload, dtype=_WORD).tolist()]
+
+
+class Writes(Channel):
+    """The sender's end: writes to the places in the window that it is granted."""
+
+    def __init__(self, local: Local, connection: Connection, window: PoolRows) -> None:
+        self._connection = connection
+        self._timeout_s = local.settings.segment_timeout_ms / 1e3
+        self._copier = Copier(local.rows, window, local.digests or Digester(local.rows))
+        self._window_cells = window.cells
+
+    def work(self, inbox: Inbox, answer: Answer) -> None:
+        jobs: deque[SegmentJob] = deque()
+        grants: deque[tuple[int, int | None]] = deque()
+        poll = select.poll()
+        poll.register(inbox, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
+        waiting_since = 0.0
+        while not inbox.closed:
+            left_s = waiting_since + self._timeout_s - time.monotonic()
+            if not poll.poll(max(0.0, left_s) * 1e3 if jobs else None):
+                raise PairBroken(f"the receiver granted no room in {self._timeout_s:g} s")
+            if not jobs:
+                waiting_since = time.monotonic()
+            jobs += inbox.take()
+            self._hear(grants)
+            while jobs and grants and not inbox.closed:
+                job, grant = jobs.popleft(), grants.popleft()
+                if not (jobs and grants):
+                    # Now, so that nothing is waited for when the loop has been woken: it is to work while the next is copied.
+                    jobs += inbox.take()
+                    self._hear(grants)
+                segment_digest = self._carry_out(job, *grant, inbox)
+                if segment_digest:
+                    answer(job, segment_digest)
+                waiting_since = time.monotonic()
+
+    def settle(self, inbox: Inbox, answer: Answer) -> None:
+        self._connection.close()
+
+    def _hear(self, grants: deque[tuple[int, int | None]]) -> None:
+        """Add what was granted since: sequences, and the place of each."""
+        while (message := self._connection.receive()) is not None:
+            kind, sequence, payload = message
+            if kind != GRANT:
+                raise PairBroken(f"the receiver broke the protocol: message {kind} of {len(payload)} bytes")
+            grants += enumerate(unpack_places(payload), sequence)
+            if len(grants) > WINDOW_SEGMENTS_MAX:
+                raise PairBroken(f"the receiver broke the protocol: it granted room for {len(grants)} segments at once")
+
+    def _carry_out(self, job: SegmentJob, sequence: int, place: int | None, inbox: Inbox) -> bytes:
+        """The digest; `UNWANTED` if the receiver does not want it; empty if this pair is being closed."""
+        assert job.block_ids is not None
+        if sequence != job.sequence or (place is not None and place + job.blocks > self._window_cells):
+            raise PairBroken(
+                f"the receiver granted place {place} of {self._window_cells} for segment {sequence}, which is segment"
+                f" {job.sequence} of {job.blocks}"
+            )
+        segment_digest = UNWANTED
+        if place is not None:
+            cells = range(place, place + job.blocks)
+            segment_digest = self._copier.copy(job.block_ids, cells, lambda _: not inbox.closed, job.digest)
+        if inbox.closed:
+            return b""
+        if not self._connection.send(SKIPPED if place is None else DONE, sequence):
+            raise PairBroken("the receiver does not read what it is told")
+        return segment_digest
+
+
+@dataclass(slots=True, eq=False)
+class _Granted:
+    """A segment that the sender has yet to say it is done with."""
+
+    job: SegmentJob
+    place: int | None
+    answered: bool = False
+    """It was given up meanwhile."""
+
+
+class Receives(Channel):
+    """The receiver's end: grants places in the window, and copies what is written there to the target blocks."""
+
+    def __init__(self, local: Local, connection: Connection, memory: SharedMemory) -> None:
+        self._connection = connection
+        self._timeout_s = local.settings.segment_timeout_ms / 1e3
+        self._rows = local.rows
+        self._cell_bytes = local.rows.layout.block_bytes
+        self._window = memory.tensor
+        self._ring = Ring(memory.bytes // self._cell_bytes)
+        self._outbox: deque[_Granted] = deque()
+        """Not granted yet."""
+        self._granted: deque[_Granted] = deque()
+        """In order."""
+        self._inbox: Inbox | None = None
+
+    def work(self, inbox: Inbox, answer: Answer) -> None:
+        self._inbox = inbox
+        poll = select.poll()
+        poll.register(inbox, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
+        heard_at = 0.0
+        while not inbox.closed:
+            left_s = heard_at + self._timeout_s - time.monotonic()
+            if not poll.poll(max(0.0, left_s) * 1e3 if self._granted or self._outbox else None):
+                raise PairBroken(f"the sender moved nothing in {self._timeout_s:g} s")
+            if not self._granted:
+                heard_at = time.monotonic()
+            self._take_in(inbox, answer)
+            while not inbox.closed and self._hear(answer):
+                heard_at = time.monotonic()
+                self._take_in(inbox, answer)
+            poll.modify(self._connection, select.POLLIN | (0 if self._grant() else select.POLLOUT))
+
+    def settle(self, inbox: Inbox, answer: Answer) -> None:
+        self._connection.close()
+
+    def revoke(self, job: SegmentJob) -> None:
+        if self._inbox is not None:
+            self._inbox.wake()
+
+    def _take_in(self, inbox: Inbox, answer: Answer) -> None:
+        jobs = inbox.take()
+        if inbox.was_woken():
+            # Given up: nothing but this thread touches their blocks, so they are the session's again at once.
+            for one in (*self._granted, *self._outbox):
+                if one.job.owner is not None and one.job.block_ids is None and not one.answered:
+                    one.answered = True
+                    answer(one.job, b"")
+        self._outbox += [_Granted(job, None) for job in jobs]
+        if len(self._outbox) > MAX_QUEUED_SEGMENTS:
+            raise PairBroken(f"the sender broke the protocol: {len(self._outbox)} segments are announced at once")
+        self._grant()
+
+    def _grant(self) -> bool:
+        """Give the next segments their places, as many as there is room for. False if the connection has none now."""
+        places: list[int | None] = []
+        for one in self._outbox:
+            if len(self._granted) + len(places) >= WINDOW_SEGMENTS_MAX:
+                break
+            one.place = None if one.job.block_ids is None else self._ring.take(one.job.blocks)
+            if one.place is None and one.job.block_ids is not None:
+                break
+            places.append(one.place)
+        if not places:
+            return True
+        if not self._connection.send(GRANT, self._outbox[0].job.sequence, pack_places(places)):
+            for place in reversed(places):
+                if place is not None:
+                    self._ring.take_back()
+            return False
+        self._granted.extend(self._outbox.popleft() for _ in places)
+        return True
+
+    def _hear(self, answer: Answer) -> bool:
+        """Take in the sender's next word; False if it says nothing."""
+        message = self._connection.receive()
+        if message is None:
+            return False
+        kind, sequence, _ = message
+        if kind not in (DONE, SKIPPED) or not self._granted or self._granted[0].job.sequence != sequence:
+            raise PairBroken(f"the sender broke the protocol: message {kind} about segment {sequence}")
+        one = self._granted.popleft()
+        if (kind == SKIPPED) != (one.place is None):
+            raise PairBroken(f"the sender broke the protocol: message {kind} about segment {sequence}")
+        segment_digest = b"" if one.place is None else self._land(one.job, one.place)
+        if one.place is not None:
+            self._ring.give_back()
+        if not one.answered:
+            answer(one.job, segment_digest)
+        return True
+
+    def _land(self, job: SegmentJob, place: int) -> bytes:
+        """Copy what is written to its blocks, if it is still wanted; the digest of the copy."""
+        block_ids = job.block_ids
+        if block_ids is None:
+            return b""
+        written = self._window[place * self._cell_bytes : (place + job.blocks) * self._cell_bytes]
+        if not self._rows.is_flat:
+            written = written.clone()  # the sender may go on writing, and what is digested must be what is kept
+        return land(self._rows.as_packed(written), self._rows, block_ids)
+
+
+def window_cells(local: Local) -> int:
+    """Room for two of the largest segments at least, so that one is written while the other is read."""
+    return max(2 * local.segment_blocks, local.settings.shm_window_bytes // local.rows.layout.block_bytes)
+
+
+class _ShmListener(Listener):
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self._door = Door()
+        self.meeting = Meeting(Shm.name, "", 0, self._door.name)
+
+    def meet(self) -> Channel:
+        local, timeout_ms = self._local, self._local.settings.rendezvous_timeout_ms
+        connected = self._door.accept(timeout_ms)
+        try:
+            cell_bytes, cells = local.rows.layout.block_bytes, window_cells(local)
+            memory = SharedMemory(cells * cell_bytes)
+            try:
+                send_with_descriptors(connected, _HELLO.pack(_MAGIC, cells, cell_bytes), [memory.descriptor])
+            finally:
+                memory.close()  # the mapping stays
+            return Receives(local, ready(connected, timeout_ms), memory)
+        except (OSError, PairBroken):
+            connected.close()
+            raise
+
+    def abandon(self) -> None:
+        self._door.abandon()
+
+
+class Shm(Transport):
+    name = "shm"
+    devices = ("cpu",)
+    skips_unwanted = True
+    confidential = True
+
+    def unusable(self, local: Local, same_host: bool) -> str:
+        return "" if same_host else "another host, user or namespace"
+
+    def pair_bytes(self, segment_bytes: int) -> int:
+        return max(2 * segment_bytes, SHM_WINDOW_BYTES)
+
+    def listen(self, local: Local) -> Listener:
+        return _ShmListener(local)
+
+    def connect(self, local: Local, meeting: Meeting) -> Channel:
+        connected = knock(meeting.secret)
+        try:
+            timeout_ms = local.settings.rendezvous_timeout_ms
+            message, descriptors = receive_with_descriptors(connected, _HELLO.size, timeout_ms)
+            window = mapped_window(local, message, descriptors)
+            connection = Connection(connected)
+            connection.send(READY, 0)
+        except (OSError, PairBroken):
+            connected.close()
+            raise
+        return Writes(local, connection, window)
+
+
+def mapped_window(local: Local, message: bytes, descriptors: list[int]) -> PoolRows:
+    """The window of this pair, mapped; closes the descriptors. Nothing that the receiver says is believed before it is checked:
+    a size that can still change could end this process. Raises `PairBroken` or `OSError`."""
+    try:
+        if len(message) != _HELLO.size or len(descriptors) != 1:
+            raise PairBroken(f"the receiver sent {len(message)} bytes and {len(descriptors)} descriptors for a window")
+        magic, cells, cell_bytes = _HELLO.unpack(message)
+        if magic != _MAGIC:
+            raise PairBroken("the receiver speaks another version of shm")
+        if cell_bytes != local.rows.layout.block_bytes:
+            raise PairBroken(f"the receiver's blocks have {cell_bytes} bytes, ours {local.rows.layout.block_bytes}")
+        if not 0 < cells <= _WINDOW_BYTES_MAX // cell_bytes:
+            raise PairBroken(f"the receiver's window is of {cells} blocks")
+        check_sealed(descriptors[0], cells * cell_bytes)
+        mapped = map_shared(descriptors[0], cells * cell_bytes)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return PoolRows.of_bytes(torch.frombuffer(mapped, dtype=torch.uint8), local.rows.layout, 1)

@@ -1,0 +1,219 @@
+"""What a transport is: how two ends meet, and how the segments of a pair then cross.
+
+A transport has a name, knows whether it can work between this process and a given peer, and makes one of two ends: the
+receiver's `Listener`, whose `meeting` is told to the sender over the control link, or the sender's `Channel`, made by
+joining that meeting. `Listener.meet` gives the receiver its `Channel`. A channel then works through segments in the order of
+the pair. All of it runs in the pair's own thread and may block there, within the limits of `KvSettings`.
+
+What differs between transports:
+- `tcp`: the receiver reads into the target blocks itself, so nobody writes to them when its thread does not.
+- `gloo` (and what else sends messages): data lands in a buffer of the channel, and is digested and copied to its blocks.
+  The control link's announcement is all that the receiver needs to post the receive.
+- `nccl` does so between GPUs, with an exchange of its own before each message (`nccl`).
+- `shm` does so through memory that the two share, a window of their own.
+- `cuda_ipc` writes to the target blocks themselves. The receiver's channel grants them, segment by segment, and until the
+  sender says that it is done with a granted segment, or is proven to be gone, they are nobody else's. `Channel.settle` waits
+  for that proof.
+"""
+
+import os
+import select
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from kvtransfer.memory.cuda import DeviceMemory
+from kvtransfer.memory.digests import BlockDigests
+from kvtransfer.memory.pool import PoolRows
+from kvtransfer.session.limits import KvSettings
+
+if TYPE_CHECKING:
+    from kvtransfer.transports.tcp.listener import TcpListener
+
+MAX_QUEUED_SEGMENTS = 1024
+"""Segments a pair holds at once. A correct sender stays within its window, and may be done with as many that the receiver is
+not."""
+
+
+PoolMemory = DeviceMemory
+"""What a pool lies in, if other processes of this host may map it."""
+
+
+class PairBroken(Exception):
+    """The pair cannot go on: the peer is gone, was silent for too long, or said what no correct peer says."""
+
+
+@dataclass(slots=True, eq=False)
+class SegmentJob:
+    """One segment on its way. `sequence` is its place and tag on the pair.
+
+    `block_ids` are read when sending. When receiving, they are where it goes; None, also while it runs, means: receive
+    and discard. `digest` is that of what is sent, where it is known before.
+    """
+
+    owner: object
+    segment: int
+    sequence: int
+    blocks: int
+    block_ids: tuple[int, ...] | None
+    digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where and how a receiver waits for its sender, told over the control link. `why` says what spoke against better
+    transports, or is empty. `token`, `key` and `encrypted` are of `tcp`."""
+
+    transport: str
+    host: str
+    port: int
+    secret: str
+    why: str = ""
+    token: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    encrypted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a transport uses of its own end. `memory` is where the pool lies, if others may map it; `digests` are a sender's, of
+    blocks as they cross, where they are made before. `tcp_listener` is the receiver's, shared by all of its pairs; with
+    `encrypt` KV crosses a network by `tcp` only encrypted."""
+
+    rows: PoolRows
+    segment_blocks: int
+    settings: KvSettings
+    listen_host: str = ""
+    memory: PoolMemory | None = None
+    digests: BlockDigests | None = None
+    tcp_listener: "TcpListener | None" = None
+    encrypt: bool = False
+
+
+class Inbox:
+    """Segments for a pair's thread. Filled and closed on the event loop; the thread waits for it, alone or in a `poll`."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.settle_limit_ms: int | None = None
+        self._jobs: deque[SegmentJob] = deque()
+        self._is_woken = False
+        self._is_told = False
+        """The thread is woken already for what is queued."""
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def put(self, *jobs: SegmentJob) -> None:
+        self._jobs += jobs
+        if not self._is_told:
+            self._is_told = True
+            os.eventfd_write(self._event, 1)
+
+    def wake(self) -> None:
+        """Have the thread look at what was revoked."""
+        self._is_woken = True
+        if not self._is_told:
+            self._is_told = True
+            os.eventfd_write(self._event, 1)
+
+    def was_woken(self) -> bool:
+        """Whether `wake` was called since this was asked last; to be asked after `take`."""
+        if not self._is_woken:
+            return False
+        self._is_woken = False
+        return True
+
+    def close(self, settle_limit_ms: int | None) -> None:
+        """Nothing more comes, and what is queued is not to be begun. With a limit, also what is under way must be let go of by
+        then, proven or not: this process ends, and what is written later is read by nobody."""
+        self.closed = True
+        self.settle_limit_ms = settle_limit_ms
+        os.eventfd_write(self._event, 1)
+
+    def fileno(self) -> int:
+        """Readable when something was put or the inbox was closed since the last `take`."""
+        return self._event
+
+    def take(self) -> list[SegmentJob]:
+        """All that is queued; does not wait."""
+        if not self._is_told and not self.closed:
+            return []  # asked for each segment: this spares a call to the kernel
+        try:
+            os.eventfd_read(self._event)
+        except BlockingIOError:
+            return []
+        self._is_told = False
+        return [self._jobs.popleft() for _ in range(len(self._jobs))]
+
+    def wait(self) -> None:
+        """Until something was put or the inbox was closed. Without a limit: the driver closes it."""
+        poll = select.poll()
+        poll.register(self._event, select.POLLIN)
+        poll.poll()
+
+    def release(self) -> None:
+        """Give the descriptor back; neither side uses the inbox any more."""
+        os.close(self._event)
+
+
+Answer = Callable[[SegmentJob, bytes], None]
+"""A segment was transferred (its digest), or its blocks are not touched any more (empty)."""
+
+
+class Channel(ABC):
+    """One end of a pair that has met."""
+
+    @abstractmethod
+    def work(self, inbox: Inbox, answer: Answer) -> None:
+        """Carry out what is put into the inbox, in order, until it is closed. Raises what breaks the pair: `PairBroken`,
+        `OSError` or `RuntimeError`. Segments not answered by then are answered by `settle`, or by nobody."""
+
+    def settle(self, inbox: Inbox, answer: Answer) -> None:
+        """After `work`, however it ended: let go of everything, and return when no segment's blocks are touched any more. As
+        long as the peer may still write, that is as long as it takes, unless the inbox has a limit. Never raises."""
+        return
+
+    def revoke(self, job: SegmentJob) -> None:
+        """This segment is not wanted any more (its `block_ids` are None now). From any thread; it hastens the answer."""
+        return
+
+
+class Listener(ABC):
+    """The receiver's end before the two have met."""
+
+    meeting: Meeting
+
+    @abstractmethod
+    def meet(self) -> Channel:
+        """Wait for the sender. Called once. Raises as `Channel.work` does."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Make `meet` fail now. From any thread, at any time."""
+
+
+class Transport(ABC):
+    """Stateless. `listen` and `connect` raise as `Channel.work` does."""
+
+    name: ClassVar[str]
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    """Where a pool may be that it sends from, and receives into."""
+    skips_unwanted: ClassVar[bool] = False
+    """Of what is announced, it does not send what the receiver does not want any more."""
+    confidential: ClassVar[bool] = False
+    """KV stays within the host, or can be encrypted."""
+
+    @abstractmethod
+    def unusable(self, local: Local, same_host: bool) -> str:
+        """Why the receiver cannot use it with a peer that is, or is not, on this host; empty if it can."""
+
+    def pair_bytes(self, segment_bytes: int) -> int:
+        """About how much memory one end of a pair takes for itself."""
+        return segment_bytes
+
+    @abstractmethod
+    def listen(self, local: Local) -> Listener: ...
+
+    @abstractmethod
+    def connect(self, local: Local, meeting: Meeting) -> Channel: ...

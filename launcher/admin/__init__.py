@@ -1,0 +1,4 @@
+"""Commands for operators: status, drain, usage, tenants, keys, replay, explain, simulate.
+
+Start with `status`.
+"""

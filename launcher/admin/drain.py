@@ -1,0 +1,107 @@
+"""`crossdock drain`: take a worker out of service without ending it, and back in."""
+
+import asyncio
+import sys
+
+import uvloop
+from pydantic import Field
+from rich.console import Console
+from rich.progress import Progress
+
+from launcher.admin.status import WHICH_COORDINATOR, NoAnswer, ask, converse, coordinator_of
+from proto.drain import DrainAnswer, DrainRequest
+from proto.errors import PeerRefused
+from proto.messages import Role
+from proto.status import Process, WorkerStatus
+from runtime.link.keys import Keys, keys_for
+from runtime.process import clock
+from runtime.process.exits import HUNG_EXIT
+from runtime.settings.addresses import AddressOrEmpty
+from runtime.settings.types import KeyOptions
+
+_LOOK_EVERY_S = 0.25
+_PATIENCE_S = 10.0
+"""Beyond the hand-over, and for a coordinator that is being started again meanwhile."""
+
+
+class DrainSettings(KeyOptions):
+    """Place nothing new on a worker. What runs there goes on, and what still does after a while goes on elsewhere.
+
+    The worker stays up until it is ended or put back with --undo. Ending it with SIGTERM drains it too.
+
+    With --wait, status 1 says that something is left there, and 75 that the worker hung and was given up.
+    """
+
+    worker: str = Field(
+        min_length=1,
+        max_length=64,
+        description="Its name in crossdock status.",
+        json_schema_extra={"argument": "WORKER"},
+    )
+    undo: bool = Field(False, description="Place on it again.")
+    wait: bool = Field(False, description="Return when nothing is left on it.")
+    drain_timeout_s: float = Field(
+        20.0,
+        ge=0,
+        le=86_400,
+        description="Seconds that what runs there has to end by itself, before it is handed over to other workers: 0 empties it"
+        " at once, for a pause of each stream.",
+    )
+    coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
+    timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
+
+
+def run(settings: DrainSettings) -> int:
+    """Raises `NoAnswer`, `SeveralClusters`, `PeerRefused` or `ConfigError`. Status 1: something is still there after all the
+    time; `HUNG_EXIT`: it hung instead."""
+    keys = keys_for(settings, Role.OBSERVER)
+    with coordinator_of(settings.coordinator) as coordinator:
+        return uvloop.run(_drain(settings, coordinator, keys))
+
+
+async def _drain(settings: DrainSettings, coordinator: str, keys: Keys | None) -> int:
+    request = DrainRequest(settings.worker, settings.undo, 1000 * settings.drain_timeout_s)
+    answer = await converse(coordinator, request, DrainAnswer, settings.timeout_ms, keys)
+    if answer.refusal:
+        raise PeerRefused(answer.refusal)
+    (worker,) = (worker for worker in answer.workers if worker.name == settings.worker)
+    if settings.undo:
+        _say(f"{worker.name} takes requests again")
+    elif not settings.wait:
+        _say(
+            f"{worker.name} gets nothing new; {_left(worker.requests)} there, for {settings.drain_timeout_s:g} s at most"
+        )
+    else:
+        return await _wait(settings, coordinator, worker, keys)
+    return 0
+
+
+async def _wait(settings: DrainSettings, coordinator: str, worker: WorkerStatus, keys: Keys | None) -> int:
+    """Until it holds nothing, hangs, or is gone. The coordinator is asked again and again, as it may be another one by then."""
+    until = clock.now() + settings.drain_timeout_s + _PATIENCE_S
+    at_first, left = worker.requests, worker.requests
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task(f"draining {worker.name}", total=at_first)
+        while left and clock.now() < until:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            try:
+                report = await ask(coordinator, settings.timeout_ms, keys)
+            except NoAnswer:
+                continue
+            left = sum(
+                found.requests for found in report.workers if found.pid == worker.pid and found.name == worker.name
+            )
+            progress.update(bar, completed=at_first - left)
+            if Process(worker.name, worker.pid) in report.hung:
+                _say(f"{worker.name} hung and was given up; what ran there goes on elsewhere, as after a loss")
+                return HUNG_EXIT
+    _say(f"{worker.name}: {_left(left)} there" if left else f"{worker.name} is drained")
+    return 1 if left else 0
+
+
+def _left(requests: int) -> str:
+    return f"{requests} request{'s' * (requests != 1)} still {'is' if requests == 1 else 'are'}"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")

@@ -1,0 +1,30 @@
+"""Options of `crossdock replay` and `crossdock explain`."""
+
+from pydantic import Field
+
+from runtime.settings.types import Options
+
+_FILE = "Journal that a coordinator wrote with --journal."
+_JSON = "Print JSON, for programs."
+
+
+class ReplaySettings(Options):
+    """Execute a journal again and check that this coordinator decides the same, action by action.
+
+    Status 0: all the same. 1: it decides differently, or the journal is damaged.
+    """
+
+    file: str = Field(min_length=1, description=_FILE, json_schema_extra={"argument": "FILE"})
+    as_json: bool = Field(False, description=_JSON, json_schema_extra={"option": "--json"})
+
+
+class ExplainSettings(Options):
+    """Say why a request waited and behind whom; without REQUEST, list those that waited longest.
+
+    It replays the journal and looks on. REQUEST is the id in the answer, like chatcmpl-…
+    """
+
+    file: str = Field(min_length=1, description=_FILE, json_schema_extra={"argument": "FILE"})
+    request: str = Field("", max_length=64, description="Id of a request.", json_schema_extra={"argument": "REQUEST"})
+    top: int = Field(20, ge=1, le=10_000, description="Without REQUEST: how many to list.")
+    as_json: bool = Field(False, description=_JSON, json_schema_extra={"option": "--json"})

@@ -1,0 +1,243 @@
+"""A request's story in plain words."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from coordinator.event_log.reasons import (
+    BehindNoRoom,
+    By,
+    CachedElsewhere,
+    NoRoom,
+    Order,
+    OtherTurn,
+    Reason,
+    RoomKept,
+    SameTenant,
+)
+from coordinator.event_log.timeline import Changed, ChunkSent, Ended, Entry, KeptFor, Passed, Placed, Submitted, Waited
+from coordinator.events import Action, Event, Received, Send
+
+CHUNKS_MAX = 12
+"""More in a row are told as one."""
+_ORDERS = {
+    Order.DEADLINE: "it is due {due:.3f} s earlier",
+    Order.FEWER_CHUNKS: "it is due at the same time and has fewer chunks left",
+    Order.CAME_FIRST: "it came first",
+    Order.AGED: "it had been overtaken so often that it went first",
+}
+_KINDS = {
+    OtherTurn: "another tenant's turn",
+    SameTenant: "another request of the same tenant",
+    NoRoom: "no room",
+    RoomKept: "room kept for another",
+    BehindNoRoom: "behind others without room",
+    CachedElsewhere: "waiting for a worker with more of it cached",
+}
+
+
+def without_blob(what: Action | Event) -> str:
+    """As text, with the length of a prompt's ids in place of the ids."""
+    if isinstance(what, Send | Received) and what.blob:
+        return f"{replace(what, blob=b'')}"[:-1].removesuffix(", blob=b''") + f", {len(what.blob)} bytes of ids)"
+    return str(what)
+
+
+def show_longest(rows: Sequence[Waited], requests: int, console: Console) -> None:
+    table = Table(title=f"Waited longest, of {requests:,} requests", title_justify="left")
+    table.add_column("request", overflow="fold")
+    table.add_column("tenant", overflow="fold")
+    table.add_column("band")
+    for heading in ("prompt tokens", "came at s", "waited s"):
+        table.add_column(heading, justify="right")
+    table.add_column("outcome")
+    for row in rows:
+        table.add_row(
+            escape(row.request),
+            escape(row.tenant),
+            escape(row.band),
+            f"{row.prompt_tokens:,}",
+            f"{row.submitted_s:,.3f}",
+            f"{row.waited_s:,.3f}",
+            row.outcome,
+        )
+    console.print(table)
+
+
+def show_story(request_id: str, entries: Sequence[Entry], console: Console) -> None:
+    first = entries[0]
+    if isinstance(first, Submitted):
+        console.print(
+            f"[bold]{escape(request_id)}[/bold] of {escape(first.tenant)}, band {escape(first.band)}:"
+            f" {first.prompt_tokens:,} prompt tokens, up to {first.max_tokens:,} more"
+        )
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    for at, text in lines(entries):
+        table.add_row(at, escape(text))
+    console.print(table)
+    console.print(escape(summary(entries)))
+
+
+def lines(entries: Sequence[Entry]) -> list[tuple[str, str]]:
+    """(when, what), in order of time; long runs of chunks as one line."""
+    told: list[tuple[str, str]] = []
+    run: list[ChunkSent] = []
+    for entry in sorted(entries, key=lambda e: e.at_s):
+        if isinstance(entry, ChunkSent):
+            run.append(entry)
+            continue
+        if not isinstance(entry, Passed):
+            told += _chunks(run)
+            run = []
+        told.append((_when(entry), _words(entry)))
+    return told + _chunks(run)
+
+
+def summary(entries: Sequence[Entry]) -> str:
+    passed = [entry for entry in entries if isinstance(entry, Passed)]
+    times: Counter[str] = Counter()
+    for entry in passed:
+        times[_KINDS[type(entry.reason)]] += entry.times
+    began = next((e.at_s for e in entries if isinstance(e, ChunkSent)), None)
+    waited = "It never ran" if began is None else f"Its first chunk was sent after {began:.3f} s"
+    if not passed:
+        return f"{waited}; it was never passed over."
+    reasons = ", ".join(f"{count:,} × {kind}" for kind, count in times.most_common())
+    return f"{waited}; it was passed over {_times(sum(times.values()))}: {reasons}."
+
+
+def _when(entry: Entry) -> str:
+    if isinstance(entry, Passed) and entry.until_s > entry.at_s:
+        return f"+{entry.at_s:.3f} to {entry.until_s:.3f} s"
+    return f"+{entry.at_s:.3f} s"
+
+
+def _words(entry: Entry) -> str:
+    match entry:
+        case Submitted():
+            attempt = f", attempt {entry.attempt}" if entry.attempt > 1 else ""
+            return (
+                f"submitted{attempt}: {_count(entry.waiting, 'request')} waited already,"
+                f" {entry.waiting_of_tenant:,} of them of this tenant"
+            )
+        case Passed():
+            return _passed(entry)
+        case KeptFor():
+            return f"others got room before it {_times(entry.bypassed)}: from now on what comes free is kept for it"
+        case Placed():
+            return _placed(entry)
+        case Changed():
+            return _changed(entry)
+        case Ended():
+            return _ended(entry)
+        case ChunkSent():
+            return _chunk(entry)
+
+
+def _placed(entry: Placed) -> str:
+    why = "there was room at last, kept for it" if entry.kept else "its turn"
+    cached = f"; {_count(entry.cached_tokens, 'token')} of its prompt cached there" if entry.cached_tokens else ""
+    return f"placed on {entry.workers}: {why}{cached}; {_count(entry.kv_blocks, 'KV block')} reserved for its answer"
+
+
+def _changed(entry: Changed) -> str:
+    match entry.state:
+        case "handing_over":
+            return "prompt computed; the last of its KV is on its way"
+        case "decoding":
+            return f"KV handed over in {entry.transfer_ms:.0f} ms; decoding"
+        case state:
+            return f"{state}: {entry.why}"
+
+
+def _ended(entry: Ended) -> str:
+    if entry.outcome == "finished":
+        return "finished"
+    text = f"{entry.outcome}: {entry.why}"
+    if entry.by is not None:
+        text += f", for {_who(entry.by)}"
+    return text + (f" (Retry-After {entry.retry_after_s:.1f} s)" if entry.retry_after_s else "")
+
+
+def _passed(entry: Passed) -> str:
+    whose = ", ".join(entry.requests)
+    if entry.requests_in_all > len(entry.requests):
+        whose += f" and {entry.requests_in_all - len(entry.requests):,} more"
+    return f"passed over {_times(entry.times)}: {_reason(entry.reason, whose)}"
+
+
+def _reason(reason: Reason, whose: str) -> str:
+    match reason:
+        case OtherTurn():
+            return (
+                f"the turn of {reason.by.tenant}, band {reason.by.band} ({whose}); {reason.level} {reason.winner} has had"
+                f" less of its share than {reason.ours}, round {reason.winner_round:,.0f} against"
+                f" {reason.our_round:,.0f}"
+            )
+        case SameTenant():
+            return f"{whose} of the same tenant first: {_ORDERS[reason.order].format(due=reason.due_before_s)}"
+        case NoRoom():
+            return _no_room(reason)
+        case RoomKept():
+            bypassed = f"which others had bypassed {_times(reason.bypassed)}"
+            return f"no room; what comes free is kept for {_who(reason.by)}, {bypassed}"
+        case CachedElsewhere():
+            return (
+                f"it rather waits for {reason.worker}, which has {reason.cached_tokens:,} tokens of its prompt cached;"
+                f" {reason.asked} has {reason.cached_tokens_there:,}"
+            )
+        case BehindNoRoom():
+            return f"{whose} before it had no room" if whose else "those before it had no room, and none has come free"
+
+
+def _no_room(reason: NoRoom) -> str:
+    if reason.left_out:
+        return f"transfers to {reason.worker} failed one after the other: that pair is left out for a while"
+    lacks = []
+    if reason.blocks_needed > reason.blocks_free:
+        lacks.append(f"{reason.blocks_needed:,} KV blocks needed, {reason.blocks_free:,} free")
+    if reason.seqs_needed > reason.seqs_free:
+        lacks.append(f"{_count(reason.seqs_needed, 'sequence')} needed, {reason.seqs_free:,} free")
+    text = f"no room on {reason.worker}: {' and '.join(lacks) or 'none that fits all of its life'}"
+    if reason.most_held_by:
+        text += f"; {reason.most_held_by} holds {reason.most_held_blocks:,}"
+    return text + ("; what comes free is kept for it" if reason.kept else "")
+
+
+def _chunks(run: list[ChunkSent]) -> list[tuple[str, str]]:
+    if len(run) <= CHUNKS_MAX:
+        return [(_when(chunk), _chunk(chunk)) for chunk in run]
+    first, last = run[0], run[-1]
+    where = first.worker if first.worker == last.worker else f"{first.worker} and others"
+    tokens = sum(chunk.tokens for chunk in run)
+    text = (
+        f"{len(run):,} chunks, tokens {first.start:,} to {last.start + last.tokens - 1:,} of {first.prompt_tokens:,}"
+        f" ({tokens:,}), in steps {first.step:,} to {last.step:,} of {where}"
+    )
+    return [(f"+{first.at_s:.3f} to {last.at_s:.3f} s", text)]
+
+
+def _chunk(chunk: ChunkSent) -> str:
+    beside = f", beside {_count(chunk.beside, 'other')}" if chunk.beside else ""
+    end = chunk.start + chunk.tokens - 1
+    return (
+        f"step {chunk.step:,} of {chunk.worker}: tokens {chunk.start:,} to {end:,} of {chunk.prompt_tokens:,}{beside}"
+    )
+
+
+def _who(other: By) -> str:
+    return f"{other.request} of {other.tenant}, band {other.band}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")

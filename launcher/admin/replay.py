@@ -1,0 +1,151 @@
+"""`crossdock replay` and `crossdock explain`: a coordinator's journal, executed again, checked, and told in plain words."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from coordinator.event_log.format import JournalError
+from coordinator.event_log.replay import Difference, Replay
+from coordinator.event_log.timeline import Longest, Story
+from launcher.admin import explain_words
+from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
+from runtime.process import clock
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Replay]:
+    """Raises `JournalError`, also for what goes wrong inside; it names the file."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            yield Replay(file)
+    except OSError as error:
+        raise JournalError(f"{path}: {error.strerror}") from None
+    except JournalError as error:
+        raise JournalError(f"{path}: {error}") from None
+
+
+def _rest_bytes(path: str, replay: Replay) -> int:
+    """Behind the last whole record."""
+    return Path(path).expanduser().stat().st_size - replay.bytes_read
+
+
+def _ending(replay: Replay, rest_bytes: int) -> str:
+    if replay.failed:
+        return f"The core failed at the last event, when recorded and now: {replay.failed}"
+    if replay.ended:
+        return f"The recording ended: {replay.ended}."
+    cut = f"; its last {rest_bytes} bytes are no whole record and were left out" if rest_bytes else ""
+    return f"The recording was cut off: the coordinator was killed, or is still running{cut}."
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------
+
+
+def replay(settings: ReplaySettings) -> int:
+    """Raises `JournalError`."""
+    with _opened(settings.file) as again:
+        began = clock.now()
+        difference = again.run()
+        took_s = clock.now() - began
+    rest_bytes = _rest_bytes(settings.file, again)
+    if settings.as_json:
+        _print_json(_replay_json(again, difference, took_s, rest_bytes))
+    else:
+        _show_replay(again, difference, took_s, rest_bytes, Console(highlight=False))
+    return 0 if difference is None else 1
+
+
+def _replay_json(again: Replay, difference: Difference | None, took_s: float, rest_bytes: int) -> dict[str, Any]:
+    header = again.header
+    return {
+        "recorded": {
+            "process": header.process,
+            "software": header.software,
+            "platform": header.platform,
+            "unix_s": header.unix_s,
+            "seconds": again.last_s,
+            "ended": again.ended,
+            "failed": again.failed,
+            "bytes": again.bytes_read,
+            "cut_off_bytes": 0 if difference else rest_bytes,
+        },
+        "events": again.events,
+        "actions": again.actions,
+        "replay_s": took_s,
+        "identical": difference is None,
+        "difference": None
+        if difference is None
+        else {
+            "event_number": difference.number,
+            "at_s": difference.at_s,
+            "event": explain_words.without_blob(difference.event),
+            "why": difference.why,
+            "recorded": difference.recorded,
+            "replayed": difference.replayed,
+            "actions": [str(action) for action in difference.actions],
+        },
+    }
+
+
+def _show_replay(
+    again: Replay, difference: Difference | None, took_s: float, rest_bytes: int, console: Console
+) -> None:
+    header = again.header
+    when = f"{datetime.fromtimestamp(header.unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    print_ = console.print
+    print_(f"Recorded by {header.process} (crossdock {header.software}, {header.platform}) from {when}", soft_wrap=True)
+    print_(
+        f"{again.events:,} events, {again.actions:,} actions, {again.last_s:,.1f} s of serving replayed in {took_s:.1f} s"
+    )
+    if difference is None:
+        print_(escape(_ending(again, rest_bytes)), soft_wrap=True)
+        print_("[green]Every action is the same.[/green]")
+        return
+    print_(f"[red]Event {difference.number:,}, after {difference.at_s:.6f} s: {difference.why}.[/red]", soft_wrap=True)
+    print_(f"  event     {escape(explain_words.without_blob(difference.event))}", soft_wrap=True)
+    print_(f"  recorded  {escape(difference.recorded)}", soft_wrap=True)
+    print_(f"  replayed  {escape(difference.replayed)}", soft_wrap=True)
+    for action in difference.actions:
+        print_(f"            {escape(explain_words.without_blob(action))}", soft_wrap=True)
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+def explain(settings: ExplainSettings) -> int:
+    """Raises `JournalError`."""
+    with _opened(settings.file) as again:
+        story = Story(settings.request) if settings.request else None
+        longest = Longest(again.header.started, settings.top)
+        difference = again.run(story or longest)
+    if difference is not None:
+        raise JournalError(
+            f"{settings.file}: at event {difference.number}, {difference.why}; crossdock replay says more"
+        )
+    console = Console(highlight=False)
+    if story is None:
+        rows = longest.finish()
+        if settings.as_json:
+            _print_json(rows)
+        else:
+            explain_words.show_longest(rows, longest.requests, console)
+        return 0
+    entries = story.finish()
+    if not entries:
+        raise JournalError(f"{settings.file}: no request {settings.request!r}; without REQUEST, some are listed")
+    if settings.as_json:
+        _print_json({"request": settings.request, "story": entries})
+    else:
+        explain_words.show_story(settings.request, entries, console)
+    return 0

@@ -1,0 +1,268 @@
+"""`crossdock status`: ask the coordinator what it knows, and show it."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+import uvloop
+from msgspec.structs import asdict
+from pydantic import Field
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from launcher.local import process_states
+from launcher.local import registry as here
+from launcher.local.process_states import ProcessStates
+from proto import limits
+from proto.errors import CrossdockError
+from proto.messages import Hello, Message, Role, StatusRequest, Welcome
+from proto.status import StatusReport, WorkerStatus
+from runtime.link.client import LinkClient
+from runtime.link.keys import Keys, keys_for
+from runtime.link.server import LinkSettings, Peer
+from runtime.process import clock
+from runtime.settings.addresses import AddressOrEmpty
+from runtime.settings.roles import CoordinatorSettings
+from runtime.settings.types import KeyOptions
+
+_ENDLESS = 10_000
+"""Columns: no line is cut."""
+_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+DEFAULT_COORDINATOR: str = CoordinatorSettings.model_fields["bind"].default
+WHICH_COORDINATOR = (
+    "Address of the coordinator; empty: the cluster running on this machine, or else the coordinator at"
+    f" {DEFAULT_COORDINATOR}."
+)
+M = TypeVar("M", bound=Message)
+
+
+class StatusSettings(KeyOptions):
+    """Show workers, queues and running requests of a cluster: of the one that `crossdock serve` runs on this machine, or of
+    any other by its coordinator."""
+
+    coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
+    as_json: bool = Field(False, description="Print JSON, for programs.", json_schema_extra={"option": "--json"})
+    wide: bool = Field(False, description="Show every column, however wide the table becomes.")
+    timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
+
+
+class NoAnswer(CrossdockError):
+    """The coordinator did not answer in time."""
+
+
+class SeveralClusters(CrossdockError):
+    """More than one cluster runs here, and none was named."""
+
+
+async def ask(coordinator: str, timeout_ms: int, keys: Keys | None = None) -> StatusReport:
+    """Raises `NoAnswer`."""
+    return await converse(coordinator, StatusRequest(), StatusReport, timeout_ms, keys)
+
+
+async def converse(
+    coordinator: str, question: Message, expected: type[M], timeout_ms: int, keys: Keys | None = None
+) -> M:
+    """Connect as an observer, ask once, close. Raises `NoAnswer`."""
+    answer: asyncio.Future[M] = asyncio.get_running_loop().create_future()
+
+    def on_up(peer: Peer, _welcome: Welcome) -> None:
+        peer.send(question)
+
+    def on_message(_peer: Peer, message: Message, _blob: bytes) -> None:
+        if isinstance(message, expected) and not answer.done():
+            answer.set_result(message)
+
+    def on_down(_peer: Peer, _reason: str) -> None:
+        pass  # the client connects again, and the timeout bounds it all
+
+    hello = Hello(
+        version=limits.PROTOCOL_VERSION,
+        role=Role.OBSERVER,
+        epoch=clock.new_epoch(),
+        name=f"status-{os.getpid()}",
+        host=socket.gethostname()[: limits.MAX_TEXT_CHARS],
+        pid=os.getpid(),
+    )
+    link_settings = LinkSettings(handshake_timeout_ms=timeout_ms, keys=keys)
+    link = LinkClient(
+        address=coordinator, hello=hello, on_up=on_up, on_message=on_message, on_down=on_down, settings=link_settings
+    )
+    await link.start()
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            return await answer
+    except TimeoutError:
+        why = link.last_error or f"no answer from {coordinator}"
+        raise NoAnswer(f"{why} (waited {timeout_ms} ms). Is a coordinator running there? See --coordinator.") from None
+    finally:
+        await link.close()
+
+
+@contextlib.contextmanager
+def coordinator_of(named: str) -> Iterator[str]:
+    """The address to ask: the one named, or that of the cluster on this machine. Raises `SeveralClusters`, and says of a
+    `NoAnswer` inside if there is none."""
+    # Several hosts of one cluster may be this machine's.
+    running = [] if named else list({one.coordinator: one for one in here.clusters()}.values())
+    if len(running) > 1:
+        lines = [f"    --coordinator {one.coordinator}   {one.model_id} at {one.base_url}" for one in running]
+        raise SeveralClusters("\n".join(["several clusters run on this machine; name one:", *lines]))
+    try:
+        yield named or (running[0].coordinator if running else DEFAULT_COORDINATOR)
+    except NoAnswer as error:
+        if named or running:
+            raise
+        raise NoAnswer(f"no `crossdock serve` of yours runs on this machine, and {error}") from None
+
+
+def run(settings: StatusSettings) -> int:
+    """Raises `NoAnswer`, `SeveralClusters` or `ConfigError`."""
+    console = Console(width=_ENDLESS) if settings.wide else Console()
+    with coordinator_of(settings.coordinator) as coordinator:
+        here_too = _supervised(coordinator)
+        try:
+            report = uvloop.run(ask(coordinator, settings.timeout_ms, keys_for(settings, Role.OBSERVER)))
+        except NoAnswer:
+            _show_processes(here_too, console)  # perhaps it is the one that is down
+            raise
+    if settings.as_json:
+        shown = as_dict(report) | {"processes": [asdict(one) for part in here_too for one in part.processes]}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode() + "\n")
+    else:
+        show(report, console, wide=settings.wide)
+        _show_processes(here_too, console)
+    return 0
+
+
+def _supervised(coordinator: str) -> list[ProcessStates]:
+    """Of what `crossdock serve` and `up` on this machine run of that cluster."""
+    return [process_states.read(folder) for folder in here.folders_of(coordinator)]
+
+
+def _show_processes(parts: list[ProcessStates], console: Console) -> None:
+    for part in parts:
+        for line in process_states.lines(part.processes, clock.unix_time()):
+            console.print(f"[yellow]Process[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
+        if part.metrics:
+            console.print(f"Metrics of the supervisor: {escape(part.metrics)}", highlight=False)
+
+
+def as_dict(report: StatusReport) -> dict[str, Any]:
+    """Field names for everything; on the wire structs are arrays."""
+    fields = {name: getattr(report, name) for name in report.__struct_fields__}
+    workers = [{name: getattr(worker, name) for name in worker.__struct_fields__} for worker in report.workers]
+    pairs = [{name: getattr(pair, name) for name in pair.__struct_fields__} for pair in report.kv_pairs]
+    tenants = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.tenants]
+    return fields | {"workers": workers, "kv_pairs": pairs, "tenants": tenants}
+
+
+def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
+    """A table for 80 columns; `wide`: every column, for a console that is wide enough."""
+    if report.workers:
+        console.print(_title(report), highlight=False, soft_wrap=True)
+        console.print(_wide_table(report) if wide else _table(report))
+    else:
+        console.print("No workers are connected.")
+    for pair in report.kv_pairs:
+        why = f" ({escape(pair.why)})" if pair.why else ""
+        console.print(f"KV {escape(pair.prefill)} → {escape(pair.decode)}: {pair.transport}{why}", highlight=False)
+    for words in report.left_out:
+        console.print(f"Left out: {escape(words)}", highlight=False)
+    console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
+    console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
+    _show_essence(report, console)
+    if report.counters:
+        console.print(f"Counters: {_counts(report.counters)}")
+    if report.metrics:
+        where = ", ".join(f"{escape(name)} {escape(address)}" for name, address in sorted(report.metrics.items()))
+        console.print(f"Metrics: {where}", highlight=False)
+
+
+def _show_essence(report: StatusReport, console: Console) -> None:
+    """How fast, and for whom."""
+    lately = report.lately
+    if lately:
+        times = [
+            f"{label} {_seconds(lately[f'{name}_p50_ms'])}, p99 {_seconds(lately[f'{name}_p99_ms'])}"
+            for name, label in (("queue", "queue"), ("ttft", "TTFT"), ("tpot", "TPOT"))
+            if f"{name}_p50_ms" in lately
+        ]
+        console.print(f"Last {lately['requests']:.0f} requests, p50: {'; '.join(times)}", highlight=False)
+    shares = [
+        f"{escape(one.name)} {one.share:.0%}" + (f" ({one.waiting} waiting)" if one.waiting else "")
+        for one in report.tenants
+        if one.waiting or one.share >= 0.005
+    ]
+    if shares:
+        console.print(f"Service of the last 10 s: {', '.join(shares)}", highlight=False)
+
+
+def _seconds(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:.2f} s" if milliseconds >= 1000 else f"{milliseconds:.0f} ms"
+
+
+def _title(report: StatusReport) -> str:
+    """With what is the same for all workers."""
+    models, hosts = ({getattr(worker, what) for worker in report.workers} for what in ("model", "host"))
+    which = f"{len(models)} models" if len(models) > 1 else escape(*models)
+    where = f"{len(hosts)} hosts" if len(hosts) > 1 else escape(*hosts)
+    return f"Workers of {which} on {where}"
+
+
+def _table(report: StatusReport) -> Table:
+    models = {worker.model for worker in report.workers}
+    table = Table()
+    table.add_column("name", overflow="fold")
+    table.add_column("role", no_wrap=True)
+    if len(models) > 1:
+        table.add_column("model", max_width=14, overflow="ellipsis", no_wrap=True)
+    for heading in ("requests", "KV blocks", "tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for worker in report.workers:
+        table.add_row(
+            escape(worker.name),
+            _role(worker),
+            *([escape(worker.model)] if len(models) > 1 else []),
+            str(worker.requests),
+            f"{worker.kv_blocks_used}/{worker.kv_blocks}",
+            _short(worker.tokens_forwarded),
+        )
+    return table
+
+
+def _role(worker: WorkerStatus) -> str:
+    return f"{worker.role.value}, draining" if worker.draining else worker.role.value
+
+
+def _short(number: int) -> str:
+    """Exact up to 99,999, then three digits: `123 k`, `1.23 M`."""
+    if number < 100_000:
+        return f"{number:,}"
+    unit = next((unit for unit in ("k", "M", "G") if number < 999_500 * _UNITS[unit] // 1000), "T")
+    value = number / _UNITS[unit]
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
+def _wide_table(report: StatusReport) -> Table:
+    table = Table()
+    for heading in ("name", "role", "model", "host"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("pid", "requests", "steps in flight", "KV blocks used", "of", "tokens forwarded"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for worker in report.workers:
+        numbers = (worker.requests, worker.steps_in_flight, worker.kv_blocks_used, worker.kv_blocks)
+        table.add_row(
+            *(escape(text) for text in (worker.name, _role(worker), worker.model, worker.host, str(worker.pid))),
+            *(f"{number:,}" for number in (*numbers, worker.tokens_forwarded)),
+        )
+    return table
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in counts.items() if number) or "none"

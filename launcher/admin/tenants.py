@@ -1,0 +1,95 @@
+"""`crossdock tenants check` and `crossdock tenants key`: what an operator does with a tenants file."""
+
+import hashlib
+import re
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from runtime.settings.options import SettingsError
+from runtime.settings.types import Options
+from runtime.tenancy.file import read
+from runtime.tenancy.tenants import Tenants, TenantsError
+
+KEY_PREFIX = "sk-"
+_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64})?")
+
+
+class CheckSettings(Options):
+    """Say what is wrong with a tenants file, or what is in it."""
+
+    file: str = Field(min_length=1, description="The file.", json_schema_extra={"argument": "FILE"})
+
+
+def _check_tenant(value: str) -> str:
+    if not _TENANT.fullmatch(value):
+        raise ValueError("is not ORG or ORG/USER, each of 1 to 64 of A-Z, a-z, 0-9, '_', '.' and '-'")
+    return value
+
+
+class KeySettings(Options):
+    """Make an API key for an organisation or a user, and print it once, with the line for the tenants file.
+
+    The key is nowhere stored: the file has its SHA-256 only.
+    """
+
+    tenant: Annotated[str, AfterValidator(_check_tenant)] = Field(
+        description="Whose key it will be.", json_schema_extra={"argument": "ORG[/USER]"}
+    )
+
+
+def check(settings: CheckSettings) -> int:
+    try:
+        tenants = read(Path(settings.file).expanduser())
+    except TenantsError as error:
+        raise SettingsError(str(error)) from None
+    show(tenants, Console())
+    return 0
+
+
+def show(tenants: Tenants, console: Console) -> None:
+    keys = list(tenants.keys.values())
+    bands = ", ".join(
+        f"{name} (weight {band.weight:g}, floor {band.floor_share:g})" for name, band in tenants.bands.items()
+    )
+    console.print(f"Bands: {bands}", highlight=False)
+    table = Table(title="Tenants", title_justify="left")
+    for heading in ("tenant", "weight", "band", "may use", "limits", "borrows", "keys"):
+        table.add_column(heading, justify="right" if heading in ("weight", "keys") else "left", overflow="fold")
+    for name, policy in tenants.policies.items():
+        own = policy.levels[0]
+        limits = [f"{limit} {value:,}" for limit, value in vars(own.limits).items() if value is not None]
+        table.add_row(
+            name,
+            f"{policy.weight if policy.user else policy.organisation_weight:g}",
+            policy.band,
+            ", ".join(band for band in tenants.bands if band in policy.bands),
+            ", ".join(limits) or "none",
+            "yes" if own.borrow else "no",
+            str(keys.count(name)),
+        )
+    console.print(table)
+    if not keys:
+        console.print("No key is configured: everyone is let in, as the tenant 'default'.")
+
+
+def new_key() -> tuple[str, str]:
+    """(key, its SHA-256 in hex): 256 random bits."""
+    key = KEY_PREFIX + secrets.token_hex(32)
+    return key, hashlib.sha256(key.encode()).hexdigest()
+
+
+def make_key(settings: KeySettings) -> int:
+    key, digest = new_key()
+    organisation, _, user = settings.tenant.partition("/")
+    parts = ["tenants", organisation, *(["users", user] if user else [])]
+    table = ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else f'"{part}"' for part in parts)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"The key, which is shown only now:\n\n    {key}\n\nFor the tenants file:\n")
+    console.print(escape(f'    [{table}]\n    keys = ["{digest}"]'))
+    return 0

@@ -1,0 +1,125 @@
+"""`crossdock usage`: what tenants used, from the coordinator's journal, by day."""
+
+import json
+import sqlite3
+import sys
+from collections.abc import Iterable
+from contextlib import closing
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, Self
+from urllib.parse import quote
+
+import platformdirs
+from pydantic import AfterValidator, Field, model_validator
+from rich.console import Console
+from rich.table import Table
+
+from proto.errors import CrossdockError
+from runtime.settings.types import Options
+
+_BUSY_TIMEOUT_S = 5.0
+_QUERY = """
+SELECT day, tenant, COUNT(*), COUNT(*) - COUNT(outcome), SUM(borrowed), SUM(charged_tokens),
+    SUM(CASE WHEN outcome IS NULL THEN 0 ELSE prompt_tokens END), SUM(cached_tokens),
+    SUM(CASE WHEN outcome IS NULL THEN 0 ELSE output_tokens END),
+    AVG(queue_ms), AVG(prefill_ms), AVG(transfer_ms), AVG(decode_ms)
+FROM usage WHERE day BETWEEN ? AND ? {tenant} GROUP BY day, tenant ORDER BY day, tenant
+"""
+_OUTCOMES = """
+SELECT day, tenant, COALESCE(outcome, 'open'), COUNT(*) FROM usage WHERE day BETWEEN ? AND ? {tenant}
+GROUP BY day, tenant, outcome
+"""
+_COLUMNS = (
+    "day tenant requests open borrowed charged_tokens prompt_tokens cached_tokens output_tokens"
+    " queue_ms_mean prefill_ms_mean transfer_ms_mean decode_ms_mean"
+).split()
+
+
+class NoJournal(CrossdockError):
+    """There is no journal where one was looked for, or it is something else."""
+
+
+def default_db() -> str:
+    """Where `crossdock serve --tenants` writes, and `crossdock usage` looks."""
+    return str(Path(platformdirs.user_state_dir("crossdock")) / "usage.sqlite")
+
+
+def _check_day(value: str) -> str:
+    try:
+        return date.fromisoformat(value).isoformat() if value else value
+    except ValueError:
+        raise ValueError("is not a day like 2026-11-21") from None
+
+
+Day = Annotated[str, AfterValidator(_check_day)]
+
+
+class UsageSettings(Options):
+    """Show what tenants used, by day (UTC), from the journal that a coordinator writes with --usage-db.
+
+    Open requests are charged at their estimate until they end. Times are means over ended requests, in milliseconds.
+    """
+
+    db: str = Field("", description="The journal; empty: where crossdock serve --tenants writes.")
+    day: Day = Field("", description="One day, as 2026-11-21.")
+    since: Day = Field("", description="This day and all after it. Without --day and --since: all days.")
+    tenant: str = Field("", description="One tenant, or an organisation with its users.")
+    as_json: bool = Field(False, description="Print JSON, for programs.", json_schema_extra={"option": "--json"})
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if self.day and self.since:
+            raise ValueError("--day, --since: give one of them")
+        return self
+
+
+def read(settings: UsageSettings) -> list[dict[str, Any]]:
+    """One entry for each day and tenant. Raises `NoJournal`."""
+    path = Path(settings.db or default_db()).expanduser()
+    if not path.is_file():
+        raise NoJournal(f"--db: there is no journal at {path}; a coordinator writes one with --usage-db")
+    span = [settings.day or settings.since or "0000", settings.day or "9999"]
+    tenant, only = settings.tenant, ""
+    if tenant:
+        only, span = "AND (tenant = ? OR substr(tenant, 1, ?) = ?)", [*span, tenant]
+    parameters: list[Any] = [*span, *([len(tenant) + 1, tenant + "/"] if tenant else [])]
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)) as db, db:
+            rows = db.execute(_QUERY.format(tenant=only), parameters).fetchall()
+            outcomes = db.execute(_OUTCOMES.format(tenant=only), parameters).fetchall()
+    except sqlite3.Error as error:
+        raise NoJournal(f"--db: {path}: {error}") from None
+    entries = {row[:2]: {**dict(zip(_COLUMNS, row, strict=True)), "outcomes": {}} for row in rows}
+    for day, name, outcome, count in outcomes:
+        # Written between the two questions, it will be there next time.
+        if (day, name) in entries:
+            entries[day, name]["outcomes"][outcome] = count
+    return list(entries.values())
+
+
+def run(settings: UsageSettings) -> int:
+    entries = read(settings)
+    if settings.as_json:
+        sys.stdout.write(json.dumps(entries, indent=2) + "\n")
+    else:
+        show(entries, Console())
+    return 0
+
+
+def show(entries: Iterable[dict[str, Any]], console: Console) -> None:
+    table = Table(title="Usage", title_justify="left")
+    table.add_column("day")
+    table.add_column("tenant", overflow="fold")
+    for heading in ("requests", "charged", "prompt", "cached", "output", "queue", "prefill", "transfer", "decode"):
+        table.add_column(heading, justify="right")
+    table.add_column("ended as")
+    for entry in entries:
+        counts = [f"{entry[key]:,}" for key in ("requests", "charged_tokens")]
+        counts += [f"{entry[f'{kind}_tokens']:,}" for kind in ("prompt", "cached", "output")]
+        means = [entry[f"{phase}_ms_mean"] for phase in ("queue", "prefill", "transfer", "decode")]
+        outcomes = ", ".join(f"{count:,} {name}" for name, count in sorted(entry["outcomes"].items()))
+        table.add_row(
+            entry["day"], entry["tenant"], *counts, *("-" if ms is None else f"{ms:,.0f}" for ms in means), outcomes
+        )
+    console.print(table if table.row_count else "Nothing was used.")

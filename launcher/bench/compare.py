@@ -1,0 +1,142 @@
+"""`crossdock bench compare`: two runs of `bench serve` side by side.
+
+Whether a difference means anything is judged by a block bootstrap (Künsch 1989): runs of consecutive requests are drawn
+with replacement, from each of the two, and the figure is computed again. Requests that follow each other met the same
+queues, so single ones are no independent draws.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
+from launcher.load import plot as load_plot
+from launcher.load import records as load_records
+from launcher.load import show as load_show
+from launcher.load.figures import METRICS, Slo, values
+from launcher.load.records import CANCELLED, INTERRUPTED, Record, RunFile
+from launcher.load.settings import CompareSettings
+
+SHOWN: Final = ("mean", "p50", "p90", "p95", "p99")
+_SAMPLES_MAX: Final = 20_000_000
+"""Values sorted for one figure, over all draws: for long runs fewer draws are made."""
+
+
+def run(settings: CompareSettings) -> int:
+    load_plot.check(settings.plot)
+    first, second = load_records.read(settings.first), load_records.read(settings.second)
+    console = Console()
+    differs = differences(first.settings, second.settings)
+    if differs:
+        rows = load_show.table("Settings that differ", "", "A", "B")
+        for name, (one, other) in differs.items():
+            rows.add_row(name, escape(str(one)), escape(str(other)))
+        console.print(rows)
+    else:
+        console.print("Their settings are the same.")
+    _show(compared(first, second, settings.seed, settings.resamples), console)
+    if settings.plot:
+        load_plot.draw(settings.plot, [("A", first), ("B", second)])
+    return 0
+
+
+def differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (first.get(name, "–"), second.get(name, "–"))
+        for name in sorted({*first, *second})
+        if first.get(name) != second.get(name)
+    }
+
+
+def compared(first: RunFile, second: RunFile, seed: int, resamples: int) -> list[dict[str, Any]]:
+    """One row for each figure: both values, the ratio B/A, its 95 % interval, and whether that leaves out 1."""
+    source = np.random.default_rng(seed)
+    rows = []
+    for metric, name in METRICS.items():
+        sides = [_by_request(run, metric) for run in (first, second)]
+        if all(sum(map(len, side)) for side in sides):
+            drawn = [_drawn(side, source, resamples) for side in sides]
+            for what in SHOWN:
+                rows.append(_row(f"{name} {what}, ms", sides, drawn, _figure(what)))
+    good = [_goodness(first), _goodness(second, first.settings)]
+    if all(good):
+        drawn = [_drawn(side, source, resamples) for side in good]
+        rows.append(_row("within the limits of A, share", good, drawn, np.mean))
+    return rows
+
+
+def _by_request(run: RunFile, metric: str) -> list[np.ndarray]:
+    counted = sorted((one for one in run.requests if one.counted), key=lambda one: one.due_s)
+    return [np.array(values([record], metric)) for record in counted]
+
+
+def _goodness(run: RunFile, settings: dict[str, Any] | None = None) -> list[np.ndarray]:
+    """Both by the same limits, or their shares could not be compared."""
+    slo = Slo.of(settings or run.settings)
+
+    def judged(record: Record) -> bool:
+        return record.counted and record.outcome not in (CANCELLED, INTERRUPTED)
+
+    return [np.array([float(not slo.missed(record))]) for record in run.requests if judged(record)]
+
+
+def _drawn(side: Sequence[np.ndarray], source: np.random.Generator, resamples: int) -> list[np.ndarray]:
+    """Resamples, each as long as the run: blocks of about the cube root of its requests."""
+    count = len(side)
+    block = max(1, round(count ** (1 / 3)))
+    most = max(100, min(resamples, _SAMPLES_MAX // max(1, sum(map(len, side)))))
+    doubled = [*side, *side[:block]]  # the end is followed by the beginning, so that each request is as likely
+    found = []
+    for _ in range(most):
+        starts = source.integers(count, size=-(-count // block)).tolist()
+        found.append(np.concatenate([one for start in starts for one in doubled[start : start + block]]))
+    return found
+
+
+def _figure(what: str) -> Callable[[np.ndarray], float]:
+    if what == "mean":
+        return lambda found: float(np.mean(found))
+    rank = float(what.removeprefix("p"))
+    return lambda found: float(np.percentile(found, rank, method="inverted_cdf"))
+
+
+def _row(
+    name: str,
+    sides: Sequence[Sequence[np.ndarray]],
+    drawn: Sequence[Sequence[np.ndarray]],
+    figure: Callable[[np.ndarray], Any],
+) -> dict[str, Any]:
+    one, other = (float(figure(np.concatenate(side))) for side in sides)
+    pairs = [
+        (float(figure(a)), float(figure(b))) for a, b in zip(drawn[0], drawn[1], strict=False) if len(a) and len(b)
+    ]
+    ratios = [b / a for a, b in pairs if a > 0]
+    low, high = np.percentile(ratios, [2.5, 97.5]).tolist() if ratios else (0.0, float("inf"))
+    return {
+        "figure": name,
+        "a": one,
+        "b": other,
+        "ratio": other / one if one > 0 else None,
+        "low": low,
+        "high": high,
+        "means_something": low > 1 or high < 1,
+    }
+
+
+def _show(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    shown = load_show.table("B beside A", "", "A", "B", "B / A", "95 % of B / A", "")
+    for row in rows:
+        interval = f"{load_show.number(row['low'], 3)} to {load_show.number(row['high'], 3)}"
+        digits = 3 if row["a"] < 10 else 1
+        shown.add_row(
+            row["figure"],
+            load_show.number(row["a"], digits),
+            load_show.number(row["b"], digits),
+            load_show.number(row["ratio"], 3),
+            interval,
+            "[bold]differs[/bold]" if row["means_something"] else "[dim]noise[/dim]",
+        )
+    console.print(shown)
+    console.print("[dim]noise: the interval has 1 in it, so that chance alone explains the difference[/dim]")

@@ -1,0 +1,258 @@
+"""`crossdock bench coordinator`: what a decision costs, in CPU time of the deciding thread.
+
+- the fair queue alone: taking the next chunk (and its request out) and adding a request, at a constant backlog; with deadlines
+  as the core sets them (nearly in order of arrival) and, for the worst case inside a tenant, at random;
+- the whole core: one request's life of four chunks, from `Submit` to `Finished`, seven messages in and seven out;
+- memory of one waiting request, its message included;
+- the whole core with many workers against one pair: see `bench_scale`.
+
+The time of the clock itself is taken off.
+
+The floor, for one thread of CPython at about 50 ns per simple operation: a pop takes the ends of two rings (the organisations',
+the users') and of one lane, and finds places for the two anew, about 60 operations, so 3 µs where all of it is in the core's
+cache. Where 10,000 tenants wait it is not: each visit finds its organisation, user, entry and the entry's neighbours elsewhere,
+some 15-20 lines at 0.1-0.2 µs each. A life is seven messages with about 300 operations each.
+
+CPU time says nothing of who else computes on the core: beside a busy hyperthread, or at a low clock, the same instructions
+take twice as long. So a plain loop is timed in between: compare figures of two hours or machines by their ratio to it.
+"""
+
+import gc
+import random
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import count, product
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.core import Core
+from coordinator.events import Action, Limits, PeerUp, Received, Send
+from coordinator.fairness.fair_queue import FairQueue, Terms
+from launcher.bench.dev.coordinator_scale import LIMITS, measure, scale_table
+from launcher.bench.settings import CoordinatorBenchSettings
+from launcher.report import check_writable, write_json
+from proto.codec import decode, encode
+from proto.held import Capacity
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Chunk, Finished, HandedOver, Hello, Role, Step, StepDone, Submit
+from proto.sampling import Sampling
+
+_TENANTS = (100, 1_000, 10_000)
+_DEADLINES = ("core's own", "random")
+_PER_S = 3_000.0
+"""Requests that arrive."""
+_SAMPLES = 20_000
+_LIVES = 9_000
+"""More than the core remembers of what has ended: what it does to forget is part of a life."""
+_CHUNKS = 4
+_STEP_TOKENS = 256
+_KEY = -1
+
+
+def run(settings: CoordinatorBenchSettings) -> int:
+    """`crossdock bench coordinator`."""
+    check_writable(settings.json_out)
+    console = Console()
+    with console.status("measuring") as status:
+        request_bytes = _memory(min(settings.requests, 200_000))
+        queue: dict[str, dict[int, dict[str, float]]] = {kind: {} for kind in _DEADLINES}
+        for kind, tenants in product(_DEADLINES, _TENANTS):
+            status.update(f"fair queue of {settings.requests:,} requests, {tenants:,} tenants, {kind} deadlines")
+            queue[kind][tenants] = _fair_queue(tenants, settings.requests, kind)
+        status.update("whole core")
+        life_us, loop_ns = _lives()
+        scale = []
+        for limited_by, pairs in product(LIMITS, sorted({1, settings.workers} if settings.workers else ())):
+            status.update(f"{pairs} + {pairs} workers, limited by {limited_by}")
+            scale.append(measure(pairs, settings.tenants, settings.requests, settings.served, limited_by))
+    table = Table(title=f"Fair queue, {settings.requests:,} requests waiting, µs of CPU", title_justify="left")
+    for heading in ("deadlines", "tenants", "pop p50", "p99", "enqueue p50", "p99"):
+        table.add_column(heading, justify="left" if heading == "deadlines" else "right")
+    for kind, tenants in product(_DEADLINES, _TENANTS):
+        table.add_row(kind, f"{tenants:,}", *(f"{figure:.1f}" for figure in queue[kind][tenants].values()))
+    console.print(table)
+    console.print(
+        f"A request's life of {_CHUNKS} chunks in the core: {life_us:.0f} µs, so {1e6 / life_us:,.0f} requests/s"
+    )
+    console.print(
+        f"A plain loop beside it: {loop_ns:.1f} ns an iteration, of which a life costs {1e3 * life_us / loop_ns:,.0f}"
+    )
+    console.print(f"A waiting request: {request_bytes:.0f} bytes, its message included")
+    if scale:
+        console.print(scale_table(scale, settings.tenants, settings.requests))
+    write_json(
+        settings.json_out,
+        {
+            "fair_queue_us": queue,
+            "life_us": life_us,
+            "loop_ns": loop_ns,
+            "request_bytes": request_bytes,
+            "scale": [asdict(cost) for cost in scale],
+        },
+    )
+    return 0
+
+
+def _whole(cost: int) -> Terms:
+    return Terms(float(cost), True, _KEY)
+
+
+def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]:
+    rnd, arrivals, band = random.Random(0), count(), Limits().bands["standard"]
+
+    def due(cost: int) -> float:
+        """As the core sets it, by arrival but for the length of the prompt; or as if each request asked for its own."""
+        chunks = -(-cost // _STEP_TOKENS)
+        return rnd.random() if deadlines == "random" else next(arrivals) / _PER_S + chunks * band.ttft_s_per_chunk
+
+    queue = FairQueue[int](1024.0)
+    paths = [("standard", f"o{tenant // 10}", f"u{tenant}") for tenant in range(tenants)]
+    for _ in range(requests):
+        cost = rnd.randint(1, 512)
+        queue.push(cost, paths[rnd.randrange(tenants)], _KEY, due(cost), 1)
+    pops, pushes, clock_ns = [], [], _clock_ns()
+    with _Steady():
+        for _ in range(_SAMPLES):
+            cost, path = rnd.randint(1, 512), paths[rnd.randrange(tenants)]
+            deadline = due(cost)
+            begin = time.thread_time_ns()
+            queue.pop((1, _KEY), _whole)
+            middle = time.thread_time_ns()
+            queue.push(cost, path, _KEY, deadline, 1)
+            pops.append((middle - begin - clock_ns) / 1000)
+            pushes.append((time.thread_time_ns() - middle - clock_ns) / 1000)
+    pop, push = quantiles(pops, n=100), quantiles(pushes, n=100)
+    return {"pop_p50": pop[49], "pop_p99": pop[98], "enqueue_p50": push[49], "enqueue_p99": push[98]}
+
+
+class _Steady:
+    """What was there before is not looked at by the garbage collector while one measures."""
+
+    def __enter__(self) -> None:
+        gc.collect()
+        gc.freeze()
+
+    def __exit__(self, *_: object) -> None:
+        gc.unfreeze()
+
+
+class _World:
+    """A core with one pair of workers that has room for everything, and the CPU time it has used."""
+
+    def __init__(self, steps_in_flight: int = 2) -> None:
+        many = 10**7
+        self.core = Core(
+            Limits(
+                queue_requests_max=many,
+                queue_tokens_max=many * 4096,
+                tenant_queue_max=many,
+                step_tokens=_STEP_TOKENS,
+                steps_in_flight=steps_in_flight,
+            )
+        )
+        self.cpu_ns = 0
+        self._clock_ns = _clock_ns()
+        self.now = 0.0
+        self.steps: list[Step] = []
+        self._add(Role.GATEWAY, 1, None)
+        self._add(Role.PREFILL, 2, Capacity(10**6, 16, 10**4, 100_000))
+        self._add(Role.DECODE, 3, Capacity(10**6, 16, 10**4, 100_000))
+
+    def _add(self, role: Role, epoch: int, capacity: Capacity | None) -> None:
+        hello = Hello(PROTOCOL_VERSION, role, epoch, f"{role}-{epoch}", "m", "f", "tcp://127.0.0.1:1", capacity)
+        self._handle(lambda: self.core.handle(PeerUp(epoch, hello), self.now))
+
+    def receive(self, epoch: int, message: Any, blob: bytes = b"") -> None:
+        self.now += 0.0001
+        self._handle(lambda: self.core.handle(Received(epoch, message, blob), self.now))
+
+    def _handle(self, work: Callable[[], list[Action]]) -> None:
+        begin = time.thread_time_ns()
+        actions = work()
+        self.cpu_ns += time.thread_time_ns() - begin - self._clock_ns
+        self.steps += [
+            action.message for action in actions if isinstance(action, Send) and isinstance(action.message, Step)
+        ]
+
+
+def _submit(number: int, prompt_tokens: int) -> Submit:
+    tenant = f"org{number % 1000 // 10}/user{number % 1000}"
+    return Submit(f"req-{number:08d}", 1, "m", prompt_tokens, Sampling(max_tokens=64), tenant=tenant)
+
+
+def _clock_ns() -> int:
+    """What a look at the clock adds to each measurement: 0.3 µs or more, since it is a system call."""
+    gaps = []
+    for _ in range(1_000):
+        begin = time.thread_time_ns()
+        gaps.append(time.thread_time_ns() - begin)
+    return round(median(gaps))
+
+
+def _loop_ns() -> float:
+    """Nanoseconds of CPU for one iteration of a loop that needs no memory: how fast this core is just now."""
+    total, times = 0, 5_000
+    begin = time.thread_time_ns()
+    for number in range(times):
+        total += number & 3
+    return (time.thread_time_ns() - begin) / times
+
+
+def _lives() -> tuple[float, float]:
+    """Microseconds of the core per request, with a thousand of a thousand tenants always waiting; and `_loop_ns` meanwhile."""
+    world = _World()
+    tokens = _CHUNKS * _STEP_TOKENS
+    computed: dict[str, int] = {}
+    for number in range(1000):
+        world.receive(1, _submit(number, tokens), bytes(4 * tokens))
+    ended, world.cpu_ns = 0, 0
+    loops_ns: list[float] = []
+    with _Steady():
+        for number in range(1000, 1000 + _LIVES):
+            if number % 30 == 0:
+                loops_ns.append(_loop_ns())
+            world.receive(1, _submit(number, tokens), bytes(4 * tokens))
+            for _ in range(_CHUNKS):
+                ended += _compute(world, world.steps.pop(0), computed, tokens)
+    return world.cpu_ns / 1000 / ended, fmean(loops_ns)
+
+
+def _compute(world: _World, step: Step, computed: dict[str, int], prompt_tokens: int) -> int:
+    """One step is done; requests that ended with it."""
+    world.receive(2, StepDone(step.step_id, step.chunks, 20.0, 0))
+    ended = 0
+    for chunk in step.chunks:
+        computed[chunk.request_id] = computed.get(chunk.request_id, 0) + chunk.length
+        if computed[chunk.request_id] == prompt_tokens:
+            _end(world, chunk)
+            ended += 1
+    return ended
+
+
+def _end(world: _World, last: Chunk) -> None:
+    world.receive(2, HandedOver(last.request_id, last.attempt, 1, 1.0))
+    world.receive(3, Finished(last.request_id, last.attempt, 64, 0))
+
+
+def _memory(requests: int) -> float:
+    """Bytes of this process per waiting request with a prompt of one token, as decoded from the wire."""
+    world = _World(steps_in_flight=0)
+    before = 0
+    warm = requests // 10  # tables of tenants and the allocator's own
+    for number in range(warm + requests):
+        if number == warm:
+            gc.collect()
+            before = _peak_bytes()
+        message, blob = decode([encode(_submit(number, 1)), bytes(4)])
+        world.receive(1, message, blob)
+    return (_peak_bytes() - before) / requests
+
+
+def _peak_bytes() -> int:
+    """The most this process has had in memory, which is what it has now while it only grows."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

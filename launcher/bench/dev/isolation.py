@@ -1,0 +1,211 @@
+"""`crossdock bench isolation`: inter-token gaps at the client, alone and under long prompts.
+
+The figure is that of the disaggregation papers (DistServe, Zhong et al. 2024; Splitwise, Patel et al. 2024): the
+latency between tokens of running streams, as its distribution, with and without prompts arriving.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from launcher import report as bench_report
+from launcher.bench.settings import IsolationSettings
+from launcher.load import plot as load_plot
+from launcher.load.sse_client import BenchFailed, SteadyStreams, Stream, gaps_between, long_prompt, stream_completion
+from launcher.local.lifetime import running, until_interrupted
+from launcher.models import resolve as models
+from runtime.process import clock
+from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.settings.options import SettingsError
+from runtime.settings.serve import ServeSettings
+
+PREFILL_ALONE_PROMPTS = 5
+LONG_PROMPT_TOKENS = 2
+"""Tokens asked of each long prompt: the second comes from decode, so its KV cache really moves."""
+BATCHES = (1, 8, 16)
+FIRST_TOKENS_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """One measured span of steady streams."""
+
+    gaps_s: list[float]
+    tokens_per_s: float
+    seconds: float
+
+
+def run(settings: IsolationSettings) -> int:
+    if settings.prompt_words_max < settings.prompt_words_min:
+        raise SettingsError(f"--prompt-words-max: {settings.prompt_words_max} is under --prompt-words-min")
+    bench_report.check_writable(settings.json_out)
+    load_plot.check(settings.plot)
+    console = Console()
+    status = uvloop.run(until_interrupted(_run(settings, console), console))
+    return INTERRUPTED_EXIT if status is None else status
+
+
+async def _run(settings: IsolationSettings, console: Console) -> int:
+    try:
+        async with _server(settings, console) as client:
+            model = await _model_id(client)
+            result = await _measure(client, model, settings, console)
+    except httpx.HTTPError as error:
+        raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
+    result["settings"] = settings.model_dump(exclude={"api_key", "plot"})
+    bench_report.show_isolation(result, console)
+    bench_report.write_json(settings.json_out, result)
+    if settings.plot:
+        load_plot.draw_isolation(settings.plot, result)
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _server(settings: IsolationSettings, console: Console) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the server named, or of a cluster started for the time of the measurement."""
+    if settings.url:
+        base_url = settings.url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=base_url, headers=headers, timeout=300.0, trust_env=False, limits=limits
+        ) as client:
+            yield client
+        return
+    model = models.ready(settings.model, "", console)
+    serve = ServeSettings(
+        port=0, prefill=settings.prefill, decode=settings.decode, device=settings.device, threads=settings.threads
+    )
+    async with running(serve, model, console) as up:
+        if up.cluster.plan.control:
+            # The client must not take time from the streams it measures.
+            os.sched_setaffinity(0, up.cluster.plan.control)
+        up.client.timeout = httpx.Timeout(300.0)
+        yield up.client
+
+
+async def _model_id(client: httpx.AsyncClient) -> str:
+    response = await client.get("/v1/models")
+    if response.status_code != 200:
+        raise BenchFailed(f"GET /v1/models: HTTP {response.status_code}")
+    return str(response.json()["data"][0]["id"])
+
+
+async def _measure(
+    client: httpx.AsyncClient, model: str, settings: IsolationSettings, console: Console
+) -> dict[str, Any]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    result: dict[str, Any] = {"model": model}
+    source = random.Random(settings.seed)
+    with Progress(*columns, console=console) as progress:
+        await stream_completion(client, model, "Once upon a time", 8)
+        if settings.throughput:
+            result["prefill"] = await _prefill_alone(client, model, settings, source, progress)
+            result["throughput"] = {}
+            for count in BATCHES:
+                steady = SteadyStreams(client, model, count, settings.stream_tokens)
+                try:
+                    what = f"{count} stream{'s' if count > 1 else ''}"
+                    window = await _watch(steady, settings.warmup_s, settings.seconds / 2, what, progress)
+                finally:
+                    await steady.close()
+                result["throughput"][str(count)] = window.tokens_per_s
+        result |= await _isolation(client, model, settings, source, progress)
+    return result
+
+
+async def _isolation(
+    client: httpx.AsyncClient, model: str, settings: IsolationSettings, source: random.Random, progress: Progress
+) -> dict[str, Any]:
+    steady = SteadyStreams(client, model, settings.streams, settings.stream_tokens)
+    arriving = LongPrompts(client, model, settings, source)
+    try:
+        what = f"{settings.streams} streams alone"
+        alone = await _watch(steady, settings.warmup_s, settings.seconds, what, progress)
+        arriving.start()
+        what = f"{settings.streams} streams and long prompts"
+        loaded = await _watch(steady, settings.warmup_s, settings.seconds, what, progress)
+        arriving.check()
+    finally:
+        await arriving.close()
+        await steady.close()
+    if not alone.gaps_s or not loaded.gaps_s:
+        raise BenchFailed("no gap was measured: --seconds is too short for this model")
+    if not arriving.finished:
+        raise BenchFailed("no long prompt was finished in time: take more --seconds or shorter prompts")
+    return {
+        "alone": bench_report.window_figures(alone.gaps_s, alone.tokens_per_s),
+        "loaded": bench_report.window_figures(loaded.gaps_s, loaded.tokens_per_s),
+        "long_prompts": bench_report.prompt_figures(arriving.finished),
+    }
+
+
+async def _watch(steady: SteadyStreams, warmup_s: float, seconds: float, what: str, progress: Progress) -> Window:
+    """Let all streams deliver, then the warm-up pass, then measure."""
+    task = progress.add_task(f"{what}: warming up", total=None)
+    async with asyncio.timeout(FIRST_TOKENS_TIMEOUT_S):
+        while not all(stream.arrivals for stream in steady.streams):
+            await steady.run_for(0.2)
+    await steady.run_for(warmup_s)
+    progress.update(task, description=what, total=seconds)
+    start = clock.now()
+    while (elapsed := clock.now() - start) < seconds:
+        progress.update(task, completed=elapsed)
+        await steady.run_for(min(1.0, seconds - elapsed))
+    progress.update(task, completed=seconds)
+    end = clock.now()
+    streams = steady.streams
+    tokens = sum(1 for stream in streams for at in stream.arrivals if start <= at <= end)
+    return Window(gaps_between(streams, start, end), tokens / (end - start), end - start)
+
+
+async def _prefill_alone(
+    client: httpx.AsyncClient, model: str, settings: IsolationSettings, source: random.Random, progress: Progress
+) -> dict[str, float]:
+    """Long prompts one after the other on an idle server."""
+    done: list[Stream] = []
+    for _ in progress.track(range(PREFILL_ALONE_PROMPTS), description="long prompts alone"):
+        prompt = long_prompt(source, settings.prompt_words_min, settings.prompt_words_max)
+        done.append(await stream_completion(client, model, prompt, 1))
+    seconds = sum(stream.ttft_s for stream in done)
+    return {"tokens_per_s": sum(stream.prompt_tokens for stream in done) / seconds, "ttft_s": seconds / len(done)}
+
+
+class LongPrompts:
+    """Long prompts back to back: each of `prompts_at_once` arrives when the one before it has its answer."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, model: str, settings: IsolationSettings, source: random.Random
+    ) -> None:
+        self.finished: list[Stream] = []
+        self._client, self._model, self._settings, self._source = client, model, settings, source
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._run()) for _ in range(self._settings.prompts_at_once)]
+
+    def check(self) -> None:
+        """Raise what a prompt failed with: figures without the load would flatter."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            prompt = long_prompt(self._source, self._settings.prompt_words_min, self._settings.prompt_words_max)
+            self.finished.append(await stream_completion(self._client, self._model, prompt, LONG_PROMPT_TOKENS))

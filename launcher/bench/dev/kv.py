@@ -1,0 +1,312 @@
+"""`crossdock bench kv`: KV between two real processes, by every transport, beside what this machine can do at all.
+
+Floors, for S bytes:
+- `shm`: the sender's copy reads S and writes S, as memcpy does; its digests were made when the KV was. The receiver's copy
+  into its pool reads and writes S again and digests it on the way, on another core and at the same time. `bare shm` spares the
+  second copy: the sender writes to the pool itself, which a server does not let it do. Its stores do not read first
+  (`process.STREAMED_COPIES`), and neither do those of a memcpy of very large pieces, which is faster than one of small ones.
+- A session of one block: each of its four words passes two I/O threads of ZeroMQ from loop to loop, and the data plane
+  wakes four threads more: 16 times one wakes the next. In a bare round trip between two processes that happens twice.
+- `tcp-plain`: S crosses a socket (a copy in the kernel at each end), and the receiver digests it: a read more than a raw
+  socket.
+- `tcp`: likewise, and S is encrypted and decrypted.
+- `gloo`: S crosses a socket, and the receiver copies it from a buffer to its blocks and digests it on the way: a read and a
+  copy more than a raw socket.
+All figures of a row are medians of rounds in which everything is measured once, in turn, on cold sources.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvtransfer.memory.digests import Digester
+from kvtransfer.memory.layout import KvLayout
+from kvtransfer.memory.pool import PoolRows
+from kvtransfer.memory.shared import SharedMemory
+from kvtransfer.receiver import KvReceiver
+from kvtransfer.session.session import Accepted
+from kvtransfer.transports.registry import TRANSPORTS, suited
+from launcher.bench.dev import kv_floor as bench_kv_bare
+from launcher.bench.dev.kv_peer import PLAIN_TCP, RECEIVER_EPOCH, filled, settings_of
+from launcher.bench.dev.remote_peer import Far
+from launcher.bench.settings import KvBenchSettings
+from launcher.load.sse_client import BenchFailed
+from launcher.report import check_writable, write_json
+from proto import limits
+from proto.messages import Hello, Message, Role
+from runtime.link.server import LinkServer, LinkSettings, Peer
+
+_LAYER_KIB = 8
+"""K and V of 16 tokens of one head of 64 float32 numbers."""
+_SMALL_SESSIONS = 60
+_LARGE_BYTES, _SMALL_TOTAL_BYTES = 4 << 20, 16 << 20
+_BARE = {"shm": "bare shm", "gloo": "bare gloo"}
+_SOCKET = "socket"
+_BESIDE = (
+    {"shm/mem": ("shm", "memcpy")}
+    | {f"{name}/socket": (name, _SOCKET) for name in ("tcp", "tcp-plain", "gloo")}
+    | {f"{name}/bare": (name, _BARE[name]) for name in _BARE}
+)
+"""The ratios of a row."""
+_SEGMENTS_MAX = 1000
+_COMMIT, _ACKNOWLEDGEMENT, _ROUND_TRIP = "commit", "acknowledgement", "round trip"
+
+
+class Near:
+    """The receiving process, and the orders to the other one."""
+
+    def __init__(self, settings: KvBenchSettings) -> None:
+        self.settings = settings
+        self.random = Random(settings.seed)
+        self.session_bytes = settings.session_mib << 20
+        pool_bytes = self.session_bytes + (256 << 20)  # room for a place that is cold
+        self.memory = SharedMemory(pool_bytes)  # for the bare copy, which writes to it from the other process
+        self.pool = self.memory.tensor.fill_(1)
+        self.source = torch.from_numpy(filled(pool_bytes))
+        self.receivers: dict[str, KvReceiver] = {}
+        self.peers: dict[int, Peer] = {}
+        self.targets: tuple[int, ...] = ()
+        self.committed_at = 0.0
+        hello = Hello(version=limits.PROTOCOL_VERSION, role=Role.DECODE, epoch=RECEIVER_EPOCH, name="bench")
+        self.server = LinkServer(
+            bind="tcp://127.0.0.1:0",
+            hello=hello,
+            accept=lambda hello: None,
+            on_up=lambda peer: self.peers.update({peer.epoch: peer}),
+            on_message=self._on_message,
+            on_down=lambda peer, reason: None,
+            settings=LinkSettings(heartbeat_ms=10_000),
+        )
+
+    def _on_message(self, peer: Peer, message: Message, blob: bytes) -> None:
+        self.receivers[peer.hello.name].handle(peer.epoch, message, blob)
+
+    def _on_committed(self, *commit: Any) -> None:
+        self.committed_at = time.monotonic()
+
+    def _send(self, epoch: int, message: Message, blob: bytes) -> None:
+        self.peers[epoch].send(message, blob)
+
+    async def start(self) -> None:
+        address = await self.server.start()
+        self.far = Far("launcher.bench.dev.kv_peer", address, str(self.pool.shape[0]))
+        await self.far.start()
+        self.bare = bench_kv_bare.Near(self.memory, self.pool, self.far)
+
+    async def close(self) -> None:
+        for receiver in self.receivers.values():
+            await receiver.close()
+        await self.far.close()
+        await self.server.close()
+        self.memory.close()
+
+    async def set_up(self, layout: KvLayout, segment_bytes: int) -> None:
+        for receiver in self.receivers.values():
+            await receiver.close()
+        rows = self.pool[: self.pool.shape[0] // layout.block_bytes * layout.block_bytes]
+        for name in self.settings.transports:
+            self.receivers[name] = KvReceiver(
+                layout=layout,
+                pool=rows.view(torch.float32).view(layout.shape(rows.shape[0] // layout.block_bytes)),
+                epoch=RECEIVER_EPOCH,
+                clock=time.monotonic,
+                send=self._send,
+                listen_host="127.0.0.1",
+                accept=lambda epoch, offer: Accepted(self.targets[: offer.blocks]),
+                on_committed=self._on_committed,
+                on_failed=lambda *failure: None,
+                settings=settings_of(name, segment_bytes),
+            )
+        shape = {name: getattr(layout, name) for name in layout.__dataclass_fields__}
+        await self.far.order("set_up", layout=shape, segment_bytes=segment_bytes, transports=self.settings.transports)
+
+    # --- measurements: GB/s of `total` bytes in pieces of `size` ---
+
+    def starts(self, size: int, total: int) -> list[int]:
+        """Where pieces begin that follow each other in the pool, from a random place on."""
+        first = self.random.randrange(0, (self.pool.shape[0] - total) // 4096 + 1) * 4096
+        return list(range(first, first + total, size))
+
+    def memcpy(self, size: int, total: int) -> float:
+        to, from_ = self.pool.numpy(), self.source.numpy()
+        targets, sources = self.starts(size, total), self.starts(size, total)
+        began = time.perf_counter()
+        for target, source in zip(targets, sources, strict=True):
+            np.copyto(to[target : target + size], from_[source : source + size])
+        return total / (time.perf_counter() - began) / 1e9
+
+    def digest(self, size: int, total: int, layout: KvLayout) -> float:
+        """What `shm`'s receiver does, without any other process."""
+        used = self.source.shape[0] // layout.block_bytes * layout.block_bytes
+        digester = Digester(PoolRows.of_bytes(self.source[:used], layout, 1))
+        blocks, count = self.blocks(total, layout), max(1, size // layout.block_bytes)
+        began = time.perf_counter()
+        for start in range(0, len(blocks), count):
+            digester.digest(blocks[start : start + count])
+        return total / (time.perf_counter() - began) / 1e9
+
+    def blocks(self, total: int, layout: KvLayout) -> list[int]:
+        count, there = total // layout.block_bytes, self.pool.shape[0] // layout.block_bytes
+        if self.settings.scattered:
+            return self.random.sample(range(there), count)
+        first = self.random.randrange(there - count + 1)
+        return list(range(first, first + count))
+
+    async def kv(self, transport: str, total: int, layout: KvLayout) -> tuple[float, float]:
+        """Seconds of one session, from the offer to the commit and to the acknowledgement of that."""
+        self.targets = tuple(self.blocks(total, layout))
+        offered_at, took = await self.far.order("session", transport=transport, block_ids=self.blocks(total, layout))
+        return self.committed_at - offered_at, took
+
+    async def touch(self, transport: str, size: int, layout: KvLayout) -> None:
+        """Use every block of the pools once: a pair maps pages as it first meets them, and in a server that has run for a while
+        it has met them all."""
+        there, most = self.pool.shape[0] // layout.block_bytes, _SEGMENTS_MAX * (size // layout.block_bytes)
+        for first in range(0, there, most):
+            self.targets = tuple(range(first, min(first + most, there)))
+            await self.far.order("session", transport=transport, block_ids=self.targets)
+
+
+async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]) -> dict[str, Any]:
+    """Everything about segments of one size, in rounds."""
+    settings = near.settings
+    most = near.session_bytes if size >= _LARGE_BYTES else _SMALL_TOTAL_BYTES
+    total = most // max(size, layout.block_bytes) * max(size, layout.block_bytes)
+    await near.set_up(layout, size)
+    for transport in settings.transports:
+        await near.touch(transport, size, layout)
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, gb_per_s: float) -> None:
+        found.setdefault(name, []).append(gb_per_s)
+
+    for number in range(settings.rounds + 1):
+        figures = {"memcpy": near.memcpy(size, total), "digest": near.digest(size, total, layout)}
+        for transport in settings.transports:
+            _, took_s = await near.kv(transport, total, layout)
+            figures[transport] = total / took_s / 1e9
+        for name, took_s in (await _bare(near, size, total, layout)).items():
+            figures[name] = total / took_s / 1e9
+        for name, figure in figures.items():
+            if number:  # the first one warms up
+                note(name, figure)
+        done()
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))
+        for name, (one, other) in _BESIDE.items()
+        if one in found
+    }
+    return {"segment_bytes": size, "block_bytes": layout.block_bytes, "total_bytes": total} | {
+        "gb_per_s": medians,
+        "ratio": ratios,
+        "rounds": found,
+    }
+
+
+async def _bare(near: Near, size: int, total: int, layout: KvLayout) -> dict[str, float]:
+    """Seconds of the same bytes without us."""
+    found = {_SOCKET: await near.bare.tcp(size, near.starts(size, total))}
+    if "shm" in near.settings.transports:
+        block_bytes, sources, targets = layout.block_bytes, near.starts(size, total), near.starts(size, total)
+        found[_BARE["shm"]] = await near.bare.shm(size, block_bytes, sources, targets)
+    if "gloo" in near.settings.transports:
+        found[_BARE["gloo"]] = await near.bare.gloo(size, near.starts(size, total))
+    return found
+
+
+async def _overheads(near: Near, layout: KvLayout) -> dict[str, dict[str, float]]:
+    """Median ms of a session of one block less the copy of that block, by what ends it and transport; and of a bare round
+    trip."""
+    await near.set_up(layout, layout.block_bytes)
+    took: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for _ in range(_SMALL_SESSIONS):
+        copy_s = layout.block_bytes / near.memcpy(layout.block_bytes, layout.block_bytes) / 1e9
+        for transport in near.settings.transports:
+            committed_s, acknowledged_s = await near.kv(transport, layout.block_bytes, layout)
+            took[_COMMIT, transport].append(committed_s - copy_s)
+            took[_ACKNOWLEDGEMENT, transport].append(acknowledged_s - copy_s)
+        took[_ROUND_TRIP, _SOCKET].append(await near.bare.round_trip())
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for (what, transport), values in took.items():
+        found[what][transport] = statistics.median(values) * 1e3
+    return found
+
+
+async def measure(settings: KvBenchSettings, console: Console) -> dict[str, Any]:
+    cases = [
+        (size << 10, KvLayout(block // _LAYER_KIB, 1, 64, 16, "float32"))
+        for block in settings.block_kib
+        for size in settings.segment_kib
+        if size % block == 0
+    ]
+    if not cases:
+        raise BenchFailed("no segment size is a multiple of a block size")
+    near = Near(settings)
+    await near.start()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    try:
+        overheads = await _overheads(near, cases[0][1])  # before there is a bar: painting it takes a core
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task("KV transfers", total=len(cases) * (settings.rounds + 1))
+            rows = [await _row(near, size, layout, lambda: progress.advance(bar)) for size, layout in cases]
+    finally:
+        await near.close()
+    return {"rows": rows, "overhead_ms_p50": overheads}
+
+
+def run(settings: KvBenchSettings) -> int:
+    """Raises `BenchFailed`."""
+    check_writable(settings.json_out)
+    there = (*suited(tuple(TRANSPORTS), "cpu"), PLAIN_TCP)
+    if unknown := set(settings.transports) - set(there):
+        raise BenchFailed(f"--transports: there is no {', '.join(sorted(unknown))}; there are {', '.join(there)}")
+    console = Console()
+    torch.set_num_threads(1)
+    result = uvloop.run(measure(settings, console))
+    show(result, settings, console)
+    write_json(settings.json_out, result | {"settings": settings.model_dump()})
+    return 0
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MiB" if size >> 20 and not size % (1 << 20) else f"{size >> 10} KiB"
+
+
+def show(result: dict[str, Any], settings: KvBenchSettings, console: Console) -> None:
+    bare = [_BARE[name] for name in settings.transports if name in _BARE]
+    names = ["memcpy", "digest", *settings.transports, _SOCKET, *bare]
+    ratios = [ratio for ratio, (one, _) in _BESIDE.items() if one in settings.transports]
+    table = Table(
+        title="GB/s, medians (digest: of cold blocks, in one thread; socket: raw TCP; bare: without crossdock's part)",
+        title_justify="left",
+        padding=(0, 0),
+        show_edge=False,
+    )
+    headings = ("segment", "block", *names)
+    for heading in (*headings, *ratios):
+        table.add_column(heading.replace("/", "/\n").replace(" ", "\n"), justify="right", no_wrap=True)
+    for row in result["rows"]:
+        table.add_row(
+            *(_size(row[what]) for what in ("segment_bytes", "block_bytes")),
+            *(f"{row['gb_per_s'][name]:.2f}" for name in names),
+            *(f"{row['ratio'][name]:.2f}" for name in ratios),
+        )
+    console.print(table)
+    overheads = result["overhead_ms_p50"]
+    commit, acknowledgement = overheads[_COMMIT], overheads[_ACKNOWLEDGEMENT]
+    words = ", ".join(f"{name} {commit[name]:.2f} ({acknowledgement[name]:.2f})" for name in settings.transports)
+    console.print(
+        f"A session of one block, offer to commit (to acknowledgement) less the copy, p50 in ms: {words}; a bare round trip"
+        f" between the two processes: {overheads[_ROUND_TRIP][_SOCKET]:.3f}"
+    )

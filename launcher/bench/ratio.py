@@ -1,0 +1,113 @@
+"""`crossdock bench ratio`: the same load on each ratio of prefill to decode workers in turn.
+
+The same seed makes the same requests at the same times; only the workers differ. What is printed is what was measured at the
+client, and from the coordinator's journal how long requests were queued.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import uvloop
+from rich.console import Console
+
+from launcher.bench.serve import check_files, measure, started
+from launcher.load import plan as load_plan
+from launcher.load import plot as load_plot
+from launcher.load import records as load_records
+from launcher.load import show as load_show
+from launcher.load.records import RunFile
+from launcher.load.settings import RatioSettings
+from launcher.load.tenants import Ratio
+from launcher.local.lifetime import until_interrupted
+from launcher.models import resolve as models
+from runtime.process.exits import INTERRUPTED_EXIT
+
+SERVED_SHARE: Final = 0.9
+"""A limit that fewer of the requests meet has failed: goodput is quoted at this attainment."""
+
+
+def run(settings: RatioSettings) -> int:
+    load_plan.make(settings, load_plan.tenants_of(settings), 0)  # a bad trace is told before minutes are spent
+    check_files(settings)
+    console = Console()
+    status = uvloop.run(until_interrupted(_run(settings, console), console))
+    return INTERRUPTED_EXIT if status is None else status
+
+
+async def _run(settings: RatioSettings, console: Console) -> int:
+    model = models.ready(settings.model, "", console)
+    tenants = load_plan.tenants_of(settings)
+    results: dict[str, RunFile] = {}
+    for text in settings.ratios:
+        ratio = Ratio.parse(text)
+        console.print(f"[bold]{ratio}[/bold]", highlight=False)
+        async with started(settings, ratio, tenants, model, console) as site:
+            results[str(ratio)] = await measure(settings, site, "", console)
+        if results[str(ratio)].about["interrupted"]:
+            break
+    rows = [row(name, result.figures) for name, result in results.items()]
+    show(rows, console)
+    if settings.json_file:
+        load_records.write(settings.json_file, {"ratios": rows, "runs": results})
+    if settings.plot:
+        load_plot.draw(settings.plot, list(results.items()))
+    return INTERRUPTED_EXIT if any(result.about["interrupted"] for result in results.values()) else 0
+
+
+def row(name: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    latency, goodput = figures["latency"], figures["goodput"]
+    return {
+        "ratio": name,
+        "goodput_requests_per_s": goodput["requests_per_s"],
+        "attainment": goodput["attainment"],
+        **{
+            f"{metric.removesuffix('_ms')}_{rank}_ms": latency[metric] and latency[metric][rank]
+            for metric in ("ttft_ms", "itl_ms", "tpot_ms", "queue_ms")
+            for rank in ("p50", "p99")
+        },
+        "fails": failing(goodput),
+        "bottleneck": bottleneck(figures),
+    }
+
+
+def failing(goodput: Mapping[str, Any]) -> list[str]:
+    """The limits that too many requests missed, the worst first."""
+    most = (1 - SERVED_SHARE) * goodput["judged"]
+    missed = sorted(goodput["missed"].items(), key=lambda item: -item[1])
+    return [name for name, count in missed if count > most]
+
+
+def bottleneck(figures: Mapping[str, Any]) -> str:
+    """The phase that is nearest to its limit, or furthest over it: that with the larger p90 in parts of its limit.
+
+    First tokens wait for prefill, later ones for decode.
+    """
+    limits, latency = figures["goodput"]["limits_ms"], figures["latency"]
+    strain = {}
+    for phase, metric, limit in (("prefill", "ttft_ms", "ttft"), ("decode", "tpot_ms", "tpot")):
+        if latency[metric] and limits[limit]:
+            strain[phase] = latency[metric]["p90"] / limits[limit]
+    if not strain:
+        return "unknown"
+    return max(strain, key=lambda phase: strain[phase])
+
+
+def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    headings = ("good/s", "%", "TTFT p50", "p99", "ITL p50", "p99", "queue", "fails", "short of")
+    shown = load_show.table("Goodput by ratio; times in ms, queue p50", "", *headings)
+    best = max((one["goodput_requests_per_s"] or 0.0 for one in rows), default=0.0)
+    for one in rows:
+        bold = "bold" if one["goodput_requests_per_s"] == best else ""
+        shown.add_row(
+            one["ratio"],
+            load_show.number(one["goodput_requests_per_s"], 2),
+            load_show.number(one["attainment"] and 100 * one["attainment"]),
+            *(
+                load_show.number(one[key], 0)
+                for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "queue_p50_ms")
+            ),
+            ", ".join(one["fails"]) or "none",
+            one["bottleneck"],
+            style=bold,
+        )
+    console.print(shown)

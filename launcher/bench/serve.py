@@ -1,0 +1,225 @@
+"""`crossdock bench serve`: a realistic load against a server, and how well it was served."""
+
+import contextlib
+import hashlib
+import os
+import platform
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from launcher import report as bench_report
+from launcher.load import plan as load_plan
+from launcher.load import plot as load_plot
+from launcher.load import queue as load_queue
+from launcher.load import records as load_records
+from launcher.load import run as load_run
+from launcher.load import show as load_show
+from launcher.load.figures import Slo, figures
+from launcher.load.plan import Plan
+from launcher.load.probe import Probed, probe
+from launcher.load.records import RunFile
+from launcher.load.run import Run, drive
+from launcher.load.settings import LoadSettings, ServeBenchSettings
+from launcher.load.sse_client import BenchFailed
+from launcher.load.tenants import Ratio, Tenant
+from launcher.local import registry as here
+from launcher.local.lifetime import running, until_interrupted
+from launcher.models import resolve as models
+from launcher.models.resolve import ReadyModel
+from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.process.version import version_of
+from runtime.settings.options import SettingsError
+from runtime.settings.serve import ServeSettings
+
+_BANDS = '["interactive", "standard", "batch"]'
+
+
+@dataclass(frozen=True)
+class Site:
+    """A server to measure."""
+
+    base_url: str
+    key: str
+    tenants: tuple[Tenant, ...]
+    """With keys that it takes."""
+    journal: str = ""
+
+
+def run(settings: ServeBenchSettings) -> int:
+    tenants = load_plan.tenants_of(settings)
+    check_files(settings)
+    console = Console()
+    status = uvloop.run(until_interrupted(_run(settings, tenants, console), console))
+    return INTERRUPTED_EXIT if status is None else status
+
+
+def check_files(settings: LoadSettings) -> None:
+    """Before minutes are spent. Raises `SettingsError`."""
+    bench_report.check_writable(settings.json_file, "--json")
+    load_plot.check(settings.plot)
+
+
+async def _run(settings: ServeBenchSettings, tenants: Sequence[Tenant], console: Console) -> int:
+    async with contextlib.AsyncExitStack() as stack:
+        if settings.start:
+            model = models.ready(settings.model, "", console)
+            ratio = Ratio(settings.prefill, settings.decode)
+            site = await stack.enter_async_context(started(settings, ratio, tenants, model, console))
+        else:
+            site = _named(settings, tenants)
+        result = await measure(settings, site, settings.model_id, console)
+    load_show.show(result.figures, console)
+    finish(settings, [(result.about["model"], result)], result, console)
+    return INTERRUPTED_EXIT if result.about["interrupted"] else 0
+
+
+def _named(settings: ServeBenchSettings, tenants: Sequence[Tenant]) -> Site:
+    """The server that `--url` says, or the one cluster of this machine. Raises `SettingsError`."""
+    keyed = tuple(replace(tenant, key=_key(tenant, settings.api_key)) for tenant in tenants)
+    base_url = settings.url
+    if not base_url:
+        found = here.clusters()
+        if len(found) != 1:
+            many = "several clusters run" if found else "no cluster runs"
+            raise SettingsError(f"--url: needed, or --start: {many} on this machine")
+        base_url = found[0].base_url
+    if not base_url.startswith(("http://", "https://")):
+        raise SettingsError(f"--url: {base_url} does not begin with http:// or https://")
+    return Site(base_url, keyed[0].key, keyed, settings.journal)
+
+
+def _key(tenant: Tenant, default: str) -> str:
+    """Raises `SettingsError`."""
+    if not tenant.key.startswith("$"):
+        return tenant.key or default
+    found = os.environ.get(tenant.key[1:])
+    if not found:
+        raise SettingsError(f"--tenant: {tenant.key[1:]}, named as the key of {tenant.name}, is not in the environment")
+    return found
+
+
+@contextlib.asynccontextmanager
+async def started(
+    settings: LoadSettings, ratio: Ratio, tenants: Sequence[Tenant], model: ReadyModel, console: Console
+) -> AsyncIterator[Site]:
+    """A cluster for the time of the context, with a key for each tenant, where there is more than the default one."""
+    with tempfile.TemporaryDirectory(prefix="crossdock-") as folder:
+        journal = Path(folder) / "journal"
+        serve: dict[str, Any] = {
+            "port": 0,
+            "prefill": ratio.prefill,
+            "decode": ratio.decode,
+            "device": settings.device,
+            "ready_timeout_s": settings.ready_timeout_s,
+            "journal": str(journal),
+        }
+        keyed = tuple(tenants)
+        if [tenant.name for tenant in tenants] != ["default"]:
+            keyed = tuple(replace(tenant, key=secrets.token_hex(32)) for tenant in tenants)
+            file = Path(folder) / "tenants.toml"
+            file.write_text(_tenants_toml(keyed), encoding="utf-8")
+            serve |= {"tenants": str(file), "usage_db": str(Path(folder) / "usage.db")}
+        cores = os.sched_getaffinity(0)
+        async with running(ServeSettings(**serve), model, console) as up:
+            try:
+                if up.cluster.plan.control:
+                    # The client must not take time from the streams it measures.
+                    os.sched_setaffinity(0, up.cluster.plan.control)
+                yield Site(up.cluster.base_url, up.cluster.key, keyed, str(journal))
+            finally:
+                os.sched_setaffinity(0, cores)  # the next cluster is planned for all of them
+
+
+def _tenants_toml(tenants: Sequence[Tenant]) -> str:
+    """Users of one organisation stand under it; each name is one tenant."""
+    lines = []
+    for tenant in tenants:
+        organisation, _, user = tenant.name.partition("/")
+        table = f'tenants."{organisation}"' + (f'.users."{user}"' if user else "")
+        digest = hashlib.sha256(tenant.key.encode()).hexdigest()
+        lines += [f"[{table}]", f"weight = {tenant.weight}", f'keys = ["{digest}"]']
+        lines += [] if user else [f"bands = {_BANDS}"]
+    return "\n".join(lines) + "\n"
+
+
+async def measure(settings: LoadSettings, site: Site, model_id: str, console: Console) -> RunFile:
+    """One run of the load. Raises `BenchFailed` where nothing can be measured; ended by Ctrl-C it returns what there is."""
+    async with load_run.new_session() as session:
+        probed = await probe(session, site.base_url, site.key, model_id, settings)
+        plan = load_plan.make(settings, site.tenants, probed.target.context_tokens)
+        prompts = probed.prompts(settings, plan)
+        _announce(probed, plan, console)
+        done = await drive(session, probed.target, plan.requests, prompts, settings.in_flight_max, console)
+    if site.journal:
+        note = load_queue.add_waits(Path(site.journal), done.records)
+        if note:
+            console.print(f"[dim]{note}[/dim]", highlight=False)
+    if not any(record.counted for record in done.records):
+        raise BenchFailed("nothing was measured: no request was sent after the warm-up")
+    return _result(settings, site, probed, plan, done)
+
+
+def _announce(probed: Probed, plan: Plan, console: Console) -> None:
+    count, last = len(plan.requests), plan.requests[-1].due_s
+    tokens = [sum(getattr(one, what) for one in plan.requests) / count for what in ("prompt_tokens", "output_tokens")]
+    console.print(
+        f"{probed.target.model} at {probed.target.url}: {count} requests in {last:.0f} s,"
+        f" {tokens[0]:.0f} prompt and {tokens[1]:.0f} answer tokens on average",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if plan.cut:
+        console.print(f"[yellow]{plan.cut} requests were made shorter to fit the model's context[/yellow]")
+    if not probed.pool:
+        how = f"{probed.tokens_per_word:.2f} tokens a word"
+        console.print(f"[dim]The server takes no token ids: prompts are words, {how}; lengths are near the plan[/dim]")
+    if not probed.target.ignore_eos:
+        console.print("[dim]Answers may end before their planned length: the server decides[/dim]")
+
+
+def _result(settings: LoadSettings, site: Site, probed: Probed, plan: Plan, done: Run) -> RunFile:
+    weights = {tenant.name: tenant.weight for tenant in site.tenants}
+    about = {
+        "command": "crossdock bench serve",
+        "crossdock": version_of("crossdock"),
+        "aiohttp": version_of("aiohttp"),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": probed.target.model,
+        "url": probed.target.url,
+        "server": probed.server,
+        "token_id_prompts": bool(probed.pool),
+        "ignore_eos": probed.target.ignore_eos,
+        "cut_to_context": plan.cut,
+        "interrupted": done.interrupted,
+        "machine": bench_report.machine() | {"system": platform.platform()},
+    }
+    slo = Slo.of(settings.model_dump())
+    return RunFile(
+        load_records.FORMAT, shown_settings(settings), about, weights, figures(done.records, weights, slo), done.records
+    )
+
+
+def shown_settings(settings: LoadSettings) -> dict[str, Any]:
+    """Without keys."""
+    values = settings.model_dump(exclude={"api_key", "json_file", "plot"})
+    values["tenant"] = [":".join((part := text.split(":"))[:1] + part[2:]) for text in settings.tenant]
+    values["abuser"] = ":".join((part := settings.abuser.split(":"))[:1] + part[2:])
+    return values
+
+
+def finish(settings: LoadSettings, drawn: Sequence[tuple[str, RunFile]], result: RunFile, console: Console) -> None:
+    """The files asked for."""
+    if settings.json_file:
+        load_records.write(settings.json_file, result)
+        console.print(f"Written: {settings.json_file}", highlight=False, soft_wrap=True)
+    if settings.plot:
+        load_plot.draw(settings.plot, drawn)
+        console.print(f"Drawn: {settings.plot}", highlight=False, soft_wrap=True)

@@ -1,0 +1,176 @@
+"""Options of `crossdock bench`."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode
+
+from runtime.settings.types import CommaList, Device, KeyOptions, Options, split_commas
+
+Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas)]
+
+
+class IsolationSettings(Options):
+    """Do running streams slow down when long prompts arrive?
+
+    Measures every gap between two tokens of one stream, at the client: first with steady streams alone, then while long
+    prompts arrive back to back. Starts a cluster of its own, unless --url names one that is up.
+    """
+
+    url: str = Field("", description="Server that is up, like http://127.0.0.1:8000; empty: start a cluster.")
+    api_key: str = Field("", description="Key for that server, if it wants one.")
+    model: str = Field("", description="Folder or ORG/NAME for the cluster started here; empty: the embedded default.")
+    prefill: int = Field(1, ge=1, le=64, description="Prefill workers of the cluster started here.")
+    decode: int = Field(1, ge=1, le=64, description="Decode workers of the cluster started here.")
+    device: Device = Field("auto", description="Where the cluster started here computes.")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of each of its workers; 0: as the cores allow.")
+    streams: int = Field(4, ge=1, le=256, description="Steady streams.")
+    seconds: float = Field(30.0, ge=1.0, le=3600.0, description="Seconds of each of the two measurements.")
+    warmup_s: float = Field(3.0, ge=0.0, le=600.0, description="Seconds before each, not counted.")
+    stream_tokens: int = Field(
+        384, ge=8, le=100_000, description="Tokens of each steady stream, after which it starts again."
+    )
+    prompt_words_min: int = Field(
+        1000, ge=1, le=100_000, description="Words of the shortest long prompt, about one token each."
+    )
+    prompt_words_max: int = Field(1500, ge=1, le=100_000, description="Words of the longest long prompt.")
+    prompts_at_once: int = Field(1, ge=1, le=64, description="Long prompts in the server at any time.")
+    throughput: bool = Field(
+        True, description="Also measure 1, 8 and 16 streams together, and prefill alone; takes about as long again."
+    )
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of the words of the prompts.")
+    json_out: str = Field("", description="File for all figures, gaps included, as JSON.")
+    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
+
+
+class HandoverSettings(KeyOptions):
+    """What does moving a prompt's KV to decode cost the one who waits for it?
+
+    Sends long prompts one by one to a cluster of its own. Measures how much of the transfer prefill did not hide, and the gap
+    before the second token beside the gaps that follow.
+    """
+
+    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    device: Device = Field("auto", description="Where to compute.")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of each worker; 0: as the cores allow.")
+    prompts: int = Field(10, ge=1, le=10_000, description="Prompts measured; one more comes first and is not counted.")
+    prompt_words: int = Field(1400, ge=1, le=100_000, description="Words of each, about one token each.")
+    output_tokens: int = Field(32, ge=4, le=100_000, description="Tokens of each answer.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of the words.")
+    json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class HarmlessSettings(Options):
+    """Do running streams slow down when KV arrives?
+
+    Streams run on a decode worker on the CPU while the stored KV of a long prompt is sent to it back to back. No prompt is
+    computed meanwhile, so this is what transfers alone cost. Rounds with and without them take turns.
+    """
+
+    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the worker; 0: as the cores allow.")
+    kv_transport: Literal["auto", "shm", "tcp", "gloo"] = Field(
+        "auto", description="How KV crosses; auto: the best there is."
+    )
+    streams: int = Field(4, ge=1, le=64, description="Running streams.")
+    stream_tokens: int = Field(384, ge=8, le=8192, description="Tokens of each, after which it starts again.")
+    prompt_tokens: int = Field(1400, ge=64, le=2048, description="Tokens of the prompt whose KV arrives.")
+    kv_mib_per_s: int = Field(256, ge=0, le=1 << 20, description="The decode worker's limit, as there; 0: none.")
+    rounds: int = Field(6, ge=1, le=1000, description="Rounds of each kind.")
+    seconds: float = Field(10.0, ge=1.0, le=3600.0, description="Seconds of each round.")
+    json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class EngineBenchSettings(Options):
+    """The engine alone against plain transformers: single-stream decode, and prefill of 1,000 tokens."""
+
+    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads.")
+    json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class CoordinatorBenchSettings(Options):
+    """What a decision of the coordinator costs: next chunk, new request, a whole life; CPU time, no cluster needed.
+
+    Then, around a cluster in virtual time, what a request costs with many workers against one pair.
+    """
+
+    requests: int = Field(100_000, ge=1_000, le=10_000_000, description="Requests waiting in the queue.")
+    workers: int = Field(
+        256,
+        ge=0,
+        le=1024,
+        description="Prefill workers of the cluster in virtual time, and as many for decode; 0: without.",
+    )
+    tenants: int = Field(10_000, ge=1, le=1_000_000, description="Tenants whose requests wait there.")
+    served: int = Field(20_000, ge=100, le=10_000_000, description="Requests that it serves while measured.")
+    json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class FairnessSettings(Options):
+    """Does a small tenant wait when another floods the service?
+
+    Starts a cluster with two tenants and measures the small one's time to first token over HTTP, first alone, then while
+    the other keeps long prompts in the server.
+    """
+
+    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    prefill: int = Field(1, ge=1, le=64, description="Prefill workers.")
+    decode: int = Field(1, ge=1, le=64, description="Decode workers.")
+    requests: int = Field(30, ge=5, le=10_000, description="Requests of the small tenant in each phase.")
+    every_s: float = Field(6.0, gt=0.0, le=3600.0, description="Mean seconds between two of them; times are random.")
+    prompt_words: int = Field(250, ge=1, le=100_000, description="Words of each, about one token each.")
+    flood_words: int = Field(1200, ge=1, le=100_000, description="Words of the other's prompts.")
+    flood_at_once: int = Field(8, ge=1, le=1024, description="Of these in the server at any time.")
+    warmup_s: float = Field(15.0, ge=0.0, le=600.0, description="Seconds of flood before the second phase.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of times and words.")
+    json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class RoomBenchSettings(Options):
+    """How full the KV pool of a decode worker gets under overload, and whether it ever runs out; in virtual time, no model."""
+
+    kv_blocks: int = Field(2048, ge=64, le=1 << 20, description="Blocks of the pool.")
+    block_size: int = Field(16, ge=1, le=4096, description="Tokens per block.")
+    max_tokens: int = Field(
+        256, ge=16, le=100_000, description="Most tokens of an answer; prompts are given in parts of it."
+    )
+    overload: float = Field(2.0, ge=0.1, le=100.0, description="Offered load, in what a pool always full could carry.")
+    steps: int = Field(1500, ge=10, le=1_000_000, description="Decode steps measured, after a warm-up.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of arrivals, lengths and delays.")
+    json_out: str = Field("", description="File for the figures as JSON.")
+
+
+class KvBenchSettings(Options):
+    """How fast KV moves from one process to another, by each transport, beside memcpy and a raw TCP socket.
+
+    Two real processes on this machine; no model needed.
+    """
+
+    transports: CommaList = Field(
+        default=["shm", "tcp", "tcp-plain"],
+        description="Transports to measure, separated by commas: shm, tcp (encrypted), tcp-plain, gloo.",
+    )
+    segment_kib: Sizes = Field(
+        default=[64, 512, 4096, 16384, 65536], description="Sizes of one message in KiB, separated by commas."
+    )
+    block_kib: Sizes = Field(default=[64, 512], description="Sizes of one KV block in KiB, multiples of 8, likewise.")
+    rounds: int = Field(7, ge=1, le=1000, description="Rounds; the figures are medians.")
+    session_mib: int = Field(
+        1024,
+        ge=256,
+        le=8192,
+        description="KV of one session where segments are large: so much that its beginning and end, which are measured apart, "
+        "hardly count. The two processes take four times that.",
+    )
+    scattered: bool = Field(False, description="Blocks in random places, not one after the other.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of the places of blocks.")
+    json_out: str = Field("", description="File for the figures as JSON.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(not 8 <= size <= 65_536 or size % 8 for size in self.block_kib):
+            raise ValueError("--block-kib: each must be a multiple of 8, up to 65536")
+        if any(not 8 <= size <= 65_536 for size in self.segment_kib):
+            raise ValueError("--segment-kib: each must be between 8 and 65536")
+        return self

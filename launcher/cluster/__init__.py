@@ -1,0 +1,4 @@
+"""Clusters of several hosts: `cluster.toml`, systemd units, ssh.
+
+Start with `file`.
+"""

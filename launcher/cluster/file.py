@@ -1,0 +1,299 @@
+"""`cluster.toml`: hosts, what runs on each, and with which options. Pure: text in, a checked `ClusterFile` out.
+
+    model = "/srv/models/llama"     # a folder on every host, or ORG/NAME; none: the embedded one
+    keys = "keys"                   # made by `crossdock keys new keys`; a relative path is beside this file
+
+    [hosts.alpha]
+    address = "10.0.0.1"
+    coordinator = true
+    gateways = 1
+    workers = "1P2D"                # one prefill worker, two decode workers
+    gpus = [0, 1, 2]                # one for each worker, prefill first
+
+    [decode]                        # options of a role, everywhere; of one host in [hosts.NAME.decode]
+    kv_gib = 40.0
+
+What belongs on a host, process by process, is worked out in `launcher.cluster.plan`.
+"""
+
+import ipaddress
+import re
+import tomllib
+from pathlib import PurePath
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from launcher.load.tenants import Ratio
+from proto.errors import CrossdockError
+from runtime.settings.cores import parse_cores
+
+NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
+EVERYWHERE: Final = ("0.0.0.0", "::")
+WORKERS_MAX: Final = 64
+PATH_OPTIONS: Final = ("tenants", "usage_db", "journal")
+_HOST_NAME: Final = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")
+_WORKERS: Final = re.compile(r"^(\d{1,2})P(\d{1,2})D$", re.IGNORECASE)
+_GPU: Final = re.compile(r"^(\d{1,3}|(GPU|MIG)-[A-Za-z0-9/-]{1,80})$")
+
+
+class ClusterError(CrossdockError):
+    """A mistake in `cluster.toml`; `str()` has one line for each, naming table and key."""
+
+
+def is_ip(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback if is_ip(address) else address == "localhost"
+
+
+def _check_ip(value: str) -> str:
+    if value and not is_ip(value):
+        raise ValueError("is not an IP address")
+    return value
+
+
+def _check_address(value: str) -> str:
+    if value in EVERYWHERE:
+        raise ValueError("is every address; name the one that others connect to (bind says what is listened on)")
+    if not is_ip(value) and not _HOST_NAME.match(value):
+        raise ValueError("is neither an IP address nor the name of a host")
+    return value
+
+
+def _check_cores(value: str) -> str:
+    parse_cores(value)
+    return value
+
+
+def _parse_ratio(value: Any) -> Ratio:
+    found = _WORKERS.match(str(value))
+    if found is None or max(int(found[1]), int(found[2])) > WORKERS_MAX:
+        raise ValueError(f"is not a ratio like 2P1D, of at most {WORKERS_MAX} each")
+    return Ratio(int(found[1]), int(found[2]))
+
+
+def _parse_gpu(value: Any) -> str:
+    text = str(value)
+    if isinstance(value, bool) or not _GPU.match(text):
+        raise ValueError("is not the number of a GPU, nor a name like GPU-… or MIG-…")
+    return text
+
+
+Gpu = Annotated[str, BeforeValidator(_parse_gpu)]
+Name = Annotated[str, Field(pattern=NAME, max_length=32)]
+Text = Annotated[str, Field(max_length=512)]
+Port = Annotated[int, Field(ge=0, le=65_000)]
+RoleOptions = dict[str, Any]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
+
+
+class Ports(_Table):
+    """The first of each kind on a host; the second process has the next one. 0: any free one."""
+
+    coordinator: Annotated[int, Field(ge=1, le=65_535)] = 7070
+    http: Annotated[int, Field(ge=1, le=65_000)] = 8000
+    tokens: Port = 7100
+    kv: Port = 7200
+    metrics: Port = 0
+    """On loopback, of every process in turn."""
+
+
+class Host(_Table):
+    """One machine."""
+
+    address: Annotated[str, Field(min_length=1, max_length=253), AfterValidator(_check_address)]
+    bind: Annotated[str, AfterValidator(_check_ip)] = ""
+    """What is listened on, where it is not the address that others connect to."""
+    interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]*$", max_length=64)] = ""
+    """For KV, as in --kv-interface."""
+    ssh: Text = ""
+    """Where `launch_ssh` connects to, like user@host; empty: the address."""
+    netns: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*$", max_length=64)] = ""
+    """A network namespace of the machine that `launch_ssh` runs on, instead of ssh."""
+    coordinator: bool = False
+    gateways: Annotated[int, Field(ge=0, le=64)] = 0
+    workers: Annotated[Ratio, BeforeValidator(_parse_ratio)] = Ratio(0, 0)
+    gpus: list[Gpu] = []
+    """One for each worker, prefill first; empty: workers compute on the CPU."""
+    cores: Annotated[str, AfterValidator(_check_cores)] = ""
+    """Shared out to workers that compute on the CPU; empty: nothing is pinned."""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Of each worker; 0: as many as its cores, or 1."""
+    gateway: RoleOptions = {}
+    worker: RoleOptions = {}
+    prefill: RoleOptions = {}
+    decode: RoleOptions = {}
+
+    @property
+    def listens_on(self) -> str:
+        return self.bind or self.address
+
+    @property
+    def kv_address(self) -> str:
+        """Where KV itself arrives, if no interface says it; empty: neither address names one of this host."""
+        own = "127.0.0.1" if self.address == "localhost" else ""
+        return next((one for one in (self.address, self.bind) if is_ip(one) and one not in EVERYWHERE), own)
+
+
+class ClusterFile(_Table):
+    """The whole file, its relative paths made absolute."""
+
+    name: Name = "crossdock"
+    """Tells clusters apart that share hosts."""
+    model: Text = ""
+    model_id: Text = ""
+    keys: Text = ""
+    insecure: bool = False
+    command: Text = "crossdock"
+    """How `launch_ssh` calls crossdock on a host."""
+    ports: Ports = Ports()
+    common: RoleOptions = {}
+    coordinator: RoleOptions = {}
+    gateway: RoleOptions = {}
+    worker: RoleOptions = {}
+    prefill: RoleOptions = {}
+    decode: RoleOptions = {}
+    hosts: Annotated[dict[Name, Host], Field(min_length=1, max_length=1024)]
+
+    @property
+    def coordinator_host(self) -> Host:
+        return next(host for host in self.hosts.values() if host.coordinator)
+
+
+def parse(text: str, folder: PurePath) -> ClusterFile:
+    """The content of a file in `folder`, to which its relative paths belong. Raises `ClusterError`."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"not TOML: {error}") from None
+    try:
+        file = ClusterFile.model_validate(_absolute(content, folder))
+    except ValidationError as error:
+        raise ClusterError("\n".join(_explain(one["loc"], one) for one in error.errors(include_url=False))) from None
+    if problems := [*_coordinators(file), *_hosts(file), *_security(file)]:
+        raise ClusterError("\n".join(problems))
+    return file
+
+
+def travels(text: str) -> list[str]:
+    """The relative paths in it: what `launch_ssh` copies with the file. Of a text that `parse` takes."""
+    content = tomllib.loads(text)
+    found = [content.get("keys", "")]
+    tables = [content.get(role, {}) for role in ("coordinator", "gateway")]
+    tables += [host.get("gateway", {}) for host in content["hosts"].values()]
+    found += [table.get("tenants", "") for table in tables]
+    return sorted({path for path in found if path and _is_relative(path)})
+
+
+def incomplete(file: ClusterFile) -> list[str]:
+    """What is missing before it can serve. A part of a cluster is no mistake in itself."""
+    hosts = file.hosts.values()
+    found = {
+        "gateways": sum(host.gateways for host in hosts),
+        'prefill workers (workers = "1P…")': sum(host.workers.prefill for host in hosts),
+        'decode workers (workers = "…1D")': sum(host.workers.decode for host in hosts),
+    }
+    return [f"hosts: there are no {what}" for what, count in found.items() if not count]
+
+
+def _is_relative(path: str) -> bool:
+    return not path.startswith(("/", "~"))
+
+
+def _absolute(content: dict[str, Any], folder: PurePath) -> dict[str, Any]:
+    """Relative paths are beside the file; a model is one only with a leading dot, since ORG/NAME looks like it."""
+
+    def of(table: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+        wanted = {key: table[key] for key in keys if isinstance(table.get(key), str) and table[key]}
+        return table | {key: str(folder / value) for key, value in wanted.items() if _is_relative(value)}
+
+    def of_roles(table: dict[str, Any]) -> dict[str, Any]:
+        there = [role for role in ("coordinator", "gateway") if isinstance(table.get(role), dict)]
+        return table | {role: of(table[role], PATH_OPTIONS) for role in there}
+
+    content = of(content, ("keys",))
+    if str(content.get("model", "")).startswith(("./", "../")):
+        content = of(content, ("model",))
+    content = of_roles(content)
+    if isinstance(content.get("hosts"), dict):
+        hosts = content["hosts"].items()
+        content["hosts"] = {name: of_roles(host) if isinstance(host, dict) else host for name, host in hosts}
+    return content
+
+
+def _explain(loc: tuple[int | str, ...], details: Any) -> str:
+    """One line for one of pydantic's errors: `[hosts.alpha] gpus: …`."""
+    path = [str(part) for part in loc if part != "[key]"]
+    message = details["msg"].removeprefix("Value error, ")
+    value = details["input"]
+    shown = f"{value!r} " if isinstance(value, str | int | float) else ""
+    table, key = ".".join(path[:-1]), path[-1] if path else ""
+    if path and path[-1].isdigit() and len(path) > 2:
+        table, key = ".".join(path[:-2]), f"{path[-2]}[{path[-1]}]"
+    where = f"[{table}] {key}" if table else key
+    match details["type"]:
+        case "extra_forbidden":
+            return f"{where}: no such key"
+        case "missing":
+            return f"{where}: needed"
+        case "value_error":
+            return f"{where}: {message if message.startswith('has ') else shown + message}"
+        case _:
+            return f"{where}: {shown}{message[0].lower()}{message[1:]}"
+
+
+def _coordinators(file: ClusterFile) -> list[str]:
+    names = [name for name, host in file.hosts.items() if host.coordinator]
+    if len(names) == 1:
+        return []
+    if not names:
+        return ["hosts: none has coordinator = true; one must"]
+    return [f"[hosts.{name}] coordinator: there is one already, on {names[0]}" for name in names[1:]]
+
+
+def _hosts(file: ClusterFile) -> list[str]:
+    found = []
+    apart = not all(is_loopback(host.address) for host in file.hosts.values())
+    for name, host in file.hosts.items():
+        workers = host.workers.prefill + host.workers.decode
+        if host.gpus and len(host.gpus) != workers:
+            found.append(
+                f"[hosts.{name}] gpus: {len(host.gpus)} for {workers} workers; name one for each, and one that is shared"
+                " more than once"
+            )
+        if host.gpus and host.cores:
+            found.append(f"[hosts.{name}] cores: only for workers on the CPU, and these are on gpus")
+        if not is_ip(host.listens_on):
+            found.append(f"[hosts.{name}] bind: needed, since {host.address} is a name: the IP address to listen on")
+        if workers and not host.interface and not host.kv_address:
+            found.append(
+                f"[hosts.{name}] interface: needed, since {host.address} is a name and {host.bind} is every address: the one"
+                " that KV arrives on, like eth0"
+            )
+        if is_loopback(host.address) and apart:
+            found.append(f"[hosts.{name}] address: {host.address} cannot be reached from the other hosts")
+        if is_loopback(host.bind or "") and not is_loopback(host.address):
+            found.append(f"[hosts.{name}] bind: {host.bind} is not reached through {host.address}")
+    return found
+
+
+def _security(file: ClusterFile) -> list[str]:
+    if file.keys and file.insecure:
+        return ["insecure: says nothing beside keys; take one of the two out"]
+    open_to = next((name for name, host in file.hosts.items() if not is_loopback(host.listens_on)), "")
+    if open_to and not file.keys and not file.insecure:
+        return [
+            f"keys: needed, since [hosts.{open_to}] listens on {file.hosts[open_to].listens_on}, where others can connect."
+            " Make some with: crossdock keys new DIR (or say insecure = true, on a network where you trust everyone)"
+        ]
+    return []

@@ -1,0 +1,138 @@
+"""Commands on the hosts of a cluster: by ssh, or on this machine, where each host may be a network namespace."""
+
+import io
+import shlex
+import subprocess
+import tarfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from launcher.cluster.file import ClusterFile, Host, travels
+from launcher.process import python_command
+from proto.errors import CrossdockError
+from runtime.link.keys import NAME
+from runtime.settings.options import SettingsError
+
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+_AT_ONCE = 32
+_PUBLIC, _SECRET = ".key", ".key_secret"
+
+
+class HostFailed(CrossdockError):
+    """A command failed on a host; `str()` names it and ends with what was said there."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    host: str
+    status: int
+    output: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """The hosts of one file."""
+
+    path: Path
+    file: ClusterFile
+    local: bool
+
+    def host(self, name: str) -> Host:
+        return self.file.hosts[name]
+
+    def command(self, name: str, script: str) -> list[str]:
+        """What runs a POSIX shell script on a host. In it `$d` is the folder of the host's part and `crossdock` its command."""
+        host = self.host(name)
+        here = self.local or bool(host.netns)
+        own = shlex.join(python_command("launcher.cli")) if here else self.file.command
+        # As `launcher.local.registry` has it, seen from there.
+        folder = '"${XDG_STATE_HOME:-$HOME/.local/state}/crossdock/runs/' + f'{self.file.name}.{name}"'
+        script = f'crossdock() {{ {own} "$@"; }}\nd={folder}\n{script}'
+        if not here:
+            return [*_SSH, host.ssh or host.address, f"exec sh -c {shlex.quote(script)}"]
+        return [*(("ip", "netns", "exec", host.netns) if host.netns else ()), "sh", "-c", script]
+
+    def run(self, name: str, script: str, *, timeout_s: float, given: bytes = b"") -> Answer:
+        """Raises `HostFailed` where no answer comes; a status other than 0 is one."""
+        try:
+            done = subprocess.run(
+                self.command(name, script),
+                input=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                check=False,
+                timeout=timeout_s,
+            )
+        except subprocess.TimeoutExpired:
+            raise HostFailed(f"{name}: no answer within {timeout_s:.0f} s") from None
+        except OSError as error:
+            raise HostFailed(f"{name}: {error}") from None
+        return Answer(name, done.returncode, done.stdout.decode("utf-8", "replace").strip())
+
+    def run_all(self, scripts: dict[str, str], *, timeout_s: float) -> Iterator[Answer]:
+        """On several hosts at once, as they answer; one that does not has status 255."""
+
+        def one(name: str, script: str) -> Answer:
+            try:
+                return self.run(name, script, timeout_s=timeout_s)
+            except HostFailed as error:
+                return Answer(name, 255, str(error))
+
+        with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+            for done in as_completed([pool.submit(one, name, script) for name, script in scripts.items()]):
+                yield done.result()
+
+
+def parcel(site: Site, name: str) -> bytes:
+    """What a host needs, as tar: the file, the tenants, and of the keys the public ones and its own. Raises `SettingsError`."""
+    folder = site.path.parent
+    wanted = [site.path]
+    for relative in travels(site.path.read_text(encoding="utf-8")):
+        if ".." in PurePosixPath(relative).parts:
+            raise SettingsError(f"FILE: {relative} is copied with the file, so it must be beside or below it")
+        path = folder / relative
+        if not path.exists():
+            more = ", which crossdock keys new makes" if str(path) == site.file.keys else ""
+            raise SettingsError(f"FILE: there is no {path}{more}")
+        wanted += _keys_of(path, site.host(name)) if path.is_dir() else [path]
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", dereference=True) as tar:  # a link would lead nowhere there
+        for path in wanted:
+            inside = "cluster.toml" if path == site.path else str(path.relative_to(folder))
+            try:
+                tar.add(path, inside, recursive=False, filter=_plain)
+            except OSError as error:
+                raise SettingsError(f"FILE: cannot read {path}: {error.strerror}") from None
+    return packed.getvalue()
+
+
+def keys_there(site: Site) -> str:
+    """The folder of keys on a host, as a word of a script: a relative one was copied with the file."""
+    copied = travels(site.path.read_text(encoding="utf-8"))
+    own = [path for path in copied if str(site.path.parent / path) == site.file.keys]
+    return f'"$d"/{shlex.quote(own[0])}' if own else shlex.quote(site.file.keys)
+
+
+def _keys_of(folder: Path, host: Host) -> Iterable[Path]:
+    """The coordinator's host can be asked by `crossdock status` as well."""
+    roles = {
+        "coordinator": host.coordinator,
+        "client": host.coordinator,
+        "gateway": host.gateways,
+        "prefill": host.workers.prefill,
+        "decode": host.workers.decode,
+    }
+    for path in sorted(folder.iterdir()):
+        name = NAME.fullmatch(path.stem)
+        if name and (path.suffix == _PUBLIC or (path.suffix == _SECRET and roles[name[1]])):
+            yield path
+
+
+def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Whoever unpacks it owns it, and nobody else reads it."""
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    info.mode = 0o600
+    return info

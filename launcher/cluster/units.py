@@ -1,0 +1,264 @@
+"""systemd units for one host's part of a cluster. Pure: a plan in, the texts of files out.
+
+The units are templates; what differs from one instance to the next (options, GPU, cores) is in `/etc/crossdock/ROLE-N.env` and,
+for cores, in a drop-in. Secret keys reach a process as credentials: no other one can read them.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Final
+
+from launcher.cluster.file import ClusterError
+from launcher.cluster.plan import MODULES, SECRETS, HostPlan, Planned
+from launcher.local.watchdog import WATCHDOG_S
+from launcher.process import role_environment
+from runtime.process.exits import HOPELESS_EXITS
+from runtime.settings.cores import cores_text
+from runtime.settings.types import ENV_PREFIX
+
+UNITS: Final = "etc/systemd/system"
+OPTIONS: Final = "etc/crossdock"
+STATE: Final = "/var/lib/crossdock"
+TARGET: Final = "crossdock.target"
+STOP_SLACK_S: Final = 15
+_HIDDEN: Final = ("/home/", "/root/", "/run/user/")
+_WRITES: Final = ("usage_db", "journal")
+_READS: Final = ("model", "tenants")
+_DESCRIPTIONS: Final = {
+    "coordinator": "crossdock coordinator",
+    "coordinator-standby": "crossdock coordinator, the other of two that serve in turn",
+    "gateway": "crossdock gateway %i (OpenAI HTTP API)",
+    "prefill": "crossdock prefill worker %i",
+    "decode": "crossdock decode worker %i",
+}
+_ALONE: Final = ("coordinator", "coordinator-standby")
+"""By index."""
+_SANDBOX: Final = """\
+User=crossdock
+DynamicUser=yes
+UMask=0077
+CacheDirectory=crossdock
+Environment=HOME=%C/crossdock HF_HOME=%C/crossdock/huggingface
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+AmbientCapabilities=
+ProtectSystem=strict
+ProtectHome=tmpfs
+PrivateTmp=yes
+ProtectClock=yes
+ProtectControlGroups=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectProc=invisible
+KeyringMode=private
+LockPersonality=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+RemoveIPC=yes
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallFilter=~@privileged
+SystemCallErrorNumber=EPERM
+LimitNOFILE=65536
+"""
+_NO_COMPUTING: Final = """\
+PrivateDevices=yes
+PrivateUsers=yes
+MemoryDenyWriteExecute=yes
+"""
+_COMPUTING: Final = """\
+# Not here: MemoryDenyWriteExecute (kernels are compiled for this machine as they are needed) and PrivateUsers (workers of one
+# host hand KV over in shared memory only within one user namespace).
+LimitMEMLOCK=infinity
+"""
+_ON_CPU: Final = "PrivateDevices=yes\n"
+_ON_GPU: Final = """\
+# All GPUs: with one alone allowed, CUDA would number it 0. CUDA_VISIBLE_DEVICES in the options picks it.
+DevicePolicy=closed
+DeviceAllow=char-nvidia rw
+DeviceAllow=char-nvidia-frontend rw
+DeviceAllow=char-nvidia-uvm rw
+DeviceAllow=char-nvidia-caps rw
+DeviceAllow=char-infiniband_verbs rw
+"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What of this machine the units refer to."""
+
+    python: str
+    prefixes: tuple[str, ...]
+    """Folders that the interpreter and the packages lie in."""
+    root: str
+    """The folder of the packages."""
+    keys: str = ""
+    key_files: tuple[str, ...] = ()
+
+
+def render(plan: HostPlan, on: Installed) -> dict[str, str]:
+    """Path below the root → content. Raises `ClusterError`."""
+    files: dict[str, str] = {}
+    for kind in dict.fromkeys(_kind(process) for process in plan.processes):
+        of_kind = [process for process in plan.processes if _kind(process) == kind]
+        files[f"{UNITS}/{template(kind)}"] = _unit(kind, of_kind, on)
+        for process in of_kind:
+            files[f"{OPTIONS}/{_stem(process)}.env"] = _options(process)
+            if process.cores:
+                dropin = f"[Service]\nCPUAffinity={cores_text(process.cores)}\n"
+                files[f"{UNITS}/{unit(process)}.d/cores.conf"] = dropin
+    wants = " ".join(unit(process) for process in plan.processes)
+    files[f"{UNITS}/{TARGET}"] = (
+        f"[Unit]\nDescription=This host's part of a crossdock cluster\nWants={wants}\n"
+        "\n[Install]\nWantedBy=multi-user.target\n"
+    )
+    return files
+
+
+def template(kind: str) -> str:
+    return f"crossdock-{kind}.service" if kind in _ALONE else f"crossdock-{kind}@.service"
+
+
+def unit(process: Planned) -> str:
+    return template(_kind(process)).replace("@", f"@{process.index}")
+
+
+def _kind(process: Planned) -> str:
+    """What has a unit, or a template, of its own: a role, and the second coordinator of `standby = true`."""
+    return _ALONE[process.index] if process.role == "coordinator" else process.role
+
+
+def is_ours(path: str) -> bool:
+    """Whether an earlier call may have made it: what a new one does not make again is removed."""
+    alone, many = "|".join(_ALONE), "gateway|prefill|decode"
+    return bool(
+        re.fullmatch(rf"{UNITS}/crossdock-({alone}|({many})@\d*)\.service(\.d/cores\.conf)?", path)
+        or re.fullmatch(rf"{OPTIONS}/({alone}|({many})-\d+)\.env", path)
+    )
+
+
+def _stem(process: Planned) -> str:
+    kind = _kind(process)
+    return kind if kind in _ALONE else f"{kind}-{process.index}"
+
+
+def _unit(kind: str, processes: Sequence[Planned], on: Installed) -> str:
+    role = processes[0].role
+    hopeless = " ".join(str(status) for status in sorted(HOPELESS_EXITS))
+    options = kind if kind in _ALONE else f"{kind}-%i"
+    command = [
+        _escaped(on.python),
+        "-P",
+        "-m",
+        MODULES[role],
+        *(["--keys", "${CREDENTIALS_DIRECTORY}"] if on.keys else []),
+    ]
+    lines = [
+        "[Unit]",
+        f"Description={_DESCRIPTIONS[kind]}",
+        "Wants=network-online.target",
+        "After=network-online.target",
+        f"PartOf={TARGET}",
+        "# However often it fails, it is started again.",
+        "StartLimitIntervalSec=0",
+        "",
+        "[Service]",
+        "Type=notify",
+        "NotifyAccess=main",
+        f"ExecStart={' '.join(command)}",
+        "ExecReload=/bin/kill -HUP $MAINPID",
+        f"EnvironmentFile=/{OPTIONS}/{options}.env",
+        f"Environment=PYTHONPATH={_escaped(on.root)}",
+        *(f"LoadCredential={name}:{_escaped(on.keys)}/{name}" for name in _credentials(role, on)),
+        "# A model may take minutes to load; a worker is ready when the coordinator has taken it on.",
+        "TimeoutStartSec=30min",
+        f"TimeoutStopSec={_stop_s(processes)}",
+        f"WatchdogSec={WATCHDOG_S[role]:.0f}",
+        "Restart=on-failure",
+        "RestartSec=2",
+        "# Settings that cannot work are said in the log once; another start would not help.",
+        f"RestartPreventExitStatus={hopeless}",
+    ]
+    text = "\n".join(lines) + "\n" + _SANDBOX
+    if role in ("coordinator", "gateway"):
+        text += _NO_COMPUTING
+    else:
+        on_gpu = any(process.environment.get("CUDA_VISIBLE_DEVICES") for process in processes)
+        text += _COMPUTING + (_ON_GPU if on_gpu else _ON_CPU)
+    if role == "coordinator":
+        text += "StateDirectory=crossdock\n"
+    text += "".join(f"BindReadOnlyPaths={_escaped(path)}\n" for path in _under_home(processes, on))
+    return text + f"\n[Install]\nWantedBy={TARGET}\n"
+
+
+def _stop_s(processes: Sequence[Planned]) -> int:
+    """As long as streams may take to end or to move on (--drain-timeout-s), and some more."""
+    return math.ceil(max(getattr(process.settings, "drain_timeout_s", 0.0) for process in processes)) + STOP_SLACK_S
+
+
+def _credentials(role: str, on: Installed) -> list[str]:
+    """Of the folder of keys: the public ones and this role's secret one."""
+    if not on.keys:
+        return []
+    public = [name for name in on.key_files if name.endswith(".key")]
+    own = [name for name in on.key_files if re.fullmatch(rf"{role}(-.+)?\.key_secret", name)]
+    if not own:
+        raise ClusterError(f"keys: {on.keys} has no {role}.key_secret")
+    return [*public, f"{role}.key_secret" if f"{role}.key_secret" in own else own[0]]
+
+
+def _options(process: Planned) -> str:
+    """Everything by its name in the environment, the CPU's threads included."""
+    settings = process.settings
+    for key in _WRITES:
+        path = getattr(settings, key, "")
+        if path and not path.startswith(f"{STATE}/"):
+            raise ClusterError(f"[{process.role}] {key}: a unit can write to {STATE} only, and not to {path}")
+    for key in _READS:
+        path = getattr(settings, key, "")
+        if path.startswith("~"):
+            raise ClusterError(f"[{process.role}] {key}: {path} means another folder in a unit; write it out")
+    chosen = {key: getattr(settings, key) for key in sorted(settings.model_fields_set) if key not in ("role", "keys")}
+    values = {ENV_PREFIX + key.upper(): _text(value) for key, value in chosen.items() if key not in SECRETS}
+    values |= {ENV_PREFIX + key.upper(): value for key, value in process.secrets().items()}
+    values |= role_environment(process.threads, sends_kv=process.role == "prefill") | dict(process.environment)
+    return "".join(f"{key}={_quoted(value)}\n" for key, value in values.items())
+
+
+def _under_home(processes: Sequence[Planned], on: Installed) -> list[str]:
+    """What a unit must read of folders that it does not see otherwise."""
+    read: list[str] = [*on.prefixes, on.root]
+    for process in processes:
+        read += [str(getattr(process.settings, key, "")) for key in _READS]
+    return sorted({path for path in read if path.startswith(_HIDDEN)})
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _quoted(value: str) -> str:
+    """As EnvironmentFile= reads it. Raises `ClusterError`."""
+    if "\n" in value or not value.isprintable():
+        raise ClusterError("an option with a line break or a control character cannot be given to a unit")
+    return '"' + re.sub(r'(["\\$`])', r"\\\1", value) + '"'
+
+
+def _escaped(path: str | PurePath) -> str:
+    """A path in a unit file. Raises `ClusterError`."""
+    if re.search(r"[\s\"'\\$]", str(path)):
+        raise ClusterError(f"{path}: a path with such characters cannot stand in a unit; move or link it")
+    return str(path).replace("%", "%%")
+
+
+def changes(wanted: Mapping[str, str], there: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(what to do, path): `write`, `remove` or `keep`. `there` are files that `is_ours` says are."""
+    found = [("keep" if there.get(path) == text else "write", path) for path, text in wanted.items()]
+    return found + [("remove", path) for path in sorted(set(there) - set(wanted))]

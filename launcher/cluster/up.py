@@ -1,0 +1,266 @@
+"""`crossdock up` and `crossdock down`: one host's part of the cluster that a `cluster.toml` describes."""
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.markup import escape
+
+from launcher.cluster.file import ClusterError, ClusterFile, parse
+from launcher.cluster.plan import HostPlan, Planned, coordinator_address, plan_host
+from launcher.cluster.settings import DownSettings, UpSettings
+from launcher.local import registry as here
+from launcher.local.lifetime import answers_ready, sayer, until_interrupted, wait_ready
+from launcher.local.notify_listener import NotifySocket
+from launcher.local.supervisor import ProcessSpec, Supervisor
+from launcher.local.watchdog import WATCHDOG_S
+from launcher.models import resolve as models
+from launcher.process import child_environment, python_command
+from proto.errors import CrossdockError
+from runtime.process import notify
+from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.settings.environment import SUPERVISED
+from runtime.settings.options import SettingsError
+from runtime.settings.types import ENV_PREFIX
+
+STOP_STAGES = {"gateway": 0, "prefill": 1, "decode": 1, "coordinator": 2}
+"""Streams are ended by their gateway, before the workers that compute them go; the coordinator hears of it all."""
+DOWN_S = 60.0
+LOG = "up.log"
+_TAIL_LINES = 30
+
+
+class RunsAlready(CrossdockError):
+    """This host's part is up."""
+
+
+class NotUp(CrossdockError):
+    """It did not get ready."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One host of one cluster."""
+
+    file: ClusterFile
+    host: str
+
+    @property
+    def folder(self) -> Path:
+        return here.host_folder(self.file.name, self.host)
+
+
+def read_file(path: str) -> ClusterFile:
+    """Raises `SettingsError`."""
+    where = Path(path).expanduser().resolve()
+    try:
+        return parse(where.read_text(encoding="utf-8"), where.parent)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config: cannot read {path}: {getattr(error, 'strerror', 'not UTF-8')}") from None
+    except ClusterError as error:
+        raise SettingsError("\n".join(f"--config: {path}: {line}" for line in str(error).splitlines())) from None
+
+
+def place(path: str, host: str) -> Place:
+    """Raises `SettingsError`."""
+    file = read_file(path)
+    own = socket.gethostname()
+    names = [host] if host else [own, own.split(".")[0], *(file.hosts if len(file.hosts) == 1 else ())]
+    for name in names:
+        if name in file.hosts:
+            return Place(file, name)
+    which = host or f"{own}, as this machine is called"
+    raise SettingsError(f"--host: {path} has no host {which}, but {', '.join(file.hosts)}")
+
+
+# --- up ---------------------------------------------------------------------------------------------------------------
+
+
+def up(settings: UpSettings) -> int:
+    """Raises `CrossdockError`, `SettingsError` among them."""
+    console = Console()
+    at = place(settings.cluster_file, settings.on_host)
+    _check_down(at)
+    if settings.detach:
+        return _detach(settings, at, console)
+    plan, model_id = _plan(at, console)
+    status = uvloop.run(until_interrupted(_up(settings, at, plan, model_id, console), console))
+    return 0 if status is None else status
+
+
+def _check_down(at: Place) -> None:
+    """Raises `RunsAlready`."""
+    if running := here.running(at.folder):
+        raise RunsAlready(f"{at.host} of {at.file.name} is up already (pid {running.pid}); crossdock down stops it")
+
+
+def _plan(at: Place, console: Console) -> tuple[HostPlan, str]:
+    """The processes, with a model that is there, and its id. Raises `SettingsError` or `ModelError`."""
+    host, file = at.file.hosts[at.host], at.file
+    try:
+        plan_host(file, at.host, "not looked for yet")  # a mistake is told before a model is fetched
+        if not (host.gateways or host.workers.prefill or host.workers.decode):
+            return plan_host(file, at.host, "none"), ""
+        model = models.ready(file.model, file.model_id, console)
+        return plan_host(file, at.host, str(model.path), model.model_id), model.model_id
+    except ClusterError as error:
+        raise SettingsError("\n".join(f"--config: {line}" for line in str(error).splitlines())) from None
+
+
+async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, console: Console) -> int:
+    here.make_folder(at.folder)
+    _check_down(at)  # once more: fetching a model may have taken minutes, and two of us would share one note
+    supervisor = Supervisor(log_dir=at.folder, say=sayer(console), verbose=settings.verbose)
+    coordinator = coordinator_address(at.file)
+    if plan.note:
+        console.print(f"[yellow]note[/yellow] {escape(plan.note)}")
+    with here.noted(
+        at.folder,
+        model_id=model_id,
+        base_url=next(iter(plan.base_urls), ""),
+        coordinator=coordinator,
+        cluster=at.file.name,
+        host=at.host,
+    ):
+        _check_wanted(settings, at)
+        try:
+            for process in plan.processes:
+                supervisor.start(spec_of(process))
+            await _wait(settings, plan, supervisor, console)
+            supervisor.started_up = True
+            supervisor.observe(plan.metrics)
+            names = ", ".join(process.name for process in plan.processes)
+            console.print(f"{at.host} of {at.file.name} is up: {names}", highlight=False, soft_wrap=True)
+            for url in plan.base_urls:
+                console.print(f"Base URL   {url}/v1", highlight=False, soft_wrap=True)
+            notify.ready(f"{len(plan.processes)} processes run")
+            await supervisor.wait_failed()
+        finally:
+            notify.stopping()
+            await supervisor.close()
+    return 1
+
+
+def _check_wanted(settings: UpSettings, at: Place) -> None:
+    """A `down` that came before the note has taken the file away. Raises `NotUp`."""
+    if not Path(settings.cluster_file).expanduser().exists():
+        raise NotUp(f"{at.host} was taken down before it had started")
+
+
+async def _wait(settings: UpSettings, plan: HostPlan, supervisor: Supervisor, console: Console) -> None:
+    """Until every process here has said that it is ready, and the gateways have workers of both kinds, wherever those are."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+
+        async def is_ready() -> bool:
+            return supervisor.all_ready() and all(
+                [await answers_ready(client, f"{url}/ready") for url in plan.base_urls]
+            )
+
+        await wait_ready(is_ready, supervisor, settings.ready_timeout_s, console)
+
+
+def spec_of(process: Planned) -> ProcessSpec:
+    environment = child_environment(process.threads, sends_kv=process.role == "prefill") | dict(process.environment)
+    environment |= {ENV_PREFIX + key.upper(): value for key, value in process.secrets().items()}
+    environment |= {SUPERVISED: "1"}
+    arguments = python_command(process.module, *process.arguments())
+    stage, watchdog_s = STOP_STAGES[process.role], WATCHDOG_S[process.role]
+    return ProcessSpec(process.name, arguments, environment, process.cores, stage, watchdog_s)
+
+
+# --- detached ---------------------------------------------------------------------------------------------------------
+
+
+def _detach(settings: UpSettings, at: Place, console: Console) -> int:
+    """The same command again, in a session of its own; returns when it says that it is ready. Raises `NotUp`."""
+    here.make_folder(at.folder)
+    log = at.folder / LOG
+    arguments = ["--config", str(Path(settings.cluster_file).expanduser().resolve()), "--host", at.host]
+    arguments += ["--ready-timeout-s", str(settings.ready_timeout_s), *(["--verbose"] if settings.verbose else [])]
+    with NotifySocket() as heard, log.open("wb") as output:
+        process = subprocess.Popen(
+            python_command("launcher.cli", "up", *arguments),
+            env=child_environment(1) | {"NOTIFY_SOCKET": heard.address},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        ended = os.pidfd_open(process.pid)
+        try:
+            # A model may have to be fetched first, so it is the process itself that knows when to give up.
+            with console.status(f"{at.host}: starting"):
+                while True:
+                    readable, _, _ = select.select([heard.fileno(), ended], [], [])
+                    if "READY=1" in heard.heard():
+                        console.print(f"{at.host} of {at.file.name} is up (pid {process.pid})", highlight=False)
+                        return 0
+                    if ended in readable:
+                        break
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        finally:
+            os.close(ended)
+    status = process.wait()
+    sys.stderr.write("\n".join(log.read_text("utf-8", "replace").splitlines()[-_TAIL_LINES:]) + "\n")
+    if status in (0, INTERRUPTED_EXIT):
+        raise NotUp(f"{at.host} was stopped before it was ready")
+    return status
+
+
+# --- down -------------------------------------------------------------------------------------------------------------
+
+
+def down(settings: DownSettings) -> int:
+    """Raises `SettingsError`, `NotUp`."""
+    at = place(settings.cluster_file, settings.on_host)
+    console = Console()
+    note = here.running(at.folder)
+    if note is None:
+        console.print(f"{at.host} of {at.file.name} is not up", highlight=False)
+    elif _end(note.pid):
+        console.print(f"{at.host} of {at.file.name} is down", highlight=False)
+    else:
+        console.print(f"{at.host} of {at.file.name} did not stop within {DOWN_S:.0f} s and was killed", highlight=False)
+    _clean(at.folder, settings.keep_logs)
+    return 0
+
+
+def _end(pid: int) -> bool:
+    """SIGTERM, and SIGKILL after a while, upon which the kernel kills what it has started. Whether the first was enough."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        for number, wait_s in ((signal.SIGTERM, DOWN_S), (signal.SIGKILL, 5.0)):
+            signal.pidfd_send_signal(descriptor, number)
+            if select.select([descriptor], [], [], wait_s)[0]:
+                return number is signal.SIGTERM
+    except ProcessLookupError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _clean(folder: Path, keep_logs: bool) -> None:
+    if not keep_logs:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in folder.glob("*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif ".log" not in path.name:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,158 @@
+"""From settings and a seed to every request of a run: when, from whom, how long, and whether its client leaves.
+
+All is drawn before the first request is sent, so that the same seed sends the same load, whatever the server does.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from launcher.load import traces as load_traces
+from launcher.load.lengths import Lengths, arrival_times
+from launcher.load.settings import LoadSettings
+from launcher.load.tenants import Tenant, parse_abuser, parse_priorities, parse_tenants, read_mix
+from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, Row
+from runtime.settings.options import SettingsError
+
+NEVER = -1
+_TIMES, _LENGTHS, _TENANTS, _PREFIXES, _CANCELS, _BANDS, _ABUSE = range(7)
+"""Streams of random numbers: a change of one setting does not change what is drawn for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    index: int
+    due_s: float
+    """Since the run began."""
+    tenant: Tenant
+    priority: str
+    prompt_tokens: int
+    output_tokens: int
+    prefix: int = NEVER
+    """Which common prefix it begins with."""
+    blocks: tuple[int, ...] = ()
+    """Ids of the blocks its prompt is made of, where a trace says so."""
+    cancel_tokens: int = NEVER
+    """The client leaves when it has so many tokens …"""
+    cancel_s: float = NEVER
+    """… or so many seconds after sending."""
+    counted: bool = True
+    """It does not come in the warm-up."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    requests: tuple[Planned, ...]
+    block_tokens: int
+    """Tokens of each of `Planned.blocks`."""
+    cut: int
+    """Requests made shorter to fit the model's context."""
+
+
+def tenants_of(settings: LoadSettings) -> list[Tenant]:
+    """At least one. Raises `SettingsError`."""
+    if settings.tenant and settings.tenants_mix:
+        raise SettingsError("--tenants-mix: --tenant says the same; give one of them")
+    try:  # here and not in the settings, whose errors show the value, and so the keys
+        found = read_mix(settings.tenants_mix) if settings.tenants_mix else parse_tenants(settings.tenant)
+    except ValueError as error:
+        raise SettingsError(f"--tenant: {error}") from None
+    if not any(tenant.share for tenant in found):
+        found.insert(0, Tenant("default"))
+    if settings.abuser:
+        try:
+            found.append(parse_abuser(settings.abuser))
+        except ValueError as error:
+            raise SettingsError(f"--abuser: {error}") from None
+    if len({tenant.name for tenant in found}) != len(found):
+        raise SettingsError("--abuser: names a tenant that is in the mix already")
+    return found
+
+
+def make(settings: LoadSettings, tenants: Sequence[Tenant], context_tokens: int) -> Plan:
+    """`context_tokens`: of the model; 0 if unknown. Raises `SettingsError` where nothing would be sent."""
+
+    def source(stream: int) -> np.random.Generator:
+        return np.random.default_rng([settings.seed, stream])
+
+    rows = _rows(settings, source(_TIMES), source(_LENGTHS))
+    if not any(row.at_s >= settings.warmup_s for row in rows):
+        option = "--trace" if settings.trace else "--rate"
+        raise SettingsError(f"{option}: no request comes between --warmup-s and --duration")
+    senders = [tenant for tenant in tenants if not tenant.abuse]
+    shares = np.array([tenant.share for tenant in senders])
+    chosen = source(_TENANTS).choice(len(senders), size=len(rows), p=shares / shares.sum())
+    pairs = [(row, senders[index]) for row, index in zip(rows, chosen.tolist(), strict=True)]
+    for number, tenant in enumerate(tenants):
+        if tenant.abuse:
+            pairs += [(row, tenant) for row in _abuse(settings, rows, tenant.abuse, source(_ABUSE + number))]
+    pairs.sort(key=lambda pair: pair[0].at_s)
+    return _planned(settings, pairs[: settings.requests], context_tokens, source)
+
+
+def _rows(settings: LoadSettings, times: np.random.Generator, lengths: np.random.Generator) -> list[Row]:
+    if settings.trace:
+        rows = load_traces.scaled(
+            load_traces.read(settings.trace),
+            from_s=settings.from_s,
+            duration_s=settings.duration_s,
+            speed=settings.speed,
+            scale_tokens=settings.scale_tokens,
+            source=times,
+        )
+        return rows[: settings.requests]
+    prompts, outputs = Lengths.parse(settings.prompt_tokens), Lengths.parse(settings.output_tokens)
+    arrivals = arrival_times(
+        settings.arrivals, settings.rate, settings.cv, settings.duration_s, settings.requests, times
+    )
+    return [Row(at_s, prompts.draw(lengths), outputs.draw(lengths)) for at_s in arrivals]
+
+
+def _abuse(settings: LoadSettings, rows: Sequence[Row], factor: float, source: np.random.Generator) -> list[Row]:
+    """Poisson arrivals at `factor` times the rate of `rows`, with lengths drawn from theirs."""
+    rate = factor * len(rows) / settings.duration_s
+    times = arrival_times("poisson", rate, 1.0, settings.duration_s, settings.requests, source)
+    return [replace(rows[int(source.integers(len(rows)))], at_s=at_s, blocks=()) for at_s in times]
+
+
+def _planned(
+    settings: LoadSettings,
+    pairs: Sequence[tuple[Row, Tenant]],
+    context_tokens: int,
+    source: Callable[[int], np.random.Generator],
+) -> Plan:
+    prefixes, cancels = source(_PREFIXES), source(_CANCELS)
+    bands = parse_priorities(settings.priority)
+    shares = np.array(list(bands.values())) / sum(bands.values()) if bands else None
+    drawn = source(_BANDS).choice(list(bands), size=len(pairs), p=shares).tolist() if bands else []
+    cut = 0
+    planned = []
+    for index, (row, tenant) in enumerate(pairs):
+        prompt, output = row.prompt_tokens, max(1, row.output_tokens)
+        prefix = int(prefixes.integers(settings.prefixes)) if prefixes.random() < settings.prefix_share else NEVER
+        if prefix != NEVER:
+            prompt = max(prompt, settings.prefix_tokens + 1)
+        if context_tokens and prompt + output > context_tokens:
+            cut += 1
+            output = min(output, max(1, context_tokens // 2))
+            prompt = min(prompt, context_tokens - output)
+        leaves, by_time, where = cancels.random(3).tolist()
+        cancel = leaves < settings.cancel_share
+        planned.append(
+            Planned(
+                index=index,
+                due_s=row.at_s,
+                tenant=tenant,
+                priority=tenant.priority or (drawn[index] if drawn else ""),
+                prompt_tokens=prompt,
+                output_tokens=output,
+                prefix=prefix,
+                blocks=row.blocks if prefix == NEVER else (),
+                cancel_tokens=1 + int(where * (output - 1)) if cancel and by_time < 0.5 else NEVER,
+                cancel_s=where * settings.cancel_wait_s if cancel and by_time >= 0.5 else NEVER,
+                counted=row.at_s >= settings.warmup_s,
+            )
+        )
+    block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS * settings.scale_tokens))
+    return Plan(tuple(planned), block_tokens, cut)

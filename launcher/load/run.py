@@ -1,0 +1,122 @@
+"""The open loop: each request leaves when it is due, whatever became of those before it."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import aiohttp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from launcher.load import client as load_client
+from launcher.load.client import Target
+from launcher.load.plan import Planned
+from launcher.load.prompts import Prompts
+from launcher.load.records import INTERRUPTED, NOT_SENT, Record
+from runtime.process import clock
+
+KEEPALIVE_S: Final = 3.0
+"""Shorter than servers keep idle connections, so that none is used that the server is about to close."""
+SHOW_EVERY_S: Final = 0.5
+
+
+def new_session() -> aiohttp.ClientSession:
+    """No limit of connections: what bounds them is `--in-flight-max`."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+    timeout = aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, trust_env=False)
+
+
+@dataclass
+class Run:
+    """What was measured so far."""
+
+    records: list[Record] = field(default_factory=list)
+    interrupted: bool = False
+    seconds: float = 0.0
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+async def drive(
+    session: aiohttp.ClientSession,
+    target: Target,
+    requests: Sequence[Planned],
+    prompts: Prompts,
+    in_flight_max: int,
+    console: Console,
+) -> Run:
+    """Sends all and waits for their ends. If it is cancelled it still returns: what is in flight is cut off, and the run is
+    marked as interrupted."""
+    run = Run()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    # It draws in a thread of its own, which takes time from the measurement: seldom.
+    with Progress(*columns, console=console, refresh_per_second=2) as progress:
+        bar = progress.add_task("sending", total=len(requests))
+        loop = asyncio.get_running_loop()
+        shown = loop.create_task(_show(run, progress, bar))
+        origin = clock.now()
+        try:
+            await _send_all(session, target, requests, prompts, in_flight_max, run, origin)
+            if run.tasks:
+                await asyncio.wait(run.tasks)
+        except asyncio.CancelledError:
+            run.interrupted = True
+        finally:
+            for task in (*run.tasks, shown):
+                task.cancel()
+            await asyncio.gather(*run.tasks, shown, return_exceptions=True)
+            run.seconds = clock.now() - origin
+            progress.update(bar, description=_state(run))
+    for record in run.records:
+        if record.outcome == INTERRUPTED and not record.ended_s:
+            record.ended_s = run.seconds
+    return run
+
+
+async def _send_all(
+    session: aiohttp.ClientSession,
+    target: Target,
+    requests: Sequence[Planned],
+    prompts: Prompts,
+    in_flight_max: int,
+    run: Run,
+    origin: float,
+) -> None:
+    loop = asyncio.get_running_loop()
+    for planned in requests:
+        # Made before it is due: what is long in the making does not make it late.
+        body = target.body(planned, prompts.make(planned))
+        await asyncio.sleep(max(0.0, origin + planned.due_s - clock.now()))
+        record = Record(
+            index=planned.index,
+            tenant=planned.tenant.name,
+            due_s=planned.due_s,
+            prompt_asked=planned.prompt_tokens,
+            output_asked=planned.output_tokens,
+            counted=planned.counted,
+        )
+        run.records.append(record)
+        if len(run.tasks) >= in_flight_max:
+            record.outcome = NOT_SENT
+            record.sent_s = record.ended_s = clock.now() - origin
+            continue
+        task = loop.create_task(load_client.send(session, target, planned, body, record, origin))
+        run.tasks.add(task)
+        task.add_done_callback(run.tasks.discard)
+
+
+async def _show(run: Run, progress: Progress, bar: object) -> None:
+    while True:
+        progress.update(bar, completed=len(run.records), description=_state(run))  # type: ignore[arg-type]
+        await asyncio.sleep(SHOW_EVERY_S)
+
+
+def _state(run: Run) -> str:
+    return f"sent, {len(run.tasks)} in flight"

@@ -1,0 +1,179 @@
+"""Options of the load generator: `crossdock bench serve`, `bench compare` and `bench ratio`."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from launcher.load.lengths import Lengths
+from launcher.load.tenants import Ratio, parse_priorities
+from runtime.settings.types import CommaList, Device, Options
+
+
+def _check_lengths(value: str) -> str:
+    if value:
+        Lengths.parse(value)
+    return value
+
+
+def _check_priorities(value: list[str]) -> list[str]:
+    parse_priorities(value)
+    return value
+
+
+def _check_ratios(value: list[str]) -> list[str]:
+    for text in value:
+        Ratio.parse(text)
+    if len(set(value)) != len(value):
+        raise ValueError("names a ratio twice")
+    return value
+
+
+LengthText = Annotated[str, AfterValidator(_check_lengths)]
+PriorityList = Annotated[CommaList, AfterValidator(_check_priorities)]
+RatioList = Annotated[CommaList, AfterValidator(_check_ratios)]
+_LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
+
+
+class LoadSettings(Options):
+    """What is sent, and what counts as good."""
+
+    rate: float = Field(1.0, gt=0.0, le=1e6, description="Requests per second, on average. A trace has its own times.")
+    arrivals: Literal["poisson", "gamma", "constant"] = Field(
+        "poisson", description="Gaps between arrivals: exponential, gamma with --cv (bursts), or all the same."
+    )
+    cv: float = Field(
+        3.0, gt=0.0, le=100.0, description="Coefficient of variation of gamma gaps: 1 is Poisson, more is burstier."
+    )
+    trace: str = Field(
+        "",
+        description="File with arrivals and lengths: CSV with arrival_s,prompt_tokens,output_tokens, an Azure LLM inference"
+        " trace, or Mooncake's JSON lines (times of equal stamp are spread to the next one). Takes the place of --rate and the"
+        " lengths.",
+    )
+    speed: float = Field(
+        1.0, gt=0.0, le=1e6, description="Speed at which the trace is played: 0.1 is ten times slower."
+    )
+    scale_tokens: float = Field(1.0, gt=0.0, le=1e3, description="Factor on all lengths of the trace.")
+    from_s: float = Field(
+        0.0, ge=0.0, le=1e9, description="Where in the trace to begin, in its own seconds.",
+        json_schema_extra={"option": "--from"},
+    )  # fmt: skip
+    duration_s: float = Field(
+        60.0, gt=0.0, le=86_400.0, description="Seconds in which requests arrive, warm-up included.",
+        json_schema_extra={"option": "--duration"},
+    )  # fmt: skip
+    requests: int = Field(100_000, ge=1, le=1_000_000, description="Most requests, abuser's included.")
+    warmup_s: float = Field(
+        5.0, ge=0.0, le=3600.0, description="Requests that arrive in these first seconds are not counted."
+    )
+    prompt_tokens: LengthText = Field("lognormal:128,0.6", description=f"Prompt lengths, {_LENGTHS_HELP}.")
+    output_tokens: LengthText = Field("lognormal:48,0.6", description=f"Answer lengths, {_LENGTHS_HELP}.")
+    prefix_share: float = Field(0.0, ge=0.0, le=1.0, description="Share of requests that begin with a common prefix.")
+    prefixes: int = Field(4, ge=1, le=100_000, description="Number of different common prefixes.")
+    prefix_tokens: int = Field(
+        64, ge=1, le=1_000_000, description="Length of each; prompts are at least one token longer."
+    )
+    tenant: CommaList = Field(
+        default_factory=list,
+        description="NAME:KEY:SHARE[:WEIGHT[:PRIORITY]], repeated: who sends, with which key ($NAME is read from the"
+        " environment; a cluster started here makes its own keys: leave it empty), how much of the load, with which weight.",
+    )
+    tenants_mix: str = Field(
+        "", description="The same as a TOML file: [NAME] with key, share, weight, priority, and abuse as in --abuser."
+    )
+    abuser: str = Field(
+        "",
+        description="NAME:KEY:FACTOR of one tenant more, that sends FACTOR times the whole load on top of it, at random times.",
+    )
+    priority: PriorityList = Field(
+        default_factory=list,
+        description="NAME:SHARE, repeated: priorities drawn for requests of tenants without their own.",
+    )
+    cancel_share: float = Field(
+        0.0, ge=0.0, le=1.0, description="Share of requests whose client leaves: half of them after a random number of tokens,"
+        " half at a random time.",
+    )  # fmt: skip
+    cancel_wait_s: float = Field(2.0, gt=0.0, le=3600.0, description="Latest of these times, in seconds after sending.")
+    slo_ttft_ms: float = Field(
+        2000.0, gt=0.0, le=1e9, description="A request is good with a time to first token within this,"
+    )
+    slo_tpot_ms: float = Field(200.0, gt=0.0, le=1e9, description="and a mean time per later token within this,")
+    slo_itl_ms: float = Field(
+        0.0, ge=0.0, le=1e9, description="and 99 of 100 gaps within this; 0: gaps are not judged."
+    )
+    timeout_s: float = Field(300.0, gt=0.0, le=86_400.0, description="Seconds after which a request is given up.")
+    in_flight_max: int = Field(
+        2048, ge=1, le=60_000, description="Most requests at once; those beyond are not sent, and counted as errors."
+    )
+    endpoint: Literal["completions", "chat"] = Field("completions", description="Which of the two APIs is used.")
+    ignore_eos: bool = Field(True, description="Ask for answers of exactly the planned length, where the server can.")
+    token_ids: bool = Field(
+        False, description="Ask for token ids with every chunk: exact counts where chunks carry several tokens."
+    )
+    tokenizer: str = Field(
+        "", description="tokenizer.json or its folder, for servers that take only text: prompts of a known length."
+    )
+    model: str = Field("", description="Folder or ORG/NAME for a cluster started here; empty: the embedded default.")
+    device: Device = Field("auto", description="Where a cluster started here computes.")
+    ready_timeout_s: float = Field(
+        180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster started here may take to be ready."
+    )
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of times, lengths, words, tenants and cancellations.")
+    json_file: str = Field(
+        "", description="File for settings, figures and every request.", json_schema_extra={"option": "--json"}
+    )
+    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.warmup_s >= self.duration_s:
+            raise ValueError(f"--warmup-s: {self.warmup_s:g} leaves nothing of --duration {self.duration_s:g}")
+        return self
+
+
+class ServeBenchSettings(LoadSettings):
+    """Send a server a realistic load, and say how well it was served.
+
+    Open loop: requests leave at their times, whatever the server does. Works with any server that speaks the OpenAI API;
+    without --url it is the cluster that runs on this machine, and --start brings one up for the run.
+    """
+
+    url: str = Field("", description="Server, like http://127.0.0.1:8000; empty: the cluster running on this machine.")
+    start: bool = Field(False, description="Start a cluster for the time of the run.")
+    prefill: int = Field(1, ge=1, le=64, description="Prefill workers of a cluster started here.")
+    decode: int = Field(1, ge=1, le=64, description="Decode workers of a cluster started here.")
+    api_key: str = Field("", description="Key, where no tenants are given and the server wants one.")
+    model_id: str = Field("", description="Model to ask for; empty: the first that the server names.")
+    journal: str = Field(
+        "",
+        description="Coordinator's journal of a server on this machine, to read queue waits from; a started one has its own.",
+    )
+
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        if self.url and self.start:
+            raise ValueError("--start: starts a cluster, and --url names another server; give one of them")
+        return self
+
+
+class RatioSettings(LoadSettings):
+    """Which ratio of prefill to decode workers serves this load best on this machine?
+
+    Starts each ratio in turn, sends it the same requests at the same times, and compares goodput.
+    """
+
+    ratios: RatioList = Field(description="Ratios to try, like 1P1D,2P1D,1P2D; repeated or with commas.")
+
+
+class CompareSettings(Options):
+    """Two runs side by side: what differs in their settings, what in their figures, and what of that is only noise."""
+
+    first: str = Field(
+        min_length=1, description="File from bench serve --json.", json_schema_extra={"argument": "A.json"}
+    )
+    second: str = Field(min_length=1, description="Another.", json_schema_extra={"argument": "B.json"})
+    seed: int = Field(0, ge=0, le=1 << 31, description="Of the bootstrap's draws.")
+    resamples: int = Field(1000, ge=100, le=100_000, description="Draws of the bootstrap.")
+    plot: str = Field(
+        "", description="File for a picture of both (.svg, .png or .pdf); needs the extra crossdock[plot]."
+    )

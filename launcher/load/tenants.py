@@ -1,0 +1,118 @@
+"""Who sends: tenants with their keys and shares, priorities, and ratios of workers, from how a user writes them."""
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from runtime.settings.options import SettingsError
+
+TENANTS_MAX = 1000
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64})?")
+_RATIO = re.compile(r"([1-9]\d?)[Pp]([1-9]\d?)[Dd]")
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """`share` of the load; `weight` as the server has it, for fairness. `abuse`: on top of the load, so many times it all."""
+
+    name: str
+    key: str = ""
+    share: float = 1.0
+    weight: float = 1.0
+    priority: str = ""
+    abuse: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ratio:
+    prefill: int
+    decode: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises `ValueError`."""
+        found = _RATIO.fullmatch(text)
+        if found is None or int(found[1]) > 64 or int(found[2]) > 64:
+            raise ValueError(f"has {text!r}, which is not a ratio like 2P1D, of at most 64 each")
+        return cls(int(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.prefill}P{self.decode}D"
+
+
+def _number(text: str, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value <= 1e6:
+        raise ValueError(f"has {what} {text!r}, which is not a number over 0, up to 1e6")
+    return value
+
+
+def _name(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise ValueError(f"has {text!r}, which is no name of a tenant")
+    return text
+
+
+def parse_tenants(texts: Sequence[str]) -> list[Tenant]:
+    """`NAME:KEY:SHARE[:WEIGHT[:PRIORITY]]` each. Raises `ValueError`, never naming a key."""
+    found: list[Tenant] = []
+    for text in texts:
+        parts = text.split(":")
+        if not 3 <= len(parts) <= 5:
+            raise ValueError("must be NAME:KEY:SHARE[:WEIGHT[:PRIORITY]]")
+        name, key, share, weight, priority = parts + ["1", ""][len(parts) - 3 :]
+        found.append(Tenant(_name(name), key, _number(share, "share"), _number(weight or "1", "weight"), priority))
+    if len({tenant.name for tenant in found}) != len(found) or len(found) > TENANTS_MAX:
+        raise ValueError(f"names a tenant twice, or more than {TENANTS_MAX}")
+    return found
+
+
+def parse_abuser(text: str) -> Tenant:
+    """`NAME:KEY:FACTOR`. Raises `ValueError`."""
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise ValueError("must be NAME:KEY:FACTOR")
+    return Tenant(_name(parts[0]), parts[1], share=0.0, abuse=_number(parts[2], "factor"))
+
+
+def parse_priorities(texts: Sequence[str]) -> dict[str, float]:
+    """`NAME:SHARE` each. Raises `ValueError`."""
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, share = text.partition(":")
+        if not name or name in found:
+            raise ValueError("must be NAME:SHARE, each name once")
+        found[name] = _number(share or "1", "share")
+    return found
+
+
+def read_mix(path: str) -> list[Tenant]:
+    """Raises `SettingsError`."""
+    try:
+        content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"--tenants-mix: cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--tenants-mix: {path} is not TOML: {error}") from None
+    try:
+        return [_of_table(name, table) for name, table in content.items()]
+    except ValueError as error:
+        raise SettingsError(f"--tenants-mix: {path} {error}") from None
+
+
+def _of_table(name: str, table: Any) -> Tenant:
+    if not isinstance(table, dict):
+        raise ValueError(f"has {name!r} outside of a table [NAME]")
+    unknown = set(table) - {"key", "share", "weight", "priority", "abuse"}
+    if unknown:
+        raise ValueError(f"has an unknown key {min(unknown)!r} in [{name}]")
+    abuse = _number(str(table["abuse"]), f"abuse of [{name}]") if "abuse" in table else 0.0
+    share = 0.0 if abuse else _number(str(table.get("share", 1)), f"share of [{name}]")
+    weight = _number(str(table.get("weight", 1)), f"weight of [{name}]")
+    return Tenant(_name(name), str(table.get("key", "")), share, weight, str(table.get("priority", "")), abuse)

@@ -1,0 +1,147 @@
+"""Traces of real services: who arrives when, with how many tokens in and out.
+
+Three formats: CSV with the columns `arrival_s,prompt_tokens,output_tokens` (others are ignored); the Azure LLM inference traces
+as they are (`TIMESTAMP,ContextTokens,GeneratedTokens`), with times counted from the first one; and the JSON lines of Mooncake
+(`timestamp` in ms, `input_length`, `output_length`, `hash_ids`: one id per 512 prompt tokens, equal where prefixes are). A bad
+line is named with its number.
+"""
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+import numpy as np
+
+from launcher.load.lengths import TOKENS_MAX
+from runtime.settings.options import SettingsError
+
+ROWS_MAX = 2_000_000
+LINE_CHARS_MAX = 1 << 20
+MOONCAKE_BLOCK_TOKENS = 512
+COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    """Ids of its prompt's blocks; equal ids are equal tokens, in any prompt of the trace."""
+
+
+class _Mooncake(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+
+
+def read(path: str) -> list[Row]:
+    """All rows, in the order of their times. Raises `SettingsError` naming file and line."""
+    file = Path(path).expanduser()
+    rows: list[Row] = []
+    try:
+        with file.open(encoding="utf-8", newline="") as stream:
+            source = _mooncake(stream) if file.suffix in (".jsonl", ".json") else _csv(stream)
+            for row in source:
+                if len(rows) >= ROWS_MAX:
+                    raise SettingsError(f"--trace: {path} has more than {ROWS_MAX:,} rows")
+                rows.append(row)
+    except OSError as error:
+        raise SettingsError(f"--trace: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"--trace: {path} is not UTF-8 text") from None
+    except _BadLine as error:
+        raise SettingsError(f"--trace: {path}, line {error.number}: {error}") from None
+    if not rows:
+        raise SettingsError(f"--trace: {path} has no requests")
+    return sorted(rows, key=lambda row: row.at_s)
+
+
+class _BadLine(Exception):
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
+
+
+def _csv(stream: TextIO) -> Iterator[Row]:
+    reader = csv.DictReader(stream)
+    try:
+        names = reader.fieldnames or ()
+        columns, seconds = (AZURE_COLUMNS, _date_s) if AZURE_COLUMNS[0] in names else (COLUMNS, float)
+        missing = [name for name in columns if name not in names]
+        if missing:
+            raise _BadLine(1, f"no column {missing[0]}; needed are {','.join(columns)}")
+        origin_s: float | None = 0.0 if columns is COLUMNS else None
+        for fields in reader:
+            try:
+                at_s, prompt, output = seconds(fields[columns[0]]), int(fields[columns[1]]), int(fields[columns[2]])
+            except (TypeError, ValueError):
+                values = ",".join(str(fields[name]) for name in columns)[:100]
+                raise _BadLine(reader.line_num, f"{values!r} is not a time and two numbers of tokens") from None
+            origin_s = at_s if origin_s is None else origin_s
+            yield _checked(reader.line_num, Row(at_s - origin_s, prompt, output))
+    except csv.Error as error:
+        raise _BadLine(reader.line_num, str(error)) from None
+
+
+def _date_s(text: str) -> float:
+    """Seconds since 1970. Raises `ValueError`."""
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+
+
+def _mooncake(stream: TextIO) -> Iterator[Row]:
+    decoder = msgspec.json.Decoder(_Mooncake)
+    number = 0
+    while line := stream.readline(LINE_CHARS_MAX):
+        number += 1
+        if not line.strip():
+            continue
+        try:
+            found = decoder.decode(line)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise _BadLine(number, str(error)) from None
+        row = Row(found.timestamp / 1000, found.input_length, found.output_length, tuple(found.hash_ids))
+        yield _checked(number, row)
+
+
+def _checked(number: int, row: Row) -> Row:
+    if not 0 <= row.at_s < 1e10:  # also not a number
+        raise _BadLine(number, f"the time {row.at_s} is not in 0 to 1e10 seconds")
+    # Traces have requests without an answer; one token is asked for them.
+    if not 1 <= row.prompt_tokens <= TOKENS_MAX or not 0 <= row.output_tokens <= TOKENS_MAX:
+        raise _BadLine(number, f"{row.prompt_tokens} and {row.output_tokens} tokens are not in 1 to {TOKENS_MAX}")
+    return row
+
+
+def scaled(
+    rows: Sequence[Row],
+    *,
+    from_s: float,
+    duration_s: float,
+    speed: float,
+    scale_tokens: float,
+    source: np.random.Generator,
+) -> list[Row]:
+    """The part that begins at `from_s` of the trace, as played: times in seconds from its beginning, below `duration_s`.
+
+    Rows of exactly equal time, as in traces with coarse stamps, are spread at random up to the next time.
+    """
+    until_s = from_s + duration_s * speed
+    part = [row for row in rows if from_s <= row.at_s < until_s]
+    groups = [(at_s, list(group)) for at_s, group in groupby(part, key=lambda row: row.at_s)]
+    ends = [at_s for at_s, _ in groups[1:]] + [until_s]
+    played = []
+    for (at_s, group), end_s in zip(groups, ends, strict=True):
+        times = [at_s] if len(group) == 1 else sorted(source.uniform(at_s, end_s, len(group)).tolist())
+        for row, time_s in zip(group, times, strict=True):
+            prompt, output = (max(1, round(count * scale_tokens)) for count in (row.prompt_tokens, row.output_tokens))
+            played.append(replace(row, at_s=(time_s - from_s) / speed, prompt_tokens=prompt, output_tokens=output))
+    return played

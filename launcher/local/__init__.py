@@ -1,0 +1,4 @@
+"""A cluster on one machine: its processes, their supervision, their logs.
+
+Start with `serve`.
+"""

@@ -1,0 +1,165 @@
+"""A cluster on this machine from start to stop: what `serve` and the benchmarks run on."""
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from launcher.local import cluster as clusters
+from launcher.local import registry as here
+from launcher.local.cluster import Cluster
+from launcher.local.supervisor import Child, RoleFailed, Supervisor
+from launcher.models.resolve import ReadyModel
+from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.settings.serve import ServeSettings
+
+RUNS_KEPT = 5
+PROBE_EVERY_S = 0.2
+_RUN_NAME = re.compile(r"^\d{8}-\d{6}-\d+$")
+_COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
+
+
+@dataclass(frozen=True)
+class Running:
+    cluster: Cluster
+    supervisor: Supervisor
+    client: httpx.AsyncClient
+    """Speaks to the gateway, with a key if one is needed."""
+    log_dir: Path
+
+
+@contextlib.asynccontextmanager
+async def running(settings: ServeSettings, model: ReadyModel, console: Console) -> AsyncIterator[Running]:
+    """A cluster that is ready; stopped on the way out, whatever happens.
+
+    Raises `SettingsError` before anything is started, `RoleFailed` where it does not get ready in time, and `SettingsError`
+    or `ConfigError` where a role refuses its settings.
+    """
+    cluster = clusters.build(settings, model)
+    if cluster.plan.note:
+        console.print(f"[yellow]note[/yellow] {escape(cluster.plan.note)}")
+    log_dir = new_log_dir()
+    supervisor = Supervisor(log_dir=log_dir, say=sayer(console), verbose=settings.verbose)
+    headers = {"Authorization": f"Bearer {cluster.key}"} if cluster.key else {}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=cluster.base_url, headers=headers, timeout=60.0, trust_env=False, limits=limits
+    ) as client:
+        try:
+            with here.noted(
+                log_dir, model_id=model.model_id, base_url=cluster.base_url, coordinator=cluster.coordinator
+            ):
+                for spec in cluster.processes:
+                    supervisor.start(spec)
+                await wait_ready(lambda: _all_ready(client, cluster), supervisor, settings.ready_timeout_s, console)
+                supervisor.started_up = True
+                supervisor.observe(cluster.metrics)
+                yield Running(cluster, supervisor, client, log_dir)
+        finally:
+            await supervisor.close()
+
+
+async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) -> int | None:
+    """The result of `work`; None if SIGINT or SIGTERM came first, at whatever point: then `work` is cancelled, cleans
+    up and has ended when this returns. A second SIGINT or SIGTERM ends this process at once, with `INTERRUPTED_EXIT`;
+    the kernel then kills what the supervisor has started."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        if stop.is_set():
+            console.show_cursor()
+            console.print("Killed.")
+            os._exit(INTERRUPTED_EXIT)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted)
+    task = loop.create_task(work)
+    stopped = loop.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        console.print("\nStopping … (Ctrl-C again kills at once)")
+        task.cancel()
+    await asyncio.wait({task})
+    stopped.cancel()
+    return None if task.cancelled() else task.result()
+
+
+def sayer(console: Console) -> Callable[[str, str, str], None]:
+    def say(level: str, name: str, text: str) -> None:
+        colour = _COLOURS.get(level, "dim")
+        console.print(f"[{colour}]{escape(name)}[/{colour}] {escape(text)}", highlight=False, soft_wrap=True)
+
+    return say
+
+
+def new_log_dir() -> Path:
+    """A folder for this run's logs; older runs but the last few are removed. Raises `CannotKeep`."""
+    runs = here.runs_folder()
+    own = runs / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
+    here.make_folder(own)
+    old = sorted(path for path in runs.iterdir() if _RUN_NAME.match(path.name) and path != own)
+    for path in old[: max(0, len(old) - RUNS_KEPT)]:
+        if not Path(f"/proc/{path.name.rsplit('-', 1)[1]}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+    return own
+
+
+async def wait_ready(
+    is_ready: Callable[[], Coroutine[Any, Any, bool]], supervisor: Supervisor, timeout_s: float, console: Console
+) -> None:
+    """Raises `RoleFailed`, or what a role refused its settings with."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    failed = asyncio.ensure_future(supervisor.wait_failed())
+    with Progress(*columns, console=console, transient=True) as progress:
+        tasks = {name: progress.add_task(f"{name}: starting", total=None) for name in supervisor.children}
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await is_ready():
+                    for name, child in supervisor.children.items():
+                        progress.update(tasks[name], description=escape(f"{name}: {_state(child)}"))
+                    # It is asked over HTTP as any client would, a few times a second, and a failure ends it.
+                    await asyncio.wait({failed}, timeout=PROBE_EVERY_S)
+                    if failed.done():
+                        failed.result()
+        except TimeoutError:
+            raise RoleFailed(_not_ready(supervisor, timeout_s)) from None
+        finally:
+            failed.cancel()
+            await asyncio.wait({failed})
+
+
+async def _all_ready(client: httpx.AsyncClient, cluster: Cluster) -> bool:
+    return all([await answers_ready(client, f"{url}/ready") for url in cluster.base_urls])
+
+
+async def answers_ready(client: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await client.get(url, timeout=2.0)).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _state(child: Child) -> str:
+    if child.pid == 0:
+        return "not running"
+    return child.log.last_event[:100] or "starting"
+
+
+def _not_ready(supervisor: Supervisor, timeout_s: float) -> str:
+    """Names what is missing, with each role's last word."""
+    lines = [f"    {name}: {_state(child)} ({child.log.path})" for name, child in supervisor.children.items()]
+    return "\n".join([f"the cluster was not ready within {timeout_s:.0f} s (--ready-timeout-s). Last words:", *lines])

@@ -1,0 +1,121 @@
+"""`crossdock serve`: model ready, cluster up, first question answered, then serving until Ctrl-C."""
+
+import asyncio
+import json
+import shlex
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.markup import escape
+
+from launcher.local import cluster as clusters
+from launcher.local.lifetime import Running, running, until_interrupted
+from launcher.models import resolve as models
+from launcher.models.resolve import ReadyModel
+from proto.errors import CrossdockError
+from runtime.process import clock
+from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.settings.serve import ServeSettings
+
+ANSWER_TOKENS = 128
+ANSWER_TIMEOUT_S = 120.0
+SOBER = {"temperature": 0, "max_tokens": 64}
+"""For the example: a small model at temperature 1 talks long and wildly."""
+
+
+class AnswerFailed(CrossdockError):
+    """The first question was not answered."""
+
+
+def run(settings: ServeSettings) -> int:
+    """Raises `CrossdockError`, `SettingsError` among them, with what to tell the user."""
+    console = Console()
+    started_at = clock.now()
+    clusters.http_ports(
+        settings.host, settings.port, settings.gateways
+    )  # a taken one is told before a model is fetched for minutes
+    model = models.ready(settings.model, settings.model_id, console)
+    status = uvloop.run(until_interrupted(_serve(settings, model, console, started_at), console))
+    if status is None:
+        return INTERRUPTED_EXIT if settings.once else 0
+    return status
+
+
+async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, started_at: float) -> int:
+    console.print(f"Starting {model.model_id}: {settings.prefill} prefill and {settings.decode} decode worker(s)")
+    async with running(settings, model, console) as up:
+        console.print(
+            f"Ready after {clock.now() - started_at:.1f} s. Logs: {up.log_dir}\n", highlight=False, soft_wrap=True
+        )
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await _ask(up, model, settings.question, console)
+        except (AnswerFailed, httpx.HTTPError, TimeoutError) as error:
+            why = str(error) or f"no answer within {ANSWER_TIMEOUT_S:.0f} s; see the logs in {up.log_dir}"
+            if settings.once:
+                raise AnswerFailed(f"the first question failed: {why}") from None
+            console.print(f"\n[red]The first question failed:[/red] {escape(why)}")
+        if settings.once:
+            return 0
+        _invite(up, model, settings, console)
+        await up.supervisor.wait_failed()
+    return 1
+
+
+async def _ask(up: Running, model: ReadyModel, question: str, console: Console) -> None:
+    """Stream the answer to the terminal, through the HTTP API."""
+    console.print(f"[bold]Q[/bold] {escape(question)}\n[bold]A[/bold] ", end="")
+    body = {
+        "model": model.model_id,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "stream": True,
+    }
+    text = ""
+    async with up.client.stream("POST", "/v1/chat/completions", json=body, timeout=ANSWER_TIMEOUT_S) as response:
+        if response.status_code != 200:
+            raise AnswerFailed(f"HTTP {response.status_code}: {(await response.aread()).decode()[:500]}")
+        async for event in sse_events(response):
+            piece = event["choices"][0]["delta"].get("content") or "" if event.get("choices") else ""
+            text += piece
+            console.print(escape(piece), end="", highlight=False, soft_wrap=True)
+    console.print("\n")
+    if not text.strip():
+        raise AnswerFailed("the answer was empty")
+
+
+async def sse_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON events of a stream up to `[DONE]`. Raises `AnswerFailed` on an error event or a stream cut short."""
+    async for line in response.aiter_lines():
+        if not line.startswith("data: "):
+            continue
+        if line == "data: [DONE]":
+            return
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            raise AnswerFailed(str(event["error"].get("message", event["error"])))
+        yield event
+    raise AnswerFailed("the stream ended before [DONE]")
+
+
+def _invite(up: Running, model: ReadyModel, settings: ServeSettings, console: Console) -> None:
+    base_url = f"{up.cluster.base_url}/v1"
+    body = json.dumps(
+        {"model": model.model_id, "messages": [{"role": "user", "content": "Name three colours."}], "stream": True}
+        | SOBER
+    )
+    key = ' -H "Authorization: Bearer $KEY"' if up.cluster.key else ""
+    console.print(f"Base URL   {base_url}", highlight=False)
+    for other in up.cluster.base_urls[1:]:
+        console.print(f"and        {other}/v1", highlight=False)
+    keys = f" --keys {shlex.quote(clusters.keys_folder(settings))}" if settings.keys else ""
+    status = f"crossdock status --coordinator {up.cluster.coordinator}{keys}"
+    console.print(f"Status     {status}", highlight=False, soft_wrap=True)
+    console.print("Try        ", end="")
+    line = f"curl -N {base_url}/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print("\nServing until Ctrl-C.")

@@ -1,0 +1,4 @@
+"""From what the user calls a model to a folder on disk.
+
+Start with `resolve`.
+"""

@@ -1,0 +1,97 @@
+"""`python -m launcher.reference.configuration [FILE]`: the reference of all options, made from the settings classes."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+from pydantic.fields import FieldInfo
+
+from launcher import cli
+from launcher.cluster import install_units, launch_ssh
+from runtime.settings.options import CONFIG_ENV, bounds, option_name
+from runtime.settings.types import ENV_PREFIX, Options
+
+_HEAD = f"""\
+# Configuration
+
+Made by `python -m launcher.reference.configuration docs/configuration.md` from the settings classes; a test fails when it is
+stale. `--help` of each command says the same.
+
+Values come from flags, then the environment, then a TOML file, then the defaults. The file is named by `--config PATH` or
+`{CONFIG_ENV}`, and has a section for each role, whose keys are the options with underscores:
+
+```toml
+[gateway]
+port = 8080
+[worker]
+kv_gib = 4.0
+```
+
+The sections are `coordinator`, `gateway`, `worker` and `serve`. A list is written with commas. A switch is turned on by
+`--name` and off by `--no-name`. What is unknown, malformed or out of bounds is refused, and the message names the option and
+where its value came from.
+
+`cluster.toml`, which `crossdock up`, `scripts/launch_ssh` and `scripts/install_units` read, is another file:
+[multi-node](multi-node.md), and `scripts/cluster.toml`, which explains every key.
+
+"""
+
+
+def commands() -> Iterator[tuple[str, type[Options]]]:
+    """Every command that people call, with its settings."""
+    yield from _commands_of(cli.build_app(), "crossdock ")
+    yield from _commands_of(launch_ssh.build_app(), "scripts/launch_ssh ")
+    yield from _commands_of(install_units.build_app(), "scripts/")
+
+
+def _commands_of(app: typer.Typer, prefix: str) -> Iterator[tuple[str, type[Options]]]:
+    for command in app.registered_commands:
+        yield f"{prefix}{command.name}", command.callback.settings_class  # type: ignore[union-attr]
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        yield from _commands_of(group.typer_instance, f"{prefix}{group.name} ")
+
+
+def text() -> str:
+    parts = [_HEAD]
+    for name, cls in commands():
+        about = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+        parts.append(f"## {name}\n\n{about}\n\n")
+        if cls.section:
+            parts.append(f"Section `[{cls.section}]` of the file.\n\n")
+        if not cls.model_fields:
+            continue
+        parts.append("| option | environment | default | meaning |\n|---|---|---|---|\n")
+        parts += [_row(key, field) for key, field in cls.model_fields.items()]
+        parts.append("\n")
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def _row(key: str, field: FieldInfo) -> str:
+    meaning = (field.description or "") + (f" ({limits})" if (limits := bounds(field)) else "")
+    cells = (f"`{option_name(key, field)}`", f"`{ENV_PREFIX}{key.upper()}`", _default(field), meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "needed"
+    value = field.get_default(call_default_factory=True)
+    if value in ("", []):
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"`{','.join(map(str, value)) if isinstance(value, list) else value}`"
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(text(), encoding="utf-8")
+    else:
+        sys.stdout.write(text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""`python -m launcher.reference.metrics [FILE]`: the reference of all metrics, made from what the processes export."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from coordinator.core import Core
+from coordinator.reporting.metrics import CoordinatorMetrics
+from decode_worker.batch import Batch
+from decode_worker.metrics import DecodeMetrics
+from decode_worker.requests import AttemptTable
+from engine.kv.allocator import BlockAllocator
+from gateway.metrics import GatewayMetrics
+from launcher.local import supervisor_metrics
+from prefill_worker.metrics import PrefillMetrics
+from prefill_worker.prompts import PromptTable
+from runtime.metrics.common import link_counters
+from runtime.metrics.instruments import Family, Page
+
+UNITS = ("seconds", "bytes", "tokens", "ratio")
+ELSEWHERE = (
+    ("crossdock_gateway_time_to_first_token_seconds", "time_to_first_token_seconds", "time_to_first_token_seconds",
+     "dynamo_frontend_time_to_first_token_seconds", ""),
+    ("crossdock_gateway_inter_token_latency_seconds", "inter_token_latency_seconds", "inter_token_latency_seconds",
+     "dynamo_frontend_inter_token_latency_seconds", ""),
+    ("crossdock_gateway_time_per_output_token_seconds", "request_time_per_output_token_seconds", "", "", ""),
+    ("crossdock_gateway_stream_duration_seconds", "e2e_request_latency_seconds", "e2e_request_latency_seconds",
+     "dynamo_frontend_request_duration_seconds", "request_duration_seconds"),
+    ("crossdock_gateway_requests_total", "request_success_total", "num_requests_total",
+     "dynamo_frontend_requests_total", "request_total"),
+    ("crossdock_gateway_active_streams", "num_requests_running", "num_running_reqs",
+     "dynamo_frontend_inflight_requests", ""),
+    ("crossdock_gateway_output_tokens_total", "generation_tokens_total", "generation_tokens_total",
+     "dynamo_frontend_output_tokens_total", ""),
+    ("crossdock_gateway_prompt_tokens_total", "prompt_tokens_total", "prompt_tokens_total", "", ""),
+    ("crossdock_coordinator_requests, state queued", "num_requests_waiting", "num_queue_reqs",
+     "dynamo_frontend_queued_requests", "flow_control_queue_size"),
+    ("crossdock_coordinator_phase_seconds, phase queue", "request_queue_time_seconds", "queue_time_seconds", "",
+     "flow_control_request_queue_duration_seconds"),
+    ("…, phase prefill", "request_prefill_time_seconds", "", "", ""),
+    ("…, phase transfer", "", "kv_transfer_latency_ms", "", ""),
+    ("…, phase decode", "request_decode_time_seconds", "", "", ""),
+    ("crossdock_coordinator_interruptions_total, reason preempted", "num_preemptions_total", "total_retracted_reqs", "", ""),
+    ("crossdock_coordinator_interruptions_total, reasons of loss", "", "", "dynamo_frontend_model_migration_total", ""),
+    ("crossdock_kv_blocks, held / all", "kv_cache_usage_perc", "token_usage",
+     "dynamo_component_kvstats_gpu_cache_usage_percent", "average_kv_cache_utilization"),
+    ("crossdock_prefix_cache_queried_tokens_total", "prefix_cache_queries_total", "", "", ""),
+    ("crossdock_prefix_cache_hit_tokens_total", "prefix_cache_hits_total", "cached_tokens_total", "", ""),
+    ("crossdock_kv_bytes_total", "nixl_bytes_transferred", "kv_transfer_total_mb", "", ""),
+    ("crossdock_kv_transfers_failed_total", "nixl_num_failed_transfers_total", "num_transfer_failed_reqs_total", "", ""),
+    ("crossdock_prefill_step_tokens", "iteration_tokens_total", "", "", ""),
+)  # fmt: skip
+"""Our names, and what comes nearest elsewhere."""
+
+_HEAD = """\
+# Metrics
+
+Made by `python -m launcher.reference.metrics docs/metrics.md` from what the processes export; a test fails when it is stale.
+
+Each process has a port for itself: `--metrics`, on loopback unless another address is written out, since whoever reaches it can
+read it. There are `/metrics`, `/health`, `/live` (200 only while it makes progress) and `/ready` (200 only while it would
+serve); `crossdock status` says where. The coordinator's has `/targets` too: all processes it knows, for Prometheus to find by
+itself. `crossdock serve` and `up` have a page of their own, on the port after those of their processes:
+
+```yaml
+scrape_configs:
+  - job_name: crossdock
+    http_sd_configs: [{url: "http://127.0.0.1:9400/targets"}]     # crossdock serve --metrics 9400
+    static_configs: [{targets: ["127.0.0.1:9404"]}]               # and itself: after a gateway and two workers
+```
+
+`scripts/metrics/grafana-dashboard.json` and `scripts/metrics/alerts.yaml` are made for these names.
+
+Units are seconds, bytes, tokens and ratios. Counters end in `_total`; a histogram is `_bucket`, `_sum` and `_count`. Labels are
+names that the operator gave and members of short lists, never text of a client, a key or an id of a request. `tenant` has a
+series for each of the 50 tenants with the most service lately, and `(other)` for the rest. All processes also export
+`process_cpu_seconds_total`, `process_resident_memory_bytes` and what else their operating system counts.
+"""
+_ROLES = {"coordinator": "Coordinator", "gateway": "Gateway", "prefill": "Prefill worker", "decode": "Decode worker",
+          "supervisor": "`crossdock serve` and `up`"}  # fmt: skip
+
+
+def pages() -> dict[str, Page]:
+    """What each role exports, of processes that have done nothing."""
+    found = {
+        "coordinator": CoordinatorMetrics(Core(), lambda: 0.0).page,
+        "gateway": GatewayMetrics().page,
+        "prefill": PrefillMetrics(PromptTable(BlockAllocator(1), 1), [], {}, int).page,
+        "decode": DecodeMetrics(AttemptTable[None](BlockAllocator(1), 1, Batch()), {}).page,
+    }
+    for role, page in found.items():
+        page.introduce(name=role)
+        link_counters(page, {}, None if role == "coordinator" else bool)
+    found["supervisor"] = supervisor_metrics.page(list)
+    found["supervisor"].introduce(name="supervisor")
+    return found
+
+
+def families() -> dict[str, Family]:
+    """By exported name."""
+    return {family.exported: family for page in pages().values() for family in page.families}
+
+
+def text() -> str:
+    """In Markdown."""
+    roles: dict[Family, list[str]] = {}
+    for role, page in pages().items():
+        for family in page.families:
+            roles.setdefault(family, []).append(role)
+    parts = [_HEAD]
+    for role, title in _ROLES.items():
+        own = [family for family, where in roles.items() if where == [role]]
+        parts.append(f"## {title}\n\n{_table(own)}")
+    shared = [family for family, where in roles.items() if len(where) > 1]
+    parts.append(f"## Several roles\n\n{_table(shared, {f: ', '.join(roles[f]) for f in shared})}")
+    head = "| here | vLLM (`vllm:`) | SGLang (`sglang:`) | Dynamo | llm-d (`llm_d_epp_`) |\n|---|---|---|---|---|\n"
+    rows = "".join("| " + " | ".join(_code(cell) for cell in row) + " |\n" for row in ELSEWHERE)
+    parts.append(
+        f"## What it is called elsewhere\n\nThe nearest; where and over what they are measured differs.\n\n{head}{rows}"
+    )
+    return "\n".join(parts)
+
+
+def _code(cell: str) -> str:
+    name, comma, rest = cell.partition(",")
+    return f"`{name}`{comma}{rest}" if name.isascii() and name else cell
+
+
+def _table(families: Iterable[Family], roles: dict[Family, str] | None = None) -> str:
+    headings = ["name", "type", "labels", "unit", "meaning", *(["role"] if roles else [])]
+    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
+    for family in families:
+        unit = next((unit for unit in UNITS if family.name.endswith(unit)), "")
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        line = f"| `{family.exported}` | {family.kind} | {labels} | {unit} | {family.help} |"
+        lines.append(line + (f" {roles[family]} |" if roles else ""))
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    if arguments:
+        Path(arguments[0]).write_text(text(), encoding="utf-8")
+    else:
+        sys.stdout.write(text())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,156 @@
+"""CURVE on the sockets of links, with an allow-list: who may connect, and as what.
+
+libzmq checks that a client has the secret to its key and asks a handler in this process (ZAP, ZeroMQ's RFC 27) whether it
+may come in; without a handler it would let in anybody, so a socket is never bound before there is one. What is let in
+carries its key as `User-Id` on every frame, and by it, not by its Hello or its routing id, a server knows the role.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from proto.messages import Hello, Role
+from runtime.link.keys import Keys
+from runtime.link.loop_socket import LoopSocket
+from runtime.link.monitor import Failure
+from runtime.link.peer import LinkCounters, Peer
+from runtime.process import log
+from runtime.process.driver import watched
+from runtime.process.rate_limited_log import Seldom
+
+_log = log.get("crossdock.curve")
+_domains = itertools.count(1)
+
+
+_ZAP_VERSION = b"1.0"
+_ZAP_FRAMES = 7
+"""Of a request about a CURVE client: version, request id, domain, address, routing id, mechanism, key."""
+
+
+class _Handler:
+    """The ZAP handler of a context, for as long as there is the context. Each server is a domain of its own."""
+
+    def __init__(self, socket: LoopSocket) -> None:
+        self._socket = socket
+        self.lets_in: dict[str, Callable[[str], bool]] = {}
+        """By domain: whether a client with this public key may come in."""
+        socket.bind("inproc://zeromq.zap.01")
+
+    async def run(self) -> None:
+        while True:
+            reply = self.answer(await self._socket.receive())
+            if reply:
+                self._socket.try_send(reply)
+
+    def answer(self, request: list[bytes]) -> list[bytes]:
+        """The reply: version, request id, status code, its text, User-Id, metadata. Who is not known by a CURVE key stays out.
+        Empty for what is no request."""
+        if len(request) < 2:
+            return []
+        key = self._known_key(request)
+        status = (b"200", b"OK", key.encode()) if key else (b"400", b"not let in", b"")
+        return [_ZAP_VERSION, request[1], *status, b""]
+
+    def _known_key(self, request: list[bytes]) -> str:
+        """The client's public key as text, if it may come in."""
+        if len(request) != _ZAP_FRAMES or request[0] != _ZAP_VERSION or request[5] != b"CURVE" or len(request[6]) != 32:
+            return ""
+        lets_in = self.lets_in.get(request[2].decode("utf-8", "replace"))
+        key = z85.encode(request[6]).decode("ascii")
+        return key if lets_in is not None and lets_in(key) else ""
+
+
+_handlers: "dict[zmq.Context[Any], _Handler]" = {}
+
+
+class Gate:
+    """What a server knows of who comes: with keys, their role; without, what they say."""
+
+    def __init__(self, socket: LoopSocket, keys: Keys | None, counters: LinkCounters) -> None:
+        self._socket = socket
+        self._keys = keys
+        self._counters = counters
+        self._domain = f"link-{next(_domains)}"
+        self._seldom = Seldom(_log.warning)
+        self._forget: Callable[[], None] | None = None
+
+    def open(self, on_change: Callable[[], None]) -> None:
+        """Before the socket is bound. `on_change` is called when keys may have been removed."""
+        if self._keys is None:
+            return
+        context = self._socket.context
+        for old in [one for one in _handlers if one.closed]:
+            del _handlers[old]
+        if context not in _handlers:
+            handler = _handlers[context] = _Handler(context.socket(zmq.REP))
+            watched(handler.run())
+        _handlers[context].lets_in[self._domain] = self._lets_in
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+        self._socket.setsockopt_string(zmq.ZAP_DOMAIN, self._domain)
+        self._forget = self._keys.on_change(on_change)
+
+    def close(self) -> None:
+        if self._forget is None:
+            return
+        self._forget()
+        self._forget = None
+        del _handlers[self._socket.context].lets_in[self._domain]
+
+    def _lets_in(self, key: str) -> bool:
+        """The handler's question."""
+        assert self._keys is not None
+        if self._keys.listed(key) is not None:
+            return True
+        self._counters.unknown_keys += 1
+        self._seldom("turned away", reason="its key is not among those of --keys")
+        return False
+
+    def handshake_failed(self, failure: Failure) -> None:
+        # A client without keys often sees first that they do not suit each other, and is gone.
+        if failure is Failure.MECHANISM or (failure is Failure.BROKEN_OFF and self._keys is not None):
+            self._counters.plain += 1
+            self._seldom("turned away", reason="it came without a key")
+        elif failure in (Failure.GARBAGE, Failure.BROKEN_OFF):
+            self._counters.protocol_errors += 1
+
+    async def receive(self) -> tuple[bytes, list[bytes], str]:
+        """(routing id, frames, whose key it is or empty) of the next message."""
+        if self._keys is None:
+            routing_id, *frames = await self._socket.receive()
+            return routing_id, frames, ""
+        first, *rest = await self._socket.receive(copy=False)
+        return first.bytes, [frame.bytes for frame in rest], str(first.get("User-Id"))
+
+    def refusal(self, hello: Hello, user_id: str, peers: Iterable[Peer]) -> str | None:
+        """Why this key may not say this Hello, beside these peers: an epoch that one of them has is its own, who would be put
+        out by another."""
+        if self._keys is None:
+            return None
+        listed = self._keys.listed(user_id)
+        taken = any(peer.epoch == hello.epoch and peer.user_id != user_id for peer in peers)
+        if listed is not None and listed.role is hello.role and not taken:
+            return None
+        self._counters.impostors += 1
+        if listed is None:
+            return "its key was removed"
+        if listed.role is not hello.role:
+            return f"its key is {listed.name}, which may not be a {hello.role}"
+        return "its epoch is another process's"
+
+    def is_listed(self, user_id: str) -> bool:
+        return self._keys is None or self._keys.listed(user_id) is not None
+
+
+def connect_as(socket: LoopSocket, keys: Keys | None, to: Role, attempt: int) -> None:
+    """Before a client's socket is connected to a process of role `to`: where it has several keys, attempts take turns."""
+    if keys is None:
+        return
+    theirs = keys.of(to)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    # None, since the last one was removed: a key that nobody has.
+    socket.setsockopt(zmq.CURVE_SERVERKEY, theirs[attempt % len(theirs)] if theirs else zmq.curve_keypair()[0])

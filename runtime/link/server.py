@@ -1,0 +1,216 @@
+"""Links: handshaken, heart-beating, bounded ZeroMQ connections between two processes.
+
+    server (ROUTER, bound)                       client (DEALER, connects)
+                          ← Hello                first message, once
+    Welcome | Refused →                          version, role and whatever `accept` looks at have been checked
+    Pong →                ← Ping                 twice in `heartbeat_ms`; who is silent for too long is lost (`silence`)
+    any message           any message
+
+One socket of the client is one connection is one link: after a loss the client opens a new socket and shakes hands again,
+so a frame can never belong to an earlier incarnation of the link. The server names a peer by the routing id that libzmq
+drew for the connection, never by what the peer says of itself.
+
+Sending never waits: a peer whose pipe is full is lost, not silently skipped. Whatever is not a message of the protocol, or
+makes the owner raise `RemoteProtocolError`, is counted and ends that peer's link only.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from proto import limits
+from proto.codec import encode
+from proto.errors import RemoteProtocolError
+from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
+from proto.newer import HelloPrefix, read, read_hello
+from runtime.link.curve import Gate
+from runtime.link.failure_detector import Silence
+from runtime.link.monitor import ConnectionMonitor
+from runtime.link.peer import (
+    GOODBYE,
+    CannotBind,
+    LinkCounters,
+    LinkSettings,
+    OnDown,
+    OnMessage,
+    Peer,
+    is_orderly,
+    open_socket,
+)
+from runtime.process import clock, log
+from runtime.process.driver import cancelled, watched
+from runtime.process.rate_limited_log import Seldom
+
+__all__ = ["CannotBind", "LinkServer", "LinkSettings", "OnMessage", "Peer", "is_orderly"]
+
+PROBE_AFTER_S = 0.02
+TURN_MESSAGES = 64
+"""Messages read before the rest of the process gets its turn: while more are there, reading never waits."""
+
+_log = log.get("crossdock.link")
+
+
+class LinkServer:
+    """The bound end: many peers, each accepted or refused by `accept(hello)`, which returns a refusal or None.
+
+    `on_up`, `on_message` and `on_down` are called on the event loop, and each peer's `on_down` exactly once after its `on_up`.
+    """
+
+    def __init__(
+        self,
+        *,
+        bind: str,
+        hello: Hello,
+        accept: Callable[[Hello], str | None],
+        on_up: Callable[[Peer], None],
+        on_message: OnMessage,
+        on_down: OnDown,
+        settings: LinkSettings | None = None,
+    ) -> None:
+        self.counters = LinkCounters()
+        self.peers: dict[bytes, Peer] = {}
+        self._bind = bind
+        self._epoch = hello.epoch
+        self._accept = accept
+        self._on_up = on_up
+        self._on_message = on_message
+        self._on_down = on_down
+        self._settings = settings or LinkSettings()
+        self._socket = open_socket(zmq.ROUTER, self._settings)
+        self._gate = Gate(self._socket, self._settings.keys, self.counters)
+        self._warn = Seldom(_log.warning)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._probe: asyncio.TimerHandle | None = None
+
+    async def start(self, within_s: float = 0.0) -> str:
+        """Bind; returns the address with the real port. Raises `CannotBind`, a port in use after `within_s` only."""
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        monitor = ConnectionMonitor(self._socket, on_lost=self._probe_soon, on_failed=self._gate.handshake_failed)
+        self._gate.open(self._drop_unlisted)
+        try:
+            await self._socket.bind_within(self._bind, within_s)
+        except zmq.ZMQError as error:
+            monitor.close()
+            self._gate.close()
+            self._socket.close(0)
+            raise CannotBind(error.errno, f"cannot bind {self._bind}: {error}") from None
+        self._tasks = [watched(self._receive()), watched(self._watch()), watched(monitor.run())]
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def close(self) -> None:
+        for peer in list(self.peers.values()):
+            peer.send(Bye("shutting down"))
+        if self._probe is not None:
+            self._probe.cancel()
+        await cancelled(*self._tasks)
+        self._gate.close()
+        self._socket.close()
+
+    def drop(self, peer: Peer, reason: str) -> None:
+        """End one peer's link and say so to both ends."""
+        if self.peers.get(peer.routing_id) is not peer:
+            return
+        del self.peers[peer.routing_id]
+        self._socket.try_send([peer.routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
+        self.counters.lost += 1
+        self._on_down(peer, reason)
+
+    def _probe_soon(self) -> None:
+        """A connection ended. libzmq does not say whose, but it refuses to send to a peer that is gone (ROUTER_MANDATORY); a
+        moment later, so that a storm of them makes one round."""
+        if self._probe is None:
+            self._probe = asyncio.get_running_loop().call_later(PROBE_AFTER_S, self._probe_all)
+
+    def _probe_all(self) -> None:
+        self._probe = None
+        for peer in list(self.peers.values()):
+            peer.send(Pong())
+
+    def _drop_unlisted(self) -> None:
+        for peer in list(self.peers.values()):
+            if not self._gate.is_listed(peer.user_id):
+                self.drop(peer, "its key was removed")
+
+    def _send(self, peer: Peer, frames: list[bytes]) -> bool:
+        if self.peers.get(peer.routing_id) is not peer:
+            return False
+        failure = self._socket.try_send([peer.routing_id, *frames])
+        if failure is None:
+            self.counters.messages_out += 1
+            return True
+        # The owner may be in the middle of an event: it hears of the loss in one of its own.
+        asyncio.get_running_loop().call_soon(self.drop, peer, failure)
+        return False
+
+    async def _receive(self) -> None:
+        while True:
+            routing_id, frames, user_id = await self._gate.receive()
+            self.counters.messages_in += 1
+            if self.counters.messages_in % TURN_MESSAGES == 0:
+                await asyncio.sleep(0)
+            peer = self.peers.get(routing_id)
+            try:
+                if peer is None:
+                    self._shake_hands(routing_id, frames, user_id)
+                elif peer.user_id != user_id:
+                    # A routing id is what a client says it is, and one that has left is free to be taken.
+                    self.counters.impostors += 1
+                    self.drop(peer, "another key speaks in its place")
+                else:
+                    self._dispatch(peer, *read(frames, peer.version))
+            except RemoteProtocolError as error:
+                self.counters.protocol_errors += 1
+                self._warn("protocol error", peer=peer.hello.name if peer else "unknown", error=str(error))
+                if peer is not None:
+                    self.drop(peer, f"protocol error: {error}")
+                else:
+                    self._refuse(routing_id, f"protocol error: {error}")
+
+    def _shake_hands(self, routing_id: bytes, frames: list[bytes], user_id: str) -> None:
+        hello = read_hello(frames)
+        if hello is None:
+            # A client whose link we gave up: it starts over on hearing this.
+            self._refuse(routing_id, "say Hello first")
+            return
+        if isinstance(hello, HelloPrefix):
+            refusal: str | None = hello.refusal
+        elif len(self.peers) >= self._settings.peers_max:
+            refusal = f"{len(self.peers)} peers are connected already"
+        else:
+            refusal = self._gate.refusal(hello, user_id, self.peers.values()) or self._accept(hello)
+        if isinstance(hello, HelloPrefix) or refusal is not None:
+            self._warn("refused", peer=hello.name, role=str(hello.role), reason=refusal)
+            self._refuse(routing_id, refusal or "")
+            return
+        peer = Peer(hello.epoch, hello, self._send, routing_id, user_id=user_id, version=hello.version)
+        self.peers[routing_id] = peer
+        peer.send(Welcome(self._epoch, self._settings.heartbeat_ms, limits.PROTOCOL_VERSION))
+        self._on_up(peer)
+
+    def _refuse(self, routing_id: bytes, reason: str) -> None:
+        self.counters.refused += 1
+        self._socket.try_send([routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
+
+    def _dispatch(self, peer: Peer, message: Message | None, blob: bytes) -> None:
+        peer.heard_at = clock.now()
+        if message is None:
+            self.counters.unknown_messages += 1
+        elif isinstance(message, Ping):
+            peer.send(Pong())
+        elif isinstance(message, Bye):
+            self.drop(peer, f"{GOODBYE}: {message.reason}")
+        elif isinstance(message, Hello | Welcome | Refused | Pong):
+            raise RemoteProtocolError(f"unexpected {type(message).__name__}")
+        else:
+            self._on_message(peer, message, blob)
+
+    async def _watch(self) -> None:
+        silence = Silence(self._settings.heartbeat_ms, clock.now())
+        while True:
+            await asyncio.sleep(silence.pause_s((peer.heard_at for peer in self.peers.values()), clock.now()))
+            now = clock.now()
+            if silence.look(now):
+                for peer in list(self.peers.values()):
+                    if silence.is_lost(peer.heard_at, now):
+                        self.drop(peer, f"no heartbeat for {now - peer.heard_at:.1f} s")

@@ -1,0 +1,147 @@
+"""The port on which one process is observed: `/metrics`, `/health`, `/live`, `/ready`, and whatever else its role adds.
+`/live` is for who would start the process again: it fails with the checks that feed the watchdog (`runtime.process.notify`).
+
+It must never be in the way: each connection is for one request and cut off after `EXCHANGE_S`, there are `CONNECTIONS_MAX` of
+them at most (`metrics_http.py`), and the page is made at most every `FRESH_S` seconds, however often it is asked for.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from proto.errors import CrossdockError
+from runtime.metrics.instruments import Page
+from runtime.process import clock, log, notify
+from runtime.settings import machine
+from runtime.settings.addresses import METRICS_OFF, advertised_metrics, split_metrics
+
+if TYPE_CHECKING:
+    from runtime.metrics.http import Serving
+
+FRESH_S: Final = 0.25
+CONNECTIONS_MAX: Final = 64
+"""One more takes the place of the oldest: idle strangers must not keep a scraper out."""
+BACKLOG: Final = 1_024
+"""Connections that the kernel keeps until they are accepted."""
+_JSON: Final = "application/json"
+
+
+class PortTaken(CrossdockError):
+    """Somebody else listens there, perhaps this process's predecessor: another start may do better."""
+
+
+class Reply(NamedTuple):
+    status: int
+    body: bytes = b""
+    content_type: str = "text/plain; charset=utf-8"
+
+
+class MetricsServer:
+    """`asked` is the option's value, `advertise` what others are told of this process, if anything."""
+
+    def __init__(self, asked: str, advertise: str = "") -> None:
+        self.address = ""
+        """HOST:PORT for others, once it listens; empty where it does not."""
+        self._asked, self._advertise = asked, advertise
+        self._page: Page | None = None
+        self._not_ready: Callable[[], str | None] = lambda: "it is starting"
+        self._more: dict[str, Callable[[], Any]] = {}
+        self._listening: list[socket.socket] = []
+        self._serving: Serving | None = None
+        self._made: tuple[float, bytes] = (-FRESH_S, b"")
+
+    async def start(self) -> None:
+        """Raises `ConfigError` where it cannot listen, and `PortTaken` where it may do so later."""
+        await self.listen()
+        await self.serve()
+
+    async def listen(self) -> None:
+        """Who connects waits for `serve`. Raises as `start` does."""
+        if self._asked == METRICS_OFF:
+            return
+        host, port = split_metrics(self._asked)
+        try:
+            self._listening = await _listen(host, port)
+        except OSError as error:
+            machine.check_listening(f"--metrics: cannot listen on {self._asked}", error)
+            raise PortTaken(f"--metrics: cannot listen on {self._asked}: {error.strerror or error}") from None
+        bound = self._listening[0].getsockname()
+        self.address = advertised_metrics(bound[0], bound[1], self._advertise, socket.gethostname())
+        log.get("crossdock.metrics").info("metrics", address=self.address)
+
+    async def serve(self) -> None:
+        """Imports the HTTP library beside the loop: what a coordinator's peers wait for goes first."""
+        if self._listening:
+            http = await asyncio.to_thread(load)
+            serving: Serving = http.Serving(self._answer)
+            await serving.start(self._listening)
+            self._serving = serving
+
+    def show(
+        self, page: Page, not_ready: Callable[[], str | None], more: dict[str, Callable[[], Any]] | None = None
+    ) -> None:
+        """From now on there is something to see. `not_ready`: why this process cannot serve now, or None; `more`: what is
+        answered at other paths, as JSON."""
+        self._page, self._not_ready, self._more = page, not_ready, more or {}
+
+    async def close(self) -> None:
+        if self._serving is not None:
+            await self._serving.close()
+        else:
+            _close(self._listening)
+
+    def _answer(self, method: str, path: str) -> Reply:
+        if method not in ("GET", "HEAD"):
+            return Reply(405)
+        if path == "/metrics" and self._page is not None:
+            return Reply(200, self._text(self._page), CONTENT_TYPE_LATEST)
+        if path == "/health":
+            return Reply(200, b'{"status": "ok"}', _JSON)
+        if path == "/live":
+            alive = notify.is_alive()
+            return Reply(
+                200 if alive else 503, msgspec.json.encode({"status": "ok" if alive else "no progress"}), _JSON
+            )
+        if path == "/ready":
+            why = self._not_ready()
+            return Reply(503 if why else 200, msgspec.json.encode({"status": why or "ready"}), _JSON)
+        if path in self._more:
+            return Reply(200, msgspec.json.encode(self._more[path]()), _JSON)
+        return Reply(503 if path == "/metrics" else 404)
+
+    def _text(self, page: Page) -> bytes:
+        made_at, text = self._made
+        now = clock.now()
+        if now - made_at >= FRESH_S:
+            text = page.render()
+            self._made = (clock.now(), text)
+        return text
+
+
+def load() -> Any:
+    """The module with the HTTP library; who has time imports it before it is needed."""
+    return import_module("runtime.metrics.http")
+
+
+async def _listen(host: str, port: int) -> list[socket.socket]:
+    """On each address of the host. Raises `OSError`."""
+    loop, listening = asyncio.get_running_loop(), []
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        for family, address in dict.fromkeys((one[0], one[4][:2]) for one in found):
+            listening.append(socket.create_server(address, family=family, backlog=BACKLOG))
+            listening[-1].setblocking(False)
+    except OSError:
+        _close(listening)
+        raise
+    return listening
+
+
+def _close(sockets: list[socket.socket]) -> None:
+    for one in sockets:
+        one.close()

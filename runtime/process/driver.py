@@ -1,0 +1,175 @@
+"""Runs a process, and drives a pure core: events in, actions out, one timer for its next deadline."""
+
+import asyncio
+import logging
+import os
+import signal
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Executor
+from typing import Any, Generic, Protocol, TypeVar
+
+import uvloop
+
+from runtime.link.peer import close_sockets
+from runtime.process import clock, hangup, log, notify
+from runtime.process.descriptors import raise_descriptor_limit
+from runtime.process.exits import BUG_EXIT
+
+E = TypeVar("E")
+A = TypeVar("A")
+T = TypeVar("T")
+
+E_contra = TypeVar("E_contra", contravariant=True)
+A_co = TypeVar("A_co", covariant=True)
+
+
+class Core(Protocol[E_contra, A_co]):
+    """A pure state machine: all time comes in by argument, everything it wants done goes out in the result."""
+
+    def handle(self, event: E_contra, now: float) -> Iterable[A_co]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+
+class CoreDriver(Generic[E, A]):
+    """Feeds a core on the event loop's thread and performs what it answers.
+
+    `perform` may post further events; they are handled after the actions of the current one, in order, so that a core never
+    sees an event from inside another.
+    """
+
+    def __init__(self, core: Core[E, A], *, perform: Callable[[A], None], tick: E) -> None:
+        self._core = core
+        self._perform = perform
+        self._tick = tick
+        self._pending: deque[E] = deque()
+        self._busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+
+    def post(self, event: E) -> None:
+        self._pending.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._pending:
+                for action in self._core.handle(self._pending.popleft(), clock.now()):
+                    self._perform(action)
+        finally:
+            self._busy = False
+        self._arm()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        at = self._core.next_deadline()
+        if self._timer is not None:
+            if at == self._timer_at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if at is not None:
+            self._timer_at = at
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, at - clock.now()), self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self.post(self._tick)
+
+
+class Stop(asyncio.Event):
+    """Set by the first SIGTERM or Ctrl-C: come to an end in order. The next one sets `at_once`: do not wait for anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_once = asyncio.Event()
+
+    def signalled(self) -> None:
+        notify.stopping()
+        (self.at_once if self.is_set() else self).set()
+
+    async def unless_at_once(self, done: Awaitable[object], within_s: float) -> None:
+        """Until `done`, no longer than `within_s`, and not at all once it is to be at once."""
+        loop = asyncio.get_running_loop()
+        waiting = {asyncio.ensure_future(done), loop.create_task(self.at_once.wait())}
+        try:
+            await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+
+
+def run_process(main: Callable[[Stop], Awaitable[int]]) -> int:
+    """Run `main(stop)` on uvloop, with as many open files as are allowed; `stop` is set by SIGTERM and SIGINT. Returns main's
+    exit code."""
+    raise_descriptor_limit()
+
+    async def body() -> int:
+        stop = Stop()
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_die)
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, stop.signalled)
+        hangup.listen()
+        feeding = watched(notify.feed_watchdog())
+        status = await main(stop)
+        await cancelled(feeding)
+        close_sockets()
+        return status
+
+    return uvloop.run(body())
+
+
+async def unless_stopped(stop: asyncio.Event, executor: Executor, work: Callable[[], T]) -> T | None:
+    """The result of `work`, run on `executor`; None if `stop` was set first. Then its thread is left to itself: it cannot be
+    interrupted, and the end of the process does not wait for it."""
+    loop = asyncio.get_running_loop()
+    working, stopping = loop.run_in_executor(executor, work), loop.create_task(stop.wait())
+    both: set[asyncio.Future[Any]] = {working, stopping}
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+    return working.result() if working.done() else None
+
+
+def watched(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """A task whose unexpected end is not overlooked: an exception in it is a bug of ours, and ends the process."""
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(_look_at)
+    return task
+
+
+def _look_at(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        context = {"message": f"task {task.get_name()} failed", "exception": error, "task": task}
+        task.get_loop().call_exception_handler(context)
+
+
+def _die(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What nobody caught: say it and end at once. A process that goes on with a dead task would only seem to work; one that is
+    gone is noticed and started again."""
+    error, message = context.get("exception"), str(context.get("message"))
+    if error is None or "never retrieved" in message:
+        log.get("crossdock.driver").error("loose end", what=message, exc_info=error)
+        return
+    log.get("crossdock.driver").critical("bug", what=message, exc_info=error)
+    logging.shutdown()
+    os._exit(BUG_EXIT)
+
+
+async def cancelled(*tasks: "asyncio.Task[None]") -> None:
+    """Cancel tasks of ours and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        # Not `await task` under a suppress: that would swallow a cancellation of the caller as well.
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.result()

@@ -1,0 +1,45 @@
+"""How a process ends: its exit statuses, and what the two that another start cannot help are raised as."""
+
+import atexit
+import os
+import sys
+from typing import Final, NoReturn
+
+from proto.errors import CrossdockError
+
+USAGE_EXIT: Final = 2
+"""A setting is missing, malformed or out of bounds: see `runtime.settings.options.SettingsError`."""
+BUG_EXIT: Final = 70
+"""After an exception that nobody caught. As EX_SOFTWARE of sysexits.h."""
+GPU_EXIT: Final = 74
+"""A CUDA error after which this process can compute nothing more. As EX_IOERR of sysexits.h: start it again."""
+HUNG_EXIT: Final = 75
+"""A worker's step did not end within --step-timeout-ms. As EX_TEMPFAIL of sysexits.h: start it again."""
+CONFIG_EXIT: Final = 78
+"""The settings are well-formed, but cannot work on this machine or with this model. As EX_CONFIG of sysexits.h."""
+INTERRUPTED_EXIT: Final = 130
+"""After Ctrl-C, where something was left undone. As shells have it: 128 + SIGINT."""
+HOPELESS_EXITS: Final = frozenset({USAGE_EXIT, CONFIG_EXIT})
+"""The same process started again would end in the same way."""
+
+
+def leave(status: int) -> NoReturn:
+    """End this process now: `atexit` has its turn and what was printed is written, but the interpreter is not taken down.
+
+    With torch and transformers in it that takes more than a second of CPU, and it would wait for threads that cannot be
+    interrupted. Everything of ours is closed by then, or is the kernel's to release.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # nobody reads it any more, or it is closed
+    os._exit(status)
+
+
+class ConfigError(CrossdockError):
+    """A setting cannot work here; `str()` is one line that begins with the option."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(" ".join(text.split()))

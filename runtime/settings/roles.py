@@ -1,0 +1,283 @@
+"""Every setting of every role, once: name, unit, bounds, default and what a wrong value costs.
+
+Values come from flags, then the environment (`CROSSDOCK_<OPTION>`), then one TOML file, then the defaults here;
+`runtime.settings.options` merges them, and makes the command line, its help and its errors from the same fields. The TOML file
+has a section per role, its keys the option names with underscores:
+
+    [gateway]
+    port = 8080
+    [worker]
+    kv_gib = 4.0
+
+Making an instance directly (`WorkerSettings(role="decode", model="…")`) reads neither environment nor file.
+"""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from runtime.settings.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
+from runtime.settings.types import CommaList, Port, SecurityOptions, model_id_of
+
+
+class CommonSettings(SecurityOptions):
+    """What every role has."""
+
+    name: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9_.:-]*$",
+        description="Name of this process in logs and in status; empty: role and process id.",
+    )
+    heartbeat_ms: int = Field(
+        500,
+        ge=10,
+        le=60_000,
+        description="Milliseconds in which two heartbeats are sent. A peer silent for three and a half of these is taken for"
+        " lost: too short makes a busy process look dead, too long delays recovery.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="Form of log lines; auto: console on a terminal, JSON elsewhere."
+    )
+    metrics: MetricsAddress = Field(
+        "127.0.0.1:0",
+        description="Address and port, or port on loopback, of this process's /metrics, /health, /live and /ready; port 0: any"
+        " free one, which crossdock status shows; off: none. Whoever reaches it can read it.",
+    )
+
+
+class CoordinatorSettings(CommonSettings):
+    """Accept requests, place them on workers and tell the workers what to compute."""
+
+    section = "coordinator"
+    bind: Address = Field(
+        "tcp://127.0.0.1:7070",
+        description="Control port for gateways, workers and status. Beyond loopback it needs --keys.",
+    )
+    queue_requests_max: int = Field(
+        1024,
+        ge=1,
+        le=1_000_000,
+        description="Most requests waiting for a place. One more makes the newest of the largest backlog give way, in the"
+        " lowest band first, or is answered with 429 if that is its own tenant's.",
+    )
+    queue_tokens_max: int = Field(
+        4_000_000, ge=1, le=1 << 40, description="Most prompt tokens waiting for a place; likewise."
+    )
+    tenant_queue_max: int = Field(
+        1024, ge=1, le=1_000_000, description="Most requests of one tenant waiting for a place; one more gets 429."
+    )
+    queue_wait_s_max: float = Field(
+        120.0,
+        gt=0,
+        le=86_400.0,
+        description="Seconds after which a request that found no place is answered with 503, where its band in --tenants gives"
+        " no queue_wait_s.",
+    )
+    resumed_wait_s_max: float = Field(
+        600.0,
+        gt=0,
+        le=86_400.0,
+        description="Seconds after which a stream that was interrupted, and found no place again, fails.",
+    )
+    quantum_tokens: int = Field(
+        1024,
+        ge=0,
+        le=1 << 24,
+        description="Prompt tokens that an idle tenant of weight 1 saves up and has computed before others' when it comes"
+        " back: about the prompt whose first token should not wait for other tenants. It widens the fairness bound.",
+    )
+    bypasses_max: int = Field(
+        64,
+        ge=1,
+        le=1_000_000,
+        description="After so many smaller requests got KV room before a large one in turn, room is kept for that one:"
+        " lower keeps large requests from starving, higher keeps the pool fuller.",
+    )
+    step_tokens: int = Field(
+        256,
+        ge=1,
+        le=65_536,
+        description="Token budget of one prefill step. Larger is faster for one prompt; smaller lets others, and"
+        " cancels, in sooner. At most the prefill workers' --step-tokens-max.",
+    )
+    steps_in_flight: int = Field(
+        2,
+        ge=1,
+        le=16,
+        description="Steps sent ahead to one prefill worker. With 1 it idles for a round trip after each step; more"
+        " than 2 delays cancels for nothing.",
+    )
+    tenants: str = Field(
+        "",
+        description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes"
+        " and on SIGHUP. Gateways and coordinator must have the same one. Empty: one tenant without limits.",
+    )
+    usage_db: str = Field(
+        "",
+        description="SQLite file to which every request is written before it is acknowledged, for budgets that outlive a"
+        " restart and for crossdock usage. Empty: no record, and budgets begin anew at each start.",
+    )
+    standby: bool = Field(
+        False,
+        description="Wait while another coordinator of this --usage-db serves on this host, and take over when it ends: new"
+        " requests wait a fraction of a second then, not that of a start.",
+    )
+    usage_keep_days: int = Field(
+        400, ge=0, le=36_500, description="Days after which a request's row is deleted from --usage-db; 0: never."
+    )
+    attempts_max: int = Field(
+        8, ge=1, le=1_000, description="Attempts at one request, the first included, before it fails for good."
+    )
+    retry_floor: int = Field(
+        100,
+        ge=1,
+        le=1_000_000,
+        description="Interrupted requests that may come back within ten seconds, beside --retry-share. More wait for their"
+        " turn: lower shields a cluster whose workers keep dying, higher lets a large one recover from a loss at once.",
+    )
+    retry_share: float = Field(
+        1.0,
+        ge=0.0,
+        le=100.0,
+        description="And so many more for each live request: with 1, each may come back once in that time.",
+    )
+    journal: str = Field(
+        "",
+        description="File to record decisions in, for crossdock replay and crossdock explain; never a prompt or a key. The"
+        " last three of earlier processes stay beside it as FILE.1 to FILE.3. Empty: none.",
+    )
+    journal_max_mib: int = Field(
+        1024, ge=1, le=1 << 20, description="Size in MiB at which recording stops, with a warning. Serving goes on."
+    )
+    kv_overcommit: float = Field(
+        1.0,
+        ge=1.0,
+        le=16.0,
+        description="How far the KV pools of decode workers may be overcommitted: answers are counted with their tenant's"
+        " usual length, but at least max_tokens divided by this. 1: with max_tokens, and no answer ever has to make room"
+        " for others; with more, those that must are computed again from where they were.",
+    )
+
+    @model_validator(mode="after")
+    def _standby_needs_a_journal(self) -> Self:
+        if self.standby and not self.usage_db:
+            raise ValueError("--standby: needs --usage-db, whose lock says whose turn it is")
+        return self
+
+
+class ClientSettings(CommonSettings):
+    """What the roles that connect to the coordinator share."""
+
+    coordinator: Address = Field("tcp://127.0.0.1:7070", description="Address of the coordinator.")
+    model: str = Field(
+        min_length=1,
+        description="Folder with a model in Hugging Face format (config, tokenizer, safetensors), or ORG/NAME.",
+    )
+    model_id: str = Field(
+        "", max_length=512, description="Model name that clients use; empty: the folder's name or ORG/NAME."
+    )
+    advertise: AdvertisedAddress = Field(
+        "",
+        description="Address others are told to reach this process at, like 10.0.0.5 or tcp://10.0.0.5:7070; without a port,"
+        " the bound one. Empty: the bound address. Needed where it binds all interfaces, or is reached through another.",
+    )
+
+    drain_timeout_s: float = Field(
+        20.0,
+        ge=0,
+        le=86_400,
+        description="Seconds that running streams have to end by themselves after SIGTERM or Ctrl-C; a second one ends at once."
+        " What a worker runs longer goes on elsewhere, in up to 5 s more; a gateway's fails.",
+    )
+
+    @property
+    def served_model_id(self) -> str:
+        return model_id_of(self.model, self.model_id)
+
+    def _check_reachable(self, option: str, bound: str) -> None:
+        if host_of(bound) in EVERY_INTERFACE and not self.advertise:
+            raise ValueError(f"--advertise: needed, since {option} {bound} is not an address others can connect to")
+
+
+class GatewaySettings(ClientSettings):
+    """Serve the OpenAI HTTP API."""
+
+    section = "gateway"
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."
+    )
+    port: Port = Field(8000, description="Port of the HTTP server; 0: any free one, named in the log.")
+    tokens_bind: Address = Field(
+        "tcp://127.0.0.1:0", description="Port on which workers deliver tokens; 0: any free one."
+    )
+    api_keys: CommaList = Field(
+        default_factory=list,
+        description="Keys of the tenant 'default', separated by commas. Without any, here or in the tenants file, everyone is"
+        " let in. Flags are visible in ps: prefer the environment or the file.",
+    )
+    tenants: str = Field(
+        "",
+        description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes"
+        " and on SIGHUP. Gateways and coordinator must have the same one. Empty: one tenant without limits.",
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="Where temperature, top_p, top_k, min_p and repetition_penalty come from when a request leaves them out;"
+        " auto: from the model's generation_config.json as far as it has them, as in vLLM; none: OpenAI's defaults.",
+    )
+    default_max_tokens: int = Field(
+        4096,
+        ge=0,
+        le=1 << 20,
+        description="Most tokens of a chat answer where the request does not say, cut to what the context leaves; 0: all that"
+        " it leaves. Such a request reserves KV room for so many (see --kv-overcommit), so that more means fewer at once.",
+    )
+    body_bytes_max: int = Field(
+        8 << 20, ge=1024, le=1 << 30, description="Largest request body in bytes; over it is 413."
+    )
+    tenant_requests_max: int = Field(
+        2048,
+        ge=1,
+        le=4096,
+        description="Most prompts of one tenant being read or answered at once, of 4096 in all; one more gets 429. Nor may a"
+        " tenant hold more of these than are free. Where there are no API keys, a client address counts as a tenant.",
+    )
+    client_timeout_ms: int = Field(
+        30_000,
+        ge=100,
+        le=3_600_000,
+        description="Milliseconds in which a client must have sent its headers, then its body, and in which it must take the"
+        " next piece of an answer. One that is slower is cut off, and its request cancelled.",
+    )
+    queue_wait_ms: int = Field(
+        10_000,
+        ge=0,
+        le=3_600_000,
+        description="Milliseconds a request waits for a coordinator that does not answer, before a 503.",
+    )
+    stream_idle_ms: int = Field(
+        120_000,
+        ge=100,
+        le=86_400_000,
+        description="Milliseconds without a token after which a stream counts as stuck and is failed. It spans the wait"
+        " for the first token, so it bounds queueing and prefill too.",
+    )
+    stream_keep_alive_ms: int = Field(
+        10_000,
+        ge=0,
+        le=3_600_000,
+        description="Milliseconds of silence after which a stream gets an SSE comment, also before its first token. Keep it"
+        " below the idle timeout of any load balancer in front. 0: never.",
+    )
+    access_log: bool = Field(
+        True,
+        description="Log one line for each HTTP request, at the level info (probes: debug): method, path, status, tenant,"
+        " request id, tokens and times. Never prompts or keys.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_reachable("--tokens-bind", self.tokens_bind)
+        return self

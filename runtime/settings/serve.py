@@ -1,0 +1,64 @@
+"""Settings of `crossdock serve`."""
+
+from pydantic import Field
+
+from runtime.settings.addresses import MetricsAddress
+from runtime.settings.types import CommaList, Device, Dtype, KeyOptions, Port
+
+
+class ServeSettings(KeyOptions):
+    """Bring up a whole cluster on this machine, answer one question to show it works, and serve until Ctrl-C."""
+
+    section = "serve"
+    model: str = Field("", description="Folder or ORG/NAME of the model; empty: the embedded SmolLM2-135M-Instruct.")
+    model_id: str = Field("", max_length=512, description="Model name that clients use; empty: taken from the model.")
+    prefill: int = Field(1, ge=1, le=64, description="Number of prefill workers.")
+    decode: int = Field(1, ge=1, le=64, description="Number of decode workers.")
+    gateways: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Number of gateways, on --port and the ports after it: while one is down, clients reach another.",
+    )
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."
+    )
+    port: Port = Field(8000, description="Port of the HTTP server; 0: any free one.")
+    api_keys: CommaList = Field(
+        default_factory=list,
+        description="Keys of the tenant 'default', separated by commas; without any, here or in the tenants file, no key is"
+        " needed.",
+    )
+    tenants: str = Field(
+        "",
+        description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes."
+        " Empty: one tenant without limits.",
+    )
+    usage_db: str = Field(
+        "",
+        description="SQLite file with one row for each request, which crossdock usage shows. Empty: with --tenants the"
+        " command's default, otherwise no record.",
+    )
+    device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
+    dtype: Dtype = Field("auto", description="Type of weights and KV cache; auto: float32 on CPU, as stored on a GPU.")
+    threads: int = Field(
+        0, ge=0, le=1024, description="CPU threads of each worker; 0: as many as its share of the cores."
+    )
+    kv_gib: float = Field(2.0, gt=0.0, le=16_384.0, description="Size of each worker's KV cache in GiB.")
+    question: str = Field(
+        "What is the capital of France?",
+        min_length=1,
+        max_length=4096,
+        description="First question, asked once all is up.",
+    )
+    once: bool = Field(False, description="Stop after that answer: status 0 if it came, 1 if not.")
+    ready_timeout_s: float = Field(
+        180.0, gt=0.0, le=86_400.0, description="Seconds the cluster may take to be ready, once the model is on disk."
+    )
+    journal: str = Field("", description="File to record decisions in, for crossdock explain and replay; empty: none.")
+    metrics: MetricsAddress = Field(
+        "127.0.0.1:0",
+        description="Where the coordinator's metrics are; the gateway's are on the next port, and so on, in the order of"
+        " crossdock status, and last those of crossdock serve itself. Port 0: free ones; off: none.",
+    )
+    verbose: bool = Field(False, description="Show every log line of every process, not only warnings and errors.")

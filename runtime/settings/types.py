@@ -1,0 +1,81 @@
+"""What settings classes are made of: the base of all of them, and the types their options share."""
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from runtime.settings.cores import parse_cores
+
+ENV_PREFIX = "CROSSDOCK_"
+
+
+def _check_cores(value: str) -> str:
+    parse_cores(value)
+    return value
+
+
+def split_commas(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Cores = Annotated[str, AfterValidator(_check_cores)]
+CommaList = Annotated[list[str], NoDecode, BeforeValidator(split_commas)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def model_id_of(model: str, model_id: str) -> str:
+    """The id clients use: `model_id` where given, else a folder's own name, else `ORG/NAME` as it stands."""
+    if model_id:
+        return model_id
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+class Options(BaseSettings):
+    """Base of all settings: checked, immutable, no unknown keys."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
+    section: ClassVar[str] = ""
+    """This class's section in the TOML file; empty for commands which do not read it."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments only: `runtime.settings.options.load` reads the others, so that it can say where a bad value came from."""
+        return (init_settings,)
+
+
+class KeyOptions(Options):
+    """What everything has that connects to a cluster's ports."""
+
+    keys: str = Field(
+        "",
+        description="Folder with the secret keys of what runs here and everyone's public ones (crossdock keys new DIR): links"
+        " are encrypted, and only processes with a listed key are let in, as the role their key is of. Empty: no keys.",
+    )
+
+
+class SecurityOptions(KeyOptions):
+    """And what binds some of them."""
+
+    insecure: bool = Field(
+        False,
+        description="Bind ports that other hosts can reach without --keys: whoever reaches them may read and change"
+        " everything.",
+    )
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        if self.keys and self.insecure:
+            raise ValueError("--insecure: says to go without keys, and --keys gives some; leave one out")
+        return self

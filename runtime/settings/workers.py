@@ -1,0 +1,132 @@
+"""Settings of the workers."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from runtime.settings.addresses import EVERY_INTERFACE, Address
+from runtime.settings.cores import parse_cores
+from runtime.settings.roles import ClientSettings
+from runtime.settings.types import Cores, Device, Dtype
+
+
+class WorkerSettings(ClientSettings):
+    """Compute prompts (prefill) or stream answers (decode)."""
+
+    section = "worker"
+    role: Literal["prefill", "decode"] = Field(description="Which half of the work this process does.")
+    device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
+    dtype: Dtype = Field(
+        "auto",
+        description="Type of weights and KV cache. auto: float32 on CPU, as stored on a GPU. Workers must agree.",
+    )
+    threads: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="CPU threads of the model. More than the worker's own cores is far slower, not faster.",
+    )
+    kv_gib: float = Field(
+        2.0, gt=0.0, le=16_384.0, description="Size of the KV cache in GiB. It bounds requests at once."
+    )
+    block_size: int = Field(
+        16,
+        ge=1,
+        le=4096,
+        description="Tokens per KV block; larger wastes more in last blocks. Of any two workers, one must have a multiple of"
+        " the other's.",
+    )
+    prefix_cache: bool = Field(
+        True,
+        description="Keep the KV of prompts that are done, as long as nobody needs the room, and do not compute (prefill)"
+        " or receive (decode) again what a new prompt of the same tenant begins with.",
+    )
+    max_seqs: int = Field(64, ge=1, le=65_536, description="Most sequences at once. More slow each stream down.")
+    step_tokens_max: int = Field(
+        2048,
+        ge=1,
+        le=65_536,
+        description="Largest prefill step in tokens taken on. It bounds the memory of one forward pass.",
+    )
+    step_timeout_ms: int = Field(
+        30_000,
+        ge=0,
+        le=86_400_000,
+        description="Milliseconds after which a step that does not end counts as hung: the worker ends with status 75, to be"
+        " started again, and its streams go on elsewhere. A step larger than any before, and one on a machine whose steps are"
+        " slow, has longer. 0: never.",
+    )
+    kv_bind: Address = Field(
+        "tcp://127.0.0.1:0", description="Port on which a decode worker is offered KV; 0: any free one."
+    )
+    transfer_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address of this host on which KV blocks themselves are received; only this one is listened on.",
+    )
+    kv_interface: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9_.:@-]*$",
+        description="Network interface for KV blocks, like eth1: its address is the default of --transfer-host, and gloo and"
+        " NCCL are told of it once, at the start. Empty: none is preferred.",
+    )
+    kv_transport: Literal["auto", "shm", "cuda_ipc", "nccl", "tcp", "gloo"] = Field(
+        "auto",
+        description="How KV crosses: shm in one host, cuda_ipc on one GPU, nccl between GPUs, tcp between any two; auto: the"
+        " best of these that a pair can use. gloo, between any two, is for tests and trusted networks: it neither encrypts nor"
+        " knows its peer, and a stranger can end the worker.",
+    )
+    transfer_encryption: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Encryption of KV between hosts by tcp (AES-256-GCM, with a key that travels over the CURVE link). auto:"
+        " with --keys. on: also refuse transports that send KV to another host in the clear, nccl and gloo; needs --keys."
+        " off: in the clear, unless the other worker wants it encrypted.",
+    )
+    kv_digest: Literal["full", "sampled"] = Field(
+        "full", description="KV segments a decode worker on a GPU verifies: all, or one in 16. On the CPU always all."
+    )
+    kv_mib_per_s: int = Field(
+        256,
+        ge=0,
+        le=1 << 20,
+        description="MiB of KV per second taken in on a CPU while streams run, 64 at once; 0: no limit. More slows them.",
+    )
+    kv_timeout_ms: int = Field(
+        10_000,
+        ge=100,
+        le=600_000,
+        description="Milliseconds a KV transfer may stand still before it is given up and the request tried again.",
+    )
+    cpu_cores: Cores = Field(
+        "",
+        description="Cores of the thread that computes, like 1 or 0-2,5; the other threads use the rest. Empty: not pinned.",
+    )
+    nice: int = Field(
+        0,
+        ge=-20,
+        le=19,
+        description="Scheduling niceness of what computes, and of the process's session if it is its own; a prefill worker"
+        " sharing cores should be at 5 or more.",
+    )
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        return parse_cores(self.cpu_cores)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.transfer_host in (*EVERY_INTERFACE, "::"):
+            raise ValueError(f"--transfer-host: {self.transfer_host} is every address; name the one KV is sent to")
+        if self.transfer_encryption == "on" and not self.keys:
+            raise ValueError(
+                "--transfer-encryption: on needs --keys, since its key travels over the link between the two"
+            )
+        if self.role == "decode":
+            self._check_reachable("--kv-bind", self.kv_bind)
+        return self
+
+    @property
+    def encrypts_transfers(self) -> bool:
+        """Whether KV must cross encrypted by `tcp`."""
+        return self.transfer_encryption == "on" or (self.transfer_encryption == "auto" and bool(self.keys))

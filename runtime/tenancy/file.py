@@ -1,0 +1,82 @@
+"""The tenants file on disk: read at the start, and again whenever it changes or SIGHUP asks for it."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from runtime.process import hangup, log
+from runtime.tenancy.tenants import FILE_BYTES_MAX, Tenants, TenantsError, parse
+
+POLL_S: Final = 2.0
+_log = log.get("crossdock.tenants")
+_Stamp = tuple[int, int, int]
+
+
+def read(path: Path) -> Tenants:
+    """Raises `TenantsError`; its lines start with the path."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[Tenants, _Stamp]:
+    try:
+        with path.open("rb") as file:
+            stamp = _stamp(os.fstat(file.fileno()))
+            content = file.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise TenantsError(f"larger than {FILE_BYTES_MAX} bytes")
+        return parse(content.decode("utf-8")), stamp
+    except OSError as error:
+        raise TenantsError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise TenantsError(f"{path}: not UTF-8") from None
+    except TenantsError as error:
+        raise TenantsError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+class TenantsFile:
+    def __init__(self, path: str | Path) -> None:
+        """Reads it. Raises `TenantsError`."""
+        self.path = Path(path).expanduser()
+        self.tenants, self._seen = _read(self.path)
+        self._asked = asyncio.Event()
+
+    async def watch(self, on_change: Callable[[Tenants], None], poll_s: float = POLL_S) -> None:
+        """Until cancelled. A file that cannot be used is said in the log, once, and the one before it stays in force."""
+        hangup.on_hangup(self._ask)
+        hangup.listen()
+        while True:
+            try:
+                async with asyncio.timeout(poll_s):
+                    await self._asked.wait()
+            except TimeoutError:
+                pass
+            asked = self._asked.is_set()
+            self._asked.clear()
+            if await asyncio.to_thread(self._look, asked):
+                on_change(self.tenants)
+
+    def _ask(self) -> None:
+        self._asked.set()
+
+    def _look(self, asked: bool) -> bool:
+        """Whether there is something new in force. Runs on a thread: a file system may be slow."""
+        try:
+            stamp = _stamp(self.path.stat())
+        except OSError:
+            stamp = (0, 0, 0)
+        if stamp == self._seen and not asked:
+            return False
+        self._seen = stamp
+        try:
+            self.tenants, self._seen = _read(self.path)
+        except TenantsError as error:
+            _log.error("tenants file not taken, the earlier one stays", error=str(error))
+            return False
+        _log.info("tenants file taken", path=str(self.path), tenants=len(self.tenants.policies))
+        return True

@@ -1,0 +1,28 @@
+"""What the cores of both worker kinds need of their links: the drivers' real ones, or those of the simulated world."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from proto.messages import Message, Peer
+
+TakeChanges = Callable[[int], tuple[bytes, bytes]]
+"""Takes (hashes inserted, hashes evicted) out of a prefix cache's list of changes, so many at the most."""
+
+
+class Coordinator(Protocol):
+    """`runtime.worker.registration.Registration` is the real one."""
+
+    @property
+    def up(self) -> bool: ...
+
+    def send(self, message: Message) -> None: ...
+
+    def report_cache(self, take_changes: TakeChanges) -> None: ...
+
+
+class Gateways(Protocol):
+    """`runtime.link.connection_pool.Outbound` is the real one."""
+
+    def connect(self, to: Peer) -> None: ...
+
+    def send(self, to: Peer, message: Message) -> None: ...

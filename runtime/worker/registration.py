@@ -1,0 +1,198 @@
+"""A worker's standing link to the coordinator: registers, registers again after a loss, passes orders on, takes leave."""
+
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from proto import limits
+from proto.drain import Drained, Draining
+from proto.held import Capacity, Held
+from proto.messages import CacheEvents, Finished, Hello, Message, Role, Welcome
+from runtime.link.client import LinkClient
+from runtime.link.peer import LinkCounters
+from runtime.link.server import LinkSettings, OnMessage, Peer, is_orderly
+from runtime.process import clock, notify
+from runtime.process.driver import Stop
+from runtime.process.log import Log
+from runtime.process.waiting import WaitNotice
+from runtime.settings.workers import WorkerSettings
+from runtime.worker.service import GO_AFTER_S, Service
+
+FINISHED_MAX = 4096
+IN_DOUBT_S = 5.0
+"""Longer than a coordinator can be silent before it is given up, and than its journal takes to write a row."""
+
+
+class Registration:
+    """`held()` is asked at each registration; `on_lost` is called when the coordinator goes. `is_idle`: nothing but what is
+    `held` waits to be done or sent; when that changes, `look` is to be called."""
+
+    def __init__(
+        self,
+        *,
+        settings: WorkerSettings,
+        hello: Hello,
+        held: Callable[[], tuple[Held, ...]],
+        on_message: OnMessage,
+        on_lost: Callable[[str], None],
+        log: Log,
+        links: LinkSettings,
+        is_idle: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._service = Service()
+        self._may_go = asyncio.Event()
+        self._is_idle = is_idle
+        self._on_message = on_message
+        self._held = held
+        self._hello = hello
+        self._on_lost = on_lost
+        self._log = log
+        self._peer: Peer | None = None
+        self._unsaid: list[Message] = []
+        """Said after the last Hello and before its Welcome: that Hello still counts what these let go of."""
+        self._finished: deque[tuple[float, Finished]] = deque(maxlen=FINISHED_MAX)
+        """Those that a coordinator may not have heard, should it be lost, and when they were said."""
+        self._lost_at = float("inf")
+        self._client = LinkClient(
+            address=settings.coordinator,
+            hello=self._hello_now,
+            on_up=self._up,
+            on_message=self._message,
+            on_down=self._down,
+            settings=links,
+        )
+        self._waiting = WaitNotice(log, settings.coordinator, lambda: self._client.last_error)
+
+    def report_cache(self, take_changes: Callable[[int], tuple[bytes, bytes]]) -> None:
+        """Tell the coordinator what a prefix cache has gained and lost; while it is away, the changes stay where they are."""
+        if self._peer is None:
+            return
+        inserted, evicted = take_changes(limits.MAX_CACHE_CHANGES)
+        if inserted or evicted:
+            self._peer.send(CacheEvents(inserted, evicted))
+
+    async def start(self) -> None:
+        self._waiting.begin()
+        await self._client.start()
+
+    async def close(self) -> None:
+        await self._client.close()
+        self._waiting.end()
+
+    @property
+    def counters(self) -> LinkCounters:
+        return self._client.counters
+
+    def not_ready(self) -> str | None:
+        """Why this worker gets no work, or None."""
+        return None if self.up else "the coordinator cannot be reached"
+
+    @property
+    def up(self) -> bool:
+        """Whether the coordinator is there."""
+        return self._peer is not None
+
+    def send(self, message: Message) -> None:
+        """Tell the coordinator, if it is there; if not, the next registration says what is still held. What finished while it
+        was away, or so shortly before that it may not have been written down, is told again: an answer is to be charged as
+        it was, not as it was estimated."""
+        if isinstance(message, Finished):
+            now = clock.now()
+            self._finished.append((now, message))
+            while self._finished[0][0] < min(now, self._lost_at) - IN_DOUBT_S:
+                self._finished.popleft()
+        if self._peer is not None:
+            self._peer.send(message)
+        else:
+            self._unsaid.append(message)
+        self.look()
+
+    async def leave(self, grace_s: float, stop: Stop) -> None:
+        """Have nothing placed here any more, and wait until nothing is left: what runs has so long to end by itself, before it
+        is handed over. Bounded, and cut short by a second signal."""
+        self._log.info("draining", attempts=len(self._held()), within_s=grace_s)
+        draining = self._service.leave(grace_s, clock.now())
+        if self._peer is not None:
+            self._peer.send(draining)
+        self.look()
+        await stop.unless_at_once(self._may_go.wait(), grace_s + GO_AFTER_S)
+        if left := len(self._held()):
+            self._log.warning("ends before it is drained", attempts=left)
+
+    def look(self) -> None:
+        """Whether a worker that is to end may go."""
+        service = self._service
+        if service.leaving:
+            owed = self._in_doubt()
+            if service.may_go(up=self.up, empty=not owed and not self._held() and self._is_idle()):
+                self._may_go.set()
+
+    def _in_doubt(self) -> list[Finished]:
+        """What the coordinator that was lost may not have heard, or not written."""
+        return [message for at, message in self._finished if at >= self._lost_at - IN_DOUBT_S]
+
+    def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
+        if isinstance(message, Draining | Drained):
+            self._service.ordered(message, clock.now())
+            self.look()
+        else:
+            self._on_message(peer, message, blob)
+
+    def _hello_now(self) -> Hello:
+        self._unsaid.clear()
+        hand_over_ms = self._service.hand_over_ms(clock.now())
+        return msgspec.structs.replace(self._hello, held=self._held(), hand_over_ms=hand_over_ms)
+
+    def _up(self, peer: Peer, welcome: Welcome) -> None:
+        self._peer = peer
+        self._waiting.end()
+        if self._service.leaving:
+            peer.send(self._service.draining(clock.now()))
+        unsaid, self._unsaid = self._unsaid, []
+        for message in [*self._in_doubt(), *(message for message in unsaid if not isinstance(message, Finished))]:
+            peer.send(message)
+        self._lost_at = float("inf")
+        self._log.info("registered", coordinator_epoch=welcome.epoch)
+        notify.ready("registered")
+
+    def _down(self, _: Peer, reason: str) -> None:
+        self._peer = None
+        self._lost_at = clock.now()
+        self._waiting.begin()
+        if is_orderly(reason):
+            self._log.info("coordinator left", reason=reason)
+        else:
+            self._log.warning("coordinator lost", reason=reason)
+        self._service.link_lost()
+        self._on_lost(reason)
+        self.look()
+
+
+def worker_hello(
+    settings: WorkerSettings,
+    *,
+    epoch: int,
+    name: str,
+    fingerprint: str,
+    capacity: Capacity,
+    address: str = "",
+    metrics: str = "",
+) -> Hello:
+    """A worker's Hello; `address` is where it can be reached, if it can, `metrics` where it can be observed."""
+    return Hello(
+        version=limits.PROTOCOL_VERSION,
+        role=Role(settings.role),
+        epoch=epoch,
+        name=name,
+        model=settings.served_model_id,
+        fingerprint=fingerprint,
+        address=address,
+        capacity=capacity,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        metrics=metrics,
+    )

@@ -1,0 +1,211 @@
+"""The simulated cluster: its processes, a supervisor that starts them again, and the faults that a plan names."""
+
+from proto.drain import DrainRequest
+from simulation.faults.coordinator_process import CoordinatorProcess, Journal
+from simulation.faults.gateway_process import GatewayProcess
+from simulation.faults.network import Network
+from simulation.faults.oracles import Oracles
+from simulation.faults.worker_processes import DecodeProcess, PrefillProcess
+from simulation.faults.world import Process, World
+from simulation.plan import Asked, Fault, Plan
+
+ANEW_S = 0.1
+"""In which a coordinator that was away begins anew."""
+SLOW_STEPS, SLOW_FRAMES_S, SLOW_DISK_S = 15.0, 0.2, 0.4
+
+
+class Cluster(World):
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.seed)
+        self.plan = plan
+        self.network = Network(self)
+        self.network.hostility = plan.hostility
+        self.network.corrupt = plan.corrupt
+        self.slow_disk_s = 0.0
+        self.journal = Journal()
+        self.oracles = Oracles(self)
+        self.processes: dict[str, Process] = {}
+        self.healing = False
+        self._partitions: list[tuple[str, str]] = []
+        self._leaving: dict[str, float] = {}
+        """Workers that are to end, and how long after that they are started again."""
+        for name in plan.processes:
+            self.start(name)
+        for asked in plan.asked:
+            self.at(asked.at_s, self.ask, asked)
+        for fault in plan.faults:
+            self.at(fault.at_s, self.inject, fault)
+
+    @property
+    def coordinator(self) -> CoordinatorProcess:
+        process = self.processes["coordinator"]
+        assert isinstance(process, CoordinatorProcess)
+        return process
+
+    @property
+    def workers(self) -> list[PrefillProcess | DecodeProcess]:
+        return [p for p in self.processes.values() if isinstance(p, PrefillProcess | DecodeProcess)]
+
+    @property
+    def gateways(self) -> list[GatewayProcess]:
+        return [p for p in self.processes.values() if isinstance(p, GatewayProcess)]
+
+    def start(self, name: str) -> None:
+        role = name.partition("-")[0]
+        kinds = {"gateway": GatewayProcess, "prefill": PrefillProcess, "decode": DecodeProcess}
+        self._leaving.pop(name, None)
+        process = CoordinatorProcess(self) if role == "coordinator" else kinds[role](self, name)
+        self.processes[name] = process
+        process.log("starts")
+        process.start()
+
+    def ask(self, asked: Asked) -> None:
+        """A client comes; one that finds its gateway dead or stuck goes away again."""
+        gateway = self.processes[f"gateway-{asked.gateway}"]
+        assert isinstance(gateway, GatewayProcess)
+        if gateway.alive:
+            gateway.call(gateway.ask, asked)
+
+    # --- faults ---------------------------------------------------------------------------------------------------------
+
+    def inject(self, fault: Fault) -> None:
+        process = self.processes[fault.who]
+        if self.healing or not process.alive:
+            return
+        self.injected[f"{fault.kind} {fault.how}".strip()] += 1
+        self.log("world", "fault", str(fault))
+        match fault.kind:
+            case "crash":
+                self.end(process, fault.for_s)
+            case "pause":
+                process.pause()
+                self.network.suspect_all()
+                self.after(fault.for_s, self._resume, process)
+            case "partition":
+                self._partition(fault)
+            case "cut":
+                self._cut(process, fault.how)
+            case "slow":
+                self._slow(process, fault.how, True)
+                self.after(fault.for_s, self._slow, process, fault.how, False)
+            case "drain":
+                self._drain(process, fault)
+            case "step":
+                assert isinstance(process, PrefillProcess | DecodeProcess)
+                process.fail_step = fault.how
+            case "hang":
+                assert isinstance(process, PrefillProcess | DecodeProcess)
+                process.hang_s = fault.for_s
+            case "transfer":
+                assert isinstance(process, PrefillProcess | DecodeProcess)
+                process.call(process.transfers.break_pair)
+
+    def end(self, process: Process, for_s: float) -> None:
+        """Whatever ended it, it is started again after `for_s`."""
+        process.stop()
+        self.network.process_died(process)
+        if isinstance(process, GatewayProcess):
+            self.oracles.gateway_died(process.name)
+        self.network.suspect_all()
+        self.after(for_s, self._restart, process)
+
+    def _drain(self, process: Process, fault: Fault) -> None:
+        if isinstance(process, CoordinatorProcess):
+            process.commit()
+            self._end(process, fault.for_s)
+        elif fault.how == "by order":
+            self.coordinator.ask(DrainRequest(process.name, False, 1000 * fault.grace_s))
+            self.after(fault.for_s, self._undo_drain, process.name)
+        elif process.name not in self._leaving:
+            assert isinstance(process, PrefillProcess | DecodeProcess)
+            self._leaving[process.name] = fault.for_s
+            process.call(process.drain, fault.grace_s)
+
+    def _undo_drain(self, name: str) -> None:
+        """A person tries again until it is done."""
+        worker = self.processes[name]
+        assert isinstance(worker, PrefillProcess | DecodeProcess)
+        known, drained = self.coordinator.core.workers.get(worker.epoch), worker.registration.service.hand_over_ms(0.0)
+        put_back = known is not None and not known.draining and drained is None
+        if name in self._leaving or (put_back and not self.coordinator.paused):
+            return
+        self.coordinator.ask(DrainRequest(name, True, 0.0))
+        self.after(0.5, self._undo_drain, name)
+
+    def worker_goes(self, worker: PrefillProcess | DecodeProcess, why: str) -> None:
+        self.oracles.goes(worker, why)
+        self._end(worker, self._leaving.pop(worker.name))
+
+    def begins_anew(self, coordinator: CoordinatorProcess) -> None:
+        """After an absence: in one process, with a new epoch."""
+        self.injected["absence"] += 1
+        coordinator.log("was away")
+        coordinator.commit()
+        self._end(coordinator, ANEW_S)
+
+    def _end(self, process: Process, for_s: float) -> None:
+        """In order, and started again after a while."""
+        process.stop()
+        self.network.process_died(process, in_order=True)
+        self.network.suspect_all()
+        self.after(for_s, self._restart, process)
+
+    def _restart(self, process: Process) -> None:
+        if self.processes[process.name] is process:
+            self.start(process.name)
+
+    def _resume(self, process: Process) -> None:
+        if process.paused:
+            self.log(process.name, "resumes")
+            process.resume()
+
+    def _partition(self, fault: Fault) -> None:
+        ways = [(fault.who, fault.other)]
+        if fault.how != "one way":
+            ways.append((fault.other, fault.who))
+        self.network.partition(*ways)
+        self._partitions += ways
+        self.after(fault.for_s, self._mend, *ways)
+
+    def _mend(self, *ways: tuple[str, str]) -> None:
+        ways = tuple(way for way in ways if way in self._partitions)
+        for way in ways:
+            self._partitions.remove(way)
+        self.network.mend(*ways)
+
+    def _cut(self, process: Process, how: str) -> None:
+        for wire in list(self.network.wires):
+            if process in wire.processes and self.random.random() < 0.7:
+                if how == "hole":
+                    wire.hole[self.random.randrange(2)] = True
+                else:
+                    wire.cut(0.5)
+        self.network.suspect_all()
+
+    def _slow(self, process: Process, how: str, on: bool) -> None:
+        if how == "disk":
+            self.slow_disk_s = SLOW_DISK_S if on else 0.0
+        elif how == "frames":
+            self.network.slow.pop(process.name, None)
+            if on:
+                self.network.slow[process.name] = SLOW_FRAMES_S
+        elif isinstance(process, PrefillProcess | DecodeProcess):
+            process.slow = SLOW_STEPS if on else 1.0
+
+    # --- healing --------------------------------------------------------------------------------------------------------
+
+    def heal(self) -> None:
+        """No faults any more, and what they left behind is put right: all are up, reach each other, and run."""
+        self.healing = True
+        self.log("world", "healing")
+        self.network.hostility = None
+        self.network.corrupt = self.slow_disk_s = 0.0
+        self.network.slow.clear()
+        self._mend(*self._partitions)
+        for process in list(self.processes.values()):
+            if not process.alive:
+                self._restart(process)
+            self._resume(process)
+        for worker in self.workers:
+            worker.slow, worker.fail_step, worker.hang_s = 1.0, "", 0.0
+        self.network.break_robbed()

@@ -1,0 +1,259 @@
+"""The simulated coordinator process: the production `Core` and `Outbox`, driven as `coordinator.main` drives them. The journal
+of usage is its rows only: what the thread has committed outlives the process, what it has not is lost with it.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from coordinator.accounting.quota import DAY_S, Ask
+from coordinator.accounting.usage import Closed, Entry, Opened, Past
+from coordinator.core import Core
+from coordinator.events import Action, Configured, Event, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
+from coordinator.invariants import check
+from coordinator.lifecycle import TERMINAL, State
+from coordinator.outbox import Outbox
+from coordinator.recovery.stall_detector import Absence, Present
+from proto.drain import Draining, DrainRequest
+from proto.errors import RemoteProtocolError
+from proto.fields import HandOverMs
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Hello, Message, Prefill, Reserve, Role, WorkFailed
+from runtime.link.failure_detector import Silence
+from simulation.faults.links import HEARTBEAT_MS, Link, Server
+from simulation.faults.oracles import stream_of
+from simulation.faults.world import Alarm, Process, Violation
+
+if TYPE_CHECKING:
+    from simulation.faults.cluster import Cluster
+
+UNIX_S = 20_000.0 * DAY_S + 1000.0
+"""What the wall clock says when the world begins; no run lasts until midnight."""
+DAY = int(UNIX_S // DAY_S)
+RECENT_S = 60.0
+CHECK_EVERY = 16
+"""Events between two checks of all the core's invariants."""
+
+
+@dataclass
+class Row:
+    """One request; amounts are of its whole answer, from `opened.from_token` on."""
+
+    opened: Opened
+    accepted_at: float
+    prompt_tokens: int
+    output_tokens: int
+    outcome: str = ""
+    """Empty while it is open; then the amounts are the estimate."""
+    before: tuple[int, int] = (0, 0)
+    """Prompt and output tokens when it was opened again."""
+
+    @property
+    def charged_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass
+class Journal:
+    """The file of `coordinator.accounting.ledger`, whose statements are said again here."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+
+    def write(self, entry: Entry, now: float) -> None:
+        row = self.rows.get(entry.request_id)
+        if isinstance(entry, Opened):
+            ask = entry.ask
+            if row is None:
+                self.rows[entry.request_id] = Row(entry, now, ask.prompt_tokens, ask.output_tokens)
+            elif entry.again and row.outcome:
+                row.outcome, row.before = "", (row.prompt_tokens, row.output_tokens)
+                row.prompt_tokens = max(row.prompt_tokens, ask.prompt_tokens)
+                row.output_tokens = max(row.output_tokens, ask.output_tokens)
+        elif row is not None and not row.outcome:
+            row.outcome = entry.outcome
+            row.prompt_tokens = max(row.before[0], entry.prompt_tokens)
+            output_tokens = entry.output_tokens + entry.from_token - row.opened.from_token
+            row.output_tokens = max(row.before[1], output_tokens)
+
+    def past(self, now: float) -> Past:
+        charged: dict[str, int] = {}
+        for row in self.rows.values():
+            charged[row.opened.tenant] = charged.get(row.opened.tenant, 0) + row.charged_tokens
+        recent = sorted(
+            (row for row in self.rows.values() if not row.opened.borrowed and row.accepted_at >= now - RECENT_S),
+            key=lambda row: row.accepted_at,
+        )
+        still_open = [_as_opened(row) for row in self.rows.values() if not row.outcome]
+        return Past(
+            tuple(still_open),
+            tuple((tenant, DAY, tokens) for tenant, tokens in sorted(charged.items())),
+            tuple((row.opened.tenant, now - row.accepted_at, row.charged_tokens) for row in recent),
+        )
+
+
+def _as_opened(row: Row) -> Opened:
+    opened = row.opened
+    ask = Ask(row.prompt_tokens, row.output_tokens, opened.ask.kv_blocks)
+    return msgspec.structs.replace(opened, ask=ask, again=False)
+
+
+class CoordinatorProcess(Process):
+    def __init__(self, cluster: "Cluster", name: str = "coordinator") -> None:
+        super().__init__(cluster, name)
+        self.cluster = cluster
+        self.core = Core(cluster.plan.limits)
+        self.absence = Absence(Silence(HEARTBEAT_MS, 0.0).limit_s)
+        self._present = Present(self.core, self.absence)
+        self.outbox = Outbox()
+        self.links: dict[int, Link] = {}
+        self.drained: set[int] = set()
+        """Workers that this incarnation has been told about."""
+        self.events = 0
+        self._pending: list[Event] = []
+        self._busy = False
+        self._alarm = Alarm(self, lambda: self.post(Tick()))
+        self._entries: list[Entry] = []
+        self._writing = False
+        self.server: Server
+
+    def start(self) -> None:
+        past = self.cluster.journal.past(self.world.now)
+        unix_s = UNIX_S + self.world.now
+        self.post(Configured(self.cluster.plan.tenants, unix_s - self.now(), past))
+        self.server = Server(
+            self,
+            "coordinator",
+            accept=self.core.refusal,
+            on_up=self._up,
+            on_message=self._message,
+            on_down=self._down,
+        )
+        self.absence.begin(self.now())
+        self._look_for_absence()
+
+    def _look_for_absence(self) -> None:
+        if self.absence.look(self.now()):
+            self.cluster.begins_anew(self)
+        else:
+            self.after(self.absence.limit_s / 8, self._look_for_absence)
+
+    # --- the core -------------------------------------------------------------------------------------------------------
+
+    def post(self, event: Event) -> None:
+        """As `runtime.process.driver.CoreDriver`."""
+        self._pending.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._pending:
+                for action in self._present.handle(self._pending.pop(0), self.now()):
+                    self._perform(action)
+                self._check()
+        finally:
+            self._busy = False
+        self._alarm.set(self._present.next_deadline())
+
+    def _check(self) -> None:
+        self.events += 1
+        if self.events % CHECK_EVERY == 0:
+            check(self.core)
+        self.cluster.oracles.after_decision(self.core)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Send():
+                self._watch_drains(action)
+                if self.outbox.pass_or_hold(action):
+                    self._send(action)
+            case Opened() | Closed():
+                self._journal(action)
+            case Moved(request_id, state=State.QUEUED):
+                alive = self.core.requests
+                self.cluster.oracles.taken(self.epoch, alive[request_id].submit, len(alive), self.now())
+            case Moved(request_id, attempt, state, why):
+                if state in TERMINAL:
+                    self.log(f"{state.value} {request_id}/{attempt}", why)
+                    self.cluster.oracles.moved(self.epoch, action)
+            case Misbehaved(epoch, reason):
+                link = self.links.get(epoch)
+                self.cluster.oracles.misbehaved(epoch, reason)
+                if link is not None:
+                    self.after(0.0, self.server.drop, link, reason)
+
+    # --- the journal ----------------------------------------------------------------------------------------------------
+
+    def _journal(self, entry: Entry) -> None:
+        if isinstance(entry, Opened):
+            self.outbox.opened(entry.request_id)
+        self._entries.append(entry)
+        if not self._writing:
+            self._writing = True
+            slow_s = self.cluster.slow_disk_s
+            self.after(self.world.random.uniform(0.001, 0.008) + slow_s, self.commit)
+
+    def commit(self) -> None:
+        batch, self._entries, self._writing = self._entries, [], False
+        for entry in batch:
+            self.cluster.journal.write(entry, self.world.now)
+        opened = [entry.request_id for entry in batch if isinstance(entry, Opened)]
+        for send in self.outbox.committed(opened):
+            self._send(send)
+
+    # --- links ----------------------------------------------------------------------------------------------------------
+
+    def _up(self, link: Link) -> None:
+        earlier = self.links.get(link.epoch)
+        if earlier is not None:
+            self.server.drop(earlier, "connected again")
+        self.outbox.forget(link.epoch)
+        self.links[link.epoch] = link
+        self._heard_of_drain(link.epoch, link.hello.hand_over_ms)
+        self.post(PeerUp(link.epoch, link.hello))
+
+    def _down(self, link: Link, reason: str) -> None:
+        if self.links.get(link.epoch) is link:
+            del self.links[link.epoch]
+            self.outbox.forget(link.epoch)
+            self.post(PeerDown(link.epoch, reason))
+
+    def _message(self, link: Link, message: Message, blob: bytes) -> None:
+        if self.links.get(link.epoch) is not link:
+            raise RemoteProtocolError("this link was replaced by a newer one")
+        if isinstance(message, WorkFailed):
+            self.cluster.oracles.failed(message)
+        if isinstance(message, Draining):
+            self._heard_of_drain(link.epoch, message.hand_over_ms)
+        self.post(Received(link.epoch, message, blob))
+
+    # --- drains ---------------------------------------------------------------------------------------------------------
+
+    def ask(self, request: DrainRequest) -> None:
+        """As `crossdock drain`, whose answer is the last that its link brings."""
+        if self.alive:
+            self.call(self._asked, request)
+
+    def _asked(self, request: DrainRequest) -> None:
+        observer = Hello(PROTOCOL_VERSION, Role.OBSERVER, 1, "drain")
+        self.post(PeerUp(observer.epoch, observer))
+        self.post(Received(observer.epoch, request))
+        self.post(PeerDown(observer.epoch, "said goodbye"))
+
+    def _heard_of_drain(self, epoch: int, hand_over_ms: HandOverMs) -> None:
+        (self.drained.discard if hand_over_ms is None else self.drained.add)(epoch)
+
+    def _watch_drains(self, send: Send) -> None:
+        """Judged when it is decided: what waits for its row in the journal leaves later."""
+        match send.message:
+            case Draining(hand_over_ms):
+                self._heard_of_drain(send.epoch, hand_over_ms)
+            case Prefill() | Reserve() if send.epoch in self.drained:
+                name = self.links[send.epoch].hello.name if send.epoch in self.links else send.epoch
+                raise Violation("draining", f"something new is placed on {name}", stream_of(send.message.request_id))
+
+    def _send(self, send: Send) -> None:
+        link = self.links.get(send.epoch)
+        if link is not None:
+            self.cluster.oracles.said(send.message)
+            link.send(send.message, send.blob)

@@ -1,0 +1,182 @@
+"""The simulated gateway process: the production `StreamKeeper`, driven as `gateway.backend` drives it, and its clients."""
+
+from typing import TYPE_CHECKING
+
+from gateway.streams.keeper import StreamKeeper
+from gateway.streams.types import (
+    Action,
+    Admitted,
+    Came,
+    ClientGone,
+    Deliver,
+    Ended,
+    Event,
+    LinkDown,
+    LinkUp,
+    Noticed,
+    Open,
+    SendCancel,
+    SendSubmit,
+    StreamSpec,
+    Tick,
+    WorkerDown,
+)
+from gateway.streams.worker_links import WorkerLinks
+from gateway.text.block_hashes import BlockNames
+from proto.codec import pack_tokens
+from proto.errors import RemoteProtocolError
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
+from simulation.faults.links import Client, Link, Server
+from simulation.faults.worker_processes import MODEL
+from simulation.faults.world import Alarm, Process
+from simulation.plan import Asked
+
+if TYPE_CHECKING:
+    from simulation.faults.cluster import Cluster
+
+
+class _Piece:
+    __slots__ = ("stopped", "text")
+
+    def __init__(self, stopped: bool) -> None:
+        self.text = ""
+        self.stopped = stopped
+
+
+class _Sink:
+    """Text with a stop string that is one token's."""
+
+    def __init__(self, stop_word: int) -> None:
+        self._stop_word = stop_word
+
+    def push(self, token: int) -> _Piece:
+        return _Piece(token == self._stop_word)
+
+    def finish(self) -> _Piece:
+        return _Piece(False)
+
+
+class GatewayProcess(Process):
+    def __init__(self, cluster: "Cluster", name: str) -> None:
+        super().__init__(cluster, name)
+        self.cluster = cluster
+        self.keeper = StreamKeeper(cluster.plan.stream_limits)
+        self.hello = Hello(PROTOCOL_VERSION, Role.GATEWAY, self.epoch, name, address=name)
+        self.workers = WorkerLinks()
+        self.coordinator: Link | None = None
+        self._alarm = Alarm(self, lambda: self.post(Tick()))
+        self.client = Client(
+            self,
+            "coordinator",
+            hello=lambda: self.hello,
+            on_up=self._coordinator_up,
+            on_message=self._coordinator_message,
+            on_down=self._coordinator_down,
+        )
+        self.server = Server(
+            self,
+            name,
+            accept=lambda hello: None if hello.role in (Role.PREFILL, Role.DECODE) else "only workers deliver tokens",
+            on_up=self._worker_up,
+            on_message=self._worker_message,
+            on_down=self._worker_down,
+        )
+
+    def start(self) -> None:
+        self.client.start()
+
+    # --- clients --------------------------------------------------------------------------------------------------------
+
+    def ask(self, asked: Asked) -> None:
+        packed = pack_tokens(asked.prompt)
+        names = BlockNames.of(packed, min(self.cluster.plan.block_size.values()), asked.tenant.partition("/")[0])
+        self.log("client asks", asked.stream_id)
+        self.cluster.oracles.opened(asked, self.name)
+        self.post(
+            Open(
+                StreamSpec(
+                    asked.stream_id, MODEL, asked.prompt, asked.sampling, asked.choices,
+                    lambda: _Sink(asked.stop_word), asked.tenant, names, asked.band,
+                )
+            )
+        )  # fmt: skip
+        if asked.leaves_after_s is not None:
+            self.after(asked.leaves_after_s, self.leave, asked.stream_id)
+
+    def leave(self, stream_id: str) -> None:
+        if stream_id in self.keeper.streams:
+            self.log("client leaves", stream_id)
+            self.world.injected["client leaves"] += 1
+            self.cluster.oracles.left(stream_id)
+            self.post(ClientGone(stream_id))
+
+    # --- the keeper -----------------------------------------------------------------------------------------------------
+
+    def post(self, event: Event) -> None:
+        if isinstance(event, Came):
+            # One by one, as the keeper takes them, so that what each leads to can be judged.
+            for item in event.items:
+                submission = self.keeper.submissions.get(item.request_id)
+                stale = submission is None or submission.attempt != item.attempt
+                actions = self.keeper.handle(Came((item,), event.decoder), self.now())
+                self.cluster.oracles.tokens_came(item, stale, actions)
+                self._perform(actions)
+        else:
+            if isinstance(event, Interrupted | LinkDown):
+                self.cluster.oracles.interrupted(event, self)
+            self._perform(self.keeper.handle(event, self.now()))
+        self._alarm.set(self.keeper.next_deadline())
+
+    def _perform(self, actions: list[Action]) -> None:
+        oracles = self.cluster.oracles
+        for action in actions:
+            match action:
+                case Deliver():
+                    oracles.delivered(action)
+                case Ended(stream_id, failure):
+                    self.log("ends", f"{stream_id} {failure.kind + ': ' + failure.message if failure else 'well'}")
+                    oracles.ended(action)
+                case SendSubmit(submit, blob):
+                    oracles.submitted(submit, self)
+                    if self.coordinator is not None:
+                        self.coordinator.send(submit, blob)
+                case SendCancel(cancel):
+                    if self.coordinator is not None:
+                        self.coordinator.send(cancel)
+                case Noticed(why, request_id, detail):
+                    self.log(f"{why} {detail}", request_id)
+                case Admitted(stream_id):
+                    oracles.admitted(stream_id)
+
+    # --- links ----------------------------------------------------------------------------------------------------------
+
+    def _coordinator_up(self, link: Link) -> None:
+        self.coordinator = link
+        self.post(LinkUp(link.epoch))
+
+    def _coordinator_down(self, _: Link, reason: str) -> None:
+        self.coordinator = None
+        self.post(LinkDown())
+
+    def _coordinator_message(self, _: Link, message: Message, __: bytes) -> None:
+        match message:
+            case Accepted() | Rejected() | Interrupted():
+                self.post(message)
+            case ClusterState():
+                pass
+            case _:
+                raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")
+
+    def _worker_up(self, link: Link) -> None:
+        if self.workers.returns(link.epoch):
+            self.post(WorkerDown(link.epoch))
+
+    def _worker_down(self, link: Link, _reason: str) -> None:
+        self.workers.down(link.epoch)
+        self.post(WorkerDown(link.epoch))
+
+    def _worker_message(self, link: Link, message: Message, _: bytes) -> None:
+        if not isinstance(message, Tokens):
+            raise RemoteProtocolError(f"a worker may not send {type(message).__name__} to a gateway")
+        self.post(Came(message.items, link.epoch if link.hello.role is Role.DECODE else 0))

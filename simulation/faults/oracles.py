@@ -1,0 +1,274 @@
+"""What must hold, whatever happens: judged from outside, while a run goes on and when it is over.
+
+exactly once      each stream's tokens are the known function's, in order, none lost, repeated or changed
+one outcome       each request ends once, for its client and for the coordinator
+draining          no attempt or time is lost by one, nothing is placed on who drains, and it ends as soon as it can
+no stale act      tokens of an older attempt change nothing
+bounded retries   no more attempts than allowed, none sooner than the backoff
+blocks, bills     see `audit`
+work conserving   nothing waits while all that could serve it lies idle
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from coordinator.core import Core
+from coordinator.events import Moved
+from coordinator.lifecycle import State
+from coordinator.waiting.retries import WINDOW_S
+from gateway.streams.types import Action, Deliver, Ended, FailKind, Finish, LinkDown
+from proto.errors import FinishReason, Interrupt, Reject
+from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens, WorkFailed
+from simulation.faults.toy_model import Answer, expected
+from simulation.faults.world import Violation
+from simulation.plan import LIMITED, Asked
+
+if TYPE_CHECKING:
+    from simulation.faults.cluster import Cluster
+    from simulation.faults.gateway_process import GatewayProcess
+    from simulation.faults.worker_processes import WorkerProcess
+
+_PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET})
+"""Why a new request may be turned away in a small cluster with short queues, whatever its tenant."""
+LEFT_S = 0.1
+"""Until nothing more is computed for a client that left, where nothing is disturbed."""
+DRAINED = "it is drained"
+_NO_ROOM = ("no free KV block", "KV blocks wanted")
+
+
+@dataclass
+class Expectation:
+    asked: Asked
+    gateway: str
+    answers: list[Answer]
+    got: list[int]
+    """Tokens delivered, by choice."""
+    done: list[bool]
+    admitted: bool = False
+    outcome: str = ""
+    """What became of it: `well`, a kind of failure, `left`, `gateway lost`."""
+    attempts: int = 0
+    left_at: float = 1e9
+    drains: int = 0
+    """Attempts that a drain cut short."""
+    losses: int = 0
+    """Of its gateway's link: what was on its way then is sent again under another number."""
+
+
+@dataclass
+class Oracles:
+    cluster: "Cluster"
+    streams: dict[str, Expectation] = field(default_factory=dict)
+    drawn_tokens: Counter[str] = field(default_factory=Counter)
+    """By stream, over all attempts and workers."""
+    accepted: set[str] = field(default_factory=set)
+    """Request ids whose acceptance left the coordinator."""
+    delivered_tokens: int = 0
+    _sent: set[tuple[str, int, int, int]] = field(default_factory=set)
+    _ends: set[tuple[int, str, int]] = field(default_factory=set)
+    _backoff: dict[str, tuple[int, float, bool]] = field(default_factory=dict)
+    """Attempt that ended, when, and whether a drain cut it short."""
+    _known: dict[tuple[int, str], int] = field(default_factory=dict)
+    """Requests that a coordinator has taken, by its epoch; of each, how many attempts drains had cut short."""
+    _retries: dict[int, list[float]] = field(default_factory=dict)
+    """When it took one of them again."""
+
+    # --- clients --------------------------------------------------------------------------------------------------------
+
+    def opened(self, asked: Asked, gateway: str) -> None:
+        answers = [expected(asked.prompt, asked.sampling, c, asked.stop_word) for c in range(asked.choices)]
+        self.streams[asked.stream_id] = Expectation(
+            asked, gateway, answers, [0] * asked.choices, [False] * asked.choices
+        )
+
+    def admitted(self, stream_id: str) -> None:
+        self.streams[stream_id].admitted = True
+
+    def delivered(self, part: Deliver) -> None:
+        stream = self.streams[part.stream_id]
+        if stream.outcome:
+            raise Violation("one outcome", f"tokens after the end ({stream.outcome})", part.stream_id)
+        answer, have = stream.answers[part.choice], stream.got[part.choice]
+        wanted = answer.tokens[have : have + len(part.tokens)]
+        if stream.done[part.choice] or part.tokens != wanted:
+            why = f"choice {part.choice}: {part.tokens} from token {have} on, which should be {wanted}"
+            raise Violation("exactly once", why, part.stream_id)
+        stream.got[part.choice] += len(part.tokens)
+        self.delivered_tokens += len(part.tokens)
+        is_last = stream.got[part.choice] == len(answer.tokens)
+        finish = (Finish.STOP if answer.finish is FinishReason.STOP else Finish.LENGTH) if is_last else None
+        if part.finish is not finish:
+            why = f"choice {part.choice} ends with {part.finish} where {finish} is right"
+            raise Violation("exactly once", why, part.stream_id)
+        stream.done[part.choice] = is_last
+
+    def ended(self, end: Ended) -> None:
+        stream = self.streams[end.stream_id]
+        if stream.outcome:
+            raise Violation("one outcome", f"it ended before ({stream.outcome})", end.stream_id)
+        if end.failure is None:
+            stream.outcome = "well"
+            if not all(stream.done):
+                raise Violation("exactly once", f"a clean end after {stream.got} tokens", end.stream_id)
+            return
+        stream.outcome = end.failure.kind
+        if not self._may_fail(stream, end):
+            raise Violation("every request finishes", f"it failed: {end.failure.message}", end.stream_id)
+
+    def _may_fail(self, stream: Expectation, end: Ended) -> bool:
+        failure, limits = end.failure, self.cluster.plan.stream_limits
+        assert failure is not None
+        if failure.kind is FailKind.INTERRUPTED:
+            return stream.attempts >= limits.attempts_max
+        if failure.kind is FailKind.UNREACHABLE:
+            return not stream.admitted
+        if failure.kind is not FailKind.REJECTED or failure.reject is None:
+            return False
+        reason = failure.reject.reason
+        if stream.admitted:
+            return reason is Reject.SHED and not any(stream.got)
+        return reason in _PASSING or (reason is Reject.QUOTA and stream.asked.tenant in LIMITED)
+
+    def left(self, stream_id: str) -> None:
+        self.streams[stream_id].outcome = "left"
+        self.streams[stream_id].left_at = self.cluster.now
+
+    def gateway_died(self, name: str) -> None:
+        for stream in self.streams.values():
+            if stream.gateway == name and not stream.outcome:
+                stream.outcome = "gateway lost"
+
+    # --- gateways -------------------------------------------------------------------------------------------------------
+
+    def tokens_came(self, item: TokenItem, stale: bool, actions: list[Action]) -> None:
+        if stale and any(isinstance(action, Deliver) for action in actions):
+            raise Violation(
+                "no stale act", f"tokens of attempt {item.attempt} were delivered", stream_of(item.request_id)
+            )
+
+    def interrupted(self, event: Interrupted | LinkDown, gateway: "GatewayProcess") -> None:
+        if isinstance(event, LinkDown):
+            self._backoff.clear()  # what is due then is not due to backoff
+            for stream in self.streams.values():
+                stream.losses += stream.gateway == gateway.name
+            return
+        submission = gateway.keeper.submissions.get(event.request_id)
+        if (
+            submission is not None
+            and submission.attempt == event.attempt
+            and submission.sent
+            and not submission.resuming
+        ):
+            drained = event.reason is Interrupt.DRAINED
+            self.streams[stream_of(event.request_id)].drains += drained
+            self._backoff[event.request_id] = event.attempt, gateway.now(), drained
+
+    def submitted(self, submit: Submit, gateway: "GatewayProcess") -> None:
+        stream = self.streams[stream_of(submit.request_id)]
+        limits = self.cluster.plan.stream_limits
+        tries = submit.attempt - submit.drained_attempts
+        stream.attempts = max(stream.attempts, tries)
+        if tries > limits.attempts_max + stream.losses or submit.drained_attempts > stream.drains:
+            raise Violation("bounded retries", f"attempt {submit.attempt}", stream.asked.stream_id)
+        attempt, since, drained = self._backoff.pop(submit.request_id, (0, 0.0, False))
+        if attempt and submit.attempt == attempt + 1:
+            least_s = (
+                0.0 if drained else 0.499 * min(limits.resume_delay_s * 2 ** (tries - 2), limits.resume_delay_s_max)
+            )
+            waited_s = gateway.now() - since
+            if waited_s < least_s or (drained and waited_s > 0.0):
+                why = f"attempt {submit.attempt} {waited_s:.3f} s after the last one's end"
+                raise Violation("draining" if drained else "bounded retries", why, stream.asked.stream_id)
+        if self.cluster.plan.only_drains and tries > 1 + stream.losses:
+            raise Violation("draining", f"attempt {submit.attempt} is no resume of a drain's", stream.asked.stream_id)
+
+    # --- workers --------------------------------------------------------------------------------------------------------
+
+    def drawn(self, request_id: str, tokens: int) -> None:
+        stream_id = stream_of(request_id)
+        self.drawn_tokens[stream_id] += tokens
+        if self.cluster.now - self.streams[stream_id].left_at > LEFT_S and not self.cluster.plan.disturbed:
+            raise Violation("no work for nobody", f"tokens {LEFT_S:g} s after its client left", stream_id)
+
+    def failed(self, message: WorkFailed) -> None:
+        """What was placed has room: the coordinator never counts a block as free that its worker has not."""
+        if any(words in message.message for words in _NO_ROOM) and self.cluster.plan.hostility is None:
+            raise Violation("reservation before work", message.message, stream_of(message.request_id))
+
+    def goes(self, worker: "WorkerProcess", why: str) -> None:
+        held = worker.registration.held()
+        if why == DRAINED and held:
+            raise Violation("draining", f"{worker.name} goes with {held}", stream_of(held[0].request_id))
+        if why != DRAINED and self.cluster.plan.only_drains:
+            raise Violation("draining", f"{worker.name} goes before it is drained: {why}")
+
+    def emitted(self, worker: str, message: Tokens) -> None:
+        for item in message.items:
+            for index in range(item.index, item.index + len(item.tokens)):
+                key = (item.request_id, item.attempt, item.choice, index)
+                if key in self._sent:
+                    why = f"{worker} sends token {index} of attempt {item.attempt} again"
+                    raise Violation("exactly once", why, stream_of(item.request_id))
+                self._sent.add(key)
+
+    # --- the coordinator ------------------------------------------------------------------------------------------------
+
+    def said(self, message: Message) -> None:
+        """To a gateway or a worker: nothing of a request before its row is in the journal."""
+        if isinstance(message, Accepted | Prefill | Reserve):
+            if message.request_id not in self.cluster.journal.rows:
+                why = f"{type(message).__name__} leaves before its row is in the journal"
+                raise Violation("journalled first", why, stream_of(message.request_id))
+            if isinstance(message, Accepted):
+                self.accepted.add(message.request_id)
+
+    def moved(self, epoch: int, moved: Moved) -> None:
+        if moved.state is State.REJECTED:
+            return
+        key = (epoch, moved.request_id, moved.attempt)
+        if key in self._ends:
+            raise Violation("one outcome", f"attempt {moved.attempt} ends again", stream_of(moved.request_id))
+        self._ends.add(key)
+
+    def taken(self, epoch: int, submit: Submit, alive: int, now: float) -> None:
+        """A request is in the queue: for the first time with this coordinator, or again."""
+        known, drained = (epoch, submit.request_id), submit.drained_attempts
+        whole = self._known.get((epoch, stream_of(submit.request_id)))
+        before, self._known[known] = self._known.get(known, whole), drained
+        if before != drained:
+            return
+        limits, retries = self.cluster.plan.limits, self._retries.setdefault(epoch, [])
+        retries.append(now)
+        in_window = sum(at > now - WINDOW_S for at in retries)
+        if in_window - 1 >= limits.retry_floor + limits.retry_share * alive and self.cluster.plan.hostility is None:
+            why = f"{in_window} came back within {WINDOW_S:g} s, with {alive} alive"
+            raise Violation("bounded retries", why, stream_of(submit.request_id))
+
+    def misbehaved(self, epoch: int, reason: str) -> None:
+        if self.cluster.plan.hostility is None:
+            raise Violation("peers behave", f"the coordinator says of {epoch}: {reason}")
+
+    def after_decision(self, core: Core) -> None:
+        for account in core.billing.quotas.accounts.values():
+            limits = account.limits
+            if limits.concurrency is not None and account.concurrency > limits.concurrency and not _promised(core):
+                raise Violation("quotas", f"{account.name} has {account.concurrency} requests of {limits.concurrency}")
+        for model, queue in core.queues.items():
+            if queue.fair.size and not any(w.steps or w.holdings for w in core.workers.values()):
+                pool = core.pools[model]
+                pairs = [(p, d) for p in pool.prefill.values() for d in pool.decode.values()]
+                if any(not (p.draining or d.draining) and pool.may_pair(p, d, core.now) for p, d in pairs):
+                    waiting = next((r for r in core.requests.values() if r.entry is not None), None)
+                    why = f"{queue.fair.size} wait while every worker lies idle"
+                    raise Violation("work conserving", why, stream_of(waiting.id) if waiting else "")
+
+
+def _promised(core: Core) -> bool:
+    """Whether some bill was opened without asking a limit: for a request that an earlier coordinator had accepted."""
+    return any(bill.tally.attempt > 1 or bill.tally.adopted or not bill.rated for bill in core.billing.bills.values())
+
+
+def stream_of(request_id: str) -> str:
+    """Choices that are resumed one by one are requests of their own."""
+    return request_id.partition(".")[0]

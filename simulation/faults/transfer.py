@@ -1,0 +1,187 @@
+"""KV hand-over between simulated workers: the production sessions under a thin model of their drivers.
+
+`kvtransfer.sender`, `receiver` and `driver` hold tensors, threads and an event loop, so what they do around the sessions is
+said again here, in the same order of effects: pairs are opened, used, dropped and told of as there, ended sessions answer late
+frames, what is announced is sent and received, a job's blocks are read when the thread gets to it. `pairs.Pair` stands for
+a transport and its thread. There is one transport; choosing and demoting them is not modelled.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtransfer.session.limits import KvSettings
+from kvtransfer.session.session import (
+    Action,
+    AnnounceOrder,
+    Ended,
+    LocalAbort,
+    PairLost,
+    SegmentDone,
+    SegmentDropped,
+    Send,
+    SendSegment,
+    Tick,
+    Violation,
+)
+from proto.kv import (
+    PairClosed,
+    PairListen,
+)
+from proto.messages import Message
+from simulation.faults.connections import Job, Pair, PoolProcess
+from simulation.faults.toy_model import Toy
+from simulation.faults.world import Timer
+
+TOKEN_BYTES = 256
+TRANSPORT = "tcp"
+SETTINGS = KvSettings(transports=(TRANSPORT,), segment_bytes=12 * TOKEN_BYTES)
+Key = tuple[str, int]
+
+
+@dataclass(eq=False)
+class Route:
+    peer_epoch: int
+    pair_id: int
+    block_size: int
+    """Of the blocks that cross."""
+    ratio: int
+    """Of ours to those."""
+    pair: Pair | None = None
+    sessions: "dict[Key, Live]" = field(default_factory=dict)
+    timer: Timer | None = None
+    dropped: bool = False
+    # of a sender's
+    waiting: "deque[tuple[Live, SendSegment]]" = field(default_factory=deque)
+    ready: bool = False
+    announced: int = 0
+    # of a receiver's
+    order: AnnounceOrder = field(default_factory=AnnounceOrder)
+    listening: PairListen | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * TOKEN_BYTES
+
+
+@dataclass(eq=False)
+class Live:
+    key: Key
+    session: Any
+    """A `SenderSession` or a `ReceiverSession`."""
+    route: Route
+    timer_at: float = 1e18
+
+
+class Driver:
+    """What both ends share; as `kvtransfer.driver.Driver`."""
+
+    def __init__(self, process: PoolProcess, toy: Toy, send: Callable[[int, Message, bytes], None]) -> None:
+        self.process = process
+        self.toy = toy
+        self.violations = 0
+        self._send = send
+        self._live: dict[Key, Live] = {}
+        self._ended: dict[Key, Live] = {}
+        self._routes: dict[int, Route] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self._live
+
+    def peer_lost(self, peer_epoch: int, reason: str) -> None:
+        route = self._routes.get(peer_epoch)
+        if route is not None:
+            self._drop(route, f"peer lost: {reason}", tell_peer=False)
+
+    def abort(self, request_id: str, attempt: int, reason: str) -> None:
+        self._feed_known((request_id, attempt), LocalAbort(reason))
+
+    def break_pair(self) -> None:
+        """A fault: the group of one pair fails."""
+        pairs = [r.pair for r in self._routes.values() if r.pair is not None and not r.pair.is_down]
+        if pairs:
+            pairs[0].fail("connection reset")
+
+    def _begin(self, key: Key, session: Any, route: Route) -> Live:
+        assert key not in self._live and key not in self._ended
+        live = self._live[key] = route.sessions[key] = Live(key, session, route)
+        return live
+
+    def _find(self, peer_epoch: int, key: Key) -> Live | None:
+        live = self._live.get(key) or self._ended.get(key)
+        return live if live is not None and live.route.peer_epoch == peer_epoch else None
+
+    def _feed_known(self, key: Key, event: object) -> None:
+        live = self._live.get(key)
+        if live is not None:
+            self._feed(live, event)
+
+    def _feed(self, live: Live, event: object) -> None:
+        self._perform(live, live.session.handle(event, self.process.now()))
+
+    def _perform(self, live: Live, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(live.route.peer_epoch, action.message, action.blob)
+            elif isinstance(action, Violation):
+                self.violations += 1
+            elif isinstance(action, Ended):
+                self._end(live, action)
+            else:
+                self._carry_out(live, action)
+        if live.key in self._live:
+            self._arm(live)
+
+    def _end(self, live: Live, ended: Ended) -> None:
+        del self._live[live.key]
+        del live.route.sessions[live.key]
+        self._ended[live.key] = live
+        self._report(live, ended)
+        live.session.forget_payload()
+
+    def _arm(self, live: Live) -> None:
+        deadline = live.session.next_deadline()
+        if deadline is None or live.timer_at <= deadline:
+            return
+        live.timer_at = deadline
+        self.process.after(deadline - self.process.now(), self._ticked, live, deadline)
+
+    def _ticked(self, live: Live, deadline: float) -> None:
+        if live.timer_at == deadline and live.key in self._live:
+            live.timer_at = 1e18
+            self._feed(live, Tick())
+
+    def _answered(self, route: Route, job: Job, digest: bytes | None) -> None:
+        if isinstance(job.owner, Live):
+            done = SegmentDropped(job.segment) if not digest else SegmentDone(job.segment, digest)
+            self._feed(job.owner, done)
+        self._segment_freed(route)
+
+    def _pair_down(self, route: Route, reason: str) -> None:
+        self._drop(route, f"pair {route.pair_id}: {reason}", tell_peer=True)
+
+    def _drop(self, route: Route, reason: str, tell_peer: bool) -> None:
+        if route.dropped:
+            return
+        route.dropped = True
+        if self._routes.get(route.peer_epoch) is route:
+            del self._routes[route.peer_epoch]
+        if route.timer is not None:
+            route.timer.cancel()
+        if route.pair is not None:
+            route.pair.close()
+        if tell_peer:
+            self._send(route.peer_epoch, PairClosed(route.pair_id, reason[:512]), b"")
+        for live in list(route.sessions.values()):
+            self._feed(live, PairLost(reason))
+
+    def _carry_out(self, live: Live, action: Action) -> None:
+        raise NotImplementedError
+
+    def _report(self, live: Live, ended: Ended) -> None:
+        raise NotImplementedError
+
+    def _segment_freed(self, route: Route) -> None:
+        """There is room for another segment on this pair."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runtime.process import clock
 
-ROOT = str(Path(__file__).resolve().parent.parent)
+ROOT = str(Path(__file__).resolve().parents[1])
 _LINE_END = re.compile(rb"[\r\n]+")
 _KEPT_LINES = 50
 

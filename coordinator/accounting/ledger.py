@@ -130,9 +130,9 @@ def day_text(day: int) -> str:
 
 
 class Ledger:
-    """Used on the event loop's thread, by the coordinator whose turn it is (`coordinator.recovery.leader_lock`). `on_committed` gets the ids of
-    requests whose opening is on disk, `on_failed` the error after which nothing is written any more; both are called on the
-    loop."""
+    """Used on the event loop's thread, by the coordinator that leads (`coordinator.recovery.leader_lock`). `on_committed`
+    gets the ids of requests whose opening is on disk, `on_failed` the error after which nothing is written any more; both
+    are called on the loop."""
 
     def __init__(
         self,

@@ -8,8 +8,8 @@ against either with others. Failures of attempts that were placed before the las
 and do not count: one broken connection takes all transfers on it. Two workers between which nothing works keep their requests
 waiting, rather than have them fail one attempt after the other.
 
-Below this, a sender leaves a transport out for a while that broke (`kvtransfer.transport_choice`), so that a pair fails again only where
-every transport between its ends does.
+Below this, a sender leaves a transport out for a while that broke (`kvtransfer.transport_choice`), so that a pair fails
+again only where every transport between its ends does.
 """
 
 from collections.abc import Callable

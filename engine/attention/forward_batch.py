@@ -33,7 +33,7 @@ class PoolViews:
     """The two-dimensional views of a pool, one per layer, and a scratch buffer to gather into."""
 
     def __init__(self, pool: torch.Tensor, steady_rows: int = 0) -> None:
-        """`steady_rows`: the fewest of a product in `engine.attention.batch_invariant`, whose attention it then is; 0: it is not."""
+        """`steady_rows`: the fewest rows of a product in `engine.attention.batch_invariant`; 0: that attention is not used."""
         self.steady_rows = steady_rows
         blocks, layers, two, block_size, kv_heads, head_dim = pool.shape
         assert two == 2, pool.shape

@@ -1,4 +1,4 @@
-"""Which blocks hold a known prefix: a tree of chained hashes over a pool's blocks. Pure; `engine.kv.allocator` is its only user.
+"""Which blocks hold a known prefix: a tree of chained hashes over a pool's blocks. Pure; only the allocator uses it.
 
 A hash stands for a full block *and* all that comes before it, so a node's parent is the block before it. Two rules:
 - A node never outlives its parent: what cannot be reached from the start of a prompt is no longer known.

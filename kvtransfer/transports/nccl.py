@@ -17,7 +17,8 @@ than the two take to speak, and a peer that is stopped or slow holds up nothing 
 buffer of the channel; when all of it is there, it is digested (`device_copy`) and copied to its blocks.
 
 What hangs is found out by the end of the line, at once, or by a deadline; then the communicator is aborted, which NCCL can
-do to one that is set up as non-blocking. Its errors must not end this process: `runtime.process.gpu_environment` has the variables.
+do to one that is set up as non-blocking. Its errors must not end this process: the variables are in
+`runtime.process.gpu_environment`.
 """
 
 import os

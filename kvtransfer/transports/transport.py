@@ -22,15 +22,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtransfer.memory.cuda import DeviceMemory
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.limits import KvSettings
-
-if TYPE_CHECKING:
-    from kvtransfer.transports.tcp.listener import TcpListener
 
 MAX_QUEUED_SEGMENTS = 1024
 """Segments a pair holds at once. A correct sender stays within its window, and may be done with as many that the receiver is
@@ -79,7 +76,8 @@ class Meeting:
 @dataclass(frozen=True, slots=True)
 class Local:
     """What a transport uses of its own end. `memory` is where the pool lies, if others may map it; `digests` are a sender's, of
-    blocks as they cross, where they are made before. `tcp_listener` is the receiver's, shared by all of its pairs; with
+    blocks as they cross, where they are made before. `listener` is the receiver's listening socket, for transports
+    whose pairs share one; with
     `encrypt` KV crosses a network by `tcp` only encrypted."""
 
     rows: PoolRows
@@ -88,7 +86,7 @@ class Local:
     listen_host: str = ""
     memory: PoolMemory | None = None
     digests: BlockDigests | None = None
-    tcp_listener: "TcpListener | None" = None
+    listener: object = None
     encrypt: bool = False
 
 

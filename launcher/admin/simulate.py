@@ -5,7 +5,6 @@ import queue
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from launcher.admin.simulate_settings import SimulateSettings
+from launcher.process import ROOT
 from launcher.report import check_writable, write_json
 from runtime.process import clock
 from simulation.batch import Sum, as_json, from_line
@@ -21,7 +21,6 @@ from simulation.run import Result, story
 from simulation.run import run as run_seed
 
 _STORY_ALL = 100_000
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(settings: SimulateSettings) -> int:
@@ -124,7 +123,7 @@ def _child(settings: SimulateSettings, number: int, stride: int) -> "subprocess.
     share = (settings.first + number, settings.seeds - number, stride)
     command = [sys.executable, "-m", "simulation", *map(str, share), ",".join(settings.faults)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
 
 
 def _read(number: int, child: "subprocess.Popen[str]", lines: "queue.Queue[tuple[int, str]]") -> None:

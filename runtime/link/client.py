@@ -11,12 +11,12 @@ from proto.messages import Bye, Hello, Ping, Pong, Refused, Role, Welcome
 from proto.newer import read
 from runtime.link.curve import connect_as
 from runtime.link.failure_detector import Silence
-from runtime.link.loop_socket import LoopSocket
 from runtime.link.monitor import Failure, open_watched
 from runtime.link.peer import CLOSED, GOODBYE, LinkCounters, LinkSettings, OnDown, OnMessage, Peer, greet
 from runtime.link.server import PROBE_AFTER_S, TURN_MESSAGES
 from runtime.process import clock, log
 from runtime.process.driver import cancelled, watched
+from runtime.process.loop_socket import LoopSocket
 
 NEVER_MS = 3_600_000
 """To libzmq's own reconnecting: its socket is closed long before. Off (-1) would also take back what a connection delivered

@@ -14,11 +14,11 @@ from zmq.utils import z85
 
 from proto.messages import Hello, Role
 from runtime.link.keys import Keys
-from runtime.link.loop_socket import LoopSocket
 from runtime.link.monitor import Failure
 from runtime.link.peer import LinkCounters, Peer
 from runtime.process import log
 from runtime.process.driver import watched
+from runtime.process.loop_socket import LoopSocket
 from runtime.process.rate_limited_log import Seldom
 
 _log = log.get("crossdock.curve")

@@ -7,8 +7,9 @@ from enum import Enum
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from runtime.link.loop_socket import LoopSocket
-from runtime.link.peer import LinkSettings, open_socket
+from runtime.link.peer import LinkSettings
+from runtime.process.loop_socket import LoopSocket
+from runtime.process.zmq_sockets import open_socket
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -74,7 +75,7 @@ def open_watched(
     kind: int, settings: LinkSettings, on_lost: Callable[[LoopSocket], None], on_failed: Callable[[Failure], None]
 ) -> tuple[LoopSocket, ConnectionMonitor]:
     """A socket and its monitor. Raises `zmq.ZMQError`, and leaves nothing open, where no descriptor is left."""
-    socket = open_socket(kind, settings)
+    socket = open_socket(kind, settings.queue_messages_max)
     try:
         return socket, ConnectionMonitor(socket, on_lost=lambda: on_lost(socket), on_failed=on_failed)
     except zmq.ZMQError:

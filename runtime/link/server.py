@@ -36,11 +36,11 @@ from runtime.link.peer import (
     OnMessage,
     Peer,
     is_orderly,
-    open_socket,
 )
 from runtime.process import clock, log
 from runtime.process.driver import cancelled, watched
 from runtime.process.rate_limited_log import Seldom
+from runtime.process.zmq_sockets import open_socket
 
 __all__ = ["CannotBind", "LinkServer", "LinkSettings", "OnMessage", "Peer", "is_orderly"]
 
@@ -77,7 +77,7 @@ class LinkServer:
         self._on_message = on_message
         self._on_down = on_down
         self._settings = settings or LinkSettings()
-        self._socket = open_socket(zmq.ROUTER, self._settings)
+        self._socket = open_socket(zmq.ROUTER, self._settings.queue_messages_max)
         self._gate = Gate(self._socket, self._settings.keys, self.counters)
         self._warn = Seldom(_log.warning)
         self._tasks: list[asyncio.Task[None]] = []

@@ -11,10 +11,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import uvloop
 
-from runtime.link.peer import close_sockets
 from runtime.process import clock, hangup, log, notify
 from runtime.process.descriptors import raise_descriptor_limit
 from runtime.process.exits import BUG_EXIT
+from runtime.process.zmq_sockets import close_sockets
 
 E = TypeVar("E")
 A = TypeVar("A")

@@ -15,7 +15,6 @@ from proto.messages import Message, Role
 from proto.progress import Hung
 from proto.status import KvHeld
 from runtime.link.keys import keys_for
-from runtime.link.peer import close_sockets
 from runtime.link.server import CannotBind, LinkSettings
 from runtime.metrics.server import MetricsServer
 from runtime.process import clock, log, notify
@@ -23,6 +22,7 @@ from runtime.process import garbage_collector as collector
 from runtime.process.driver import Stop, run_process, unless_stopped, watched
 from runtime.process.exits import GPU_EXIT, HUNG_EXIT, ConfigError
 from runtime.process.log import Log
+from runtime.process.zmq_sockets import close_sockets
 from runtime.settings import machine
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.gpu_faults import breaks_cuda_context

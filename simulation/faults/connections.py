@@ -1,5 +1,5 @@
-"""A process group of two and its threads, as `kvtransfer.transports.connection`: segments cross one after the other, each when both ends are at
-it; what goes wrong breaks the pair for good; and until an answer a thread may touch the segment's blocks.
+"""A process group of two and its threads, as `kvtransfer.transports.connection`: segments cross one after the other,
+each when both ends are at it; what goes wrong breaks the pair for good; and until an answer a thread may touch the segment's blocks.
 """
 
 from collections import deque

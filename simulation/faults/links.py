@@ -1,5 +1,5 @@
-"""Links over the simulated network: a thin model of `runtime.link.server`, `runtime.link.connection_pool` and `runtime.worker.registration`, whose code
-is bound to sockets and an event loop. The same rules: Hello first and once, a version and an epoch on each link, one
+"""Links over the simulated network: a thin model of `runtime.link.server`, `runtime.link.connection_pool` and
+`runtime.worker.registration`, whose code is bound to sockets and an event loop. The same rules: Hello first and once, a version and an epoch on each link, one
 connection is one link, a lost one is told once, a client comes back with a new connection and a new Hello, what is sent to a
 link that is gone is gone. Heartbeats are not sent one by one: `Network.suspect` knows who would miss them.
 """

@@ -16,11 +16,11 @@ from proto.messages import Hello, Role
 from runtime.link import curve
 from runtime.link.curve import _Handler
 from runtime.link.keys import ROLES, Keys, KeysError, is_loopback, keys_for, make
-from runtime.link.loop_socket import LoopContext, LoopSocket
-from runtime.link.peer import open_socket
 from runtime.link.server import LinkSettings
 from runtime.process import hangup
 from runtime.process.exits import ConfigError
+from runtime.process.loop_socket import LoopContext, LoopSocket
+from runtime.process.zmq_sockets import open_socket
 from runtime.settings.roles import CoordinatorSettings
 from tests.runtime.test_link import CANCEL, End, run, until
 
@@ -142,7 +142,7 @@ def test_a_routing_id_is_no_identity(folder: Path) -> None:
         address = await server.start()
 
         async def connect(role: Role) -> LoopSocket:
-            socket, keys = open_socket(zmq.DEALER, LinkSettings()), Keys(folder, role)
+            socket, keys = open_socket(zmq.DEALER, LinkSettings().queue_messages_max), Keys(folder, role)
             socket.routing_id = b"first"
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
             socket.curve_serverkey = keys.of(Role.COORDINATOR)[0]

@@ -22,8 +22,8 @@ from proto.errors import CancelReason, RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Bye, Cancel, Hello, Message, Ping, Role, StatusRequest, Welcome
 from runtime.link.client import LinkClient
-from runtime.link.peer import close_sockets
 from runtime.link.server import LinkServer, LinkSettings, Peer, is_orderly
+from runtime.process.zmq_sockets import close_sockets
 
 FAST = LinkSettings(heartbeat_ms=50, reconnect_ms=10, reconnect_ms_max=50, handshake_timeout_ms=2_000)
 CANCEL = Cancel("r", 1, CancelReason.DISCONNECTED)

@@ -8,7 +8,7 @@ import pytest
 import uvloop
 import zmq
 
-from runtime.link.loop_socket import LoopContext, LoopSocket
+from runtime.process.loop_socket import LoopContext, LoopSocket
 
 WAIT_S = 20
 

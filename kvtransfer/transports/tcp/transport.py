@@ -171,9 +171,9 @@ class Tcp(Transport):
         return 4 << 20
 
     def listen(self, local: Local) -> Listener:
-        if local.tcp_listener is None:
+        if not isinstance(local.listener, TcpListener):
             raise PairBroken("this process has no address to receive KV on")
-        return _TcpListener(local, local.tcp_listener)
+        return _TcpListener(local, local.listener)
 
     def connect(self, local: Local, meeting: Meeting) -> Channel:
         if local.encrypt and not meeting.encrypted:

@@ -1,6 +1,6 @@
-"""The prefill side of `crossdock bench harmless`: `python -m launcher.bench.dev.kv_interference_peer MODEL TOKENS`; takes orders (`far`).
+"""The prefill side of `crossdock bench harmless`; takes orders (`remote_peer`).
 
-It computes the KV of one prompt with the real engine, once, keeps it, and sends it again and again.
+Run as `python -m launcher.bench.dev.kv_interference_peer MODEL TOKENS`. It computes the KV of one prompt with the real engine, once, keeps it, and sends it again and again.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""The sending process of `crossdock bench kv`: `python -m launcher.bench.dev.kv_peer ADDRESS POOL_BYTES`; takes orders (`far`)."""
+"""The sending process of `crossdock bench kv`; takes orders (`remote_peer`).
+
+Run as `python -m launcher.bench.dev.kv_peer ADDRESS POOL_BYTES`.
+"""
 
 import asyncio
 import functools

@@ -6,11 +6,10 @@ import asyncio
 import json
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from launcher.load.sse_client import BenchFailed
-from launcher.process import child_environment, python_command
+from launcher.process import ROOT, child_environment, python_command
 
 ANSWER_TIMEOUT_S = 120.0
 _LINE_BYTES_MAX = 1 << 24
@@ -30,7 +29,7 @@ class Far:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(1, sends_kv=True),
-            cwd=Path(__file__).parents[1],
+            cwd=ROOT,
             start_new_session=True,
         )
 

@@ -1,0 +1,131 @@
+"""The layout of the product's code: folders that can be surveyed, files that can be read, and no import cycle, neither between
+modules nor between the folders and files of one package. Imports for type checking count as well.
+"""
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tests.test_tidy import EVERYTHING, ROOT
+
+FILES_MAX = 15
+LINES_MAX = 350
+
+Imports = Mapping[str, set[str]]
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the product, by its dotted name."""
+    found = {}
+    for package in sorted(EVERYTHING):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(modules: Mapping[str, str]) -> dict[str, set[str]]:
+    """Which modules each one imports, of those given by name with their source."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, source in modules.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    one = f"{node.module}.{alias.name}"
+                    found[name].add(one if one in modules else node.module)
+            elif isinstance(node, ast.Import):
+                found[name].update(alias.name for alias in node.names)
+        found[name] &= set(modules)
+    return found
+
+
+def cycles(graph: Imports) -> list[list[str]]:
+    """Groups of nodes that reach each other."""
+    reached = {node: _reached(graph, node) for node in graph}
+    groups = {
+        frozenset(other for other in reached[node] if node in reached.get(other, ()))
+        for node in graph
+        if node in reached[node]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def _reached(graph: Imports, start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for other in graph.get(waiting.pop(), ()):
+            if other not in found:
+                found.add(other)
+                waiting.append(other)
+    return found
+
+
+def children(graph: Imports, package: str) -> dict[str, set[str]]:
+    """The same imports between the files and folders directly in `package`."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name, others in graph.items():
+        one = _child(package, name)
+        found[one] |= {_child(package, other) for other in others} - {one, ""} if one else set()
+    found.pop("", None)
+    return found
+
+
+def _child(package: str, name: str) -> str:
+    """The part of `package` that a module lies in; empty for none."""
+    rest = name.removeprefix(f"{package}.") if package else name
+    return rest.partition(".")[0] if rest != name or not package else ""
+
+
+def _graph() -> dict[str, set[str]]:
+    return imports({name: path.read_text("utf-8") for name, path in sources().items()})
+
+
+def _packages(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[0] for name in names}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert not cycles(_graph())
+
+
+def test_no_folder_imports_itself_by_way_of_others() -> None:
+    graph = _graph()
+    found = {package: cycles(children(graph, package)) for package in _packages(graph)}
+    assert not {package: groups for package, groups in found.items() if groups}
+
+
+def test_a_cycle_is_seen() -> None:
+    graph = imports(
+        {
+            "a.x": "from a.b import y",
+            "a.b.y": "if TYPE_CHECKING:\n    import a.c.z",
+            "a.c.z": "from a.x import name",
+            "a.b.w": "",
+            "a.c.v": "",
+        }
+    )
+    assert cycles(graph) == [["a.b.y", "a.c.z", "a.x"]]
+    assert cycles(children(graph, "a")) == [["b", "c", "x"]]
+    folders = imports({"a.b.y": "import a.c.v", "a.c.v": "", "a.c.z": "import a.b.w", "a.b.w": ""})
+    assert not cycles(folders)
+    assert cycles(children(folders, "a")) == [["b", "c"]]
+
+
+def test_folders_and_files_stay_small() -> None:
+    files = Counter(path.parent.relative_to(ROOT).as_posix() for path in sources().values())
+    large = {folder: count for folder, count in files.items() if count > FILES_MAX}
+    long = {
+        path.relative_to(ROOT).as_posix(): lines
+        for path in sources().values()
+        if (lines := path.read_text("utf-8").count("\n")) > LINES_MAX
+    }
+    assert (large, long) == ({}, {})
+
+
+def test_every_folder_says_what_lives_in_it() -> None:
+    for name, path in sources().items():
+        if path.name == "__init__.py":
+            docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+            assert len(docstring) > 40, f"{name} needs a docstring: what lives here, and where to start reading"

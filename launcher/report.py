@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.bench.settings import EngineBenchSettings
-from launcher.load.sse_client import Stream, percentile
+from launcher.http.sse_client import Stream, percentile
 from runtime.settings.options import SettingsError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from simulation.plan import FAULTS
+from simulation.faults.plan import FAULTS
 from simulation.run import Result, run
 
 LINE_SEEDS = 16

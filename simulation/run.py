@@ -10,8 +10,8 @@ from proto.sampling import Sampling
 from simulation.faults.audit import audit, check_blocks, unsettled
 from simulation.faults.cluster import Cluster
 from simulation.faults.oracles import stream_of
-from simulation.faults.world import Violation
-from simulation.plan import FAULTS, Asked, Plan, draw
+from simulation.faults.plan import FAULTS, Asked, Plan, draw
+from simulation.world.world import Violation
 
 HEAL_S_MAX = 100.0
 """Virtual seconds in which everything must have ended. The longest wait of the product's own is 30 s."""

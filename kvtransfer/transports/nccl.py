@@ -18,7 +18,7 @@ buffer of the channel; when all of it is there, it is digested (`device_copy`) a
 
 What hangs is found out by the end of the line, at once, or by a deadline; then the communicator is aborted, which NCCL can
 do to one that is set up as non-blocking. Its errors must not end this process: the variables are in
-`runtime.process.gpu_environment`.
+`runtime.settings.gpu_environment`.
 """
 
 import os

@@ -16,7 +16,7 @@ from launcher.process import ROOT
 from launcher.report import check_writable, write_json
 from runtime.process import clock
 from simulation.batch import Sum, as_json, from_line
-from simulation.plan import FAULTS
+from simulation.faults.plan import FAULTS
 from simulation.run import Result, story
 from simulation.run import run as run_seed
 

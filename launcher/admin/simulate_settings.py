@@ -3,7 +3,7 @@
 from pydantic import Field, field_validator
 
 from runtime.settings.types import CommaList, Options
-from simulation.plan import FAULTS
+from simulation.faults.plan import FAULTS
 
 _KINDS = "; ".join(f"{name}: {what}" for name, what in FAULTS.items())
 

@@ -16,9 +16,10 @@ import uvloop
 from rich.console import Console
 
 from launcher import report as bench_report
+from launcher.http.sse_client import BenchFailed
 from launcher.load import plan as load_plan
 from launcher.load import plot as load_plot
-from launcher.load import queue as load_queue
+from launcher.load import queue_times as load_queue
 from launcher.load import records as load_records
 from launcher.load import run as load_run
 from launcher.load import show as load_show
@@ -28,7 +29,6 @@ from launcher.load.probe import Probed, probe
 from launcher.load.records import RunFile
 from launcher.load.run import Run, drive
 from launcher.load.settings import LoadSettings, ServeBenchSettings
-from launcher.load.sse_client import BenchFailed
 from launcher.load.tenants import Ratio, Tenant
 from launcher.local import registry as here
 from launcher.local.lifetime import running, until_interrupted

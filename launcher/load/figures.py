@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from launcher.http.sse_client import percentile
 from launcher.load.records import CANCELLED, INTERRUPTED, OK, Record
-from launcher.load.sse_client import percentile
 
 RANKS: Final = (50, 90, 95, 99)
 OUTPUT_COST: Final = 2.0

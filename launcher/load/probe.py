@@ -6,11 +6,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from launcher.http.sse_client import WORDS, BenchFailed
 from launcher.load.client import Target, headers, read_whole
 from launcher.load.plan import Plan
 from launcher.load.prompts import Prompts, words_with_a_tokenizer
 from launcher.load.settings import LoadSettings
-from launcher.load.sse_client import WORDS, BenchFailed
 
 ANSWER_BYTES_MAX = 8 << 20
 PROBE_WORDS = 30

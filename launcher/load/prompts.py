@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from launcher.http.sse_client import WORDS
 from launcher.load.plan import NEVER, Planned
-from launcher.load.sse_client import WORDS
 from runtime.settings.options import SettingsError
 
 Prompt = str | list[int]

@@ -1,8 +1,8 @@
 """Whether a process that supervises others must kill one of them because it hangs. Pure.
 
-The event loop of a child says `WATCHDOG=1` a few times per `timeout_s` (`runtime.process.notify`), so a loop that hangs,
-or a process that was stopped, says nothing. That counts from `READY=1` to `STOPPING=1`: loading a model and ending in order take as long as
-they take. Silence does not count while this process itself did not run.
+The event loop of a child says `WATCHDOG=1` a few times per `timeout_s` (`runtime.process.notify`), so a loop that hangs, or a
+process that was stopped, says nothing. That counts from `READY=1` to `STOPPING=1`: loading a model and ending in order take as
+long as they take. Silence does not count while this process itself did not run.
 """
 
 from dataclasses import dataclass

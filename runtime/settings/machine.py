@@ -9,8 +9,8 @@ from typing import Final
 
 import psutil
 
-from runtime.process import gpu_environment
 from runtime.process.exits import ConfigError
+from runtime.settings import gpu_environment
 from runtime.settings.cores import cores_text
 from runtime.settings.workers import WorkerSettings
 

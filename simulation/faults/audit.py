@@ -1,22 +1,19 @@
 """What must be left when all has healed and ended: nothing held, nothing owed, every row closed and worth what was done."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from coordinator.accounting.billing import LOST
 from coordinator.core import Core
 from coordinator.invariants import check
 from coordinator.lifecycle import State
-from simulation.faults.coordinator_process import DAY
+from simulation.faults.cluster import Cluster
+from simulation.faults.ledger import DAY
 from simulation.faults.oracles import stream_of
 from simulation.faults.worker_processes import DecodeProcess, PrefillProcess
-from simulation.faults.world import Violation
-
-if TYPE_CHECKING:
-    from simulation.faults.cluster import Cluster
+from simulation.world.world import Violation
 
 
-def unsettled(cluster: "Cluster") -> str:
+def unsettled(cluster: Cluster) -> str:
     """What is still going on; empty when nothing is."""
     for stream_id, stream in cluster.oracles.streams.items():
         if not stream.outcome:
@@ -34,7 +31,7 @@ def unsettled(cluster: "Cluster") -> str:
     for worker in cluster.workers:
         if left := left_on(worker):
             return f"{worker.name} has {left}"
-    still_open = [request_id for request_id, row in cluster.journal.rows.items() if not row.outcome]
+    still_open = [request_id for request_id, row in cluster.ledger.rows.items() if not row.outcome]
     return f"open rows {still_open}" if still_open else ""
 
 
@@ -51,13 +48,13 @@ def left_on(worker: PrefillProcess | DecodeProcess) -> str:
     return f"{worker.allocator.held_count} blocks held" if core.table.allocator.held_count else ""
 
 
-def check_blocks(cluster: "Cluster") -> None:
+def check_blocks(cluster: Cluster) -> None:
     """Conservation on every worker."""
     for worker in cluster.workers:
         worker.allocator.check_invariants()
 
 
-def audit(cluster: "Cluster") -> None:
+def audit(cluster: Cluster) -> None:
     """Raises `Violation`, or an assertion of the production code. To be called when nothing is `unsettled`."""
     core = cluster.coordinator.core
     check(core)
@@ -68,15 +65,15 @@ def audit(cluster: "Cluster") -> None:
             raise Violation("block conservation", f"the coordinator counts {counted.holdings} on {worker.name}, idle")
     _check_quotas(cluster, core)
     for request_id in cluster.oracles.accepted:
-        if request_id not in cluster.journal.rows:
+        if request_id not in cluster.ledger.rows:
             raise Violation("one row", "it was accepted and has no row", stream_of(request_id))
     _check_rows(cluster)
 
 
-def _check_quotas(cluster: "Cluster", core: Core) -> None:
+def _check_quotas(cluster: Cluster, core: Core) -> None:
     charged: Counter[str] = Counter()
     again: Counter[str] = Counter()
-    for row in cluster.journal.rows.values():
+    for row in cluster.ledger.rows.values():
         organisation, _, user = row.opened.tenant.partition("/")
         for name in {organisation, row.opened.tenant} if user else {organisation}:
             charged[name] += row.charged_tokens
@@ -90,7 +87,7 @@ def _check_quotas(cluster: "Cluster", core: Core) -> None:
             raise Violation("quotas", why)
 
 
-def _check_rows(cluster: "Cluster") -> None:
+def _check_rows(cluster: Cluster) -> None:
     """Nobody is charged for more than was done, whatever happened; nor for less than came, of an answer that is whole."""
     output: Counter[str] = Counter()
     prompt: Counter[str] = Counter()
@@ -100,7 +97,7 @@ def _check_rows(cluster: "Cluster") -> None:
     # count for its row, up to all that it may have emitted.
     lossy = hostility is not None and hostility.drop > 0
     most: Counter[str] = Counter()
-    for request_id, row in cluster.journal.rows.items():
+    for request_id, row in cluster.ledger.rows.items():
         stream_id = stream_of(request_id)
         outcomes.setdefault(stream_id, set()).add(row.outcome)
         asked = cluster.oracles.streams[stream_id].asked

@@ -1,20 +1,22 @@
 """The simulated cluster: its processes, a supervisor that starts them again, and the faults that a plan names."""
 
 from proto.drain import DrainRequest
-from simulation.faults.coordinator_process import CoordinatorProcess, Journal
+from simulation.faults.coordinator_process import CoordinatorProcess
 from simulation.faults.gateway_process import GatewayProcess
-from simulation.faults.network import Network
+from simulation.faults.ledger import Ledger
 from simulation.faults.oracles import Oracles
+from simulation.faults.plan import Asked, Fault, Plan
+from simulation.faults.surroundings import Surroundings
 from simulation.faults.worker_processes import DecodeProcess, PrefillProcess
-from simulation.faults.world import Process, World
-from simulation.plan import Asked, Fault, Plan
+from simulation.world.network import Network
+from simulation.world.world import Process
 
 ANEW_S = 0.1
 """In which a coordinator that was away begins anew."""
 SLOW_STEPS, SLOW_FRAMES_S, SLOW_DISK_S = 15.0, 0.2, 0.4
 
 
-class Cluster(World):
+class Cluster(Surroundings):
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan.seed)
         self.plan = plan
@@ -22,8 +24,8 @@ class Cluster(World):
         self.network.hostility = plan.hostility
         self.network.corrupt = plan.corrupt
         self.slow_disk_s = 0.0
-        self.journal = Journal()
-        self.oracles = Oracles(self)
+        self.ledger = Ledger()
+        self.oracles = Oracles(plan, self, self.ledger)
         self.processes: dict[str, Process] = {}
         self.healing = False
         self._partitions: list[tuple[str, str]] = []
@@ -132,12 +134,14 @@ class Cluster(World):
         self.coordinator.ask(DrainRequest(name, True, 0.0))
         self.after(0.5, self._undo_drain, name)
 
-    def worker_goes(self, worker: PrefillProcess | DecodeProcess, why: str) -> None:
-        self.oracles.goes(worker, why)
+    def worker_goes(self, worker: Process, why: str) -> None:
+        assert isinstance(worker, PrefillProcess | DecodeProcess)
+        self.oracles.goes(worker, worker.registration.held(), why)
         self._end(worker, self._leaving.pop(worker.name))
 
-    def begins_anew(self, coordinator: CoordinatorProcess) -> None:
-        """After an absence: in one process, with a new epoch."""
+    def begins_anew(self, coordinator: Process) -> None:
+        """After a stall: in one process, with a new epoch."""
+        assert isinstance(coordinator, CoordinatorProcess)
         self.injected["absence"] += 1
         coordinator.log("was away")
         coordinator.commit()

@@ -2,13 +2,7 @@
 of usage is its rows only: what the thread has committed outlives the process, what it has not is lost with it.
 """
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import msgspec
-
-from coordinator.accounting.quota import DAY_S, Ask
-from coordinator.accounting.usage import Closed, Entry, Opened, Past
+from coordinator.accounting.usage import Closed, Entry, Opened
 from coordinator.core import Core
 from coordinator.events import Action, Configured, Event, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
 from coordinator.invariants import check
@@ -21,85 +15,18 @@ from proto.fields import HandOverMs
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Prefill, Reserve, Role, WorkFailed
 from runtime.link.failure_detector import Silence
-from simulation.faults.links import HEARTBEAT_MS, Link, Server
+from simulation.faults.ledger import UNIX_S
 from simulation.faults.oracles import stream_of
-from simulation.faults.world import Alarm, Process, Violation
+from simulation.faults.surroundings import Surroundings
+from simulation.world.links import HEARTBEAT_MS, Link, Server
+from simulation.world.world import Alarm, Process, Violation
 
-if TYPE_CHECKING:
-    from simulation.faults.cluster import Cluster
-
-UNIX_S = 20_000.0 * DAY_S + 1000.0
-"""What the wall clock says when the world begins; no run lasts until midnight."""
-DAY = int(UNIX_S // DAY_S)
-RECENT_S = 60.0
 CHECK_EVERY = 16
 """Events between two checks of all the core's invariants."""
 
 
-@dataclass
-class Row:
-    """One request; amounts are of its whole answer, from `opened.from_token` on."""
-
-    opened: Opened
-    accepted_at: float
-    prompt_tokens: int
-    output_tokens: int
-    outcome: str = ""
-    """Empty while it is open; then the amounts are the estimate."""
-    before: tuple[int, int] = (0, 0)
-    """Prompt and output tokens when it was opened again."""
-
-    @property
-    def charged_tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
-
-
-@dataclass
-class Journal:
-    """The file of `coordinator.accounting.ledger`, whose statements are said again here."""
-
-    rows: dict[str, Row] = field(default_factory=dict)
-
-    def write(self, entry: Entry, now: float) -> None:
-        row = self.rows.get(entry.request_id)
-        if isinstance(entry, Opened):
-            ask = entry.ask
-            if row is None:
-                self.rows[entry.request_id] = Row(entry, now, ask.prompt_tokens, ask.output_tokens)
-            elif entry.again and row.outcome:
-                row.outcome, row.before = "", (row.prompt_tokens, row.output_tokens)
-                row.prompt_tokens = max(row.prompt_tokens, ask.prompt_tokens)
-                row.output_tokens = max(row.output_tokens, ask.output_tokens)
-        elif row is not None and not row.outcome:
-            row.outcome = entry.outcome
-            row.prompt_tokens = max(row.before[0], entry.prompt_tokens)
-            output_tokens = entry.output_tokens + entry.from_token - row.opened.from_token
-            row.output_tokens = max(row.before[1], output_tokens)
-
-    def past(self, now: float) -> Past:
-        charged: dict[str, int] = {}
-        for row in self.rows.values():
-            charged[row.opened.tenant] = charged.get(row.opened.tenant, 0) + row.charged_tokens
-        recent = sorted(
-            (row for row in self.rows.values() if not row.opened.borrowed and row.accepted_at >= now - RECENT_S),
-            key=lambda row: row.accepted_at,
-        )
-        still_open = [_as_opened(row) for row in self.rows.values() if not row.outcome]
-        return Past(
-            tuple(still_open),
-            tuple((tenant, DAY, tokens) for tenant, tokens in sorted(charged.items())),
-            tuple((row.opened.tenant, now - row.accepted_at, row.charged_tokens) for row in recent),
-        )
-
-
-def _as_opened(row: Row) -> Opened:
-    opened = row.opened
-    ask = Ask(row.prompt_tokens, row.output_tokens, opened.ask.kv_blocks)
-    return msgspec.structs.replace(opened, ask=ask, again=False)
-
-
 class CoordinatorProcess(Process):
-    def __init__(self, cluster: "Cluster", name: str = "coordinator") -> None:
+    def __init__(self, cluster: Surroundings, name: str = "coordinator") -> None:
         super().__init__(cluster, name)
         self.cluster = cluster
         self.core = Core(cluster.plan.limits)
@@ -118,7 +45,7 @@ class CoordinatorProcess(Process):
         self.server: Server
 
     def start(self) -> None:
-        past = self.cluster.journal.past(self.world.now)
+        past = self.cluster.ledger.past(self.world.now)
         unix_s = UNIX_S + self.world.now
         self.post(Configured(self.cluster.plan.tenants, unix_s - self.now(), past))
         self.server = Server(
@@ -196,7 +123,7 @@ class CoordinatorProcess(Process):
     def commit(self) -> None:
         batch, self._entries, self._writing = self._entries, [], False
         for entry in batch:
-            self.cluster.journal.write(entry, self.world.now)
+            self.cluster.ledger.write(entry, self.world.now)
         opened = [entry.request_id for entry in batch if isinstance(entry, Opened)]
         for send in self.outbox.committed(opened):
             self._send(send)

@@ -1,7 +1,5 @@
 """The simulated gateway process: the production `StreamKeeper`, driven as `gateway.backend` drives it, and its clients."""
 
-from typing import TYPE_CHECKING
-
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import (
     Action,
@@ -27,13 +25,11 @@ from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
-from simulation.faults.links import Client, Link, Server
+from simulation.faults.plan import Asked
+from simulation.faults.surroundings import Surroundings
 from simulation.faults.worker_processes import MODEL
-from simulation.faults.world import Alarm, Process
-from simulation.plan import Asked
-
-if TYPE_CHECKING:
-    from simulation.faults.cluster import Cluster
+from simulation.world.links import Client, Link, Server
+from simulation.world.world import Alarm, Process
 
 
 class _Piece:
@@ -58,7 +54,7 @@ class _Sink:
 
 
 class GatewayProcess(Process):
-    def __init__(self, cluster: "Cluster", name: str) -> None:
+    def __init__(self, cluster: Surroundings, name: str) -> None:
         super().__init__(cluster, name)
         self.cluster = cluster
         self.keeper = StreamKeeper(cluster.plan.stream_limits)
@@ -124,7 +120,7 @@ class GatewayProcess(Process):
                 self._perform(actions)
         else:
             if isinstance(event, Interrupted | LinkDown):
-                self.cluster.oracles.interrupted(event, self)
+                self.cluster.oracles.interrupted(event, self, self.keeper)
             self._perform(self.keeper.handle(event, self.now()))
         self._alarm.set(self.keeper.next_deadline())
 

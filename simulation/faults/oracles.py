@@ -10,24 +10,22 @@ work conserving   nothing waits while all that could serve it lies idle
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from coordinator.core import Core
 from coordinator.events import Moved
 from coordinator.lifecycle import State
 from coordinator.waiting.retries import WINDOW_S
+from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import Action, Deliver, Ended, FailKind, Finish, LinkDown
 from proto.errors import FinishReason, Interrupt, Reject
+from proto.held import Held
 from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens, WorkFailed
-from simulation.faults.toy_model import Answer, expected
-from simulation.faults.world import Violation
-from simulation.plan import LIMITED, Asked
-
-if TYPE_CHECKING:
-    from simulation.faults.cluster import Cluster
-    from simulation.faults.gateway_process import GatewayProcess
-    from simulation.faults.worker_processes import WorkerProcess
+from simulation.faults.ledger import Ledger
+from simulation.faults.plan import LIMITED, Asked, Plan
+from simulation.world.toy_model import Answer, expected
+from simulation.world.world import Process, Violation, World
 
 _PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET})
 """Why a new request may be turned away in a small cluster with short queues, whatever its tenant."""
@@ -58,7 +56,9 @@ class Expectation:
 
 @dataclass
 class Oracles:
-    cluster: "Cluster"
+    plan: Plan
+    world: World
+    ledger: Ledger
     streams: dict[str, Expectation] = field(default_factory=dict)
     drawn_tokens: Counter[str] = field(default_factory=Counter)
     """By stream, over all attempts and workers."""
@@ -117,7 +117,7 @@ class Oracles:
             raise Violation("every request finishes", f"it failed: {end.failure.message}", end.stream_id)
 
     def _may_fail(self, stream: Expectation, end: Ended) -> bool:
-        failure, limits = end.failure, self.cluster.plan.stream_limits
+        failure, limits = end.failure, self.plan.stream_limits
         assert failure is not None
         if failure.kind is FailKind.INTERRUPTED:
             return stream.attempts >= limits.attempts_max
@@ -132,7 +132,7 @@ class Oracles:
 
     def left(self, stream_id: str) -> None:
         self.streams[stream_id].outcome = "left"
-        self.streams[stream_id].left_at = self.cluster.now
+        self.streams[stream_id].left_at = self.world.now
 
     def gateway_died(self, name: str) -> None:
         for stream in self.streams.values():
@@ -147,13 +147,13 @@ class Oracles:
                 "no stale act", f"tokens of attempt {item.attempt} were delivered", stream_of(item.request_id)
             )
 
-    def interrupted(self, event: Interrupted | LinkDown, gateway: "GatewayProcess") -> None:
+    def interrupted(self, event: Interrupted | LinkDown, gateway: Process, keeper: StreamKeeper) -> None:
         if isinstance(event, LinkDown):
             self._backoff.clear()  # what is due then is not due to backoff
             for stream in self.streams.values():
                 stream.losses += stream.gateway == gateway.name
             return
-        submission = gateway.keeper.submissions.get(event.request_id)
+        submission = keeper.submissions.get(event.request_id)
         if (
             submission is not None
             and submission.attempt == event.attempt
@@ -164,9 +164,9 @@ class Oracles:
             self.streams[stream_of(event.request_id)].drains += drained
             self._backoff[event.request_id] = event.attempt, gateway.now(), drained
 
-    def submitted(self, submit: Submit, gateway: "GatewayProcess") -> None:
+    def submitted(self, submit: Submit, gateway: Process) -> None:
         stream = self.streams[stream_of(submit.request_id)]
-        limits = self.cluster.plan.stream_limits
+        limits = self.plan.stream_limits
         tries = submit.attempt - submit.drained_attempts
         stream.attempts = max(stream.attempts, tries)
         if tries > limits.attempts_max + stream.losses or submit.drained_attempts > stream.drains:
@@ -180,7 +180,7 @@ class Oracles:
             if waited_s < least_s or (drained and waited_s > 0.0):
                 why = f"attempt {submit.attempt} {waited_s:.3f} s after the last one's end"
                 raise Violation("draining" if drained else "bounded retries", why, stream.asked.stream_id)
-        if self.cluster.plan.only_drains and tries > 1 + stream.losses:
+        if self.plan.only_drains and tries > 1 + stream.losses:
             raise Violation("draining", f"attempt {submit.attempt} is no resume of a drain's", stream.asked.stream_id)
 
     # --- workers --------------------------------------------------------------------------------------------------------
@@ -188,19 +188,18 @@ class Oracles:
     def drawn(self, request_id: str, tokens: int) -> None:
         stream_id = stream_of(request_id)
         self.drawn_tokens[stream_id] += tokens
-        if self.cluster.now - self.streams[stream_id].left_at > LEFT_S and not self.cluster.plan.disturbed:
+        if self.world.now - self.streams[stream_id].left_at > LEFT_S and not self.plan.disturbed:
             raise Violation("no work for nobody", f"tokens {LEFT_S:g} s after its client left", stream_id)
 
     def failed(self, message: WorkFailed) -> None:
         """What was placed has room: the coordinator never counts a block as free that its worker has not."""
-        if any(words in message.message for words in _NO_ROOM) and self.cluster.plan.hostility is None:
+        if any(words in message.message for words in _NO_ROOM) and self.plan.hostility is None:
             raise Violation("reservation before work", message.message, stream_of(message.request_id))
 
-    def goes(self, worker: "WorkerProcess", why: str) -> None:
-        held = worker.registration.held()
+    def goes(self, worker: Process, held: Sequence[Held], why: str) -> None:
         if why == DRAINED and held:
             raise Violation("draining", f"{worker.name} goes with {held}", stream_of(held[0].request_id))
-        if why != DRAINED and self.cluster.plan.only_drains:
+        if why != DRAINED and self.plan.only_drains:
             raise Violation("draining", f"{worker.name} goes before it is drained: {why}")
 
     def emitted(self, worker: str, message: Tokens) -> None:
@@ -217,7 +216,7 @@ class Oracles:
     def said(self, message: Message) -> None:
         """To a gateway or a worker: nothing of a request before its row is in the journal."""
         if isinstance(message, Accepted | Prefill | Reserve):
-            if message.request_id not in self.cluster.journal.rows:
+            if message.request_id not in self.ledger.rows:
                 why = f"{type(message).__name__} leaves before its row is in the journal"
                 raise Violation("journalled first", why, stream_of(message.request_id))
             if isinstance(message, Accepted):
@@ -238,15 +237,15 @@ class Oracles:
         before, self._known[known] = self._known.get(known, whole), drained
         if before != drained:
             return
-        limits, retries = self.cluster.plan.limits, self._retries.setdefault(epoch, [])
+        limits, retries = self.plan.limits, self._retries.setdefault(epoch, [])
         retries.append(now)
         in_window = sum(at > now - WINDOW_S for at in retries)
-        if in_window - 1 >= limits.retry_floor + limits.retry_share * alive and self.cluster.plan.hostility is None:
+        if in_window - 1 >= limits.retry_floor + limits.retry_share * alive and self.plan.hostility is None:
             why = f"{in_window} came back within {WINDOW_S:g} s, with {alive} alive"
             raise Violation("bounded retries", why, stream_of(submit.request_id))
 
     def misbehaved(self, epoch: int, reason: str) -> None:
-        if self.cluster.plan.hostility is None:
+        if self.plan.hostility is None:
             raise Violation("peers behave", f"the coordinator says of {epoch}: {reason}")
 
     def after_decision(self, core: Core) -> None:

@@ -4,7 +4,7 @@ writes its blocks when it ends, so that a block given away too early shows.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from decode_worker.batch import Batch, Draw, StepPlan
 from decode_worker.core import DecodeCore
@@ -24,16 +24,14 @@ from proto.messages import Peer as Destination
 from proto.progress import Hung
 from runtime.worker.service import GO_AFTER_S
 from runtime.worker.step_watch import StepWatch
-from simulation.faults.connections import PoolProcess
-from simulation.faults.links import Link, Outbound, Registration, Server
 from simulation.faults.oracles import DRAINED
-from simulation.faults.receiver import Receiver
-from simulation.faults.sender import Sender
-from simulation.faults.toy_model import VOCAB, Toy, ToyState
-from simulation.faults.world import Violation
-
-if TYPE_CHECKING:
-    from simulation.faults.cluster import Cluster
+from simulation.faults.surroundings import Surroundings
+from simulation.transfers.connections import PoolProcess
+from simulation.transfers.receiver import Receiver
+from simulation.transfers.sender import Sender
+from simulation.world.links import Link, Outbound, Registration, Server
+from simulation.world.toy_model import VOCAB, Toy, ToyState
+from simulation.world.world import Violation
 
 STEP_TIMEOUT_S = 1.0
 KV_TIMEOUT_S = 10.0
@@ -58,7 +56,7 @@ class WorkerProcess(PoolProcess):
     registration: Registration
     gateways: Gateways
 
-    def __init__(self, cluster: "Cluster", name: str) -> None:
+    def __init__(self, cluster: Surroundings, name: str) -> None:
         super().__init__(cluster, name)
         self.cluster = cluster
         plan = cluster.plan
@@ -140,7 +138,7 @@ class WorkerProcess(PoolProcess):
 class PrefillProcess(WorkerProcess):
     role = Role.PREFILL
 
-    def __init__(self, cluster: "Cluster", name: str) -> None:
+    def __init__(self, cluster: Surroundings, name: str) -> None:
         super().__init__(cluster, name)
         self.core = PrefillCore(
             self,
@@ -228,7 +226,7 @@ class PrefillProcess(WorkerProcess):
 class DecodeProcess(WorkerProcess):
     role = Role.DECODE
 
-    def __init__(self, cluster: "Cluster", name: str) -> None:
+    def __init__(self, cluster: Surroundings, name: str) -> None:
         super().__init__(cluster, name)
         batch: Batch[ToyState] = Batch()
         table = AttemptTable(

@@ -8,9 +8,9 @@ import openai
 import pytest
 
 from gateway.streams.types import StreamLimits
+from launcher.http.sse_client import stream_completion
 from launcher.load.client import StreamReader
 from launcher.load.records import Record
-from launcher.load.sse_client import stream_completion
 from proto.errors import Reject
 from proto.messages import TokenItem, Tokens
 from tests.gateway.fakes import ANSWER, DECODER, MODEL, Site, make_site, rejecting, served

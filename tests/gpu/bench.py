@@ -23,7 +23,7 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import Accepted, KvFailed, KvSent
-from runtime.process import gpu_environment
+from runtime.settings import gpu_environment
 from tests.kvtransfer.ends import FIRST, memory_of, shuffled
 from tests.kvtransfer.far_end import FAR_EPOCH, NEAR_EPOCH, Wire
 

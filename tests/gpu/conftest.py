@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.process import gpu_environment
+from runtime.settings import gpu_environment
 from tests.kvtransfer import ends
 
 HAS_GPU = torch.cuda.is_available()

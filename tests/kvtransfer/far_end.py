@@ -18,7 +18,7 @@ from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import Accepted, KvFailed, KvSent
 from proto.codec import WITH_BLOB, decode, encode
 from proto.messages import Message
-from runtime.process import gpu_environment
+from runtime.settings import gpu_environment
 from tests.kvtransfer.ends import FIRST, ON_GPU, filled_pool, memory_of, pool_in, settings_for, shuffled
 
 LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")

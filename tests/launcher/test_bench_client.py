@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from launcher.load.sse_client import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
+from launcher.http.sse_client import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
 
 
 def _server(body: bytes, status: int = 200) -> httpx.AsyncClient:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from launcher.http.sse_client import BenchFailed
 from launcher.load import plan as load_plan
 from launcher.load import run as load_run
 from launcher.load.probe import Probed, probe
 from launcher.load.settings import LoadSettings
-from launcher.load.sse_client import BenchFailed
 
 
 def learn(

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from runtime.process import gpu_environment
-from runtime.process.gpu_environment import (
+from runtime.settings import gpu_environment
+from runtime.settings.gpu_environment import (
     claim_ordinal,
     gpu_identity,
     gpu_variables,
@@ -114,7 +114,7 @@ def test_a_number_on_a_gpu_is_held_by_one_process_and_goes_with_it(claims):
         [
             sys.executable,
             "-c",
-            "from runtime.process.gpu_environment import claim_ordinal\nprint(claim_ordinal('test-gpu'), flush=True)\ninput()",
+            "from runtime.settings.gpu_environment import claim_ordinal\nprint(claim_ordinal('test-gpu'), flush=True)\ninput()",
         ],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

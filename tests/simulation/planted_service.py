@@ -22,7 +22,7 @@ from gateway.streams.state import Phase, Submission
 from gateway.streams.types import StreamLimits
 from proto.messages import Release, TokenItem
 from runtime.worker.service import Service
-from simulation.faults.coordinator_process import Journal
+from simulation.faults.ledger import Ledger
 from tests.simulation.planted import Planted
 
 BUGS = Planted()
@@ -227,13 +227,13 @@ def steps_in_flight_are_not_counted_down(m: pytest.MonkeyPatch) -> None:
 @bug
 def a_restart_forgets_open_rows(m: pytest.MonkeyPatch) -> None:
     """What ran when the coordinator was killed is never charged."""
-    original = Journal.past
+    original = Ledger.past
 
-    def past(self: Journal, now: float) -> Past:
+    def past(self: Ledger, now: float) -> Past:
         found = original(self, now)
         return Past((), found.charged, found.recent)
 
-    m.setattr(Journal, "past", past)
+    m.setattr(Ledger, "past", past)
 
 
 @bug

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from simulation.batch import from_line
-from simulation.plan import FAULTS, draw
+from simulation.faults.plan import FAULTS, draw
 from simulation.run import run, story
 
 SEEDS, PARTS = 1000, 4

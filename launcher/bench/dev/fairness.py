@@ -22,7 +22,7 @@ from rich.table import Table
 
 from launcher import report as bench_report
 from launcher.bench.settings import FairnessSettings
-from launcher.load.sse_client import BenchFailed, Stream, long_prompt, percentile, stream_completion
+from launcher.http.sse_client import BenchFailed, Stream, long_prompt, percentile, stream_completion
 from launcher.local.lifetime import running, until_interrupted
 from launcher.models import resolve as models
 from runtime.process import clock

@@ -19,7 +19,7 @@ from rich.table import Table
 from launcher import report as bench_report
 from launcher.admin.status import ask
 from launcher.bench.settings import HandoverSettings
-from launcher.load.sse_client import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
+from launcher.http.sse_client import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
 from launcher.local.lifetime import Running, running, until_interrupted
 from launcher.models import resolve as models
 from proto.messages import Role

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from launcher import report as bench_report
 from launcher.bench.settings import IsolationSettings
+from launcher.http.sse_client import BenchFailed, SteadyStreams, Stream, gaps_between, long_prompt, stream_completion
 from launcher.load import plot as load_plot
-from launcher.load.sse_client import BenchFailed, SteadyStreams, Stream, gaps_between, long_prompt, stream_completion
 from launcher.local.lifetime import running, until_interrupted
 from launcher.models import resolve as models
 from runtime.process import clock

@@ -38,9 +38,9 @@ from kvtransfer.session.session import Accepted
 from kvtransfer.transports.registry import TRANSPORTS, suited
 from launcher.bench.dev import kv_floor as bench_kv_bare
 from launcher.bench.dev.kv_peer import PLAIN_TCP, RECEIVER_EPOCH, filled, settings_of
-from launcher.bench.dev.remote_peer import Far
+from launcher.bench.remote_peer import Far
 from launcher.bench.settings import KvBenchSettings
-from launcher.load.sse_client import BenchFailed
+from launcher.http.sse_client import BenchFailed
 from launcher.report import check_writable, write_json
 from proto import limits
 from proto.messages import Hello, Message, Role

@@ -19,9 +19,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from launcher import report as bench_report
-from launcher.bench.dev.remote_peer import Far
+from launcher.bench.remote_peer import Far
 from launcher.bench.settings import HarmlessSettings
-from launcher.load.sse_client import BenchFailed, Stream, gaps_between, percentile
+from launcher.http.sse_client import BenchFailed, Stream, gaps_between, percentile
 from launcher.local import cluster as clusters
 from launcher.local.core_plan import plan_cpu
 from launcher.local.lifetime import new_log_dir, sayer, until_interrupted

@@ -1,6 +1,7 @@
 """The prefill side of `crossdock bench harmless`; takes orders (`remote_peer`).
 
-Run as `python -m launcher.bench.dev.kv_interference_peer MODEL TOKENS`. It computes the KV of one prompt with the real engine, once, keeps it, and sends it again and again.
+Run as `python -m launcher.bench.dev.kv_interference_peer MODEL TOKENS`. It computes the KV of one prompt with the real engine,
+once, keeps it, and sends it again and again.
 """
 
 import sys
@@ -14,8 +15,8 @@ from engine.model.loader import load_engine
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.session.limits import KvSettings, segment_bytes_on
 from kvtransfer.transports.registry import allowed_on
-from launcher.bench.dev import remote_peer as far
-from launcher.bench.dev.kv_replayer import Replayer
+from launcher.bench import remote_peer as far
+from launcher.bench.remote_replayer import Replayer
 from proto import limits
 from proto.held import Capacity
 from proto.messages import Hello, Role

@@ -14,9 +14,9 @@ import uvloop
 
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.session.limits import KvSettings
+from launcher.bench import remote_peer as far
 from launcher.bench.dev import kv_floor as bench_kv_bare
-from launcher.bench.dev import remote_peer as far
-from launcher.bench.dev.kv_replayer import Replayer
+from launcher.bench.remote_replayer import Replayer
 from proto import limits
 from proto.messages import Hello, Role
 from runtime.process import clock

@@ -20,9 +20,9 @@ from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Decline, FirstToken, PairClosed, PairListen, PairOpen
 from proto.messages import Message
-from simulation.faults.connections import Job, Pair, PoolProcess, digest
-from simulation.faults.toy_model import Toy
-from simulation.faults.transfer import SETTINGS, Driver, Live, Route
+from simulation.transfers.connections import Job, Pair, PoolProcess, digest
+from simulation.transfers.transfer import SETTINGS, Driver, Live, Route
+from simulation.world.toy_model import Toy
 
 
 class Sender(Driver):

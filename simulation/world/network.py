@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proto.messages import Bye, Hello, Message, Welcome
-from simulation.faults.world import Process, World
+from simulation.world.world import Process, World
 
 Frame = tuple[Message, bytes]
 
@@ -248,3 +248,14 @@ class Network:
     def count(self, what: str, message: Message) -> None:
         self.world.injected[what] += 1
         self.world.log("network", what, message)
+
+
+class NetworkedWorld(World):
+    """A world whose processes reach each other over a network."""
+
+    network: Network
+
+
+def network_of(process: Process) -> Network:
+    assert isinstance(process.world, NetworkedWorld)
+    return process.world.network

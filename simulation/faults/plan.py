@@ -9,8 +9,8 @@ from coordinator.events import Limits
 from gateway.streams.types import StreamLimits
 from proto.sampling import Sampling
 from runtime.tenancy.tenants import Tenants, parse
-from simulation.faults.network import Hostility
-from simulation.faults.toy_model import EOS, VOCAB
+from simulation.world.network import Hostility
+from simulation.world.toy_model import EOS, VOCAB
 
 FAULTS: Final = {
     "crash": "a process is killed and started again",

@@ -30,9 +30,9 @@ from proto.kv import (
     PairListen,
 )
 from proto.messages import Message
-from simulation.faults.connections import Job, Pair, PoolProcess
-from simulation.faults.toy_model import Toy
-from simulation.faults.world import Timer
+from simulation.transfers.connections import Job, Pair, PoolProcess
+from simulation.world.toy_model import Toy
+from simulation.world.world import Timer
 
 TOKEN_BYTES = 256
 TRANSPORT = "tcp"

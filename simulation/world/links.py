@@ -1,7 +1,8 @@
 """Links over the simulated network: a thin model of `runtime.link.server`, `runtime.link.connection_pool` and
-`runtime.worker.registration`, whose code is bound to sockets and an event loop. The same rules: Hello first and once, a version and an epoch on each link, one
-connection is one link, a lost one is told once, a client comes back with a new connection and a new Hello, what is sent to a
-link that is gone is gone. Heartbeats are not sent one by one: `Network.suspect` knows who would miss them.
+`runtime.worker.registration`, whose code is bound to sockets and an event loop. The same rules: Hello first and once, a version
+and an epoch on each link, one connection is one link, a lost one is told once, a client comes back with a new connection and a
+new Hello, what is sent to a link that is gone is gone. Heartbeats are not sent one by one: `Network.suspect` knows who would
+miss them.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from proto.limits import MAX_CACHE_CHANGES, PROTOCOL_VERSION
 from proto.messages import Bye, CacheEvents, Hello, Message, Refused, Role, Welcome
 from proto.messages import Peer as Destination
 from runtime.worker.service import Service
-from simulation.faults.network import CLIENT, SERVER, Handler, Wire
-from simulation.faults.world import Process, Timer
+from simulation.world.network import CLIENT, SERVER, Handler, Wire, network_of
+from simulation.world.world import Process, Timer
 
 CLOSED_NOTICE_S = 0.02
 HANDSHAKE_S = 5.0
@@ -60,7 +61,7 @@ class Server:
         self.links: dict[Wire, Link] = {}
         self.protocol_errors = 0
         self._accept, self._on_up, self._on_message, self._on_down = accept, on_up, on_message, on_down
-        network = process.world.network
+        network = network_of(process)
         network.listeners[address] = Handler(process, self._frame, self._closed, self.links.__contains__, self._silence)
 
     def drop(self, link: Link, reason: str) -> None:
@@ -98,7 +99,7 @@ class Server:
         link = self.links[wire] = Link(message.epoch, message, wire, SERVER)
         link.send(Welcome(self.process.epoch, HEARTBEAT_MS))
         self._on_up(link)
-        self.process.world.network.suspect(wire, SERVER)
+        network_of(self.process).suspect(wire, SERVER)
 
     def _closed(self, wire: Wire) -> None:
         self.process.after(CLOSED_NOTICE_S, self._gone, wire, "send failed")
@@ -138,7 +139,7 @@ class Client:
     def start(self) -> None:
         if self._over:
             return
-        self._wire = self.process.world.network.connect(self._handler, self.address)
+        self._wire = network_of(self.process).connect(self._handler, self.address)
         if self._wire is None:
             self.process.after(0.001, self._again)
             return
@@ -183,7 +184,7 @@ class Client:
         self._link = Link(message.epoch, self._hello_of(message), wire, CLIENT)
         self._on_up(self._link)
         if wire.silent(CLIENT):
-            self.process.world.network.suspect(wire, CLIENT)
+            network_of(self.process).suspect(wire, CLIENT)
 
     def _hello_of(self, welcome: Welcome) -> Hello:
         return Hello(PROTOCOL_VERSION, Role.COORDINATOR, welcome.epoch, self.address)

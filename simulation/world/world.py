@@ -10,13 +10,10 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 from random import Random
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from proto.codec import encode
 from proto.messages import Message
-
-if TYPE_CHECKING:
-    from simulation.faults.network import Network
 
 _STAMP = Struct("<dI")
 
@@ -132,8 +129,6 @@ class Alarm:
 
 
 class World:
-    network: "Network"
-
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.now = 0.0

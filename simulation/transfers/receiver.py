@@ -20,9 +20,9 @@ from kvtransfer.session.session import (
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Message
-from simulation.faults.connections import Job, Pair, PoolProcess
-from simulation.faults.toy_model import Toy
-from simulation.faults.transfer import SETTINGS, TRANSPORT, Driver, Live, Route
+from simulation.transfers.connections import Job, Pair, PoolProcess
+from simulation.transfers.transfer import SETTINGS, TRANSPORT, Driver, Live, Route
+from simulation.world.toy_model import Toy
 
 
 class Receiver(Driver):

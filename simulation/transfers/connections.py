@@ -1,5 +1,6 @@
-"""A process group of two and its threads, as `kvtransfer.transports.connection`: segments cross one after the other,
-each when both ends are at it; what goes wrong breaks the pair for good; and until an answer a thread may touch the segment's blocks.
+"""A connection between two workers and its threads, as `kvtransfer.transports.connection`: segments cross one after the
+other, each when both ends are at it. What goes wrong breaks the connection for good. Until an answer comes, a thread may touch
+the segment's blocks.
 """
 
 from collections import deque
@@ -7,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.memory.layout import blocks_of
-from simulation.faults.toy_model import Toy, mix
-from simulation.faults.world import Process, Timer
+from simulation.world.network import network_of
+from simulation.world.toy_model import Toy, mix
+from simulation.world.world import Process, Timer
 
 RENDEZVOUS_S = 10.0
 SEGMENT_S = 3.0
@@ -79,7 +81,7 @@ class Pair:
         return [job for job in self._jobs if job.owner is owner]
 
     def meet(self, secret: str) -> None:
-        meeting = self.process.world.network.rendezvous
+        meeting = network_of(self.process).rendezvous
         other = meeting.pop(secret, None)
         if other is None:
             meeting[secret] = self
@@ -155,12 +157,12 @@ class Pair:
 
     def _cross(self, sequence: int) -> None:
         """Both threads are at this segment: its bytes move."""
-        far, world = self.far, self.process.world
+        far, world, network = self.far, self.process.world, network_of(self.process)
         assert far is not None
         ends = (self, far)
         if any(end.is_down or not end.process.alive or end._started != sequence for end in ends):
             return
-        if any(world.network.blocked(a.process, b.process) for a, b in (ends, ends[::-1])):
+        if any(network.blocked(a.process, b.process) for a, b in (ends, ends[::-1])):
             return  # the timeouts will tell
         if any(end.process.paused for end in ends):
             world.after(0.05, self._cross, sequence)
@@ -170,7 +172,7 @@ class Pair:
         assert job.block_ids is not None and job.blocks == into.blocks
         content = source.toy.packed(job.block_ids, source.ratio)
         sent = digest(content)
-        if world.random.random() < world.network.corrupt:
+        if world.random.random() < network.corrupt:
             world.injected["segment corrupted"] += 1
             content = ((content[0][0] ^ 1, *content[0][1:]), *content[1:])
         received = b""

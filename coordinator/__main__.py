@@ -17,7 +17,7 @@ _NICE_LOADING = 5
 
 
 def _journal(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The journal of usage as far as it is told without loading what reads settings: a wrong guess costs only time."""
+    """The usage ledger as far as it is told without loading what reads settings: a wrong guess costs only time."""
     for number, argument in enumerate(arguments):
         name, given, value = argument.partition("=")
         if name == "--usage-db":

@@ -17,7 +17,7 @@ from math import inf
 from coordinator import progress
 from coordinator.admission import checks as admission
 from coordinator.admission import intake, tenancy
-from coordinator.events import Action, Configured, Event, Misbehaved, PeerDown, PeerUp, Received, Tick
+from coordinator.events import Action, Configured, Event, PeerDown, PeerUp, ProtocolViolation, Received, Tick
 from coordinator.placement.schedule import schedule
 from coordinator.recovery import draining, members
 from coordinator.reporting import report
@@ -43,9 +43,9 @@ from proto.progress import DecodeProgress, Hung
 from proto.status import KvHeld, KvPairs
 
 
-def _status(state: State, epoch: int, event: Received, now: float) -> None:
+def _status(state: State, incarnation: int, event: Received, now: float) -> None:
     """With what workers said last time about themselves; they are asked again for the next."""
-    state.send(epoch, report.status(state))
+    state.send(incarnation, report.status(state))
     for worker in state.workers:
         state.send(worker, StatusRequest())
 
@@ -74,7 +74,7 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
 class Core(State):
     def refusal(self, hello: Hello) -> str | None:
         """Why a process may not join, or None. Asked before its `PeerUp`."""
-        if hello.epoch in self.fenced:
+        if hello.incarnation in self.fenced:
             return "this incarnation hung, and was given up"
         return admission.refusal(hello, self.pools)
 
@@ -84,10 +84,10 @@ class Core(State):
         match event:
             case Received():
                 self._received(event, now)
-            case PeerUp(epoch, hello):
-                members.up(self, epoch, hello, now)
-            case PeerDown(epoch, reason):
-                members.down(self, epoch, reason, now)
+            case PeerUp(incarnation, hello):
+                members.up(self, incarnation, hello, now)
+            case PeerDown(incarnation, reason):
+                members.down(self, incarnation, reason, now)
             case Configured(tenants, utc_offset_s, past):
                 tenancy.configure(self, tenants, utc_offset_s, past, now)
             case Tick():
@@ -111,11 +111,13 @@ class Core(State):
         return min(waiting, default=None)
 
     def _received(self, event: Received, now: float) -> None:
-        epoch, hello = event.epoch, self.peers.get(event.epoch)
+        incarnation, hello = event.incarnation, self.peers.get(event.incarnation)
         if hello is None:
             return
         roles, handler = _HANDLERS.get(type(event.message), ((), None))
         if handler is None or hello.role not in roles:
-            self.out.append(Misbehaved(epoch, f"a {hello.role} may not send {type(event.message).__name__}"))
+            self.out.append(
+                ProtocolViolation(incarnation, f"a {hello.role} may not send {type(event.message).__name__}")
+            )
             return
-        handler(self, epoch, event, now)
+        handler(self, incarnation, event, now)

@@ -13,23 +13,23 @@ from coordinator.fairness.cost import Prices
 from coordinator.lifecycle import State
 from coordinator.score import Weights
 from proto.messages import Hello, Message
-from runtime.tenancy.tenants import DEFAULT_BANDS, Band, Tenants
+from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES, PriorityClass, Tenants
 
 
 class PeerUp(msgspec.Struct, frozen=True, gc=False):
     """A process whose Hello `Core.refusal` had nothing against."""
 
-    epoch: int
+    incarnation: int
     hello: Hello
 
 
 class PeerDown(msgspec.Struct, frozen=True, gc=False):
-    epoch: int
+    incarnation: int
     reason: str
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
-    epoch: int
+    incarnation: int
     message: Message
     blob: bytes = b""
 
@@ -47,19 +47,19 @@ class Configured:
     utc_offset_s: float
     """The wall clock minus the clock of `now`."""
     past: Past | None = None
-    """What the journal says, at the start only."""
+    """What the ledger says, at the start only."""
 
 
 Event = PeerUp | PeerDown | Received | Configured | Tick
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
-    epoch: int
+    incarnation: int
     message: Message
     blob: bytes = b""
 
 
-class Moved(msgspec.Struct, frozen=True, gc=False):
+class StateChanged(msgspec.Struct, frozen=True, gc=False):
     """For the log and for metrics: a request changed state."""
 
     request_id: str
@@ -68,14 +68,14 @@ class Moved(msgspec.Struct, frozen=True, gc=False):
     why: str
 
 
-class Misbehaved(msgspec.Struct, frozen=True, gc=False):
+class ProtocolViolation(msgspec.Struct, frozen=True, gc=False):
     """A peer broke the protocol; the driver counts it and ends the link."""
 
-    epoch: int
+    incarnation: int
     reason: str
 
 
-Action = Send | Moved | Misbehaved | Opened | Closed
+Action = Send | StateChanged | ProtocolViolation | Opened | Closed
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Limits:
     tenant_queue_max: int = 1024
     """Of one tenant."""
     queue_wait_s_max: float = 120.0
-    """Longest wait for a place, in bands without one of their own ..."""
+    """Longest wait for a place, in priority classes without one of their own ..."""
     resumed_wait_s_max: float = 600.0
     """... and for a later attempt at a request: its client may have had tokens already."""
     step_tokens: int = 256
@@ -103,9 +103,10 @@ class Limits:
     """... and so many more for each request that lives."""
     resubmit_s_max: float = 30.0
     """An interrupted request whose gateway does not come back within this is failed."""
-    bands: Mapping[str, Band] = field(default_factory=lambda: DEFAULT_BANDS)
+    priority_classes: Mapping[str, PriorityClass] = field(default_factory=lambda: DEFAULT_PRIORITY_CLASSES)
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Of organisations ("band/organisation") and users ("band/organisation/user"); 1 where none is given."""
+    """Of organisations ("priority class/organisation") and users ("priority class/organisation/user"); 1 where none is
+    given."""
     quantum_tokens: float = 1024.0
     """Cost that an idle tenant of weight 1 saves up, and has served before others when it comes back."""
     prices: Prices = field(default_factory=Prices)

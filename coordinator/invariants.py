@@ -13,14 +13,16 @@ def check(core: Core) -> None:
     for worker in core.workers.values():
         worker.check_invariants()
         assert len(worker.steps) <= core.limits.steps_in_flight
-        assert worker.draining == (worker.epoch in core.draining)
-        assert all(core.requests.get(r.id) is r and r.prefill_epoch == worker.epoch for r in worker.placed.values())
+        assert worker.draining == (worker.incarnation in core.draining)
+        assert all(
+            core.requests.get(r.id) is r and r.prefill_incarnation == worker.incarnation for r in worker.placed.values()
+        )
         assert all(r.entry is not None for r in worker.placed.values())
         for request_id, attempt in worker.holdings:
             if attempt == CLAIM:
                 request = core.requests[request_id]
                 assert (
-                    request.course.claim[0] == worker.epoch
+                    request.attempt_progress.carried_reservation[0] == worker.incarnation
                     and core.pools[worker.hello.model].claims[request_id] is request
                 )
                 assert request.state in (State.QUEUED, State.INTERRUPTED)
@@ -32,12 +34,12 @@ def check(core: Core) -> None:
         for request in queue:
             assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)
     for pool in core.pools.values():
-        assert pool.rooms.kept_for is None or pool.rooms.kept_for.state is State.QUEUED
-        assert set(pool.hosts) == {worker.epoch for worker in pool.prefill.values() if worker.bound}
+        assert pool.rooms.reservation is None or pool.rooms.reservation.state is State.QUEUED
+        assert set(pool.hosts) == {worker.incarnation for worker in pool.prefill.values() if worker.bound}
         for worker in pool.prefill.values():
             for request in worker.bound.values():
-                assert request.entry is not None and request.entry.key == bound_key(worker.epoch)
-                assert request.state is State.QUEUED and request.course.bound_to == worker.epoch
+                assert request.entry is not None and request.entry.key == bound_key(worker.incarnation)
+                assert request.state is State.QUEUED and request.attempt_progress.bound_to == worker.incarnation
         contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
         assert pool.context_tokens == min(contexts, default=0)
     assert sum(len(queue.fair) for queue in core.queues.values()) == sum(
@@ -48,9 +50,9 @@ def check(core: Core) -> None:
         assert (request.id in queued) == (request.state is State.QUEUED)
         assert (request.id in core.interrupted) == (request.state is State.INTERRUPTED)
         if request.state in (State.PLACED, State.PREFILLING):
-            assert request.key in core.workers[request.prefill_epoch].holdings
+            assert request.key in core.workers[request.prefill_incarnation].holdings
         if request.state is State.DECODING:
-            assert request.key in core.workers[request.decode_epoch].holdings
+            assert request.key in core.workers[request.decode_incarnation].holdings
     assert all(request_id in core.requests for request_id in (*queued, *core.interrupted))
     _check_bills(core)
 
@@ -63,12 +65,12 @@ def _check_bills(core: Core) -> None:
         out.update(chunk.request_id for step, _ in worker.steps.values() for chunk in step.chunks)
     concurrency: Counter[str] = Counter()
     for request_id, bill in billing.bills.items():
-        assert bill.tally.held == out[request_id]
+        assert bill.counters.held == out[request_id]
         request = core.requests.get(request_id)
         assert (
             request.bill is bill
             if request
-            else billing.is_open_to(request_id) or (bill.tally.outcome and bill.tally.held)
+            else billing.is_open_to(request_id) or (bill.counters.outcome and bill.counters.held)
         )
         concurrency.update(account.name for account in bill.accounts)
     assert set(core.requests) <= set(billing.bills)

@@ -10,31 +10,31 @@ from coordinator.accounting.ledger import Ledger, LedgerError
 from coordinator.accounting.quota import DAY_S
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.core import Core
-from coordinator.event_log.recorder import Journal, RecordedCore
+from coordinator.event_log.recorder import EventLog, RecordedCore
 from coordinator.events import (
     Action,
     Configured,
     Event,
     Limits,
-    Misbehaved,
-    Moved,
     PeerDown,
     PeerUp,
+    ProtocolViolation,
     Received,
     Send,
+    StateChanged,
     Tick,
 )
 from coordinator.lifecycle import TERMINAL
 from coordinator.outbox import Outbox
-from coordinator.recovery.leader_lock import PREDECESSOR_S, NotOurTurn, Turn
-from coordinator.recovery.stall_detector import Absence, Present
+from coordinator.recovery.leader_lock import PREDECESSOR_S, LeaderLock, NotLeader
+from coordinator.recovery.stall_detector import StallDetector, StallGuard
 from coordinator.reporting.metrics import CoordinatorMetrics
 from coordinator.state import NONE_ENDED
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
 from proto.messages import Hello, Message, Rejected, Role, Submit
 from proto.status import StatusReport
-from runtime.link.failure_detector import Silence
+from runtime.link.failure_detector import FailureDetector
 from runtime.link.keys import keys_for
 from runtime.link.server import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
 from runtime.metrics import server as metrics_server
@@ -54,8 +54,8 @@ _BEHIND_RETRY_S = 1.0
 class Coordinator:
     """Wires the core to its control port."""
 
-    def __init__(self, settings: CoordinatorSettings, absences: int = 0) -> None:
-        """`absences`: after which this process began anew."""
+    def __init__(self, settings: CoordinatorSettings, stalls: int = 0) -> None:
+        """`stalls`: after which this process began anew."""
         self.settings = settings
         self.name = name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
@@ -76,14 +76,14 @@ class Coordinator:
                 kv_overcommit=settings.kv_overcommit,
             )
         )
-        self.record = Journal(settings.journal, settings.journal_max_mib << 20) if settings.journal else None
+        self.record = EventLog(settings.event_log, settings.event_log_max_mib << 20) if settings.event_log else None
         self.recorded = RecordedCore(self.core, self.record, name) if self.record is not None else None
-        self.absence = Absence(Silence(settings.heartbeat_ms, 0.0).limit_s)
+        self.stall_detector = StallDetector(FailureDetector(settings.heartbeat_ms, 0.0).limit_s)
         self.driver: CoreDriver[Event, Action] = CoreDriver(
-            Present(self.recorded or self.core, self.absence), perform=self._perform, tick=Tick()
+            StallGuard(self.recorded or self.core, self.stall_detector), perform=self._perform, tick=Tick()
         )
         self.metrics = CoordinatorMetrics(self.core, clock.now)
-        self.metrics.absences = absences
+        self.metrics.stalls = stalls
         self.metrics.page.introduce(name=name)
         self.observed = MetricsServer(settings.metrics)
         self.peers: dict[int, Peer] = {}
@@ -91,13 +91,13 @@ class Coordinator:
         self.ledger: Ledger | None = None
         self.outbox = Outbox()
         self.failure: asyncio.Event = asyncio.Event()
-        """The journal cannot be written any more."""
+        """The ledger cannot be written any more."""
         self.server = LinkServer(
             bind=settings.bind,
             hello=Hello(
                 limits.PROTOCOL_VERSION,
                 Role.COORDINATOR,
-                clock.new_epoch(),
+                clock.new_incarnation(),
                 self.name,
                 host=socket.gethostname(),
                 pid=os.getpid(),
@@ -119,7 +119,7 @@ class Coordinator:
             if self.recorded is not None:
                 self.recorded.open()
         except OSError as error:
-            raise ConfigError(f"--journal: {error}") from error
+            raise ConfigError(f"--event-log: {error}") from error
         try:
             await self.observed.listen()
             await self._configure()
@@ -136,7 +136,7 @@ class Coordinator:
                 "cannot start", error=f"--bind: {error.strerror}" if isinstance(error, CannotBind) else str(error)
             )
             return 1
-        self.absence.begin(clock.now())
+        self.stall_detector.begin(clock.now())
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
         link_counters(self.metrics.page, {"control": self.server.counters})
         self.observed.show(self.metrics.page, lambda: None, {"/targets": self._targets})
@@ -144,8 +144,8 @@ class Coordinator:
         notify.ready(f"listening on {address}")
         await self.observed.serve()
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if self.absence.away_s:
-            self.log.warning("was away, and begins anew", away_s=round(self.absence.away_s, 2))
+        if self.stall_detector.away_s:
+            self.log.warning("was away, and begins anew", away_s=round(self.stall_detector.away_s, 2))
         self.log.info("stopping", running=len(self.core.requests))
         # First, so that rows of streams which go on without us stay open for the next coordinator.
         await self._close_ledger(watching)
@@ -153,16 +153,16 @@ class Coordinator:
         await self.observed.close()
         self.driver.close()
         if self.record is not None:
-            self.record.close("was away" if self.absence.away_s else "stopped")
+            self.record.close("was away" if self.stall_detector.away_s else "stopped")
         for end in ends:
             end.cancel()
         return 1 if self.failure.is_set() else 0
 
     async def _absent(self) -> None:
         while True:
-            if self.absence.look(clock.now()):
+            if self.stall_detector.look(clock.now()):
                 return
-            await asyncio.sleep(self.absence.limit_s / 8)
+            await asyncio.sleep(self.stall_detector.limit_s / 8)
 
     # --- tenants and their usage ----------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Coordinator:
         if self.ledger is not None:
             await self.ledger.close()
 
-    def _journal(self, entry: Opened | Closed) -> None:
+    def _record_usage(self, entry: Opened | Closed) -> None:
         if self.ledger is None:
             return
         if isinstance(entry, Opened):
@@ -214,33 +214,33 @@ class Coordinator:
     # --- links ----------------------------------------------------------------------------------------------------------
 
     def _up(self, peer: Peer) -> None:
-        earlier = self.peers.get(peer.epoch)
+        earlier = self.peers.get(peer.incarnation)
         if earlier is not None:
             self.server.drop(earlier, "connected again")
-        self.outbox.forget(peer.epoch)
-        self.peers[peer.epoch] = peer
+        self.outbox.forget(peer.incarnation)
+        self.peers[peer.incarnation] = peer
         emit = self.log.debug if peer.hello.role is Role.OBSERVER else self.log.info
         emit("joined", peer=peer.hello.name, role=peer.hello.role.value, model=peer.hello.model)
-        self.driver.post(PeerUp(peer.epoch, peer.hello))
+        self.driver.post(PeerUp(peer.incarnation, peer.hello))
 
     def _down(self, peer: Peer, reason: str) -> None:
-        if self.peers.get(peer.epoch) is peer:
-            del self.peers[peer.epoch]
-            self.outbox.forget(peer.epoch)
+        if self.peers.get(peer.incarnation) is peer:
+            del self.peers[peer.incarnation]
+            self.outbox.forget(peer.incarnation)
             quiet = peer.hello.role is Role.OBSERVER
             emit = self.log.debug if quiet else self.log.info if is_orderly(reason) else self.log.warning
             emit("left", peer=peer.hello.name, role=peer.hello.role.value, reason=reason)
-            self.driver.post(PeerDown(peer.epoch, reason))
+            self.driver.post(PeerDown(peer.incarnation, reason))
 
     def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
-        if self.peers.get(peer.epoch) is not peer:
+        if self.peers.get(peer.incarnation) is not peer:
             raise RemoteProtocolError("this link was replaced by a newer one")
         if isinstance(message, Submit) and self._is_too_much(message):
             why = "usage cannot be recorded as fast as requests come"
             self.metrics.refused_behind += 1
             peer.send(Rejected(message.request_id, message.attempt, Reject.NO_CAPACITY, why, _BEHIND_RETRY_S))
             return
-        self.driver.post(Received(peer.epoch, message, blob))
+        self.driver.post(Received(peer.incarnation, message, blob))
 
     def _is_too_much(self, submit: Submit) -> bool:
         """Where the ledger is behind, what is new is refused; what is known, and only said again, is for the core."""
@@ -250,7 +250,7 @@ class Coordinator:
         return submit.request_id not in self.core.requests and submit.attempt > last.attempt
 
     def _send(self, send: Send) -> None:
-        peer, message = self.peers.get(send.epoch), send.message
+        peer, message = self.peers.get(send.incarnation), send.message
         if isinstance(message, StatusReport):
             message = self._complete(message)
         if peer is not None:
@@ -263,17 +263,17 @@ class Coordinator:
                     self._send(action)
             case Opened():
                 self.metrics.opened(action)
-                self._journal(action)
+                self._record_usage(action)
             case Closed():
                 self.metrics.closed(action)
-                self._journal(action)
-            case Moved(request_id, attempt, state, why):
+                self._record_usage(action)
+            case StateChanged(request_id, attempt, state, why):
                 self.metrics.moved(action)
                 emit = self.log.info if state in TERMINAL else self.log.debug
                 emit("request", request_id=request_id, attempt=attempt, state=state.value, why=why)
-            case Misbehaved(epoch, reason):
+            case ProtocolViolation(incarnation, reason):
                 self.server.counters.protocol_errors += 1
-                peer = self.peers.get(epoch)
+                peer = self.peers.get(incarnation)
                 if peer is not None:
                     # Not from inside the core's own event: dropping makes one.
                     asyncio.get_running_loop().call_soon(self.server.drop, peer, reason)
@@ -282,11 +282,11 @@ class Coordinator:
         """With what the core does not see: what it answers depends on its events alone."""
         links = self.server.counters
         turned_away = {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}
-        own_counters = {"protocol_errors": links.protocol_errors, "absences": self.metrics.absences}
+        own_counters = {"protocol_errors": links.protocol_errors, "absences": self.metrics.stalls}
         counters = report.counters | own_counters | turned_away
         own = {self.name: self.observed.address} if self.observed.address else {}
         return msgspec.structs.replace(
-            report, counters=counters, metrics=own | report.metrics, lately=self.metrics.lately.figures()
+            report, counters=counters, metrics=own | report.metrics, recent=self.metrics.recent.figures()
         )
 
     def _targets(self) -> list[dict[str, object]]:
@@ -305,31 +305,31 @@ async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
         return await _serve_anew(settings, stop, 0.0)
     process = settings.name or f"coordinator-{os.getpid()}"
     logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=process)
-    turn = Turn(settings.usage_db)
+    leader_lock = LeaderLock(settings.usage_db)
     if settings.standby:
         metrics_server.load()
-        logger.info("standing by", lock=str(turn.path))
-        notify.ready(f"waits for {turn.path}")
+        logger.info("standing by", lock=str(leader_lock.path))
+        notify.ready(f"waits for {leader_lock.path}")
     try:
-        if not await turn.take(stop, None if settings.standby else PREDECESSOR_S):
+        if not await leader_lock.take(stop, None if settings.standby else PREDECESSOR_S):
             return 0
         return await _serve_anew(settings, stop, PREDECESSOR_S if settings.standby else 0.0)
-    except NotOurTurn as error:
+    except NotLeader as error:
         logger.error("cannot start", error=f"--usage-db: {error}")
         return 1
     finally:
-        turn.give_up()
+        leader_lock.give_up()
 
 
 async def _serve_anew(settings: CoordinatorSettings, stop: Stop, bind_within_s: float) -> int:
-    """Under a new epoch after each absence."""
-    absences = 0
+    """Under a new incarnation after each absence."""
+    stalls = 0
     while True:
-        serving = Coordinator(settings, absences)
+        serving = Coordinator(settings, stalls)
         status = await serving.run(stop, bind_within_s)
-        if status or stop.is_set() or not serving.absence.away_s:
+        if status or stop.is_set() or not serving.stall_detector.away_s:
             return status
-        absences, bind_within_s = absences + 1, PREDECESSOR_S
+        stalls, bind_within_s = stalls + 1, PREDECESSOR_S
 
 
 def run(settings: CoordinatorSettings) -> int:

@@ -1,4 +1,4 @@
-"""The order between the journal of usage and the wire. Pure."""
+"""The order between the usage ledger and the wire. Pure."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from coordinator.events import Send
 
 @dataclass
 class Outbox:
-    """Nothing about a request leaves before the journal has the request: its messages wait, and those to the same peer behind
+    """Nothing about a request leaves before the ledger has the request: its messages wait, and those to the same peer behind
     them, so that a link's order is kept. Other peers are not held up."""
 
     uncommitted: set[str] = field(default_factory=set)
@@ -23,25 +23,25 @@ class Outbox:
         """True: send it now."""
         if not self.uncommitted:
             return True
-        waiting = self.held.get(send.epoch)
+        waiting = self.held.get(send.incarnation)
         if waiting is None and not self._names_uncommitted(send):
             return True
-        self.held.setdefault(send.epoch, deque()).append(send)
+        self.held.setdefault(send.incarnation, deque()).append(send)
         return False
 
-    def forget(self, epoch: int) -> None:
+    def forget(self, incarnation: int) -> None:
         """Its link is gone: what waits is of no use to its next one, and would be taken for orders of that."""
-        self.held.pop(epoch, None)
+        self.held.pop(incarnation, None)
 
     def committed(self, request_ids: Iterable[str]) -> list[Send]:
         """What may go out now, each peer's in order."""
         self.uncommitted.difference_update(request_ids)
         free: list[Send] = []
-        for epoch, waiting in list(self.held.items()):
+        for incarnation, waiting in list(self.held.items()):
             while waiting and not self._names_uncommitted(waiting[0]):
                 free.append(waiting.popleft())
             if not waiting:
-                del self.held[epoch]
+                del self.held[incarnation]
         return free
 
     def _names_uncommitted(self, send: Send) -> bool:

@@ -1,9 +1,9 @@
 """What workers report: steps computed, prompts handed over, attempts that are over."""
 
-from coordinator.events import Misbehaved, Received
+from coordinator.events import ProtocolViolation, Received
 from coordinator.kv_admission.shared_blocks import chains
 from coordinator.lifecycle import ON_WORKERS, Trigger
-from coordinator.lifecycle import State as Life
+from coordinator.lifecycle import State as KvDemand
 from coordinator.placement.preemption import relieve
 from coordinator.request import Request
 from coordinator.state import State
@@ -24,16 +24,16 @@ from proto.progress import DecodeProgress
 from proto.status import KvHeld, KvPairs
 
 
-def step_done(state: State, epoch: int, event: Received, now: float) -> None:
+def step_done(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, StepDone)
-    worker = state.workers[epoch]
+    worker = state.workers[incarnation]
     asked, requests = worker.end_step(done.step_id)
     if not asked:
         return
     if done.computed != asked:
         if not _is_part(done.computed, asked):
-            state.out.append(Misbehaved(epoch, f"step {done.step_id} computed what it was not asked for"))
+            state.out.append(ProtocolViolation(incarnation, f"step {done.step_id} computed what it was not asked for"))
             done = StepDone(done.step_id, (), 0.0, done.tokens_forwarded)
         _refund_skipped(state, worker, asked, requests, done.computed)
     worker.tokens_forwarded = done.tokens_forwarded
@@ -45,17 +45,17 @@ def step_done(state: State, epoch: int, event: Received, now: float) -> None:
         tokens += chunk.length
         state.billing.computed(chunk.request_id, chunk.attempt, chunk.length)
         request = state.current(chunk.request_id, chunk.attempt)
-        if request is None or (course := request.course).prefill_epoch != epoch:
+        if request is None or (attempt_progress := request.attempt_progress).prefill_incarnation != incarnation:
             continue
-        course.computed_tokens += chunk.length
-        if request.state is Life.PREFILLING and course.computed_tokens >= request.submit.prompt_tokens:
+        attempt_progress.computed_tokens += chunk.length
+        if request.state is KvDemand.PREFILLING and attempt_progress.computed_tokens >= request.submit.prompt_tokens:
             state.counters["prompt_tokens_cached"] += request.cached_tokens
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
     if tokens and done.step_ms > 0:
         worker.measure(tokens, done.step_ms, state.limits.step_tokens)
     for chunk in asked:
-        state.journal(state.billing.let_go(chunk.request_id, now))
+        state.record_usage(state.billing.release(chunk.request_id, now))
 
 
 def _is_part(computed: tuple[Chunk, ...], asked: tuple[Chunk, ...]) -> bool:
@@ -73,23 +73,29 @@ def _refund_skipped(
             state.queues[worker.hello.model].skipped(request, chunk)
 
 
-def cache_miss(state: State, epoch: int, event: Received, now: float) -> None:
+def cache_miss(state: State, incarnation: int, event: Received, now: float) -> None:
     """The worker has less of a prompt than was believed: what lies between is to be computed, and charged, after all."""
     miss = event.message
     assert isinstance(miss, CacheMiss)
-    worker = state.workers[epoch]
+    worker = state.workers[incarnation]
     size = worker.capacity.block_size
     if miss.cached_tokens % size:
-        state.out.append(Misbehaved(epoch, f"{miss.cached_tokens} cached tokens are no whole number of blocks"))
+        state.out.append(
+            ProtocolViolation(incarnation, f"{miss.cached_tokens} cached tokens are no whole number of blocks")
+        )
         return
     request = state.current(miss.request_id, miss.attempt)
-    if request is None or request.prefill_epoch != epoch or request.state not in (Life.PLACED, Life.PREFILLING):
+    if (
+        request is None
+        or request.prefill_incarnation != incarnation
+        or request.state not in (KvDemand.PLACED, KvDemand.PREFILLING)
+    ):
         return
     if miss.cached_tokens >= request.cached_tokens:
         return
     state.counters["cache_misses"] += 1
     submit = request.submit
-    state.pools[submit.model].locality.forget(epoch, usable_hashes(submit, size), miss.cached_tokens // size)
+    state.pools[submit.model].locality.forget(incarnation, usable_hashes(submit, size), miss.cached_tokens // size)
     request.cached_tokens = request.begin().computed_tokens = miss.cached_tokens
     state.queues[submit.model].put_back(request, miss.cached_tokens)
     worker.placed[request.id] = request
@@ -97,42 +103,46 @@ def cache_miss(state: State, epoch: int, event: Received, now: float) -> None:
     state.pools[submit.model].ask(worker)
 
 
-def cache_events(state: State, epoch: int, event: Received, now: float) -> None:
+def cache_events(state: State, incarnation: int, event: Received, now: float) -> None:
     report = event.message
     assert isinstance(report, CacheEvents)
-    model = state.workers[epoch].hello.model
-    state.pools[model].locality.learn(epoch, report.inserted, report.evicted)
+    model = state.workers[incarnation].hello.model
+    state.pools[model].locality.learn(incarnation, report.inserted, report.evicted)
 
 
-def handed_over(state: State, epoch: int, event: Received, now: float) -> None:
+def handed_over(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, HandedOver)
     request = state.current(done.request_id, done.attempt)
-    if request is not None and request.prefill_epoch == epoch and request.entry is not None:
-        state.out.append(Misbehaved(epoch, f"{done.request_id} is handed over before it is computed"))
+    if request is not None and request.prefill_incarnation == incarnation and request.entry is not None:
+        state.out.append(ProtocolViolation(incarnation, f"{done.request_id} is handed over before it is computed"))
         return
     state.counters["kv_bytes_moved"] += done.kv_bytes
     state.counters["kv_exposed_us"] += round(1000 * done.transfer_ms)  # what prefill did not hide
-    state.let_go(epoch, (done.request_id, done.attempt), 0, first=True)
-    if request and request.prefill_epoch == epoch and request.state in (Life.PREFILLING, Life.HANDING_OVER):
-        state.pools[request.submit.model].breakers.worked((epoch, request.decode_epoch))
+    state.release(incarnation, (done.request_id, done.attempt), 0, first=True)
+    if (
+        request
+        and request.prefill_incarnation == incarnation
+        and request.state in (KvDemand.PREFILLING, KvDemand.HANDING_OVER)
+    ):
+        state.pools[request.submit.model].breakers.worked((incarnation, request.decode_incarnation))
         state.move(request, Trigger.HANDED_OVER, now)
 
 
-def kv_pairs(state: State, epoch: int, event: Received, now: float) -> None:
+def kv_pairs(state: State, incarnation: int, event: Received, now: float) -> None:
     assert isinstance(event.message, KvPairs)
-    state.workers[epoch].kv_pairs = event.message.pairs
+    state.workers[incarnation].kv_pairs = event.message.pairs
 
 
-def kv_held(state: State, epoch: int, event: Received, now: float) -> None:
+def kv_held(state: State, incarnation: int, event: Received, now: float) -> None:
     assert isinstance(event.message, KvHeld)
-    state.workers[epoch].kv_held = event.message
+    state.workers[incarnation].kv_held = event.message
 
 
-def decode_progress(state: State, epoch: int, event: Received, now: float) -> None:
+def decode_progress(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, DecodeProgress)
-    worker = state.workers[epoch]
+    worker = state.workers[incarnation]
     room = worker.room
     assert room is not None
     for joined in done.joined:
@@ -140,7 +150,9 @@ def decode_progress(state: State, epoch: int, event: Received, now: float) -> No
     room.reached(done.steps)
     for shared in done.prefixes:
         if not room.shares((shared.request_id, shared.attempt), chains(shared.parts)):
-            state.out.append(Misbehaved(epoch, f"{shared.request_id} shares more blocks than its prompt has"))
+            state.out.append(
+                ProtocolViolation(incarnation, f"{shared.request_id} shares more blocks than its prompt has")
+            )
     was_short, room.short = room.short, done.short_blocks > 0 and state.limits.kv_overcommit > 1
     if room.short:
         relieve(state, worker, done.short_blocks, now)
@@ -149,58 +161,62 @@ def decode_progress(state: State, epoch: int, event: Received, now: float) -> No
         state.pools[worker.hello.model].freed(worker)
 
 
-def finished(state: State, epoch: int, event: Received, now: float) -> None:
+def finished(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, Finished)
-    worker = state.workers[epoch]
-    state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens)
+    worker = state.workers[incarnation]
+    state.release(incarnation, (done.request_id, done.attempt), done.output_tokens)
     worker.tokens_forwarded = done.tokens_forwarded
     state.counters["output_tokens"] += done.output_tokens
     if state.billing.is_open_to(done.request_id):
         # It finished when nobody was here to be told, so it was in no registration.
         state.billing.emitted(done.request_id, done.resumed_tokens, done.output_tokens)
-    state.journal(state.billing.end_orphan(done.request_id, Life.FINISHED, now))
+    state.record_usage(state.billing.end_orphan(done.request_id, KvDemand.FINISHED, now))
     request = state.current(done.request_id, done.attempt)
-    if request is None or epoch not in (request.prefill_epoch, request.decode_epoch):
+    if request is None or incarnation not in (request.prefill_incarnation, request.decode_incarnation):
         return
-    if request.state in (Life.PREFILLING, Life.HANDING_OVER, Life.DECODING):
+    if request.state in (KvDemand.PREFILLING, KvDemand.HANDING_OVER, KvDemand.DECODING):
         state.queues[request.submit.model].learn(request, done.output_tokens + request.submit.resumed_tokens)
-        state.pools[request.submit.model].forgive()
+        state.pools[request.submit.model].record_success()
         state.end(request, Trigger.FINISH, "done", now)
 
 
-def released(state: State, epoch: int, event: Received, now: float) -> None:
+def released(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, Released)
-    _cut_short(state, epoch, done)
-    state.journal(state.billing.end_orphan(done.request_id, Life.CANCELLED, now))
+    _cut_short(state, incarnation, done)
+    state.record_usage(state.billing.end_orphan(done.request_id, KvDemand.CANCELLED, now))
 
 
-def _cut_short(state: State, epoch: int, done: Released | WorkFailed) -> None:
+def _cut_short(state: State, incarnation: int, done: Released | WorkFailed) -> None:
     # A decode worker does not count first tokens, which came before what it has emitted.
-    first = done.output_tokens > 0 and state.workers[epoch].room is not None
-    state.let_go(epoch, (done.request_id, done.attempt), done.output_tokens, first=first)
+    first = done.output_tokens > 0 and state.workers[incarnation].room is not None
+    state.release(incarnation, (done.request_id, done.attempt), done.output_tokens, first=first)
 
 
-def work_failed(state: State, epoch: int, event: Received, now: float) -> None:
+def work_failed(state: State, incarnation: int, event: Received, now: float) -> None:
     failed = event.message
     assert isinstance(failed, WorkFailed)
-    worker = state.workers[epoch]
-    _cut_short(state, epoch, failed)
+    worker = state.workers[incarnation]
+    _cut_short(state, incarnation, failed)
     state.counters[f"work_failed_{failed.reason}"] += 1
     request = state.current(failed.request_id, failed.attempt)
-    if request is None or request.state not in ON_WORKERS or epoch not in (request.prefill_epoch, request.decode_epoch):
+    if (
+        request is None
+        or request.state not in ON_WORKERS
+        or incarnation not in (request.prefill_incarnation, request.decode_incarnation)
+    ):
         return
-    if epoch == request.prefill_epoch and request.state is Life.DECODING:
+    if incarnation == request.prefill_incarnation and request.state is KvDemand.DECODING:
         return
-    _blame(state, request, worker, failed.reason, now)
+    _record_failure(state, request, worker, failed.reason, now)
     state.interrupt(request, failed.reason, f"{worker.hello.name}: {failed.message}"[:500], now)
 
 
-def _blame(state: State, request: Request, worker: Worker, reason: Interrupt, now: float) -> None:
+def _record_failure(state: State, request: Request, worker: Worker, reason: Interrupt, now: float) -> None:
     pool = state.pools[request.submit.model]
     if reason is Interrupt.ENGINE_ERROR:
-        pool.blame(worker)
+        pool.record_failure(worker)
     elif reason is Interrupt.TRANSFER_FAILED:
-        pair = request.prefill_epoch, request.decode_epoch
-        state.counters["pairs_left_out"] += pool.breakers.failed(pair, request.course.placed_at, now)
+        pair = request.prefill_incarnation, request.decode_incarnation
+        state.counters["pairs_left_out"] += pool.breakers.failed(pair, request.attempt_progress.placed_at, now)

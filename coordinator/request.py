@@ -31,11 +31,11 @@ def share(submit: Submit) -> None:
             force_setattr(part, name, _COMMON.get(value, value))
 
 
-class Course(msgspec.Struct, eq=False, gc=False):
+class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     """What has happened to a request since it came to wait."""
 
-    prefill_epoch: int = 0
-    decode_epoch: int = 0
+    prefill_incarnation: int = 0
+    decode_incarnation: int = 0
     placed_at: float = 0.0
     computed_tokens: int = 0
     """Of the prompt, the cached ones before them included."""
@@ -47,14 +47,14 @@ class Course(msgspec.Struct, eq=False, gc=False):
     """How often another request got room while this one waited for it."""
     output_charged: float = 0.0
     """What its tenant was charged for output, as estimated."""
-    claim: tuple[int, int] = NO_CLAIM
+    carried_reservation: tuple[int, int] = NO_CLAIM
     """Its prefill worker was lost: the decode worker whose room stays its own until it is placed again, and which attempt had
     it."""
     paid_tokens: int = 0
     """Of this attempt's prompt, those that its tenant was charged for with an earlier one, which a drain cut short."""
 
 
-class _Nothing(Course, frozen=True):  # type: ignore[misc]
+class _Nothing(AttemptProgress, frozen=True):  # type: ignore[misc]
     """Writing to it is an error."""
 
 
@@ -65,7 +65,7 @@ class Request(msgspec.Struct, eq=False):
     """One request over all its attempts; the fields from `submit` on belong to the current one."""
 
     id: str
-    gateway_epoch: int
+    gateway_incarnation: int
     submit: Submit
     blob: bytes
     """Packed prompt ids, forwarded untouched and dropped once forwarded."""
@@ -73,7 +73,7 @@ class Request(msgspec.Struct, eq=False):
     """When it entered the current state."""
     arrived: float
     path: tuple[str, str, str]
-    """(band, organisation, user): whose turn and whose bill."""
+    """(priority class, organisation, user): whose turn and whose bill."""
     state: State = State.QUEUED
     dispatched_tokens: int = 0
     """Prompt tokens sent out in chunks, the cached ones before them included."""
@@ -88,23 +88,23 @@ class Request(msgspec.Struct, eq=False):
     bill: Bill | None = None
     expected_left: int = NEVER
     """Tokens its answer is counted with on a decode worker, if less than it may have."""
-    course: Course = _NOTHING
+    attempt_progress: AttemptProgress = _NOTHING
     """To be read. Its own is made by `begin`: there are many requests, and most wait before anything happens to them."""
 
-    def begin(self) -> Course:
+    def begin(self) -> AttemptProgress:
         """Its course, to be written to."""
-        course = self.course
-        if course is _NOTHING:
-            course = self.course = Course()
-        return course
+        attempt_progress = self.attempt_progress
+        if attempt_progress is _NOTHING:
+            attempt_progress = self.attempt_progress = AttemptProgress()
+        return attempt_progress
 
     @property
-    def prefill_epoch(self) -> int:
-        return self.course.prefill_epoch
+    def prefill_incarnation(self) -> int:
+        return self.attempt_progress.prefill_incarnation
 
     @property
-    def decode_epoch(self) -> int:
-        return self.course.decode_epoch
+    def decode_incarnation(self) -> int:
+        return self.attempt_progress.decode_incarnation
 
     @property
     def deadline(self) -> float | None:
@@ -128,7 +128,7 @@ class Request(msgspec.Struct, eq=False):
 
     def unpaid_tokens(self, start: int, length: int) -> int:
         """Of a chunk, those that its tenant is charged for; or gets back, if it was skipped, be it of an earlier attempt."""
-        paid = self.course.paid_tokens
+        paid = self.attempt_progress.paid_tokens
         return length if paid <= start else max(start + length - paid, 0)
 
     def pay_for_drained(self, drained_before: int) -> None:
@@ -137,7 +137,7 @@ class Request(msgspec.Struct, eq=False):
         if self.submit.drained_attempts > drained_before:
             if self.submit.resumed_tokens:
                 self.begin().paid_tokens = self.submit.prompt_tokens
-        elif self.course.paid_tokens:
+        elif self.attempt_progress.paid_tokens:
             self.begin().paid_tokens = 0
 
     def fire(self, trigger: Trigger, now: float) -> None:
@@ -152,6 +152,8 @@ class Request(msgspec.Struct, eq=False):
         self.submit, self.blob = submit, blob
         self.pay_for_drained(drained_before)
         self.dispatched_tokens = self.cached_tokens = 0
-        course = self.begin()
-        course.prefill_epoch = course.decode_epoch = course.computed_tokens = course.bypassed = 0
-        course.moves = 0
+        attempt_progress = self.begin()
+        attempt_progress.prefill_incarnation = attempt_progress.decode_incarnation = (
+            attempt_progress.computed_tokens
+        ) = attempt_progress.bypassed = 0
+        attempt_progress.moves = 0

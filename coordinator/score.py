@@ -48,7 +48,7 @@ class PrefillSide:
     """Of this prompt."""
     fullness: float
     """0 with all blocks free, 1 with none."""
-    trouble: float
+    failure_rate: float
     """0 … 1"""
     host: str
 
@@ -61,7 +61,7 @@ class DecodeSide:
     """Of this prompt, not cached there."""
     fullness: float
     """Of its blocks or its sequences, whichever is more."""
-    trouble: float
+    failure_rate: float
     host: str
 
 
@@ -69,16 +69,16 @@ def prefill_s(prompt_tokens: int, side: PrefillSide, weights: Weights, waiting: 
     """The part of the score that the prefill worker decides. `waiting`: requests for each worker that wait for their turn."""
     compute = weights.compute * (1.0 + weights.pressure * waiting)
     work = weights.queue * side.tokens_before + compute * (prompt_tokens - side.cached_tokens)
-    return work / side.tokens_per_s + weights.room_s * side.fullness**2 + weights.trouble_s * side.trouble
+    return work / side.tokens_per_s + weights.room_s * side.fullness**2 + weights.trouble_s * side.failure_rate
 
 
 def decode_s(side: DecodeSide, prefill_host: str, weights: Weights) -> float:
     """The part of the score that the decode worker decides, given where the prompt is computed."""
     per_block = weights.transfer_s + (weights.remote_s if side.host != prefill_host else 0.0)
-    return per_block * side.missing_blocks + weights.load_s * side.fullness + weights.trouble_s * side.trouble
+    return per_block * side.missing_blocks + weights.load_s * side.fullness + weights.trouble_s * side.failure_rate
 
 
 def best_decode(decode: Iterable[tuple[int, DecodeSide]], prefill_host: str, weights: Weights) -> int | None:
-    """The epoch of the best decode worker for a prompt computed on `prefill_host`; of equals the first."""
+    """The incarnation of the best decode worker for a prompt computed on `prefill_host`; of equals the first."""
     found = min(decode, key=lambda entry: decode_s(entry[1], prefill_host, weights), default=None)
     return None if found is None else found[0]

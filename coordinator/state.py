@@ -8,10 +8,10 @@ import msgspec
 from coordinator.accounting.billing import Billing
 from coordinator.accounting.tombstones import Remembered
 from coordinator.accounting.usage import Closed, Opened
-from coordinator.events import Action, Limits, Moved, Send
+from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.fairness.scheduling_class import Path
 from coordinator.lifecycle import TERMINAL, Trigger
-from coordinator.lifecycle import State as Life
+from coordinator.lifecycle import State as KvDemand
 from coordinator.observer import Watch
 from coordinator.request import CLAIM, NO_CLAIM, Request
 from coordinator.waiting.queue import WaitQueue
@@ -34,7 +34,9 @@ NONE_ENDED = Last()
 class State:
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
-        self.bands_lowest_first = sorted(self.limits.bands, key=lambda name: self.limits.bands[name].weight)
+        self.priority_classes_lowest_first = sorted(
+            self.limits.priority_classes, key=lambda name: self.limits.priority_classes[name].weight
+        )
         self.billing = Billing(open_tenants(), self.limits.remembered_s, self.limits.remembered_max)
         self.now = 0.0
         """Of the event in hand."""
@@ -58,12 +60,13 @@ class State:
         self.leaving: dict[str, None] = {}
         """Tenants that the file does not have any more, until nothing of theirs is left."""
         self.names: OrderedDict[str, int] = OrderedDict()
-        """Of the last processes that joined, and their epochs."""
+        """Of the last processes that joined, and their incarnations."""
         self.outcomes: Counter[str] = Counter()
         self.draining: dict[int, Worker] = {}
         """Workers on which nothing new is placed."""
         self.drain_orders: OrderedDict[int, float | None] = OrderedDict()
-        """What people said last of workers, by epoch: when what still runs there is handed over, or None for not at all."""
+        """What people said last of workers, by incarnation: when what still runs there is handed over, or None for not at
+        all."""
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
         """What the event in hand has led to so far."""
@@ -71,13 +74,17 @@ class State:
         """Told of decisions in a replay."""
 
     def path(self, submit: Submit) -> tuple[str, str, str]:
-        """Where a request stands in the fair queue: in the band it asks for, else in its tenant's."""
+        """Where a request stands in the fair queue: in the priority class it asks for, else in its tenant's."""
         organisation, _, user = submit.tenant.partition("/")
-        band, bands = submit.band, self.limits.bands
-        if band not in bands:
+        priority_class, priority_classes = submit.priority_class, self.limits.priority_classes
+        if priority_class not in priority_classes:
             policy = self.billing.quotas.tenants.policy(submit.tenant)
-            band = policy.band if policy is not None and policy.band in bands else self.bands_lowest_first[0]
-        return band, organisation, user
+            priority_class = (
+                policy.priority_class
+                if policy is not None and policy.priority_class in priority_classes
+                else self.priority_classes_lowest_first[0]
+            )
+        return priority_class, organisation, user
 
     def current(self, request_id: str, attempt: int) -> Request | None:
         request = self.requests.get(request_id)
@@ -85,7 +92,7 @@ class State:
 
     def move(self, request: Request, trigger: Trigger, now: float, why: str = "") -> None:
         request.fire(trigger, now)
-        self.out.append(Moved(request.id, request.submit.attempt, request.state, why or trigger))
+        self.out.append(StateChanged(request.id, request.submit.attempt, request.state, why or trigger))
 
     def end(self, request: Request, trigger: Trigger, why: str, now: float) -> None:
         self.withdraw(request)
@@ -97,9 +104,9 @@ class State:
         self.outcomes[request.state] += 1
         del self.requests[request.id]
         self.remember(*request.key, request.submit.drained_attempts)
-        self.journal(self.billing.end(request.id, request.state, now))
+        self.record_usage(self.billing.end(request.id, request.state, now))
 
-    def journal(self, entry: Opened | Closed | None) -> None:
+    def record_usage(self, entry: Opened | Closed | None) -> None:
         if entry is None:
             return
         self.out.append(entry)
@@ -121,32 +128,32 @@ class State:
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float) -> None:
         self.counters[f"interrupted_{reason}"] += 1
         if reason is Interrupt.DRAINED:
-            course = request.begin()
-            course.paid_tokens = max(course.paid_tokens, request.dispatched_tokens)
+            attempt_progress = request.begin()
+            attempt_progress.paid_tokens = max(attempt_progress.paid_tokens, request.dispatched_tokens)
         self.withdraw(request)
         self.move(request, Trigger.INTERRUPT, now, f"{reason}: {why}")
         self.interrupted[request.id] = request
-        self.send(request.gateway_epoch, Interrupted(*request.key, reason, why))
+        self.send(request.gateway_incarnation, Interrupted(*request.key, reason, why))
 
     def claim_room(self, request: Request) -> None:
         """Its attempt was interrupted through no fault of its decode worker. What it has reserved there goes over from that
         attempt to the request when the worker has let go, so that nobody else gets it before the next attempt comes."""
-        decode = self.workers.get(request.decode_epoch)
+        decode = self.workers.get(request.decode_incarnation)
         holding = decode.holdings.get(request.key) if decode is not None else None
         if decode is not None and not decode.draining and holding is not None and holding.life is not None:
-            request.begin().claim = request.decode_epoch, request.attempt
+            request.begin().carried_reservation = request.decode_incarnation, request.attempt
             self.pools[request.submit.model].claims[request.id] = request
 
     def drop_claim(self, request: Request) -> None:
         pool = self.pools[request.submit.model]
         if pool.claims.pop(request.id, None) is None:
             return
-        course = request.begin()
-        (epoch, _), course.claim = course.claim, NO_CLAIM
-        worker = self.workers.get(epoch)
-        if worker is not None and worker.let_go((request.id, CLAIM)) is not None:
+        attempt_progress = request.begin()
+        (incarnation, _), attempt_progress.carried_reservation = attempt_progress.carried_reservation, NO_CLAIM
+        worker = self.workers.get(incarnation)
+        if worker is not None and worker.release((request.id, CLAIM)) is not None:
             pool.freed(worker)
-            self.journal(self.billing.let_go(request.id, self.now))
+            self.record_usage(self.billing.release(request.id, self.now))
 
     def _keep_claim(self, request: Request, worker: Worker, holding: Holding) -> None:
         """What the attempt had goes over to the request, unless there is no room for it in full: it may have shared blocks."""
@@ -158,7 +165,11 @@ class State:
             self.drop_claim(request)
 
     def drop_claims_on(self, worker: Worker) -> None:
-        for request in [r for r in self.pools[worker.hello.model].claims.values() if r.course.claim[0] == worker.epoch]:
+        for request in [
+            r
+            for r in self.pools[worker.hello.model].claims.values()
+            if r.attempt_progress.carried_reservation[0] == worker.incarnation
+        ]:
             self.drop_claim(request)
 
     def withdraw(self, request: Request) -> None:
@@ -166,32 +177,32 @@ class State:
         queue = self.queues[request.submit.model]
         queue.remove(request)
         queue.refund_output(request)
-        if request.state is Life.QUEUED:
+        if request.state is KvDemand.QUEUED:
             pool = self.pools[request.submit.model]
             pool.unbind(request)
             pool.gone(request)
-            if pool.rooms.kept_for is request:
+            if pool.rooms.reservation is request:
                 self.stop_keeping(request)
             return
-        prefill = self.workers.get(request.prefill_epoch)
+        prefill = self.workers.get(request.prefill_incarnation)
         if prefill is not None:
             prefill.expect_no_more(request)
         self.release_everywhere(request.key)
 
-    def let_go(self, epoch: int, key: tuple[str, int], emitted_tokens: int, *, first: bool = False) -> None:
+    def release(self, incarnation: int, key: tuple[str, int], emitted_tokens: int, *, first: bool = False) -> None:
         """A worker holds nothing more for an attempt, and has emitted so much for it, `first`: and before that the first token
         of each choice was."""
-        worker = self.workers[epoch]
-        holding = worker.let_go(key)
+        worker = self.workers[incarnation]
+        holding = worker.release(key)
         if holding is None:
             return
         self.pools[worker.hello.model].freed(worker)
-        self.collect_rent(worker, key, holding)
+        self.charge_reservations(worker, key, holding)
         self.emitted(worker.hello.model, holding.path, key[0], holding.resumed_tokens, emitted_tokens, first=first)
         request = self.requests.get(key[0])
-        if request is not None and request.course.claim == (epoch, key[1]):
+        if request is not None and request.attempt_progress.carried_reservation == (incarnation, key[1]):
             self._keep_claim(request, worker, holding)
-        self.journal(self.billing.let_go(key[0], self.now))
+        self.record_usage(self.billing.release(key[0], self.now))
 
     def stop_keeping(self, request: Request) -> None:
         """Room was kept for it, and is not any more: its tenant pays for what could not run there."""
@@ -199,14 +210,18 @@ class State:
         self.queues[request.submit.model].charge(request.path, pool.rooms.stop_keeping(self.now))
         pool.reopen()
 
-    def collect_rent(self, worker: Worker, key: tuple[str, int], holding: Holding) -> None:
+    def charge_reservations(self, worker: Worker, key: tuple[str, int], holding: Holding) -> None:
         """Of an attempt for which room had been kept: see `room_classes`."""
         rooms = self.pools[worker.hello.model].rooms
         if worker.room is None or key not in rooms.rents:
             return
-        due, bill, prices = rooms.rent_due(key, self.now), self.billing.bills.get(key[0]), self.limits.prices
+        due, bill, prices = (
+            rooms.reservation_charge_due(key, self.now),
+            self.billing.bills.get(key[0]),
+            self.limits.prices,
+        )
         if bill is not None:
-            paid = prices.prompt_token * bill.tally.prompt_tokens + prices.output(bill.tally.output_tokens)
+            paid = prices.prompt_token * bill.counters.prompt_tokens + prices.output(bill.counters.output_tokens)
             self.queues[worker.hello.model].charge(holding.path, due - paid)
 
     def unbind_all(self, prefill: Worker) -> None:
@@ -225,13 +240,13 @@ class State:
             self.queues[model].emitted(path, new)
 
     def release_everywhere(self, key: tuple[str, int]) -> None:
-        for epoch in self.where.get(key, ()):
-            self.send(epoch, Release(*key))
+        for incarnation in self.where.get(key, ()):
+            self.send(incarnation, Release(*key))
 
-    def sort_out(self, model: str) -> None:
+    def refresh_eligibility(self, model: str) -> None:
         """Workers have come or gone, or take work or none: which requests can have a turn."""
         self.pools[model].reopen()
-        self.queues[model].sort_out(self.can_run)
+        self.queues[model].refresh_eligibility(self.can_run)
 
     def can_run(self, request: Request) -> bool:
         """Whether some worker that takes work could hold it; where there is none, all wait alike, for whatever comes back."""
@@ -241,9 +256,9 @@ class State:
             pool.unbind(request)
         return able
 
-    def send(self, epoch: int, message: Message, blob: bytes = b"") -> None:
-        if epoch in self.peers:
-            self.out.append(Send(epoch, message, blob))
+    def send(self, incarnation: int, message: Message, blob: bytes = b"") -> None:
+        if incarnation in self.peers:
+            self.out.append(Send(incarnation, message, blob))
 
     def cluster_state(self) -> ClusterState:
         servable = sorted(model for model, pool in self.pools.items() if pool.servable())
@@ -251,6 +266,6 @@ class State:
 
     def tell_gateways(self) -> None:
         state = self.cluster_state()
-        for epoch, hello in self.peers.items():
+        for incarnation, hello in self.peers.items():
             if hello.role is Role.GATEWAY:
-                self.send(epoch, state)
+                self.send(incarnation, state)

@@ -21,7 +21,7 @@ Draw = tuple[int, TokenLogprobs | None] | None
 
 
 @dataclass(eq=False)
-class Running(Generic[S]):
+class DecodeRequest(Generic[S]):
     """One choice of one attempt."""
 
     key: Key
@@ -40,7 +40,7 @@ class Running(Generic[S]):
 class Row(Generic[S]):
     """What a step does for one sequence: forward `token` at `position`, then draw with `state`."""
 
-    running: Running[S]
+    running: DecodeRequest[S]
     token: int
     position: int
     table: tuple[int, ...]
@@ -56,8 +56,8 @@ class StepPlan(Generic[S]):
 @dataclass
 class StepOutcome(Generic[S]):
     by_gateway: dict[int, tuple[Peer, list[TokenItem]]] = field(default_factory=dict)
-    ended: list[Running[S]] = field(default_factory=list)
-    broken: list[Running[S]] = field(default_factory=list)
+    ended: list[DecodeRequest[S]] = field(default_factory=list)
+    broken: list[DecodeRequest[S]] = field(default_factory=list)
     """Those of them for which nothing could be drawn."""
 
 
@@ -66,13 +66,13 @@ class Batch(Generic[S]):
     told in between holds from the next `plan` on; until then the step in flight may write to its blocks."""
 
     def __init__(self) -> None:
-        self.running: list[Running[S]] = []
+        self.running: list[DecodeRequest[S]] = []
         self.in_flight: StepPlan[S] | None = None
         self.steps = 0
         """Planned so far."""
         self._left: set[Key] = set()
 
-    def join(self, sequence: Running[S]) -> None:
+    def join(self, sequence: DecodeRequest[S]) -> None:
         self.running.append(sequence)
 
     def leave(self, key: Key) -> bool:
@@ -84,7 +84,7 @@ class Batch(Generic[S]):
         self.running = [sequence for sequence in self.running if sequence.key != key]
         return True
 
-    def plan(self, on_stuck: Callable[[list[Running[S]]], None]) -> StepPlan[S] | None:
+    def plan(self, on_stuck: Callable[[list[DecodeRequest[S]]], None]) -> StepPlan[S] | None:
         """The next step; None if nothing runs. All that run move on, always: the coordinator's count of blocks rests on it.
 
         `on_stuck` gets all sequences of an attempt one of which finds no block, and gives back what they hold, so that the
@@ -137,25 +137,25 @@ class Batch(Generic[S]):
             item = TokenItem(
                 *sequence.key, sequence.choice, sequence.index - 1, (token,), reason, (logprobs,) if logprobs else ()
             )
-            outcome.by_gateway.setdefault(sequence.gateway.epoch, (sequence.gateway, []))[1].append(item)
+            outcome.by_gateway.setdefault(sequence.gateway.incarnation, (sequence.gateway, []))[1].append(item)
             if reason is not None:
                 outcome.ended.append(sequence)
         self._drop(outcome.ended)
         return outcome
 
-    def abandon(self) -> list[Running[S]]:
+    def abandon(self) -> list[DecodeRequest[S]]:
         """The step failed: everything in it ends without a token."""
         assert self.in_flight is not None
         ended, self.in_flight = [row.running for row in self.in_flight.rows], None
         self._drop(ended)
         return ended
 
-    def _advance(self, sequence: Running[S], token: int) -> FinishReason | None:
+    def _advance(self, sequence: DecodeRequest[S], token: int) -> FinishReason | None:
         sequence.last_token = token
         sequence.index += 1
         return finish_reason(token, sequence.index, sequence.sampling)
 
-    def _drop(self, ended: list[Running[S]]) -> None:
+    def _drop(self, ended: list[DecodeRequest[S]]) -> None:
         gone = set(map(id, ended))
         self.running = [sequence for sequence in self.running if id(sequence) not in gone]
         self._left.clear()

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Generic, Protocol
 
-from decode_worker.batch import Draw, Running, S, StepOutcome, StepPlan
+from decode_worker.batch import DecodeRequest, Draw, S, StepOutcome, StepPlan
 from decode_worker.progress import ProgressReport
-from decode_worker.requests import Attempt, AttemptTable, Farewell, Phase, failed
+from decode_worker.requests import Attempt, AttemptTable, FinalReport, Phase, failed
 from kvtransfer.session.session import Accepted
 from proto.errors import Interrupt, RemoteProtocolError
 from proto.kv import Commit, FirstToken, Offer
@@ -86,34 +86,34 @@ class DecodeCore(Generic[S]):
         for attempt in self.table.unoffered_since(until):
             self._close(attempt, Released(*attempt.key), "nothing was offered")
 
-    def gateway_lost(self, epoch: int, reason: str) -> None:
-        for attempt in self.table.of_gateway(epoch):
+    def gateway_lost(self, incarnation: int, reason: str) -> None:
+        for attempt in self.table.of_gateway(incarnation):
             self._close(attempt, failed(attempt, Interrupt.GATEWAY_LINK_LOST, reason), reason)
 
-    def _close(self, attempt: Attempt[S], farewell: Farewell, why: str) -> None:
-        self._say(self.table.close(attempt, farewell))
+    def _close(self, attempt: Attempt[S], final_report: FinalReport, why: str) -> None:
+        self._say(self.table.close(attempt, final_report))
         if attempt.phase is Phase.RECEIVING:
             self._ports.receiver.abort(*attempt.key, why)
 
-    def _say(self, farewells: list[Farewell]) -> None:
-        for farewell in farewells:
-            self._ports.registration.send(farewell)
+    def _say(self, final_reports: list[FinalReport]) -> None:
+        for final_report in final_reports:
+            self._ports.registration.send(final_report)
 
     # --- KV in ----------------------------------------------------------------------------------------------------------
 
-    def offered(self, epoch: int, offer: Offer) -> Accepted | str | None:
+    def offered(self, incarnation: int, offer: Offer) -> Accepted | str | None:
         """Asked for a session that exists; one that ends before it is decided is taken out again by `not_received`."""
-        answer = self.table.target_blocks((offer.request_id, offer.attempt), epoch, offer.blocks)
+        answer = self.table.target_blocks((offer.request_id, offer.attempt), incarnation, offer.blocks)
         if answer is None:
-            self.undecided[(offer.request_id, offer.attempt)] = (epoch, offer)
+            self.undecided[(offer.request_id, offer.attempt)] = (incarnation, offer)
         return answer
 
     def committed(self, _: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
         """The KV is verified and here: the attempt's choices join the batch."""
         attempt = self.table.attempts.get((commit.request_id, commit.attempt))
-        if attempt is None or attempt.farewell is not None:
-            farewell = Released(commit.request_id, commit.attempt)
-            self._say(self.table.received_nothing((commit.request_id, commit.attempt), blocks, farewell))
+        if attempt is None or attempt.final_report is not None:
+            final_report = Released(commit.request_id, commit.attempt)
+            self._say(self.table.received_nothing((commit.request_id, commit.attempt), blocks, final_report))
             return
         order = attempt.order
         fault = self._fault(order, commit, prompt_tokens)
@@ -123,7 +123,7 @@ class DecodeCore(Generic[S]):
             return
         tables = self.table.fork(attempt, blocks, len(commit.first_tokens))
         sequences = [
-            Running(
+            DecodeRequest(
                 attempt.key,
                 first.choice,
                 order.gateway,
@@ -160,8 +160,8 @@ class DecodeCore(Generic[S]):
         self.undecided.pop((request_id, attempt), None)
         # Whether the attempt failed is the prefill worker's to say, whose session ends with ours: it may have ended well,
         # with its first token.
-        farewell = Released(request_id, attempt)
-        self._say(self.table.received_nothing((request_id, attempt), blocks, farewell))
+        final_report = Released(request_id, attempt)
+        self._say(self.table.received_nothing((request_id, attempt), blocks, final_report))
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class DecodeCore(Generic[S]):
         """The next step to run; None while nothing runs."""
         return self.batch.plan(self._stuck)
 
-    def apply(self, drawn: list[Draw]) -> tuple[StepOutcome[S], list[Farewell]]:
+    def apply(self, drawn: list[Draw]) -> tuple[StepOutcome[S], list[FinalReport]]:
         """The step is computed. What ended is freed now, for the next plan, and said with `pass_on`, once that runs."""
         outcome = self.batch.apply(drawn)
         for broken in outcome.broken:
@@ -177,11 +177,11 @@ class DecodeCore(Generic[S]):
             self._mark_failed(broken, "the model's logits are not finite")
         return outcome, self.table.ended(outcome.ended)
 
-    def pass_on(self, outcome: StepOutcome[S], farewells: list[Farewell], now: float) -> None:
+    def pass_on(self, outcome: StepOutcome[S], final_reports: list[FinalReport], now: float) -> None:
         """Tokens to gateways, and what the coordinator is to know."""
         for gateway, items in outcome.by_gateway.values():
             self._ports.gateways.send(gateway, Tokens(tuple(items)))
-        self._say(farewells)
+        self._say(final_reports)
         progress = self._progress.due(now)
         # A coordinator that comes back is told by the Hello what is held here, and counts that whole.
         if progress is not None and self._ports.registration.up:
@@ -193,13 +193,13 @@ class DecodeCore(Generic[S]):
             self._mark_failed(sequence, f"the model failed: {error[:300]}")
         self._say(self.table.ended(ended))
 
-    def _stuck(self, sequences: list[Running[S]]) -> None:
+    def _stuck(self, sequences: list[DecodeRequest[S]]) -> None:
         attempt = self.table.attempts.get(sequences[0].key)
-        if attempt is not None and attempt.farewell is None:
-            attempt.farewell = failed(attempt, Interrupt.PREEMPTED, "no free KV block")
+        if attempt is not None and attempt.final_report is None:
+            attempt.final_report = failed(attempt, Interrupt.PREEMPTED, "no free KV block")
         self._say(self.table.ended(sequences))
 
-    def _mark_failed(self, sequence: Running[S], why: str) -> None:
+    def _mark_failed(self, sequence: DecodeRequest[S], why: str) -> None:
         """The attempt fails with this sequence; its other choices, if any, are taken out too."""
         attempt = self.table.attempts.get(sequence.key)
         if attempt is not None:

@@ -27,7 +27,7 @@ QUARANTINE_WARN_S = 10.0
 class Lease:
     request_id: str
     attempt: int
-    peer_epoch: int
+    peer_incarnation: int
     """Who may write: a prefill worker's incarnation; 0: a step of this worker alone."""
     state: str
     blocks: tuple[int, ...]
@@ -35,7 +35,7 @@ class Lease:
 
 def leases(table: AttemptTable[S], receiving: Iterable[Receiving]) -> list[Lease]:
     """One for each sequence and each transfer session; a block shared by several is in several."""
-    found = [Lease(one.request_id, one.attempt, one.peer_epoch, one.state, one.block_ids) for one in receiving]
+    found = [Lease(one.request_id, one.attempt, one.peer_incarnation, one.state, one.block_ids) for one in receiving]
     for attempt in table.attempts.values():
         found += [Lease(*attempt.key, 0, attempt.phase, tuple(one.blocks.table)) for one in attempt.sequences]
     return found

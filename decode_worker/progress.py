@@ -48,7 +48,7 @@ def shortage(table: AttemptTable[S], horizon: int) -> int:
     wanted = sum(
         -(-attempt.order.prompt_tokens // size)
         for attempt in table.attempts.values()
-        if attempt.phase is Phase.RESERVED and attempt.farewell is None
+        if attempt.phase is Phase.RESERVED and attempt.final_report is None
     )
     if free >= wanted + len(batch.running) * (horizon // size + 2):
         return 0

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from decode_worker.batch import Batch, Key, Running
+from decode_worker.batch import Batch, DecodeRequest, Key
 from decode_worker.chains import BlockChains
 from engine.kv.allocator import BlockAllocator, OutOfBlocks
 from engine.kv.sequence import SequenceBlocks
@@ -26,7 +26,7 @@ from proto.prefix import PrefixPart
 from proto.progress import Joined, SharedPrefix
 
 S = TypeVar("S")
-Farewell = Released | WorkFailed | Finished
+FinalReport = Released | WorkFailed | Finished
 
 
 class Phase(StrEnum):
@@ -39,7 +39,7 @@ class Phase(StrEnum):
 class Attempt(Generic[S]):
     order: Reserve
     phase: Phase = Phase.RESERVED
-    sequences: list[Running[S]] = field(default_factory=list)
+    sequences: list[DecodeRequest[S]] = field(default_factory=list)
     """Those still in the batch or in a step."""
     started: int = 0
     """Sequences that ever ran."""
@@ -52,7 +52,7 @@ class Attempt(Generic[S]):
     prefix: tuple[PrefixPart, ...] = ()
     """What it may share, as reported."""
     joined_step: int | None = None
-    farewell: Farewell | None = None
+    final_report: FinalReport | None = None
     alone_since: float | None = None
     """When the coordinator that made the reservation was lost."""
 
@@ -91,20 +91,20 @@ class AttemptTable(Generic[S]):
         hashes = split_hashes(order.block_hashes)[: order.prompt_tokens // self.block_size] if self.prefix_cache else []
         self.attempts.setdefault((order.request_id, order.attempt), Attempt(order, hashes=hashes))
 
-    def target_blocks(self, key: Key, peer_epoch: int, blocks: int) -> Accepted | str | None:
+    def target_blocks(self, key: Key, peer_incarnation: int, blocks: int) -> Accepted | str | None:
         """Blocks for the KV of an offer, a refusal, or None if the reservation is not here yet. What the prompt begins with
         and is here already, verified when it came, is shared and not received again."""
         attempt = self.attempts.get(key)
         if attempt is None:
             return None
-        if attempt.farewell is not None or attempt.phase is not Phase.RESERVED:
-            return f"the attempt is {'over' if attempt.farewell else attempt.phase} here"
-        if attempt.order.prefill_epoch != peer_epoch:
+        if attempt.final_report is not None or attempt.phase is not Phase.RESERVED:
+            return f"the attempt is {'over' if attempt.final_report else attempt.phase} here"
+        if attempt.order.prefill_incarnation != peer_incarnation:
             return "reserved for another prefill worker"
         expected = -(-attempt.order.prompt_tokens // self.block_size)
         if blocks != expected:
             return f"{blocks} blocks offered for a prompt of {expected}"
-        cached = self.allocator.take_prefix(attempt.hashes)
+        cached = self.allocator.match_prefix(attempt.hashes)
         try:
             fresh = self.allocator.allocate(blocks - len(cached))
         except OutOfBlocks as error:
@@ -117,9 +117,9 @@ class AttemptTable(Generic[S]):
         self.found_tokens += len(cached) * self.block_size
         return Accepted((*cached, *fresh), len(cached))
 
-    def start(self, attempt: Attempt[S], sequences: list[Running[S]]) -> None:
+    def start(self, attempt: Attempt[S], sequences: list[DecodeRequest[S]]) -> None:
         """The KV is verified and here: the choices run."""
-        assert attempt.phase is Phase.RECEIVING and attempt.farewell is None
+        assert attempt.phase is Phase.RECEIVING and attempt.final_report is None
         attempt.phase = Phase.RUNNING
         attempt.sequences = sequences
         attempt.started = len(sequences)
@@ -132,11 +132,11 @@ class AttemptTable(Generic[S]):
         """One block table for each choice, the prompt's blocks shared by reference. They are verified: from now on its full
         ones are there for other prompts too. Where another prompt has brought the same blocks meanwhile, those are used."""
         hashes, cached = attempt.hashes, attempt.cached_blocks
-        known = self.allocator.take_prefix(hashes[:cached])
+        known = self.allocator.match_prefix(hashes[:cached])
         self.allocator.free(known)
         if known == blocks[:cached]:  # else what it begins with has become suspect since
             self.allocator.insert(hashes, blocks[: len(hashes)])
-            known = self.allocator.take_prefix(hashes)
+            known = self.allocator.match_prefix(hashes)
             self.chains.name(known, blocks[: len(hashes)], cached)
             self.allocator.free(blocks[: len(known)])
             blocks = [*known, *blocks[len(known) :]]
@@ -151,7 +151,7 @@ class AttemptTable(Generic[S]):
             attempt.prefix = parts
             self.prefixes.append(SharedPrefix(*attempt.key, parts))
 
-    def received_nothing(self, key: Key, blocks: list[int], farewell: Farewell) -> list[Farewell]:
+    def received_nothing(self, key: Key, blocks: list[int], final_report: FinalReport) -> list[FinalReport]:
         """The receiver has given up, and `blocks` are untouched from now on."""
         quarantined = self.quarantined.pop(key, [])
         self.allocator.unquarantine(quarantined)
@@ -159,10 +159,10 @@ class AttemptTable(Generic[S]):
         attempt = self.attempts.get(key)
         if attempt is None:
             return []
-        if attempt.farewell is None:
-            attempt.farewell = farewell
+        if attempt.final_report is None:
+            attempt.final_report = final_report
         del self.attempts[key]
-        return [attempt.farewell]
+        return [attempt.final_report]
 
     def quarantine(self, key: Key, blocks: list[int]) -> None:
         """The receiver has given up, but a sender may still write to these blocks; `received_nothing` follows when it cannot.
@@ -170,11 +170,11 @@ class AttemptTable(Generic[S]):
         self.quarantined[key] = blocks
         self.allocator.quarantine(blocks)
 
-    def close(self, attempt: Attempt[S], farewell: Farewell) -> list[Farewell]:
+    def close(self, attempt: Attempt[S], final_report: FinalReport) -> list[FinalReport]:
         """The attempt is over for the first reason given; returns what can be said of it now. In the phase RECEIVING the
         caller aborts the receiver, which leads to `received_nothing`."""
-        if attempt.farewell is None:
-            attempt.farewell = farewell
+        if attempt.final_report is None:
+            attempt.final_report = final_report
         if attempt.phase is Phase.RECEIVING:
             return []
         if attempt.phase is Phase.RUNNING:
@@ -184,9 +184,9 @@ class AttemptTable(Generic[S]):
             return self.ended([sequence for sequence in attempt.sequences if id(sequence) not in still])
         return self._forget(attempt)
 
-    def ended(self, sequences: list[Running[S]]) -> list[Farewell]:
+    def ended(self, sequences: list[DecodeRequest[S]]) -> list[FinalReport]:
         """These sequences run no more. Frees their blocks; returns what is to be said of attempts now without any."""
-        said: list[Farewell] = []
+        said: list[FinalReport] = []
         for sequence in sequences:
             sequence.blocks.release()
             attempt = self.attempts.get(sequence.key)
@@ -195,17 +195,17 @@ class AttemptTable(Generic[S]):
             attempt.sequences = [other for other in attempt.sequences if other is not sequence]
             attempt.output_tokens += sequence.index - attempt.order.resumed_tokens
             if not attempt.sequences:
-                if attempt.farewell is None:
+                if attempt.final_report is None:
                     # A choice that ended with its first token, in prefill, never came here.
                     output_tokens = attempt.output_tokens + attempt.order.choices - attempt.started
-                    attempt.farewell = Finished(
+                    attempt.final_report = Finished(
                         *attempt.key, output_tokens, self.tokens_forwarded(), attempt.order.resumed_tokens
                     )
                 said += self._forget(attempt)
         return said
 
-    def of_gateway(self, epoch: int) -> list[Attempt[S]]:
-        return [attempt for attempt in self.attempts.values() if attempt.order.gateway.epoch == epoch]
+    def of_gateway(self, incarnation: int) -> list[Attempt[S]]:
+        return [attempt for attempt in self.attempts.values() if attempt.order.gateway.incarnation == incarnation]
 
     def held(self) -> tuple[Held, ...]:
         steps = self.batch.steps
@@ -237,15 +237,15 @@ class AttemptTable(Generic[S]):
             if attempt.phase is Phase.RESERVED and attempt.alone_since is not None and attempt.alone_since <= until
         ]
 
-    def _forget(self, attempt: Attempt[S]) -> list[Farewell]:
-        assert attempt.farewell is not None
+    def _forget(self, attempt: Attempt[S]) -> list[FinalReport]:
+        assert attempt.final_report is not None
         if self.attempts.pop(attempt.key, None) is None:
             return []
-        if isinstance(attempt.farewell, Released | WorkFailed):
+        if isinstance(attempt.final_report, Released | WorkFailed):
             # First tokens were emitted, and are counted, in prefill.
             emitted = attempt.output_tokens - attempt.started
-            return [msgspec.structs.replace(attempt.farewell, output_tokens=emitted)]
-        return [attempt.farewell]
+            return [msgspec.structs.replace(attempt.final_report, output_tokens=emitted)]
+        return [attempt.final_report]
 
 
 def failed(attempt: Attempt[S], reason: Interrupt, message: str) -> WorkFailed:

@@ -13,15 +13,15 @@ class Senders(Generic[L]):
     def __init__(self) -> None:
         self._links: dict[int, L] = {}
 
-    def heard(self, epoch: int, link: L) -> None:
-        self._links[epoch] = link
+    def heard(self, incarnation: int, link: L) -> None:
+        self._links[incarnation] = link
 
-    def lost(self, epoch: int, link: L) -> bool:
+    def lost(self, incarnation: int, link: L) -> bool:
         """Whether that was the way to this worker; else nothing is lost."""
-        if self._links.get(epoch) is not link:
+        if self._links.get(incarnation) is not link:
             return False
-        del self._links[epoch]
+        del self._links[incarnation]
         return True
 
-    def link(self, epoch: int) -> L | None:
-        return self._links.get(epoch)
+    def link(self, incarnation: int) -> L | None:
+        return self._links.get(incarnation)

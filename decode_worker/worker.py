@@ -23,7 +23,7 @@ from proto.errors import CrossdockError, RemoteProtocolError
 from proto.held import Capacity
 from proto.kv import Commit, FirstToken
 from proto.messages import Hello, Message, Reserve, Role, StatusRequest
-from runtime.link.connection_pool import Outbound
+from runtime.link.connection_pool import ConnectionPool
 from runtime.link.server import LinkServer, LinkSettings
 from runtime.link.server import Peer as LinkPeer
 from runtime.metrics.common import link_counters
@@ -31,7 +31,7 @@ from runtime.metrics.server import MetricsServer
 from runtime.process import clock
 from runtime.process.driver import Stop
 from runtime.process.log import Log
-from runtime.process.rate_limited_log import Seldom
+from runtime.process.rate_limited_log import RateLimitedLog
 from runtime.settings.addresses import advertised
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.process import end_if_gpu_is_lost, kv_held, work_until_stopped
@@ -55,7 +55,7 @@ class DecodeWorker:
         info = engine.info
         self.settings = settings
         self.log = log
-        log.info("loaded", kv_blocks=engine.blocks, steady=engine.is_steady)
+        log.info("loaded", kv_blocks=engine.blocks, batch_invariant=engine.is_steady)
         self.engine = engine
         self.thread = thread
         batch: Batch[SamplerState] = Batch()
@@ -67,10 +67,10 @@ class DecodeWorker:
         self.watch = StepWatch(settings.step_timeout_ms / 1000)
         self.name = name
         self.observed = observed
-        self.epoch = clock.new_epoch()
+        self.incarnation = clock.new_incarnation()
         self.links = links
         hello = self._hello("")
-        self.gateways = Outbound(
+        self.gateways = ConnectionPool(
             hello=hello,
             to=Role.GATEWAY,
             on_message=_unexpected,
@@ -88,7 +88,7 @@ class DecodeWorker:
             settings=links,
         )
         self.senders: Senders[LinkPeer] = Senders()
-        self.strangers_log = Seldom(self.log.warning)
+        self.strangers_log = RateLimitedLog(self.log.warning)
         self.receiver = self._make_receiver(memory)
         self.metrics = DecodeMetrics(table, self.receiver.counters)
         self.metrics.page.introduce(name=name, model=settings.served_model_id)
@@ -100,7 +100,7 @@ class DecodeWorker:
         return KvReceiver(
             layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
             pool=pool,
-            epoch=self.epoch,
+            incarnation=self.incarnation,
             clock=clock.now,
             send=self._send_kv,
             listen_host=settings.transfer_host,
@@ -123,7 +123,7 @@ class DecodeWorker:
         info = self.engine.info
         return worker_hello(
             self.settings,
-            epoch=self.epoch,
+            incarnation=self.incarnation,
             name=self.name,
             fingerprint=info.fingerprint,
             capacity=Capacity(self.engine.blocks, info.block_size, self.settings.max_seqs, info.context_tokens),
@@ -189,20 +189,20 @@ class DecodeWorker:
         )
 
     def _sender_down(self, peer: LinkPeer, reason: str) -> None:
-        if self.senders.lost(peer.epoch, peer):
-            self.receiver.peer_lost(peer.epoch, reason)
+        if self.senders.lost(peer.incarnation, peer):
+            self.receiver.peer_lost(peer.incarnation, reason)
 
-    def _send_kv(self, epoch: int, message: Message, blob: bytes) -> None:
-        peer = self.senders.link(epoch)
+    def _send_kv(self, incarnation: int, message: Message, blob: bytes) -> None:
+        peer = self.senders.link(incarnation)
         if peer is not None:
             peer.send(message, blob)
 
     def _kv_message(self, peer: LinkPeer, message: Message, blob: bytes) -> None:
-        self.senders.heard(peer.epoch, peer)
-        self.receiver.handle(peer.epoch, message, blob)
+        self.senders.heard(peer.incarnation, peer)
+        self.receiver.handle(peer.incarnation, message, blob)
 
-    def _committed(self, epoch: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
-        self.core.committed(epoch, commit, blocks, prompt_tokens)
+    def _committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
+        self.core.committed(incarnation, commit, blocks, prompt_tokens)
         self.work.set()
 
     def _not_received(self, request_id: str, attempt: int, blocks: list[int], reason: str) -> None:
@@ -226,8 +226,8 @@ class DecodeWorker:
         blocks = self.core.table.quarantined.get(key)
         if blocks is None:
             return
-        epochs = [
-            lease.peer_epoch
+        incarnations = [
+            lease.peer_incarnation
             for lease in leases(self.core.table, self.receiver.receiving())
             if (lease.request_id, lease.attempt) == key
         ]
@@ -236,7 +236,7 @@ class DecodeWorker:
             " ending that prefill worker frees them",
             request_id=key[0],
             attempt=key[1],
-            peer_epochs=epochs,
+            peer_incarnations=incarnations,
             blocks_in_quarantine=self.core.table.allocator.quarantined_count,
         )
         asyncio.get_running_loop().call_later(QUARANTINE_WARN_S, self._still_in_doubt, key)
@@ -271,9 +271,9 @@ class DecodeWorker:
             return None
         finally:
             self.watch.end(clock.now())
-        outcome, farewells = self.core.apply(result.drawn)
+        outcome, final_reports = self.core.apply(result.drawn)
         following = self._start_step()
-        self.core.pass_on(outcome, farewells, clock.now())
+        self.core.pass_on(outcome, final_reports, clock.now())
         self.metrics.step_done(result.step_ms, len(result.drawn), outcome)
         return following
 

@@ -9,7 +9,7 @@
 - `thread`: the one thread that computes.
 - `engine`: `Engine.forward` over packed chunks; the pool `[blocks, layers, 2, block_size, kv_heads, head_dim]`.
 - `attention`, `plan`: the attention function registered with transformers, and what one forward prepares for it once.
-- `steady`: attention on the CPU whose numbers for a token do not depend on what else is computed with it.
+- `batch_invariant`: attention on the CPU whose numbers for a token do not depend on what else is computed with it.
 - `linear`: prepacked weights for small batches on the CPU.
 - `sampler`: `SamplerState`, `sample`; random numbers are a function of (seed, choice, token index).
 - `blocks`, `prefix`, `sequence`, `finish`: pure bookkeeping: `BlockAllocator` with its prefix cache, `SequenceBlocks`,

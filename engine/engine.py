@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from engine.attention.forward_batch import ForwardPlan, PoolViews, SeqChunk
-from engine.attention.paged import CURRENT
+from engine.attention.forward_batch import ForwardBatch, PoolViews, SeqChunk
+from engine.attention.paged import forward_context
 
 __all__ = ["Engine", "ModelInfo", "SeqChunk"]
 
@@ -39,8 +39,8 @@ class ModelInfo:
 class Engine:
     """A model and its KV pool. Made by `engine.model.loader.load_engine`; belongs to one thread."""
 
-    def __init__(self, model: Any, info: ModelInfo, pool: torch.Tensor, steady_rows: int = 0) -> None:
-        """`steady_rows`: as of `PoolViews`."""
+    def __init__(self, model: Any, info: ModelInfo, pool: torch.Tensor, min_rows: int = 0) -> None:
+        """`min_rows`: as of `PoolViews`."""
         self.info = info
         self.pool = pool
         """[blocks, layers, 2, block_size, kv_heads, head_dim], block-major, zeroed at start."""
@@ -48,7 +48,7 @@ class Engine:
         self.tokens_forwarded = 0
         """Token positions ever forwarded."""
         self._model = model
-        self._views = PoolViews(pool, steady_rows)
+        self._views = PoolViews(pool, min_rows)
         # Where the model supports it, its output layer runs for the wanted rows only.
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -59,13 +59,13 @@ class Engine:
         Returns [chunks wanting logits, vocab_size] float32, on the model's device. A sequence appears at most once.
         """
         assert chunks, "a forward has at least one chunk"
-        plan = ForwardPlan(self._views, chunks, self.pool.device)
-        reset = CURRENT.set(plan)
+        plan = ForwardBatch(self._views, chunks, self.pool.device)
+        reset = forward_context.set(plan)
         try:
             rows = {"logits_to_keep": plan.wanted} if self._keeps_rows else {}
             output = self._model(input_ids=plan.input_ids, position_ids=plan.position_ids, use_cache=False, **rows)
         finally:
-            CURRENT.reset(reset)
+            forward_context.reset(reset)
         self.tokens_forwarded += plan.tokens
         logits: torch.Tensor = output.logits[0] if self._keeps_rows else output.logits[0, plan.wanted]
         return logits.float()
@@ -73,7 +73,7 @@ class Engine:
     @property
     def is_steady(self) -> bool:
         """Whether a token's numbers do not depend on how it is computed: a resumed stream is then exact."""
-        return self._views.steady_rows > 0
+        return self._views.min_rows > 0
 
     def finish(self) -> None:
         """Wait until all that was enqueued on a GPU is done. From then on other threads, on streams of their own, may read what

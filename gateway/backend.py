@@ -9,7 +9,6 @@ from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import (
     Action,
     Admitted,
-    Came,
     ClientGone,
     Deliver,
     Drain,
@@ -25,6 +24,7 @@ from gateway.streams.types import (
     StreamLimits,
     StreamSpec,
     Tick,
+    TokensReceived,
     Why,
     WorkerDown,
 )
@@ -45,7 +45,7 @@ class ClientLeft(Exception):
 class Sender(Protocol):
     """What the backend needs of a link's peer; `runtime.link.server.Peer` is one."""
 
-    epoch: int
+    incarnation: int
 
     def send(self, message: Message, blob: bytes = b"") -> bool: ...
 
@@ -170,9 +170,9 @@ class Backend:
 
     # --- links --------------------------------------------------------------------------------------------------------
 
-    def coordinator_up(self, peer: Sender, coordinator_epoch: int) -> None:
+    def coordinator_up(self, peer: Sender, coordinator_incarnation: int) -> None:
         self._coordinator = peer
-        self._driver.post(LinkUp(coordinator_epoch))
+        self._driver.post(LinkUp(coordinator_incarnation))
 
     def coordinator_down(self, _peer: Sender, _reason: str) -> None:
         self._coordinator = None
@@ -199,15 +199,15 @@ class Backend:
     def worker_message(self, peer: Peer, message: Message, _blob: bytes) -> None:
         if not isinstance(message, Tokens):
             raise RemoteProtocolError(f"a worker may not send {type(message).__name__} to a gateway")
-        self._driver.post(Came(message.items, peer.epoch if peer.hello.role is Role.DECODE else 0))
+        self._driver.post(TokensReceived(message.items, peer.incarnation if peer.hello.role is Role.DECODE else 0))
 
     def worker_up(self, peer: Peer) -> None:
-        if self._workers.returns(peer.epoch):
-            self._driver.post(WorkerDown(peer.epoch))
+        if self._workers.returns(peer.incarnation):
+            self._driver.post(WorkerDown(peer.incarnation))
 
     def worker_down(self, peer: Peer) -> None:
-        self._workers.down(peer.epoch)
-        self._driver.post(WorkerDown(peer.epoch))
+        self._workers.down(peer.incarnation)
+        self._driver.post(WorkerDown(peer.incarnation))
 
     # --- actions --------------------------------------------------------------------------------------------------------
 

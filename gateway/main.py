@@ -56,7 +56,7 @@ class GatewayProcess:
         self.hello = Hello(
             limits.PROTOCOL_VERSION,
             Role.GATEWAY,
-            clock.new_epoch(),
+            clock.new_incarnation(),
             name,
             model=model,
             host=socket.gethostname(),
@@ -177,7 +177,7 @@ class GatewayProcess:
         def up(peer: Peer, welcome: Welcome) -> None:
             waiting.end()
             self.log.info("coordinator connected", address=self.settings.coordinator)
-            self.backend.coordinator_up(peer, welcome.epoch)
+            self.backend.coordinator_up(peer, welcome.incarnation)
             self._is("connected")
 
         def down(peer: Peer, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Who a request is from, by its key, and which band and deadline it may ask for.
+"""Who a request is from, by its key, and which priority class and deadline it may ask for.
 
 A key is looked up by its SHA-256 and never kept, shown or logged. Where neither the tenants file nor `--api-keys` has a key,
 everyone is let in as the tenant `default`, whose keys those of `--api-keys` are.
@@ -13,7 +13,7 @@ from gateway.http.errors import bad_value
 from runtime.tenancy.tenants import DEFAULT_TENANT, Slo, Tenants
 
 _TIERS: Final = {"priority": "interactive", "flex": "batch"}
-"""OpenAI's service tiers that mean another band than the tenant's own."""
+"""OpenAI's service tiers that mean another priority class than the tenant's own."""
 
 
 class KeyRing:
@@ -43,17 +43,17 @@ class KeyRing:
         return hashlib.blake2b(digest, key=self._secret).digest()
 
 
-def band_of(priority: Any, service_tier: str | None, tenants: Tenants, tenant: str) -> str:
-    """The band to ask for; empty: the tenant's own. Raises `ApiError` for what is no band.
+def priority_class_of(priority: Any, service_tier: str | None, tenants: Tenants, tenant: str) -> str:
+    """The priority class to ask for; empty: the tenant's own. Raises `ApiError` for what is no priority class.
 
-    `priority` is a demand, which the coordinator refuses where the tenant may not use the band. `service_tier` is a wish, as
-    at OpenAI: where it cannot be had, the tenant's own band serves.
+    `priority` is a demand, which the coordinator refuses where the tenant may not use the priority class. `service_tier` is
+    a wish, as at OpenAI: where it cannot be had, the tenant's own priority class serves.
     """
     # vLLM's clients send 0 for "none".
     if priority is not None and not (type(priority) is int and priority == 0):
-        if not isinstance(priority, str) or priority not in tenants.bands:
-            known = ", ".join(f"'{name}'" for name in tenants.bands)
+        if not isinstance(priority, str) or priority not in tenants.priority_classes:
+            known = ", ".join(f"'{name}'" for name in tenants.priority_classes)
             raise bad_value("priority", f"Invalid value for 'priority': it must be one of {known}.")
         return priority
-    wish, policy = _TIERS.get(service_tier or "", ""), tenants.policy(tenant)
-    return wish if policy is not None and wish in policy.bands else ""
+    generation, policy = _TIERS.get(service_tier or "", ""), tenants.policy(tenant)
+    return generation if policy is not None and generation in policy.priority_classes else ""

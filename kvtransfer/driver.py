@@ -15,7 +15,7 @@ from kvtransfer.idle_connections import PairUse, to_give_up
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.rate_limiter import Pace
+from kvtransfer.rate_limiter import RateLimiter
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import (
     Action,
@@ -32,7 +32,7 @@ from kvtransfer.session.session import (
 from kvtransfer.transports.connection import Listen, NoResources, Pair, PairEvents
 from kvtransfer.transports.registry import TRANSPORTS, host_id
 from kvtransfer.transports.tcp.listener import TcpListener
-from kvtransfer.transports.transport import Local, Meeting, PoolMemory, SegmentJob
+from kvtransfer.transports.transport import Local, PoolMemory, Rendezvous, SegmentJob
 from proto.kv import PairClosed
 from proto.messages import Message
 
@@ -45,7 +45,7 @@ class Route:
     """The current or a dying way to one peer. `pair` is None until its thread has been started; where meeting by one transport
     fails, another one takes its place, of the same id."""
 
-    peer_epoch: int
+    peer_incarnation: int
     pair_id: int
     rows: PoolRows
     """Our pool in the blocks that cross between the two."""
@@ -74,7 +74,7 @@ R = TypeVar("R", bound=Route)
 
 @dataclass(slots=True, eq=False)
 class Live(Generic[S, R]):
-    """A session and what belongs to it on the loop. Its blocks are the route's: cells, where those are smaller."""
+    """A session and what belongs to it on the loop. Its blocks are the route's: sub-blocks, where those are smaller."""
 
     key: Key
     session: S
@@ -95,7 +95,7 @@ class Driver(ABC, Generic[S, R]):
         self,
         layout: KvLayout,
         pool: torch.Tensor,
-        epoch: int,
+        incarnation: int,
         clock: Callable[[], float],
         send: Callable[[int, Message, bytes], None],
         settings: KvSettings,
@@ -116,7 +116,7 @@ class Driver(ABC, Generic[S, R]):
         self._digests: BlockDigests | None = None
         self._host_id = host_id()
         self._on_pair_error = on_pair_error
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._clock = clock
         self._send = send
         self._settings = settings
@@ -124,12 +124,12 @@ class Driver(ABC, Generic[S, R]):
         self._live: dict[Key, Live[S, R]] = {}
         self._ended: OrderedDict[Key, Live[S, R]] = OrderedDict()
         self._routes: dict[int, R] = {}
-        """The current one of each peer, by its epoch."""
+        """The current one of each peer, by its incarnation."""
         self._pairs: set[Pair] = set()
         self._all_down = asyncio.Event()
         self._all_down.set()
         self._closed = False
-        self._pace: Pace | None = None
+        self._rate_limiter: RateLimiter | None = None
         self._tcp_listener: TcpListener | None = None
 
     @property
@@ -137,9 +137,9 @@ class Driver(ABC, Generic[S, R]):
         """That have not ended."""
         return len(self._live)
 
-    def peer_lost(self, peer_epoch: int, reason: str) -> None:
+    def peer_lost(self, peer_incarnation: int, reason: str) -> None:
         """The link to this incarnation is gone: its pair goes, and its sessions fail."""
-        route = self._routes.get(peer_epoch)
+        route = self._routes.get(peer_incarnation)
         if route is not None:
             self._drop(route, f"peer lost: {reason}", tell_peer=False)
 
@@ -183,10 +183,10 @@ class Driver(ABC, Generic[S, R]):
         self.counters["sessions"] += 1
         return live
 
-    def _find(self, peer_epoch: int, key: Key) -> Live[S, R] | None:
+    def _find(self, peer_incarnation: int, key: Key) -> Live[S, R] | None:
         """The session a frame is for, ended ones included; None, and counted, if it is another peer's or unknown."""
         live = self._live.get(key) or self._ended.get(key)
-        if live is None or live.route.peer_epoch != peer_epoch:
+        if live is None or live.route.peer_incarnation != peer_incarnation:
             self.counters["stale_frames"] += 1
             return None
         return live
@@ -203,7 +203,7 @@ class Driver(ABC, Generic[S, R]):
     def _perform(self, live: Live[S, R], actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
-                self._send(live.route.peer_epoch, action.message, action.blob)
+                self._send(live.route.peer_incarnation, action.message, action.blob)
             elif isinstance(action, Violation):
                 self.counters["violations"] += 1
             elif isinstance(action, Ended):
@@ -285,17 +285,17 @@ class Driver(ABC, Generic[S, R]):
 
         uses = [
             PairUse(
-                r.peer_epoch,
+                r.peer_incarnation,
                 pair_bytes((r.transport,) if r.transport else r.offered),
                 r.used_at,
                 r.ready and not r.sessions,
             )
             for r in self._routes.values()
         ]
-        for peer_epoch in to_give_up(uses, pair_bytes(offered), self._settings.pairs_bytes):
-            self._drop(self._routes[peer_epoch], "idle, and another pair needs its memory", tell_peer=True)
+        for peer_incarnation in to_give_up(uses, pair_bytes(offered), self._settings.pairs_bytes):
+            self._drop(self._routes[peer_incarnation], "idle, and another pair needs its memory", tell_peer=True)
 
-    def _start_pair(self, route: R, how: Listen | Meeting) -> None:
+    def _start_pair(self, route: R, how: Listen | Rendezvous) -> None:
         """Where this process has no descriptor or thread left for it, the route is dropped, and its sessions fail."""
 
         def is_current() -> bool:
@@ -312,9 +312,9 @@ class Driver(ABC, Generic[S, R]):
             broken,
             lambda: self._pair_down(pair),
         )
-        name = f"kv-{self._epoch & 0xFFFF:04x}-{route.pair_id}"
+        name = f"kv-{self._incarnation & 0xFFFF:04x}-{route.pair_id}"
         try:
-            pair = Pair(how, self._local_of(route), events, name, self._pace)
+            pair = Pair(how, self._local_of(route), events, name, self._rate_limiter)
         except NoResources as error:
             self.counters["refused_pairs"] += 1
             self._drop(route, str(error), tell_peer=True)
@@ -369,14 +369,14 @@ class Driver(ABC, Generic[S, R]):
             return
         route.dropped = True
         self.counters["pairs_lost"] += 1
-        if self._routes.get(route.peer_epoch) is route:
-            del self._routes[route.peer_epoch]
+        if self._routes.get(route.peer_incarnation) is route:
+            del self._routes[route.peer_incarnation]
         self._stop_timer(route)
         if route.pair is not None:
             # A process that ends need not know that nobody writes to its memory any more.
             route.pair.close(self._settings.segment_timeout_ms if self._closed else None)
         if tell_peer:
-            self._send(route.peer_epoch, PairClosed(route.pair_id, reason[:512]), b"")
+            self._send(route.peer_incarnation, PairClosed(route.pair_id, reason[:512]), b"")
         for live in list(route.sessions.values()):
             self._feed(live, PairLost(reason))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PairUse:
-    peer_epoch: int
+    peer_incarnation: int
     pair_bytes: int
     used_at: float
     """When its last session ended, or it was made."""
@@ -22,6 +22,6 @@ def to_give_up(pairs: Iterable[PairUse], needed_bytes: int, budget_bytes: int) -
     for use in sorted((use for use in uses if use.is_idle), key=lambda use: use.used_at):
         if over <= 0:
             break
-        found.append(use.peer_epoch)
+        found.append(use.peer_incarnation)
         over -= use.pair_bytes
     return found

@@ -43,7 +43,7 @@ class Lane:
     """The first of them."""
 
 
-class Pace:
+class RateLimiter:
     """Begins segments when the bucket has room, while `is_needed` says so; otherwise they begin at once and cost the bucket
     nothing. Pairs take turns, and none waits for longer than `wait_max_s`, from when it came or from when the one before it
     began: its sender waits too. On one event loop."""

@@ -7,8 +7,8 @@ import msgspec
 import torch
 
 from kvtransfer.driver import Driver, Live, Route
-from kvtransfer.memory.layout import KvLayout, blocks_of, cells_of
-from kvtransfer.rate_limiter import Bucket, Pace
+from kvtransfer.memory.layout import KvLayout, blocks_of, sub_blocks_of
+from kvtransfer.rate_limiter import Bucket, RateLimiter
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.receiver import DECLINED, FAILED, ReceiverSession
 from kvtransfer.session.session import (
@@ -29,7 +29,7 @@ from kvtransfer.session.session import (
 from kvtransfer.transports.connection import Listen
 from kvtransfer.transports.registry import usable
 from kvtransfer.transports.tcp.listener import TcpListener
-from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, Meeting, PoolMemory, SegmentJob
+from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, PoolMemory, Rendezvous, SegmentJob
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Message
@@ -63,7 +63,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         *,
         layout: KvLayout,
         pool: torch.Tensor,
-        epoch: int,
+        incarnation: int,
         clock: Callable[[], float],
         send: Callable[[int, Message, bytes], None],
         listen_host: str,
@@ -85,7 +85,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
             raise ValueError(
                 f"KV must be received on one address, not on {listen_host!r}: the rendezvous knows no passwords"
             )
-        super().__init__(layout, pool, epoch, clock, send, settings, listen_host, memory, on_pair_error)
+        super().__init__(layout, pool, incarnation, clock, send, settings, listen_host, memory, on_pair_error)
         self.counters["strangers"] = 0
         self._on_stranger = on_stranger
         self._tcp_listener = TcpListener(listen_host, self._turned_away)
@@ -95,7 +95,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         self._on_quarantined = on_quarantined
         if settings.bytes_per_s:
             bucket = Bucket(settings.bytes_per_s, settings.burst_bytes)
-            self._pace = Pace(bucket, settings.segment_timeout_ms / 4e3, clock, is_busy)
+            self._rate_limiter = RateLimiter(bucket, settings.segment_timeout_ms / 4e3, clock, is_busy)
 
     def _turned_away(self, reason: str) -> None:
         """In the listener's thread, the only one that changes this counter."""
@@ -114,35 +114,37 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
     def receiving(self) -> list[Receiving]:
         """The sessions that have target blocks now."""
         return [
-            Receiving(*key, live.route.peer_epoch, live.session.state, blocks_of(cells, live.route.rows.ratio))
+            Receiving(
+                *key, live.route.peer_incarnation, live.session.state, blocks_of(sub_blocks, live.route.rows.ratio)
+            )
             for key, live in self._live.items()
-            if (cells := live.session.block_ids)
+            if (sub_blocks := live.session.block_ids)
         ]
 
     # --- from the sender ---
 
-    def handle(self, peer_epoch: int, message: Message, blob: bytes) -> None:
+    def handle(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
         """A frame from this sender. Raises `RemoteProtocolError` on one that senders do not send."""
         if isinstance(message, PairOpen):
-            self._open(peer_epoch, message)
+            self._open(peer_incarnation, message)
         elif isinstance(message, PairClosed):
-            route = self._routes.get(peer_epoch)
+            route = self._routes.get(peer_incarnation)
             if route is not None and route.pair_id == message.pair_id:
                 self._drop(route, f"closed by the sender: {message.reason}", tell_peer=False)
         elif isinstance(message, Offer):
-            self._offered(peer_epoch, message)
+            self._offered(peer_incarnation, message)
         elif isinstance(message, Announce):
-            self._announced(peer_epoch, message)
+            self._announced(peer_incarnation, message)
         elif isinstance(message, Commit):
-            live = self._find(peer_epoch, (message.request_id, message.attempt))
+            live = self._find(peer_incarnation, (message.request_id, message.attempt))
             if live is not None:
                 self._feed(live, CommitArrived(message, blob))
             else:
                 self._send(
-                    peer_epoch, Abort(message.request_id, message.attempt, "this transfer is not known here"), b""
+                    peer_incarnation, Abort(message.request_id, message.attempt, "this transfer is not known here"), b""
                 )
         elif isinstance(message, Abort):
-            live = self._find(peer_epoch, (message.request_id, message.attempt))
+            live = self._find(peer_incarnation, (message.request_id, message.attempt))
             if live is not None:
                 self._feed(live, message)
         else:
@@ -150,8 +152,8 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
 
     # --- pairs ---
 
-    def _open(self, peer_epoch: int, message: PairOpen) -> None:
-        current = self._routes.get(peer_epoch)
+    def _open(self, peer_incarnation: int, message: PairOpen) -> None:
+        current = self._routes.get(peer_incarnation)
         if current is not None and message.pair_id < current.pair_id:
             return
         if current is not None and message.pair_id == current.pair_id:
@@ -167,17 +169,19 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         elif self.layout.block_size % message.block_size:
             refusal = f"block size differs: {self.layout.block_size} here is no multiple of {message.block_size}"
         if refusal:
-            self._send(peer_epoch, PairClosed(message.pair_id, refusal[:512]), b"")
+            self._send(peer_incarnation, PairClosed(message.pair_id, refusal[:512]), b"")
             return
         self._make_room(message.transports)
-        self._routes[peer_epoch] = _Incoming(peer_epoch, message.pair_id, self._rows_of(message.block_size), ())
-        self._meet(self._routes[peer_epoch], message)
+        self._routes[peer_incarnation] = _Incoming(
+            peer_incarnation, message.pair_id, self._rows_of(message.block_size), ()
+        )
+        self._meet(self._routes[peer_incarnation], message)
 
     def _meet_again(self, route: _Incoming, message: PairOpen) -> None:
         """The sender repeats its proposal, or could not meet as it was told and proposes what is left."""
         if message.transports == route.offered:
             if route.listening is not None:
-                self._send(route.peer_epoch, route.listening, b"")
+                self._send(route.peer_incarnation, route.listening, b"")
         elif route.order.is_fresh and self._has_room(new_pair=False) and len(self._pairs) < self._settings.pairs_max:
             assert route.pair is not None
             route.pair.close()
@@ -195,7 +199,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         route.transport = names[0]
         self._start_pair(route, Listen(tuple(names), why, lambda meeting: self._listens(route, meeting)))
 
-    def _listens(self, route: _Incoming, meeting: Meeting) -> None:
+    def _listens(self, route: _Incoming, meeting: Rendezvous) -> None:
         if not route.dropped and meeting.transport in route.offered:
             route.transport, route.why = meeting.transport, meeting.why
             route.listening = PairListen(
@@ -209,7 +213,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
                 meeting.key,
                 meeting.encrypted,
             )
-            self._send(route.peer_epoch, route.listening, b"")
+            self._send(route.peer_incarnation, route.listening, b"")
 
     def _pair_broke(self, route: _Incoming, reason: str) -> None:
         if route.ready or not route.order.is_fresh or route.listening is None:
@@ -228,16 +232,16 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
 
     # --- offers and segments ---
 
-    def _offered(self, peer_epoch: int, offer: Offer) -> None:
+    def _offered(self, peer_incarnation: int, offer: Offer) -> None:
         key = (offer.request_id, offer.attempt)
         known = self._live.get(key) or self._ended.get(key)
-        if known is not None and known.route.peer_epoch == peer_epoch:
+        if known is not None and known.route.peer_incarnation == peer_incarnation:
             self._feed(known, offer)
             return
         if known is not None and known.session.state in (DECLINED, FAILED):
             del self._ended[key]  # another sender tries the same attempt again; what the first one still says is stale
             known = None
-        route = self._routes.get(peer_epoch)
+        route = self._routes.get(peer_incarnation)
         refusal = ""
         if known is not None:
             refusal = "this attempt is another sender's"
@@ -246,13 +250,15 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         elif not self._has_room(new_pair=False):
             refusal = "too many transfers at once"
         if refusal or route is None:
-            self._send(peer_epoch, Decline(*key, refusal), b"")
+            self._send(peer_incarnation, Decline(*key, refusal), b"")
             return
         session = ReceiverSession(
             offer, block_bytes=route.rows.layout.block_bytes, settings=self._settings, now=self._clock()
         )
         live = self._begin(key, session, route)
-        answer = self._accept(peer_epoch, msgspec.structs.replace(offer, blocks=-(-offer.blocks // route.rows.ratio)))
+        answer = self._accept(
+            peer_incarnation, msgspec.structs.replace(offer, blocks=-(-offer.blocks // route.rows.ratio))
+        )
         if answer is None:
             self._arm(live)
         else:
@@ -266,11 +272,11 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         assert len(answer.block_ids) == -(-blocks // ratio), (
             f"{len(answer.block_ids)} blocks for {blocks} parts of them"
         )
-        return Accepted(cells_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))
+        return Accepted(sub_blocks_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))
 
-    def _announced(self, peer_epoch: int, announce: Announce) -> None:
+    def _announced(self, peer_incarnation: int, announce: Announce) -> None:
         """What is announced is received, wanted or not: the data plane knows no other way to skip it."""
-        route = self._routes.get(peer_epoch)
+        route = self._routes.get(peer_incarnation)
         if route is None or route.pair_id != announce.pair_id or route.order.is_repeated(announce.sequence):
             self.counters["stale_frames"] += 1
             return
@@ -292,7 +298,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
             SegmentJob(None, announce.segment + at, announce.sequence + at, blocks, None)
             for at, blocks in enumerate(announce.blocks)
         ]
-        live = self._find(peer_epoch, (announce.request_id, announce.attempt))
+        live = self._find(peer_incarnation, (announce.request_id, announce.attempt))
         if live is not None and live.route is route:
             self._wanted(live, announce, jobs)
         route.pair.submit(*jobs)
@@ -320,7 +326,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         result, ratio = ended.result, live.route.rows.ratio
         if isinstance(result, KvCommitted):
             block_ids = list(blocks_of(result.block_ids, ratio))
-            self._on_committed(live.route.peer_epoch, result.commit, block_ids, list(result.prompt))
+            self._on_committed(live.route.peer_incarnation, result.commit, block_ids, list(result.prompt))
         elif isinstance(result, KvReceiveFailed):
             self.counters["sessions_failed"] += 1
             block_ids = list(blocks_of(result.block_ids, ratio))

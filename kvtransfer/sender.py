@@ -8,7 +8,7 @@ import torch
 
 from kvtransfer.driver import Driver, Live, Route
 from kvtransfer.memory.digests import BlockDigests
-from kvtransfer.memory.layout import KvLayout, cells_of
+from kvtransfer.memory.layout import KvLayout, sub_blocks_of
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX, KvSettings
 from kvtransfer.session.sender import SenderSession, announcement, next_parts
 from kvtransfer.session.session import (
@@ -25,7 +25,7 @@ from kvtransfer.session.session import (
 )
 from kvtransfer.transport_choice import TransportChoice
 from kvtransfer.transports.registry import TRANSPORTS, suited
-from kvtransfer.transports.transport import Meeting, SegmentJob
+from kvtransfer.transports.transport import Rendezvous, SegmentJob
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Decline, FirstToken, PairClosed, PairListen, PairOpen
@@ -39,7 +39,7 @@ _FIRST_SEGMENTS = 4
 class PairState:
     """Which transport a pair uses, and what spoke against better ones (empty: nothing)."""
 
-    peer_epoch: int
+    peer_incarnation: int
     transport: str
     why: str
 
@@ -64,7 +64,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         *,
         layout: KvLayout,
         pool: torch.Tensor,
-        epoch: int,
+        incarnation: int,
         clock: Callable[[], float],
         send: Callable[[int, Message, bytes], None],
         on_result: Callable[[KvSent | KvFailed], None],
@@ -74,7 +74,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
     ) -> None:
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not. `on_result` says that the blocks may be
         reused."""
-        super().__init__(layout, pool, epoch, clock, send, settings, on_pair_error=on_pair_error)
+        super().__init__(layout, pool, incarnation, clock, send, settings, on_pair_error=on_pair_error)
         self._digests = BlockDigests(self._rows) if self._rows.is_flat else None
         self._on_result = on_result
         self._on_pairs = on_pairs
@@ -85,7 +85,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
 
     # --- from the worker ---
 
-    def open(self, request_id: str, attempt: int, peer_epoch: int, blocks: int, block_size: int = 0) -> None:
+    def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int = 0) -> None:
         """Offer `blocks` blocks of KV, none of which need be ready; meets the receiver if there is no pair with it yet.
 
         They are of `block_size` tokens: the smaller of the two ends' sizes, which must divide our own (0: is our own). A last
@@ -95,7 +95,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         for another transfer, `on_result` says so, soon. The same goes
         for a (request_id, attempt) that was opened before: an attempt is offered once.
         """
-        route = self._current_route(peer_epoch)
+        route = self._current_route(peer_incarnation)
         repeated = (request_id, attempt) in self._ended
         block_size = block_size or self.layout.block_size
         reason = ""
@@ -114,7 +114,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
             self._loop.call_soon(self._on_result, KvFailed(request_id, attempt, reason))
             return
         if route is None:
-            route = self._open_route(peer_epoch, block_size)
+            route = self._open_route(peer_incarnation, block_size)
         session = SenderSession(
             request_id,
             attempt,
@@ -137,8 +137,10 @@ class KvSender(Driver[SenderSession, _Outgoing]):
             self._rows.check(block_ids)
             ratio = live.route.rows.ratio
             first = first_block * ratio
-            cells = cells_of(block_ids, ratio)[: live.session.blocks - first] if ratio > 1 else tuple(block_ids)
-            self._feed(live, BlocksReady(first, cells))
+            sub_blocks = (
+                sub_blocks_of(block_ids, ratio)[: live.session.blocks - first] if ratio > 1 else tuple(block_ids)
+            )
+            self._feed(live, BlocksReady(first, sub_blocks))
 
     def commit(
         self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
@@ -155,24 +157,28 @@ class KvSender(Driver[SenderSession, _Outgoing]):
 
     def transports(self) -> list[PairState]:
         """Of each receiver that there is a pair with."""
-        return [PairState(epoch, route.transport, route.why) for epoch, route in self._routes.items() if route.ready]
+        return [
+            PairState(incarnation, route.transport, route.why)
+            for incarnation, route in self._routes.items()
+            if route.ready
+        ]
 
     # --- from the receiver ---
 
-    def handle(self, peer_epoch: int, message: Message, blob: bytes) -> None:
+    def handle(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
         """A frame from this receiver. Raises `RemoteProtocolError` on one that receivers do not send."""
         if isinstance(message, PairListen):
-            self._connect(peer_epoch, message)
+            self._connect(peer_incarnation, message)
         elif isinstance(message, PairClosed):
-            route = self._routes.get(peer_epoch)
+            route = self._routes.get(peer_incarnation)
             if route is not None and route.pair_id == message.pair_id:
                 if route.transport and (
                     route.sessions or not route.ready
                 ):  # an idle one may be given up for its memory
-                    self._choice.broke(peer_epoch, route.transport, message.reason, self._clock())
+                    self._choice.broke(peer_incarnation, route.transport, message.reason, self._clock())
                 self._drop(route, f"closed by the receiver: {message.reason}", tell_peer=False)
         elif isinstance(message, Accept | Decline | Ack | Abort):
-            live = self._find(peer_epoch, (message.request_id, message.attempt))
+            live = self._find(peer_incarnation, (message.request_id, message.attempt))
             if live is not None:
                 self._feed(live, message)
         else:
@@ -180,22 +186,22 @@ class KvSender(Driver[SenderSession, _Outgoing]):
 
     # --- pairs ---
 
-    def _current_route(self, peer_epoch: int) -> _Outgoing | None:
+    def _current_route(self, peer_incarnation: int) -> _Outgoing | None:
         """None, and the old one is given up, where nothing uses it and a better transport may be tried again."""
-        route = self._routes.get(peer_epoch)
+        route = self._routes.get(peer_incarnation)
         if route is None or not route.ready or route.sessions:
             return route
-        if not self._choice.better_is_due(peer_epoch, route.transport, self._clock()):
+        if not self._choice.better_is_due(peer_incarnation, route.transport, self._clock()):
             return route
         self._drop(route, "a better transport is tried again", tell_peer=True)
         return None
 
-    def _open_route(self, peer_epoch: int, block_size: int) -> _Outgoing:
+    def _open_route(self, peer_incarnation: int, block_size: int) -> _Outgoing:
         self._last_pair_id += 1
-        transports = self._choice.proposal(peer_epoch, self._clock())
+        transports = self._choice.proposal(peer_incarnation, self._clock())
         self._make_room(transports)
-        route = _Outgoing(peer_epoch, self._last_pair_id, self._rows_of(block_size), transports)
-        self._routes[peer_epoch] = route
+        route = _Outgoing(peer_incarnation, self._last_pair_id, self._rows_of(block_size), transports)
+        self._routes[peer_incarnation] = route
         self._propose(route)
         return route
 
@@ -204,7 +210,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         message = PairOpen(
             route.pair_id, route.offered, route.rows.layout.block_size, self._host_id, self._settings.encrypt
         )
-        self._send(route.peer_epoch, message, b"")
+        self._send(route.peer_incarnation, message, b"")
 
     def _drop(self, route: _Outgoing, reason: str, tell_peer: bool) -> None:
         was_ready = route.ready and not route.dropped
@@ -212,8 +218,8 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         if was_ready:
             self._on_pairs(self.transports())
 
-    def _connect(self, peer_epoch: int, message: PairListen) -> None:
-        route = self._routes.get(peer_epoch)
+    def _connect(self, peer_incarnation: int, message: PairListen) -> None:
+        route = self._routes.get(peer_incarnation)
         if route is None or route.pair_id != message.pair_id or route.pair is not None:
             self.counters["stale_frames"] += 1
         elif message.transport not in route.offered:
@@ -221,10 +227,10 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         else:
             self._stop_timer(route)
             route.transport = message.transport
-            demoted = self._choice.why_not_better(peer_epoch, message.transport, self._clock())
+            demoted = self._choice.why_not_better(peer_incarnation, message.transport, self._clock())
             route.why = "; ".join(filter(None, (message.why, demoted)))
             route.encrypt = self._settings.encrypt
-            meeting = Meeting(
+            meeting = Rendezvous(
                 message.transport,
                 message.host,
                 message.port,
@@ -241,7 +247,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         self._pump(route)
 
     def _pair_broke(self, route: _Outgoing, reason: str) -> None:
-        self._choice.broke(route.peer_epoch, route.transport, reason, self._clock())
+        self._choice.broke(route.peer_incarnation, route.transport, reason, self._clock())
         route.offered = tuple(name for name in route.offered if name != route.transport)
         if route.ready or not route.offered:
             super()._pair_broke(route, reason)
@@ -285,7 +291,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         """These follow each other. All are on their way before the session hears of any: it may want to send more."""
         route = live.route
         assert route.pair is not None
-        self._send(route.peer_epoch, announcement(live.key, route.pair_id, route.announced, parts), b"")
+        self._send(route.peer_incarnation, announcement(live.key, route.pair_id, route.announced, parts), b"")
         digests = self._digests_of(route)
         known = [b"" if digests is None else digests.known(part.block_ids) for part in parts]
         route.pair.submit(
@@ -324,5 +330,5 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         if isinstance(result, KvFailed):
             self.counters["sessions_failed"] += 1
         else:
-            self._choice.worked(live.route.peer_epoch, live.route.transport, self._clock())
+            self._choice.worked(live.route.peer_incarnation, live.route.transport, self._clock())
         self._on_result(result)

@@ -7,11 +7,13 @@ from engine.engine import Engine, SeqChunk
 from engine.sampling.finish import finish_reason
 from engine.sampling.sampler import SamplerState, sample
 from prefill_worker.core import StepResult
-from prefill_worker.prompts import Prompt
+from prefill_worker.prompts import PrefillRequest
 from proto.messages import Chunk, TokenItem
 
 
-def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]], on_final: Callable[[list[int]], None]) -> StepResult:
+def run_step(
+    engine: Engine, work: Sequence[tuple[PrefillRequest, Chunk]], on_final: Callable[[list[int]], None]
+) -> StepResult:
     """`on_final` is told of the blocks that are full now, or are a complete prompt's last."""
     started = time.perf_counter()
     completing = [prompt for prompt, chunk in work if chunk.start + chunk.length == prompt.order.prompt_tokens]
@@ -58,14 +60,14 @@ def run_step(engine: Engine, work: Sequence[tuple[Prompt, Chunk]], on_final: Cal
     return StepResult((time.perf_counter() - started) * 1000, first, frozenset(broken))
 
 
-def final_blocks(prompt: Prompt, chunk: Chunk, block_size: int) -> list[int]:
+def final_blocks(prompt: PrefillRequest, chunk: Chunk, block_size: int) -> list[int]:
     """Those of the prompt's blocks that this chunk was the last to write to."""
     end = chunk.start + chunk.length
     is_last = end == prompt.order.prompt_tokens
     return prompt.blocks[chunk.start // block_size : len(prompt.blocks) if is_last else end // block_size]
 
 
-def first_state(prompt: Prompt, choice: int, vocab_size: int) -> SamplerState:
+def first_state(prompt: PrefillRequest, choice: int, vocab_size: int) -> SamplerState:
     """The sampler as it stands before the first token of this attempt: resumed tokens are output, not prompt."""
     split = len(prompt.tokens) - prompt.order.resumed_tokens
     return SamplerState(prompt.order.sampling, choice, vocab_size, prompt.tokens[:split], prompt.tokens[split:])

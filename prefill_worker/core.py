@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtransfer.session.session import KvFailed, KvSent
-from prefill_worker.prompts import Farewell, Key, Prompt, PromptTable
+from prefill_worker.prompts import FinalReport, Key, PrefillRequest, PromptTable
 from proto.codec import unpack_tokens
 from proto.errors import Interrupt, RemoteProtocolError
 from proto.kv import FirstToken
@@ -32,7 +32,7 @@ from proto.sampling import Sampling
 from runtime.worker.ports import Coordinator, Gateways
 
 STEPS_QUEUED_MAX = 64
-Work = list[tuple[Prompt, Chunk]]
+Work = list[tuple[PrefillRequest, Chunk]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Begun:
 class KvOut(Protocol):
     """`kvtransfer.sender.KvSender` is the real one."""
 
-    def open(self, request_id: str, attempt: int, peer_epoch: int, blocks: int, block_size: int) -> None: ...
+    def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int) -> None: ...
 
     def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None: ...
 
@@ -93,7 +93,7 @@ class PrefillCore:
         self.steps: deque[Step] = deque()
         self.links_lost = 0
         self.receiver_of: dict[int, Peer] = {}
-        """Decode workers by epoch, as the coordinator named them."""
+        """Decode workers by incarnation, as the coordinator named them."""
         self._ports = ports
         self._vocab_size = vocab_size
         self._step_tokens_max = step_tokens_max
@@ -129,12 +129,12 @@ class PrefillCore:
         if isinstance(prompt, WorkFailed):
             self._say([prompt])
         elif prompt is not None:
-            self.receiver_of[order.decode.epoch] = order.decode
+            self.receiver_of[order.decode.incarnation] = order.decode
             self._ports.gateways.connect(order.gateway)
             prompt.sending = True
             # Blocks cross in the smaller of the two sizes, in which ours are counted by the tokens they hold.
             size = min(self.table.block_size, order.decode_block_size)
-            self._ports.sender.open(*prompt.key, order.decode.epoch, -(-order.prompt_tokens // size), size)
+            self._ports.sender.open(*prompt.key, order.decode.incarnation, -(-order.prompt_tokens // size), size)
             self._ports.sender.blocks_ready(*prompt.key, *self.table.fresh_blocks(prompt))
             if prompt.cached_tokens < order.cached_tokens:
                 self._ports.registration.send(CacheMiss(*prompt.key, prompt.cached_tokens))
@@ -156,8 +156,8 @@ class PrefillCore:
             if not prompt.done:
                 self._close(prompt, Released(*prompt.key), "coordinator lost")
 
-    def gateway_lost(self, epoch: int, reason: str) -> None:
-        for prompt in [p for p in self.table.prompts.values() if p.order.gateway.epoch == epoch]:
+    def gateway_lost(self, incarnation: int, reason: str) -> None:
+        for prompt in [p for p in self.table.prompts.values() if p.order.gateway.incarnation == incarnation]:
             self._fail(prompt, Interrupt.GATEWAY_LINK_LOST, reason)
 
     # --- steps ----------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class PrefillCore:
         """Blocks to the KV sender, first tokens to gateways."""
         by_gateway: dict[int, tuple[Peer, list[TokenItem]]] = {}
         for prompt, _ in work:
-            if prompt.farewell is not None:
+            if prompt.final_report is not None:
                 continue
             if prompt.key in result.broken:
                 self._fail(prompt, Interrupt.ENGINE_ERROR, "the model's logits are not finite")
@@ -209,22 +209,22 @@ class PrefillCore:
             if items is not None:
                 prompt.output_tokens = len(items)
                 gateway = prompt.order.gateway
-                by_gateway.setdefault(gateway.epoch, (gateway, []))[1].extend(items)
+                by_gateway.setdefault(gateway.incarnation, (gateway, []))[1].extend(items)
             self._ports.sender.blocks_ready(*prompt.key, first, blocks)
             if items is not None:
                 self._first_tokens_drawn(prompt, items)
         for gateway, tokens in by_gateway.values():
             self._ports.gateways.send(gateway, Tokens(tuple(tokens)))
 
-    def _first_tokens_drawn(self, prompt: Prompt, items: list[TokenItem]) -> None:
+    def _first_tokens_drawn(self, prompt: PrefillRequest, items: list[TokenItem]) -> None:
         going_on = [FirstToken(item.choice, item.tokens[0]) for item in items if item.finish is None]
         if going_on:
             needs_prompt = penalised(prompt.order.sampling, prompt.order.resumed_tokens)
             self._ports.sender.commit(*prompt.key, going_on, prompt.tokens if needs_prompt else ())
         else:
             resumed_tokens = prompt.order.resumed_tokens
-            farewell = Finished(*prompt.key, len(items), self._tokens_forwarded(), resumed_tokens)
-            self._close(prompt, farewell, "ended with its first token")
+            final_report = Finished(*prompt.key, len(items), self._tokens_forwarded(), resumed_tokens)
+            self._close(prompt, final_report, "ended with its first token")
 
     # --- the end of an attempt ------------------------------------------------------------------------------------------
 
@@ -234,22 +234,22 @@ class PrefillCore:
         if prompt is None:
             return
         if isinstance(result, KvSent):
-            farewell: Farewell = HandedOver(*prompt.key, result.kv_bytes, result.transfer_ms)
+            final_report: FinalReport = HandedOver(*prompt.key, result.kv_bytes, result.transfer_ms)
         else:
-            farewell = WorkFailed(*prompt.key, Interrupt.TRANSFER_FAILED, result.reason[:500])
-        self._say(self.table.sent(prompt, farewell))
+            final_report = WorkFailed(*prompt.key, Interrupt.TRANSFER_FAILED, result.reason[:500])
+        self._say(self.table.sent(prompt, final_report))
 
-    def _fail(self, prompt: Prompt, reason: Interrupt, message: str) -> None:
+    def _fail(self, prompt: PrefillRequest, reason: Interrupt, message: str) -> None:
         self._close(prompt, WorkFailed(*prompt.key, reason, message[:500]), message)
 
-    def _close(self, prompt: Prompt, farewell: Farewell, why: str) -> None:
-        self._say(self.table.close(prompt, farewell))
+    def _close(self, prompt: PrefillRequest, final_report: FinalReport, why: str) -> None:
+        self._say(self.table.close(prompt, final_report))
         if prompt.sending:
             self._ports.sender.abort(*prompt.key, why)
 
-    def _say(self, farewells: list[Farewell]) -> None:
-        for farewell in farewells:
-            self._ports.registration.send(farewell)
+    def _say(self, final_reports: list[FinalReport]) -> None:
+        for final_report in final_reports:
+            self._ports.registration.send(final_report)
 
 
 def penalised(sampling: Sampling, resumed_tokens: int) -> bool:

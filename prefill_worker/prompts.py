@@ -19,13 +19,13 @@ from proto.held import Held
 from proto.messages import Chunk, Finished, HandedOver, Prefill, Released, WorkFailed
 
 Key = tuple[str, int]
-Farewell = Released | WorkFailed | HandedOver | Finished
+FinalReport = Released | WorkFailed | HandedOver | Finished
 
 _NO_ROOM = "no free KV blocks; the coordinator's count and ours differ"
 
 
 @dataclass(eq=False)
-class Prompt:
+class PrefillRequest:
     order: Prefill
     tokens: list[int]
     blocks: list[int]
@@ -43,7 +43,7 @@ class Prompt:
     sending: bool = False
     output_tokens: int = 0
     """First tokens passed on to the gateway."""
-    farewell: Farewell | None = None
+    final_report: FinalReport | None = None
     """Set once the attempt is over here; what the coordinator will be told."""
 
     @property
@@ -60,13 +60,13 @@ class PromptTable:
     allocator: BlockAllocator
     block_size: int
     prefix_cache: bool = True
-    prompts: dict[Key, Prompt] = field(default_factory=dict)
+    prompts: dict[Key, PrefillRequest] = field(default_factory=dict)
     taken_tokens: int = 0
     """Of all prompts taken in; with them, of those …"""
     found_tokens: int = 0
     """… which were in the cache."""
 
-    def take_in(self, order: Prefill, tokens: list[int]) -> Prompt | WorkFailed | None:
+    def take_in(self, order: Prefill, tokens: list[int]) -> PrefillRequest | WorkFailed | None:
         """A new prompt with its blocks; a failure if there is no room; None if the order is a repetition.
 
         Less may be cached than the order believes, never more is used. Raises `RemoteProtocolError` on hashes cut short.
@@ -77,7 +77,7 @@ class PromptTable:
         hashes = split_hashes(order.block_hashes)[: order.prompt_tokens // self.block_size] if self.prefix_cache else []
         # The last token is computed in any case: the first token of the answer is drawn from its logits.
         believed = min(order.cached_tokens, order.prompt_tokens - 1) // self.block_size
-        cached = self.allocator.take_prefix(hashes[:believed])
+        cached = self.allocator.match_prefix(hashes[:believed])
         try:
             fresh = self.allocator.allocate(-(-order.prompt_tokens // self.block_size) - len(cached))
         except OutOfBlocks:
@@ -86,26 +86,33 @@ class PromptTable:
         done = len(cached) * self.block_size
         self.taken_tokens += order.prompt_tokens
         self.found_tokens += done
-        prompt = self.prompts[key] = Prompt(order, tokens, cached + fresh, hashes, done, done, len(cached))
+        prompt = self.prompts[key] = PrefillRequest(order, tokens, cached + fresh, hashes, done, done, len(cached))
         return prompt
 
-    def runnable(self, chunks: tuple[Chunk, ...]) -> list[tuple[Prompt, Chunk]]:
+    def runnable(self, chunks: tuple[Chunk, ...]) -> list[tuple[PrefillRequest, Chunk]]:
         """The chunks of a step that still make sense: of prompts not over, continuing where the last chunk ended."""
         found = []
         for chunk in chunks:
             prompt = self.prompts.get((chunk.request_id, chunk.attempt))
-            if prompt is None or prompt.farewell is not None or prompt.in_step or chunk.start != prompt.computed_tokens:
+            if (
+                prompt is None
+                or prompt.final_report is not None
+                or prompt.in_step
+                or chunk.start != prompt.computed_tokens
+            ):
                 continue
             if chunk.start + chunk.length > prompt.order.prompt_tokens:
                 continue
             found.append((prompt, chunk))
         return found
 
-    def begin_step(self, work: list[tuple[Prompt, Chunk]]) -> None:
+    def begin_step(self, work: list[tuple[PrefillRequest, Chunk]]) -> None:
         for prompt, _ in work:
             prompt.in_step = True
 
-    def end_step(self, work: list[tuple[Prompt, Chunk]], broken: frozenset[Key] = frozenset()) -> list[Farewell]:
+    def end_step(
+        self, work: list[tuple[PrefillRequest, Chunk]], broken: frozenset[Key] = frozenset()
+    ) -> list[FinalReport]:
         """The chunks are computed; returns what is to be said of prompts that were only waiting for this. What `broken`
         prompts hold is suspect, the blocks they share included, and is not found by others from now on."""
         said = []
@@ -116,43 +123,43 @@ class PromptTable:
                 self.allocator.forget(prompt.blocks)
             else:
                 self._make_known(prompt)
-            said += self._let_go(prompt)
+            said += self._release(prompt)
         return said
 
-    def fresh_blocks(self, prompt: Prompt) -> tuple[int, list[int]]:
+    def fresh_blocks(self, prompt: PrefillRequest) -> tuple[int, list[int]]:
         """(index of the first, pool blocks) that became final and were not yet passed on; marks them as passed on."""
         final = len(prompt.blocks) if prompt.done else prompt.computed_tokens // self.block_size
         first, prompt.sent_blocks = prompt.sent_blocks, max(final, prompt.sent_blocks)
         return first, prompt.blocks[first:final]
 
-    def close(self, prompt: Prompt, farewell: Farewell) -> list[Farewell]:
+    def close(self, prompt: PrefillRequest, final_report: FinalReport) -> list[FinalReport]:
         """The attempt is over here, for the first reason given; returns what can be said of it now."""
-        if prompt.farewell is None:
-            prompt.farewell = farewell
-        return self._let_go(prompt)
+        if prompt.final_report is None:
+            prompt.final_report = final_report
+        return self._release(prompt)
 
-    def sent(self, prompt: Prompt, farewell: Farewell) -> list[Farewell]:
+    def sent(self, prompt: PrefillRequest, final_report: FinalReport) -> list[FinalReport]:
         """The KV sender has let go of the prompt's blocks."""
         prompt.sending = False
-        return self.close(prompt, farewell)
+        return self.close(prompt, final_report)
 
     def held(self) -> tuple[Held, ...]:
         return tuple(
             Held(*prompt.key, len(prompt.blocks), 1, prompt.order.resumed_tokens) for prompt in self.prompts.values()
         )
 
-    def _make_known(self, prompt: Prompt) -> None:
+    def _make_known(self, prompt: PrefillRequest) -> None:
         full = min(prompt.computed_tokens // self.block_size, len(prompt.hashes))
         if full > prompt.known_blocks:
             self.allocator.insert(prompt.hashes[:full], prompt.blocks[:full], prompt.known_blocks)
             prompt.known_blocks = full
 
-    def _let_go(self, prompt: Prompt) -> list[Farewell]:
-        if prompt.farewell is None or prompt.in_step or prompt.sending:
+    def _release(self, prompt: PrefillRequest) -> list[FinalReport]:
+        if prompt.final_report is None or prompt.in_step or prompt.sending:
             return []
         if self.prompts.pop(prompt.key, None) is None:
             return []
         self.allocator.free(prompt.blocks)
-        if isinstance(prompt.farewell, Released | WorkFailed):
-            return [msgspec.structs.replace(prompt.farewell, output_tokens=prompt.output_tokens)]
-        return [prompt.farewell]
+        if isinstance(prompt.final_report, Released | WorkFailed):
+            return [msgspec.structs.replace(prompt.final_report, output_tokens=prompt.output_tokens)]
+        return [prompt.final_report]

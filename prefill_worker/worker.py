@@ -18,7 +18,7 @@ from proto.errors import CrossdockError, RemoteProtocolError
 from proto.held import Capacity
 from proto.messages import Message, Role, StatusRequest
 from proto.status import KvPair, KvPairs
-from runtime.link.connection_pool import Outbound
+from runtime.link.connection_pool import ConnectionPool
 from runtime.link.server import LinkSettings
 from runtime.link.server import Peer as LinkPeer
 from runtime.metrics.common import link_counters
@@ -46,7 +46,7 @@ class PrefillWorker:
         info = engine.info
         self.settings = settings
         self.log = log
-        log.info("loaded", kv_blocks=engine.blocks, steady=engine.is_steady)
+        log.info("loaded", kv_blocks=engine.blocks, batch_invariant=engine.is_steady)
         self.engine = engine
         self.thread = thread
         self.core = PrefillCore(
@@ -60,10 +60,15 @@ class PrefillWorker:
         """Set when there may be a step to run."""
         self.watch = StepWatch(settings.step_timeout_ms / 1000)
         self.pairs_reported_at = 0
-        epoch = clock.new_epoch()
+        incarnation = clock.new_incarnation()
         capacity = Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens)
         hello = worker_hello(
-            settings, epoch=epoch, name=name, fingerprint=info.fingerprint, capacity=capacity, metrics=observed.address
+            settings,
+            incarnation=incarnation,
+            name=name,
+            fingerprint=info.fingerprint,
+            capacity=capacity,
+            metrics=observed.address,
         )
         self.registration = Registration(
             settings=settings,
@@ -75,7 +80,7 @@ class PrefillWorker:
             is_idle=lambda: self.gateways.idle,
             links=links,
         )
-        self.gateways: Outbound = Outbound(
+        self.gateways: ConnectionPool = ConnectionPool(
             hello=hello,
             to=Role.GATEWAY,
             on_message=_unexpected,
@@ -83,21 +88,21 @@ class PrefillWorker:
             on_idle=self.registration.look,
             settings=links,
         )
-        self.receivers = Outbound(
+        self.receivers = ConnectionPool(
             hello=hello, to=Role.DECODE, on_message=self._kv_message, on_lost=self._receiver_lost, settings=links
         )
-        self.sender = self._make_sender(epoch)
+        self.sender = self._make_sender(incarnation)
         self.metrics = PrefillMetrics(
             self.core.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded
         )
         self._show(observed, name, settings.served_model_id)
 
-    def _make_sender(self, epoch: int) -> KvSender:
+    def _make_sender(self, incarnation: int) -> KvSender:
         info, pool, settings = self.engine.info, self.engine.pool, self.settings
         return KvSender(
             layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
             pool=pool,
-            epoch=epoch,
+            incarnation=incarnation,
             clock=clock.now,
             send=self._send_kv,
             on_result=self._kv_result,
@@ -161,26 +166,26 @@ class PrefillWorker:
 
     def _report_pairs(self) -> None:
         pairs = self.sender.transports()
-        self.registration.send(KvPairs(tuple(KvPair(p.peer_epoch, p.transport, p.why[:512]) for p in pairs)))
+        self.registration.send(KvPairs(tuple(KvPair(p.peer_incarnation, p.transport, p.why[:512]) for p in pairs)))
         self.pairs_reported_at = self.core.links_lost
 
     # --- KV control -----------------------------------------------------------------------------------------------------
 
-    def _send_kv(self, epoch: int, message: Message, blob: bytes) -> None:
-        receiver = self.core.receiver_of.get(epoch)
+    def _send_kv(self, incarnation: int, message: Message, blob: bytes) -> None:
+        receiver = self.core.receiver_of.get(incarnation)
         if receiver is not None:
             self.receivers.send(receiver, message, blob)
 
     def _kv_message(self, peer: LinkPeer, message: Message, blob: bytes) -> None:
-        self.sender.handle(peer.epoch, message, blob)
+        self.sender.handle(peer.incarnation, message, blob)
 
     def _kv_result(self, result: KvSent | KvFailed) -> None:
         self.metrics.kv_result(result)
         self.core.kv_result(result)
 
-    def _receiver_lost(self, epoch: int, reason: str) -> None:
-        self.core.receiver_of.pop(epoch, None)
-        self.sender.peer_lost(epoch, reason)
+    def _receiver_lost(self, incarnation: int, reason: str) -> None:
+        self.core.receiver_of.pop(incarnation, None)
+        self.sender.peer_lost(incarnation, reason)
 
 
 def _kv_settings(settings: WorkerSettings, device: str) -> KvSettings:

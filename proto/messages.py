@@ -9,9 +9,10 @@
 
 Rules that hold for all of them:
 - Everything that touches a request carries `(request_id, attempt)`; every token carries its absolute index in the answer.
-  Receivers drop what belongs to an older attempt or epoch, and repeating a message does no harm.
+  Receivers drop what belongs to an older attempt or incarnation, and repeating a message does no harm.
 - `Submit` and `Prefill` are followed by one binary frame: the prompt's token ids, packed as little-endian int32.
-- A link is one connection: `Hello` comes first and once; what follows carries no epoch of its own, since the link has one.
+- A link is one connection: `Hello` comes first and once; what follows carries no incarnation of its own, since the link has
+  one.
 """
 
 from enum import StrEnum
@@ -66,7 +67,7 @@ class Hello(Message, frozen=True):
 
     version: int
     role: Role
-    epoch: Epoch
+    incarnation: Epoch
     name: Name
     """For people: `prefill-0`."""
     model: Text = ""
@@ -89,7 +90,7 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Its three fields never change: a client reads them before it knows the server's version."""
 
-    epoch: Epoch
+    incarnation: Epoch
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)]
     version: int = 8
     """Of the server; version 8 does not say it."""
@@ -136,10 +137,10 @@ class Submit(Message, frozen=True):
     resumed_tokens: Tokens_ = 0
     tenant: Text = "default"
     """`organisation/user` or `organisation`, from the authenticated key and nothing else."""
-    band: Text = ""
-    """The priority band the client asked for; empty: its tenant's own."""
+    priority_class: Text = ""
+    """The priority priority class the client asked for; empty: its tenant's own."""
     deadline_ms: DurationMs = 0.0
-    """By when the first token is wanted, counted from now; 0: the band's default."""
+    """By when the first token is wanted, counted from now; 0: the priority class's default."""
     block_hashes: BlockHashes = b""
     """Of the ids that follow, for the prefix cache; empty: nothing is looked up or kept."""
     hash_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
@@ -218,7 +219,7 @@ class Peer(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknow
     """Where another process is and which incarnation of it is meant."""
 
     address: Text
-    epoch: Epoch
+    incarnation: Epoch
 
 
 class Prefill(Message, frozen=True):
@@ -268,7 +269,7 @@ class Reserve(Message, frozen=True):
     resumed_tokens: Tokens_
     kv_blocks: Count
     gateway: Peer
-    prefill_epoch: Epoch
+    prefill_incarnation: Epoch
     block_hashes: BlockHashes = b""
 
 

@@ -41,7 +41,7 @@ class HelloPrefix(msgspec.Struct, frozen=True, array_like=True, tag="Hello"):
 
     version: int
     role: Annotated[str, msgspec.Meta(pattern="^[a-z_]{1,32}$")]
-    epoch: Epoch
+    incarnation: Epoch
     name: Name
 
     @property

@@ -13,7 +13,7 @@ from proto.messages import Message, Role
 class KvPair(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How a prefill worker reaches one decode worker."""
 
-    decode_epoch: Epoch
+    decode_incarnation: Epoch
     transport: TransportName
     why: Text
     """What spoke against better transports; empty: nothing."""
@@ -83,13 +83,13 @@ class StatusReport(Message, frozen=True):
     """Requests ended since start, by outcome."""
     counters: dict[Text, Annotated[int, Meta(ge=0)]]  # bytes moved are soon more than a Count
     kv_pairs: tuple[PairStatus, ...] = ()
-    left_out: tuple[Text, ...] = ()
+    circuit_open: tuple[Text, ...] = ()
     """Pairs of workers that get no requests for a while, in words."""
     tenants: tuple[TenantStatus, ...] = ()
     """With the largest shares, largest first."""
     metrics: dict[Text, Text] = {}  # noqa: RUF012 (msgspec copies it)
     """Name of a process → HOST:PORT of its metrics."""
-    lately: dict[Text, float] = {}  # noqa: RUF012
+    recent: dict[Text, float] = {}  # noqa: RUF012
     """Times of the last requests, in ms, and how many they are."""
     hung: tuple[Process, ...] = ()
     """Workers that were given up in a step without an end, the last ones, latest last."""

@@ -16,7 +16,7 @@ from simulation.world.world import Violation
 HEAL_S_MAX = 100.0
 """Virtual seconds in which everything must have ended. The longest wait of the product's own is 30 s."""
 PROBE_AFTER_S = 3.0
-STORY_EVENTS = 60
+TIMELINE_EVENTS = 60
 CHECK_S = 0.25
 
 
@@ -98,7 +98,7 @@ def _probe(cluster: Cluster, plan: Plan) -> None:
 # --- telling ------------------------------------------------------------------------------------------------------------
 
 
-def story(cluster: Cluster, request_id: str = "", most: int = STORY_EVENTS) -> list[str]:
+def timeline(cluster: Cluster, request_id: str = "", most: int = TIMELINE_EVENTS) -> list[str]:
     """The last events that concern a request, or everything where none is named; one line each."""
     told = [
         f"{at:9.4f} s  {where:<12} {what} {_words(about)}".rstrip()

@@ -116,9 +116,9 @@ def through_the_codec(frames: int, number: int) -> Counter[str]:
 
 def hello(generator: random.Random, role: Role, model: str, fingerprint: str = "") -> bytes:
     capacity = Capacity(1_000, 16, 8, 1_000) if role in (Role.PREFILL, Role.DECODE) else None
-    epoch = generator.randrange(1, 1 << 62)
+    incarnation = generator.randrange(1, 1 << 62)
     address = "tcp://127.0.0.1:9"
-    return encode(Hello(PROTOCOL_VERSION, role, epoch, "fuzz", model, fingerprint, address, capacity))
+    return encode(Hello(PROTOCOL_VERSION, role, incarnation, "fuzz", model, fingerprint, address, capacity))
 
 
 def through_a_port(

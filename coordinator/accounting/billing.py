@@ -10,9 +10,9 @@ its gateway's (`resumed_tokens`, and its last word), or by the steps of a worker
 first, or twice.
 
 A request that comes back after its bill was settled, as a stream does that its gateway gave up and resumes, gets another one,
-which goes on from there, and its row in the journal is opened again.
+which goes on from there, and its row in the ledger is opened again.
 
-A bill of an earlier coordinator is an *orphan*: its row in the journal is open, and a worker's or the gateway's word closes it.
+A bill of an earlier coordinator is an *orphan*: its row in the ledger is open, and a worker's or the gateway's word closes it.
 Both say again what ended shortly before they lost the coordinator, and since. If no word comes in `orphan_s`, as where both are
 lost too, it is written off at its estimate.
 
@@ -46,7 +46,7 @@ def whole_of(submit: Submit) -> str:
     return submit.request_id.removesuffix(end) if submit.choices == 1 and submit.request_id.endswith(end) else ""
 
 
-class Tally(msgspec.Struct, eq=False, gc=False):
+class UsageCounters(msgspec.Struct, eq=False, gc=False):
     """What has come of a bill so far."""
 
     attempt: int = 0
@@ -63,7 +63,7 @@ class Tally(msgspec.Struct, eq=False, gc=False):
     charged_tokens: int = 0
     """By an earlier bill of this request."""
     again: bool = False
-    """Its row in the journal may be closed."""
+    """Its row in the ledger may be closed."""
     adopted: bool = False
     """It was an orphan, and its row is in the journal."""
     held: int = 0
@@ -83,7 +83,7 @@ class Tally(msgspec.Struct, eq=False, gc=False):
         return self.prompt_tokens + self.output_tokens - self.from_token
 
 
-class _Nothing(Tally, frozen=True):  # type: ignore[misc]
+class _Nothing(UsageCounters, frozen=True):  # type: ignore[misc]
     """Writing to it is an error."""
 
 
@@ -94,35 +94,35 @@ class Bill(Grant, eq=False, gc=False):
     request_id: str
     prompt_tokens_max: int
     choices: int = 1
-    tally: Tally = _NOTHING
+    counters: UsageCounters = _NOTHING
     """To be read. Its own is made by `begin`: most requests wait before anything comes of them, and there are many."""
 
-    def begin(self) -> Tally:
+    def begin(self) -> UsageCounters:
         """Its tally, to be written to."""
-        tally = self.tally
-        if tally is _NOTHING:
-            tally = self.tally = Tally()
-        return tally
+        counters = self.counters
+        if counters is _NOTHING:
+            counters = self.counters = UsageCounters()
+        return counters
 
     @property
     def estimate(self) -> Ask:
         """What was reserved, with what was charged before."""
-        tally = self.tally
-        prompt_tokens = tally.prompt_tokens if tally.prompt_done else self.prompt_tokens_max
-        return Ask(prompt_tokens, tally.charged_tokens + self.tokens - prompt_tokens, self.kv_blocks)
+        counters = self.counters
+        prompt_tokens = counters.prompt_tokens if counters.prompt_done else self.prompt_tokens_max
+        return Ask(prompt_tokens, counters.charged_tokens + self.tokens - prompt_tokens, self.kv_blocks)
 
     def spend(self, state: State, seconds: float) -> None:
         """Time passed in a state of the request."""
-        tally = self.begin()
+        counters = self.begin()
         match state:
             case State.PREFILLING:
-                tally.prefill_s += seconds
+                counters.prefill_s += seconds
             case State.HANDING_OVER:
-                tally.transfer_s += seconds
+                counters.transfer_s += seconds
             case State.DECODING:
-                tally.decode_s += seconds
+                counters.decode_s += seconds
             case _:
-                tally.queue_s += seconds
+                counters.queue_s += seconds
 
 
 class Billing:
@@ -134,7 +134,7 @@ class Billing:
         self.doubts: OrderedDict[str, float] = OrderedDict()
         """Cancelled request → when it is closed as that; soonest first, or nearly."""
         self.settled: Remembered[Settled] = Remembered(remembered_s, remembered_max)
-        """Of older ones the journal alone knows what they came to."""
+        """Of older ones the ledger alone knows what they came to."""
 
     # --- what is configured, what was before ----------------------------------------------------------------------------
 
@@ -146,9 +146,9 @@ class Billing:
             self.quotas.seed(tenant, day, tokens, now)
         for row in past.open:
             grant = self.quotas.restore(row.tenant, row.ask, row.day, now)
-            tally = self._open(row.request_id, grant, row.ask.prompt_tokens).begin()
-            tally.prompt_tokens = row.ask.prompt_tokens
-            tally.output_tokens = tally.from_token = row.from_token
+            counters = self._open(row.request_id, grant, row.ask.prompt_tokens).begin()
+            counters.prompt_tokens = row.ask.prompt_tokens
+            counters.output_tokens = counters.from_token = row.from_token
             self.orphans[row.request_id] = orphans_until
 
     # --- acceptance -----------------------------------------------------------------------------------------------------
@@ -159,14 +159,14 @@ class Billing:
         bill = self.bills.get(request_id)
         if bill is None:
             return None
-        tally = bill.begin()
-        tally.ended, tally.outcome = tally.outcome, ""
+        counters = bill.begin()
+        counters.ended, counters.outcome = counters.outcome, ""
         self.doubts.pop(request_id, None)
-        tally.output_tokens = max(tally.output_tokens, resumed_tokens)
+        counters.output_tokens = max(counters.output_tokens, resumed_tokens)
         if self.orphans.pop(request_id, None) is not None:
-            tally.adopted = True
+            counters.adopted = True
             if not resumed_tokens:
-                tally.prompt_tokens = 0
+                counters.prompt_tokens = 0
         return bill
 
     def open(
@@ -194,7 +194,7 @@ class Billing:
 
     def open_promised(self, submit: Submit, output_tokens: int, kv_blocks: int, held: int, now: float) -> Bill:
         """For a request in its second or a later attempt of which no bill is open: its client was promised an answer, and no
-        limit is asked. Of what it was charged before nothing is charged again; where that is forgotten, the journal knows, and
+        limit is asked. Of what it was charged before nothing is charged again; where that is forgotten, the ledger knows, and
         tokens that were sent are taken to be charged. `held`: reservations that workers brought along."""
         request_id, resumed_tokens = submit.request_id, submit.resumed_tokens
         before = self.settled.get(request_id)
@@ -207,28 +207,28 @@ class Billing:
         ask = Ask(0 if done else due, output_tokens, kv_blocks)
         grant = self.quotas.restore(submit.tenant, ask, self.quotas.day(now), now, counted=False)
         bill = self._open(request_id, grant, prompt_tokens_max, submit.choices)
-        tally = bill.begin()
-        tally.again, tally.prompt_done, tally.held, tally.output_tokens = True, done, held, resumed_tokens
+        counters = bill.begin()
+        counters.again, counters.prompt_done, counters.held, counters.output_tokens = True, done, held, resumed_tokens
         if before is not None:
-            tally.attempt, tally.computed_tokens = before.attempt, before.computed_tokens
-            tally.prompt_tokens, tally.from_token = before.prompt_tokens, before.from_token
-            tally.output_tokens = max(before.output_tokens, resumed_tokens)
-            tally.charged_tokens = before.used_tokens
+            counters.attempt, counters.computed_tokens = before.attempt, before.computed_tokens
+            counters.prompt_tokens, counters.from_token = before.prompt_tokens, before.from_token
+            counters.output_tokens = max(before.output_tokens, resumed_tokens)
+            counters.charged_tokens = before.used_tokens
         elif of_choice:
-            tally.from_token = resumed_tokens
+            counters.from_token = resumed_tokens
         else:
-            tally.charged_tokens = resumed_tokens
+            counters.charged_tokens = resumed_tokens
         return bill
 
     def undo(self, bill: Bill, now: float, orphans_until: float) -> None:
         """It was not accepted after all; an orphan is one again, since its gateway may come once more."""
-        if bill.tally.ended:
-            tally = bill.begin()
-            tally.outcome, tally.ended = tally.ended, ""
-            if not tally.held:
-                self.doubts[bill.request_id] = tally.doubt_until
+        if bill.counters.ended:
+            counters = bill.begin()
+            counters.outcome, counters.ended = counters.ended, ""
+            if not counters.held:
+                self.doubts[bill.request_id] = counters.doubt_until
             return
-        if bill.tally.adopted:
+        if bill.counters.adopted:
             self.orphans[bill.request_id] = orphans_until
             return
         del self.bills[bill.request_id]
@@ -247,10 +247,10 @@ class Billing:
         """A worker has registered with this; `of_answer`: a decode worker."""
         bill = self.bills.get(held.request_id)
         if bill is not None:
-            tally = bill.begin()
-            tally.held += 1
+            counters = bill.begin()
+            counters.held += 1
             bill.choices = max(bill.choices, held.seqs if of_answer else 1)
-            tally.output_tokens = max(tally.output_tokens, held.resumed_tokens)
+            counters.output_tokens = max(counters.output_tokens, held.resumed_tokens)
 
     def hold(self, request_id: str, count: int = 1) -> None:
         """So much more of it is on workers."""
@@ -260,13 +260,13 @@ class Billing:
 
     def computed(self, request_id: str, attempt: int, tokens: int) -> None:
         bill = self.bills.get(request_id)
-        if bill is None or (tally := bill.begin()).prompt_done or attempt < tally.attempt:
+        if bill is None or (counters := bill.begin()).prompt_done or attempt < counters.attempt:
             return
-        if attempt > tally.attempt:
-            tally.attempt, tally.computed_tokens = attempt, 0
-        computed = tally.computed_tokens = tally.computed_tokens + tokens
-        if computed > tally.prompt_tokens:
-            tally.prompt_tokens = min(computed, bill.prompt_tokens_max)
+        if attempt > counters.attempt:
+            counters.attempt, counters.computed_tokens = attempt, 0
+        computed = counters.computed_tokens = counters.computed_tokens + tokens
+        if computed > counters.prompt_tokens:
+            counters.prompt_tokens = min(computed, bill.prompt_tokens_max)
 
     def prompt_done(self, request_id: str) -> None:
         bill = self.bills.get(request_id)
@@ -279,7 +279,7 @@ class Billing:
         bill = self.bills.get(request_id)
         if bill is None:
             return 0
-        new = resumed_tokens + tokens + (bill.choices if first else 0) - bill.tally.output_tokens
+        new = resumed_tokens + tokens + (bill.choices if first else 0) - bill.counters.output_tokens
         if new <= 0:
             return 0
         bill.begin().output_tokens += new
@@ -290,14 +290,14 @@ class Billing:
         bill = self.bills.get(request_id)
         if bill is not None:
             bill.begin().doubt_until = now + DOUBT_S
-        return self.let_go(request_id, now)
+        return self.release(request_id, now)
 
-    def let_go(self, request_id: str, now: float) -> Closed | None:
+    def release(self, request_id: str, now: float) -> Closed | None:
         """One thing less of it is on a worker."""
         bill = self.bills.get(request_id)
-        if bill is None or not (tally := bill.tally).held:
+        if bill is None or not (counters := bill.counters).held:
             return None  # a worker may bring along what was not counted when this bill was opened
-        tally.held -= 1
+        counters.held -= 1
         return self._close_if_over(bill, now)
 
     # --- ends -----------------------------------------------------------------------------------------------------------
@@ -318,13 +318,13 @@ class Billing:
         all of the answer."""
         if not self.is_open_to(request_id):
             return None
-        tally = self.bills[request_id].begin()
+        counters = self.bills[request_id].begin()
         if outcome != State.CANCELLED:
-            tally.doubt_until = now
-        elif tally.outcome:
-            outcome = tally.outcome  # one that lets go of an attempt does not know of all of the answer
+            counters.doubt_until = now
+        elif counters.outcome:
+            outcome = counters.outcome  # one that lets go of an attempt does not know of all of the answer
         else:
-            tally.doubt_until = now + DOUBT_S  # its gateway may know of more, and be on its way back
+            counters.doubt_until = now + DOUBT_S  # its gateway may know of more, and be on its way back
         return self.end(request_id, outcome, now)
 
     def give_up(self, request_id: str, now: float) -> Closed | None:
@@ -345,13 +345,13 @@ class Billing:
             request_id, _ = first
             del self.orphans[request_id]
             bill = self.bills[request_id]
-            tally = bill.begin()
-            if tally.held:
+            counters = bill.begin()
+            if counters.held:
                 self.orphans[request_id] = orphans_until
                 continue
-            if not tally.outcome:
-                tally.outcome = LOST
-                tally.output_tokens = max(tally.output_tokens, tally.from_token + bill.estimate.output_tokens)
+            if not counters.outcome:
+                counters.outcome = LOST
+                counters.output_tokens = max(counters.output_tokens, counters.from_token + bill.estimate.output_tokens)
             closed.append(self._close(bill, now))
         return closed
 
@@ -360,11 +360,11 @@ class Billing:
         return min(soonest, default=None)
 
     def _close_if_over(self, bill: Bill, now: float) -> Closed | None:
-        tally = bill.tally
-        if not tally.outcome or tally.held:
+        counters = bill.counters
+        if not counters.outcome or counters.held:
             return None
-        if tally.outcome == State.CANCELLED and now < tally.doubt_until:
-            self.doubts[bill.request_id] = tally.doubt_until
+        if counters.outcome == State.CANCELLED and now < counters.doubt_until:
+            self.doubts[bill.request_id] = counters.doubt_until
             return None
         return self._close(bill, now)
 
@@ -372,29 +372,29 @@ class Billing:
         del self.bills[bill.request_id]
         self.orphans.pop(bill.request_id, None)
         self.doubts.pop(bill.request_id, None)
-        tally = bill.tally
-        whole = tally.prompt_done or tally.outcome == State.FINISHED
-        cached_tokens = max(bill.prompt_tokens_max - tally.prompt_tokens, 0) if whole else 0
-        used_tokens = tally.used_tokens
-        if used_tokens or tally.outcome not in _UNSERVED:
-            self.quotas.settle(bill, used_tokens - tally.charged_tokens, now)
+        counters = bill.counters
+        whole = counters.prompt_done or counters.outcome == State.FINISHED
+        cached_tokens = max(bill.prompt_tokens_max - counters.prompt_tokens, 0) if whole else 0
+        used_tokens = counters.used_tokens
+        if used_tokens or counters.outcome not in _UNSERVED:
+            self.quotas.settle(bill, used_tokens - counters.charged_tokens, now)
         else:
             self.quotas.undo(bill, now)
         settled = Settled(
-            tally.attempt, tally.computed_tokens, tally.prompt_tokens, bill.prompt_tokens_max, tally.prompt_done,
-            tally.output_tokens, tally.from_token, tally.charged_tokens, used_tokens,
+            counters.attempt, counters.computed_tokens, counters.prompt_tokens, bill.prompt_tokens_max, counters.prompt_done,
+            counters.output_tokens, counters.from_token, counters.charged_tokens, used_tokens,
         )  # fmt: skip
         self.settled.put(bill.request_id, settled, now)
         return Closed(
             bill.request_id,
-            tally.outcome,
+            counters.outcome,
             used_tokens,
-            tally.prompt_tokens,
+            counters.prompt_tokens,
             cached_tokens,
-            tally.output_tokens - tally.from_token,
-            1000 * tally.queue_s,
-            1000 * tally.prefill_s,
-            1000 * tally.transfer_s,
-            1000 * tally.decode_s,
-            tally.from_token,
+            counters.output_tokens - counters.from_token,
+            1000 * counters.queue_s,
+            1000 * counters.prefill_s,
+            1000 * counters.transfer_s,
+            1000 * counters.decode_s,
+            counters.from_token,
         )

@@ -1,4 +1,4 @@
-"""The journal of usage: SQLite in WAL mode, written by one thread of its own, one row for each accepted request.
+"""The usage ledger: SQLite in WAL mode, written by one thread of its own, one row for each accepted request.
 
 **Journalled before it is acknowledged.** A request's row is written when it is accepted, open and charged at its estimate, and
 nothing about the request (its acceptance, its order to a worker) leaves the coordinator until that row is committed
@@ -90,7 +90,7 @@ CREATE INDEX IF NOT EXISTS usage_open ON usage (request_id) WHERE outcome IS NUL
 _OPEN: Final = """
 INSERT INTO usage (request_id, day, tenant, model, band, borrowed, accepted_s,
     charged_tokens, prompt_tokens, output_tokens, kv_blocks, from_token)
-VALUES (:request_id, :day, :tenant, :model, :band, :borrowed, :accepted_s,
+VALUES (:request_id, :day, :tenant, :model, :priority_class, :borrowed, :accepted_s,
     :prompt_tokens + :output_tokens, :prompt_tokens, :output_tokens, :kv_blocks, :from_token)
 ON CONFLICT (request_id) DO UPDATE SET outcome = NULL,
     before_prompt_tokens = prompt_tokens, before_output_tokens = output_tokens, kv_blocks = :kv_blocks,
@@ -121,7 +121,7 @@ ALTER TABLE usage ADD COLUMN {} INTEGER NOT NULL DEFAULT 0
 
 
 class LedgerError(CrossdockError):
-    """The journal cannot be opened or written; `str()` has its path."""
+    """The ledger cannot be opened or written; `str()` has its path."""
 
 
 def day_text(day: int) -> str:
@@ -271,12 +271,12 @@ def _read(db: sqlite3.Connection, today: int) -> Past:
             date.fromisoformat(day).toordinal() - _EPOCH,
             tenant,
             model,
-            band,
+            priority_class,
             bool(borrowed),
             Ask(*ask),
             from_token=from_token,
         )
-        for request_id, day, tenant, model, band, borrowed, from_token, *ask in rows
+        for request_id, day, tenant, model, priority_class, borrowed, from_token, *ask in rows
     ]
     sums = ledger_totals.of_day(db, day_text(today))
     now_s = clock.unix_time()

@@ -1,8 +1,8 @@
-"""Charged tokens of each day and tenant, kept in the journal of usage beside its rows.
+"""Charged tokens of each day and tenant, kept in the usage ledger beside its rows.
 
 A coordinator that starts needs what each tenant was charged today. Adding up the rows takes longer with every request of the
 day, and nobody is served meanwhile; so triggers keep the sums, in the transaction that writes the rows. A program without this
-module (version 2 of the journal) keeps them right too, since the triggers are in the file: it can be gone back to.
+module (version 2 of the ledger) keeps them right too, since the triggers are in the file: it can be gone back to.
 """
 
 import sqlite3

@@ -202,7 +202,7 @@ class Quotas:
         self._close(grant, 0, now, undo=True)
 
     def seed(self, tenant: str, day: int, tokens: int, now: float) -> None:
-        """What the journal says that a tenant used on a day, open reservations included; before any request is taken."""
+        """What the ledger says that a tenant used on a day, open reservations included; before any request is taken."""
         for account in self._accounts(tenant, now):
             if account.day == day:
                 account.day_tokens += tokens

@@ -1,4 +1,4 @@
-"""What the journal of usage is told, and what it tells after a restart. Pure."""
+"""What the usage ledger is told, and what it tells after a restart. Pure."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Opened(msgspec.Struct, frozen=True, gc=False):
     """On which it counts: days since 1970, UTC."""
     tenant: str
     model: str
-    band: str
+    priority_class: str
     borrowed: bool
     ask: Ask
     again: bool = False
@@ -46,7 +46,7 @@ Entry = Opened | Closed
 
 @dataclass(frozen=True)
 class Past:
-    """What the journal knew when the coordinator started."""
+    """What the ledger knew when the coordinator started."""
 
     open: tuple[Opened, ...] = ()
     """Accepted by an earlier coordinator and not ended, as far as it could write."""

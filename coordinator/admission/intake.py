@@ -3,7 +3,7 @@
 from coordinator.accounting.billing import whole_of
 from coordinator.admission import checks as admission
 from coordinator.admission import tenancy
-from coordinator.events import Misbehaved, Moved, Received
+from coordinator.events import ProtocolViolation, Received, StateChanged
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as Life
 from coordinator.placement.choice import uncached_tokens
@@ -16,37 +16,41 @@ from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 
 
-def submit(state: State, epoch: int, event: Received, now: float) -> None:
+def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     submit = event.message
     assert isinstance(submit, Submit)
     if len(event.blob) != 4 * submit.prompt_tokens:
-        state.out.append(Misbehaved(epoch, f"{len(event.blob)} bytes for {submit.prompt_tokens} prompt tokens"))
+        state.out.append(
+            ProtocolViolation(incarnation, f"{len(event.blob)} bytes for {submit.prompt_tokens} prompt tokens")
+        )
         return
     if len(submit.block_hashes) % HASH_BYTES:
         # A worker would hold it against us.
-        state.out.append(Misbehaved(epoch, f"{len(submit.block_hashes)} bytes are no whole number of block hashes"))
+        state.out.append(
+            ProtocolViolation(incarnation, f"{len(submit.block_hashes)} bytes are no whole number of block hashes")
+        )
         return
     ended = (state.ended.get(submit.request_id) or NONE_ENDED).attempt
     if submit.attempt <= ended:
         if submit.attempt == ended:
             why = "this attempt has ended; its tokens were lost on their way if they have not come"
-            state.send(epoch, Interrupted(submit.request_id, submit.attempt, Interrupt.GATEWAY_LINK_LOST, why))
+            state.send(incarnation, Interrupted(submit.request_id, submit.attempt, Interrupt.GATEWAY_LINK_LOST, why))
         return
     known = state.requests.get(submit.request_id)
-    if known is not None and known.gateway_epoch != epoch:
-        _reject(state, epoch, submit, Reject.DUPLICATE, "another gateway has a request of this id", now)
+    if known is not None and known.gateway_incarnation != incarnation:
+        _reject(state, incarnation, submit, Reject.DUPLICATE, "another gateway has a request of this id", now)
         return
     if known is not None and submit.attempt <= known.attempt:
         if submit.attempt == known.attempt:
-            state.send(epoch, Accepted(*known.key, state.billing.rates(submit.tenant, now)))
+            state.send(incarnation, Accepted(*known.key, state.billing.rates(submit.tenant, now)))
         return
     again = _comes_back(state, submit)
-    if again and _put_off(state, epoch, submit, now):
+    if again and _put_off(state, incarnation, submit, now):
         return
     reason, why = _judge(state, submit)
     request, retry_after_s = known, None
     if reason is None and request is None:
-        request = Request(submit.request_id, epoch, submit, event.blob, now, now, state.path(submit))
+        request = Request(submit.request_id, incarnation, submit, event.blob, now, now, state.path(submit))
         reason, why, retry_after_s = tenancy.reserve(state, request, now)
         if reason is None:
             reason, why = _admit(state, request, now)
@@ -55,14 +59,14 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
     if reason is not None:
         if known is not None:
             state.end(known, Trigger.FAIL, reason, now)
-        _reject(state, epoch, submit, reason, why, now, retry_after_s)
+        _reject(state, incarnation, submit, reason, why, now, retry_after_s)
         return
     assert request is not None
     if known is None:
         share(submit)
         state.requests[request.id] = request
         request.pay_for_drained(0)
-        state.journal(tenancy.opened(state, request))
+        state.record_usage(tenancy.opened(state, request))
     else:
         _renew(state, request, submit, event.blob, now)
     if again:
@@ -72,8 +76,8 @@ def submit(state: State, epoch: int, event: Received, now: float) -> None:
     request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
     queue.push(request, now, not state.draining or state.can_run(request))
     state.pools[submit.model].news = True
-    state.send(epoch, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
-    state.out.append(Moved(request.id, request.attempt, request.state, "submitted"))
+    state.send(incarnation, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
+    state.out.append(StateChanged(request.id, request.attempt, request.state, "submitted"))
 
 
 def _comes_back(state: State, submit: Submit) -> bool:
@@ -90,14 +94,14 @@ def _comes_back(state: State, submit: Submit) -> bool:
     return submit.drained_attempts <= max(earlier)
 
 
-def _put_off(state: State, epoch: int, submit: Submit, now: float) -> bool:
+def _put_off(state: State, incarnation: int, submit: Submit, now: float) -> bool:
     """Where too many come back at once, its gateway is told to try again later; nothing else changes."""
     if state.retries.allows(len(state.requests), now):
         return False
     state.counters["retries_put_off"] += 1
     why = "too many interrupted requests come back at once"
     put_off = Rejected(submit.request_id, submit.attempt, Reject.RETRY_BUDGET, why, state.retries.wait_s(now))
-    state.send(epoch, put_off)
+    state.send(incarnation, put_off)
     return True
 
 
@@ -138,7 +142,7 @@ def _admit(state: State, request: Request, now: float) -> admission.Refusal:
         if late is not None and late not in victims:
             _shed(state, late, now)
             continue
-        victim = queue.backlog.victim(request, state.bands_lowest_first)
+        victim = queue.backlog.victim(request, state.priority_classes_lowest_first)
         if victim is None:
             reason = Reject.QUEUE_FULL
             break
@@ -157,7 +161,7 @@ def _shed(state: State, victim: Request, now: float) -> None:
     why = "it waited, and had to make room in an overload"
     state.counters[f"rejected_{Reject.SHED}"] += 1
     retry_after_s = report.retry_after_s(state, victim.submit, now)
-    state.send(victim.gateway_epoch, Rejected(*victim.key, Reject.SHED, why, retry_after_s))
+    state.send(victim.gateway_incarnation, Rejected(*victim.key, Reject.SHED, why, retry_after_s))
     state.end(victim, Trigger.SHED, why, now)
 
 
@@ -167,26 +171,32 @@ _WORTH_ANOTHER_TRY = frozenset(
 
 
 def _reject(
-    state: State, epoch: int, submit: Submit, reason: Reject, why: str, now: float, retry_after_s: float | None = None
+    state: State,
+    incarnation: int,
+    submit: Submit,
+    reason: Reject,
+    why: str,
+    now: float,
+    retry_after_s: float | None = None,
 ) -> None:
     state.outcomes[Life.REJECTED] += 1
     state.counters[f"rejected_{reason}"] += 1
     if retry_after_s is None:
         retry_after_s = report.retry_after_s(state, submit, now) if reason in _WORTH_ANOTHER_TRY else 0.0
     rates = state.billing.rates(submit.tenant, now)
-    state.send(epoch, Rejected(submit.request_id, submit.attempt, reason, why, retry_after_s, rates))
-    state.out.append(Moved(submit.request_id, submit.attempt, Life.REJECTED, reason))
+    state.send(incarnation, Rejected(submit.request_id, submit.attempt, reason, why, retry_after_s, rates))
+    state.out.append(StateChanged(submit.request_id, submit.attempt, Life.REJECTED, reason))
 
 
 _WHOLE_ANSWER = frozenset({CancelReason.STOP_STRING, CancelReason.ANSWERED})
 """The gateway has all of the answer, so its length says how long this tenant's answers are."""
 
 
-def cancel(state: State, epoch: int, event: Received, now: float) -> None:
+def cancel(state: State, incarnation: int, event: Received, now: float) -> None:
     cancel = event.message
     assert isinstance(cancel, Cancel)
     request = state.requests.get(cancel.request_id)
-    if request is not None and request.gateway_epoch == epoch and cancel.attempt >= request.attempt:
+    if request is not None and request.gateway_incarnation == incarnation and cancel.attempt >= request.attempt:
         state.emitted(request.submit.model, request.path, request.id, cancel.output_tokens, 0)
         if cancel.reason in _WHOLE_ANSWER and cancel.output_tokens:
             state.queues[request.submit.model].learn(request, cancel.output_tokens)
@@ -200,9 +210,9 @@ def cancel(state: State, epoch: int, event: Received, now: float) -> None:
         state.remember(cancel.request_id, cancel.attempt)
         state.billing.emitted(cancel.request_id, cancel.output_tokens, 0)
         if cancel.reason is CancelReason.ANSWERED:
-            state.journal(state.billing.end_orphan(cancel.request_id, Life.FINISHED, now))
+            state.record_usage(state.billing.end_orphan(cancel.request_id, Life.FINISHED, now))
         else:
-            state.journal(state.billing.give_up(cancel.request_id, now))
+            state.record_usage(state.billing.give_up(cancel.request_id, now))
 
 
 def expire(state: State, now: float) -> None:
@@ -219,7 +229,7 @@ def expire(state: State, now: float) -> None:
             )
             state.counters[f"rejected_{reason}"] += 1
             retry_after_s = report.retry_after_s(state, request.submit, now)
-            state.send(request.gateway_epoch, Rejected(*request.key, reason, why, retry_after_s))
+            state.send(request.gateway_incarnation, Rejected(*request.key, reason, why, retry_after_s))
             state.end(request, Trigger.EXPIRE, why, now)
     while state.interrupted:
         first = next(iter(state.interrupted.values()))
@@ -228,4 +238,4 @@ def expire(state: State, now: float) -> None:
         state.end(first, Trigger.EXPIRE, "its gateway did not resume it", now)
     if state.billing.orphans or state.billing.doubts:
         for entry in state.billing.write_off(now, now + state.limits.orphan_s_max):
-            state.journal(entry)
+            state.record_usage(entry)

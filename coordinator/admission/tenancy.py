@@ -20,12 +20,20 @@ Refusal = tuple[Reject | None, str, float | None]
 
 
 def configure(state: State, tenants: Tenants, utc_offset_s: float, past: Past | None, now: float) -> None:
-    """Put a tenants file in force. Requests that wait stay in the band they came in, also if the file has it no more; then
-    without a floor, or all floors might leave nothing to share."""
+    """Put a tenants file in force. Requests that wait stay in the priority class they came in, also if the file has it no
+    more; then without a floor, or all floors might leave nothing to share."""
     still = {request.path[0] for request in state.requests.values()}
-    kept = {name: replace(band, floor_share=0.0) for name, band in state.limits.bands.items() if name in still}
-    state.limits = replace(state.limits, bands=kept | dict(tenants.bands), weights=tenants.weights())
-    state.bands_lowest_first = sorted(state.limits.bands, key=lambda name: state.limits.bands[name].weight)
+    kept = {
+        name: replace(priority_class, floor_share=0.0)
+        for name, priority_class in state.limits.priority_classes.items()
+        if name in still
+    }
+    state.limits = replace(
+        state.limits, priority_classes=kept | dict(tenants.priority_classes), weights=tenants.weights()
+    )
+    state.priority_classes_lowest_first = sorted(
+        state.limits.priority_classes, key=lambda name: state.limits.priority_classes[name].weight
+    )
     for queue in state.queues.values():
         queue.replace_limits(state.limits)
     quotas = state.billing.quotas
@@ -52,8 +60,12 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
         return None, "", None
     if policy is None:
         return Reject.QUOTA, f"tenant {submit.tenant} is not known here", RELOAD_S
-    if submit.band and submit.band not in policy.bands:
-        return Reject.BAND, f"tenant {submit.tenant} may not use the band {submit.band}", 0.0
+    if submit.priority_class and submit.priority_class not in policy.priority_classes:
+        return (
+            Reject.PRIORITY_CLASS,
+            f"tenant {submit.tenant} may not use the priority class {submit.priority_class}",
+            0.0,
+        )
     idle = not state.queues[submit.model].fair.size
     bill = billing.open(request.id, submit.tenant, _ask(state, request), now, idle=idle, choices=submit.choices)
     if isinstance(bill, Denial):
@@ -73,8 +85,8 @@ def opened(state: State, request: Request) -> Opened:
         request.path[0],
         request.borrowed,
         bill.estimate,
-        bill.tally.again,
-        bill.tally.from_token,
+        bill.counters.again,
+        bill.counters.from_token,
     )
 
 

@@ -1,10 +1,10 @@
-"""What a journal of the core's inputs looks like: a stream of MessagePack records, read back one by one. Pure.
+"""What a event log of the core's inputs looks like: a stream of MessagePack records, read back one by one. Pure.
 
     [MAGIC, version, header]                      once, first
     [[now, name, …event], [sum, count, digest]]   for each event: what the core was given, and what came of it
     [END, reason]                                 last, unless the process was killed
 
-`sum` and `digest` come from one running hash over all that went before in this journal: `sum` after the event's bytes were
+`sum` and `digest` come from one running hash over all that went before in this event log: `sum` after the event's bytes were
 added to it, so that a changed record is told from a core that acts differently; `digest` after the `count` actions were. Where
 the core failed, `count` is `FAILED` and `digest` the error's text.
 
@@ -36,8 +36,8 @@ _SUM_MASK: Final = 0xFFFF_FFFF
 _EVENTS: Final[dict[str, type[Event]]] = {kind.__name__: kind for kind in get_args(Event)}
 
 
-class JournalError(CrossdockError):
-    """A file that is no journal, or is damaged, or was recorded by a version that this one cannot replay."""
+class EventLogError(CrossdockError):
+    """A file that is no event log, or is damaged, or was recorded by a version that this one cannot replay."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class End:
 def _hook(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    raise NotImplementedError(f"{type(value).__name__} in a journal")
+    raise NotImplementedError(f"{type(value).__name__} in a event log")
 
 
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=_hook)
@@ -95,9 +95,9 @@ def encode_end(reason: str) -> bytes:
 def event_bytes(event: Event, now: float) -> bytes:
     if isinstance(event, Received):
         blob_bytes = len(event.blob) if isinstance(event.message, codec.WITH_BLOB) else None
-        return _encoder.encode((now, "Received", event.epoch, blob_bytes, event.message))
+        return _encoder.encode((now, "Received", event.incarnation, blob_bytes, event.message))
     if isinstance(event, PeerUp):
-        return _encoder.encode((now, "PeerUp", event.epoch, event.hello))
+        return _encoder.encode((now, "PeerUp", event.incarnation, event.hello))
     if isinstance(event, Configured):
         policies = {name: replace(policy, cache_group="") for name, policy in event.tenants.policies.items()}
         event = replace(event, tenants=replace(event.tenants, keys={}, policies=policies))
@@ -105,7 +105,7 @@ def event_bytes(event: Event, now: float) -> bytes:
 
 
 def _actions_bytes(actions: Iterable[Action]) -> bytes:
-    plain = [(a.epoch, a.message, len(a.blob)) if isinstance(a, Send) else a for a in actions]
+    plain = [(a.incarnation, a.message, len(a.blob)) if isinstance(a, Send) else a for a in actions]
     return _encoder.encode(plain)
 
 
@@ -141,24 +141,24 @@ def as_written(record: object) -> bytes:
 
 
 def decode_header(record: object) -> Header:
-    """Raises `JournalError`."""
+    """Raises `EventLogError`."""
     if not isinstance(record, list) or len(record) != 3 or record[0] != MAGIC:
-        raise JournalError("not a journal of the coordinator")
+        raise EventLogError("not a event log of the coordinator")
     if record[1] != VERSION:
-        raise JournalError(f"a journal of format {record[1]}; this version reads {VERSION}")
+        raise EventLogError(f"a event log of format {record[1]}; this version reads {VERSION}")
     try:
         header = msgspec.convert(record[2], Header)
     except msgspec.ValidationError as error:
-        raise JournalError(f"its header cannot be read: {error}") from None
+        raise EventLogError(f"its header cannot be read: {error}") from None
     if header.protocol != PROTOCOL_VERSION:
-        raise JournalError(
+        raise EventLogError(
             f"recorded with protocol {header.protocol} by crossdock {header.software}; this version speaks {PROTOCOL_VERSION}"
         )
     return header
 
 
 def decode_record(record: object) -> Record | End:
-    """Raises `JournalError` whatever the record holds."""
+    """Raises `EventLogError` whatever the record holds."""
     match record:
         case ["end", str(reason)]:
             return End(reason)
@@ -168,26 +168,26 @@ def decode_record(record: object) -> Record | End:
                 return Record(now, event, head, sum_, count, digest)
             if isinstance(digest, str) and count == FAILED:
                 return Record(now, event, head, sum_, count, 0, digest)
-    raise JournalError("not a record of a journal")
+    raise EventLogError("not a record of a event log")
 
 
 def _decode_event(name: str, rest: list[Any]) -> Event:
     match name, rest:
-        case "Received", [int(epoch), None, list(message)]:
-            return Received(epoch, _decode_message([as_written(message)]))
-        case "Received", [int(epoch), int(blob_bytes), list(message)] if 0 <= blob_bytes <= MAX_FRAME_BYTES:
+        case "Received", [int(incarnation), None, list(message)]:
+            return Received(incarnation, _decode_message([as_written(message)]))
+        case "Received", [int(incarnation), int(blob_bytes), list(message)] if 0 <= blob_bytes <= MAX_FRAME_BYTES:
             blob = _zeros(blob_bytes)
-            return Received(epoch, _decode_message([as_written(message), blob]), blob)
-        case "PeerUp", [int(epoch), list(message)] if isinstance(
+            return Received(incarnation, _decode_message([as_written(message), blob]), blob)
+        case "PeerUp", [int(incarnation), list(message)] if isinstance(
             hello := _decode_message([as_written(message)]), Hello
         ):
-            return PeerUp(epoch, hello)
+            return PeerUp(incarnation, hello)
         case _, [dict(fields)] if name in _EVENTS and name not in ("Received", "PeerUp"):
             try:
                 return msgspec.convert(fields, _EVENTS[name])
             except msgspec.ValidationError as error:
-                raise JournalError(f"{name}: {error}") from None
-    raise JournalError(f"an event {name[:50]!r} that this version does not know")
+                raise EventLogError(f"{name}: {error}") from None
+    raise EventLogError(f"an event {name[:50]!r} that this version does not know")
 
 
 @lru_cache(maxsize=256)
@@ -200,4 +200,4 @@ def _decode_message(frames: list[bytes]) -> Message:
     try:
         return codec.decode(frames)[0]
     except RemoteProtocolError as error:
-        raise JournalError(str(error)) from None
+        raise EventLogError(str(error)) from None

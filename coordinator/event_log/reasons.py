@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from coordinator.fairness.fair_queue import where_they_part
-from coordinator.fairness.scheduling_class import Node
+from coordinator.fairness.scheduling_class import SchedulingClass
 from coordinator.fairness.tenant_queue import AGED, Entry
 from coordinator.observer import Looked, Outcome
 from coordinator.placement.choice import cached_tokens
@@ -23,7 +23,7 @@ class By(msgspec.Struct, frozen=True):
     """Another request."""
 
     request: str
-    band: str
+    priority_class: str
     tenant: str
 
 
@@ -32,7 +32,7 @@ class OtherTurn(msgspec.Struct, frozen=True, tag_field="kind", tag="other_turn")
 
     by: By
     level: str
-    """Where the two part: "band", "organisation" or "user"."""
+    """Where the two part: "priority class", "organisation" or "user"."""
     winner: str
     ours: str
     """The two that compete there."""
@@ -70,7 +70,7 @@ class NoRoom(msgspec.Struct, frozen=True, tag_field="kind", tag="no_room"):
     most_held_blocks: int
     kept: bool
     """What comes free is kept for this request: it was bypassed often enough."""
-    left_out: bool = False
+    circuit_open: bool = False
     """There is room, but transfers from the prefill worker that asked failed."""
 
 
@@ -118,15 +118,15 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
             if look.outcome is Outcome.WAITS:
                 return _cached_elsewhere(target, worker, pool)
             return _without_room(target, target, worker, pool) if look.outcome is Outcome.NO_ROOM else None
-    if not (is_class(entry.key) or entry.key in (worker.epoch, bound_key(worker.epoch))):
+    if not (is_class(entry.key) or entry.key in (worker.incarnation, bound_key(worker.incarnation))):
         return None
     if winner is not None:
         reason = _goes_first(winner, target)
         if reason is not None:
             return reason
-    if entry.key == worker.epoch:
+    if entry.key == worker.incarnation:
         return None
-    before = pool.rooms.closed.get(entry.key) or pool.stuck.get(worker.epoch, {}).get(entry.key)
+    before = pool.rooms.closed.get(entry.key) or pool.stuck.get(worker.incarnation, {}).get(entry.key)
     if before is not None:
         return _without_room(target, before, worker, pool)
     return no_room(target, worker, pool) if not worker.free_seqs else None
@@ -134,19 +134,19 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
 
 def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -> Reason:
     """`first`: the one that found no room, of those under the same queue key."""
-    kept_for, kept_on = pool.rooms.kept_for, pool.decode.get(pool.rooms.kept_on)
-    if kept_for is not None and kept_for is not target and kept_on is not None:
+    reservation, kept_on = pool.rooms.reservation, pool.decode.get(pool.rooms.kept_on)
+    if reservation is not None and reservation is not target and kept_on is not None:
         fits = worker.fits(target.submit) and kept_on.fits(target.submit, target.expected_left)
         if fits:
-            return RoomKept(by(kept_for), kept_for.course.bypassed)
+            return RoomKept(by(reservation), reservation.attempt_progress.bypassed)
     return no_room(target, worker, pool) if first is target else BehindNoRoom(by(first))
 
 
 def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
     worker, holding, fits = prefill, prefill.prefill_holding(target.submit), prefill.fits(target.submit)
-    left_out = fits and any(decode.fits(target.submit, target.expected_left) for decode in pool.decode.values())
+    circuit_open = fits and any(decode.fits(target.submit, target.expected_left) for decode in pool.decode.values())
     if fits and pool.decode:
-        worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.epoch))
+        worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.incarnation))
         holding = worker.decode_holding(target.submit)
     held: dict[str, int] = {}
     for other in worker.holdings.values():
@@ -161,15 +161,15 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
         worker.free_seqs,
         most,
         held.get(most, 0),
-        pool.rooms.kept_for is target,
-        left_out,
+        pool.rooms.reservation is target,
+        circuit_open,
     )
 
 
 def _cached_elsewhere(target: Request, asked: Worker, pool: Pool) -> CachedElsewhere:
-    cached = {epoch: cached_tokens(target.submit, worker, pool) for epoch, worker in pool.prefill.items()}
-    best = max(cached, key=lambda epoch: cached[epoch])
-    return CachedElsewhere(pool.prefill[best].hello.name, cached[best], asked.hello.name, cached[asked.epoch])
+    cached = {incarnation: cached_tokens(target.submit, worker, pool) for incarnation, worker in pool.prefill.items()}
+    best = max(cached, key=lambda incarnation: cached[incarnation])
+    return CachedElsewhere(pool.prefill[best].hello.name, cached[best], asked.hello.name, cached[asked.incarnation])
 
 
 def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | None:
@@ -185,11 +185,11 @@ def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | No
     node, rival = where_they_part(mine.leaf, theirs.leaf)
     if (node.round, node.position) < (rival.round, rival.position):
         return None
-    level = ("band", "organisation", "user")[len(node.path) - 1]
+    level = ("priority_class", "organisation", "user")[len(node.path) - 1]
     return OtherTurn(by(winner), level, _name(rival), _name(node), rival.round, node.round)
 
 
-def _name(node: Node) -> str:
+def _name(node: SchedulingClass) -> str:
     return "/".join(filter(None, node.path[1:] or node.path))
 
 

@@ -1,4 +1,4 @@
-"""`--journal`: what the core is given, written to a file as it goes.
+"""`--event-log`: what the core is given, written to a file as it goes.
 
 The event loop only appends to a buffer; a thread writes it out when it is large or `FLUSH_S` old. So a killed process loses at
 most the last `FLUSH_S`, a slow disk holds nobody up, and a failing one ends the recording, never the service.
@@ -31,7 +31,7 @@ _END_BYTES: Final = 1024
 """Room kept for the last record."""
 
 
-class Journal:
+class EventLog:
     """The file. Used on the event loop's thread."""
 
     def __init__(self, path: str, bytes_max: int) -> None:
@@ -44,7 +44,7 @@ class Journal:
         self._timer: asyncio.TimerHandle | None = None
         self._writing: Future[None] | None = None
         self._last: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="event_log")
 
     @property
     def recording(self) -> bool:
@@ -63,7 +63,7 @@ class Journal:
         if self._fd < 0:
             return
         if self._bytes + len(record) > self._bytes_max - _END_BYTES:
-            self._give_up(f"the journal has reached its {self._bytes_max >> 20} MiB (--journal-max-mib)")
+            self._give_up(f"the event log has reached its {self._bytes_max >> 20} MiB (--event-log-max-mib)")
             return
         if len(self._buffer) > BUFFER_BYTES_MAX:
             self._give_up(f"{len(self._buffer) >> 20} MiB wait to be written: the disk cannot keep up")
@@ -84,12 +84,12 @@ class Journal:
         try:
             self._last.result(CLOSE_TIMEOUT_S)
         except (OSError, TimeoutError) as error:
-            self._log.warning("the end of the journal is lost", path=str(self.path), error=str(error) or "timeout")
+            self._log.warning("the end of the event log is lost", path=str(self.path), error=str(error) or "timeout")
 
     def fail(self, error: BaseException) -> None:
         self._log.error("journalling is off", path=str(self.path), error=str(error))
         if self._fd >= 0:
-            self._let_go(bytearray())
+            self._release(bytearray())
 
     def _give_up(self, why: str) -> None:
         self._log.warning("journalling is off", path=str(self.path), why=why)
@@ -97,9 +97,9 @@ class Journal:
 
     def _finish(self, reason: str) -> None:
         self._buffer += encode_end(reason)
-        self._let_go(self._buffer)
+        self._release(self._buffer)
 
-    def _let_go(self, data: bytearray) -> None:
+    def _release(self, data: bytearray) -> None:
         self._stop_timer()
         self._last = self._thread.submit(_write_and_close, self._fd, data)
         self._thread.shutdown(wait=False)
@@ -130,8 +130,8 @@ class Journal:
 class RecordedCore:
     """The core, with each event and a digest of its actions written down."""
 
-    def __init__(self, core: Core, journal: Journal, process: str = "") -> None:
-        self._core, self._journal = core, journal
+    def __init__(self, core: Core, event_log: EventLog, process: str = "") -> None:
+        self._core, self._journal = core, event_log
         self._header = Header(
             core.limits,
             software=version_of(),
@@ -177,7 +177,7 @@ def _keep_earlier(path: Path) -> None:
         if not _lock(file.fileno()):
             raise FileExistsError(f"{path} is being written by another coordinator")
         if MAGIC.encode() not in file.read(len(MAGIC) + 8):
-            raise FileExistsError(f"{path} is there already, and is not a journal")
+            raise FileExistsError(f"{path} is there already, and is not a event log")
     names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, EARLIER_KEPT + 1))]
     for number in range(EARLIER_KEPT, 0, -1):
         if names[number - 1].exists():

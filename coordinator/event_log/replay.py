@@ -1,4 +1,4 @@
-"""A journal, executed again by the production core: the same events must lead to the same actions. Pure.
+"""A event log, executed again by the production core: the same events must lead to the same actions. Pure.
 
 `Replay(stream).run(observer)` stops at the first difference. An observer sees each event before and after the core has handled
 it, and may set `core.watch` for what lies between.
@@ -15,8 +15,8 @@ from coordinator.event_log.format import (
     FAILED,
     Chain,
     End,
+    EventLogError,
     Header,
-    JournalError,
     Record,
     as_written,
     decode_header,
@@ -36,7 +36,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the journal and the core part."""
+    """Where the event log and the core part."""
 
     number: int
     """Of the event, from 1."""
@@ -51,7 +51,7 @@ class Difference:
 
 
 class Replay:
-    """Reads the header at once. Raises `JournalError` where there is none, or none of this version."""
+    """Reads the header at once. Raises `EventLogError` where there is none, or none of this version."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._unpacker = msgpack.Unpacker(stream, max_buffer_size=RECORD_BYTES_MAX)
@@ -65,16 +65,16 @@ class Replay:
         """The error with which the core ended, when recorded and now."""
         first = next(self._records(), None)
         if first is None:
-            raise JournalError("not a journal of the coordinator: there is no whole record in it")
+            raise EventLogError("not a event log of the coordinator: there is no whole record in it")
         self.header: Header = decode_header(first)
         self.core = Core(self.header.limits)
         self._chain = Chain(as_written(first))
 
     def run(self, observer: Observer | None = None) -> Difference | None:
-        """Raises `JournalError` at a record that is none; one that is cut off at the end is where it stops (`bytes_read`)."""
+        """Raises `EventLogError` at a record that is none; one that is cut off at the end is where it stops (`bytes_read`)."""
         for raw in self._records():
             if self.ended:
-                raise JournalError(f"after byte {self.bytes_read}, a record behind the last one")
+                raise EventLogError(f"after byte {self.bytes_read}, a record behind the last one")
             record = self._decoded(raw)
             if isinstance(record, End):
                 self.ended = record.reason or "no reason given"
@@ -94,15 +94,15 @@ class Replay:
                 return
             except (msgpack.UnpackException, ValueError) as error:
                 why = str(error) or type(error).__name__
-                raise JournalError(f"after byte {self.bytes_read}, what follows is no record: {why}") from None
+                raise EventLogError(f"after byte {self.bytes_read}, what follows is no record: {why}") from None
             self.bytes_read = self._unpacker.tell()
             yield record
 
     def _decoded(self, raw: object) -> Record | End:
         try:
             return decode_record(raw)
-        except JournalError as error:
-            raise JournalError(f"event {self.events + 1}, before byte {self.bytes_read}: {error}") from None
+        except EventLogError as error:
+            raise EventLogError(f"event {self.events + 1}, before byte {self.bytes_read}: {error}") from None
 
     def _step(self, record: Record, observer: Observer | None) -> Difference | None:
         event, now = record.event, record.now

@@ -1,4 +1,4 @@
-"""Stories from a journal: what happened to one request and why it waited; and which requests waited longest. Pure.
+"""Stories from a event log: what happened to one request and why it waited; and which requests waited longest. Pure.
 
 Both are observers of a `coordinator.event_log.replay.Replay`. Times are seconds since the request was first submitted.
 """
@@ -21,7 +21,7 @@ from coordinator.event_log.reasons import (
     by,
     why_not,
 )
-from coordinator.events import Action, Event, Moved, Received, Send
+from coordinator.events import Action, Event, Received, Send, StateChanged
 from coordinator.lifecycle import TERMINAL
 from coordinator.lifecycle import State as Life
 from coordinator.observer import Decision, Looked, Outcome
@@ -35,7 +35,7 @@ NAMED_MAX: Final = 3
 class Submitted(msgspec.Struct, frozen=True, tag_field="what", tag="submitted"):
     at_s: float
     attempt: int
-    band: str
+    priority_class: str
     tenant: str
     prompt_tokens: int
     max_tokens: int
@@ -134,7 +134,7 @@ def _culprit(reason: Reason) -> By | None:
 def _same(reason: Reason) -> tuple[object, ...]:
     """Reasons that are told as one."""
     culprit = _culprit(reason)
-    who = (culprit.band, culprit.tenant) if culprit is not None else ()
+    who = (culprit.priority_class, culprit.tenant) if culprit is not None else ()
     match reason:
         case SameTenant(order=order):
             return (type(reason), order)
@@ -146,7 +146,7 @@ def _same(reason: Reason) -> tuple[object, ...]:
             return (type(reason),)
 
 
-class Story:
+class Timeline:
     """Of one request, over all its attempts. An `Observer`."""
 
     def __init__(self, request_id: str) -> None:
@@ -183,9 +183,9 @@ class Story:
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
         self._take(actions)
         target = core.requests.get(self.request_id)
-        kept = target is not None and any(pool.rooms.kept_for is target for pool in core.pools.values())
+        kept = target is not None and any(pool.rooms.reservation is target for pool in core.pools.values())
         if kept and not self._kept and target is not None:
-            self._add(KeptFor(self._at_s, target.course.bypassed))
+            self._add(KeptFor(self._at_s, target.attempt_progress.bypassed))
         self._kept, self._came = kept, None
 
     def _watch(self, decision: Decision) -> None:
@@ -202,7 +202,7 @@ class Story:
             return
         if not self._in_step:
             pool = self._core.pools[target.submit.model]
-            if decision.worker.epoch in pool.prefill:
+            if decision.worker.incarnation in pool.prefill:
                 reason = why_not(target, winner, looked, decision.worker, pool)
                 if reason is not None:
                     self._passing.setdefault(_same(reason), _Passing(self._at_s)).add(reason, self._at_s)
@@ -213,19 +213,19 @@ class Story:
     def _submitted(self, core: Core, submit: Submit, at_s: float) -> Submitted:
         queue = core.queues.get(submit.model)
         waiting = list(queue) if queue is not None else []
-        band, *_ = path = core.path(submit)
+        priority_class, *_ = path = core.path(submit)
         own = sum(request.path == path for request in waiting)
-        what = (submit.attempt, band, submit.tenant, submit.prompt_tokens, submit.sampling.max_tokens)
+        what = (submit.attempt, priority_class, submit.tenant, submit.prompt_tokens, submit.sampling.max_tokens)
         return Submitted(at_s, *what, len(waiting), own)
 
     def _take(self, actions: list[Action]) -> None:
         """Tell what the actions say that are new since the last look."""
         for action in actions[self._seen :]:
             match action:
-                case Moved(request_id, _, state, why) if request_id == self.request_id:
+                case StateChanged(request_id, _, state, why) if request_id == self.request_id:
                     self._moved(state, why)
-                case Send(epoch, Step() as step):
-                    self._step(epoch, step)
+                case Send(incarnation, Step() as step):
+                    self._step(incarnation, step)
                 case Send(_, Reserve(request_id=request_id, kv_blocks=blocks)) if request_id == self.request_id:
                     self._blocks = blocks
         self._seen = len(actions)
@@ -250,12 +250,12 @@ class Story:
         if state in TERMINAL or state in (Life.QUEUED, Life.INTERRUPTED):
             self._in_step = False
 
-    def _step(self, epoch: int, step: Step) -> None:
+    def _step(self, incarnation: int, step: Step) -> None:
         assert self._core is not None
         for chunk in step.chunks:
             if chunk.request_id == self.request_id:
                 self._in_step = False
-                name = self._core.workers[epoch].hello.name
+                name = self._core.workers[incarnation].hello.name
                 total = self._core.requests[self.request_id].submit.prompt_tokens
                 beside = len(step.chunks) - 1
                 # Not a change of state: what passes it by goes on being counted.
@@ -294,7 +294,7 @@ class Waited(msgspec.Struct, frozen=True, order=True):
     submitted_s: float
     """Since the recording began."""
     request: str
-    band: str
+    priority_class: str
     tenant: str
     prompt_tokens: int
     outcome: str
@@ -318,7 +318,7 @@ class Longest:
 
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Moved):
+            if isinstance(action, StateChanged):
                 self._moved(core, action, now)
 
     def finish(self) -> list[Waited]:
@@ -326,7 +326,7 @@ class Longest:
             self._leave(request_id, self._live[request_id][0].state.value, self._now)
         return sorted(self._top, reverse=True)
 
-    def _moved(self, core: Core, moved: Moved, now: float) -> None:
+    def _moved(self, core: Core, moved: StateChanged, now: float) -> None:
         request_id = moved.request_id
         if moved.state is Life.QUEUED:
             request = core.requests.get(request_id)
@@ -351,7 +351,7 @@ class Longest:
             round(waited_s, 6),
             request.arrived - self._started,
             request_id,
-            told.band,
+            told.priority_class,
             told.tenant,
             request.submit.prompt_tokens,
             outcome,

@@ -1,4 +1,4 @@
-"""Whose chunk runs next: deficit round robin, the same structure at every level (band → organisation → user).
+"""Whose chunk runs next: deficit round robin, the same structure at every level (priority class → organisation → user).
 
 Deficit round robin (Shreedhar & Varghese, SIGCOMM 1995) gives every tenant `quantum * weight` of credit in each round and
 serves it while that lasts. Here a round is as short as one likes, and rounds in which nobody's credit suffices are skipped by
@@ -34,9 +34,9 @@ Inside one tenant `lanes` decides. Pure; costs are in weighted tokens.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from coordinator.fairness.scheduling_class import Node, Path, Ring
-from coordinator.fairness.sorted_row import Line
-from coordinator.fairness.tenant_queue import Entry, Lane
+from coordinator.fairness.scheduling_class import Path, Ring, SchedulingClass
+from coordinator.fairness.sorted_row import SortedRow
+from coordinator.fairness.tenant_queue import Entry, TenantQueue
 
 T = TypeVar("T")
 MOVES_MAX = 64
@@ -95,8 +95,8 @@ class FairQueue(Generic[T]):
         self.quantum = quantum
         self.weights = dict(weights or {})
         self._overtaken_max = overtaken_max
-        self._root = Node((), 1.0, None, 0)
-        self._leaves: dict[Path, Node] = {}
+        self._root = SchedulingClass((), 1.0, None, 0)
+        self._leaves: dict[Path, SchedulingClass] = {}
         self._positions = 0
         self._joins = 0
         self.size = 0
@@ -122,7 +122,7 @@ class FairQueue(Generic[T]):
 
     def forget(self, path: Path) -> None:
         """Let go of a tenant that has no entries, and of what was above it for its sake; with them go its debts."""
-        node: Node | None = self._leaves.get(path)
+        node: SchedulingClass | None = self._leaves.get(path)
         if node is None or node.busy:
             return
         del self._leaves[path]
@@ -202,7 +202,7 @@ class FairQueue(Generic[T]):
 
         A charge counts with the next chunk. A refund is felt at once, or who was charged too much would go on waiting.
         """
-        node: Node = self._leaf(path)
+        node: SchedulingClass = self._leaf(path)
         while (ring := node.parent) is not None:
             node.owed += cost
             if cost < 0 and node.owed < 0 and node.busy and node.round > ring.now:
@@ -216,14 +216,14 @@ class FairQueue(Generic[T]):
 
     def charge(self, path: Path, cost: float) -> None:
         """Charge at once for something that is no chunk: the turns after it come later, whatever waits already."""
-        node: Node = self._leaf(path)
+        node: SchedulingClass = self._leaf(path)
         while (ring := node.parent) is not None:
             node.round = max(node.round, ring.now - self.quantum) + cost / node.weight
             node = ring
 
     def debt(self, path: Path) -> float:
         """How far a tenant is ahead of its ring, in cost; negative is credit, which it has only while it has work."""
-        node: Node = self._leaf(path)
+        node: SchedulingClass = self._leaf(path)
         assert node.parent is not None
         ahead = (node.round - node.parent.now) * node.weight
         return (max(ahead, 0.0) if node.busy else ahead) + node.owed
@@ -237,10 +237,10 @@ class FairQueue(Generic[T]):
         if not lines:
             return None
         while type(lines[0]) is Ring:  # all lines of a node are of one kind
-            best: Node | None = None
+            best: SchedulingClass | None = None
             for ring in lines:
                 rank = ring.heap[0]
-                node: Node = rank[3].node
+                node: SchedulingClass = rank[3].node
                 if rank[0] != node.round:
                     node = ring.first().node  # type: ignore[attr-defined]
                 if (
@@ -252,12 +252,12 @@ class FairQueue(Generic[T]):
             assert best is not None
             there = best.lines
             lines = [there[ring.key] for ring in lines if ring.key in there]
-        lanes: list[Lane[T]] = lines  # type: ignore[assignment]
+        lanes: list[TenantQueue[T]] = lines  # type: ignore[assignment]
         if len(lanes) == 1:
             return lanes[0].first()
         return min((lane.first() for lane in lanes), key=lambda entry: entry.lane.order(entry))
 
-    def _charge(self, leaf: Node, cost: float) -> None:
+    def _charge(self, leaf: SchedulingClass, cost: float) -> None:
         quantum = self.quantum
         node = leaf
         while (ring := node.parent) is not None:
@@ -285,7 +285,7 @@ class FairQueue(Generic[T]):
             other = lines.get(key)
             if other is None or other is lane:
                 continue
-            assert isinstance(other, Lane) and other.oldest is not None
+            assert isinstance(other, TenantQueue) and other.oldest is not None
             if other.oldest.joined < entry.joined:
                 other.overtake(None)
 
@@ -301,14 +301,14 @@ class FairQueue(Generic[T]):
         if not before.size:
             self._end(before)
 
-    def _lane(self, leaf: Node, key: int) -> Lane[T]:
+    def _lane(self, leaf: SchedulingClass, key: int) -> TenantQueue[T]:
         """The tenant's lane for a key; made where it has none, with the rings above it that are missing."""
         there = leaf.lines.get(key)
         if there is not None:
-            assert isinstance(there, Lane)
+            assert isinstance(there, TenantQueue)
             return there
-        lane: Lane[T] = Lane(leaf, key, self._overtaken_max)
-        line: Line = lane
+        lane: TenantQueue[T] = TenantQueue(leaf, key, self._overtaken_max)
+        line: SortedRow = lane
         node = leaf
         while True:
             if not node.lines and node.parent is not None:
@@ -327,7 +327,7 @@ class FairQueue(Generic[T]):
             ring.enter(line)
             line = ring
 
-    def _end(self, line: Line) -> None:
+    def _end(self, line: SortedRow) -> None:
         """Nothing is left in it, nor in the rings above that have no other."""
         while True:
             del line.node.lines[line.key]
@@ -339,7 +339,7 @@ class FairQueue(Generic[T]):
                 return
             line = above
 
-    def _leaf(self, path: Path) -> Node:
+    def _leaf(self, path: Path) -> SchedulingClass:
         found = self._leaves.get(path)
         if found is not None:
             return found
@@ -349,13 +349,13 @@ class FairQueue(Generic[T]):
             if child is None:
                 weight = self.weights.get("/".join(path[:depth]), 1.0)
                 self._positions += 1
-                child = node.children[name] = Node(path[:depth], weight, node, self._positions)
+                child = node.children[name] = SchedulingClass(path[:depth], weight, node, self._positions)
             node = child
         self._leaves[path] = node
         return node
 
 
-def where_they_part(one: Node, other: Node) -> tuple[Node, Node]:
+def where_they_part(one: SchedulingClass, other: SchedulingClass) -> tuple[SchedulingClass, SchedulingClass]:
     """The two siblings above (or at) these tenants that compete with each other."""
     while one.parent is not other.parent:
         assert one.parent is not None and other.parent is not None

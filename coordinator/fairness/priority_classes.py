@@ -1,24 +1,32 @@
-"""From the bands' weights and floors to the weights of the fair queue's first ring."""
+"""From the priority classes' weights and floors to the weights of the fair queue's first ring."""
 
 from collections.abc import Mapping
 
-from runtime.tenancy.tenants import Band
+from runtime.tenancy.tenants import PriorityClass
 
 
-def ring_weights(bands: Mapping[str, Band]) -> dict[str, float]:
-    """Weights that give each band its share by weight, or its floor where that is more. Raises ValueError if floors leave
-    nothing to share.
+def ring_weights(priority_classes: Mapping[str, PriorityClass]) -> dict[str, float]:
+    """Weights that give each priority class its share by weight, or its floor where that is more. Raises ValueError if
+    floors leave nothing to share.
 
     Bands at their floor are taken out, and the rest is shared by weight among the others, until no further one falls below.
     """
-    if sum(band.floor_share for band in bands.values()) >= 1:
-        raise ValueError("the bands' floor_share add up to 1 or more")
+    if sum(priority_class.floor_share for priority_class in priority_classes.values()) >= 1:
+        raise ValueError("the priority classes' floor_share add up to 1 or more")
     floored: dict[str, float] = {}
     while True:
         rest = 1 - sum(floored.values())
-        total = sum(band.weight for name, band in bands.items() if name not in floored)
-        shares = {name: rest * band.weight / total for name, band in bands.items() if name not in floored}
-        below = {name: bands[name].floor_share for name, share in shares.items() if share < bands[name].floor_share}
+        total = sum(priority_class.weight for name, priority_class in priority_classes.items() if name not in floored)
+        shares = {
+            name: rest * priority_class.weight / total
+            for name, priority_class in priority_classes.items()
+            if name not in floored
+        }
+        below = {
+            name: priority_classes[name].floor_share
+            for name, share in shares.items()
+            if share < priority_classes[name].floor_share
+        }
         if not below:
-            return {name: floored.get(name, shares.get(name, 0.0)) for name in bands}
+            return {name: floored.get(name, shares.get(name, 0.0)) for name in priority_classes}
         floored |= below

@@ -13,7 +13,7 @@ SPARE = 64
 """A heap may hold so many dead ranks more than live ones."""
 
 
-class Line:
+class SortedRow:
     __slots__ = ("above", "heap", "key", "node", "rank", "size")
 
     def __init__(self, node: Any, key: int) -> None:

@@ -9,10 +9,10 @@ count is the greatest, and each entry stores only by how much its own exceeds th
 
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from coordinator.fairness.sorted_row import Line, Rank
+from coordinator.fairness.sorted_row import Rank, SortedRow
 
 if TYPE_CHECKING:
-    from coordinator.fairness.scheduling_class import Node
+    from coordinator.fairness.scheduling_class import SchedulingClass
 
 T = TypeVar("T")
 Order = tuple[int, float, int, int]
@@ -24,7 +24,7 @@ class Entry(Generic[T]):
 
     __slots__ = ("chunks", "due", "excess", "item", "joined", "lane", "newer", "older", "rank", "seq")
 
-    def __init__(self, item: T, lane: "Lane[T]", deadline: float, chunks: int, seq: int) -> None:
+    def __init__(self, item: T, lane: "TenantQueue[T]", deadline: float, chunks: int, seq: int) -> None:
         assert chunks >= 1
         self.item, self.lane, self.due, self.chunks, self.seq = item, lane, deadline, chunks, seq
         self.joined = seq
@@ -34,9 +34,9 @@ class Entry(Generic[T]):
         self.rank: Rank | None = None
 
     @property
-    def leaf(self) -> "Node":
+    def leaf(self) -> "SchedulingClass":
         """Its tenant's node in the fair queue."""
-        node: Node = self.lane.node
+        node: SchedulingClass = self.lane.node
         return node
 
     @property
@@ -45,12 +45,12 @@ class Entry(Generic[T]):
         return self.lane.key
 
 
-class Lane(Line, Generic[T]):
+class TenantQueue(SortedRow, Generic[T]):
     """Entries of one tenant under one queue key. Made for its first entry, and gone when nothing is left in it."""
 
     __slots__ = ("_overtaken_max", "newest", "oldest", "overtaken")
 
-    def __init__(self, node: "Node", key: int, overtaken_max: int) -> None:
+    def __init__(self, node: "SchedulingClass", key: int, overtaken_max: int) -> None:
         super().__init__(node, key)
         self._overtaken_max = overtaken_max
         self.oldest: Entry[T] | None = None

@@ -40,9 +40,9 @@ them. (2) holds: naming a holder takes away from T, and when an attempt joins or
 whose ends are no later. Nothing is assumed in advance. What is placed has to fit in full, and counts in full until the worker
 has found its prefix, so T is right even where a prefix that it might have shared is given up before it comes.
 
-**Overcommit** gives the promise up for more use: a `Life` with `expected` < `left` is counted as if it ended there. One that
-outlives its expectation is counted with its whole rest from then on, so T may go beyond the pool; then nothing more is placed,
-and if the blocks really run short, somebody else chooses who has to leave (`victims`).
+**Overcommit** gives the promise up for more use: a `KvDemand` with `expected` < `left` is counted as if it ended there. One
+that outlives its expectation is counted with its whole rest from then on, so T may go beyond the pool; then nothing more is
+placed, and if the blocks really run short, somebody else chooses who has to leave (`victims`).
 
 **Cost.** Between two ends T does not fall, so its maximum is at an end, or at "never" for the pending. One row per attempt,
 sorted by end, carries T at that end; a change adds or subtracts one term for the rows up to its own: O(n), in a few numpy
@@ -69,7 +69,7 @@ _COLUMNS = _END, _CAP, _OFFSET, _CHOICES, _BASE, _TOTAL = range(6)
 """Of the table: the fields of `_Row`, and T at the row's end."""
 
 
-class Life(NamedTuple):
+class KvDemand(NamedTuple):
     """What an attempt can need on a decode worker, in tokens; lengths are of each choice."""
 
     prompt_tokens: int
@@ -80,9 +80,9 @@ class Life(NamedTuple):
     """What it is counted with if that is less than `left`: overcommit."""
 
     @staticmethod
-    def of(submit: Submit, expected: int = NEVER) -> "Life":
+    def of(submit: Submit, expected: int = NEVER) -> "KvDemand":
         new_tokens = submit.sampling.max_tokens - submit.resumed_tokens
-        return Life(submit.prompt_tokens, max(new_tokens - 1, 0), submit.choices, expected)
+        return KvDemand(submit.prompt_tokens, max(new_tokens - 1, 0), submit.choices, expected)
 
     @property
     def counted(self) -> int:
@@ -119,15 +119,15 @@ class _Entry(NamedTuple):
     row: _Row
     whole: int
     """The most it is counted with."""
-    life: Life | None
+    life: KvDemand | None
     """None: adopted, only its blocks are known."""
     running: bool
     covered: int = 0
     """Of its prompt's blocks, those that are counted with other attempts; `row` and `whole` are without them."""
 
 
-class Room:
-    """`fits`, then `place`; `joined` and `reached` as the worker tells; `let_go` when it holds nothing more for an attempt."""
+class KvAdmission:
+    """`fits`, then `place`; `joined` and `reached` as the worker tells; `release` when it holds nothing more for an attempt."""
 
     def __init__(self, kv_blocks: int, block_size: int) -> None:
         self.kv_blocks = kv_blocks
@@ -175,7 +175,7 @@ class Room:
         self._settle()
         return self.peak if self._has_rows else self.wholes
 
-    def fits(self, life: Life) -> bool:
+    def fits(self, life: KvDemand) -> bool:
         """Whether this attempt can be placed now with nobody ever left without a block."""
         if self.short:
             return False
@@ -190,7 +190,7 @@ class Room:
         with_it += self._table[_TOTAL, :rows]
         return int(np.maximum.reduce(with_it)) <= self.kv_blocks
 
-    def place(self, key: Key, life: Life) -> None:
+    def place(self, key: Key, life: KvDemand) -> None:
         """Count an attempt which joins at an unknown step. The caller has asked `fits`, or means to go beyond the pool."""
         self._add(key, _Entry(self._row(life, self.steps, NEVER), life.whole(self.block_size), life, running=False))
 
@@ -223,11 +223,11 @@ class Room:
             assert entry.life is not None
             self._run(key, entry.life._replace(expected=NEVER), entry.row.end - entry.life.counted)
 
-    def let_go(self, key: Key) -> bool:
+    def release(self, key: Key) -> bool:
         """The worker holds nothing more for this attempt. False if there is none, as when a message is repeated."""
         if key not in self._entries:
             return False
-        self._shared.let_go(key)
+        self._shared.release(key)
         self._take_out(key)
         return True
 
@@ -272,7 +272,7 @@ class Room:
             total = sum(row.at(end, self.block_size) for row in live)
             assert int(self._table[_TOTAL, at]) == total, (at, end, total)
 
-    def _run(self, key: Key, life: Life, step: int) -> None:
+    def _run(self, key: Key, life: KvDemand, step: int) -> None:
         before = self._entries[key]
         self._take_out(key)
         row = self._row(life, step, step + life.counted, before.covered)
@@ -305,7 +305,7 @@ class Room:
         self._next_id += 1
         return self._next_id
 
-    def _row(self, life: Life, start: int, end: int, covered: int = 0) -> _Row:
+    def _row(self, life: KvDemand, start: int, end: int, covered: int = 0) -> _Row:
         """Ends before `start` get less than the prompt's blocks: they lie in the past, where nothing is asked any more."""
         base = (life.prompt_tokens // self.block_size) * (1 - life.choices) - covered
         offset = life.prompt_tokens - start + self.block_size - 1

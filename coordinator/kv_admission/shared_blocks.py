@@ -45,7 +45,7 @@ def chains(parts: Iterable[PrefixPart]) -> dict[int, int]:
 
 
 class SharedBlocks:
-    """`hold`, `moved` and `let_go` as the worker tells; `settle` before a count is read."""
+    """`hold`, `moved` and `release` as the worker tells; `settle` before a count is read."""
 
     def __init__(self) -> None:
         self.stale: set[int] = set()
@@ -84,7 +84,7 @@ class SharedBlocks:
             if len(chain.holders) > 1 and (end > before or key in chain.counting):
                 self.stale.add(number)
 
-    def let_go(self, key: Key) -> None:
+    def release(self, key: Key) -> None:
         for number in self._parts.pop(key, _NO_PARTS):
             self._leave(number, key)
 

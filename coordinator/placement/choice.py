@@ -21,7 +21,7 @@ def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
     if not submit.block_hashes:
         return 0
     size = prefill.capacity.block_size
-    return usable_tokens(known_blocks(pool.locality, prefill.epoch, submit, size), submit, size)
+    return usable_tokens(known_blocks(pool.locality, prefill.incarnation, submit, size), submit, size)
 
 
 def uncached_tokens(submit: Submit, pool: Pool) -> int:
@@ -92,12 +92,12 @@ def _last_block(submit: Submit, cached_tokens: int) -> bytes:
 
 def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
     """Those with its prompt cached and those with the least to do; where there are few, all."""
-    found = {worker.epoch: worker for worker in pool.holders(Role.PREFILL, submit)}
-    found.update((epoch, pool.prefill[epoch]) for epoch in islice(pool.idle, EXAMINED_MAX))
+    found = {worker.incarnation: worker for worker in pool.holders(Role.PREFILL, submit)}
+    found.update((incarnation, pool.prefill[incarnation]) for incarnation in islice(pool.idle, EXAMINED_MAX))
 
     def order(worker: Worker) -> tuple[float, int]:
         side = _prefill_side(worker, cached_tokens(submit, worker, pool), pool)
-        return prefill_s(submit.prompt_tokens, side, pool.weights), worker.epoch
+        return prefill_s(submit.prompt_tokens, side, pool.weights), worker.incarnation
 
     return sorted(found.values(), key=order)
 
@@ -106,10 +106,10 @@ def choose_decode(submit: Submit, prefill: Worker, decode: Sequence[Worker], poo
     """The best of these decode workers, which have room for it."""
     if len(decode) < 2:
         return decode[0] if decode else None
-    spread = sorted(decode, key=lambda w: (w.tokens_forwarded, w.epoch))  # of equals, the one that has done least
-    sides = ((worker.epoch, _decode_side(worker, submit, prefill, pool, now)) for worker in spread)
-    epoch = best_decode(sides, prefill.hello.host, pool.weights)
-    return None if epoch is None else pool.decode[epoch]
+    spread = sorted(decode, key=lambda w: (w.tokens_forwarded, w.incarnation))  # of equals, the one that has done least
+    sides = ((worker.incarnation, _decode_side(worker, submit, prefill, pool, now)) for worker in spread)
+    incarnation = best_decode(sides, prefill.hello.host, pool.weights)
+    return None if incarnation is None else pool.decode[incarnation]
 
 
 def _prefill_side(worker: Worker, cached: int, pool: Pool) -> PrefillSide:
@@ -118,7 +118,7 @@ def _prefill_side(worker: Worker, cached: int, pool: Pool) -> PrefillSide:
         tokens_per_s=pool.rate(worker),
         cached_tokens=cached,
         fullness=1 - worker.free_blocks / worker.capacity.kv_blocks,
-        trouble=pool.trouble(worker),
+        failure_rate=pool.failure_rate(worker),
         host=worker.hello.host,
     )
 
@@ -127,8 +127,10 @@ def _decode_side(worker: Worker, submit: Submit, prefill: Worker, pool: Pool, no
     size, capacity = worker.capacity.block_size, worker.capacity
     blocks = -(-submit.prompt_tokens // size)
     return DecodeSide(
-        missing_blocks=blocks - known_blocks(pool.locality, worker.epoch, submit, size),
+        missing_blocks=blocks - known_blocks(pool.locality, worker.incarnation, submit, size),
         fullness=1 - min(worker.free_blocks / capacity.kv_blocks, worker.free_seqs / capacity.max_seqs),
-        trouble=max(pool.trouble(worker), pool.breakers.trouble((prefill.epoch, worker.epoch), now)),
+        failure_rate=max(
+            pool.failure_rate(worker), pool.breakers.failure_rate((prefill.incarnation, worker.incarnation), now)
+        ),
         host=worker.hello.host,
     )

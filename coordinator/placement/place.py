@@ -27,16 +27,16 @@ def prefill_for(request: Request, decode: Worker, pool: Pool, now: float) -> Wor
 def reserve(request: Request, prefill: Worker, decode: Worker) -> None:
     prefill.hold(request.key, prefill.prefill_holding(request.submit, request.path))
     decode.hold(request.key, decode.decode_holding(request.submit, request.path, request.expected_left))
-    course = request.begin()
-    course.prefill_epoch, course.decode_epoch = prefill.epoch, decode.epoch
-    course.computed_tokens = request.cached_tokens
+    attempt_progress = request.begin()
+    attempt_progress.prefill_incarnation, attempt_progress.decode_incarnation = prefill.incarnation, decode.incarnation
+    attempt_progress.computed_tokens = request.cached_tokens
     prefill.placed[request.id] = request
     prefill.expect(request)
 
 
 def orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: Hello) -> tuple[Reserve, Prefill]:
     """The two messages that make a placement real."""
-    submit, gateway = request.submit, Peer(gateway_hello.address, request.gateway_epoch)
+    submit, gateway = request.submit, Peer(gateway_hello.address, request.gateway_incarnation)
     what = (
         *request.key,
         submit.prompt_tokens,
@@ -49,6 +49,6 @@ def orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: Hel
     size, decode_size = prefill.capacity.block_size, decode.capacity.block_size
     hashes = usable_hashes(submit, size)
     decode_hashes = hashes if decode_size == size else usable_hashes(submit, decode_size)
-    return Reserve(*what, blocks, gateway, prefill.epoch, decode_hashes), Prefill(
-        *what, gateway, Peer(decode.hello.address, decode.epoch), decode_size, hashes, request.cached_tokens
+    return Reserve(*what, blocks, gateway, prefill.incarnation, decode_hashes), Prefill(
+        *what, gateway, Peer(decode.hello.address, decode.incarnation), decode_size, hashes, request.cached_tokens
     )

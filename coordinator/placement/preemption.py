@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
 
     key: Key
     resumed: bool
-    band_weight: float
+    priority_class_weight: float
     debt: float
     """How far its tenant is ahead in the fair queue."""
     placed_at: float
@@ -31,8 +31,9 @@ class Candidate(NamedTuple):
 
 
 def choose(candidates: Iterable[Candidate], blocks: int) -> list[Key]:
-    """Who leaves, so that `blocks` come free: lowest band, then the tenant most ahead of its share, then the newest."""
-    order = sorted(candidates, key=lambda c: (c.resumed, c.band_weight, -c.debt, -c.placed_at, c.key))
+    """Who leaves, so that `blocks` come free: lowest priority class, then the tenant most ahead of its share, then the
+    newest."""
+    order = sorted(candidates, key=lambda c: (c.resumed, c.priority_class_weight, -c.debt, -c.placed_at, c.key))
     chosen: list[Key] = []
     for candidate in order:
         if blocks <= 0:
@@ -63,11 +64,11 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
             state.drop_claim(state.requests[key[0]])  # of this room nothing is in use
             continue
         request = state.current(*key)
-        if request is not None and request.decode_epoch == worker.epoch and request.state in ON_WORKERS:
+        if request is not None and request.decode_incarnation == worker.incarnation and request.state in ON_WORKERS:
             debt = state.queues[worker.hello.model].fair.debt(request.path)
-            weight = state.limits.bands[request.path[0]].weight
+            weight = state.limits.priority_classes[request.path[0]].weight
             candidates.append(
-                Candidate(key, request.resumed, weight, debt, request.course.placed_at, room.held_now(key))
+                Candidate(key, request.resumed, weight, debt, request.attempt_progress.placed_at, room.held_now(key))
             )
         elif not holding.adopted:
             short_blocks -= room.held_now(key)

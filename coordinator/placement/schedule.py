@@ -7,7 +7,7 @@ events, like the progress of running streams, make no work here.
 
 from itertools import islice
 
-from coordinator.lifecycle import State as Life
+from coordinator.lifecycle import State as KvDemand
 from coordinator.lifecycle import Trigger
 from coordinator.observer import NothingRuns
 from coordinator.placement.choice import better_than_bound, expect_cached
@@ -37,13 +37,13 @@ def schedule(state: State, now: float) -> None:
             continue
         if pool.news and pool.claims:
             _place_claims(state, pool, queue, now)
-        if pool.rooms.kept_for is not None:
+        if pool.rooms.reservation is not None:
             _place_kept(state, pool, queue, now)
         while (worker := _next_to_ask(pool, queue)) is not None:
             if not _fill(state, worker, pool, queue, now):
                 if not _steal(worker, pool, queue, now):
-                    pool.ready.pop(worker.epoch, None)
-                    pool.asked.add(worker.epoch)
+                    pool.ready.pop(worker.incarnation, None)
+                    pool.asked.add(worker.incarnation)
             elif worker.undispatched:
                 pool.ask(worker)
         if state.watch is not None and not pool.asked and len(pool.idle):
@@ -56,36 +56,40 @@ def _next_to_ask(pool: Pool, queue: WaitQueue) -> Worker | None:
     """The prefill worker with the least to do, of those that may find something."""
     if pool.news:
         classes = {key for key in queue.classes() if key not in pool.rooms.closed}
-        for epoch in pool.idle if classes else ():
-            if epoch in pool.asked:
+        for incarnation in pool.idle if classes else ():
+            if incarnation in pool.asked:
                 continue
-            worker = pool.prefill[epoch]
-            stuck = pool.stuck.get(epoch)
+            worker = pool.prefill[incarnation]
+            stuck = pool.stuck.get(incarnation)
             if pool.may_place_on(worker) and not (stuck and stuck.keys() >= classes):
                 return worker
         pool.news = False
-    ready = [pool.prefill[epoch] for epoch in pool.ready]
-    return min(ready, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.epoch), default=None)
+    ready = [pool.prefill[incarnation] for incarnation in pool.ready]
+    return min(ready, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.incarnation), default=None)
 
 
 def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
     """It finds nothing to do: of what is bound to another worker, it takes what came last, if that starts earlier here."""
     if not pool.may_place_on(worker):
         return False
-    hosts = [pool.prefill[epoch] for epoch in islice(pool.hosts, EXAMINED_MAX) if epoch != worker.epoch]
-    host = max(hosts, key=lambda w: (w.tokens_before, w.epoch), default=None)
+    hosts = [
+        pool.prefill[incarnation]
+        for incarnation in islice(pool.hosts, EXAMINED_MAX)
+        if incarnation != worker.incarnation
+    ]
+    host = max(hosts, key=lambda w: (w.tokens_before, w.incarnation), default=None)
     if host is None:
         return False
-    pool.hosts[host.epoch] = pool.hosts.pop(host.epoch)  # the others are looked at too
+    pool.hosts[host.incarnation] = pool.hosts.pop(host.incarnation)  # the others are looked at too
     request = next(reversed(host.bound.values()))
-    if request.course.moves >= STEALS_MAX or not worker.fits(request.submit):
+    if request.attempt_progress.moves >= STEALS_MAX or not worker.fits(request.submit):
         return False
     if not better_than_bound(request, worker, host, pool, pool.kept_waiting(worker, len(queue)), now):
         return False
     pool.unbind(request)
     expect_cached(request, worker, pool)
     pool.bind(request, worker)
-    queue.settle_on(request, bound_key(worker.epoch))
+    queue.settle_on(request, bound_key(worker.incarnation))
     return True
 
 
@@ -93,8 +97,8 @@ def _place_claims(state: State, pool: Pool, queue: WaitQueue, now: float) -> Non
     """A request whose prefill worker was lost has had its turn, and has its room in decode: it goes on as soon as another
     prefill worker has room. (While its last attempt is not yet out of the decode worker, it may be placed in its turn.)"""
     for request in list(pool.claims.values()):
-        decode = state.workers[request.course.claim[0]]
-        if request.entry is None or request.state is not Life.QUEUED or (request.id, CLAIM) not in decode.holdings:
+        decode = state.workers[request.attempt_progress.carried_reservation[0]]
+        if request.entry is None or request.state is not KvDemand.QUEUED or (request.id, CLAIM) not in decode.holdings:
             continue
         prefill = prefill_for(request, decode, pool, now)
         if prefill is None:
@@ -108,7 +112,7 @@ def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     """A request that was bypassed too often is placed as soon as the decode worker kept for it has room, though it may not be
     its turn yet. Its tenant pays for the time in which that worker took nobody else."""
     rooms = pool.rooms
-    request, decode = rooms.kept_for, pool.decode.get(rooms.kept_on)
+    request, decode = rooms.reservation, pool.decode.get(rooms.kept_on)
     assert request is not None
     if decode is None or decode.draining or not pool.could_place(request.submit):
         rooms.stop_keeping(now)  # which is nobody's fault
@@ -122,7 +126,9 @@ def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     elif not rooms.kept_prefill:
         able = [w for w in pool.prefill.values() if not w.draining and w.could_ever_take(request.submit)]
         able = [w for w in able if pool.may_pair(w, decode, now)]
-        rooms.kept_prefill = max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.epoch)).epoch if able else 0
+        rooms.kept_prefill = (
+            max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation)).incarnation if able else 0
+        )
 
 
 def _place_out_of_turn(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
@@ -130,7 +136,7 @@ def _place_out_of_turn(state: State, request: Request, prefill: Worker, decode: 
     pool.unbind(request)
     expect_cached(request, prefill, pool)
     _place(state, request, prefill, decode, queue, now)
-    queue.settle_on(request, prefill.epoch)
+    queue.settle_on(request, prefill.incarnation)
     pool.gone(request)
     pool.ask(prefill)
 
@@ -148,10 +154,10 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
     )
     if step is None:
         return False
-    state.send(worker.epoch, step)
+    state.send(worker.incarnation, step)
     for request in worker.steps[step.step_id][1]:
         state.billing.hold(request.id)
-        if request.state is Life.PLACED:
+        if request.state is KvDemand.PLACED:
             state.move(request, Trigger.DISPATCH, now)
     return True
 
@@ -162,14 +168,16 @@ def _place(state: State, request: Request, prefill: Worker, decode: Worker, queu
     pool.unbind(request)
     queue.placed(request)
     reserve(request, prefill, decode)
-    if pool.rooms.kept_for is request:
-        pool.rooms.rent(request.key, decode.holdings[request.key].kv_blocks / decode.capacity.kv_blocks, now)
+    if pool.rooms.reservation is request:
+        pool.rooms.reservation_charge(
+            request.key, decode.holdings[request.key].kv_blocks / decode.capacity.kv_blocks, now
+        )
         pool.reopen()
-    pool.breakers.placed((prefill.epoch, decode.epoch), request.key)
+    pool.breakers.placed((prefill.incarnation, decode.incarnation), request.key)
     state.billing.hold(request.id, 2)
     request.begin().placed_at = now
-    keep, take_in = orders(request, prefill, decode, state.peers[request.gateway_epoch])
-    state.send(decode.epoch, keep)
-    state.send(prefill.epoch, take_in, request.blob)
+    keep, take_in = orders(request, prefill, decode, state.peers[request.gateway_incarnation])
+    state.send(decode.incarnation, keep)
+    state.send(prefill.incarnation, take_in, request.blob)
     request.blob = b""
     state.move(request, Trigger.PLACE, now, f"{prefill.hello.name} + {decode.hello.name}")

@@ -40,14 +40,14 @@ def compose(
         if request.state is State.QUEUED:
             assert request.entry is not None
             in_class = is_class(request.entry.key)
-            if in_class and request.course.moves < MOVES_MAX:
+            if in_class and request.attempt_progress.moves < MOVES_MAX:
                 waiting = pool.kept_waiting(worker, len(queue))
                 better = better_prefill(request.submit, worker, pool, waiting, now)
                 if better is not None:
                     pool.cache_waits += 1
                     expect_cached(request, better, pool)
                     pool.bind(request, better)
-                    return MoveTo(bound_key(better.epoch))
+                    return MoveTo(bound_key(better.incarnation))
             elif not in_class and (key := queue.class_key(request)) in pool.rooms.closed:
                 pool.unbind(request)  # many may be bound, and to look for room for each would take long
                 return MoveTo(key)
@@ -62,7 +62,7 @@ def compose(
     look = length_of if watch is None else watched(length_of, watch, worker, pool)
     while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
         keys = pool.open_keys(worker, queue.classes())
-        found = queue.next_chunk(worker.epoch, keys, look, now)
+        found = queue.next_chunk(worker.incarnation, keys, look, now)
         request = found.request
         if request is None:
             pool.gave_up = pool.gave_up or found.gave_up
@@ -87,8 +87,8 @@ def _refuse(request: Request, worker: Worker, pool: Pool, queue: WaitQueue) -> C
     pool.no_room += 1
     demand = Demand.of(request.submit, request.expected_left)
     key, own = class_key(demand), request.entry.key  # type: ignore[union-attr]
-    if not worker.fits(request.submit) or pool.breakers.concern(worker.epoch):
-        pool.stuck.setdefault(worker.epoch, {})[own] = request
+    if not worker.fits(request.submit) or pool.breakers.concern(worker.incarnation):
+        pool.stuck.setdefault(worker.incarnation, {})[own] = request
         return Close()
     shut = [key, *classes_without_room(demand, queue.classes())]
     pool.rooms.closed.update(dict.fromkeys(shut, request))
@@ -102,11 +102,11 @@ def _count_bypass(
     request: Request, worker: Worker, pool: Pool, queue: WaitQueue, bypasses_max: int, now: float
 ) -> None:
     """`request` gets room. The first in turn of those without room does not; if that happens often, room is kept for it."""
-    full = [*pool.rooms.closed, *pool.stuck.get(worker.epoch, ())]
+    full = [*pool.rooms.closed, *pool.stuck.get(worker.incarnation, ())]
     first = queue.peek(full) if full else None
     if first is None or first.state is not State.QUEUED or not queue.goes_before(first, request):
         return
-    course = first.begin()
-    course.bypassed += 1
-    if course.bypassed >= bypasses_max:
+    attempt_progress = first.begin()
+    attempt_progress.bypassed += 1
+    if attempt_progress.bypassed >= bypasses_max:
         pool.keep_room(first, queue.served_per_s, now)

@@ -26,27 +26,27 @@ def needs(request: Request, worker: Worker) -> bool:
     if request.state not in ON_WORKERS:
         return False
     if worker.hello.role is Role.DECODE:
-        return request.decode_epoch == worker.epoch
-    return request.prefill_epoch == worker.epoch and request.state is not Life.DECODING
+        return request.decode_incarnation == worker.incarnation
+    return request.prefill_incarnation == worker.incarnation and request.state is not Life.DECODING
 
 
 def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None:
     worker.draining, worker.dismissed = True, False
     worker.hand_over_at = now + hand_over_ms / 1000
-    state.draining[worker.epoch] = worker
+    state.draining[worker.incarnation] = worker
     state.drop_claims_on(worker)
     state.unbind_all(worker)
-    _sort_out(state, worker)
+    _refresh_eligibility(state, worker)
 
 
 def join(state: State, worker: Worker, hand_over_ms: float | None, now: float) -> None:
     """It registers; `hand_over_ms`: what it knows of its draining. What a person has said of it since goes before that: the
     order may be lost with the connection it was sent on."""
-    if worker.epoch in state.drain_orders:
-        until = state.drain_orders[worker.epoch]
+    if worker.incarnation in state.drain_orders:
+        until = state.drain_orders[worker.incarnation]
         ordered_ms = None if until is None else max(0.0, 1000 * (until - now))
         if ordered_ms != hand_over_ms:
-            state.send(worker.epoch, Draining(ordered_ms))
+            state.send(worker.incarnation, Draining(ordered_ms))
         hand_over_ms = ordered_ms
     if hand_over_ms is not None:
         begin(state, worker, hand_over_ms, now)
@@ -54,29 +54,29 @@ def join(state: State, worker: Worker, hand_over_ms: float | None, now: float) -
 
 def end(state: State, worker: Worker) -> None:
     worker.draining, worker.hand_over_at = False, inf
-    state.draining.pop(worker.epoch, None)
-    _sort_out(state, worker)
+    state.draining.pop(worker.incarnation, None)
+    _refresh_eligibility(state, worker)
 
 
-def _sort_out(state: State, worker: Worker) -> None:
+def _refresh_eligibility(state: State, worker: Worker) -> None:
     model = worker.hello.model
     state.pools[model].changed(worker)
-    state.sort_out(model)
+    state.refresh_eligibility(model)
 
 
-def said(state: State, epoch: int, event: Received, now: float) -> None:
+def said(state: State, incarnation: int, event: Received, now: float) -> None:
     """By the worker itself: it is to end."""
-    message, worker = event.message, state.workers[epoch]
+    message, worker = event.message, state.workers[incarnation]
     assert isinstance(message, Draining)
     worker.leaving = message.hand_over_ms is not None
-    state.drain_orders.pop(epoch, None)
+    state.drain_orders.pop(incarnation, None)
     if message.hand_over_ms is None:
         end(state, worker)
     else:
         begin(state, worker, message.hand_over_ms, now)
 
 
-def asked(state: State, epoch: int, event: Received, now: float) -> None:
+def asked(state: State, incarnation: int, event: Received, now: float) -> None:
     """By a person, who knows workers by name."""
     request = event.message
     assert isinstance(request, DrainRequest)
@@ -88,12 +88,12 @@ def asked(state: State, epoch: int, event: Received, now: float) -> None:
             end(state, worker)
         else:
             begin(state, worker, request.hand_over_ms, now)
-        state.drain_orders.pop(worker.epoch, None)
-        state.drain_orders[worker.epoch] = None if request.undo else worker.hand_over_at
+        state.drain_orders.pop(worker.incarnation, None)
+        state.drain_orders[worker.incarnation] = None if request.undo else worker.hand_over_at
         if len(state.drain_orders) > ORDERS_MAX:
             state.drain_orders.popitem(last=False)
-        state.send(worker.epoch, Draining(None if request.undo else request.hand_over_ms))
-    state.send(epoch, DrainAnswer(refusal[:500], report.workers(state)))
+        state.send(worker.incarnation, Draining(None if request.undo else request.hand_over_ms))
+    state.send(incarnation, DrainAnswer(refusal[:500], report.workers(state)))
 
 
 def _refusal(request: DrainRequest, named: list[Worker], names: list[str]) -> str:
@@ -122,15 +122,15 @@ def hand_over(state: State, now: float) -> None:
 
 def _hand_over_adopted(state: State, worker: Worker) -> None:
     """Streams of an earlier coordinator, each of which one of the gateways knows to be its own."""
-    gateways = [epoch for epoch, hello in state.peers.items() if hello.role is Role.GATEWAY]
+    gateways = [incarnation for incarnation, hello in state.peers.items() if hello.role is Role.GATEWAY]
     for request_id, attempt in worker.holdings:
         if request_id in state.requests or request_id in state.ended:
             continue
         state.counters[f"interrupted_{Interrupt.DRAINED}"] += 1
-        state.send(worker.epoch, Release(request_id, attempt))
-        for epoch in gateways:
+        state.send(worker.incarnation, Release(request_id, attempt))
+        for incarnation in gateways:
             why = f"{worker.hello.name} is drained"
-            state.send(epoch, Interrupted(request_id, attempt, Interrupt.DRAINED, why))
+            state.send(incarnation, Interrupted(request_id, attempt, Interrupt.DRAINED, why))
 
 
 def dismiss(state: State) -> None:
@@ -138,7 +138,7 @@ def dismiss(state: State) -> None:
     for worker in state.draining.values():
         if not (worker.dismissed or worker.holdings or worker.steps):
             worker.dismissed = True
-            state.send(worker.epoch, Drained())
+            state.send(worker.incarnation, Drained())
 
 
 def next_hand_over(state: State) -> float:

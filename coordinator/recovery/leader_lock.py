@@ -1,4 +1,4 @@
-"""Whose turn it is: of the coordinators of one journal of usage one serves, and those that were told to (`--standby`) wait.
+"""Whose turn it is: of the coordinators of one usage ledger one serves, and those that were told to (`--standby`) wait.
 
 The turn is a lock on `FILE.lock`, kept until the process ends. The kernel gives it on at that moment, however the process
 ends; one that stands by has loaded everything by then and serves within milliseconds. Who is only started again takes the time
@@ -21,17 +21,17 @@ PREDECESSOR_S: Final = 5.0
 """How long one that does not stand by waits for a predecessor that is about to end."""
 
 
-class NotOurTurn(CrossdockError):
-    """Another coordinator serves with this journal, or its lock cannot be taken; `str()` has the path."""
+class NotLeader(CrossdockError):
+    """Another coordinator serves with this ledger, or its lock cannot be taken; `str()` has the path."""
 
 
-class Turn:
+class LeaderLock:
     def __init__(self, usage_db: str) -> None:
         self.path = lock_of(usage_db)
         self._descriptor: int | None = None
 
     async def take(self, stop: Stop, within_s: float | None) -> bool:
-        """Whether it was taken before `stop`; `within_s` None: however long it takes. Raises `NotOurTurn`."""
+        """Whether it was taken before `stop`; `within_s` None: however long it takes. Raises `NotLeader`."""
         taken: Future[int] = Future()
         threading.Thread(target=_wait, args=(self.path, taken), name="turn", daemon=True).start()
         taking, stopping = asyncio.wrap_future(taken), asyncio.ensure_future(stop.wait())
@@ -40,11 +40,11 @@ class Turn:
             await asyncio.wait(both, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
             if not taking.done():
                 if not stop.is_set():
-                    raise NotOurTurn(f"{self.path}: another coordinator writes this journal")
+                    raise NotLeader(f"{self.path}: another coordinator writes this ledger")
                 return False
             self._descriptor = taking.result()
         except OSError as error:
-            raise NotOurTurn(str(error)) from None
+            raise NotLeader(str(error)) from None
         finally:
             taking.cancel()
             stopping.cancel()

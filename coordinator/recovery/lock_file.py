@@ -1,5 +1,5 @@
-"""The file whose lock is the turn (`turn`), for whoever only wants to know whether somebody has it. Imports next to nothing: a
-coordinator asks before it loads anything else."""
+"""The file whose lock is the turn (`leader_lock`), for whoever only wants to know whether somebody has it. Imports next to
+nothing: a coordinator asks before it loads anything else."""
 
 import fcntl
 import os

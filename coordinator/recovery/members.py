@@ -1,6 +1,6 @@
 """Processes come and go: what that means for the requests they hold."""
 
-from coordinator.events import Misbehaved, Received
+from coordinator.events import ProtocolViolation, Received
 from coordinator.lifecycle import State as Life
 from coordinator.lifecycle import Trigger
 from coordinator.recovery import draining
@@ -15,11 +15,11 @@ REMEMBERED_MAX = 1024
 _LOST = {Role.PREFILL: Interrupt.PREFILL_LOST, Role.DECODE: Interrupt.DECODE_LOST}
 
 
-def up(state: State, epoch: int, hello: Hello, now: float) -> None:
-    if epoch in state.peers:
-        down(state, epoch, "connected again", now)
-    state.peers[epoch] = hello
-    _count_restart(state, epoch, hello)
+def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
+    if incarnation in state.peers:
+        down(state, incarnation, "connected again", now)
+    state.peers[incarnation] = hello
+    _count_restart(state, incarnation, hello)
     if hello.role in WORKERS:
         worker = Worker.from_hello(hello)
         worker.where = state.where
@@ -28,70 +28,70 @@ def up(state: State, epoch: int, hello: Hello, now: float) -> None:
             pool = state.pools[hello.model] = Pool(hello.model, state.limits.placement, state.limits.steps_in_flight)
         pool.add(worker)
         state.queues.setdefault(hello.model, WaitQueue(state.limits))
-        state.workers[epoch] = worker
+        state.workers[incarnation] = worker
         _adopt(state, worker, hello)
         draining.join(state, worker, hello.hand_over_ms, now)
-        state.sort_out(hello.model)
+        state.refresh_eligibility(hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
-        state.send(epoch, state.cluster_state())
+        state.send(incarnation, state.cluster_state())
 
 
-def _count_restart(state: State, epoch: int, hello: Hello) -> None:
+def _count_restart(state: State, incarnation: int, hello: Hello) -> None:
     """A process of this name was here before, and it was another one."""
     if hello.role is Role.OBSERVER:
         return
-    state.counters[f"{hello.role}_restarted"] += state.names.pop(hello.name, epoch) != epoch
-    state.names[hello.name] = epoch
+    state.counters[f"{hello.role}_restarted"] += state.names.pop(hello.name, incarnation) != incarnation
+    state.names[hello.name] = incarnation
     if len(state.names) > REMEMBERED_MAX:
         state.names.popitem(last=False)
 
 
-def down(state: State, epoch: int, reason: str, now: float) -> None:
-    hello = state.peers.pop(epoch, None)
+def down(state: State, incarnation: int, reason: str, now: float) -> None:
+    hello = state.peers.pop(incarnation, None)
     if hello is None:
         return
-    worker = state.workers.pop(epoch, None)
+    worker = state.workers.pop(incarnation, None)
     if worker is not None:
-        hung = epoch in state.fenced
-        let_go = state.billing.let_go if hung else state.billing.lost
+        hung = incarnation in state.fenced
+        release = state.billing.release if hung else state.billing.lost
         drained = worker.draining and not hung
         why = Interrupt.DRAINED if drained else _LOST[hello.role]
         state.counters[f"{hello.role}_{'drained' if drained else 'lost'}"] += 1
-        state.draining.pop(epoch, None)
+        state.draining.pop(incarnation, None)
         state.unbind_all(worker)
         state.pools[hello.model].remove(worker)
         worker.leave()
         for step, requests in worker.steps.values():
             for chunk, request in zip(step.chunks, requests, strict=True):
                 state.queues[hello.model].skipped(request, chunk)
-                state.journal(let_go(request.id, now))
+                state.record_usage(release(request.id, now))
         for key, holding in worker.holdings.items():
-            state.collect_rent(worker, key, holding)
+            state.charge_reservations(worker, key, holding)
             emitted = worker.forwarded(key)
             state.emitted(hello.model, holding.path, key[0], holding.resumed_tokens, emitted, first=emitted > 0)
-            state.journal(let_go(key[0], now))
+            state.record_usage(release(key[0], now))
         state.drop_claims_on(worker)
         for request in [request for request in state.requests.values() if draining.needs(request, worker)]:
             state.interrupt(request, why, f"{hello.name}: {reason}"[:500], now)
             if hello.role is Role.PREFILL:
                 state.claim_room(request)
-        state.sort_out(hello.model)
+        state.refresh_eligibility(hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
-        for request in [r for r in state.requests.values() if r.gateway_epoch == epoch]:
+        for request in [r for r in state.requests.values() if r.gateway_incarnation == incarnation]:
             state.end(request, Trigger.CANCEL, CancelReason.GATEWAY_LOST, now)
 
 
-def hung(state: State, epoch: int, event: Received, now: float) -> None:
+def hung(state: State, incarnation: int, event: Received, now: float) -> None:
     """The worker is about to end itself. Whatever becomes of that, it is fenced from now on: nothing more that it says is
     taken, and it is not let in again."""
     assert isinstance(event.message, Hung)
-    state.counters[f"{state.peers[epoch].role}_hung"] += 1
-    state.fenced[epoch] = state.peers[epoch]
+    state.counters[f"{state.peers[incarnation].role}_hung"] += 1
+    state.fenced[incarnation] = state.peers[incarnation]
     if len(state.fenced) > REMEMBERED_MAX:
         state.fenced.popitem(last=False)
-    down(state, epoch, f"its step hung for {event.message.ran_ms / 1000:.1f} s", now)
+    down(state, incarnation, f"its step hung for {event.message.ran_ms / 1000:.1f} s", now)
 
 
 def _adopt(state: State, worker: Worker, hello: Hello) -> None:
@@ -100,11 +100,11 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
         key = (held.request_id, held.attempt)
         request = state.current(*key)
         if request is not None and request.state is Life.QUEUED:
-            state.out.append(Misbehaved(worker.epoch, "holds an attempt that was not placed yet"))
+            state.out.append(ProtocolViolation(worker.incarnation, "holds an attempt that was not placed yet"))
             return
         if not worker.adopt(held, state.limits.kv_overcommit):
-            state.out.append(Misbehaved(worker.epoch, "holds more than its capacity"))
+            state.out.append(ProtocolViolation(worker.incarnation, "holds more than its capacity"))
             return
         state.billing.found(held, of_answer=worker.room is not None)
         if held.request_id in state.requests or held.request_id in state.ended:
-            state.send(worker.epoch, Release(*key))
+            state.send(worker.incarnation, Release(*key))

@@ -18,7 +18,7 @@ class Acting(Protocol):
     def next_deadline(self) -> float | None: ...
 
 
-class Absence:
+class StallDetector:
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.away_s = 0.0
@@ -39,15 +39,15 @@ class Absence:
         return self.away_s > 0.0
 
 
-class Present:
+class StallGuard:
     """A core that acts on nothing after an absence."""
 
-    def __init__(self, core: Acting, absence: Absence) -> None:
+    def __init__(self, core: Acting, stall_detector: StallDetector) -> None:
         self._core = core
-        self._absence = absence
+        self._stall_detector = stall_detector
 
     def handle(self, event: Event, now: float) -> Iterable[Action]:
-        return () if self._absence.look(now) else self._core.handle(event, now)
+        return () if self._stall_detector.look(now) else self._core.handle(event, now)
 
     def next_deadline(self) -> float | None:
-        return None if self._absence.away_s else self._core.next_deadline()
+        return None if self._stall_detector.away_s else self._core.next_deadline()

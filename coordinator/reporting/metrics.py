@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from coordinator.accounting.usage import Closed, Opened
-from coordinator.events import Moved
+from coordinator.events import StateChanged
 from coordinator.lifecycle import State as Life
-from coordinator.reporting.recent import Lately
+from coordinator.reporting.recent import RecentTimes
 from coordinator.reporting.served import Service, evenness, services
 from coordinator.state import State
 from proto.messages import Role
@@ -32,20 +32,20 @@ _LOST = "_lost"
 class CoordinatorMetrics:
     def __init__(self, core: State, clock: Callable[[], float], page: Page | None = None) -> None:
         self.page = page = page or Page("coordinator")
-        self.lately = Lately()
+        self.recent = RecentTimes()
         self._core, self._clock = core, clock
         self._accepted: dict[str, tuple[str, str, str]] = {}
-        """Request → (tenant, model, band), until its bill is closed. The tuples are shared by all that are alike."""
+        """Request → (tenant, model, priority class), until its bill is closed. The tuples are shared by all that are alike."""
         self._kinds: dict[tuple[str, str, str], tuple[str, str, str]] = {}
         self._cancelled_at: dict[str, float] = {}
         """Requests of which workers still hold something."""
         self.refused_behind = 0
         """Requests that the driver refused, since usage could not be written fast enough."""
-        self.absences = 0
+        self.stalls = 0
         """After which this process began anew."""
         self._services: list[tuple[str, Service]] = []
         self._admitted = page.counter(
-            PREFIX + "requests_admitted", "Requests accepted into the queue.", "model", "band"
+            PREFIX + "requests_admitted", "Requests accepted into the queue.", "model", "priority_class"
         )
         self._tenant_tokens = page.counter(
             PREFIX + "tenant_charged_tokens",
@@ -85,12 +85,12 @@ class CoordinatorMetrics:
     # --- what the driver sees -------------------------------------------------------------------------------------------
 
     def opened(self, entry: Opened) -> None:
-        kind = (entry.tenant, entry.model, entry.band)
+        kind = (entry.tenant, entry.model, entry.priority_class)
         self._accepted[entry.request_id] = self._kinds.setdefault(kind, kind)
-        self._admitted.inc(entry.model, entry.band)
+        self._admitted.inc(entry.model, entry.priority_class)
         self._cancelled_at.pop(entry.request_id, None)
 
-    def moved(self, entry: Moved) -> None:
+    def moved(self, entry: StateChanged) -> None:
         if entry.state is Life.CANCELLED and entry.request_id in self._core.billing.bills:
             self._cancelled_at[entry.request_id] = self._clock()
 
@@ -115,7 +115,7 @@ class CoordinatorMetrics:
         ):
             if spent_ms > 0.0:
                 phases.of(model, phase).observe(spent_ms / 1000)
-        self.lately.closed(entry)
+        self.recent.closed(entry)
         cancelled_at = self._cancelled_at.pop(entry.request_id, None)
         if cancelled_at is not None:
             self._release.of().observe(self._clock() - cancelled_at)
@@ -192,8 +192,8 @@ class CoordinatorMetrics:
         def index() -> Iterator[tuple[Labels, float]]:
             for model, queue in core.queues.items():
                 own = [one for other, one in self._services if other == model]
-                for band, value in evenness(queue, own).items():
-                    yield (model, band), value
+                for priority_class, value in evenness(queue, own).items():
+                    yield (model, priority_class), value
 
         page.by(
             "gauge",
@@ -213,7 +213,7 @@ class CoordinatorMetrics:
             "gauge",
             PREFIX + "fairness_jain_ratio",
             "Jain's index of that cost per weight, over organisations with requests waiting: 1 is even.",
-            ("model", "band"),
+            ("model", "priority_class"),
             index,
         )
 
@@ -228,7 +228,7 @@ class CoordinatorMetrics:
         def pairs() -> Iterator[tuple[Labels, float]]:
             for worker in core.workers.values():
                 for pair in worker.kv_pairs:
-                    if (decode := core.workers.get(pair.decode_epoch)) is not None:
+                    if (decode := core.workers.get(pair.decode_incarnation)) is not None:
                         name = f"{worker.hello.name}/{decode.hello.name}"
                         yield (name, pair.transport, pair.why[:120]), 1.0
 
@@ -268,7 +268,7 @@ class CoordinatorMetrics:
         page.total(
             PREFIX + "absences",
             "Times that this process did not run for longer than its peers wait, and began anew.",
-            lambda: self.absences,
+            lambda: self.stalls,
         )
         page.total(
             PREFIX + "remembered_dropped",

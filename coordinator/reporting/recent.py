@@ -9,7 +9,7 @@ from coordinator.lifecycle import State
 REQUESTS_MAX = 256
 
 
-class Lately:
+class RecentTimes:
     def __init__(self) -> None:
         self._last: deque[tuple[float, float, float, int]] = deque(maxlen=REQUESTS_MAX)
         """Of those that came to their end: queue, prefill, from there to the end, in ms; output tokens."""

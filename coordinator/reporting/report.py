@@ -55,7 +55,7 @@ def status(state: State) -> StatusReport:
         finished=dict(state.outcomes),
         counters=dict(state.counters),
         kv_pairs=tuple(sorted(_pairs(state), key=lambda pair: (pair.prefill, pair.decode))),
-        left_out=tuple(sorted(_left_out(state))),
+        circuit_open=tuple(sorted(_left_out(state))),
         tenants=_tenants(state),
         metrics={hello.name: hello.metrics for hello in state.peers.values() if hello.metrics},
         hung=tuple(Process(hello.name, hello.pid) for hello in list(state.fenced.values())[-HUNG_SHOWN:]),
@@ -77,10 +77,10 @@ def _tenants(state: State) -> tuple[TenantStatus, ...]:
 
 def _pairs(state: State) -> list[PairStatus]:
     return [
-        PairStatus(worker.hello.name, state.workers[pair.decode_epoch].hello.name, pair.transport, pair.why)
+        PairStatus(worker.hello.name, state.workers[pair.decode_incarnation].hello.name, pair.transport, pair.why)
         for worker in state.workers.values()
         for pair in worker.kv_pairs
-        if pair.decode_epoch in state.workers
+        if pair.decode_incarnation in state.workers
     ]
 
 

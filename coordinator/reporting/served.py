@@ -7,9 +7,9 @@ from coordinator.waiting.queue import WaitQueue
 
 
 class Service(NamedTuple):
-    """One tenant in one band of one model."""
+    """One tenant in one priority class of one model."""
 
-    band: str
+    priority_class: str
     organisation: str
     user: str
     cost_per_s: float
@@ -29,8 +29,8 @@ def services(queue: WaitQueue, now: float) -> list[Service]:
         tenant = queue.backlog.tenant(path, now)
         cost_per_s, waiting = tenant.cost.per_s(now), len(tenant.requests)
         if waiting or cost_per_s >= 0.01:
-            band, organisation, user = path
-            found.append(Service(band, organisation, user, cost_per_s, waiting))
+            priority_class, organisation, user = path
+            found.append(Service(priority_class, organisation, user, cost_per_s, waiting))
     return found
 
 
@@ -42,17 +42,17 @@ def jain(values: Iterable[float]) -> float:
 
 
 def evenness(queue: WaitQueue, found: Iterable[Service]) -> dict[str, float]:
-    """By band: Jain's index of the cost served per weight, over organisations with requests waiting. Those without any
-    get what they ask for, which is no question of fairness."""
+    """By priority class: Jain's index of the cost served per weight, over organisations with requests waiting. Those
+    without any get what they ask for, which is no question of fairness."""
     served: dict[tuple[str, str], float] = {}
     waiting: set[tuple[str, str]] = set()
     for one in found:
-        where = (one.band, one.organisation)
+        where = (one.priority_class, one.organisation)
         served[where] = served.get(where, 0.0) + one.cost_per_s
         if one.waiting:
             waiting.add(where)
-    by_band: dict[str, list[float]] = {}
-    for band, organisation in sorted(waiting):
-        weight = queue.fair.weights.get(f"{band}/{organisation}", 1.0)
-        by_band.setdefault(band, []).append(served[band, organisation] / weight)
-    return {band: jain(values) for band, values in by_band.items()}
+    by_priority_class: dict[str, list[float]] = {}
+    for priority_class, organisation in sorted(waiting):
+        weight = queue.fair.weights.get(f"{priority_class}/{organisation}", 1.0)
+        by_priority_class.setdefault(priority_class, []).append(served[priority_class, organisation] / weight)
+    return {priority_class: jain(values) for priority_class, values in by_priority_class.items()}

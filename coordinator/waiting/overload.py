@@ -153,10 +153,10 @@ class Backlog:
             else:
                 del self._borrowed[request.id]
         size = tokens + sign * self._tokens_per_request
-        above = band, organisation = request.path[:2]
-        organisations, users = self._organisations.get(band), self._users.get(above)
+        above = priority_class, organisation = request.path[:2]
+        organisations, users = self._organisations.get(priority_class), self._users.get(above)
         if organisations is None:
-            organisations = self._organisations[band] = Ranked()
+            organisations = self._organisations[priority_class] = Ranked()
         if users is None:
             users = self._users[above] = Ranked()
         organisations.add(organisation, size)
@@ -164,35 +164,35 @@ class Backlog:
 
     # --- who goes -------------------------------------------------------------------------------------------------------
 
-    def victim(self, newcomer: Request, bands_lowest_first: Iterable[str]) -> Request | None:
-        """Who has to make room for `newcomer`: the newest borrower, else in the lowest band the newest request of the tenant
-        with the largest backlog; None if that is the newcomer itself."""
+    def victim(self, newcomer: Request, priority_classes_lowest_first: Iterable[str]) -> Request | None:
+        """Who has to make room for `newcomer`: the newest borrower, else in the lowest priority class the newest request of
+        the tenant with the largest backlog; None if that is the newcomer itself."""
         if self._borrowed and not newcomer.borrowed:
             return next(reversed(self._borrowed.values()))
         size = newcomer.submit.prompt_tokens + self._tokens_per_request
-        for band in bands_lowest_first:
-            if band == newcomer.path[0]:
+        for priority_class in priority_classes_lowest_first:
+            if priority_class == newcomer.path[0]:
                 return self._victim_beside(newcomer, size)
-            ranked = self._organisations.get(band)
+            ranked = self._organisations.get(priority_class)
             organisation = ranked.largest() if ranked else None
             if organisation is not None:
-                return self._newest((band, organisation))
+                return self._newest((priority_class, organisation))
         return None
 
     def _victim_beside(self, newcomer: Request, size: float) -> Request | None:
-        """Of the newcomer's own band: somebody with more than the newcomer's tenant would have."""
-        band, own, _ = newcomer.path
-        organisations = self._organisations.setdefault(band, Ranked())
+        """Of the newcomer's own priority class: somebody with more than the newcomer's tenant would have."""
+        priority_class, own, _ = newcomer.path
+        organisations = self._organisations.setdefault(priority_class, Ranked())
         organisation = organisations.largest()
         if organisation is None:
             return None
         if organisation != own and organisations[organisation] > organisations[own] + size:
-            return self._newest((band, organisation))
-        users = self._users.get((band, own))
+            return self._newest((priority_class, organisation))
+        users = self._users.get((priority_class, own))
         user = users.largest() if users else None
         if users is None or user is None or user == newcomer.path or users[user] <= users[newcomer.path] + size:
             return None
-        return self._newest((band, own))
+        return self._newest((priority_class, own))
 
     def _newest(self, organisation: Path) -> Request:
         path = self._users[organisation].largest()

@@ -48,21 +48,21 @@ class WaitQueue:
         self._waiting = 0
         self._lengths: dict[Path, OutputLength] = {}
         self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
-        self._waits.bands = limits.bands
+        self._waits.priority_classes = limits.priority_classes
         self._latest_starts = LatestStarts()
         self._deadlines: list[tuple[float, int, Request, int]] = []
         self._deadlines_set = 0
         self.nothing_due_before = 0.0
         """A lower bound of `next_timer`: what leaves only makes that later."""
         self.fair: FairQueue[Request] = FairQueue(
-            limits.quantum_tokens, {**ring_weights(limits.bands), **limits.weights}, limits.overtaken_max
+            limits.quantum_tokens, {**ring_weights(limits.priority_classes), **limits.weights}, limits.overtaken_max
         )
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
         self._served = Rate(0.0)
         """Cost of all tenants."""
         self._classes: dict[int, None] = {}
         """Keys of all classes of KV demand that have come up. There are some tens at the most."""
-        self._bands: set[str] = set(limits.bands)
+        self._priority_classes: set[str] = set(limits.priority_classes)
         """All that there have been."""
 
     def __len__(self) -> int:
@@ -72,18 +72,18 @@ class WaitQueue:
         return iter(self._waits)
 
     def replace_limits(self, limits: Limits) -> None:
-        """Other bands and weights, from the next turn on."""
+        """Other priority classes and weights, from the next turn on."""
         self._limits = limits
-        self._bands.update(limits.bands)
-        self._waits.bands = limits.bands
+        self._priority_classes.update(limits.priority_classes)
+        self._waits.priority_classes = limits.priority_classes
         self.nothing_due_before = 0.0
-        self.fair.reweigh({**ring_weights(limits.bands), **limits.weights})
+        self.fair.reweigh({**ring_weights(limits.priority_classes), **limits.weights})
 
     def forget(self, tenant: str) -> None:
         """One of which nothing waits or runs."""
         organisation, _, user = tenant.partition("/")
-        for band in self._bands:
-            path = (band, organisation, user)
+        for priority_class in self._priority_classes:
+            path = (priority_class, organisation, user)
             self.fair.forget(path)
             self.backlog.forget(path)
             self._lengths.pop(path, None)
@@ -91,7 +91,7 @@ class WaitQueue:
     # --- in and out -----------------------------------------------------------------------------------------------------
 
     def push(self, request: Request, now: float, can_run: bool = True) -> None:
-        """`can_run`: as in `sort_out`."""
+        """`can_run`: as in `refresh_eligibility`."""
         assert not request.waits and request.entry is None
         request.waits = True
         self._waiting += 1
@@ -109,14 +109,14 @@ class WaitQueue:
         request.dispatched_tokens = dispatched_tokens
         if request.entry is None:
             self.refund_output(request)
-            self._enter(request, request.prefill_epoch)
+            self._enter(request, request.prefill_incarnation)
             self._set_deadline(request)
 
     def _enter(self, request: Request, key: int) -> None:
         chunks = -(-request.submit.prompt_tokens // self._limits.step_tokens)
         asked = request.submit.deadline_ms / 1000
-        band = self._limits.bands[request.path[0]]
-        due = request.arrived + (asked or band.ttft_s + chunks * band.ttft_s_per_chunk)
+        priority_class = self._limits.priority_classes[request.path[0]]
+        due = request.arrived + (asked or priority_class.ttft_s + chunks * priority_class.ttft_s_per_chunk)
         if request.submit.drained_attempts:
             due -= _HEAD_START_S
         request.entry = self.fair.push(request, request.path, key, due, chunks)
@@ -141,7 +141,7 @@ class WaitQueue:
         """Whether it has something to dispatch yet."""
         return request.attempt == attempt and (request.entry is not None or request.waits)
 
-    def sort_out(self, can_run: Callable[[Request], bool]) -> None:
+    def refresh_eligibility(self, can_run: Callable[[Request], bool]) -> None:
         """Workers have come or gone: what none can hold any more waits without a turn, until one comes that can."""
         for request in self:
             if can_run(request) != (request.entry is not None):
@@ -195,7 +195,7 @@ class WaitQueue:
         """Queue keys of the classes of KV demand in which something waits."""
         return [key for key in self._classes if self.fair.has(key)]
 
-    def next_chunk(self, epoch: int, keys: Iterable[int], length_of: LengthOf, now: float) -> NextChunk:
+    def next_chunk(self, incarnation: int, keys: Iterable[int], length_of: LengthOf, now: float) -> NextChunk:
         """Charge the next chunk for this prefill worker, of what is placed there or waits under one of these queue keys."""
         length, output_cost, prices = 0, 0.0, self._limits.prices
 
@@ -208,11 +208,11 @@ class WaitQueue:
             unpaid = request.unpaid_tokens(request.dispatched_tokens, length)
             cost = prices.chunk(unpaid) if unpaid else 0.0
             if request.dispatched_tokens + length < request.submit.prompt_tokens:
-                return Terms(cost, False, epoch)
+                return Terms(cost, False, incarnation)
             output_cost = prices.output(self.output_estimate(request))
-            return Terms(cost + output_cost, True, epoch)
+            return Terms(cost + output_cost, True, incarnation)
 
-        entry, cost, closed, gave_up = self.fair.pop((epoch, *keys), offer)
+        entry, cost, closed, gave_up = self.fair.pop((incarnation, *keys), offer)
         if entry is None:
             return NextChunk(None, 0, closed, gave_up)
         request = entry.item
@@ -235,7 +235,7 @@ class WaitQueue:
         return self.fair.goes_before(one.entry, other.entry)
 
     def settle_on(self, request: Request, key: int) -> None:
-        """It waits under this queue key from now on: a prefill worker's epoch where it was placed, or `bound_key`."""
+        """It waits under this queue key from now on: a prefill worker's incarnation where it was placed, or `bound_key`."""
         entry = request.entry
         assert entry is not None
         if entry.key != key:
@@ -268,8 +268,8 @@ class WaitQueue:
 
     def refund_output(self, request: Request) -> None:
         """The estimate gives way to what is reported as emitted."""
-        if request.course.output_charged:
-            self.fair.adjust(request.path, -request.course.output_charged)
+        if request.attempt_progress.output_charged:
+            self.fair.adjust(request.path, -request.attempt_progress.output_charged)
             request.begin().output_charged = 0.0
 
     def learn(self, request: Request, emitted_tokens: int) -> None:

@@ -1,9 +1,9 @@
 """Queue keys of the coordinator: under which key of the fair queue a request waits. Pure.
 
-- A request that is placed waits under its prefill worker's epoch, which is positive.
+- A request that is placed waits under its prefill worker's incarnation, which is positive.
 - A request that is not placed waits under the key of its class of KV demand (`class_key`).
 - A request that is not placed, but is to run on one prefill worker because that one has its prompt cached, waits under
-  `bound_key` of that worker's epoch.
+  `bound_key` of that worker's incarnation.
 
 A class holds the demands of half an octave of tokens (2^n to 1.5 * 2^n, 1.5 * 2^n to 2^(n+1)) at a decode worker, by an octave
 of choices. If one request of a class has no room, its whole class counts as full until something is released. So a large
@@ -13,7 +13,7 @@ request holds up those of about its own size, and no smaller ones.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from coordinator.kv_admission.admission import NEVER, Life
+from coordinator.kv_admission.admission import NEVER, KvDemand
 from proto.messages import Submit
 
 _TOKENS_MIN = 2
@@ -30,7 +30,7 @@ class Demand(NamedTuple):
 
     @staticmethod
     def of(submit: Submit, expected_left: int = NEVER) -> "Demand":
-        return Demand(Life.of(submit, expected_left).whole(1), submit.choices)
+        return Demand(KvDemand.of(submit, expected_left).whole(1), submit.choices)
 
 
 def class_key(demand: Demand) -> int:
@@ -59,8 +59,8 @@ def classes_without_room(demand: Demand, classes: Iterable[int]) -> list[int]:
     return found
 
 
-def bound_key(epoch: int) -> int:
-    return -_CLASSES - epoch
+def bound_key(incarnation: int) -> int:
+    return -_CLASSES - incarnation
 
 
 def is_class(key: int) -> bool:

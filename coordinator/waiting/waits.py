@@ -6,10 +6,10 @@ from heapq import merge
 
 from coordinator.fairness.sorted_row import SPARE
 from coordinator.request import Request
-from runtime.tenancy.tenants import Band
+from runtime.tenancy.tenants import PriorityClass
 
 _RESUMED = ""
-"""The class of later attempts: no band is called that."""
+"""The class of later attempts: no priority class is called that."""
 
 
 class _Class:
@@ -51,7 +51,7 @@ class Waits:
 
     def __init__(self, queue_wait_s_max: float, resumed_wait_s_max: float) -> None:
         self.queue_wait_s_max, self.resumed_wait_s_max = queue_wait_s_max, resumed_wait_s_max
-        self.bands: Mapping[str, Band] = {}
+        self.priority_classes: Mapping[str, PriorityClass] = {}
         self._classes: dict[str, _Class] = {}
         self._entries = 0
         """As many as were left when those that are gone were last dropped, and those that came since."""
@@ -96,8 +96,12 @@ class Waits:
     def _limit_s(self, name: str) -> float:
         if name == _RESUMED:
             return self.resumed_wait_s_max
-        band = self.bands.get(name)
-        return self.queue_wait_s_max if band is None or band.queue_wait_s is None else band.queue_wait_s
+        priority_class = self.priority_classes.get(name)
+        return (
+            self.queue_wait_s_max
+            if priority_class is None or priority_class.queue_wait_s is None
+            else priority_class.queue_wait_s
+        )
 
 
 def _class_of(request: Request) -> str:

@@ -71,20 +71,20 @@ class Candidates:
         """What it holds or has to do has changed, or whether it takes work."""
         if worker.room is None:
             if len(worker.steps) < self._steps_max:
-                self.idle.put(worker.epoch, worker.tokens_in_flight, worker.tokens_forwarded)
+                self.idle.put(worker.incarnation, worker.tokens_in_flight, worker.tokens_forwarded)
             else:
-                self.idle.drop(worker.epoch)
-                self.ready.pop(worker.epoch, None)
+                self.idle.drop(worker.incarnation)
+                self.ready.pop(worker.incarnation, None)
         elif worker.draining or worker.free_seqs <= 0:
-            self._least_full.drop(worker.epoch)
+            self._least_full.drop(worker.incarnation)
         else:
             self._stamp += 1
-            self._least_full.put(worker.epoch, worker.room.wholes - worker.capacity.kv_blocks, self._stamp)
+            self._least_full.put(worker.incarnation, worker.room.wholes - worker.capacity.kv_blocks, self._stamp)
 
     def ask(self, worker: "Worker") -> None:
         """Something may have come for it alone."""
-        if worker.epoch in self.idle:
-            self.ready[worker.epoch] = None
+        if worker.incarnation in self.idle:
+            self.ready[worker.incarnation] = None
 
     def could_place(self, submit: Submit) -> bool:
         """Likewise, on workers that take work."""
@@ -93,7 +93,7 @@ class Candidates:
 
     def may_pair(self, prefill: "Worker", decode: "Worker", now: float) -> bool:
         return not self.breakers.pairs or self.breakers.allows(
-            (prefill.epoch, decode.epoch), now, lambda key: key in decode.holdings
+            (prefill.incarnation, decode.incarnation), now, lambda key: key in decode.holdings
         )
 
     def has_pair(self, prefill: "Worker", now: float) -> bool:
@@ -111,7 +111,7 @@ class Candidates:
         for size in self._block_sizes:
             every = hashes_per_block(submit, size)
             found += self.locality.holders(role, submit.block_hashes, every, _HOLDERS) if every else ()
-        return [side[epoch] for epoch in found]
+        return [side[incarnation] for incarnation in found]
 
     def decode_candidates(self, submit: Submit, prefill: "Worker", now: float) -> "list[Worker]":
         """Decode workers to which this prefill worker may send: the least full ones and those that have the prompt's beginning;
@@ -120,19 +120,19 @@ class Candidates:
             there: Iterable[Worker] = self.decode.values()
             return [worker for worker in there if self._takes(worker, prefill, now)]
         holders = self.holders(Role.DECODE, submit)
-        found = {worker.epoch: worker for worker in holders if self._takes(worker, prefill, now)}
+        found = {worker.incarnation: worker for worker in holders if self._takes(worker, prefill, now)}
         looked = 0
-        for epoch in self._least_full:
-            worker = self.decode[epoch]
+        for incarnation in self._least_full:
+            worker = self.decode[incarnation]
             if self._takes(worker, prefill, now):
-                found[epoch] = worker
+                found[incarnation] = worker
                 looked += 1
                 if looked == _LEAST_FULL:
                     break
         return list(found.values())
 
     def _takes(self, decode: "Worker", prefill: "Worker", now: float) -> bool:
-        if decode.draining or decode.epoch == self.rooms.kept_on:
+        if decode.draining or decode.incarnation == self.rooms.kept_on:
             return False
         return self.may_pair(prefill, decode, now)
 
@@ -153,17 +153,17 @@ class Candidates:
         """It has let go of something, or what it holds is sure to take less."""
         rooms = self.rooms
         if worker.room is None:
-            if self.stuck.pop(worker.epoch, None) is not None:
+            if self.stuck.pop(worker.incarnation, None) is not None:
                 self.ask(worker)
-            if self.claims or rooms.kept_for is not None:
+            if self.claims or rooms.reservation is not None:
                 self.news = True
             return
-        if self.claims or worker.epoch == rooms.kept_on:
+        if self.claims or worker.incarnation == rooms.kept_on:
             self.news = True
         if self.breakers.pairs and self.stuck:
             self.stuck.clear()
             self.news = True
-        if worker.draining or worker.epoch == rooms.kept_on:
+        if worker.draining or worker.incarnation == rooms.kept_on:
             return
         fits: dict[str, bool] = {}
         for key, request in list(rooms.closed.items()):
@@ -190,24 +190,28 @@ class Candidates:
         """For a request that was bypassed too often, on the decode worker with the most room.
 
         `served_per_s`: cost at which tenants are served by all."""
-        if self.rooms.kept_for is not None or not self.could_place(request.submit):
+        if self.rooms.reservation is not None or not self.could_place(request.submit):
             return
         fitting = [w for w in self.decode.values() if not w.draining and w.could_ever_take(request.submit)]
-        worker = max(fitting, key=lambda w: (w.free_blocks, w.free_seqs, w.epoch))
+        worker = max(fitting, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation))
         share = worker.capacity.kv_blocks / sum(w.capacity.kv_blocks for w in self.decode.values())
-        self.rooms.keep(request, worker.epoch, share * served_per_s(now), now)
+        self.rooms.keep(request, worker.incarnation, share * served_per_s(now), now)
 
     def may_place_on(self, prefill: "Worker") -> bool:
         if prefill.free_seqs <= 0:
-            self.stuck.setdefault(prefill.epoch, {})  # so that it is asked as soon as it lets go of something
+            self.stuck.setdefault(prefill.incarnation, {})  # so that it is asked as soon as it lets go of something
             return False
-        return not prefill.draining and prefill.epoch != self.rooms.kept_prefill
+        return not prefill.draining and prefill.incarnation != self.rooms.kept_prefill
 
     def open_keys(self, prefill: "Worker", classes: list[int]) -> list[int]:
         """Of what is not placed, the queue keys from which this prefill worker may take something now."""
         if not self.may_place_on(prefill):
             return []
-        keys, closed, stuck = [bound_key(prefill.epoch), *classes], self.rooms.closed, self.stuck.get(prefill.epoch, ())
+        keys, closed, stuck = (
+            [bound_key(prefill.incarnation), *classes],
+            self.rooms.closed,
+            self.stuck.get(prefill.incarnation, ()),
+        )
         return [key for key in keys if key not in closed and key not in stuck]
 
     # --- bound to a worker for what it has cached -----------------------------------------------------------------------
@@ -215,13 +219,13 @@ class Candidates:
     def bind(self, request: Request, prefill: "Worker") -> None:
         """From now on it counts among what waits for this worker."""
         self.unbind(request)
-        course = request.begin()
-        course.bound_to = prefill.epoch
-        course.moves += 1
+        attempt_progress = request.begin()
+        attempt_progress.bound_to = prefill.incarnation
+        attempt_progress.moves += 1
         prefill.bound[request.id] = request
         prefill.expect(request)
         self.bound += 1
-        self.hosts[prefill.epoch] = None
+        self.hosts[prefill.incarnation] = None
         self.ask(prefill)
 
     def kept_waiting(self, prefill: "Worker", waiting: int) -> float:
@@ -229,7 +233,7 @@ class Candidates:
         return (waiting - self.bound) / len(self.prefill) + len(prefill.bound)
 
     def unbind(self, request: Request) -> None:
-        bound_to = request.course.bound_to
+        bound_to = request.attempt_progress.bound_to
         if not bound_to:
             return
         request.begin().bound_to = 0

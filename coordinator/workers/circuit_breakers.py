@@ -60,8 +60,8 @@ class Breakers:
     def worked(self, pair: Pair) -> None:
         self.pairs.pop(pair, None)
 
-    def leave(self, epoch: int) -> None:
-        for pair in [pair for pair in self.pairs if epoch in pair]:
+    def leave(self, incarnation: int) -> None:
+        for pair in [pair for pair in self.pairs if incarnation in pair]:
             del self.pairs[pair]
 
     def allows(self, pair: Pair, now: float, is_held: Callable[[Key], bool]) -> bool:
@@ -76,16 +76,16 @@ class Breakers:
         if state is not None and state.tripped:
             state.probe = key
 
-    def trouble(self, pair: Pair, now: float) -> float:
+    def failure_rate(self, pair: Pair, now: float) -> float:
         """0 … 1, for the score: what failed a moment ago is rather not tried next."""
         state = self.pairs.get(pair)
         if state is None or now > state.failed_at + OPEN_S:
             return 0.0
         return float(1.0 - (1.0 - _TROUBLE) ** state.failures)
 
-    def concern(self, prefill_epoch: int) -> bool:
+    def concern(self, prefill_incarnation: int) -> bool:
         """Whether some pair of it is left out or being tried."""
-        return any(pair[0] == prefill_epoch and state.tripped for pair, state in self.pairs.items())
+        return any(pair[0] == prefill_incarnation and state.tripped for pair, state in self.pairs.items())
 
     def next_wake(self) -> float | None:
         return None if self._wake_at == inf else self._wake_at

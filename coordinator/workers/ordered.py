@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 Key = tuple[float, float, int]
-"""Two measures and the worker's epoch, which makes it unique."""
+"""Two measures and the worker's incarnation, which makes it unique."""
 
 
 class Ordered:
@@ -17,24 +17,24 @@ class Ordered:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __contains__(self, epoch: int) -> bool:
-        return epoch in self._keys
+    def __contains__(self, incarnation: int) -> bool:
+        return incarnation in self._keys
 
     def __iter__(self) -> Iterator[int]:
         """Epochs, least key first. Not to be changed meanwhile."""
         return (row[2] for row in self._rows)
 
-    def put(self, epoch: int, first: float, second: float) -> None:
+    def put(self, incarnation: int, first: float, second: float) -> None:
         """Add a worker, or give it another key."""
-        key, before = (first, second, epoch), self._keys.get(epoch)
+        key, before = (first, second, incarnation), self._keys.get(incarnation)
         if before == key:
             return
         if before is not None:
             del self._rows[bisect_left(self._rows, before)]
-        self._keys[epoch] = key
+        self._keys[incarnation] = key
         insort(self._rows, key)
 
-    def drop(self, epoch: int) -> None:
-        before = self._keys.pop(epoch, None)
+    def drop(self, incarnation: int) -> None:
+        before = self._keys.pop(incarnation, None)
         if before is not None:
             del self._rows[bisect_left(self._rows, before)]

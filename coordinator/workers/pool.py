@@ -7,7 +7,7 @@ from math import ceil, inf
 import msgspec
 
 from coordinator.fairness.scheduling_class import Path
-from coordinator.kv_admission.admission import NEVER, Life, Room
+from coordinator.kv_admission.admission import NEVER, KvAdmission, KvDemand
 from coordinator.kv_admission.shared_blocks import chains
 from coordinator.request import Request
 from coordinator.score import Weights
@@ -29,7 +29,7 @@ class Holding(msgspec.Struct, frozen=True, gc=False):
     seqs: int
     path: Path = ()
     """Whom to charge what the worker says it has emitted; empty for what was adopted."""
-    life: Life | None = None
+    life: KvDemand | None = None
     """In decode; None for what was adopted and of which no more is known than its blocks."""
     resumed_tokens: int = 0
     """Of the answer, before this attempt."""
@@ -39,11 +39,11 @@ class Holding(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(eq=False)
 class Worker:
-    epoch: int
+    incarnation: int
     hello: Hello
     capacity: Capacity
     free_seqs: int
-    room: Room | None = None
+    room: KvAdmission | None = None
     """Decode only. What a prefill worker holds does not grow: `kv_blocks_taken` says it all."""
     kv_blocks_taken: int = 0
     holdings: dict[tuple[str, int], Holding] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Worker:
     """Measured prefill rate, smoothed; 0 until the first step is done."""
     has_run_full: bool = False
     """It has computed a step that was at least half full: its rate is one that deadlines can be judged by."""
-    trouble: float = 0.0
+    failure_rate: float = 0.0
     """0 … 1: how much of what it was given lately had failed, when ..."""
     trouble_at: int = 0
     """... so many requests of the pool had finished. See `Pool.trouble`."""
@@ -89,8 +89,8 @@ class Worker:
     def from_hello(hello: Hello) -> "Worker":
         assert hello.capacity is not None
         capacity = hello.capacity
-        room = Room(capacity.kv_blocks, capacity.block_size) if hello.role is Role.DECODE else None
-        return Worker(hello.epoch, hello, capacity, capacity.max_seqs, room)
+        room = KvAdmission(capacity.kv_blocks, capacity.block_size) if hello.role is Role.DECODE else None
+        return Worker(hello.incarnation, hello, capacity, capacity.max_seqs, room)
 
     @property
     def free_blocks(self) -> int:
@@ -106,7 +106,7 @@ class Worker:
         """Whether there is room for it now."""
         if self.room is None:
             return self.free_seqs > 0 and self.whole_blocks(submit) <= self.free_blocks
-        return submit.choices <= self.free_seqs and self.room.fits(Life.of(submit, expected_left))
+        return submit.choices <= self.free_seqs and self.room.fits(KvDemand.of(submit, expected_left))
 
     def could_ever_take(self, submit: Submit) -> bool:
         """Whether it has room if nothing else is there."""
@@ -123,7 +123,7 @@ class Worker:
         streams, those may add up to more than the pool, because their ends keep them apart."""
         key, life = (held.request_id, held.attempt), None
         if self.room is not None and held.prompt_tokens:
-            life = Life(held.prompt_tokens, held.left_tokens, held.seqs, expected_again(held, kv_overcommit))
+            life = KvDemand(held.prompt_tokens, held.left_tokens, held.seqs, expected_again(held, kv_overcommit))
             if life._replace(expected=NEVER).whole(self.capacity.block_size) > held.kv_blocks:
                 life = None  # these do not fit together: the reservation counts
         holding = Holding(held.kv_blocks, held.seqs, (), life, held.resumed_tokens, adopted=True)
@@ -142,7 +142,7 @@ class Worker:
     def _count(self, key: tuple[str, int], holding: Holding) -> None:
         assert key not in self.holdings
         self.holdings[key] = holding
-        self.where.setdefault(key, []).append(self.epoch)
+        self.where.setdefault(key, []).append(self.incarnation)
         self.free_seqs -= holding.seqs
         if self.room is None:
             self.kv_blocks_taken += holding.kv_blocks
@@ -152,7 +152,7 @@ class Worker:
             self.room.place(key, holding.life)
         self.on_change(self)
 
-    def let_go(self, key: tuple[str, int]) -> Holding | None:
+    def release(self, key: tuple[str, int]) -> Holding | None:
         """Count a holding as free again; None if there is none, as when a message is repeated."""
         holding = self.holdings.pop(key, None)
         if holding is None:
@@ -162,16 +162,16 @@ class Worker:
         if self.room is None:
             self.kv_blocks_taken -= holding.kv_blocks
         else:
-            self.room.let_go(key)
+            self.room.release(key)
             if not self.holdings:
                 self.room.short = False  # nothing runs there any more that would say so
         self.on_change(self)
         return holding
 
     def _forget_holding(self, key: tuple[str, int]) -> None:
-        epochs = self.where[key]
-        epochs.remove(self.epoch)
-        if not epochs:
+        incarnations = self.where[key]
+        incarnations.remove(self.incarnation)
+        if not incarnations:
             del self.where[key]
 
     def leave(self) -> None:
@@ -233,20 +233,20 @@ class Worker:
     def whole_blocks(self, submit: Submit) -> int:
         """The most blocks it comes to hold here."""
         size = self.capacity.block_size
-        return -(-submit.prompt_tokens // size) if self.room is None else Life.of(submit).whole(size)
+        return -(-submit.prompt_tokens // size) if self.room is None else KvDemand.of(submit).whole(size)
 
     def prefill_holding(self, submit: Submit, path: Path = ()) -> Holding:
         return Holding(self.whole_blocks(submit), 1, path, None, submit.resumed_tokens)
 
     def decode_holding(self, submit: Submit, path: Path = (), expected_left: int = NEVER) -> Holding:
-        life = Life.of(submit, expected_left)
-        longest = life if expected_left == NEVER else Life.of(submit)
+        life = KvDemand.of(submit, expected_left)
+        longest = life if expected_left == NEVER else KvDemand.of(submit)
         return Holding(longest.whole(self.capacity.block_size), submit.choices, path, life, submit.resumed_tokens)
 
     def check_invariants(self) -> None:
         assert self.free_seqs + sum(h.seqs for h in self.holdings.values()) == self.capacity.max_seqs
         assert self.free_seqs >= 0
-        assert all(self.epoch in self.where[key] for key in self.holdings)
+        assert all(self.incarnation in self.where[key] for key in self.holdings)
         assert self.undispatched_tokens == sum(self.undispatched.values())
         assert self.undispatched.keys() == self.placed.keys() | self.bound.keys()
         if self.room is None:
@@ -278,40 +278,40 @@ class Pool(Candidates):
         """Requests."""
 
     def add(self, worker: Worker) -> None:
-        self._side(worker)[worker.epoch] = worker
-        self.locality.join(worker.epoch, worker.capacity.kv_blocks, worker.hello.role)
+        self._side(worker)[worker.incarnation] = worker
+        self.locality.join(worker.incarnation, worker.capacity.kv_blocks, worker.hello.role)
         worker.on_change = self.changed
         self.changed(worker)
         self.reopen()
         self._measure()
 
     def remove(self, worker: Worker) -> None:
-        del self._side(worker)[worker.epoch]
-        self.locality.leave(worker.epoch)
-        self.breakers.leave(worker.epoch)
-        self.idle.drop(worker.epoch)
-        self.hosts.pop(worker.epoch, None)
-        self.ready.pop(worker.epoch, None)
-        self._least_full.drop(worker.epoch)
+        del self._side(worker)[worker.incarnation]
+        self.locality.leave(worker.incarnation)
+        self.breakers.leave(worker.incarnation)
+        self.idle.drop(worker.incarnation)
+        self.hosts.pop(worker.incarnation, None)
+        self.ready.pop(worker.incarnation, None)
+        self._least_full.drop(worker.incarnation)
         self.reopen()
         self._measure()
 
     # --- trouble --------------------------------------------------------------------------------------------------------
 
-    def blame(self, worker: Worker) -> None:
+    def record_failure(self, worker: Worker) -> None:
         """Something failed on it."""
-        trouble = self.trouble(worker)
-        worker.trouble, worker.trouble_at = trouble + 0.2 * (1.0 - trouble), self.finished
+        failure_rate = self.failure_rate(worker)
+        worker.failure_rate, worker.trouble_at = failure_rate + 0.2 * (1.0 - failure_rate), self.finished
 
-    def forgive(self) -> None:
+    def record_success(self) -> None:
         """Something went well: old troubles count less, for whoever had them, or they would never be tried again."""
         self.finished += 1
 
-    def trouble(self, worker: Worker) -> float:
-        if not worker.trouble:
+    def failure_rate(self, worker: Worker) -> float:
+        if not worker.failure_rate:
             return 0.0
-        trouble = worker.trouble * 0.95 ** (self.finished - worker.trouble_at)
-        return trouble if trouble > 0.01 else 0.0
+        failure_rate = worker.failure_rate * 0.95 ** (self.finished - worker.trouble_at)
+        return failure_rate if failure_rate > 0.01 else 0.0
 
     def hash_block_size(self) -> int:
         """Tokens that one hash of a prompt covers: the smallest block size, of which all others are multiples."""

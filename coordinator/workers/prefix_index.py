@@ -1,6 +1,6 @@
 """What each worker's prefix cache is believed to hold. Hints only: a worker that has less says so (`CacheMiss`). Pure.
 
-Entries belong to a worker's epoch and go with it; a worker that registers starts empty, and tells what it has again.
+Entries belong to a worker's incarnation and go with it; a worker that registers starts empty, and tells what it has again.
 
 `holders` finds the workers that have the beginning of a prompt without asking all of them: for each side there is an index
 from block hash to workers. Removing a worker's blocks from it at once would take long, so `holders` checks what it finds, and
@@ -31,31 +31,31 @@ class Locality:
         self._indexes: dict[str, dict[bytes, tuple[int, ...]]] = {}
         self._outdated: list[tuple[dict[bytes, tuple[int, ...]], int, Iterator[bytes]]] = []
 
-    def join(self, epoch: int, kv_blocks: int, side: str = "") -> None:
-        self._known[epoch] = set()
-        self._blocks[epoch] = kv_blocks
-        self._alone[epoch] = (epoch,)
-        self._index_of[epoch] = self._indexes.setdefault(side, {})
+    def join(self, incarnation: int, kv_blocks: int, side: str = "") -> None:
+        self._known[incarnation] = set()
+        self._blocks[incarnation] = kv_blocks
+        self._alone[incarnation] = (incarnation,)
+        self._index_of[incarnation] = self._indexes.setdefault(side, {})
 
-    def leave(self, epoch: int) -> None:
-        self._forget_all(epoch)
-        self._known.pop(epoch, None)
-        self._blocks.pop(epoch, None)
-        self._alone.pop(epoch, None)
-        self._index_of.pop(epoch, None)
+    def leave(self, incarnation: int) -> None:
+        self._forget_all(incarnation)
+        self._known.pop(incarnation, None)
+        self._blocks.pop(incarnation, None)
+        self._alone.pop(incarnation, None)
+        self._index_of.pop(incarnation, None)
 
-    def count(self, epoch: int) -> int:
-        return len(self._known.get(epoch, ()))
+    def count(self, incarnation: int) -> int:
+        return len(self._known.get(incarnation, ()))
 
-    def learn(self, epoch: int, inserted: bytes, evicted: bytes) -> None:
+    def learn(self, incarnation: int, inserted: bytes, evicted: bytes) -> None:
         """A worker's report: joined hashes, each of them once."""
         self._clear_outdated()
-        known = self._known.get(epoch)
+        known = self._known.get(incarnation)
         if known is None:
             return
-        self._drop(epoch, _split(evicted))
-        fresh, index, alone = _split(inserted), self._index_of[epoch], self._alone[epoch]
-        if self._blocks[epoch] > HASHES_MAX:
+        self._drop(incarnation, _split(evicted))
+        fresh, index, alone = _split(inserted), self._index_of[incarnation], self._alone[incarnation]
+        if self._blocks[incarnation] > HASHES_MAX:
             fresh = fresh[: HASHES_MAX - len(known)]
         for block in fresh:
             if block not in known:
@@ -63,15 +63,17 @@ class Locality:
                 there = index.get(block)
                 if there is None:
                     index[block] = alone
-                elif epoch not in there:
-                    index[block] = (*there, epoch)
-        if len(known) > self._blocks[epoch]:
-            self._forget_all(epoch)  # more than it can hold: reports of evictions were lost, what is true is not known
+                elif incarnation not in there:
+                    index[block] = (*there, incarnation)
+        if len(known) > self._blocks[incarnation]:
+            self._forget_all(
+                incarnation
+            )  # more than it can hold: reports of evictions were lost, what is true is not known
 
-    def forget(self, epoch: int, hashes: bytes, first: int) -> None:
+    def forget(self, incarnation: int, hashes: bytes, first: int) -> None:
         """The worker does not have block `first` of this chain, nor any that continues it."""
-        if epoch in self._known:
-            self._drop(epoch, _split(hashes[first * HASH_BYTES :]))
+        if incarnation in self._known:
+            self._drop(incarnation, _split(hashes[first * HASH_BYTES :]))
 
     def holders(self, side: str, hashes: bytes, every: int, most: int) -> list[int]:
         """Up to `most` workers of a side that have a beginning of a prompt, about those with the longest first.
@@ -99,45 +101,45 @@ class Locality:
             block = hashes[low * step - HASH_BYTES : low * step]
             there = index.get(block, ())
             start = block[0] % len(there) if len(there) > most else 0  # prompts differ in which they find
-            for epoch in (*there[start:], *there[:start]):
-                if block in self._known.get(epoch, ()):
-                    found[epoch] = None
+            for incarnation in (*there[start:], *there[:start]):
+                if block in self._known.get(incarnation, ()):
+                    found[incarnation] = None
                     if len(found) == most:
                         return list(found)
             low //= 2
         return list(found)
 
-    def _drop(self, epoch: int, blocks: list[bytes]) -> None:
-        known, index = self._known[epoch], self._index_of[epoch]
+    def _drop(self, incarnation: int, blocks: list[bytes]) -> None:
+        known, index = self._known[incarnation], self._index_of[incarnation]
         for block in blocks:
             if block in known:
                 known.remove(block)
-                _unlink(index, block, epoch)
+                _unlink(index, block, incarnation)
 
-    def _forget_all(self, epoch: int) -> None:
-        known = self._known.get(epoch)
+    def _forget_all(self, incarnation: int) -> None:
+        known = self._known.get(incarnation)
         if known:
-            self._outdated.append((self._index_of[epoch], epoch, iter(known)))
-            self._known[epoch] = set()
+            self._outdated.append((self._index_of[incarnation], incarnation, iter(known)))
+            self._known[incarnation] = set()
 
     def _clear_outdated(self) -> None:
         for _ in range(CLEARED_PER_REPORT if self._outdated else 0):
-            index, epoch, blocks = self._outdated[-1]
+            index, incarnation, blocks = self._outdated[-1]
             block = next(blocks, None)
             if block is None:
                 self._outdated.pop()
                 if not self._outdated:
                     return
-            elif block not in self._known.get(epoch, ()):
-                _unlink(index, block, epoch)
+            elif block not in self._known.get(incarnation, ()):
+                _unlink(index, block, incarnation)
 
-    def longest(self, epoch: int, hashes: bytes, every: int = 1) -> int:
+    def longest(self, incarnation: int, hashes: bytes, every: int = 1) -> int:
         """How many of a prompt's first blocks a worker has, in O(log n): it has no block without those before it. Every
         `every`-th hash names a block of this worker's size.
 
         Where reports were lost this may be wrong, in either direction.
         """
-        known = self._known.get(epoch)
+        known = self._known.get(incarnation)
         step = every * HASH_BYTES
         count = len(hashes) // step
         if not known or not count or hashes[step - HASH_BYTES : step] not in known:
@@ -155,8 +157,8 @@ class Locality:
         return low
 
 
-def _unlink(index: dict[bytes, tuple[int, ...]], block: bytes, epoch: int) -> None:
-    left = tuple(other for other in index.get(block, ()) if other != epoch)
+def _unlink(index: dict[bytes, tuple[int, ...]], block: bytes, incarnation: int) -> None:
+    left = tuple(other for other in index.get(block, ()) if other != incarnation)
     if left:
         index[block] = left
     else:
@@ -178,10 +180,10 @@ def usable_hashes(submit: Submit, block_size: int) -> bytes:
     return b"".join(_split(submit.block_hashes)[every - 1 :: every])
 
 
-def known_blocks(locality: Locality, epoch: int, submit: Submit, block_size: int) -> int:
+def known_blocks(locality: Locality, incarnation: int, submit: Submit, block_size: int) -> int:
     """How many of a prompt's first blocks, of this size, a worker is believed to have."""
     every = hashes_per_block(submit, block_size)
-    return locality.longest(epoch, submit.block_hashes, every) if every else 0
+    return locality.longest(incarnation, submit.block_hashes, every) if every else 0
 
 
 def usable_tokens(blocks: int, submit: Submit, block_size: int) -> int:

@@ -19,7 +19,7 @@ class RoomClasses:
     def __init__(self) -> None:
         self.closed: dict[int, Request] = {}
         """Classes without room, with the request that found none."""
-        self.kept_for: Request | None = None
+        self.reservation: Request | None = None
         self.kept_on = self.kept_prefill = 0
         """Epochs of the workers that are closed to others."""
         self.rents: dict[tuple[str, int], tuple[float, float, float]] = {}
@@ -27,22 +27,22 @@ class RoomClasses:
         self._kept_since = 0.0
         self._kept_cost_per_s = 0.0
 
-    def keep(self, request: Request, epoch: int, cost_per_s: float, now: float) -> None:
+    def keep(self, request: Request, incarnation: int, cost_per_s: float, now: float) -> None:
         """`cost_per_s`: what tenants are served on such a worker."""
-        self.kept_for, self.kept_on = request, epoch
+        self.reservation, self.kept_on = request, incarnation
         self._kept_since, self._kept_cost_per_s = now, cost_per_s
 
     def stop_keeping(self, now: float) -> float:
         """Returns the cost of what might have been placed meanwhile."""
-        self.kept_for, self.kept_on, self.kept_prefill = None, 0, 0
+        self.reservation, self.kept_on, self.kept_prefill = None, 0, 0
         return self._kept_cost_per_s * (now - self._kept_since)
 
-    def rent(self, key: tuple[str, int], share: float, now: float) -> None:
+    def reservation_charge(self, key: tuple[str, int], share: float, now: float) -> None:
         """The attempt has got the room, `share` of the worker."""
         per_s = share * self._kept_cost_per_s
         self.rents[key] = (self.stop_keeping(now), now, per_s)
 
-    def rent_due(self, key: tuple[str, int], now: float) -> float:
+    def reservation_charge_due(self, key: tuple[str, int], now: float) -> float:
         """It has let go of it."""
         kept, since, per_s = self.rents.pop(key, (0.0, now, 0.0))
         return kept + per_s * (now - since)

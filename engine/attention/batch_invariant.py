@@ -5,7 +5,7 @@ Fused attention does not: its sums over keys are cut by the number of queries. H
 makes their rounding a row's own affair: never fewer than some rows, sums over at most `TILE` keys at a time, from
 absolute places on, added up in order, and softmax, whose lanes are the keys' places. Keys that a row may not see add exact
 zeros. That a product's rows do not depend on each other is true of some kernels only (of MKL's for AVX-512, not of those for
-AVX2), and promised by none, so `fewest_rows` tries it.
+AVX2), and promised by none, so `min_rows` tries it.
 
 `attend` is for any rows of one sequence; `attend_one` for the one row of a decode step, prepared beforehand for all sequences
 and layers, since there the calls cost as much as the sums.
@@ -41,7 +41,7 @@ def attend(
     multiple of `TILE` in the sequence and the last is the last row's own → [kv_heads, group, rows, dim].
 
     `mask` [rows, last] is added to the scores of as many last keys; None: every row sees every key. `fewest`: of
-    `fewest_rows`.
+    `min_rows`.
     """
     rows, visible = query.shape[2], key.shape[1]
     query = query * (query.shape[3] ** -0.5 if scaling is None else scaling)
@@ -136,7 +136,7 @@ def attend_one(rows: torch.Tensor, over: OneRow, softcap: float | None) -> torch
 
 
 @torch.inference_mode()
-def fewest_rows(kv_heads: int, group: int, dim: int) -> int:
+def min_rows(kv_heads: int, group: int, dim: int) -> int:
     """Of a product whose rows have the same bits whatever it is part of, for such heads and on this machine; 0 if there is no
     such number. Found by trial: rows of a prompt, in parts and alone, against the prompt computed whole."""
     return next((rows for rows in _ROWS if _is_steady(kv_heads, group, dim, rows)), 0)

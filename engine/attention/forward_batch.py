@@ -32,9 +32,9 @@ class SeqChunk:
 class PoolViews:
     """The two-dimensional views of a pool, one per layer, and a scratch buffer to gather into."""
 
-    def __init__(self, pool: torch.Tensor, steady_rows: int = 0) -> None:
-        """`steady_rows`: the fewest rows of a product in `engine.attention.batch_invariant`; 0: that attention is not used."""
-        self.steady_rows = steady_rows
+    def __init__(self, pool: torch.Tensor, min_rows: int = 0) -> None:
+        """`min_rows`: the fewest rows of a product in `engine.attention.batch_invariant`; 0: that attention is not used."""
+        self.min_rows = min_rows
         blocks, layers, two, block_size, kv_heads, head_dim = pool.shape
         assert two == 2, pool.shape
         self.pool = pool
@@ -54,7 +54,7 @@ class PoolViews:
 
 
 @dataclass(frozen=True)
-class Attend:
+class AttentionMetadata:
     """One sequence's attention in one forward, for one sliding window (or none)."""
 
     first_row: int
@@ -70,17 +70,17 @@ class Attend:
     """Added to the scores: 0 where query row i may see key j, else -inf; [query rows, visible tokens], or the last of those.
     None: every key is visible, or, where nothing is gathered, those up to the query's own."""
     one_row: OneRow | None = None
-    """The same, prepared; where it is one row, and attention is `steady`'s."""
+    """The same, prepared; where it is one row, and attention is `batch_invariant`'s."""
 
 
-class ForwardPlan:
+class ForwardBatch:
     """The inputs of one forward, and its attention work for each sliding window the layers use."""
 
     def __init__(self, views: PoolViews, chunks: Sequence[SeqChunk], device: torch.device) -> None:
         self.views = views
         self._chunks = chunks
         self._device = device
-        self._work: dict[int | None, list[Attend]] = {}
+        self._work: dict[int | None, list[AttentionMetadata]] = {}
         self.longest = max(chunk.start + len(chunk.tokens) for chunk in chunks)
         token_ids: list[int] = []
         positions: list[int] = []
@@ -102,7 +102,7 @@ class ForwardPlan:
         self.slots = torch.tensor(slots, device=device)
         self.wanted = torch.tensor(wanted, dtype=torch.int64, device=device)
 
-    def work(self, window: int | None) -> list[Attend]:
+    def work(self, window: int | None) -> list[AttentionMetadata]:
         """The attention of every sequence when a token sees itself and at most `window - 1` tokens before it."""
         if window is not None and window >= self.longest:
             window = None
@@ -115,15 +115,15 @@ class ForwardPlan:
             self._work[window] = work
         return self._work[window]
 
-    def _attend(self, chunk: SeqChunk, row: int, window: int | None) -> Attend:
+    def _attend(self, chunk: SeqChunk, row: int, window: int | None) -> AttentionMetadata:
         count, end, size = len(chunk.tokens), chunk.start + len(chunk.tokens), self.views.block_size
-        steady = self.views.steady_rows > 0
+        batch_invariant = self.views.min_rows > 0
         if chunk.start == 0 and count > 1:
-            hides = steady or (window is not None and window < count)
+            hides = batch_invariant or (window is not None and window < count)
             mask = self._mask(0, count, 0, count, window) if hides else None
-            return Attend(row, row + count, None, None, None, None, mask)
+            return AttentionMetadata(row, row + count, None, None, None, None, mask)
         visible_from = 0 if window is None else max(0, chunk.start - window + 1)
-        if steady:
+        if batch_invariant:
             visible_from -= visible_from % TILE
         first_block = visible_from // size
         table = list(chunk.blocks[first_block : -(-end // size)])
@@ -132,11 +132,13 @@ class ForwardPlan:
         shape = (2, len(table) * size, self.views.kv_heads, self.views.head_dim)
         visible = slice(visible_from - first_block * size, end - first_block * size)
         key, value = gathered.view(shape)[:, visible].transpose(1, 2).unsqueeze(1).unbind(0)
-        mask_from = chunk.start if steady and window is None else visible_from
-        all_visible = count == 1 and (window is None or not steady)
+        mask_from = chunk.start if batch_invariant and window is None else visible_from
+        all_visible = count == 1 and (window is None or not batch_invariant)
         mask = None if all_visible else self._mask(chunk.start, end, mask_from, end, window)
-        one_row = OneRow.of(key[0], value[0], mask) if steady and count == 1 and key.shape[2] >= KEYS_MIN else None
-        return Attend(row, row + count, torch.cat((planes, planes + 1)), gathered, key, value, mask, one_row)
+        one_row = (
+            OneRow.of(key[0], value[0], mask) if batch_invariant and count == 1 and key.shape[2] >= KEYS_MIN else None
+        )
+        return AttentionMetadata(row, row + count, torch.cat((planes, planes + 1)), gathered, key, value, mask, one_row)
 
     def _mask(self, query_from: int, query_to: int, key_from: int, key_to: int, window: int | None) -> torch.Tensor:
         queries = torch.arange(query_from, query_to, device=self._device).unsqueeze(1)

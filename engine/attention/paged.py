@@ -1,8 +1,8 @@
 """The attention function registered with transformers: writes K and V into the paged pool and attends over it.
 
 Models call it as `fn(module, query [1, heads, tokens, dim], key [1, kv_heads, tokens, dim], value, attention_mask, ...)` for
-packed inputs. What the forward in progress is about reaches it through one context variable, `CURRENT`, which holds a
-`Recorder` while a freshly loaded model is examined and a `ForwardPlan` while tokens are forwarded; each thread sees its own.
+packed inputs. What the forward in progress is about reaches it through one context variable, `forward_context`, which holds a
+`Recorder` while a freshly loaded model is examined and a `ForwardBatch` while tokens are forwarded; each thread sees its own.
 No mask function is registered under the name, so that the models build none.
 """
 
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from engine.attention import batch_invariant as steady
-from engine.attention.forward_batch import Attend, ForwardPlan, PoolViews
+from engine.attention import batch_invariant as batch_invariant
+from engine.attention.forward_batch import AttentionMetadata, ForwardBatch, PoolViews
 from proto.errors import CrossdockError
 
 NAME = "crossdock_paged"
@@ -54,7 +54,7 @@ class Recorder:
         self.shapes[layer] = (key.shape[1], key.shape[3])
 
 
-CURRENT: ContextVar[ForwardPlan | Recorder] = ContextVar("crossdock_forward")
+forward_context: ContextVar[ForwardBatch | Recorder] = ContextVar("crossdock_forward")
 
 
 def paged_attention(
@@ -70,7 +70,7 @@ def paged_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Returns ([1, tokens, heads, dim], None). Raises UnsupportedAttention while a model is being examined."""
-    current = CURRENT.get()
+    current = forward_context.get()
     if isinstance(current, Recorder):
         _refuse_unknown(attention_mask, dropout, others)
         current.record(module, key, value, sliding_window)
@@ -80,7 +80,7 @@ def paged_attention(
     views.key_rows[layer].index_copy_(0, current.slots, key.transpose(1, 2).reshape(tokens, -1))
     views.value_rows[layer].index_copy_(0, current.slots, value.transpose(1, 2).reshape(tokens, -1))
     work = current.work(sliding_window)
-    if views.steady_rows and all(item.one_row is not None for item in work):
+    if views.min_rows and all(item.one_row is not None for item in work):
         return _attend_each(query, views, layer, work, scaling, softcap), None
     parts = []
     for item in work:
@@ -91,9 +91,9 @@ def paged_attention(
             seen_key, seen_value = item.key, item.value
         else:
             seen_key, seen_value = key[:, :, rows], value[:, :, rows]
-        if views.steady_rows:
+        if views.min_rows:
             parts.append(
-                _attend_steadily(query[:, :, rows], seen_key, seen_value, item, views.steady_rows, scaling, softcap)
+                _attend_steadily(query[:, :, rows], seen_key, seen_value, item, views.min_rows, scaling, softcap)
             )
         elif softcap is None:
             parts.append(_attend(query[:, :, rows], seen_key, seen_value, item, scaling))
@@ -106,24 +106,24 @@ def _attend_each(
     query: torch.Tensor,
     views: PoolViews,
     layer: int,
-    work: list[Attend],
+    work: list[AttentionMetadata],
     scaling: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Of one token of each sequence, with `steady`: query [1, heads, sequences, dim] → [1, sequences, heads, dim]."""
+    """Of one token of each sequence, with `batch_invariant`: query [1, heads, sequences, dim] → [1, sequences, heads, dim]."""
     _, heads, sequences, dim = query.shape
     assert work[0].key is not None
     kv_heads = work[0].key.shape[1]
     outs = []
-    for item, rows in zip(work, steady.rows_of(query[0], kv_heads, views.steady_rows, scaling), strict=True):
+    for item, rows in zip(work, batch_invariant.rows_of(query[0], kv_heads, views.min_rows, scaling), strict=True):
         assert item.gather is not None and item.gathered is not None and item.one_row is not None
         torch.index_select(views.block_rows[layer], 0, item.gather, out=item.gathered)
-        outs.append(steady.attend_one(rows, item.one_row, softcap))
+        outs.append(batch_invariant.attend_one(rows, item.one_row, softcap))
     return torch.stack(outs)[:, :, : heads // kv_heads].reshape(1, sequences, heads, dim)
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, item: Attend, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, item: AttentionMetadata, scaling: float | None
 ) -> torch.Tensor:
     """Of one sequence: query [1, heads, rows, dim] over key, value [1, kv_heads, visible, dim] → [1, rows, heads, dim].
 
@@ -151,20 +151,25 @@ def _attend_steadily(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    item: Attend,
+    item: AttentionMetadata,
     fewest: int,
     scaling: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """As `_attend`, with `steady`."""
+    """As `_attend`, with `batch_invariant`."""
     _, heads, rows, dim = query.shape
     grouped = query[0].view(key.shape[1], -1, rows, dim)
-    out = steady.attend(grouped, key[0], value[0], item.mask, fewest, scaling, softcap)
+    out = batch_invariant.attend(grouped, key[0], value[0], item.mask, fewest, scaling, softcap)
     return out.reshape(1, heads, rows, dim).transpose(1, 2)
 
 
 def _attend_softcapped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, item: Attend, scaling: float | None, softcap: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    item: AttentionMetadata,
+    scaling: float | None,
+    softcap: float,
 ) -> torch.Tensor:
     """As `_attend`, with scores bounded by `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118)."""
     heads, rows, dim = query.shape[1:]

@@ -56,7 +56,7 @@ class BlockAllocator:
         self._refs.update(dict.fromkeys(taken, 1))
         return taken
 
-    def take_prefix(self, hashes: Sequence[bytes]) -> list[int]:
+    def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known prefix of a chain of hashes, each with one reference more. They are never to be
         written to."""
         blocks = self._prefixes.longest(hashes)
@@ -93,7 +93,7 @@ class BlockAllocator:
         """One reference less to each; those without any left become cached, where they are known, or free, in such an order
         that tails go before heads and that free blocks go out again ascending."""
         for block in reversed(blocks):
-            if self._drop(block) and not self._prefixes.let_go(block):
+            if self._drop(block) and not self._prefixes.release(block):
                 self._free.append(block)
 
     def quarantine(self, blocks: Sequence[int]) -> None:

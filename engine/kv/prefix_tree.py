@@ -80,7 +80,7 @@ class PrefixTree:
         """Somebody holds this block (again)."""
         self._idle.pop(block, None)
 
-    def let_go(self, block: int) -> bool:
+    def release(self, block: int) -> bool:
         """Nobody holds this block any more. True if it is kept for its hash, False if it is free."""
         if block in self._node_of:
             self._idle[block] = None

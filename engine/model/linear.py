@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """Of at most `LARGEST` rows; those that are added are copies, so that no row's numbers are unusual."""
         rows = x.shape[0]
-        more = max(padded(rows), self._fewest) - rows
+        more = max(bucket_size(rows), self._fewest) - rows
         return self._kernel(torch.cat((x, x[:more])))[:rows] if more else self._kernel(x)
 
     def _kernel(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class PackedLinear(nn.Module):
         return out
 
 
-def padded(rows: int) -> int:
+def bucket_size(rows: int) -> int:
     """The rows of the product that computes so many: at most a quarter more, or three.
 
     oneDNN compiles a routine for each number of rows and keeps the last 1,024: with any number that comes a worker on a small
@@ -89,12 +89,12 @@ def pack_linears(model: nn.Module) -> int:
 
 
 @torch.inference_mode()
-def compile_sizes(model: nn.Module) -> None:
+def warm_up(model: nn.Module) -> None:
     """Has oneDNN compile its routines now: a worker then neither stops for a millisecond nor grows by 0.3 MiB for each that
     comes later. Belongs to the thread that will compute, since a routine is for a number of threads."""
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     shapes = {(layer.in_features, layer.out_features, layer.bias is None): layer for layer in packed}
-    for rows in sorted({padded(rows) for rows in range(1, LARGEST + 1)}):
+    for rows in sorted({bucket_size(rows) for rows in range(1, LARGEST + 1)}):
         for layer in shapes.values():
             if rows * layer.in_features * layer.out_features <= _COMPILED_OPERATIONS:
                 layer(torch.zeros(rows, layer.in_features))

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from engine.attention import batch_invariant as steady
+from engine.attention import batch_invariant as batch_invariant
 from engine.attention import paged as attention
-from engine.attention.paged import CURRENT, Recorder, UnsupportedAttention
+from engine.attention.paged import Recorder, UnsupportedAttention, forward_context
 from engine.engine import Engine, ModelInfo
 from engine.model import linear, selfcheck
 from engine.model.fingerprint import model_fingerprint
@@ -86,12 +86,12 @@ def load_engine(
     check = selfcheck.SelfCheck(loaded, info, text_config, windows)
     check.compute_reference()
     loaded.set_attn_implementation(attention.NAME)
-    steady_rows = 0
+    min_rows = 0
     if device == "cpu" and weights_dtype == torch.float32:
         progress("packing the weights")
-        steady_rows = _packed(loaded, text_config, kv_heads, head_dim)
+        min_rows = _packed(loaded, text_config, kv_heads, head_dim)
     pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device, allocate)
-    engine = Engine(loaded, info, pool, steady_rows)
+    engine = Engine(loaded, info, pool, min_rows)
     progress("comparing the paged forward with the model's own")
     difference = check.compare(engine)
     if difference is not None:
@@ -103,9 +103,9 @@ def _packed(loaded: Any, text_config: Any, kv_heads: int, head_dim: int) -> int:
     """Makes the most of a CPU; returns the rows for `engine.attention.batch_invariant`, or 0."""
     if not linear.pack_linears(loaded):
         return 0
-    linear.compile_sizes(loaded)
+    linear.warm_up(loaded)
     heads = getattr(text_config, "num_attention_heads", kv_heads)
-    return steady.fewest_rows(kv_heads, heads // kv_heads, head_dim) if heads % kv_heads == 0 else 0
+    return batch_invariant.min_rows(kv_heads, heads // kv_heads, head_dim) if heads % kv_heads == 0 else 0
 
 
 def _pool_blocks(kv_bytes: int, block_bytes: int) -> int:
@@ -191,7 +191,7 @@ def _examine(loaded: Any, model: str, text_config: Any) -> tuple[int, int, int, 
     if loaded.config._attn_implementation != attention.NAME:
         raise ModelUnsupported(f"{model}: {text_config.model_type} does not use transformers' attention interface")
     recorder = Recorder()
-    reset = CURRENT.set(recorder)
+    reset = forward_context.set(recorder)
     try:
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=loaded.device)
         loaded(input_ids=tokens, position_ids=torch.tensor([[0, 1]], device=loaded.device), use_cache=False)
@@ -200,7 +200,7 @@ def _examine(loaded: Any, model: str, text_config: Any) -> tuple[int, int, int, 
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ModelUnsupported(f"{model}: a plain forward of two tokens fails: {_first_line(error)}") from error
     finally:
-        CURRENT.reset(reset)
+        forward_context.reset(reset)
         loaded.set_attn_implementation(before)
     layers = int(text_config.num_hidden_layers)
     if set(recorder.shapes) != set(range(layers)):

@@ -72,7 +72,7 @@ class SamplerState:
         if self._counts is not None:
             self._counts[token] += 1
 
-    def adjusted(self, row: torch.Tensor) -> torch.Tensor:
+    def apply_penalties(self, row: torch.Tensor) -> torch.Tensor:
         """Logits [vocab] after penalties and bias; a new tensor when anything changes."""
         if not self.adjusts:
             return row
@@ -113,9 +113,9 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
         if sampling.temperature == 0.0 and not state.adjusts and sampling.logprobs < 0:
             results.append(Sampled(greedy[row], None))
             continue
-        adjusted = state.adjusted(logits[row].cpu())
-        token = int(adjusted.argmax()) if sampling.temperature == 0.0 else _draw(adjusted, state)
-        results.append(Sampled(token, _logprobs(adjusted, token, sampling.logprobs)))
+        apply_penalties = state.apply_penalties(logits[row].cpu())
+        token = int(apply_penalties.argmax()) if sampling.temperature == 0.0 else _draw(apply_penalties, state)
+        results.append(Sampled(token, _logprobs(apply_penalties, token, sampling.logprobs)))
     return results
 
 

@@ -116,7 +116,7 @@ _OF_REJECT: dict[Reject, tuple[int, str]] = {
     Reject.QUOTA: (429, "rate_limit_exceeded"),
     Reject.DEADLINE: (429, "deadline_infeasible"),
     Reject.SHED: (429, "overloaded"),
-    Reject.BAND: (403, "band_not_allowed"),
+    Reject.PRIORITY_CLASS: (403, "priority_class_not_allowed"),
 }
 _OF_KIND: dict[FailKind, int] = {
     FailKind.UNREACHABLE: 503,

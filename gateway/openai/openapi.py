@@ -67,7 +67,7 @@ _ERROR: Final = {
 _REFUSALS: Final = {
     "400": "A parameter is wrong; `param` names it.",
     "401": "The API key is missing or not valid.",
-    "403": "The tenant may not use this band.",
+    "403": "The tenant may not use this priority class.",
     "404": "There is no such model or path.",
     "405": "The method is not allowed here.",
     "408": "The request took too long to arrive.",

@@ -103,7 +103,7 @@ class GenerationRequest(_Model):
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     ignore_eos: bool | None = None
     priority: Any = None
-    """Name of a band; checked by `gateway.tenancy`, which knows them."""
+    """Name of a priority class; checked by `gateway.tenancy`, which knows them."""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
     """By when the first token is wanted, from now."""

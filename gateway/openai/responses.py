@@ -157,17 +157,17 @@ class EventStream(Response):
     async def _until_the_end(self, send: Send) -> bytes:
         """Send what comes until every choice has ended, or one has failed; returns what is still to be sent."""
         exchange, data = self.exchange, self.exchange.encode(self.begun)
-        silence = _Silence(self.keep_alive_s, exchange.subscription.nudge)
+        idle_timer = _IdleTimer(self.keep_alive_s, exchange.subscription.nudge)
         try:
             while exchange.unended and exchange.failed is None:
                 if data:
                     await self._send(send, data)
-                    silence.ends()
+                    idle_timer.ends()
                 data = exchange.encode(exchange.take(await exchange.subscription.next()))
-                if not data and silence.is_long:
+                if not data and idle_timer.is_long:
                     data = KEEP_ALIVE
         finally:
-            silence.close()
+            idle_timer.close()
         return data
 
     async def _send(self, send: Send, data: bytes) -> None:
@@ -180,7 +180,7 @@ class EventStream(Response):
             raise ClientLeft from None
 
 
-class _Silence:
+class _IdleTimer:
     """Notices when nothing was sent for a while. One timer serves all of a stream, so that a token costs no timer."""
 
     def __init__(self, most_s: float, notice: Callable[[], None]) -> None:

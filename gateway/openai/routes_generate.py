@@ -22,7 +22,7 @@ from gateway.openai.prepare import Prepared, Rules, prepare_chat, prepare_comple
 from gateway.openai.request_types import ChatRequest, CompletionRequest, GenerationRequest, validate
 from gateway.openai.responses import EventStream, Exchange
 from gateway.streams.types import StreamSpec
-from gateway.tenancy import band_of
+from gateway.tenancy import priority_class_of
 from gateway.text.block_hashes import BlockNames
 from gateway.text.tokenizer import ModelTokenizer
 from proto.codec import pack_tokens
@@ -60,15 +60,17 @@ async def _generate(
             )
             slots = await stack.enter_async_context(gateway.intake.place(owner))
             async with gateway.intake.body(request, owner) as body:
-                wish = validate(cls, parse_json(body))
-                info.end_user = wish.end_user
-                claim = _claim(gateway, request.state.tenant, wish)
+                generation = validate(cls, parse_json(body))
+                info.end_user = generation.end_user
+                identity = _identity(gateway, request.state.tenant, generation)
                 prepared, names = await gateway.threads.run(
                     owner,
                     len(body),
-                    partial(_prepare, prepare, wish, gateway, gateway.backend.hash_block_size, claim.cache_group),
+                    partial(
+                        _prepare, prepare, generation, gateway, gateway.backend.hash_block_size, identity.cache_group
+                    ),
                 )
-                del wish, body
+                del generation, body
             slots.hold(len(prepared.prompts))
             answer: Answer = answer_cls(
                 prepared,
@@ -77,7 +79,7 @@ async def _generate(
                 created=int(clock.unix_time()),
                 model=gateway.rules.model_id,
             )
-            exchange = _submit(gateway, prepared, names, answer, info, claim)
+            exchange = _submit(gateway, prepared, names, answer, info, identity)
             await stack.enter_async_context(_watched(request.receive, exchange.subscription))
             if not prepared.stream:
                 content = await exchange.whole()
@@ -109,10 +111,10 @@ async def _generate(
 
 
 def _prepare(
-    prepare: Prepare[R], wish: R, gateway: Gateway, block_size: int, cache_group: str
+    prepare: Prepare[R], generation: R, gateway: Gateway, block_size: int, cache_group: str
 ) -> tuple[Prepared, list[BlockNames | None]]:
     """A request's prompts and the names of their KV blocks. Runs on a thread of its own: both take time."""
-    prepared = prepare(wish, gateway.tokenizer, gateway.rules)
+    prepared = prepare(generation, gateway.tokenizer, gateway.rules)
     return prepared, [
         BlockNames.of(pack_tokens(prompt), block_size, cache_group) if block_size else None
         for prompt in prepared.prompts
@@ -120,22 +122,22 @@ def _prepare(
 
 
 @dataclass(frozen=True)
-class _Claim:
+class _Identity:
     """Who asks, and with which urgency."""
 
     tenant: str
-    band: str
+    priority_class: str
     deadline_ms: float
     cache_group: str
 
 
-def _claim(gateway: Gateway, tenant: str, wish: GenerationRequest) -> _Claim:
+def _identity(gateway: Gateway, tenant: str, generation: GenerationRequest) -> _Identity:
     """Raises `ApiError`."""
-    band = band_of(wish.priority, wish.service_tier, gateway.keys.tenants, tenant)
+    priority_class = priority_class_of(generation.priority, generation.service_tier, gateway.keys.tenants, tenant)
     policy = gateway.keys.tenants.policy(tenant)
     # None: taken out of the file since the key was looked at; the coordinator will say so.
     group = policy.cache_group if policy is not None else f"tenant:{tenant}"
-    return _Claim(tenant, band, wish.deadline_ms or 0.0, group)
+    return _Identity(tenant, priority_class, generation.deadline_ms or 0.0, group)
 
 
 def _submit(
@@ -144,7 +146,7 @@ def _submit(
     names: list[BlockNames | None],
     answer: Answer,
     info: RequestInfo,
-    claim: _Claim,
+    identity: _Identity,
 ) -> Exchange:
     several, answer_id = len(prepared.prompts) > 1, info.internal_id
     info.prompt_tokens = sum(map(len, prepared.prompts))
@@ -157,9 +159,9 @@ def _submit(
             choices=prepared.choices,
             make_text=gateway.tokenizer.text_sink(prepared.stops),
             names=named,
-            tenant=claim.tenant,
-            band=claim.band,
-            deadline_ms=claim.deadline_ms,
+            tenant=identity.tenant,
+            priority_class=identity.priority_class,
+            deadline_ms=identity.deadline_ms,
         )
         for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))
     ]

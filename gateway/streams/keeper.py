@@ -16,7 +16,6 @@ from gateway.streams.state import Choice, Phase, Stream, Submission
 from gateway.streams.types import (
     Action,
     Admitted,
-    Came,
     ClientGone,
     Deliver,
     Drain,
@@ -35,6 +34,7 @@ from gateway.streams.types import (
     StreamLimits,
     StreamSpec,
     Tick,
+    TokensReceived,
     Why,
     WorkerDown,
 )
@@ -48,7 +48,7 @@ class StreamKeeper:
         self.streams: dict[str, Stream] = {}
         self.submissions: dict[str, Submission] = {}
         self.link_up = False
-        self._coordinator_epoch = 0
+        self._coordinator_incarnation = 0
         self._settled_at = 0.0
         self._draining = False
         self._words = LastWords(self.limits.last_words_max)
@@ -61,7 +61,7 @@ class StreamKeeper:
     def handle(self, event: Event, now: float) -> list[Action]:
         self._out, self._now = [], now
         match event:
-            case Came(items, decoder):
+            case TokensReceived(items, decoder):
                 for item in items:
                     self._item(item, decoder, now)
             case Open(spec):
@@ -76,12 +76,12 @@ class StreamKeeper:
                 stream = self.streams.get(stream_id)
                 if stream is not None:
                     self._forget(stream, CancelReason.DISCONNECTED)
-            case LinkUp(epoch):
-                self._link_is_up(epoch, now)
+            case LinkUp(incarnation):
+                self._link_is_up(incarnation, now)
             case LinkDown():
                 self._link_is_down(now)
-            case WorkerDown(epoch):
-                self._worker_is_down(epoch, now)
+            case WorkerDown(incarnation):
+                self._worker_is_down(incarnation, now)
             case Drain():
                 self._draining = True
             case Shutdown():
@@ -136,7 +136,7 @@ class StreamKeeper:
             submission.attempt += 1
             submission.resuming = False
             self._out.append(Noticed(Why.RESUMED, submission.request_id))
-        submission.sent_to(self._coordinator_epoch, now)
+        submission.sent_to(self._coordinator_incarnation, now)
         self._words.take_back(submission.request_id)
         self._out.append(SendSubmit(*submission.to_submit(now)))
 
@@ -279,9 +279,9 @@ class StreamKeeper:
 
     # --- the link -----------------------------------------------------------------------------------------------------
 
-    def _link_is_up(self, epoch: int, now: float) -> None:
-        same = epoch == self._coordinator_epoch
-        self.link_up, self._coordinator_epoch = True, epoch
+    def _link_is_up(self, incarnation: int, now: float) -> None:
+        same = incarnation == self._coordinator_incarnation
+        self.link_up, self._coordinator_incarnation = True, incarnation
         if not same:
             self._settled_at = now + self.limits.settle_s
         self._out += map(SendCancel, self._words.again(now))
@@ -312,16 +312,16 @@ class StreamKeeper:
                 submission.wait_until = now + self.limits.link_wait_s
             self._schedule(submission.stream)
 
-    def _worker_is_down(self, epoch: int, now: float) -> None:
+    def _worker_is_down(self, incarnation: int, now: float) -> None:
         """Tokens may have died with the connection, all of them perhaps; a stream that lives on shows it with its next one."""
         for submission in self.submissions.values():
             if submission.phase is Phase.RUNNING:
-                submission.cut(epoch, now)
+                submission.cut(incarnation, now)
                 self._doubt(submission, now)
                 self._schedule(submission.stream)
 
     def _doubt(self, submission: Submission, now: float) -> None:
-        known = self.link_up and submission.coordinator == self._coordinator_epoch
+        known = self.link_up and submission.coordinator == self._coordinator_incarnation
         submission.doubt(now, self.limits, known=known)
 
     # --- time ---------------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class StreamKeeper:
         """Have `_tick` look at the stream at its deadline, or earlier: deadlines that move back are found out then."""
         if stream.id not in self.streams:
             return
-        at = stream.deadline(self.limits, self.link_up, self._coordinator_epoch)
+        at = stream.deadline(self.limits, self.link_up, self._coordinator_incarnation)
         if stream.scheduled_at is None or at < stream.scheduled_at:
             stream.scheduled_at = at
             if len(self._heap) > 4 * len(self.streams) + 64:
@@ -356,7 +356,9 @@ class StreamKeeper:
             elif pending and submission.waits_in_vain(now):
                 self._fail(stream, Failure(FailKind.UNREACHABLE, "the coordinator cannot be reached"))
                 return
-            elif not pending and self.link_up and now >= submission.silent_at(self.limits, self._coordinator_epoch):
+            elif (
+                not pending and self.link_up and now >= submission.silent_at(self.limits, self._coordinator_incarnation)
+            ):
                 if submission.may_live(now):
                     # Said once more, its Submit is answered with what it is.
                     submission.asked(now, self.limits)

@@ -124,7 +124,7 @@ class Submission:
             first_choice=self.choices[0].index,
             resumed_tokens=len(sent),
             tenant=spec.tenant,
-            band=spec.band,
+            priority_class=spec.priority_class,
             deadline_ms=self._deadline_ms(now),
             block_hashes=names.hashes if names is not None else b"",
             hash_block_size=names.block_size if names is not None else 0,
@@ -165,7 +165,7 @@ class Submission:
         self.stall_at = until if self.stall_at is None else min(self.stall_at, until)
 
     def cut(self, worker: int, now: float) -> None:
-        """The connection of this worker, by its epoch, has ended."""
+        """The connection of this worker, by its incarnation, has ended."""
         if self.decoder in (0, worker) and self.cut_at is None:
             self.cut_at = now
 
@@ -173,8 +173,8 @@ class Submission:
         """When it will have been silent for too long: if in doubt, or for a coordinator that knows of it to be asked."""
         if self.stall_at is not None:
             return self.stall_at if self.ask_at is None else min(self.stall_at, self.ask_at)
-        patience_s = limits.stall_s if self.got_tokens else limits.idle_s / 4
-        return self.heard_at + patience_s if self.coordinator == coordinator else inf
+        timeout_s = limits.stall_s if self.got_tokens else limits.idle_s / 4
+        return self.heard_at + timeout_s if self.coordinator == coordinator else inf
 
     def sent_to(self, coordinator: int, now: float) -> None:
         """The current attempt is on its way there."""

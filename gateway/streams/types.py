@@ -68,7 +68,7 @@ class StreamSpec:
     tenant: str = "default"
     names: BlockNames | None = None
     """Of the prompt's KV blocks; without them, nothing of it is taken from a prefix cache or kept there."""
-    band: str = ""
+    priority_class: str = ""
     deadline_ms: float = 0.0
     """For the first token, from the opening of the stream; 0: none of its own."""
 
@@ -88,7 +88,7 @@ class ClientGone:
 
 @dataclass(frozen=True)
 class LinkUp:
-    epoch: int
+    incarnation: int
     """The coordinator's; another than before means that it has started anew and knows none of our requests."""
 
 
@@ -98,12 +98,12 @@ class LinkDown:
 
 
 @dataclass(frozen=True)
-class Came:
+class TokensReceived:
     """Tokens, from a worker."""
 
     items: tuple[TokenItem, ...]
     decoder: int
-    """The decode worker's epoch; 0: they are first tokens, from a prefill worker."""
+    """The decode worker's incarnation; 0: they are first tokens, from a prefill worker."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class WorkerDown:
     """A connection on which a worker delivered tokens has ended, or the worker comes back on a new one: what it sent meanwhile
     on the old one is lost as well."""
 
-    epoch: int
+    incarnation: int
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ Event = (
     | Accepted
     | Rejected
     | Interrupted
-    | Came
+    | TokensReceived
 )
 
 # --- actions ----------------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ class WorkerLinks:
         self._ended: OrderedDict[int, None] = OrderedDict()
         """Epochs of workers whose connection has ended, the latest last."""
 
-    def down(self, epoch: int) -> None:
-        self._ended.pop(epoch, None)
-        self._ended[epoch] = None
+    def down(self, incarnation: int) -> None:
+        self._ended.pop(incarnation, None)
+        self._ended[incarnation] = None
         if len(self._ended) > _REMEMBERED_MAX:
             self._ended.popitem(last=False)
 
-    def returns(self, epoch: int) -> bool:
+    def returns(self, incarnation: int) -> bool:
         """It is connected; whether it was before."""
-        return self._ended.pop(epoch, 0) is None
+        return self._ended.pop(incarnation, 0) is None

@@ -2,8 +2,8 @@
 so the tests of its arithmetic need no GPU.
 
 The checksum is multilinear (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014):
-the sum of all 64-bit words, each times an odd weight of its own, modulo 2**64. The weight of word `c` of cell `r` is `a[c]
-* b[r]`. One changed word always changes the sum; so does a cell in another's place, but for one chance in 2**60 or so. It
+the sum of all 64-bit words, each times an odd weight of its own, modulo 2**64. The weight of word `c` of sub-block `r` is `a[c]
+* b[r]`. One changed word always changes the sum; so does a sub-block in another's place, but for one chance in 2**60 or so. It
 is made of elementwise products and sums alone, so that both ends get the same bits whatever device and version they have.
 
 A copy of many gigabytes a second is slowed by reading it twice more. So the receiver may ask for one segment in `every` only,
@@ -46,14 +46,14 @@ def _weights(count: int, stream: int, device: torch.device) -> torch.Tensor:
     return torch.from_numpy((mixed | np.uint64(1)).view(np.int64)).to(device)
 
 
-def cell_sums(rows: torch.Tensor) -> torch.Tensor:
-    """One number for each cell: [cells, words] to [cells]. Enqueued on the current stream."""
+def sub_block_sums(rows: torch.Tensor) -> torch.Tensor:
+    """One number for each sub-block: [sub-blocks, words] to [sub-blocks]. Enqueued on the current stream."""
     words = rows if rows.dtype == torch.int64 else rows.to(torch.int64)
     return (words * _weights(words.shape[1], 0, words.device)).sum(1)
 
 
 def checksum(sums: Sequence[torch.Tensor]) -> bytes:
-    """8 bytes, from the numbers of a segment's cells, in order; waits for the current stream."""
+    """8 bytes, from the numbers of a segment's sub-blocks, in order; waits for the current stream."""
     joined = torch.cat(list(sums))
     # A power of two, so that segments of all sizes share a few tables.
     weights = _weights(1 << (joined.shape[0] - 1).bit_length(), 1, joined.device)
@@ -65,8 +65,8 @@ class DeviceDigester:
 
     def __init__(self, rows: PoolRows, every: int) -> None:
         self._rows, self._every = rows, every
-        self._cells = max(1, PIECE_BYTES // rows.layout.block_bytes)
-        self._buffer = rows.device_buffer(self._cells)
+        self._sub_blocks = max(1, PIECE_BYTES // rows.layout.block_bytes)
+        self._buffer = rows.device_buffer(self._sub_blocks)
 
     def digest(self, block_ids: Sequence[int], begun: Sequence[bytes] = ()) -> bytes:
         """`UNSAMPLED` if these, as the target of a segment, need none."""
@@ -74,21 +74,21 @@ class DeviceDigester:
         return self.checksum(block_ids) if is_sampled(block_ids, self._every) else UNSAMPLED
 
     def checksum(self, block_ids: Sequence[int]) -> bytes:
-        parts = (block_ids[start : start + self._cells] for start in range(0, len(block_ids), self._cells))
+        parts = (block_ids[start : start + self._sub_blocks] for start in range(0, len(block_ids), self._sub_blocks))
         with self._rows.on_stream():
-            return checksum([cell_sums(self._rows.rows_or_gather(part, self._buffer)) for part in parts])
+            return checksum([sub_block_sums(self._rows.rows_or_gather(part, self._buffer)) for part in parts])
 
 
 class DeviceCopier:
-    """From `source` to `target` on one device; both have cells of one size. For one thread."""
+    """From `source` to `target` on one device; both have sub-blocks of one size. For one thread."""
 
     def __init__(self, source: PoolRows, target: PoolRows, every: int) -> None:
         assert source.layout == target.layout and source.device == target.device
         self._source, self._target = source, target
         self._every = every
         self._digester = DeviceDigester(source, every)
-        self._cells = max(1, PIECE_BYTES // source.layout.block_bytes)
-        self._buffer = source.device_buffer(self._cells)
+        self._sub_blocks = max(1, PIECE_BYTES // source.layout.block_bytes)
+        self._buffer = source.device_buffer(self._sub_blocks)
 
     def copy(
         self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[int], bool], known: bytes = b""
@@ -120,12 +120,12 @@ class DeviceCopier:
     ) -> bytes:
         sums: list[torch.Tensor] = []
         with self._source.on_stream():
-            for start in range(0, len(source_ids), self._cells):
+            for start in range(0, len(source_ids), self._sub_blocks):
                 if not go_on(0):
                     return b""
-                part = slice(start, start + self._cells)
+                part = slice(start, start + self._sub_blocks)
                 packed = self._source.rows_or_gather(source_ids[part], self._buffer)
                 self._target.scatter(target_ids[part], packed)
                 if sampled:
-                    sums.append(cell_sums(packed))
+                    sums.append(sub_block_sums(packed))
             return checksum(sums) if sampled else UNSAMPLED

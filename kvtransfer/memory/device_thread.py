@@ -25,7 +25,7 @@ POLL_S = 100e-6
 IDLE_S = 60.0
 
 
-class Bell:
+class WakeupFd:
     """Rung on any thread, waited for in a `poll`."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Bell:
             if self._event >= 0:
                 os.eventfd_write(self._event, 1)
 
-    def hush(self) -> None:
+    def clear(self) -> None:
         try:
             os.eventfd_read(self._event)
         except BlockingIOError:
@@ -52,7 +52,7 @@ class Bell:
         poll = select.poll()
         poll.register(self._event, select.POLLIN)
         poll.poll(max(0.0, timeout_s) * 1e3)
-        self.hush()
+        self.clear()
 
     def close(self) -> None:
         with self._lock:
@@ -76,7 +76,7 @@ class Operation(ABC):
         """Make it end now. What it used is not touched any more when this returns."""
 
 
-class Ticket:
+class TransferHandle:
     """One operation asked for. Written by the device's thread; read anywhere."""
 
     def __init__(self, operation: Operation, timeout_s: float, notify: Callable[[], None]) -> None:
@@ -139,27 +139,27 @@ class DeviceQueue:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._waiting: deque[Ticket] = deque()
-        self._under_way: list[Ticket] = []
+        self._waiting: deque[TransferHandle] = deque()
+        self._under_way: list[TransferHandle] = []
 
-    def submit(self, ticket: Ticket) -> None:
-        self._waiting.append(ticket)
+    def submit(self, handle: TransferHandle) -> None:
+        self._waiting.append(handle)
 
     def step(self) -> bool:
         """Start what waits, look after what is under way. Whether there is anything left to look after."""
         while self._waiting:
-            ticket = self._waiting.popleft()
-            ticket.begin(self._clock)
-            if not ticket.ended:
-                self._under_way.append(ticket)
+            handle = self._waiting.popleft()
+            handle.begin(self._clock)
+            if not handle.ended:
+                self._under_way.append(handle)
             self._look()  # between two that may block
         self._look()
         return bool(self._under_way)
 
     def _look(self) -> None:
-        for ticket in self._under_way:
-            ticket.look(self._clock())
-        self._under_way = [ticket for ticket in self._under_way if not ticket.ended]
+        for handle in self._under_way:
+            handle.look(self._clock())
+        self._under_way = [handle for handle in self._under_way if not handle.ended]
 
 
 class DeviceThread:
@@ -170,12 +170,12 @@ class DeviceThread:
         self._asked = threading.Event()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def submit(self, operation: Operation, timeout_s: float, notify: Callable[[], None]) -> Ticket:
+    def submit(self, operation: Operation, timeout_s: float, notify: Callable[[], None]) -> TransferHandle:
         """`notify` is called, on the device's thread, when it has begun and when it has ended. It must not raise."""
-        ticket = Ticket(operation, timeout_s, notify)
-        self._queue.submit(ticket)
+        handle = TransferHandle(operation, timeout_s, notify)
+        self._queue.submit(handle)
         self._asked.set()
-        return ticket
+        return handle
 
     def _run(self) -> None:
         while True:

@@ -22,38 +22,40 @@ PIECE_BYTES = 256 << 10
 """Source and copy of a piece fit the second-level cache of any server core of the last ten years."""
 
 
-def of_packed(packed: Any, cell_bytes: int) -> list[bytes]:
-    """Of each of the cells in this array of bytes."""
+def of_packed(packed: Any, sub_block_bytes: int) -> list[bytes]:
+    """Of each of the sub-blocks in this array of bytes."""
     view = memoryview(packed)  # cut in half the time of an array
-    return [xxhash.xxh3_64_digest(view[at : at + cell_bytes]) for at in range(0, len(view), cell_bytes)]
+    return [xxhash.xxh3_64_digest(view[at : at + sub_block_bytes]) for at in range(0, len(view), sub_block_bytes)]
 
 
-def of_segment(cell_digests: Sequence[bytes]) -> bytes:
-    """8 bytes, from the digests of a segment's cells."""
-    return xxhash.xxh3_64_digest(b"".join(cell_digests))
+def of_segment(sub_block_digests: Sequence[bytes]) -> bytes:
+    """8 bytes, from the digests of a segment's sub-blocks."""
+    return xxhash.xxh3_64_digest(b"".join(sub_block_digests))
 
 
 class Digester:
-    """Of cells of one pool, where they lie in host memory. For one thread."""
+    """Of sub-blocks of one pool, where they lie in host memory. For one thread."""
 
     def __init__(self, rows: PoolRows) -> None:
         self._rows = rows
-        self._piece_cells = max(1, PIECE_BYTES // rows.layout.block_bytes)
-        self._buffer = None if rows.is_flat else rows.buffer(self._piece_cells)
+        self._piece_sub_blocks = max(1, PIECE_BYTES // rows.layout.block_bytes)
+        self._buffer = None if rows.is_flat else rows.buffer(self._piece_sub_blocks)
 
     def digest(self, block_ids: Sequence[int], begun: Sequence[bytes] = ()) -> bytes:
         """Of these as a segment; `begun` are digests of the first of them."""
         return of_segment([*begun, *self.each(block_ids[len(begun) :])])
 
     def each(self, block_ids: Sequence[int]) -> list[bytes]:
-        cell_bytes, found = self._rows.layout.block_bytes, []
+        sub_block_bytes, found = self._rows.layout.block_bytes, []
         if self._buffer is None:
             for block, _, count in runs_of(block_ids, block_ids):
-                found += of_packed(self._rows.flat_bytes[block * cell_bytes : (block + count) * cell_bytes], cell_bytes)
+                found += of_packed(
+                    self._rows.flat_bytes[block * sub_block_bytes : (block + count) * sub_block_bytes], sub_block_bytes
+                )
             return found
-        for start in range(0, len(block_ids), self._piece_cells):
-            part = block_ids[start : start + self._piece_cells]
-            found += of_packed(as_bytes(self._rows.packed(part, self._buffer)).reshape(-1), cell_bytes)
+        for start in range(0, len(block_ids), self._piece_sub_blocks):
+            part = block_ids[start : start + self._piece_sub_blocks]
+            found += of_packed(as_bytes(self._rows.packed(part, self._buffer)).reshape(-1), sub_block_bytes)
         return found
 
 
@@ -64,7 +66,7 @@ class BlockDigests:
     def __init__(self, rows: PoolRows) -> None:
         assert rows.is_flat
         self._digester = Digester(rows)
-        self._digests = [b""] * rows.cells
+        self._digests = [b""] * rows.sub_blocks
         """Empty: not made."""
 
     def make(self, block_ids: Sequence[int]) -> None:
@@ -84,24 +86,24 @@ class BlockDigests:
         return self.known(block_ids)
 
 
-def land(packed: torch.Tensor, rows: PoolRows, block_ids: Sequence[int]) -> bytes:
-    """Copy packed cells of host memory to their blocks, and the digest of what was copied; done when this returns. Raises
+def unpack(packed: torch.Tensor, rows: PoolRows, block_ids: Sequence[int]) -> bytes:
+    """Copy packed sub-blocks of host memory to their blocks, and the digest of what was copied; done when this returns. Raises
     `OutsidePool`.
 
     Where blocks are in host memory as well, piece by piece, so that the second of the two finds each in the core's cache; and
     it is the copy that is digested: `packed` may change meanwhile. Elsewhere it must not."""
     rows.check(block_ids)
-    cell_bytes = rows.layout.block_bytes
+    sub_block_bytes = rows.layout.block_bytes
     if not rows.is_flat:
         rows.spread(block_ids, packed)
-        return of_segment(of_packed(as_bytes(packed).reshape(-1), cell_bytes))
+        return of_segment(of_packed(as_bytes(packed).reshape(-1), sub_block_bytes))
     found, source, copied = [], packed.data_ptr(), memoryview(rows.flat_bytes)
     for at, block in enumerate(block_ids):
         hasher = xxhash.xxh3_64()
-        for start in range(0, cell_bytes, PIECE_BYTES):
-            size = min(PIECE_BYTES, cell_bytes - start)
-            target = block * cell_bytes + start
-            ctypes.memmove(rows.address + target, source + at * cell_bytes + start, size)
+        for start in range(0, sub_block_bytes, PIECE_BYTES):
+            size = min(PIECE_BYTES, sub_block_bytes - start)
+            target = block * sub_block_bytes + start
+            ctypes.memmove(rows.address + target, source + at * sub_block_bytes + start, size)
             hasher.update(copied[target : target + size])
         found.append(hasher.digest())
     return of_segment(found)

@@ -6,8 +6,9 @@ Both ends of a transfer take shapes and dtypes from their own layout, never from
 fingerprints.
 
 Blocks of the two ends may differ in size where one size is a multiple of the other. What crosses, and what both count, are
-then *cells*: blocks of the smaller size. A pool of larger blocks is read and written as one of cells; cell `i` of block `b`
-has the number `b * ratio + i`. Positions in a prompt need no other alignment: each end's blocks are whole cells.
+then *sub-blocks*: blocks of the smaller size. A pool of larger blocks is read and written as one of sub-blocks; sub-block
+`i` of block `b` has the number `b * ratio + i`. Positions in a prompt need no other alignment: each end's blocks are whole
+sub-blocks.
 """
 
 import dataclasses
@@ -59,16 +60,16 @@ class KvLayout:
         return max(1, segment_bytes // self.block_bytes)
 
 
-def cells_of(block_ids: Sequence[int], ratio: int) -> tuple[int, ...]:
-    """The cells of these blocks, `ratio` to a block, in order."""
+def sub_blocks_of(block_ids: Sequence[int], ratio: int) -> tuple[int, ...]:
+    """The sub-blocks of these blocks, `ratio` to a block, in order."""
     if ratio == 1:
         return tuple(block_ids)
     return tuple(block * ratio + part for block in block_ids for part in range(ratio))
 
 
-def blocks_of(cells: Sequence[int], ratio: int) -> tuple[int, ...]:
-    """The blocks that these cells are in, each once, in order."""
-    return tuple(cells) if ratio == 1 else tuple(dict.fromkeys(cell // ratio for cell in cells))
+def blocks_of(sub_blocks: Sequence[int], ratio: int) -> tuple[int, ...]:
+    """The blocks that these sub-blocks are in, each once, in order."""
+    return tuple(sub_blocks) if ratio == 1 else tuple(dict.fromkeys(sub_block // ratio for sub_block in sub_blocks))
 
 
 def is_run(block_ids: Sequence[int]) -> bool:

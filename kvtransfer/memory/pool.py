@@ -1,7 +1,7 @@
-"""A pool of KV blocks seen as rows of bytes: packing cells into one buffer, spreading a buffer over cells, digests.
+"""A pool of KV blocks seen as rows of bytes: packing sub-blocks into one buffer, spreading a buffer over sub-blocks, digests.
 
-A cell is a block, or a whole part of one where the peer's blocks are smaller (`layout`); in the buffer each lies as a block
-of the smaller size does: [layers, 2, cell tokens, kv_heads, head_dim].
+A sub-block is a block, or a whole part of one where the peer's blocks are smaller (`layout`); in the buffer each lies as a
+block of the smaller size does: [layers, 2, sub-block tokens, kv_heads, head_dim].
 
 Called from transfer threads. What they may touch, and when, is the sessions' concern.
 """
@@ -31,10 +31,10 @@ class OutsidePool(ValueError):
 
 
 class PoolRows:
-    """`pool` as cells of `cell_tokens` tokens, by default whole blocks, over the same memory. `layout` is then that of
-    cells. Raises `ValueError` unless the pool has exactly the shape and dtype of `pool_layout`."""
+    """`pool` as sub-blocks of `sub_block_tokens` tokens, by default whole blocks, over the same memory. `layout` is then
+    that of sub-blocks. Raises `ValueError` unless the pool has exactly the shape and dtype of `pool_layout`."""
 
-    def __init__(self, pool: torch.Tensor, pool_layout: KvLayout, cell_tokens: int = 0) -> None:
+    def __init__(self, pool: torch.Tensor, pool_layout: KvLayout, sub_block_tokens: int = 0) -> None:
         layout = pool_layout
         shape, dtype = tuple(pool.shape[1:]), TORCH_DTYPES[layout.dtype]
         if shape != layout.block_shape or pool.dtype != dtype or not pool.is_contiguous():
@@ -42,31 +42,31 @@ class PoolRows:
                 f"the pool is {pool.dtype} blocks of {shape}; "
                 f"the layout says {dtype} blocks of {layout.block_shape}, contiguous"
             )
-        self.layout = layout.in_blocks_of(cell_tokens or layout.block_size)
-        assert layout.block_size % self.layout.block_size == 0, "a block is not a whole number of cells"
+        self.layout = layout.in_blocks_of(sub_block_tokens or layout.block_size)
+        assert layout.block_size % self.layout.block_size == 0, "a block is not a whole number of sub-blocks"
         self.ratio = layout.block_size // self.layout.block_size
         """Cells in a block."""
         self._planes = 2 * layout.layers
-        self.cells = pool.shape[0] * self.ratio
+        self.sub_blocks = pool.shape[0] * self.ratio
         # Rows of 8-byte words where they fit: index_copy_ moves words, and bytes one by one are several times slower.
         self._word = torch.int64 if self.layout.block_bytes // self._planes % 8 == 0 else torch.uint8
         self._rows = pool.view(pool.shape[0], -1).view(self._word)
         self.device = self._rows.device
         self._stream: Any = _cuda.Stream(self.device) if self._rows.is_cuda else None
-        # [blocks, ratio, planes, words]: a cell's words are contiguous plane by plane only.
+        # [blocks, ratio, planes, words]: a sub-block's words are contiguous plane by plane only.
         self._parts = self._rows.view(pool.shape[0], self._planes, self.ratio, -1).transpose(1, 2)
-        self._cell_words = self._rows.shape[1] // self.ratio
+        self._sub_block_words = self._rows.shape[1] // self.ratio
         self.is_flat = self.device.type == "cpu" and self.ratio == 1
-        """Whether cell `i` is the bytes from `i * block_bytes` on, in host memory."""
+        """Whether sub-block `i` is the bytes from `i * block_bytes` on, in host memory."""
         self.address = self._rows.data_ptr()
         self.flat_bytes: Any = as_bytes(self._rows.view(-1)) if self.is_flat else None
 
     @classmethod
-    def of_bytes(cls, memory: torch.Tensor, cells: KvLayout, ratio: int) -> "PoolRows":
-        """A pool that fills these bytes, of blocks of `ratio` such cells."""
-        layout = cells.in_blocks_of(cells.block_size * ratio)
+    def of_bytes(cls, memory: torch.Tensor, sub_blocks: KvLayout, ratio: int) -> "PoolRows":
+        """A pool that fills these bytes, of blocks of `ratio` such sub-blocks."""
+        layout = sub_blocks.in_blocks_of(sub_blocks.block_size * ratio)
         blocks = memory.shape[0] // layout.block_bytes
-        return cls(memory.view(TORCH_DTYPES[layout.dtype]).view(layout.shape(blocks)), layout, cells.block_size)
+        return cls(memory.view(TORCH_DTYPES[layout.dtype]).view(layout.shape(blocks)), layout, sub_blocks.block_size)
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """What is done inside is enqueued on a stream of this pool's transfers, beside the one that computes. Nothing
@@ -78,32 +78,32 @@ class PoolRows:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def buffer(self, cells: int) -> torch.Tensor:
-        """Host memory for `cells` packed cells, as rows of words; pinned where the pool is on a GPU."""
-        return torch.empty((cells, self._cell_words), dtype=self._word, pin_memory=self._stream is not None)
+    def buffer(self, sub_blocks: int) -> torch.Tensor:
+        """Host memory for `sub-blocks` packed sub-blocks, as rows of words; pinned where the pool is on a GPU."""
+        return torch.empty((sub_blocks, self._sub_block_words), dtype=self._word, pin_memory=self._stream is not None)
 
-    def device_buffer(self, cells: int) -> torch.Tensor:
+    def device_buffer(self, sub_blocks: int) -> torch.Tensor:
         """The same on the pool's device, of memory that belongs to its stream: torch may hand out what another stream has yet
         to finish with."""
         with self.on_stream():
-            return torch.empty((cells, self._cell_words), dtype=self._word, device=self.device)
+            return torch.empty((sub_blocks, self._sub_block_words), dtype=self._word, device=self.device)
 
     def packed(self, block_ids: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
-        """The cells one after the other in host memory: the pool itself where they lie so, else a copy in `buffer`."""
+        """The sub-blocks one after the other in host memory: the pool itself where they lie so, else a copy in `buffer`."""
         if self._stream is None:
             return self.rows_or_gather(block_ids, buffer)
         with self.on_stream():
             return buffer[: len(block_ids)].copy_(self.rows_or_gather(block_ids, self.device_buffer(len(block_ids))))
 
     def spread(self, block_ids: Sequence[int], packed: torch.Tensor) -> None:
-        """Copy packed cells of host memory to their places; done when this returns."""
+        """Copy packed sub-blocks of host memory to their places; done when this returns."""
         with self.on_stream():
             self.scatter(block_ids, packed.to(self.device))
         self.wait()
 
     def rows_or_gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
-        """The cells one after the other on the pool's device: the pool itself where they lie so, else a copy in `buffer`. On a
-        GPU it is only enqueued."""
+        """The sub-blocks one after the other on the pool's device: the pool itself where they lie so, else a copy in
+        `buffer`. On a GPU it is only enqueued."""
         count = len(block_ids)
         if self.ratio > 1:
             buffer[:count].view(count, self._planes, -1).copy_(self._parts[self._places(block_ids)])
@@ -114,7 +114,7 @@ class PoolRows:
         return torch.index_select(self._rows, 0, index, out=buffer[:count])
 
     def scatter(self, block_ids: Sequence[int], packed: torch.Tensor) -> None:
-        """Copy packed cells of the pool's device to their places. On a GPU it is only enqueued."""
+        """Copy packed sub-blocks of the pool's device to their places. On a GPU it is only enqueued."""
         if self.ratio > 1:
             self._parts[self._places(block_ids)] = packed.view(len(block_ids), self._planes, -1)
         elif is_run(block_ids):
@@ -123,23 +123,25 @@ class PoolRows:
             self._rows.index_copy_(0, torch.tensor(block_ids, device=self.device), packed)
 
     def run(self, first: int, count: int) -> torch.Tensor:
-        """Blocks that follow each other, where they lie; only where cells are whole blocks."""
+        """Blocks that follow each other, where they lie; only where sub-blocks are whole blocks."""
         assert self.ratio == 1
         return self._rows[first : first + count]
 
-    def _places(self, cells: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places(self, sub_blocks: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(blocks, parts within them), to index with."""
-        blocks, parts = np.divmod(np.asarray(cells), self.ratio)
+        blocks, parts = np.divmod(np.asarray(sub_blocks), self.ratio)
         return torch.from_numpy(blocks).to(self.device), torch.from_numpy(parts).to(self.device)
 
     def check(self, block_ids: Sequence[int]) -> None:
         """Raises `OutsidePool`. Before anything is copied by address: a stray copy would write to memory of something else."""
-        if block_ids and (min(block_ids) < 0 or max(block_ids) >= self.cells):
-            raise OutsidePool(f"a block outside the pool of {self.cells}, among {min(block_ids)} to {max(block_ids)}")
+        if block_ids and (min(block_ids) < 0 or max(block_ids) >= self.sub_blocks):
+            raise OutsidePool(
+                f"a block outside the pool of {self.sub_blocks}, among {min(block_ids)} to {max(block_ids)}"
+            )
 
     def as_packed(self, raw: torch.Tensor) -> torch.Tensor:
-        """These bytes of host memory, in which cells lie one after the other, as `packed` has them."""
-        return raw.view(self._word).view(-1, self._cell_words)
+        """These bytes of host memory, in which sub-blocks lie one after the other, as `packed` has them."""
+        return raw.view(self._word).view(-1, self._sub_block_words)
 
 
 def as_bytes(packed: torch.Tensor) -> Any:

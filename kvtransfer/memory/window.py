@@ -4,15 +4,15 @@ from collections import deque
 
 
 class Ring:
-    """A ring of `cells`, of which stretches are given out and come back in the same order. Each is in one piece."""
+    """A ring of `sub-blocks`, of which stretches are given out and come back in the same order. Each is in one piece."""
 
-    def __init__(self, cells: int) -> None:
-        self._cells = cells
+    def __init__(self, sub_blocks: int) -> None:
+        self._sub_blocks = sub_blocks
         self._held: deque[tuple[int, int]] = deque()
-        """(first cell, cells), the oldest first."""
+        """(first sub-block, sub-blocks), the oldest first."""
 
     def take(self, count: int) -> int | None:
-        """The first cell of a stretch of this length; None if there is none now."""
+        """The first sub-block of a stretch of this length; None if there is none now."""
         first = self._place(count)
         if first is not None:
             self._held.append((first, count))
@@ -29,11 +29,11 @@ class Ring:
     def _place(self, count: int) -> int | None:
         assert count > 0
         if not self._held:
-            return 0 if count <= self._cells else None
+            return 0 if count <= self._sub_blocks else None
         oldest, (last, length) = self._held[0][0], self._held[-1]
         end = last + length
         if end <= oldest:  # it has gone round
             return end if end + count <= oldest else None
-        if end + count <= self._cells:
+        if end + count <= self._sub_blocks:
             return end
         return 0 if count <= oldest else None

@@ -235,7 +235,7 @@ class Receiving:
 
     request_id: str
     attempt: int
-    peer_epoch: int
+    peer_incarnation: int
     state: str
     block_ids: tuple[int, ...]
 

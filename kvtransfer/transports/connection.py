@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvtransfer.rate_limiter import Lane, Pace
+from kvtransfer.rate_limiter import Lane, RateLimiter
 from kvtransfer.transports import registry as transports
 from kvtransfer.transports.transport import (
     MAX_QUEUED_SEGMENTS,
@@ -23,8 +23,8 @@ from kvtransfer.transports.transport import (
     Inbox,
     Listener,
     Local,
-    Meeting,
     PairBroken,
+    Rendezvous,
     SegmentJob,
 )
 
@@ -39,7 +39,7 @@ class Listen:
     transports: tuple[str, ...]
     why: str
     """What speaks against better ones."""
-    on_listening: Callable[[Meeting], None]
+    on_listening: Callable[[Rendezvous], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,19 @@ class NoResources(Exception):
 
 
 class Pair:
-    """Made on the event loop, whose thread calls everything public. The thread starts at once. `how` is a `Meeting` on the
+    """Made on the event loop, whose thread calls everything public. The thread starts at once. `how` is a `Rendezvous` on the
     sender. Raises `NoResources`."""
 
     def __init__(
-        self, how: Listen | Meeting, local: Local, events: PairEvents, name: str, pace: Pace | None = None
+        self,
+        how: Listen | Rendezvous,
+        local: Local,
+        events: PairEvents,
+        name: str,
+        rate_limiter: RateLimiter | None = None,
     ) -> None:
         self.is_down = False
-        self._pace, self._lane = pace, Lane()
+        self._rate_limiter, self._lane = rate_limiter, Lane()
         self._how = how
         self._local = local
         self._events = events
@@ -97,11 +102,11 @@ class Pair:
             assert self.queued < MAX_QUEUED_SEGMENTS and job.sequence not in self._unanswered
             assert job.blocks <= self._local.segment_blocks
             self._unanswered[job.sequence] = job
-        if self._pace is None:
+        if self._rate_limiter is None:
             self._inbox.put(*jobs)
             return
         for job in jobs:
-            self._pace.start(self._lane, partial(self._wanted_bytes, job), partial(self._begin, job))
+            self._rate_limiter.start(self._lane, partial(self._wanted_bytes, job), partial(self._begin, job))
 
     def _wanted_bytes(self, job: SegmentJob) -> int:
         return 0 if job.block_ids is None else job.blocks * self._local.rows.layout.block_bytes
@@ -186,7 +191,7 @@ class Pair:
 
     def _meet(self) -> Channel:
         how = self._how
-        if isinstance(how, Meeting):
+        if isinstance(how, Rendezvous):
             return transports.connect(self._local, how)
         listener = transports.listen(self._local, how.transports, how.why)
         with self._lock:

@@ -21,26 +21,33 @@ from kvtransfer.memory.cuda import HANDLE_BYTES, DeviceMemory, Mapping, device_u
 from kvtransfer.memory.device_copy import DIGEST_EVERY_MAX, DeviceCopier, DeviceDigester
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.transports.granted import Grants, Writes
-from kvtransfer.transports.transport import Answer, Channel, Inbox, Listener, Local, Meeting, PairBroken, Transport
-from kvtransfer.transports.unix_rendezvous import Board, cannot_grant, check_fit, check_sealed, ready, send_hello
-from kvtransfer.transports.unix_socket import READY, Connection, Door, knock, peer_process, receive_with_descriptors
+from kvtransfer.transports.granted import RemoteWriter, WriteCredits
+from kvtransfer.transports.transport import Answer, Channel, Inbox, Listener, Local, PairBroken, Rendezvous, Transport
+from kvtransfer.transports.unix_rendezvous import CancelFlags, cannot_grant, check_fit, check_sealed, ready, send_hello
+from kvtransfer.transports.unix_socket import (
+    READY,
+    Connection,
+    RendezvousListener,
+    connect,
+    peer_process,
+    receive_with_descriptors,
+)
 
 _HELLO = struct.Struct(f"<8sQQQQQ16s{HANDLE_BYTES}s")
-"""Magic, bytes of the pool's memory, blocks in it, cells in a block, bytes of a cell, one segment in how many is digested, the
-GPU's id, the handle of the memory."""
+"""Magic, bytes of the pool's memory, blocks in it, sub-blocks in a block, bytes of a sub-block, one segment in how many is
+digested, the GPU's id, the handle of the memory."""
 _MAGIC = b"cdkvipc1"
 DEATH_WAIT_MS: Final = 10_000
 """A process whose connection has ended and which lives on for so long has closed it in order, and does that when it is
 done."""
 
 
-class _Writes(Writes):
+class _Writes(RemoteWriter):
     def __init__(
         self, local: Local, connection: Connection, mapping: Mapping, target: PoolRows, told: "_Told", lifeline: int
     ) -> None:
         copier = DeviceCopier(local.rows, target, told.digest_every)
-        super().__init__(local, connection, copier, target.cells, told.board, lifeline)
+        super().__init__(local, connection, copier, target.sub_blocks, told.board, lifeline)
         self._mapping = mapping
         self._rows = local.rows
 
@@ -55,8 +62,8 @@ class _Writes(Writes):
         super().settle(inbox, answer)
 
 
-class _Grants(Grants):
-    def __init__(self, local: Local, connection: Connection, board: Board, lifeline: int, process: int) -> None:
+class _Grants(WriteCredits):
+    def __init__(self, local: Local, connection: Connection, board: CancelFlags, lifeline: int, process: int) -> None:
         digester = DeviceDigester(local.rows, local.settings.digest_every)
         super().__init__(local, connection, digester, board, lifeline)
         self._process = process
@@ -81,41 +88,41 @@ def wait_until_gone(process: int, limit_ms: int) -> None:
 class _Told:
     """What the receiver says of itself, checked before anything is mapped. Raises `PairBroken` or `OSError`."""
 
-    def __init__(self, cells: KvLayout, device: bytes, message: bytes, descriptors: list[int]) -> None:
+    def __init__(self, sub_blocks: KvLayout, device: bytes, message: bytes, descriptors: list[int]) -> None:
         if len(message) != _HELLO.size or len(descriptors) != 2:
             raise PairBroken(f"the receiver sent {len(message)} bytes and {len(descriptors)} descriptors for a pool")
-        magic, self.pool_bytes, blocks, self.ratio, cell_bytes, self.digest_every, uuid, self.handle = _HELLO.unpack(
-            message
+        magic, self.pool_bytes, blocks, self.ratio, sub_block_bytes, self.digest_every, uuid, self.handle = (
+            _HELLO.unpack(message)
         )
         if magic != _MAGIC:
             raise PairBroken("the receiver speaks another version of cuda_ipc")
         if uuid != device:
             raise PairBroken("the two are on different GPUs")
-        self.used = check_fit(cells, self.pool_bytes, blocks, self.ratio, cell_bytes)
+        self.used = check_fit(sub_blocks, self.pool_bytes, blocks, self.ratio, sub_block_bytes)
         if not 1 <= self.digest_every <= DIGEST_EVERY_MAX:
             raise PairBroken(f"the receiver wants one segment in {self.digest_every} digested")
-        check_sealed(descriptors[0], Board.SIZE)
-        self.board = Board(descriptors[0])
+        check_sealed(descriptors[0], CancelFlags.SIZE)
+        self.board = CancelFlags(descriptors[0])
 
 
 def hello(rows: PoolRows, memory: DeviceMemory, digest_every: int, device: bytes) -> bytes:
-    blocks, ratio = rows.cells // rows.ratio, rows.ratio
-    cell_bytes = rows.layout.block_bytes
-    return _HELLO.pack(_MAGIC, memory.bytes, blocks, ratio, cell_bytes, digest_every, device, memory.handle)
+    blocks, ratio = rows.sub_blocks // rows.ratio, rows.ratio
+    sub_block_bytes = rows.layout.block_bytes
+    return _HELLO.pack(_MAGIC, memory.bytes, blocks, ratio, sub_block_bytes, digest_every, device, memory.handle)
 
 
 class _Listener(Listener):
     def __init__(self, local: Local) -> None:
         self._local = local
-        self._door = Door()
-        self.meeting = Meeting(CudaIpc.name, "", 0, self._door.name)
+        self._rendezvous_listener = RendezvousListener()
+        self.meeting = Rendezvous(CudaIpc.name, "", 0, self._rendezvous_listener.name)
 
     def meet(self) -> Channel:
         local, memory = self._local, self._local.memory
         assert isinstance(memory, DeviceMemory)
         timeout_ms = local.settings.rendezvous_timeout_ms
         local_device = device_uuid(local.rows.device)
-        connected = self._door.accept(timeout_ms)
+        connected = self._rendezvous_listener.accept(timeout_ms)
         process = peer_process(connected)
         lifeline, their_lifeline = os.pipe()
         try:
@@ -130,7 +137,7 @@ class _Listener(Listener):
             raise
 
     def abandon(self) -> None:
-        self._door.abandon()
+        self._rendezvous_listener.abandon()
 
 
 class CudaIpc(Transport):
@@ -147,8 +154,8 @@ class CudaIpc(Transport):
     def listen(self, local: Local) -> Listener:
         return _Listener(local)
 
-    def connect(self, local: Local, meeting: Meeting) -> Channel:
-        connected = knock(meeting.secret)
+    def connect(self, local: Local, meeting: Rendezvous) -> Channel:
+        connected = connect(meeting.secret)
         rows = local.rows
         mapping = None
         descriptors: list[int] = []

@@ -14,11 +14,11 @@ from collections import deque
 from datetime import timedelta
 from typing import Any
 
-from kvtransfer.memory.digests import land, of_packed, of_segment
+from kvtransfer.memory.digests import of_packed, of_segment, unpack
 from kvtransfer.memory.pool import as_bytes
 from kvtransfer.transports import rendezvous
 from kvtransfer.transports.rendezvous import RECEIVER_RANK, SENDER_RANK, Group
-from kvtransfer.transports.transport import Answer, Channel, Inbox, Listener, Local, Meeting, SegmentJob, Transport
+from kvtransfer.transports.transport import Answer, Channel, Inbox, Listener, Local, Rendezvous, SegmentJob, Transport
 
 UNDER_WAY = 2
 BUFFERS = UNDER_WAY + 1
@@ -95,14 +95,14 @@ class _Receiving(_GlooChannel):
     def _done(self, job: SegmentJob, data: Any) -> bytes:
         """Copies what has landed to its blocks, if it is still wanted."""
         block_ids = job.block_ids
-        return b"" if block_ids is None else land(data[: job.blocks], self._rows, block_ids)
+        return b"" if block_ids is None else unpack(data[: job.blocks], self._rows, block_ids)
 
 
 class _GlooListener(Listener):
     def __init__(self, local: Local) -> None:
         self._local = local
         self._store = rendezvous.Listener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
-        self.meeting = Meeting(Gloo.name, local.listen_host, self._store.port, self._store.secret)
+        self.meeting = Rendezvous(Gloo.name, local.listen_host, self._store.port, self._store.secret)
 
     def meet(self) -> Channel:
         return _Receiving(self._local, self._store.meet(rendezvous.gloo_group))
@@ -123,7 +123,7 @@ class Gloo(Transport):
     def listen(self, local: Local) -> Listener:
         return _GlooListener(local)
 
-    def connect(self, local: Local, meeting: Meeting) -> Channel:
+    def connect(self, local: Local, meeting: Rendezvous) -> Channel:
         timeout_s = local.settings.rendezvous_timeout_ms / 1e3
         return _Sending(
             local, rendezvous.connect(rendezvous.gloo_group, meeting.host, meeting.port, meeting.secret, timeout_s)

@@ -19,7 +19,7 @@ from kvtransfer.memory.device_copy import DeviceCopier, DeviceDigester
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX
 from kvtransfer.transports.shm import UNWANTED
 from kvtransfer.transports.transport import Answer, Channel, Inbox, Local, PairBroken, SegmentJob
-from kvtransfer.transports.unix_rendezvous import Board
+from kvtransfer.transports.unix_rendezvous import CancelFlags
 from kvtransfer.transports.unix_socket import (
     DONE,
     GRANT,
@@ -31,7 +31,7 @@ from kvtransfer.transports.unix_socket import (
 )
 
 
-class Writes(Channel):
+class RemoteWriter(Channel):
     """The sender's end: writes to the blocks that it is granted."""
 
     def __init__(
@@ -39,16 +39,16 @@ class Writes(Channel):
         local: Local,
         connection: Connection,
         copier: DeviceCopier,
-        target_cells: int,
-        board: Board,
+        target_sub_blocks: int,
+        board: CancelFlags,
         lifeline: int,
     ) -> None:
         self._connection = connection
         self._lifeline = lifeline
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._copier: DeviceCopier | None = copier
-        self._target_cells = target_cells
-        self._board: Board | None = board
+        self._target_sub_blocks = target_sub_blocks
+        self._board: CancelFlags | None = board
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
         jobs: deque[SegmentJob] = deque()
@@ -88,7 +88,7 @@ class Writes(Channel):
             kind, sequence, payload = message
             if kind != GRANT:
                 raise PairBroken(f"the receiver broke the protocol: message {kind} of {len(payload)} bytes")
-            grants += enumerate(unpack_grants(payload, self._target_cells), sequence)
+            grants += enumerate(unpack_grants(payload, self._target_sub_blocks), sequence)
             if len(grants) > WINDOW_SEGMENTS_MAX:
                 raise PairBroken(
                     f"the receiver broke the protocol: it granted blocks for {len(grants)} segments at once"
@@ -115,11 +115,11 @@ class Writes(Channel):
         return segment_digest or UNWANTED
 
 
-class Grants(Channel):
+class WriteCredits(Channel):
     """The receiver's end: grants target blocks, and digests them when they are written."""
 
     def __init__(
-        self, local: Local, connection: Connection, digester: DeviceDigester, board: Board, lifeline: int
+        self, local: Local, connection: Connection, digester: DeviceDigester, board: CancelFlags, lifeline: int
     ) -> None:
         self._connection = connection
         self._lifeline = lifeline

@@ -32,20 +32,20 @@ import torch
 from torch import distributed
 
 from kvtransfer.memory.cuda import device_index
-from kvtransfer.memory.device_copy import DIGEST_EVERY_MAX, UNSAMPLED, cell_sums, checksum
-from kvtransfer.memory.device_thread import Bell, DeviceThread, Ticket, device_thread
+from kvtransfer.memory.device_copy import DIGEST_EVERY_MAX, UNSAMPLED, checksum, sub_block_sums
+from kvtransfer.memory.device_thread import DeviceThread, TransferHandle, WakeupFd, device_thread
 from kvtransfer.transports import rendezvous
 from kvtransfer.transports.nccl_communicator import ABORT_S, ENTERED, Communicator, End, Message, warmed_up
 from kvtransfer.transports.shm import UNWANTED
-from kvtransfer.transports.side_channel import Door, Line, call
+from kvtransfer.transports.side_channel import Line, RendezvousListener, call
 from kvtransfer.transports.transport import (
     Answer,
     Channel,
     Inbox,
     Listener,
     Local,
-    Meeting,
     PairBroken,
+    Rendezvous,
     SegmentJob,
     Transport,
 )
@@ -72,29 +72,29 @@ class _NcclChannel(Channel):
         self._communicator = communicator
         self._thread = thread
         self._every = digest_every
-        self._patience_s = local.settings.rendezvous_timeout_ms / 1e3
+        self._timeout_s = local.settings.rendezvous_timeout_ms / 1e3
         """For the other's word. Longer than one segment takes: its device may be setting up other pairs. If it dies, the line
         ends."""
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._buffer = local.rows.device_buffer(local.segment_blocks)
-        self._bell = Bell()
+        self._wakeup = WakeupFd()
         self._jobs: deque[SegmentJob] = deque()
-        self._ticket: Ticket | None = None
+        self._handle: TransferHandle | None = None
         """Of the first job, when its operation was asked for."""
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
         poll = select.poll()
-        for source in (inbox, self._line, self._bell):
+        for source in (inbox, self._line, self._wakeup):
             poll.register(source, select.POLLIN)
         moved_at = 0.0
         while not inbox.closed:
-            left_s = moved_at + self._patience_s - time.monotonic()
+            left_s = moved_at + self._timeout_s - time.monotonic()
             if not poll.poll(max(0.0, left_s) * 1e3 if self._jobs else None):
-                raise PairBroken(f"the peer said nothing in {self._patience_s:g} s")
+                raise PairBroken(f"the peer said nothing in {self._timeout_s:g} s")
             if not self._jobs:
                 moved_at = time.monotonic()
             self._jobs += inbox.take()
-            self._bell.hush()
+            self._wakeup.clear()
             while not inbox.closed and self._move(answer):
                 moved_at = time.monotonic()
 
@@ -102,34 +102,34 @@ class _NcclChannel(Channel):
         """One step on, if one can be made now."""
         raise NotImplementedError
 
-    def _ask(self, tensor: torch.Tensor, sending: bool) -> Ticket:
-        return self._thread.submit(Message(self._communicator, tensor, sending), self._timeout_s, self._bell.ring)
+    def _ask(self, tensor: torch.Tensor, sending: bool) -> TransferHandle:
+        return self._thread.submit(Message(self._communicator, tensor, sending), self._timeout_s, self._wakeup.ring)
 
     def _has_crossed(self) -> bool:
-        if self._ticket is None or not self._ticket.ended:
+        if self._handle is None or not self._handle.ended:
             return False
-        error, self._ticket = self._ticket.error, None
+        error, self._handle = self._handle.error, None
         if error:
             raise PairBroken(f"the message was lost: {error}")
         return True
 
     def _digest(self, packed: torch.Tensor, sequence: int) -> bytes:
         with self._rows.on_stream():
-            return UNSAMPLED if sequence % self._every else checksum([cell_sums(packed)])
+            return UNSAMPLED if sequence % self._every else checksum([sub_block_sums(packed)])
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
         # Nothing here is touched by the peer: messages land in a buffer, and that is let go of by whoever ends last.
-        deadline = time.monotonic() + 2 * ABORT_S + self._patience_s
-        if self._ticket is not None:
-            self._ticket.cancel()
-        self._await_end(self._ticket, deadline)
-        self._await_end(self._thread.submit(End(self._communicator), self._timeout_s, self._bell.ring), deadline)
-        self._bell.close()
+        deadline = time.monotonic() + 2 * ABORT_S + self._timeout_s
+        if self._handle is not None:
+            self._handle.cancel()
+        self._await_end(self._handle, deadline)
+        self._await_end(self._thread.submit(End(self._communicator), self._timeout_s, self._wakeup.ring), deadline)
+        self._wakeup.close()
         self._line.close()
 
-    def _await_end(self, ticket: Ticket | None, deadline: float) -> None:
-        while ticket is not None and not ticket.ended and time.monotonic() < deadline:
-            self._bell.wait(deadline - time.monotonic())
+    def _await_end(self, handle: TransferHandle | None, deadline: float) -> None:
+        while handle is not None and not handle.ended and time.monotonic() < deadline:
+            self._wakeup.wait(deadline - time.monotonic())
 
 
 class Sends(_NcclChannel):
@@ -157,12 +157,12 @@ class Sends(_NcclChannel):
         word = self._line.hear()
         if word is None:
             return False
-        if self._ticket is not None or word not in ((POSTED, job.sequence), (SKIP, job.sequence)):
+        if self._handle is not None or word not in ((POSTED, job.sequence), (SKIP, job.sequence)):
             raise PairBroken(f"the receiver broke the protocol: word {word[0]} about segment {word[1]}")
         if word[0] == SKIP:
             self._answer(answer, UNWANTED)
         else:
-            self._ticket = self._ask(self._packed, sending=True)
+            self._handle = self._ask(self._packed, sending=True)
         return True
 
     def _answer(self, answer: Answer, segment_digest: bytes) -> None:
@@ -191,9 +191,9 @@ class Receives(_NcclChannel):
         job = self._jobs[0]
         if job.sequence != self._offers[0]:
             raise PairBroken(f"the sender offered segment {self._offers[0]} in place of {job.sequence}")
-        if self._ticket is None:
+        if self._handle is None:
             return self._take(job, answer)
-        if self._ticket.launched and not self._posted:
+        if self._handle.launched and not self._posted:
             self._posted = True
             self._line.say(POSTED, job.sequence)
             return True
@@ -208,7 +208,7 @@ class Receives(_NcclChannel):
             self._line.say(SKIP, job.sequence)
             self._answer(answer, b"")
         else:
-            self._ticket = self._ask(self._buffer[: job.blocks], sending=False)
+            self._handle = self._ask(self._buffer[: job.blocks], sending=False)
         return True
 
     def _keep(self, job: SegmentJob) -> bytes:
@@ -233,16 +233,16 @@ class _Listener(Listener):
         self._store = rendezvous.Listener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
         # The line's secret goes over the control link: a store lists all it holds to whoever connects to it.
         key = secrets.token_bytes(_LINE_SECRET_BYTES)
-        self.meeting = Meeting(Nccl.name, local.listen_host, self._store.port, self._store.secret, key=key)
+        self.meeting = Rendezvous(Nccl.name, local.listen_host, self._store.port, self._store.secret, key=key)
 
     def meet(self) -> Channel:
         return self._store.meet(self._make)
 
     def _make(self, store: Any, rank: int, host: str, timeout_s: float) -> Channel:
-        local, door = self._local, Door(host)
-        door.secret = self.meeting.key.hex()
-        store.set("line", str(door.port))
-        line = door.accept(timeout_s)
+        local, rendezvous_listener = self._local, RendezvousListener(host)
+        rendezvous_listener.secret = self.meeting.key.hex()
+        store.set("line", str(rendezvous_listener.port))
+        line = rendezvous_listener.accept(timeout_s)
         try:
             line.say(DIGEST_EVERY, local.settings.digest_every)
             device = local.rows.device
@@ -269,7 +269,7 @@ class Nccl(Transport):
     def listen(self, local: Local) -> Listener:
         return _Listener(local)
 
-    def connect(self, local: Local, meeting: Meeting) -> Channel:
+    def connect(self, local: Local, meeting: Rendezvous) -> Channel:
         if why := self.unusable(local, same_host=False):
             raise PairBroken(why)
 

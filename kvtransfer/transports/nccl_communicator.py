@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 
 from kvtransfer.memory.cuda import device_index
-from kvtransfer.memory.device_thread import Bell, Operation, device_thread
+from kvtransfer.memory.device_thread import Operation, WakeupFd, device_thread
 from kvtransfer.transports.rendezvous import RECEIVER_RANK, SENDER_RANK
 from kvtransfer.transports.side_channel import Line
 from kvtransfer.transports.transport import PairBroken
@@ -151,13 +151,13 @@ class End(Operation):
 
 def warmed_up(store: Any, rank: int, device: torch.device, line: Line, timeout_s: float) -> Communicator:
     """Set up on the device's thread, and used once. Raises `PairBroken`; what is still under way then is aborted."""
-    operation, bell = _WarmUp(store, rank, device, line), Bell()
-    ticket = device_thread(device_index(device)).submit(operation, timeout_s, bell.ring)
+    operation, wakeup = _WarmUp(store, rank, device, line), WakeupFd()
+    handle = device_thread(device_index(device)).submit(operation, timeout_s, wakeup.ring)
     deadline = time.monotonic() + timeout_s
-    while not ticket.ended and time.monotonic() < deadline:
-        bell.wait(deadline - time.monotonic())
-    bell.close()
-    if not ticket.ended or ticket.error or operation.communicator is None:
-        ticket.cancel()
-        raise PairBroken(f"the communicator could not be set up: {ticket.error or 'it did not end in time'}")
+    while not handle.ended and time.monotonic() < deadline:
+        wakeup.wait(deadline - time.monotonic())
+    wakeup.close()
+    if not handle.ended or handle.error or operation.communicator is None:
+        handle.cancel()
+        raise PairBroken(f"the communicator could not be set up: {handle.error or 'it did not end in time'}")
     return operation.communicator

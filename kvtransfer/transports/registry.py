@@ -13,7 +13,7 @@ from kvtransfer.transports.gloo import Gloo
 from kvtransfer.transports.nccl import Nccl
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp.transport import Tcp
-from kvtransfer.transports.transport import Channel, Listener, Local, Meeting, PairBroken, PoolMemory, Transport
+from kvtransfer.transports.transport import Channel, Listener, Local, PairBroken, PoolMemory, Rendezvous, Transport
 from proto.errors import BadOption
 
 TRANSPORTS: dict[str, Transport] = {
@@ -85,7 +85,7 @@ def listen(local: Local, names: tuple[str, ...], why: str) -> Listener:
     return _because(TRANSPORTS[names[-1]].listen(local), why)
 
 
-def connect(local: Local, meeting: Meeting) -> Channel:
+def connect(local: Local, meeting: Rendezvous) -> Channel:
     return TRANSPORTS[meeting.transport].connect(local, meeting)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from kvtransfer.memory.copying import Copier
-from kvtransfer.memory.digests import Digester, land
+from kvtransfer.memory.digests import Digester, unpack
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SharedMemory, map_shared
 from kvtransfer.memory.window import Ring
@@ -35,8 +35,8 @@ from kvtransfer.transports.transport import (
     Inbox,
     Listener,
     Local,
-    Meeting,
     PairBroken,
+    Rendezvous,
     SegmentJob,
     Transport,
 )
@@ -47,14 +47,14 @@ from kvtransfer.transports.unix_socket import (
     READY,
     SKIPPED,
     Connection,
-    Door,
-    knock,
+    RendezvousListener,
+    connect,
     receive_with_descriptors,
     send_with_descriptors,
 )
 
 _HELLO = struct.Struct("<8sQQ")
-"""Magic, cells in the window, bytes of a cell."""
+"""Magic, sub-blocks in the window, bytes of a sub-block."""
 _MAGIC = b"cdkvshm3"
 _WINDOW_BYTES_MAX = 1 << 36
 _WORD = "<u4"
@@ -65,7 +65,7 @@ UNWANTED: Final = b"\0" * 8
 
 
 def pack_places(places: Sequence[int | None]) -> bytes:
-    """Of segments that follow each other, the first cell of each in the window; None: it is not wanted."""
+    """Of segments that follow each other, the first sub-block of each in the window; None: it is not wanted."""
     return np.array([_UNWANTED_PLACE if one is None else one for one in places], dtype=_WORD).tobytes()
 
 
@@ -76,14 +76,14 @@ def unpack_places(payload: bytes) -> list[int | None]:
     return [None if word == _UNWANTED_PLACE else word for word in np.frombuffer(payload, dtype=_WORD).tolist()]
 
 
-class Writes(Channel):
+class RemoteWriter(Channel):
     """The sender's end: writes to the places in the window that it is granted."""
 
     def __init__(self, local: Local, connection: Connection, window: PoolRows) -> None:
         self._connection = connection
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._copier = Copier(local.rows, window, local.digests or Digester(local.rows))
-        self._window_cells = window.cells
+        self._window_sub_blocks = window.sub_blocks
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
         jobs: deque[SegmentJob] = deque()
@@ -127,15 +127,15 @@ class Writes(Channel):
     def _carry_out(self, job: SegmentJob, sequence: int, place: int | None, inbox: Inbox) -> bytes:
         """The digest; `UNWANTED` if the receiver does not want it; empty if this pair is being closed."""
         assert job.block_ids is not None
-        if sequence != job.sequence or (place is not None and place + job.blocks > self._window_cells):
+        if sequence != job.sequence or (place is not None and place + job.blocks > self._window_sub_blocks):
             raise PairBroken(
-                f"the receiver granted place {place} of {self._window_cells} for segment {sequence}, which is segment"
+                f"the receiver granted place {place} of {self._window_sub_blocks} for segment {sequence}, which is segment"
                 f" {job.sequence} of {job.blocks}"
             )
         segment_digest = UNWANTED
         if place is not None:
-            cells = range(place, place + job.blocks)
-            segment_digest = self._copier.copy(job.block_ids, cells, lambda _: not inbox.closed, job.digest)
+            sub_blocks = range(place, place + job.blocks)
+            segment_digest = self._copier.copy(job.block_ids, sub_blocks, lambda _: not inbox.closed, job.digest)
         if inbox.closed:
             return b""
         if not self._connection.send(SKIPPED if place is None else DONE, sequence):
@@ -160,9 +160,9 @@ class Receives(Channel):
         self._connection = connection
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._rows = local.rows
-        self._cell_bytes = local.rows.layout.block_bytes
+        self._sub_block_bytes = local.rows.layout.block_bytes
         self._window = memory.tensor
-        self._ring = Ring(memory.bytes // self._cell_bytes)
+        self._ring = Ring(memory.bytes // self._sub_block_bytes)
         self._outbox: deque[_Granted] = deque()
         """Not granted yet."""
         self._granted: deque[_Granted] = deque()
@@ -250,13 +250,13 @@ class Receives(Channel):
         block_ids = job.block_ids
         if block_ids is None:
             return b""
-        written = self._window[place * self._cell_bytes : (place + job.blocks) * self._cell_bytes]
+        written = self._window[place * self._sub_block_bytes : (place + job.blocks) * self._sub_block_bytes]
         if not self._rows.is_flat:
             written = written.clone()  # the sender may go on writing, and what is digested must be what is kept
-        return land(self._rows.as_packed(written), self._rows, block_ids)
+        return unpack(self._rows.as_packed(written), self._rows, block_ids)
 
 
-def window_cells(local: Local) -> int:
+def window_sub_blocks(local: Local) -> int:
     """Room for two of the largest segments at least, so that one is written while the other is read."""
     return max(2 * local.segment_blocks, local.settings.shm_window_bytes // local.rows.layout.block_bytes)
 
@@ -264,17 +264,17 @@ def window_cells(local: Local) -> int:
 class _ShmListener(Listener):
     def __init__(self, local: Local) -> None:
         self._local = local
-        self._door = Door()
-        self.meeting = Meeting(Shm.name, "", 0, self._door.name)
+        self._rendezvous_listener = RendezvousListener()
+        self.meeting = Rendezvous(Shm.name, "", 0, self._rendezvous_listener.name)
 
     def meet(self) -> Channel:
         local, timeout_ms = self._local, self._local.settings.rendezvous_timeout_ms
-        connected = self._door.accept(timeout_ms)
+        connected = self._rendezvous_listener.accept(timeout_ms)
         try:
-            cell_bytes, cells = local.rows.layout.block_bytes, window_cells(local)
-            memory = SharedMemory(cells * cell_bytes)
+            sub_block_bytes, sub_blocks = local.rows.layout.block_bytes, window_sub_blocks(local)
+            memory = SharedMemory(sub_blocks * sub_block_bytes)
             try:
-                send_with_descriptors(connected, _HELLO.pack(_MAGIC, cells, cell_bytes), [memory.descriptor])
+                send_with_descriptors(connected, _HELLO.pack(_MAGIC, sub_blocks, sub_block_bytes), [memory.descriptor])
             finally:
                 memory.close()  # the mapping stays
             return Receives(local, ready(connected, timeout_ms), memory)
@@ -283,7 +283,7 @@ class _ShmListener(Listener):
             raise
 
     def abandon(self) -> None:
-        self._door.abandon()
+        self._rendezvous_listener.abandon()
 
 
 class Shm(Transport):
@@ -301,8 +301,8 @@ class Shm(Transport):
     def listen(self, local: Local) -> Listener:
         return _ShmListener(local)
 
-    def connect(self, local: Local, meeting: Meeting) -> Channel:
-        connected = knock(meeting.secret)
+    def connect(self, local: Local, meeting: Rendezvous) -> Channel:
+        connected = connect(meeting.secret)
         try:
             timeout_ms = local.settings.rendezvous_timeout_ms
             message, descriptors = receive_with_descriptors(connected, _HELLO.size, timeout_ms)
@@ -312,7 +312,7 @@ class Shm(Transport):
         except (OSError, PairBroken):
             connected.close()
             raise
-        return Writes(local, connection, window)
+        return RemoteWriter(local, connection, window)
 
 
 def mapped_window(local: Local, message: bytes, descriptors: list[int]) -> PoolRows:
@@ -321,15 +321,17 @@ def mapped_window(local: Local, message: bytes, descriptors: list[int]) -> PoolR
     try:
         if len(message) != _HELLO.size or len(descriptors) != 1:
             raise PairBroken(f"the receiver sent {len(message)} bytes and {len(descriptors)} descriptors for a window")
-        magic, cells, cell_bytes = _HELLO.unpack(message)
+        magic, sub_blocks, sub_block_bytes = _HELLO.unpack(message)
         if magic != _MAGIC:
             raise PairBroken("the receiver speaks another version of shm")
-        if cell_bytes != local.rows.layout.block_bytes:
-            raise PairBroken(f"the receiver's blocks have {cell_bytes} bytes, ours {local.rows.layout.block_bytes}")
-        if not 0 < cells <= _WINDOW_BYTES_MAX // cell_bytes:
-            raise PairBroken(f"the receiver's window is of {cells} blocks")
-        check_sealed(descriptors[0], cells * cell_bytes)
-        mapped = map_shared(descriptors[0], cells * cell_bytes)
+        if sub_block_bytes != local.rows.layout.block_bytes:
+            raise PairBroken(
+                f"the receiver's blocks have {sub_block_bytes} bytes, ours {local.rows.layout.block_bytes}"
+            )
+        if not 0 < sub_blocks <= _WINDOW_BYTES_MAX // sub_block_bytes:
+            raise PairBroken(f"the receiver's window is of {sub_blocks} blocks")
+        check_sealed(descriptors[0], sub_blocks * sub_block_bytes)
+        mapped = map_shared(descriptors[0], sub_blocks * sub_block_bytes)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

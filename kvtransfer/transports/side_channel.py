@@ -107,7 +107,7 @@ def _close_late(greeting: dict[int, _Greeting], poll: select.poll, now: float) -
         greeting.pop(descriptor).connected.close()
 
 
-class Door:
+class RendezvousListener:
     """The receiver's end before the sender is there."""
 
     def __init__(self, host: str) -> None:

@@ -59,7 +59,7 @@ class SegmentJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where and how a receiver waits for its sender, told over the control link. `why` says what spoke against better
     transports, or is empty. `token`, `key` and `encrypted` are of `tcp`."""
 
@@ -180,7 +180,7 @@ class Channel(ABC):
 class Listener(ABC):
     """The receiver's end before the two have met."""
 
-    meeting: Meeting
+    meeting: Rendezvous
 
     @abstractmethod
     def meet(self) -> Channel:
@@ -214,4 +214,4 @@ class Transport(ABC):
     def listen(self, local: Local) -> Listener: ...
 
     @abstractmethod
-    def connect(self, local: Local, meeting: Meeting) -> Channel: ...
+    def connect(self, local: Local, meeting: Rendezvous) -> Channel: ...

@@ -14,7 +14,7 @@ from kvtransfer.transports.unix_socket import GRANT_BLOCKS_MAX, READY, Connectio
 _RATIO_MAX = 4096
 
 
-class Board:
+class CancelFlags:
     """Revoked sequences: slot `sequence % MAX_QUEUED_SEGMENTS` holds `sequence + 1`. No more are under way at once."""
 
     SIZE = 8 * MAX_QUEUED_SEGMENTS
@@ -29,16 +29,16 @@ class Board:
         return int(self._words[sequence % MAX_QUEUED_SEGMENTS]) == sequence + 1
 
 
-def send_hello(connected: socket.socket, hello: bytes, descriptors: list[int], their_lifeline: int) -> Board:
+def send_hello(connected: socket.socket, hello: bytes, descriptors: list[int], their_lifeline: int) -> CancelFlags:
     """The receiver's first word, with these descriptors, that of a new board, and the sender's end of the lifeline, of
     which our own copy is closed."""
     try:
         board_memory = os.memfd_create("crossdock-kv-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(board_memory, Board.SIZE)
+            os.ftruncate(board_memory, CancelFlags.SIZE)
             fcntl.fcntl(board_memory, fcntl.F_ADD_SEALS, SEALS)
             send_with_descriptors(connected, hello, [*descriptors, board_memory, their_lifeline])
-            return Board(board_memory)
+            return CancelFlags(board_memory)
         finally:
             os.close(board_memory)
     finally:
@@ -60,11 +60,11 @@ def check_sealed(descriptor: int, size: int) -> None:
         raise PairBroken("the receiver's memory is not sealed, or not of the size it says")
 
 
-def check_fit(cells: KvLayout, pool_bytes: int, blocks: int, ratio: int, cell_bytes: int) -> int:
+def check_fit(sub_blocks: KvLayout, pool_bytes: int, blocks: int, ratio: int, sub_block_bytes: int) -> int:
     """The bytes that the receiver's blocks take. Raises `PairBroken` if what it says of its pool cannot be so."""
-    if cell_bytes != cells.block_bytes:
-        raise PairBroken(f"the receiver's blocks have {cell_bytes} bytes, ours {cells.block_bytes}")
-    used = blocks * ratio * cell_bytes
+    if sub_block_bytes != sub_blocks.block_bytes:
+        raise PairBroken(f"the receiver's blocks have {sub_block_bytes} bytes, ours {sub_blocks.block_bytes}")
+    used = blocks * ratio * sub_block_bytes
     if blocks < 1 or not 1 <= ratio <= _RATIO_MAX or used > pool_bytes:
         raise PairBroken(f"the receiver's {blocks} blocks do not fit its {pool_bytes} bytes")
     return used

@@ -53,7 +53,7 @@ def pack_grants(targets: Sequence[Sequence[int]]) -> bytes:
     return np.array(words, dtype=_WORD).tobytes()
 
 
-def unpack_grants(payload: bytes, cells: int) -> list[list[int]]:
+def unpack_grants(payload: bytes, sub_blocks: int) -> list[list[int]]:
     """The blocks of each segment, all of a pool of so many. Raises `PairBroken`."""
     if not payload or len(payload) % 4:
         raise PairBroken(f"the receiver broke the protocol: a grant of {len(payload)} bytes")
@@ -62,8 +62,8 @@ def unpack_grants(payload: bytes, cells: int) -> list[list[int]]:
     counts, blocks = words[1 : 1 + segments].tolist(), words[1 + segments :]
     if not 1 <= segments <= WINDOW_SEGMENTS_MAX or len(counts) != segments or sum(counts) != blocks.size:
         raise PairBroken(f"the receiver broke the protocol: a grant of {blocks.size} blocks for {segments} segments")
-    if blocks.size and int(blocks.max()) >= cells:
-        raise PairBroken(f"the receiver granted block {blocks.max()} of a pool of {cells}")
+    if blocks.size and int(blocks.max()) >= sub_blocks:
+        raise PairBroken(f"the receiver granted block {blocks.max()} of a pool of {sub_blocks}")
     ids, ends = blocks.tolist(), list(accumulate(counts))
     return [ids[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
@@ -124,7 +124,7 @@ class Connection:
         self._socket.close()
 
 
-class Door:
+class RendezvousListener:
     """The receiver's listening socket. `name` is what a sender must know."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class Door:
             return  # closed already
 
 
-def knock(name: str) -> socket.socket:
+def connect(name: str) -> socket.socket:
     """Connect to a door of this host. Raises `OSError`, or `PairBroken` if it is not our own user's."""
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:

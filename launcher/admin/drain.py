@@ -20,7 +20,7 @@ from runtime.settings.addresses import AddressOrEmpty
 from runtime.settings.types import KeyOptions
 
 _LOOK_EVERY_S = 0.25
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 """Beyond the hand-over, and for a coordinator that is being started again meanwhile."""
 
 
@@ -78,7 +78,7 @@ async def _drain(settings: DrainSettings, coordinator: str, keys: Keys | None) -
 
 async def _wait(settings: DrainSettings, coordinator: str, worker: WorkerStatus, keys: Keys | None) -> int:
     """Until it holds nothing, hangs, or is gone. The coordinator is asked again and again, as it may be another one by then."""
-    until = clock.now() + settings.drain_timeout_s + _PATIENCE_S
+    until = clock.now() + settings.drain_timeout_s + _TIMEOUT_S
     at_first, left = worker.requests, worker.requests
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(f"draining {worker.name}", total=at_first)

@@ -4,14 +4,14 @@ from pydantic import Field
 
 from runtime.settings.types import Options
 
-_FILE = "Journal that a coordinator wrote with --journal."
+_FILE = "Event log that a coordinator wrote with --event-log."
 _JSON = "Print JSON, for programs."
 
 
 class ReplaySettings(Options):
-    """Execute a journal again and check that this coordinator decides the same, action by action.
+    """Execute a event log again and check that this coordinator decides the same, action by action.
 
-    Status 0: all the same. 1: it decides differently, or the journal is damaged.
+    Status 0: all the same. 1: it decides differently, or the event log is damaged.
     """
 
     file: str = Field(min_length=1, description=_FILE, json_schema_extra={"argument": "FILE"})
@@ -21,7 +21,7 @@ class ReplaySettings(Options):
 class ExplainSettings(Options):
     """Say why a request waited and behind whom; without REQUEST, list those that waited longest.
 
-    It replays the journal and looks on. REQUEST is the id in the answer, like chatcmpl-…
+    It replays the event log and looks on. REQUEST is the id in the answer, like chatcmpl-…
     """
 
     file: str = Field(min_length=1, description=_FILE, json_schema_extra={"argument": "FILE"})

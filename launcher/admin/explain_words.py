@@ -51,7 +51,7 @@ def show_longest(rows: Sequence[Waited], requests: int, console: Console) -> Non
     table = Table(title=f"Waited longest, of {requests:,} requests", title_justify="left")
     table.add_column("request", overflow="fold")
     table.add_column("tenant", overflow="fold")
-    table.add_column("band")
+    table.add_column("priority_class")
     for heading in ("prompt tokens", "came at s", "waited s"):
         table.add_column(heading, justify="right")
     table.add_column("outcome")
@@ -59,7 +59,7 @@ def show_longest(rows: Sequence[Waited], requests: int, console: Console) -> Non
         table.add_row(
             escape(row.request),
             escape(row.tenant),
-            escape(row.band),
+            escape(row.priority_class),
             f"{row.prompt_tokens:,}",
             f"{row.submitted_s:,.3f}",
             f"{row.waited_s:,.3f}",
@@ -68,11 +68,11 @@ def show_longest(rows: Sequence[Waited], requests: int, console: Console) -> Non
     console.print(table)
 
 
-def show_story(request_id: str, entries: Sequence[Entry], console: Console) -> None:
+def show_timeline(request_id: str, entries: Sequence[Entry], console: Console) -> None:
     first = entries[0]
     if isinstance(first, Submitted):
         console.print(
-            f"[bold]{escape(request_id)}[/bold] of {escape(first.tenant)}, band {escape(first.band)}:"
+            f"[bold]{escape(request_id)}[/bold] of {escape(first.tenant)}, priority class {escape(first.priority_class)}:"
             f" {first.prompt_tokens:,} prompt tokens, up to {first.max_tokens:,} more"
         )
     table = Table.grid(padding=(0, 2))
@@ -176,7 +176,7 @@ def _reason(reason: Reason, whose: str) -> str:
     match reason:
         case OtherTurn():
             return (
-                f"the turn of {reason.by.tenant}, band {reason.by.band} ({whose}); {reason.level} {reason.winner} has had"
+                f"the turn of {reason.by.tenant}, priority class {reason.by.priority_class} ({whose}); {reason.level} {reason.winner} has had"
                 f" less of its share than {reason.ours}, round {reason.winner_round:,.0f} against"
                 f" {reason.our_round:,.0f}"
             )
@@ -197,7 +197,7 @@ def _reason(reason: Reason, whose: str) -> str:
 
 
 def _no_room(reason: NoRoom) -> str:
-    if reason.left_out:
+    if reason.circuit_open:
         return f"transfers to {reason.worker} failed one after the other: that pair is left out for a while"
     lacks = []
     if reason.blocks_needed > reason.blocks_free:
@@ -232,7 +232,7 @@ def _chunk(chunk: ChunkSent) -> str:
 
 
 def _who(other: By) -> str:
-    return f"{other.request} of {other.tenant}, band {other.band}"
+    return f"{other.request} of {other.tenant}, priority class {other.priority_class}"
 
 
 def _times(count: int) -> str:

@@ -1,4 +1,4 @@
-"""`crossdock replay` and `crossdock explain`: a coordinator's journal, executed again, checked, and told in plain words."""
+"""`crossdock replay` and `crossdock explain`: a coordinator's event log, executed again, checked, and told in plain words."""
 
 import sys
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator.event_log.format import JournalError
+from coordinator.event_log.format import EventLogError
 from coordinator.event_log.replay import Difference, Replay
-from coordinator.event_log.timeline import Longest, Story
+from coordinator.event_log.timeline import Longest, Timeline
 from launcher.admin import explain_words
 from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
 from runtime.process import clock
@@ -21,14 +21,14 @@ from runtime.process import clock
 
 @contextmanager
 def _opened(path: str) -> Iterator[Replay]:
-    """Raises `JournalError`, also for what goes wrong inside; it names the file."""
+    """Raises `EventLogError`, also for what goes wrong inside; it names the file."""
     try:
         with Path(path).expanduser().open("rb") as file:
             yield Replay(file)
     except OSError as error:
-        raise JournalError(f"{path}: {error.strerror}") from None
-    except JournalError as error:
-        raise JournalError(f"{path}: {error}") from None
+        raise EventLogError(f"{path}: {error.strerror}") from None
+    except EventLogError as error:
+        raise EventLogError(f"{path}: {error}") from None
 
 
 def _rest_bytes(path: str, replay: Replay) -> int:
@@ -53,7 +53,7 @@ def _print_json(value: Any) -> None:
 
 
 def replay(settings: ReplaySettings) -> int:
-    """Raises `JournalError`."""
+    """Raises `EventLogError`."""
     with _opened(settings.file) as again:
         began = clock.now()
         difference = again.run()
@@ -124,28 +124,28 @@ def _show_replay(
 
 
 def explain(settings: ExplainSettings) -> int:
-    """Raises `JournalError`."""
+    """Raises `EventLogError`."""
     with _opened(settings.file) as again:
-        story = Story(settings.request) if settings.request else None
+        timeline = Timeline(settings.request) if settings.request else None
         longest = Longest(again.header.started, settings.top)
-        difference = again.run(story or longest)
+        difference = again.run(timeline or longest)
     if difference is not None:
-        raise JournalError(
+        raise EventLogError(
             f"{settings.file}: at event {difference.number}, {difference.why}; crossdock replay says more"
         )
     console = Console(highlight=False)
-    if story is None:
+    if timeline is None:
         rows = longest.finish()
         if settings.as_json:
             _print_json(rows)
         else:
             explain_words.show_longest(rows, longest.requests, console)
         return 0
-    entries = story.finish()
+    entries = timeline.finish()
     if not entries:
-        raise JournalError(f"{settings.file}: no request {settings.request!r}; without REQUEST, some are listed")
+        raise EventLogError(f"{settings.file}: no request {settings.request!r}; without REQUEST, some are listed")
     if settings.as_json:
         _print_json({"request": settings.request, "story": entries})
     else:
-        explain_words.show_story(settings.request, entries, console)
+        explain_words.show_timeline(settings.request, entries, console)
     return 0

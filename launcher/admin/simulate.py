@@ -17,17 +17,17 @@ from launcher.report import check_writable, write_json
 from runtime.process import clock
 from simulation.batch import Sum, as_json, from_line
 from simulation.faults.plan import FAULTS
-from simulation.run import Result, story
+from simulation.run import Result, timeline
 from simulation.run import run as run_seed
 
-_STORY_ALL = 100_000
+_TIMELINE_ALL = 100_000
 
 
 def run(settings: SimulateSettings) -> int:
     console = Console(highlight=False)
     kinds = frozenset(settings.faults)
     if settings.seed >= 0:
-        return _one(settings.seed, kinds, settings.story, console)
+        return _one(settings.seed, kinds, settings.timeline, console)
     check_writable(settings.json_out)
     began = clock.now()
     total = _many(settings, console)
@@ -60,8 +60,8 @@ def _one(seed: int, kinds: frozenset[str], request_id: str, console: Console) ->
         console.print(f"  chance of damage to a segment {plan.corrupt:g}; to a frame {plan.hostility or 'none'}")
     concerned = request_id or str(getattr(result.failure, "request_id", ""))
     if request_id or result.failure is not None:
-        most = _STORY_ALL if request_id else 80
-        for line in story(result.cluster, "" if request_id == "all" else concerned, most):
+        most = _TIMELINE_ALL if request_id else 80
+        for line in timeline(result.cluster, "" if request_id == "all" else concerned, most):
             console.print(escape(line), soft_wrap=True)
     _say_end(result, kinds, concerned, console)
     return 0 if result.failure is None else 1

@@ -19,7 +19,7 @@ class SimulateSettings(Options):
     """
 
     seed: int = Field(-1, ge=-1, le=1 << 62, description="Run this one and tell how it went; -1: many.")
-    story: str = Field(
+    timeline: str = Field(
         "", max_length=64, description="With --seed: tell what happened to this request, like r0; all: to all."
     )
     seeds: int = Field(1000, ge=1, le=1_000_000_000, description="How many to run.")

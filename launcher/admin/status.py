@@ -84,7 +84,7 @@ async def converse(
     hello = Hello(
         version=limits.PROTOCOL_VERSION,
         role=Role.OBSERVER,
-        epoch=clock.new_epoch(),
+        incarnation=clock.new_incarnation(),
         name=f"status-{os.getpid()}",
         host=socket.gethostname()[: limits.MAX_TEXT_CHARS],
         pid=os.getpid(),
@@ -172,7 +172,7 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
     for pair in report.kv_pairs:
         why = f" ({escape(pair.why)})" if pair.why else ""
         console.print(f"KV {escape(pair.prefill)} → {escape(pair.decode)}: {pair.transport}{why}", highlight=False)
-    for words in report.left_out:
+    for words in report.circuit_open:
         console.print(f"Left out: {escape(words)}", highlight=False)
     console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
     console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
@@ -186,14 +186,14 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
 
 def _show_essence(report: StatusReport, console: Console) -> None:
     """How fast, and for whom."""
-    lately = report.lately
-    if lately:
+    recent = report.recent
+    if recent:
         times = [
-            f"{label} {_seconds(lately[f'{name}_p50_ms'])}, p99 {_seconds(lately[f'{name}_p99_ms'])}"
+            f"{label} {_seconds(recent[f'{name}_p50_ms'])}, p99 {_seconds(recent[f'{name}_p99_ms'])}"
             for name, label in (("queue", "queue"), ("ttft", "TTFT"), ("tpot", "TPOT"))
-            if f"{name}_p50_ms" in lately
+            if f"{name}_p50_ms" in recent
         ]
-        console.print(f"Last {lately['requests']:.0f} requests, p50: {'; '.join(times)}", highlight=False)
+        console.print(f"Last {recent['requests']:.0f} requests, p50: {'; '.join(times)}", highlight=False)
     shares = [
         f"{escape(one.name)} {one.share:.0%}" + (f" ({one.waiting} waiting)" if one.waiting else "")
         for one in report.tenants

@@ -54,12 +54,13 @@ def check(settings: CheckSettings) -> int:
 
 def show(tenants: Tenants, console: Console) -> None:
     keys = list(tenants.keys.values())
-    bands = ", ".join(
-        f"{name} (weight {band.weight:g}, floor {band.floor_share:g})" for name, band in tenants.bands.items()
+    priority_classes = ", ".join(
+        f"{name} (weight {priority_class.weight:g}, floor {priority_class.floor_share:g})"
+        for name, priority_class in tenants.priority_classes.items()
     )
-    console.print(f"Bands: {bands}", highlight=False)
+    console.print(f"Bands: {priority_classes}", highlight=False)
     table = Table(title="Tenants", title_justify="left")
-    for heading in ("tenant", "weight", "band", "may use", "limits", "borrows", "keys"):
+    for heading in ("tenant", "weight", "priority_class", "may use", "limits", "borrows", "keys"):
         table.add_column(heading, justify="right" if heading in ("weight", "keys") else "left", overflow="fold")
     for name, policy in tenants.policies.items():
         own = policy.levels[0]
@@ -67,8 +68,12 @@ def show(tenants: Tenants, console: Console) -> None:
         table.add_row(
             name,
             f"{policy.weight if policy.user else policy.organisation_weight:g}",
-            policy.band,
-            ", ".join(band for band in tenants.bands if band in policy.bands),
+            policy.priority_class,
+            ", ".join(
+                priority_class
+                for priority_class in tenants.priority_classes
+                if priority_class in policy.priority_classes
+            ),
             ", ".join(limits) or "none",
             "yes" if own.borrow else "no",
             str(keys.count(name)),

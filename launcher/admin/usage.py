@@ -1,4 +1,4 @@
-"""`crossdock usage`: what tenants used, from the coordinator's journal, by day."""
+"""`crossdock usage`: what tenants used, from the coordinator's ledger, by day."""
 
 import json
 import sqlite3
@@ -36,8 +36,8 @@ _COLUMNS = (
 ).split()
 
 
-class NoJournal(CrossdockError):
-    """There is no journal where one was looked for, or it is something else."""
+class NoLedger(CrossdockError):
+    """There is no ledger where one was looked for, or it is something else."""
 
 
 def default_db() -> str:
@@ -56,12 +56,12 @@ Day = Annotated[str, AfterValidator(_check_day)]
 
 
 class UsageSettings(Options):
-    """Show what tenants used, by day (UTC), from the journal that a coordinator writes with --usage-db.
+    """Show what tenants used, by day (UTC), from the ledger that a coordinator writes with --usage-db.
 
     Open requests are charged at their estimate until they end. Times are means over ended requests, in milliseconds.
     """
 
-    db: str = Field("", description="The journal; empty: where crossdock serve --tenants writes.")
+    db: str = Field("", description="The ledger; empty: where crossdock serve --tenants writes.")
     day: Day = Field("", description="One day, as 2026-11-21.")
     since: Day = Field("", description="This day and all after it. Without --day and --since: all days.")
     tenant: str = Field("", description="One tenant, or an organisation with its users.")
@@ -75,10 +75,10 @@ class UsageSettings(Options):
 
 
 def read(settings: UsageSettings) -> list[dict[str, Any]]:
-    """One entry for each day and tenant. Raises `NoJournal`."""
+    """One entry for each day and tenant. Raises `NoLedger`."""
     path = Path(settings.db or default_db()).expanduser()
     if not path.is_file():
-        raise NoJournal(f"--db: there is no journal at {path}; a coordinator writes one with --usage-db")
+        raise NoLedger(f"--db: there is no ledger at {path}; a coordinator writes one with --usage-db")
     span = [settings.day or settings.since or "0000", settings.day or "9999"]
     tenant, only = settings.tenant, ""
     if tenant:
@@ -89,7 +89,7 @@ def read(settings: UsageSettings) -> list[dict[str, Any]]:
             rows = db.execute(_QUERY.format(tenant=only), parameters).fetchall()
             outcomes = db.execute(_OUTCOMES.format(tenant=only), parameters).fetchall()
     except sqlite3.Error as error:
-        raise NoJournal(f"--db: {path}: {error}") from None
+        raise NoLedger(f"--db: {path}: {error}") from None
     entries = {row[:2]: {**dict(zip(_COLUMNS, row, strict=True)), "outcomes": {}} for row in rows}
     for day, name, outcome, count in outcomes:
         # Written between the two questions, it will be there next time.

@@ -18,9 +18,9 @@ from runtime.link.server import LinkSettings, Peer
 class Replayer:
     """A link to one receiver, and a sender on it. One session at a time."""
 
-    def __init__(self, address: str, hello: Hello, receiver_epoch: int) -> None:
-        self.epoch = hello.epoch
-        self._receiver_epoch = receiver_epoch
+    def __init__(self, address: str, hello: Hello, receiver_incarnation: int) -> None:
+        self.incarnation = hello.incarnation
+        self._receiver_incarnation = receiver_incarnation
         self._peer: Peer | None = None
         self._up = asyncio.Event()
         self._sender: KvSender | None = None
@@ -53,7 +53,7 @@ class Replayer:
         self._sender = KvSender(
             layout=layout,
             pool=pool,
-            epoch=self.epoch,
+            incarnation=self.incarnation,
             clock=time.monotonic,
             send=self._send,
             on_result=self._on_result,
@@ -66,7 +66,7 @@ class Replayer:
         assert self._sender is not None
         self._done = asyncio.get_running_loop().create_future()
         self.offered_at = time.monotonic()
-        self._sender.open(request_id, 1, self._receiver_epoch, len(block_ids))
+        self._sender.open(request_id, 1, self._receiver_incarnation, len(block_ids))
         self._sender.blocks_ready(request_id, 1, 0, block_ids)
         self._sender.commit(request_id, 1, (FirstToken(0, 1),), ())
         result = await self._done
@@ -80,13 +80,13 @@ class Replayer:
 
     def _on_message(self, message: Message, blob: bytes) -> None:
         if self._sender is not None:
-            self._sender.handle(self._receiver_epoch, message, blob)
+            self._sender.handle(self._receiver_incarnation, message, blob)
 
     def _on_down(self, reason: str) -> None:
         if self._sender is not None:
-            self._sender.peer_lost(self._receiver_epoch, reason)
+            self._sender.peer_lost(self._receiver_incarnation, reason)
 
-    def _send(self, epoch: int, message: Message, blob: bytes) -> None:
+    def _send(self, incarnation: int, message: Message, blob: bytes) -> None:
         if self._peer is not None:
             self._peer.send(message, blob)
 

@@ -39,7 +39,7 @@ from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
 from runtime.settings.serve import ServeSettings
 
-_BANDS = '["interactive", "standard", "batch"]'
+_PRIORITY_CLASSES = '["interactive", "standard", "batch"]'
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Site:
     key: str
     tenants: tuple[Tenant, ...]
     """With keys that it takes."""
-    journal: str = ""
+    event_log: str = ""
 
 
 def run(settings: ServeBenchSettings) -> int:
@@ -93,7 +93,7 @@ def _named(settings: ServeBenchSettings, tenants: Sequence[Tenant]) -> Site:
         base_url = found[0].base_url
     if not base_url.startswith(("http://", "https://")):
         raise SettingsError(f"--url: {base_url} does not begin with http:// or https://")
-    return Site(base_url, keyed[0].key, keyed, settings.journal)
+    return Site(base_url, keyed[0].key, keyed, settings.event_log)
 
 
 def _key(tenant: Tenant, default: str) -> str:
@@ -112,14 +112,14 @@ async def started(
 ) -> AsyncIterator[Site]:
     """A cluster for the time of the context, with a key for each tenant, where there is more than the default one."""
     with tempfile.TemporaryDirectory(prefix="crossdock-") as folder:
-        journal = Path(folder) / "journal"
+        event_log = Path(folder) / "event_log"
         serve: dict[str, Any] = {
             "port": 0,
             "prefill": ratio.prefill,
             "decode": ratio.decode,
             "device": settings.device,
             "ready_timeout_s": settings.ready_timeout_s,
-            "journal": str(journal),
+            "event_log": str(event_log),
         }
         keyed = tuple(tenants)
         if [tenant.name for tenant in tenants] != ["default"]:
@@ -133,7 +133,7 @@ async def started(
                 if up.cluster.plan.control:
                     # The client must not take time from the streams it measures.
                     os.sched_setaffinity(0, up.cluster.plan.control)
-                yield Site(up.cluster.base_url, up.cluster.key, keyed, str(journal))
+                yield Site(up.cluster.base_url, up.cluster.key, keyed, str(event_log))
             finally:
                 os.sched_setaffinity(0, cores)  # the next cluster is planned for all of them
 
@@ -146,7 +146,7 @@ def _tenants_toml(tenants: Sequence[Tenant]) -> str:
         table = f'tenants."{organisation}"' + (f'.users."{user}"' if user else "")
         digest = hashlib.sha256(tenant.key.encode()).hexdigest()
         lines += [f"[{table}]", f"weight = {tenant.weight}", f'keys = ["{digest}"]']
-        lines += [] if user else [f"bands = {_BANDS}"]
+        lines += [] if user else [f"priority_classes = {_PRIORITY_CLASSES}"]
     return "\n".join(lines) + "\n"
 
 
@@ -158,8 +158,8 @@ async def measure(settings: LoadSettings, site: Site, model_id: str, console: Co
         prompts = probed.prompts(settings, plan)
         _announce(probed, plan, console)
         done = await drive(session, probed.target, plan.requests, prompts, settings.in_flight_max, console)
-    if site.journal:
-        note = load_queue.add_waits(Path(site.journal), done.records)
+    if site.event_log:
+        note = load_queue.add_waits(Path(site.event_log), done.records)
         if note:
             console.print(f"[dim]{note}[/dim]", highlight=False)
     if not any(record.counted for record in done.records):

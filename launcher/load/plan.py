@@ -16,7 +16,7 @@ from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, Row
 from runtime.settings.options import SettingsError
 
 NEVER = -1
-_TIMES, _LENGTHS, _TENANTS, _PREFIXES, _CANCELS, _BANDS, _ABUSE = range(7)
+_TIMES, _LENGTHS, _TENANTS, _PREFIXES, _CANCELS, _PRIORITY_CLASSES, _ABUSE = range(7)
 """Streams of random numbers: a change of one setting does not change what is drawn for the others."""
 
 
@@ -123,9 +123,13 @@ def _planned(
     source: Callable[[int], np.random.Generator],
 ) -> Plan:
     prefixes, cancels = source(_PREFIXES), source(_CANCELS)
-    bands = parse_priorities(settings.priority)
-    shares = np.array(list(bands.values())) / sum(bands.values()) if bands else None
-    drawn = source(_BANDS).choice(list(bands), size=len(pairs), p=shares).tolist() if bands else []
+    priority_classes = parse_priorities(settings.priority)
+    shares = np.array(list(priority_classes.values())) / sum(priority_classes.values()) if priority_classes else None
+    drawn = (
+        source(_PRIORITY_CLASSES).choice(list(priority_classes), size=len(pairs), p=shares).tolist()
+        if priority_classes
+        else []
+    )
     cut = 0
     planned = []
     for index, (row, tenant) in enumerate(pairs):

@@ -3,26 +3,26 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from coordinator.event_log.format import JournalError
+from coordinator.event_log.format import EventLogError
 from coordinator.event_log.replay import Replay
 from coordinator.event_log.timeline import Longest
 from launcher.load.records import Record
 
 
 def add_waits(path: Path, records: Sequence[Record]) -> str:
-    """Sets `queue_ms` of the records whose requests are in the journal; returns why there are none, or nothing.
+    """Sets `queue_ms` of the records whose requests are in the event log; returns why there are none, or nothing.
 
-    A journal that is still being written is read up to its last whole record.
+    A event log that is still being written is read up to its last whole record.
     """
     try:
         with path.expanduser().open("rb") as file:
             again = Replay(file)
             longest = Longest(again.header.started, 1 << 30)
             difference = again.run(longest)
-    except (OSError, JournalError) as error:
+    except (OSError, EventLogError) as error:
         return f"no queue waits: {error}"
     if difference is not None:
-        return f"no queue waits: the journal differs from event {difference.number} on; see crossdock replay"
+        return f"no queue waits: the event log differs from event {difference.number} on; see crossdock replay"
     waited = {row.request: row.waited_s for row in longest.finish()}
     for record in records:
         if record.request_id in waited:

@@ -144,9 +144,9 @@ class ServeBenchSettings(LoadSettings):
     decode: int = Field(1, ge=1, le=64, description="Decode workers of a cluster started here.")
     api_key: str = Field("", description="Key, where no tenants are given and the server wants one.")
     model_id: str = Field("", description="Model to ask for; empty: the first that the server names.")
-    journal: str = Field(
+    event_log: str = Field(
         "",
-        description="Coordinator's journal of a server on this machine, to read queue waits from; a started one has its own.",
+        description="Coordinator's event log of a server on this machine, to read queue waits from; a started one has its own.",
     )
 
     @model_validator(mode="after")

@@ -116,7 +116,7 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     metrics = _metrics_addresses(settings)
     tenants = {"tenants": str(Path(settings.tenants).expanduser().resolve())} if settings.tenants else {}
     usage_db = settings.usage_db or (default_db() if settings.tenants else "")
-    journal = {"usage_db": str(Path(usage_db).expanduser().resolve())} if usage_db else {}
+    event_log = {"usage_db": str(Path(usage_db).expanduser().resolve())} if usage_db else {}
     common = {"log_format": "json"} | ({"keys": keys_folder(settings)} if settings.keys else {})
     shared = common | {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id}
     fronts = [
@@ -131,7 +131,7 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     api_keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
     control = child_environment(1)
     own = {"name": "coordinator", "bind": coordinator, "metrics": metrics[0]}
-    core = CoordinatorSettings.model_validate(common | own | tenants | journal | _decisions(settings))
+    core = CoordinatorSettings.model_validate(common | own | tenants | event_log | _decisions(settings))
     processes = [
         _spec("coordinator", "coordinator", core, control, plan.control),
         *(_spec("gateway", "gateway", front, control | api_keys, plan.control) for front in fronts),
@@ -185,14 +185,14 @@ def _metrics_addresses(settings: ServeSettings) -> list[str]:
 
 def _decisions(settings: ServeSettings) -> dict[str, str]:
     """Raises `SettingsError` where no file can be made there: a coordinator that does not start says less."""
-    if not settings.journal:
+    if not settings.event_log:
         return {}
-    path = Path(settings.journal).expanduser().absolute()
+    path = Path(settings.event_log).expanduser().absolute()
     if not path.parent.is_dir():
-        raise SettingsError(f"--journal: there is no folder {path.parent}")
+        raise SettingsError(f"--event-log: there is no folder {path.parent}")
     if path.is_dir():
-        raise SettingsError(f"--journal: {path} is a folder")
-    return {"journal": str(path)}
+        raise SettingsError(f"--event-log: {path} is a folder")
+    return {"event_log": str(path)}
 
 
 def worker_spec(

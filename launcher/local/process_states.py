@@ -11,7 +11,7 @@ import msgspec
 
 FILE = "processes.json"
 WINDOW_S = 600.0
-"""What `lately` means."""
+"""What `recent` means."""
 RESTARTS_KEPT = 256
 
 
@@ -33,7 +33,7 @@ class ProcessState(msgspec.Struct, frozen=True):
     exit_status: int | None = None
     """The same as a number: negative where a signal ended it."""
 
-    def lately(self, now: float) -> int:
+    def recent(self, now: float) -> int:
         """Restarts of the last `WINDOW_S`."""
         return sum(now - at <= WINDOW_S for at in self.restarted_at)
 
@@ -72,7 +72,7 @@ def lines(states: Iterable[ProcessState], now: float) -> list[str]:
                 f"restarting in {max(one.starts_at - now, 0.0):.0f} s" if one.starts_at is not None else "not running"
             )
             parts.append(f"{when}; it {one.ended}")
-        if restarts := one.lately(now):
+        if restarts := one.recent(now):
             times = "1 restart" if restarts == 1 else f"{restarts} restarts"
             why = f", the last after it {one.ended}" if one.pid else ""
             parts.append(f"{times} in the last {WINDOW_S / 60:.0f} min{why}")

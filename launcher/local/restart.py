@@ -6,7 +6,7 @@ from runtime.process.exits import HOPELESS_EXITS
 
 FIRST_DELAY_S = 0.1
 LAST_DELAY_S = 60.0
-FORGIVEN_EVERY_S = 3.0
+RESET_EVERY_S = 3.0
 """While a process is ready its failures are forgiven, one after each of these."""
 FAILURES_MAX = 11.0
 """More are not counted: the delay has reached its maximum, and half a minute of readiness forgives nearly all."""
@@ -27,8 +27,8 @@ class RestartPolicy:
             return None
         if exit_code == 0:
             return FIRST_DELAY_S  # somebody asked it to end, with SIGTERM, and it did: no failure
-        forgiven = ready_s / FORGIVEN_EVERY_S
-        self.failures = min(max(self.failures - forgiven, 0.0) + 1.0, FAILURES_MAX)
+        is_reset = ready_s / RESET_EVERY_S
+        self.failures = min(max(self.failures - is_reset, 0.0) + 1.0, FAILURES_MAX)
         if not started_up and self.failures >= STARTUP_FAILURES_MAX:
             return None
         delay_s: float = FIRST_DELAY_S * 2 ** (self.failures - 1.0)

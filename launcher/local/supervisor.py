@@ -174,8 +174,8 @@ class Supervisor:
                 raise _given_up(child, exit_code)
             child.starts_at = clock.unix_time() + delay_s
             self._publish()
-            lately = child.state().lately(clock.unix_time())
-            often = f" ({lately} restarts in the last {WINDOW_S / 60:.0f} min)" if lately else ""
+            recent = child.state().recent(clock.unix_time())
+            often = f" ({recent} restarts in the last {WINDOW_S / 60:.0f} min)" if recent else ""
             self._say("warning", child.spec.name, f"{child.ended}; starting it again in {delay_s:.1f} s{often}")
             await asyncio.sleep(delay_s)
             child.restarts += 1

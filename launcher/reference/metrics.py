@@ -114,16 +114,16 @@ def text() -> str:
     shared = [family for family, where in roles.items() if len(where) > 1]
     parts.append(f"## Several roles\n\n{_table(shared, {f: ', '.join(roles[f]) for f in shared})}")
     head = "| here | vLLM (`vllm:`) | SGLang (`sglang:`) | Dynamo | llm-d (`llm_d_epp_`) |\n|---|---|---|---|---|\n"
-    rows = "".join("| " + " | ".join(_code(cell) for cell in row) + " |\n" for row in ELSEWHERE)
+    rows = "".join("| " + " | ".join(_code(sub_block) for sub_block in row) + " |\n" for row in ELSEWHERE)
     parts.append(
         f"## What it is called elsewhere\n\nThe nearest; where and over what they are measured differs.\n\n{head}{rows}"
     )
     return "\n".join(parts)
 
 
-def _code(cell: str) -> str:
-    name, comma, rest = cell.partition(",")
-    return f"`{name}`{comma}{rest}" if name.isascii() and name else cell
+def _code(sub_block: str) -> str:
+    name, comma, rest = sub_block.partition(",")
+    return f"`{name}`{comma}{rest}" if name.isascii() and name else sub_block
 
 
 def _table(families: Iterable[Family], roles: dict[Family, str] | None = None) -> str:

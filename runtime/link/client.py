@@ -10,7 +10,7 @@ from proto.errors import RemoteProtocolError
 from proto.messages import Bye, Hello, Ping, Pong, Refused, Role, Welcome
 from proto.newer import read
 from runtime.link.curve import connect_as
-from runtime.link.failure_detector import Silence
+from runtime.link.failure_detector import FailureDetector
 from runtime.link.monitor import Failure, open_watched
 from runtime.link.peer import CLOSED, GOODBYE, LinkCounters, LinkSettings, OnDown, OnMessage, Peer, greet
 from runtime.link.server import PROBE_AFTER_S, TURN_MESSAGES
@@ -138,7 +138,7 @@ class LinkClient:
             return None
         self.last_error = ""
         self._theirs_ms = message.heartbeat_ms
-        self._peer = Peer(message.epoch, hello, self._send, version=message.version)
+        self._peer = Peer(message.incarnation, hello, self._send, version=message.version)
         self._on_up(self._peer, message)
         return self._peer
 
@@ -194,13 +194,13 @@ class LinkClient:
 
     async def _beat(self, peer: Peer) -> None:
         """Ping until the link is lost, by its own word or by silence."""
-        silence = Silence(self._settings.heartbeat_ms, clock.now(), self._theirs_ms)
+        failure_detector = FailureDetector(self._settings.heartbeat_ms, clock.now(), self._theirs_ms)
         while not self._gone.is_set():
             peer.send(Ping())
             try:
-                async with asyncio.timeout(silence.pause_s([peer.heard_at], clock.now())):
+                async with asyncio.timeout(failure_detector.pause_s([peer.heard_at], clock.now())):
                     await self._gone.wait()
             except TimeoutError:
                 now = clock.now()
-                if silence.look(now) and silence.is_lost(peer.heard_at, now):
+                if failure_detector.look(now) and failure_detector.is_lost(peer.heard_at, now):
                     self._give_up(f"no heartbeat for {now - peer.heard_at:.1f} s")

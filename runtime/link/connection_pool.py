@@ -1,7 +1,7 @@
 """Links that a worker opens by itself: to gateways for tokens, to decode workers for offering KV.
 
-A destination is an address and an epoch. What is sent before its handshake is done waits, bounded; a destination that turns
-out to be another incarnation, cannot be reached in time, or goes away is reported once as lost, and forgotten.
+A destination is an address and an incarnation. What is sent before its handshake is done waits, bounded; a destination that
+turns out to be another incarnation, cannot be reached in time, or goes away is reported once as lost, and forgotten.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ class _Outlet:
     waiting: list[tuple[Message, bytes]] = field(default_factory=list)
 
 
-class Outbound:
-    """To processes of role `to`. `on_lost(epoch, reason)` is called on the event loop, never from inside `send`; `on_idle` when
-    nothing waits for a link any more."""
+class ConnectionPool:
+    """To processes of role `to`. `on_lost(incarnation, reason)` is called on the event loop, never from inside `send`;
+    `on_idle` when nothing waits for a link any more."""
 
     def __init__(
         self,
@@ -66,44 +66,44 @@ class Outbound:
         elif len(outlet.waiting) < self._waiting_max:
             outlet.waiting.append((message, blob))
         else:
-            asyncio.get_running_loop().call_soon(self._lose, to.epoch, "too much waits for a link that is not up")
+            asyncio.get_running_loop().call_soon(self._lose, to.incarnation, "too much waits for a link that is not up")
 
     async def close(self) -> None:
-        for epoch in list(self._outlets):
-            self._forget(epoch)
+        for incarnation in list(self._outlets):
+            self._forget(incarnation)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=5)
 
     def _outlet(self, to: Destination) -> _Outlet:
-        outlet = self._outlets.get(to.epoch)
+        outlet = self._outlets.get(to.incarnation)
         if outlet is not None:
             return outlet
         client = LinkClient(
             address=to.address,
             hello=self._hello,
-            on_up=lambda peer, welcome: self._up(to.epoch, peer, welcome),
+            on_up=lambda peer, welcome: self._up(to.incarnation, peer, welcome),
             on_message=self._on_message,
-            on_down=lambda _, reason: self._lose(to.epoch, reason),
+            on_down=lambda _, reason: self._lose(to.incarnation, reason),
             settings=self._settings,
             to=self._to,
         )
         loop = asyncio.get_running_loop()
-        outlet = self._outlets[to.epoch] = _Outlet(client)
-        outlet.timer = loop.call_later(self._settings.handshake_timeout_ms / 1000, self._too_late, to.epoch)
+        outlet = self._outlets[to.incarnation] = _Outlet(client)
+        outlet.timer = loop.call_later(self._settings.handshake_timeout_ms / 1000, self._too_late, to.incarnation)
         self._spawn(client.start())
         return outlet
 
-    def _too_late(self, epoch: int) -> None:
-        outlet = self._outlets.get(epoch)
+    def _too_late(self, incarnation: int) -> None:
+        outlet = self._outlets.get(incarnation)
         if outlet is not None and outlet.peer is None:
-            self._lose(epoch, outlet.client.last_error or "could not be reached in time")
+            self._lose(incarnation, outlet.client.last_error or "could not be reached in time")
 
-    def _up(self, epoch: int, peer: Peer, welcome: Welcome) -> None:
-        outlet = self._outlets.get(epoch)
+    def _up(self, incarnation: int, peer: Peer, welcome: Welcome) -> None:
+        outlet = self._outlets.get(incarnation)
         if outlet is None:
             return
-        if welcome.epoch != epoch:
-            self._lose(epoch, "another incarnation answers there")
+        if welcome.incarnation != incarnation:
+            self._lose(incarnation, "another incarnation answers there")
             return
         outlet.peer = peer
         if outlet.timer is not None:
@@ -114,14 +114,14 @@ class Outbound:
         if waiting and self.idle:
             self._on_idle()
 
-    def _lose(self, epoch: int, reason: str) -> None:
-        if self._forget(epoch):
-            self._on_lost(epoch, reason)
+    def _lose(self, incarnation: int, reason: str) -> None:
+        if self._forget(incarnation):
+            self._on_lost(incarnation, reason)
             if self.idle:
                 self._on_idle()
 
-    def _forget(self, epoch: int) -> bool:
-        outlet = self._outlets.pop(epoch, None)
+    def _forget(self, incarnation: int) -> bool:
+        outlet = self._outlets.pop(incarnation, None)
         if outlet is None:
             return False
         if outlet.timer is not None:

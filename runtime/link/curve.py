@@ -19,7 +19,7 @@ from runtime.link.peer import LinkCounters, Peer
 from runtime.process import log
 from runtime.process.driver import watched
 from runtime.process.loop_socket import LoopSocket
-from runtime.process.rate_limited_log import Seldom
+from runtime.process.rate_limited_log import RateLimitedLog
 
 _log = log.get("crossdock.curve")
 _domains = itertools.count(1)
@@ -66,7 +66,7 @@ class _Handler:
 _handlers: "dict[zmq.Context[Any], _Handler]" = {}
 
 
-class Gate:
+class ZapAuthenticator:
     """What a server knows of who comes: with keys, their role; without, what they say."""
 
     def __init__(self, socket: LoopSocket, keys: Keys | None, counters: LinkCounters) -> None:
@@ -74,7 +74,7 @@ class Gate:
         self._keys = keys
         self._counters = counters
         self._domain = f"link-{next(_domains)}"
-        self._seldom = Seldom(_log.warning)
+        self._rate_limited_log = RateLimitedLog(_log.warning)
         self._forget: Callable[[], None] | None = None
 
     def open(self, on_change: Callable[[], None]) -> None:
@@ -106,14 +106,14 @@ class Gate:
         if self._keys.listed(key) is not None:
             return True
         self._counters.unknown_keys += 1
-        self._seldom("turned away", reason="its key is not among those of --keys")
+        self._rate_limited_log("turned away", reason="its key is not among those of --keys")
         return False
 
     def handshake_failed(self, failure: Failure) -> None:
         # A client without keys often sees first that they do not suit each other, and is gone.
         if failure is Failure.MECHANISM or (failure is Failure.BROKEN_OFF and self._keys is not None):
             self._counters.plain += 1
-            self._seldom("turned away", reason="it came without a key")
+            self._rate_limited_log("turned away", reason="it came without a key")
         elif failure in (Failure.GARBAGE, Failure.BROKEN_OFF):
             self._counters.protocol_errors += 1
 
@@ -126,12 +126,12 @@ class Gate:
         return first.bytes, [frame.bytes for frame in rest], str(first.get("User-Id"))
 
     def refusal(self, hello: Hello, user_id: str, peers: Iterable[Peer]) -> str | None:
-        """Why this key may not say this Hello, beside these peers: an epoch that one of them has is its own, who would be put
-        out by another."""
+        """Why this key may not say this Hello, beside these peers: an incarnation that one of them has is its own, who
+        would be put out by another."""
         if self._keys is None:
             return None
         listed = self._keys.listed(user_id)
-        taken = any(peer.epoch == hello.epoch and peer.user_id != user_id for peer in peers)
+        taken = any(peer.incarnation == hello.incarnation and peer.user_id != user_id for peer in peers)
         if listed is not None and listed.role is hello.role and not taken:
             return None
         self._counters.impostors += 1
@@ -139,7 +139,7 @@ class Gate:
             return "its key was removed"
         if listed.role is not hello.role:
             return f"its key is {listed.name}, which may not be a {hello.role}"
-        return "its epoch is another process's"
+        return "its incarnation is another process's"
 
     def is_listed(self, user_id: str) -> bool:
         return self._keys is None or self._keys.listed(user_id) is not None

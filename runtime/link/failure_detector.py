@@ -10,7 +10,7 @@ from collections.abc import Iterable
 HEARTBEATS_MISSED_MAX = 3
 
 
-class Silence:
+class FailureDetector:
     """For one end of links. `look` and `pause_s` take turns: look, then sleep so long."""
 
     def __init__(self, heartbeat_ms: int, now: float, theirs_ms: int | None = None) -> None:

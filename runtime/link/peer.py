@@ -15,8 +15,8 @@ from runtime.process.loop_socket import LoopSocket
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """A peer without a word for three and a half heartbeats is lost (`silence`). A dead process is noticed at once where its
-    kernel closes the connection."""
+    """A peer without a word for three and a half heartbeats is lost (`failure_detector`). A dead process is noticed at once
+    where its kernel closes the connection."""
 
     heartbeat_ms: int = 500
     queue_messages_max: int = 10_000
@@ -59,7 +59,7 @@ class LinkCounters:
 class Peer:
     """The other end of an open link."""
 
-    epoch: int
+    incarnation: int
     hello: Hello
     _send: Callable[["Peer", list[bytes]], bool]
     routing_id: bytes = b""

@@ -3,8 +3,8 @@
     server (ROUTER, bound)                       client (DEALER, connects)
                           ← Hello                first message, once
     Welcome | Refused →                          version, role and whatever `accept` looks at have been checked
-    Pong →                ← Ping                 twice in `heartbeat_ms`; who is silent for too long is lost (`silence`)
-    any message           any message
+    Pong →                ← Ping                 twice in `heartbeat_ms`; who is silent for too long is lost
+    (`failure_detector`) any message           any message
 
 One socket of the client is one connection is one link: after a loss the client opens a new socket and shakes hands again,
 so a frame can never belong to an earlier incarnation of the link. The server names a peer by the routing id that libzmq
@@ -24,8 +24,8 @@ from proto.codec import encode
 from proto.errors import RemoteProtocolError
 from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
 from proto.newer import HelloPrefix, read, read_hello
-from runtime.link.curve import Gate
-from runtime.link.failure_detector import Silence
+from runtime.link.curve import ZapAuthenticator
+from runtime.link.failure_detector import FailureDetector
 from runtime.link.monitor import ConnectionMonitor
 from runtime.link.peer import (
     GOODBYE,
@@ -39,7 +39,7 @@ from runtime.link.peer import (
 )
 from runtime.process import clock, log
 from runtime.process.driver import cancelled, watched
-from runtime.process.rate_limited_log import Seldom
+from runtime.process.rate_limited_log import RateLimitedLog
 from runtime.process.zmq_sockets import open_socket
 
 __all__ = ["CannotBind", "LinkServer", "LinkSettings", "OnMessage", "Peer", "is_orderly"]
@@ -71,15 +71,15 @@ class LinkServer:
         self.counters = LinkCounters()
         self.peers: dict[bytes, Peer] = {}
         self._bind = bind
-        self._epoch = hello.epoch
+        self._incarnation = hello.incarnation
         self._accept = accept
         self._on_up = on_up
         self._on_message = on_message
         self._on_down = on_down
         self._settings = settings or LinkSettings()
         self._socket = open_socket(zmq.ROUTER, self._settings.queue_messages_max)
-        self._gate = Gate(self._socket, self._settings.keys, self.counters)
-        self._warn = Seldom(_log.warning)
+        self._gate = ZapAuthenticator(self._socket, self._settings.keys, self.counters)
+        self._warn = RateLimitedLog(_log.warning)
         self._tasks: list[asyncio.Task[None]] = []
         self._probe: asyncio.TimerHandle | None = None
 
@@ -183,9 +183,9 @@ class LinkServer:
             self._warn("refused", peer=hello.name, role=str(hello.role), reason=refusal)
             self._refuse(routing_id, refusal or "")
             return
-        peer = Peer(hello.epoch, hello, self._send, routing_id, user_id=user_id, version=hello.version)
+        peer = Peer(hello.incarnation, hello, self._send, routing_id, user_id=user_id, version=hello.version)
         self.peers[routing_id] = peer
-        peer.send(Welcome(self._epoch, self._settings.heartbeat_ms, limits.PROTOCOL_VERSION))
+        peer.send(Welcome(self._incarnation, self._settings.heartbeat_ms, limits.PROTOCOL_VERSION))
         self._on_up(peer)
 
     def _refuse(self, routing_id: bytes, reason: str) -> None:
@@ -206,11 +206,11 @@ class LinkServer:
             self._on_message(peer, message, blob)
 
     async def _watch(self) -> None:
-        silence = Silence(self._settings.heartbeat_ms, clock.now())
+        failure_detector = FailureDetector(self._settings.heartbeat_ms, clock.now())
         while True:
-            await asyncio.sleep(silence.pause_s((peer.heard_at for peer in self.peers.values()), clock.now()))
+            await asyncio.sleep(failure_detector.pause_s((peer.heard_at for peer in self.peers.values()), clock.now()))
             now = clock.now()
-            if silence.look(now):
+            if failure_detector.look(now):
                 for peer in list(self.peers.values()):
-                    if silence.is_lost(peer.heard_at, now):
+                    if failure_detector.is_lost(peer.heard_at, now):
                         self.drop(peer, f"no heartbeat for {now - peer.heard_at:.1f} s")

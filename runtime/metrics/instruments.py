@@ -77,7 +77,7 @@ class Count:
             del self.values[labels]
 
 
-class Tally:
+class CounterChild:
     """One series of a histogram. `bounds` are the upper ones of its buckets, infinity left out."""
 
     __slots__ = ("bounds", "counts", "sum")
@@ -101,12 +101,12 @@ class Spread:
 
     def __init__(self, labels: Labels, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
-        self.series: dict[Labels, Tally] = {} if labels else {(): Tally(bounds)}
+        self.series: dict[Labels, CounterChild] = {} if labels else {(): CounterChild(bounds)}
 
-    def of(self, *labels: str) -> Tally:
+    def of(self, *labels: str) -> CounterChild:
         if labels not in self.series and len(self.series) >= SERIES_MAX:
             labels = (OTHER,) * len(labels)
-        return self.series.get(labels) or self.series.setdefault(labels, Tally(self._bounds))
+        return self.series.get(labels) or self.series.setdefault(labels, CounterChild(self._bounds))
 
 
 class Page(Collector):

@@ -1,4 +1,4 @@
-"""The one clock: monotonic seconds for deadlines and durations, and the epochs drawn at a process's start."""
+"""The one clock: monotonic seconds for deadlines and durations, and the incarnations drawn at a process's start."""
 
 import secrets
 import time
@@ -14,6 +14,6 @@ def unix_time() -> float:
     return time.time()
 
 
-def new_epoch() -> int:
+def new_incarnation() -> int:
     """A number for one incarnation of one process, never drawn twice in practice: 62 random bits."""
     return secrets.randbits(62) + 1

@@ -9,7 +9,7 @@ BURST: Final = 10
 EVERY_S: Final = 5.0
 
 
-class Seldom:
+class RateLimitedLog:
     """Passes on `BURST` lines, and then one in `EVERY_S` seconds; `left_out` says how many were not."""
 
     def __init__(self, emit: Callable[..., Any]) -> None:

@@ -60,7 +60,7 @@ class CoordinatorSettings(CommonSettings):
         ge=1,
         le=1_000_000,
         description="Most requests waiting for a place. One more makes the newest of the largest backlog give way, in the"
-        " lowest band first, or is answered with 429 if that is its own tenant's.",
+        " lowest priority class first, or is answered with 429 if that is its own tenant's.",
     )
     queue_tokens_max: int = Field(
         4_000_000, ge=1, le=1 << 40, description="Most prompt tokens waiting for a place; likewise."
@@ -72,7 +72,7 @@ class CoordinatorSettings(CommonSettings):
         120.0,
         gt=0,
         le=86_400.0,
-        description="Seconds after which a request that found no place is answered with 503, where its band in --tenants gives"
+        description="Seconds after which a request that found no place is answered with 503, where its priority class in --tenants gives"
         " no queue_wait_s.",
     )
     resumed_wait_s_max: float = Field(
@@ -111,7 +111,7 @@ class CoordinatorSettings(CommonSettings):
     )
     tenants: str = Field(
         "",
-        description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes"
+        description="TOML file with priority classes, tenants, their limits and the hashes of their keys; read again when it changes"
         " and on SIGHUP. Gateways and coordinator must have the same one. Empty: one tenant without limits.",
     )
     usage_db: str = Field(
@@ -143,12 +143,12 @@ class CoordinatorSettings(CommonSettings):
         le=100.0,
         description="And so many more for each live request: with 1, each may come back once in that time.",
     )
-    journal: str = Field(
+    event_log: str = Field(
         "",
         description="File to record decisions in, for crossdock replay and crossdock explain; never a prompt or a key. The"
         " last three of earlier processes stay beside it as FILE.1 to FILE.3. Empty: none.",
     )
-    journal_max_mib: int = Field(
+    event_log_max_mib: int = Field(
         1024, ge=1, le=1 << 20, description="Size in MiB at which recording stops, with a warning. Serving goes on."
     )
     kv_overcommit: float = Field(
@@ -161,7 +161,7 @@ class CoordinatorSettings(CommonSettings):
     )
 
     @model_validator(mode="after")
-    def _standby_needs_a_journal(self) -> Self:
+    def _standby_needs_a_ledger(self) -> Self:
         if self.standby and not self.usage_db:
             raise ValueError("--standby: needs --usage-db, whose lock says whose turn it is")
         return self
@@ -219,7 +219,7 @@ class GatewaySettings(ClientSettings):
     )
     tenants: str = Field(
         "",
-        description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes"
+        description="TOML file with priority classes, tenants, their limits and the hashes of their keys; read again when it changes"
         " and on SIGHUP. Gateways and coordinator must have the same one. Empty: one tenant without limits.",
     )
     generation_config: Literal["auto", "none"] = Field(

@@ -31,7 +31,7 @@ class ServeSettings(KeyOptions):
     )
     tenants: str = Field(
         "",
-        description="TOML file with bands, tenants, their limits and the hashes of their keys; read again when it changes."
+        description="TOML file with priority classes, tenants, their limits and the hashes of their keys; read again when it changes."
         " Empty: one tenant without limits.",
     )
     usage_db: str = Field(
@@ -55,7 +55,9 @@ class ServeSettings(KeyOptions):
     ready_timeout_s: float = Field(
         180.0, gt=0.0, le=86_400.0, description="Seconds the cluster may take to be ready, once the model is on disk."
     )
-    journal: str = Field("", description="File to record decisions in, for crossdock explain and replay; empty: none.")
+    event_log: str = Field(
+        "", description="File to record decisions in, for crossdock explain and replay; empty: none."
+    )
     metrics: MetricsAddress = Field(
         "127.0.0.1:0",
         description="Where the coordinator's metrics are; the gateway's are on the next port, and so on, in the order of"

@@ -3,9 +3,9 @@
 A tenant is an organisation or one of its users, named `organisation` or `organisation/user`:
 
     [tenants.acme]                      # an organisation; its keys need no user
-    weight = 2.0                        # its share beside other organisations of the same band
-    band = "standard"                   # of requests that ask for none
-    bands = ["standard", "batch"]       # those its requests may ask for
+    weight = 2.0                        # its share beside other organisations of the same priority class
+    priority_class = "standard"                   # of requests that ask for none
+    priority_classes = ["standard", "batch"]       # those its requests may ask for
     borrow = true                       # may exceed its rates per minute while capacity is idle
     cache_group = "acme"                # its users share the prefix cache; else each has its own
     slo_ttft_ms = 2000                  # what its requests are measured against, for the metrics alone
@@ -17,7 +17,7 @@ A tenant is an organisation or one of its users, named `organisation` or `organi
     keys = ["…"]
     limits = { concurrency = 4 }
 
-    [bands.interactive]                 # where bands are given, they are all there are
+    [priority_classes.interactive]                 # where priority classes are given, they are all there are
     weight = 8.0
     floor_share = 0.2
     queue_wait_s = 30.0                 # a request that found no place by then is turned away
@@ -50,12 +50,12 @@ class TenantsError(CrossdockError):
 
 
 @dataclass(frozen=True)
-class Band:
-    """A priority band: weighted, with a share it never falls below; none is strict."""
+class PriorityClass:
+    """A priority priority class: weighted, with a share it never falls below; none is strict."""
 
     weight: float = 1.0
     floor_share: float = 0.0
-    """Of all service, while every band has work; more when some have none."""
+    """Of all service, while every priority class has work; more when some have none."""
     ttft_s: float = 2.0
     """A request without a deadline of its own is due so long after its arrival …"""
     ttft_s_per_chunk: float = 2.0
@@ -64,14 +64,14 @@ class Band:
     """A request that found no place within this is turned away; None: within the coordinator's --queue-wait-s-max."""
 
 
-DEFAULT_BANDS: Final[Mapping[str, Band]] = MappingProxyType(
+DEFAULT_PRIORITY_CLASSES: Final[Mapping[str, PriorityClass]] = MappingProxyType(
     {
-        "interactive": Band(8.0, 0.0, 0.5, 1.0),
-        "standard": Band(4.0, 0.0, 2.0, 2.0),
-        "batch": Band(1.0, 0.05, 60.0, 10.0),
+        "interactive": PriorityClass(8.0, 0.0, 0.5, 1.0),
+        "standard": PriorityClass(4.0, 0.0, 2.0, 2.0),
+        "batch": PriorityClass(1.0, 0.05, 60.0, 10.0),
     }
 )
-DEFAULT_BAND: Final = "standard"
+DEFAULT_PRIORITY_CLASS: Final = "standard"
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class Policy:
     weight: float
     """Beside the other users of its organisation."""
     organisation_weight: float
-    band: str
-    bands: frozenset[str]
+    priority_class: str
+    priority_classes: frozenset[str]
     cache_group: str
     """Salt of the prefix cache: tenants with the same one share it. A group's can never equal a tenant's own."""
     levels: tuple[Level, ...]
@@ -134,7 +134,7 @@ class Policy:
 class Tenants:
     """What a tenants file says."""
 
-    bands: Mapping[str, Band]
+    priority_classes: Mapping[str, PriorityClass]
     """In the order of the file."""
     policies: Mapping[str, Policy]
     """By tenant; `default` is always there."""
@@ -148,12 +148,13 @@ class Tenants:
         return self.policies.get(tenant) or (self.policies[DEFAULT_TENANT] if self.open else None)
 
     def weights(self) -> dict[str, float]:
-        """Of the fair queue's nodes below its bands: `band/organisation` and `band/organisation/user`."""
+        """Of the fair queue's nodes below its priority classes: `priority class/organisation` and `priority
+        class/organisation/user`."""
         weights: dict[str, float] = {}
         for policy in self.policies.values():
-            for band in policy.bands:
-                weights[f"{band}/{policy.organisation}"] = policy.organisation_weight
-                weights[f"{band}/{policy.organisation}/{policy.user}"] = policy.weight
+            for priority_class in policy.priority_classes:
+                weights[f"{priority_class}/{policy.organisation}"] = policy.organisation_weight
+                weights[f"{priority_class}/{policy.organisation}/{policy.user}"] = policy.weight
         return weights
 
 
@@ -189,8 +190,8 @@ class _LimitsPart(_Part):
 
 class _TenantPart(_Part):
     weight: _Weight = 1.0
-    band: str | None = None
-    bands: Annotated[list[str], Field(min_length=1)] | None = None
+    priority_class: str | None = None
+    priority_classes: Annotated[list[str], Field(min_length=1)] | None = None
     borrow: bool | None = None
     cache_group: _Name | None = None
     slo_ttft_ms: _Milliseconds | None = None
@@ -204,7 +205,7 @@ class _OrganisationPart(_TenantPart):
 
 
 class _FilePart(_Part):
-    bands: Annotated[dict[_Name, _BandPart], Field(min_length=1)] | None = None
+    priority_classes: Annotated[dict[_Name, _BandPart], Field(min_length=1)] | None = None
     tenants: dict[_Name, _OrganisationPart] = {}
 
 
@@ -218,47 +219,55 @@ def parse(text: str) -> Tenants:
         part = _FilePart.model_validate(content)
     except ValidationError as error:
         raise _faults([_explain(details) for details in error.errors(include_url=False)]) from None
-    bands = DEFAULT_BANDS
-    if part.bands is not None:
-        bands = {name: Band(**dict(values)) for name, values in part.bands.items()}
-    return _Builder(bands).build(part)
+    priority_classes = DEFAULT_PRIORITY_CLASSES
+    if part.priority_classes is not None:
+        priority_classes = {name: PriorityClass(**dict(values)) for name, values in part.priority_classes.items()}
+    return _Builder(priority_classes).build(part)
 
 
 def open_tenants() -> Tenants:
-    """What holds without a file: one tenant without limits, which may use every band."""
-    return replace(_Builder(DEFAULT_BANDS).build(_FilePart()), open=True)
+    """What holds without a file: one tenant without limits, which may use every priority class."""
+    return replace(_Builder(DEFAULT_PRIORITY_CLASSES).build(_FilePart()), open=True)
 
 
 class _Builder:
     """Puts the parts together and gathers what is wrong between them."""
 
-    def __init__(self, bands: Mapping[str, Band]) -> None:
-        self.bands = dict(bands)
+    def __init__(self, priority_classes: Mapping[str, PriorityClass]) -> None:
+        self.priority_classes = dict(priority_classes)
         self.faults: list[str] = []
         self.policies: dict[str, Policy] = {}
         self.keys: dict[bytes, str] = {}
 
     def build(self, part: _FilePart) -> Tenants:
-        if sum(band.floor_share for band in self.bands.values()) >= 1.0:
-            self.faults.append("bands: their floor_share add up to 1 or more, which leaves nothing to share by weight")
+        if sum(priority_class.floor_share for priority_class in self.priority_classes.values()) >= 1.0:
+            self.faults.append(
+                "priority classes: their floor_share add up to 1 or more, which leaves nothing to share by weight"
+            )
         for name, organisation in part.tenants.items():
             self._organisation(name, organisation)
         if DEFAULT_TENANT not in self.policies:
-            self._organisation(DEFAULT_TENANT, _OrganisationPart(bands=list(self.bands)))
+            self._organisation(DEFAULT_TENANT, _OrganisationPart(priority_classes=list(self.priority_classes)))
         if self.faults:
             raise _faults(self.faults)
-        return Tenants(MappingProxyType(self.bands), MappingProxyType(self.policies), MappingProxyType(self.keys))
+        return Tenants(
+            MappingProxyType(self.priority_classes), MappingProxyType(self.policies), MappingProxyType(self.keys)
+        )
 
     def _organisation(self, name: str, part: _OrganisationPart) -> None:
-        band = part.band or (DEFAULT_BAND if DEFAULT_BAND in self.bands else next(iter(self.bands)))
+        priority_class = part.priority_class or (
+            DEFAULT_PRIORITY_CLASS
+            if DEFAULT_PRIORITY_CLASS in self.priority_classes
+            else next(iter(self.priority_classes))
+        )
         own = Policy(
             tenant=name,
             organisation=name,
             user="",
             weight=1.0,
             organisation_weight=part.weight,
-            band=band,
-            bands=self._allowed(f"tenants.{name}", band, part.bands),
+            priority_class=priority_class,
+            priority_classes=self._allowed(f"tenants.{name}", priority_class, part.priority_classes),
             cache_group=_cache_group(part.cache_group, name),
             levels=(Level(name, _limits(part.limits), bool(part.borrow)),),
             slo=Slo(part.slo_ttft_ms, part.slo_itl_ms),
@@ -270,16 +279,20 @@ class _Builder:
     def _user(self, own: Policy, user: str, part: _TenantPart, organisation: _OrganisationPart) -> None:
         where, tenant, above = f"tenants.{own.tenant}.users.{user}", f"{own.tenant}/{user}", own.levels[0]
         borrow = above.borrow if part.borrow is None else part.borrow
-        band = part.band or own.band
-        asked = part.bands if part.bands is not None or part.band is not None else organisation.bands
+        priority_class = part.priority_class or own.priority_class
+        asked = (
+            part.priority_classes
+            if part.priority_classes is not None or part.priority_class is not None
+            else organisation.priority_classes
+        )
         policy = Policy(
             tenant=tenant,
             organisation=own.tenant,
             user=user,
             weight=part.weight,
             organisation_weight=own.organisation_weight,
-            band=band,
-            bands=self._allowed(where, band, asked),
+            priority_class=priority_class,
+            priority_classes=self._allowed(where, priority_class, asked),
             cache_group=_cache_group(part.cache_group or organisation.cache_group, tenant),
             levels=(Level(tenant, _limits(part.limits), borrow), above),
             slo=Slo(
@@ -289,19 +302,27 @@ class _Builder:
         )
         self._add(where, policy, part.keys)
 
-    def _allowed(self, where: str, band: str, asked: list[str] | None) -> frozenset[str]:
-        """The bands a tenant may use: those listed, else its own and those that weigh no more."""
-        known = ", ".join(self.bands)
-        if band not in self.bands:
-            self.faults.append(f"{where}.band: {band!r} is not a band; there are {known}")
+    def _allowed(self, where: str, priority_class: str, asked: list[str] | None) -> frozenset[str]:
+        """The priority classes a tenant may use: those listed, else its own and those that weigh no more."""
+        known = ", ".join(self.priority_classes)
+        if priority_class not in self.priority_classes:
+            self.faults.append(f"{where}.priority_class: {priority_class!r} is not a priority class; there are {known}")
             return frozenset()
         if asked is None:
-            return frozenset(name for name, b in self.bands.items() if b.weight <= self.bands[band].weight)
+            return frozenset(
+                name
+                for name, b in self.priority_classes.items()
+                if b.weight <= self.priority_classes[priority_class].weight
+            )
         self.faults += [
-            f"{where}.bands: {name!r} is not a band; there are {known}" for name in asked if name not in self.bands
+            f"{where}.priority_classes: {name!r} is not a priority class; there are {known}"
+            for name in asked
+            if name not in self.priority_classes
         ]
-        if band not in asked:
-            self.faults.append(f"{where}.bands: must have the tenant's own band {band!r} in it")
+        if priority_class not in asked:
+            self.faults.append(
+                f"{where}.priority_classes: must have the tenant's own priority class {priority_class!r} in it"
+            )
         return frozenset(asked)
 
     def _add(self, where: str, policy: Policy, hashes: list[str]) -> None:

@@ -24,7 +24,7 @@ from runtime.worker.service import GO_AFTER_S, Service
 
 FINISHED_MAX = 4096
 IN_DOUBT_S = 5.0
-"""Longer than a coordinator can be silent before it is given up, and than its journal takes to write a row."""
+"""Longer than a coordinator can be silent before it is given up, and than its ledger takes to write a row."""
 
 
 class Registration:
@@ -156,7 +156,7 @@ class Registration:
         for message in [*self._in_doubt(), *(message for message in unsaid if not isinstance(message, Finished))]:
             peer.send(message)
         self._lost_at = float("inf")
-        self._log.info("registered", coordinator_epoch=welcome.epoch)
+        self._log.info("registered", coordinator_incarnation=welcome.incarnation)
         notify.ready("registered")
 
     def _down(self, _: Peer, reason: str) -> None:
@@ -175,7 +175,7 @@ class Registration:
 def worker_hello(
     settings: WorkerSettings,
     *,
-    epoch: int,
+    incarnation: int,
     name: str,
     fingerprint: str,
     capacity: Capacity,
@@ -186,7 +186,7 @@ def worker_hello(
     return Hello(
         version=limits.PROTOCOL_VERSION,
         role=Role(settings.role),
-        epoch=epoch,
+        incarnation=incarnation,
         name=name,
         model=settings.served_model_id,
         fingerprint=fingerprint,

@@ -23,7 +23,7 @@ def unsettled(cluster: Cluster) -> str:
         return f"requests {[(r.id, r.attempt, r.state.value) for r in core.requests.values()]}"
     if core.billing.bills:
         return f"open bills {list(core.billing.bills)}"
-    missing = [worker.name for worker in cluster.workers if worker.epoch not in core.workers]
+    missing = [worker.name for worker in cluster.workers if worker.incarnation not in core.workers]
     if missing:
         return f"not registered: {missing}"
     if core.draining:
@@ -60,7 +60,7 @@ def audit(cluster: Cluster) -> None:
     check(core)
     check_blocks(cluster)
     for worker in cluster.workers:
-        counted = core.workers[worker.epoch]
+        counted = core.workers[worker.incarnation]
         if counted.holdings or counted.steps or counted.free_blocks != worker.kv_blocks:
             raise Violation("block conservation", f"the coordinator counts {counted.holdings} on {worker.name}, idle")
     _check_quotas(cluster, core)

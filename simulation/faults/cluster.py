@@ -127,7 +127,10 @@ class Cluster(Surroundings):
         """A person tries again until it is done."""
         worker = self.processes[name]
         assert isinstance(worker, PrefillProcess | DecodeProcess)
-        known, drained = self.coordinator.core.workers.get(worker.epoch), worker.registration.service.hand_over_ms(0.0)
+        known, drained = (
+            self.coordinator.core.workers.get(worker.incarnation),
+            worker.registration.service.hand_over_ms(0.0),
+        )
         put_back = known is not None and not known.draining and drained is None
         if name in self._leaving or (put_back and not self.coordinator.paused):
             return
@@ -140,7 +143,7 @@ class Cluster(Surroundings):
         self._end(worker, self._leaving.pop(worker.name))
 
     def begins_anew(self, coordinator: Process) -> None:
-        """After a stall: in one process, with a new epoch."""
+        """After a stall: in one process, with a new incarnation."""
         assert isinstance(coordinator, CoordinatorProcess)
         self.injected["absence"] += 1
         coordinator.log("was away")

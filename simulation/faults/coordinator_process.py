@@ -1,20 +1,31 @@
-"""The simulated coordinator process: the production `Core` and `Outbox`, driven as `coordinator.main` drives them. The journal
+"""The simulated coordinator process: the production `Core` and `Outbox`, driven as `coordinator.main` drives them. The ledger
 of usage is its rows only: what the thread has committed outlives the process, what it has not is lost with it.
 """
 
 from coordinator.accounting.usage import Closed, Entry, Opened
 from coordinator.core import Core
-from coordinator.events import Action, Configured, Event, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
+from coordinator.events import (
+    Action,
+    Configured,
+    Event,
+    PeerDown,
+    PeerUp,
+    ProtocolViolation,
+    Received,
+    Send,
+    StateChanged,
+    Tick,
+)
 from coordinator.invariants import check
 from coordinator.lifecycle import TERMINAL, State
 from coordinator.outbox import Outbox
-from coordinator.recovery.stall_detector import Absence, Present
+from coordinator.recovery.stall_detector import StallDetector, StallGuard
 from proto.drain import Draining, DrainRequest
 from proto.errors import RemoteProtocolError
 from proto.fields import HandOverMs
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Prefill, Reserve, Role, WorkFailed
-from runtime.link.failure_detector import Silence
+from runtime.link.failure_detector import FailureDetector
 from simulation.faults.ledger import UNIX_S
 from simulation.faults.oracles import stream_of
 from simulation.faults.surroundings import Surroundings
@@ -30,8 +41,8 @@ class CoordinatorProcess(Process):
         super().__init__(cluster, name)
         self.cluster = cluster
         self.core = Core(cluster.plan.limits)
-        self.absence = Absence(Silence(HEARTBEAT_MS, 0.0).limit_s)
-        self._present = Present(self.core, self.absence)
+        self.stall_detector = StallDetector(FailureDetector(HEARTBEAT_MS, 0.0).limit_s)
+        self._present = StallGuard(self.core, self.stall_detector)
         self.outbox = Outbox()
         self.links: dict[int, Link] = {}
         self.drained: set[int] = set()
@@ -56,14 +67,14 @@ class CoordinatorProcess(Process):
             on_message=self._message,
             on_down=self._down,
         )
-        self.absence.begin(self.now())
-        self._look_for_absence()
+        self.stall_detector.begin(self.now())
+        self._look_for_stall()
 
-    def _look_for_absence(self) -> None:
-        if self.absence.look(self.now()):
+    def _look_for_stall(self) -> None:
+        if self.stall_detector.look(self.now()):
             self.cluster.begins_anew(self)
         else:
-            self.after(self.absence.limit_s / 8, self._look_for_absence)
+            self.after(self.stall_detector.limit_s / 8, self._look_for_stall)
 
     # --- the core -------------------------------------------------------------------------------------------------------
 
@@ -95,23 +106,23 @@ class CoordinatorProcess(Process):
                 if self.outbox.pass_or_hold(action):
                     self._send(action)
             case Opened() | Closed():
-                self._journal(action)
-            case Moved(request_id, state=State.QUEUED):
+                self._record_usage(action)
+            case StateChanged(request_id, state=State.QUEUED):
                 alive = self.core.requests
-                self.cluster.oracles.taken(self.epoch, alive[request_id].submit, len(alive), self.now())
-            case Moved(request_id, attempt, state, why):
+                self.cluster.oracles.taken(self.incarnation, alive[request_id].submit, len(alive), self.now())
+            case StateChanged(request_id, attempt, state, why):
                 if state in TERMINAL:
                     self.log(f"{state.value} {request_id}/{attempt}", why)
-                    self.cluster.oracles.moved(self.epoch, action)
-            case Misbehaved(epoch, reason):
-                link = self.links.get(epoch)
-                self.cluster.oracles.misbehaved(epoch, reason)
+                    self.cluster.oracles.moved(self.incarnation, action)
+            case ProtocolViolation(incarnation, reason):
+                link = self.links.get(incarnation)
+                self.cluster.oracles.protocol_violation(incarnation, reason)
                 if link is not None:
                     self.after(0.0, self.server.drop, link, reason)
 
-    # --- the journal ----------------------------------------------------------------------------------------------------
+    # --- the ledger ----------------------------------------------------------------------------------------------------
 
-    def _journal(self, entry: Entry) -> None:
+    def _record_usage(self, entry: Entry) -> None:
         if isinstance(entry, Opened):
             self.outbox.opened(entry.request_id)
         self._entries.append(entry)
@@ -131,28 +142,28 @@ class CoordinatorProcess(Process):
     # --- links ----------------------------------------------------------------------------------------------------------
 
     def _up(self, link: Link) -> None:
-        earlier = self.links.get(link.epoch)
+        earlier = self.links.get(link.incarnation)
         if earlier is not None:
             self.server.drop(earlier, "connected again")
-        self.outbox.forget(link.epoch)
-        self.links[link.epoch] = link
-        self._heard_of_drain(link.epoch, link.hello.hand_over_ms)
-        self.post(PeerUp(link.epoch, link.hello))
+        self.outbox.forget(link.incarnation)
+        self.links[link.incarnation] = link
+        self._heard_of_drain(link.incarnation, link.hello.hand_over_ms)
+        self.post(PeerUp(link.incarnation, link.hello))
 
     def _down(self, link: Link, reason: str) -> None:
-        if self.links.get(link.epoch) is link:
-            del self.links[link.epoch]
-            self.outbox.forget(link.epoch)
-            self.post(PeerDown(link.epoch, reason))
+        if self.links.get(link.incarnation) is link:
+            del self.links[link.incarnation]
+            self.outbox.forget(link.incarnation)
+            self.post(PeerDown(link.incarnation, reason))
 
     def _message(self, link: Link, message: Message, blob: bytes) -> None:
-        if self.links.get(link.epoch) is not link:
+        if self.links.get(link.incarnation) is not link:
             raise RemoteProtocolError("this link was replaced by a newer one")
         if isinstance(message, WorkFailed):
             self.cluster.oracles.failed(message)
         if isinstance(message, Draining):
-            self._heard_of_drain(link.epoch, message.hand_over_ms)
-        self.post(Received(link.epoch, message, blob))
+            self._heard_of_drain(link.incarnation, message.hand_over_ms)
+        self.post(Received(link.incarnation, message, blob))
 
     # --- drains ---------------------------------------------------------------------------------------------------------
 
@@ -163,24 +174,24 @@ class CoordinatorProcess(Process):
 
     def _asked(self, request: DrainRequest) -> None:
         observer = Hello(PROTOCOL_VERSION, Role.OBSERVER, 1, "drain")
-        self.post(PeerUp(observer.epoch, observer))
-        self.post(Received(observer.epoch, request))
-        self.post(PeerDown(observer.epoch, "said goodbye"))
+        self.post(PeerUp(observer.incarnation, observer))
+        self.post(Received(observer.incarnation, request))
+        self.post(PeerDown(observer.incarnation, "said goodbye"))
 
-    def _heard_of_drain(self, epoch: int, hand_over_ms: HandOverMs) -> None:
-        (self.drained.discard if hand_over_ms is None else self.drained.add)(epoch)
+    def _heard_of_drain(self, incarnation: int, hand_over_ms: HandOverMs) -> None:
+        (self.drained.discard if hand_over_ms is None else self.drained.add)(incarnation)
 
     def _watch_drains(self, send: Send) -> None:
-        """Judged when it is decided: what waits for its row in the journal leaves later."""
+        """Judged when it is decided: what waits for its row in the ledger leaves later."""
         match send.message:
             case Draining(hand_over_ms):
-                self._heard_of_drain(send.epoch, hand_over_ms)
-            case Prefill() | Reserve() if send.epoch in self.drained:
-                name = self.links[send.epoch].hello.name if send.epoch in self.links else send.epoch
+                self._heard_of_drain(send.incarnation, hand_over_ms)
+            case Prefill() | Reserve() if send.incarnation in self.drained:
+                name = self.links[send.incarnation].hello.name if send.incarnation in self.links else send.incarnation
                 raise Violation("draining", f"something new is placed on {name}", stream_of(send.message.request_id))
 
     def _send(self, send: Send) -> None:
-        link = self.links.get(send.epoch)
+        link = self.links.get(send.incarnation)
         if link is not None:
             self.cluster.oracles.said(send.message)
             link.send(send.message, send.blob)

@@ -4,7 +4,6 @@ from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import (
     Action,
     Admitted,
-    Came,
     ClientGone,
     Deliver,
     Ended,
@@ -17,6 +16,7 @@ from gateway.streams.types import (
     SendSubmit,
     StreamSpec,
     Tick,
+    TokensReceived,
     WorkerDown,
 )
 from gateway.streams.worker_links import WorkerLinks
@@ -58,7 +58,7 @@ class GatewayProcess(Process):
         super().__init__(cluster, name)
         self.cluster = cluster
         self.keeper = StreamKeeper(cluster.plan.stream_limits)
-        self.hello = Hello(PROTOCOL_VERSION, Role.GATEWAY, self.epoch, name, address=name)
+        self.hello = Hello(PROTOCOL_VERSION, Role.GATEWAY, self.incarnation, name, address=name)
         self.workers = WorkerLinks()
         self.coordinator: Link | None = None
         self._alarm = Alarm(self, lambda: self.post(Tick()))
@@ -93,7 +93,7 @@ class GatewayProcess(Process):
             Open(
                 StreamSpec(
                     asked.stream_id, MODEL, asked.prompt, asked.sampling, asked.choices,
-                    lambda: _Sink(asked.stop_word), asked.tenant, names, asked.band,
+                    lambda: _Sink(asked.stop_word), asked.tenant, names, asked.priority_class,
                 )
             )
         )  # fmt: skip
@@ -110,12 +110,12 @@ class GatewayProcess(Process):
     # --- the keeper -----------------------------------------------------------------------------------------------------
 
     def post(self, event: Event) -> None:
-        if isinstance(event, Came):
+        if isinstance(event, TokensReceived):
             # One by one, as the keeper takes them, so that what each leads to can be judged.
             for item in event.items:
                 submission = self.keeper.submissions.get(item.request_id)
                 stale = submission is None or submission.attempt != item.attempt
-                actions = self.keeper.handle(Came((item,), event.decoder), self.now())
+                actions = self.keeper.handle(TokensReceived((item,), event.decoder), self.now())
                 self.cluster.oracles.tokens_came(item, stale, actions)
                 self._perform(actions)
         else:
@@ -149,7 +149,7 @@ class GatewayProcess(Process):
 
     def _coordinator_up(self, link: Link) -> None:
         self.coordinator = link
-        self.post(LinkUp(link.epoch))
+        self.post(LinkUp(link.incarnation))
 
     def _coordinator_down(self, _: Link, reason: str) -> None:
         self.coordinator = None
@@ -165,14 +165,14 @@ class GatewayProcess(Process):
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")
 
     def _worker_up(self, link: Link) -> None:
-        if self.workers.returns(link.epoch):
-            self.post(WorkerDown(link.epoch))
+        if self.workers.returns(link.incarnation):
+            self.post(WorkerDown(link.incarnation))
 
     def _worker_down(self, link: Link, _reason: str) -> None:
-        self.workers.down(link.epoch)
-        self.post(WorkerDown(link.epoch))
+        self.workers.down(link.incarnation)
+        self.post(WorkerDown(link.incarnation))
 
     def _worker_message(self, link: Link, message: Message, _: bytes) -> None:
         if not isinstance(message, Tokens):
             raise RemoteProtocolError(f"a worker may not send {type(message).__name__} to a gateway")
-        self.post(Came(message.items, link.epoch if link.hello.role is Role.DECODE else 0))
+        self.post(TokensReceived(message.items, link.incarnation if link.hello.role is Role.DECODE else 0))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coordinator.core import Core
-from coordinator.events import Moved
+from coordinator.events import StateChanged
 from coordinator.lifecycle import State
 from coordinator.waiting.retries import WINDOW_S
 from gateway.streams.keeper import StreamKeeper
@@ -70,7 +70,7 @@ class Oracles:
     _backoff: dict[str, tuple[int, float, bool]] = field(default_factory=dict)
     """Attempt that ended, when, and whether a drain cut it short."""
     _known: dict[tuple[int, str], int] = field(default_factory=dict)
-    """Requests that a coordinator has taken, by its epoch; of each, how many attempts drains had cut short."""
+    """Requests that a coordinator has taken, by its incarnation; of each, how many attempts drains had cut short."""
     _retries: dict[int, list[float]] = field(default_factory=dict)
     """When it took one of them again."""
 
@@ -217,36 +217,36 @@ class Oracles:
         """To a gateway or a worker: nothing of a request before its row is in the journal."""
         if isinstance(message, Accepted | Prefill | Reserve):
             if message.request_id not in self.ledger.rows:
-                why = f"{type(message).__name__} leaves before its row is in the journal"
+                why = f"{type(message).__name__} leaves before its row is in the ledger"
                 raise Violation("journalled first", why, stream_of(message.request_id))
             if isinstance(message, Accepted):
                 self.accepted.add(message.request_id)
 
-    def moved(self, epoch: int, moved: Moved) -> None:
+    def moved(self, incarnation: int, moved: StateChanged) -> None:
         if moved.state is State.REJECTED:
             return
-        key = (epoch, moved.request_id, moved.attempt)
+        key = (incarnation, moved.request_id, moved.attempt)
         if key in self._ends:
             raise Violation("one outcome", f"attempt {moved.attempt} ends again", stream_of(moved.request_id))
         self._ends.add(key)
 
-    def taken(self, epoch: int, submit: Submit, alive: int, now: float) -> None:
+    def taken(self, incarnation: int, submit: Submit, alive: int, now: float) -> None:
         """A request is in the queue: for the first time with this coordinator, or again."""
-        known, drained = (epoch, submit.request_id), submit.drained_attempts
-        whole = self._known.get((epoch, stream_of(submit.request_id)))
+        known, drained = (incarnation, submit.request_id), submit.drained_attempts
+        whole = self._known.get((incarnation, stream_of(submit.request_id)))
         before, self._known[known] = self._known.get(known, whole), drained
         if before != drained:
             return
-        limits, retries = self.plan.limits, self._retries.setdefault(epoch, [])
+        limits, retries = self.plan.limits, self._retries.setdefault(incarnation, [])
         retries.append(now)
         in_window = sum(at > now - WINDOW_S for at in retries)
         if in_window - 1 >= limits.retry_floor + limits.retry_share * alive and self.plan.hostility is None:
             why = f"{in_window} came back within {WINDOW_S:g} s, with {alive} alive"
             raise Violation("bounded retries", why, stream_of(submit.request_id))
 
-    def misbehaved(self, epoch: int, reason: str) -> None:
+    def protocol_violation(self, incarnation: int, reason: str) -> None:
         if self.plan.hostility is None:
-            raise Violation("peers behave", f"the coordinator says of {epoch}: {reason}")
+            raise Violation("peers behave", f"the coordinator says of {incarnation}: {reason}")
 
     def after_decision(self, core: Core) -> None:
         for account in core.billing.quotas.accounts.values():
@@ -265,7 +265,9 @@ class Oracles:
 
 def _promised(core: Core) -> bool:
     """Whether some bill was opened without asking a limit: for a request that an earlier coordinator had accepted."""
-    return any(bill.tally.attempt > 1 or bill.tally.adopted or not bill.rated for bill in core.billing.bills.values())
+    return any(
+        bill.counters.attempt > 1 or bill.counters.adopted or not bill.rated for bill in core.billing.bills.values()
+    )
 
 
 def stream_of(request_id: str) -> str:

@@ -17,7 +17,7 @@ FAULTS: Final = {
     "pause": "a process is stopped and goes on",
     "partition": "two processes cannot reach each other, in one direction or both",
     "cut": "the connections of a process break, with or without a word",
-    "slow": "a worker, a process's frames or the journal's disk are slow",
+    "slow": "a worker, a process's frames or the ledger's disk are slow",
     "step": "a step of a worker fails, or its logits are not finite",
     "hang": "a step of a worker does not end, or only late",
     "transfer": "segments arrive damaged, pairs break",
@@ -32,8 +32,8 @@ FOR_EVER_S: Final = 1e6
 TENANTS: Final = """
 [tenants.acme]
 weight = 2.0
-bands = ["interactive", "standard", "batch"]
-band = "standard"
+priority_classes = ["interactive", "standard", "batch"]
+priority_class = "standard"
 cache_group = "acme"
 [tenants.acme.limits]
 concurrency = 6
@@ -63,7 +63,7 @@ class Asked:
     at_s: float
     gateway: int
     tenant: str
-    band: str
+    priority_class: str
     prompt: tuple[int, ...]
     sampling: Sampling
     choices: int
@@ -170,7 +170,7 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
         plan.faults += _drains(plan, Random(seed ^ 0xD4A1))
         plan.faults.sort(key=lambda fault: fault.at_s)
     if "pause" in kinds:
-        plan.faults += _absences(plan, Random(seed ^ 0xAB5E))
+        plan.faults += _stalls(plan, Random(seed ^ 0xAB5E))
         plan.faults.sort(key=lambda fault: fault.at_s)
     if "transfer" in kinds and chaos.random() < 0.2:
         plan.corrupt = chaos.choice((0.1, 0.8))
@@ -197,7 +197,7 @@ def _asked(plan: Plan, random: Random, number: int, beginnings: list[tuple[int, 
         at_s=random.uniform(0.05, plan.fault_s * 0.8),
         gateway=random.randrange(plan.gateways),
         tenant=tenant,
-        band=random.choice(("", "", "batch")) if tenant.startswith("acme") else "",
+        priority_class=random.choice(("", "", "batch")) if tenant.startswith("acme") else "",
         prompt=prompt,
         sampling=sampling,
         choices=random.choice((1, 1, 1, 2, 3)),
@@ -218,7 +218,7 @@ def _drains(plan: Plan, random: Random) -> list[Fault]:
     return drains
 
 
-def _absences(plan: Plan, random: Random) -> list[Fault]:
+def _stalls(plan: Plan, random: Random) -> list[Fault]:
     """In one run of twelve the coordinator is stopped for so long that it begins anew, or nearly, while something runs."""
     if random.random() >= 1 / 12:
         return []

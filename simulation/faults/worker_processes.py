@@ -29,7 +29,7 @@ from simulation.faults.surroundings import Surroundings
 from simulation.transfers.connections import PoolProcess
 from simulation.transfers.receiver import Receiver
 from simulation.transfers.sender import Sender
-from simulation.world.links import Link, Outbound, Registration, Server
+from simulation.world.links import ConnectionPool, Link, Registration, Server
 from simulation.world.toy_model import VOCAB, Toy, ToyState
 from simulation.world.world import Violation
 
@@ -40,7 +40,7 @@ MODEL, FINGERPRINT = "toy", "f"
 STEP_TOKENS_MAX = 64
 
 
-class Gateways(Outbound):
+class Gateways(ConnectionPool):
     """Every token a worker sends passes here, so that none is sent twice."""
 
     def send(self, to: Destination, message: Message, blob: bytes = b"") -> None:
@@ -71,7 +71,7 @@ class WorkerProcess(PoolProcess):
         self.toy = Toy(self.kv_blocks, self.block_size)
         self.allocator = BlockAllocator(self.kv_blocks)
         self.hello = Hello(
-            PROTOCOL_VERSION, self.role, self.epoch, name, MODEL, FINGERPRINT, f"{name}/kv",
+            PROTOCOL_VERSION, self.role, self.incarnation, name, MODEL, FINGERPRINT, f"{name}/kv",
             Capacity(self.kv_blocks, self.block_size, plan.max_seqs, plan.context_tokens),
         )  # fmt: skip
 
@@ -157,7 +157,7 @@ class PrefillProcess(WorkerProcess):
             on_may_go=self.may_go,
         )
         self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost, self.registration.look)
-        self.receivers = Outbound(self, self.hello, self._kv_message, self._receiver_lost)
+        self.receivers = ConnectionPool(self, self.hello, self._kv_message, self._receiver_lost)
         self.sender = self.transfers = Sender(self, self.toy, self._send_kv, self._kv_result)
         self._computing = False
 
@@ -210,17 +210,17 @@ class PrefillProcess(WorkerProcess):
     def _kv_result(self, result: KvSent | KvFailed) -> None:
         self.core.kv_result(result)
 
-    def _send_kv(self, epoch: int, message: Message, blob: bytes) -> None:
-        receiver = self.core.receiver_of.get(epoch)
+    def _send_kv(self, incarnation: int, message: Message, blob: bytes) -> None:
+        receiver = self.core.receiver_of.get(incarnation)
         if receiver is not None:
             self.receivers.send(receiver, message, blob)
 
     def _kv_message(self, link: Link, message: Message, blob: bytes) -> None:
-        self.sender.handle(link.epoch, message, blob)
+        self.sender.handle(link.incarnation, message, blob)
 
-    def _receiver_lost(self, epoch: int, reason: str) -> None:
-        self.core.receiver_of.pop(epoch, None)
-        self.sender.peer_lost(epoch, reason)
+    def _receiver_lost(self, incarnation: int, reason: str) -> None:
+        self.core.receiver_of.pop(incarnation, None)
+        self.sender.peer_lost(incarnation, reason)
 
 
 class DecodeProcess(WorkerProcess):
@@ -273,20 +273,20 @@ class DecodeProcess(WorkerProcess):
         self.after(KV_TIMEOUT_S, self.core.expire, now)
 
     def _kv_message(self, link: Link, message: Message, blob: bytes) -> None:
-        self.senders.heard(link.epoch, link)
-        self.receiver.handle(link.epoch, message, blob)
+        self.senders.heard(link.incarnation, link)
+        self.receiver.handle(link.incarnation, message, blob)
 
     def _sender_down(self, link: Link, reason: str) -> None:
-        if self.senders.lost(link.epoch, link):
-            self.receiver.peer_lost(link.epoch, reason)
+        if self.senders.lost(link.incarnation, link):
+            self.receiver.peer_lost(link.incarnation, reason)
 
-    def _send_kv(self, epoch: int, message: Message, blob: bytes) -> None:
-        link = self.senders.link(epoch)
+    def _send_kv(self, incarnation: int, message: Message, blob: bytes) -> None:
+        link = self.senders.link(incarnation)
         if link is not None:
             link.send(message, blob)
 
-    def _committed(self, epoch: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
-        self.core.committed(epoch, commit, blocks, prompt_tokens)
+    def _committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
+        self.core.committed(incarnation, commit, blocks, prompt_tokens)
         if not self._computing:
             self.after(0.0, self._wake)
 
@@ -308,9 +308,9 @@ class DecodeProcess(WorkerProcess):
             self.core.step_failed("planted")
             self._start_step()
             return
-        outcome, farewells = self.core.apply(self._run(plan, broken=fail == "nan"))
+        outcome, final_reports = self.core.apply(self._run(plan, broken=fail == "nan"))
         self._start_step()
-        self.core.pass_on(outcome, farewells, self.now())
+        self.core.pass_on(outcome, final_reports, self.now())
 
     def _run(self, plan: StepPlan[ToyState], broken: bool) -> list[Draw]:
         """As `decode_worker.compute.run_step`."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvtransfer.memory.layout import blocks_of, cells_of
+from kvtransfer.memory.layout import blocks_of, sub_blocks_of
 from kvtransfer.session.receiver import DECLINED, FAILED, ReceiverSession
 from kvtransfer.session.session import (
     Accepted,
@@ -48,36 +48,36 @@ class Receiver(Driver):
         if live is not None:
             self._feed(live, _decision(live, answer))
 
-    def handle(self, peer_epoch: int, message: Message, blob: bytes) -> None:
+    def handle(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
         if isinstance(message, PairOpen):
-            self._open(peer_epoch, message)
+            self._open(peer_incarnation, message)
         elif isinstance(message, PairClosed):
-            route = self._routes.get(peer_epoch)
+            route = self._routes.get(peer_incarnation)
             if route is not None and route.pair_id == message.pair_id:
                 self._drop(route, f"closed by the sender: {message.reason}", tell_peer=False)
         elif isinstance(message, Offer):
-            self._offered(peer_epoch, message)
+            self._offered(peer_incarnation, message)
         elif isinstance(message, Announce):
-            self._announced(peer_epoch, message)
+            self._announced(peer_incarnation, message)
         elif isinstance(message, Commit | Abort):
-            live = self._find(peer_epoch, (message.request_id, message.attempt))
+            live = self._find(peer_incarnation, (message.request_id, message.attempt))
             if live is not None:
                 self._feed(live, CommitArrived(message, blob) if isinstance(message, Commit) else message)
             elif isinstance(message, Commit):
-                self._send(peer_epoch, Abort(message.request_id, message.attempt, "not known here"), b"")
+                self._send(peer_incarnation, Abort(message.request_id, message.attempt, "not known here"), b"")
         else:
             raise RemoteProtocolError(f"{type(message).__name__} from a KV sender")
 
-    def _open(self, peer_epoch: int, message: PairOpen) -> None:
-        current = self._routes.get(peer_epoch)
+    def _open(self, peer_incarnation: int, message: PairOpen) -> None:
+        current = self._routes.get(peer_incarnation)
         if current is not None and message.pair_id <= current.pair_id:
             if message.pair_id == current.pair_id and current.listening is not None:
-                self._send(peer_epoch, current.listening, b"")
+                self._send(peer_incarnation, current.listening, b"")
             return
         if current is not None:
             self._drop(current, "the sender opened another pair", tell_peer=False)
-        route = self._routes[peer_epoch] = Route(
-            peer_epoch, message.pair_id, message.block_size, self.toy.block_size // message.block_size
+        route = self._routes[peer_incarnation] = Route(
+            peer_incarnation, message.pair_id, message.block_size, self.toy.block_size // message.block_size
         )
         route.pair = Pair(
             self.process,
@@ -93,35 +93,35 @@ class Receiver(Driver):
     def _listens(self, route: Route) -> None:
         if not route.dropped:
             assert route.pair is not None
-            secret = f"{self.process.epoch}.{route.peer_epoch}.{route.pair_id}"
+            secret = f"{self.process.incarnation}.{route.peer_incarnation}.{route.pair_id}"
             route.pair.meet(secret)
             route.listening = PairListen(route.pair_id, TRANSPORT, "host", 1, secret, "")
-            self._send(route.peer_epoch, route.listening, b"")
+            self._send(route.peer_incarnation, route.listening, b"")
 
-    def _offered(self, peer_epoch: int, offer: Offer) -> None:
+    def _offered(self, peer_incarnation: int, offer: Offer) -> None:
         key = (offer.request_id, offer.attempt)
         known = self._live.get(key) or self._ended.get(key)
-        if known is not None and known.route.peer_epoch == peer_epoch:
+        if known is not None and known.route.peer_incarnation == peer_incarnation:
             self._feed(known, offer)
             return
         if known is not None and known.session.state in (DECLINED, FAILED):
             del self._ended[key]
             known = None
-        route = self._routes.get(peer_epoch)
+        route = self._routes.get(peer_incarnation)
         if known is not None or route is None or route.pair_id != offer.pair_id:
             refusal = "this attempt is another sender's" if known else f"there is no pair {offer.pair_id}"
-            self._send(peer_epoch, Decline(*key, refusal), b"")
+            self._send(peer_incarnation, Decline(*key, refusal), b"")
             return
         session = ReceiverSession(offer, block_bytes=route.block_bytes, settings=SETTINGS, now=self.process.now())
         live = self._begin(key, session, route)
-        answer = self._accept(peer_epoch, msgspec.structs.replace(offer, blocks=-(-offer.blocks // route.ratio)))
+        answer = self._accept(peer_incarnation, msgspec.structs.replace(offer, blocks=-(-offer.blocks // route.ratio)))
         if answer is None:
             self._arm(live)
         else:
             self._feed(live, _decision(live, answer))
 
-    def _announced(self, peer_epoch: int, announce: Announce) -> None:
-        route = self._routes.get(peer_epoch)
+    def _announced(self, peer_incarnation: int, announce: Announce) -> None:
+        route = self._routes.get(peer_incarnation)
         if route is None or route.pair_id != announce.pair_id or route.order.is_repeated(announce.sequence):
             return
         assert route.pair is not None
@@ -133,7 +133,7 @@ class Receiver(Driver):
             Job(None, announce.segment + at, announce.sequence + at, blocks, None)
             for at, blocks in enumerate(announce.blocks)
         ]
-        live = self._find(peer_epoch, (announce.request_id, announce.attempt))
+        live = self._find(peer_incarnation, (announce.request_id, announce.attempt))
         if live is not None and live.route is route:
             self._wanted(live, announce, jobs)
         for job in jobs:
@@ -161,7 +161,7 @@ class Receiver(Driver):
         result, ratio = ended.result, live.route.ratio
         if isinstance(result, KvCommitted):
             blocks = list(blocks_of(result.block_ids, ratio))
-            self._on_committed(live.route.peer_epoch, result.commit, blocks, list(result.prompt))
+            self._on_committed(live.route.peer_incarnation, result.commit, blocks, list(result.prompt))
         elif isinstance(result, KvReceiveFailed):
             self._on_failed(result.request_id, result.attempt, list(blocks_of(result.block_ids, ratio)))
 
@@ -171,4 +171,4 @@ def _decision(live: Live, answer: Accepted | str) -> Accepted | Refusal:
     if isinstance(answer, str):
         return Refusal(answer)
     ratio, blocks = live.route.ratio, live.session.blocks
-    return Accepted(cells_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))
+    return Accepted(sub_blocks_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvtransfer.memory.layout import cells_of
+from kvtransfer.memory.layout import sub_blocks_of
 from kvtransfer.session.sender import SenderSession, announcement, next_parts
 from kvtransfer.session.session import (
     Action,
@@ -41,18 +41,18 @@ class Sender(Driver):
         self._digests_early = process.world.random.random() < 0.5
         """As where KV is in host memory; else in sending."""
 
-    def open(self, request_id: str, attempt: int, peer_epoch: int, blocks: int, block_size: int) -> None:
-        key, route = (request_id, attempt), self._routes.get(peer_epoch)
+    def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int) -> None:
+        key, route = (request_id, attempt), self._routes.get(peer_incarnation)
         if key in self._ended:
             self.process.after(0.0, self._on_result, KvFailed(request_id, attempt, "this attempt was offered before"))
             return
         if route is None:
             self._last_pair_id += 1
             ratio = self.toy.block_size // block_size
-            route = self._routes[peer_epoch] = Route(peer_epoch, self._last_pair_id, block_size, ratio)
+            route = self._routes[peer_incarnation] = Route(peer_incarnation, self._last_pair_id, block_size, ratio)
             timeout_s = SETTINGS.rendezvous_timeout_ms / 1e3
             route.timer = self.process.after(timeout_s, self._drop, route, "no answer to PairOpen", True)
-            self._send(peer_epoch, PairOpen(route.pair_id, SETTINGS.transports, block_size, ""), b"")
+            self._send(peer_incarnation, PairOpen(route.pair_id, SETTINGS.transports, block_size, ""), b"")
         session = SenderSession(
             *key, pair_id=route.pair_id, blocks=blocks, block_bytes=route.block_bytes, settings=SETTINGS
         )
@@ -63,8 +63,8 @@ class Sender(Driver):
         live = self._live.get((request_id, attempt))
         if block_ids and live is not None:
             first = first_block * live.route.ratio
-            cells = cells_of(block_ids, live.route.ratio)[: live.session.blocks - first]
-            self._feed(live, BlocksReady(first, cells))
+            sub_blocks = sub_blocks_of(block_ids, live.route.ratio)[: live.session.blocks - first]
+            self._feed(live, BlocksReady(first, sub_blocks))
 
     def commit(
         self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
@@ -72,22 +72,22 @@ class Sender(Driver):
         event = CommitReady(tuple(first_tokens), len(prompt_tokens), pack_tokens(prompt_tokens))
         self._feed_known((request_id, attempt), event)
 
-    def handle(self, peer_epoch: int, message: Message, blob: bytes) -> None:
+    def handle(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
         if isinstance(message, PairListen):
-            self._connect(peer_epoch, message)
+            self._connect(peer_incarnation, message)
         elif isinstance(message, PairClosed):
-            route = self._routes.get(peer_epoch)
+            route = self._routes.get(peer_incarnation)
             if route is not None and route.pair_id == message.pair_id:
                 self._drop(route, f"closed by the receiver: {message.reason}", tell_peer=False)
         elif isinstance(message, Accept | Decline | Ack | Abort):
-            live = self._find(peer_epoch, (message.request_id, message.attempt))
+            live = self._find(peer_incarnation, (message.request_id, message.attempt))
             if live is not None:
                 self._feed(live, message)
         else:
             raise RemoteProtocolError(f"{type(message).__name__} from a KV receiver")
 
-    def _connect(self, peer_epoch: int, message: PairListen) -> None:
-        route = self._routes.get(peer_epoch)
+    def _connect(self, peer_incarnation: int, message: PairListen) -> None:
+        route = self._routes.get(peer_incarnation)
         if route is None or route.pair_id != message.pair_id or route.pair is not None:
             return
         if route.timer is not None:
@@ -120,7 +120,7 @@ class Sender(Driver):
     def _announce(self, live: Live, parts: list[SendSegment]) -> None:
         route = live.route
         assert route.pair is not None
-        self._send(route.peer_epoch, announcement(live.key, route.pair_id, route.announced, parts), b"")
+        self._send(route.peer_incarnation, announcement(live.key, route.pair_id, route.announced, parts), b"")
         for sequence, part in enumerate(parts, route.announced):
             route.pair.submit(Job(live, part.segment, sequence, len(part.block_ids), part.block_ids))
         route.announced += len(parts)

@@ -42,7 +42,7 @@ Key = tuple[str, int]
 
 @dataclass(eq=False)
 class Route:
-    peer_epoch: int
+    peer_incarnation: int
     pair_id: int
     block_size: int
     """Of the blocks that cross."""
@@ -90,8 +90,8 @@ class Driver:
     def idle(self) -> bool:
         return not self._live
 
-    def peer_lost(self, peer_epoch: int, reason: str) -> None:
-        route = self._routes.get(peer_epoch)
+    def peer_lost(self, peer_incarnation: int, reason: str) -> None:
+        route = self._routes.get(peer_incarnation)
         if route is not None:
             self._drop(route, f"peer lost: {reason}", tell_peer=False)
 
@@ -109,9 +109,9 @@ class Driver:
         live = self._live[key] = route.sessions[key] = Live(key, session, route)
         return live
 
-    def _find(self, peer_epoch: int, key: Key) -> Live | None:
+    def _find(self, peer_incarnation: int, key: Key) -> Live | None:
         live = self._live.get(key) or self._ended.get(key)
-        return live if live is not None and live.route.peer_epoch == peer_epoch else None
+        return live if live is not None and live.route.peer_incarnation == peer_incarnation else None
 
     def _feed_known(self, key: Key, event: object) -> None:
         live = self._live.get(key)
@@ -124,7 +124,7 @@ class Driver:
     def _perform(self, live: Live, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
-                self._send(live.route.peer_epoch, action.message, action.blob)
+                self._send(live.route.peer_incarnation, action.message, action.blob)
             elif isinstance(action, Violation):
                 self.violations += 1
             elif isinstance(action, Ended):
@@ -166,14 +166,14 @@ class Driver:
         if route.dropped:
             return
         route.dropped = True
-        if self._routes.get(route.peer_epoch) is route:
-            del self._routes[route.peer_epoch]
+        if self._routes.get(route.peer_incarnation) is route:
+            del self._routes[route.peer_incarnation]
         if route.timer is not None:
             route.timer.cancel()
         if route.pair is not None:
             route.pair.close()
         if tell_peer:
-            self._send(route.peer_epoch, PairClosed(route.pair_id, reason[:512]), b"")
+            self._send(route.peer_incarnation, PairClosed(route.pair_id, reason[:512]), b"")
         for live in list(route.sessions.values()):
             self._feed(live, PairLost(reason))
 

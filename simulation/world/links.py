@@ -1,8 +1,8 @@
 """Links over the simulated network: a thin model of `runtime.link.server`, `runtime.link.connection_pool` and
-`runtime.worker.registration`, whose code is bound to sockets and an event loop. The same rules: Hello first and once, a version
-and an epoch on each link, one connection is one link, a lost one is told once, a client comes back with a new connection and a
-new Hello, what is sent to a link that is gone is gone. Heartbeats are not sent one by one: `Network.suspect` knows who would
-miss them.
+`runtime.worker.registration`, whose code is bound to sockets and an event loop. The same rules: Hello first and once, a
+version and an incarnation on each link, one connection is one link, a lost one is told once, a client comes back with a new
+connection and a new Hello, what is sent to a link that is gone is gone. Heartbeats are not sent one by one:
+`Network.suspect` knows who would miss them.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ HEARTBEAT_MS = 500
 class Link:
     """The other end, as `runtime.link.peer.Peer`."""
 
-    epoch: int
+    incarnation: int
     hello: Hello
     wire: Wire
     side: int
@@ -62,7 +62,9 @@ class Server:
         self.protocol_errors = 0
         self._accept, self._on_up, self._on_message, self._on_down = accept, on_up, on_message, on_down
         network = network_of(process)
-        network.listeners[address] = Handler(process, self._frame, self._closed, self.links.__contains__, self._silence)
+        network.listeners[address] = Handler(
+            process, self._frame, self._closed, self.links.__contains__, self._failure_detector
+        )
 
     def drop(self, link: Link, reason: str) -> None:
         if self.links.pop(link.wire, None) is None:
@@ -96,15 +98,15 @@ class Server:
         if refusal is not None:
             wire.send(SERVER, Refused(refusal[:500]))
             return
-        link = self.links[wire] = Link(message.epoch, message, wire, SERVER)
-        link.send(Welcome(self.process.epoch, HEARTBEAT_MS))
+        link = self.links[wire] = Link(message.incarnation, message, wire, SERVER)
+        link.send(Welcome(self.process.incarnation, HEARTBEAT_MS))
         self._on_up(link)
         network_of(self.process).suspect(wire, SERVER)
 
     def _closed(self, wire: Wire) -> None:
         self.process.after(CLOSED_NOTICE_S, self._gone, wire, "send failed")
 
-    def _silence(self, wire: Wire, seconds: float) -> None:
+    def _failure_detector(self, wire: Wire, seconds: float) -> None:
         self._gone(wire, f"no heartbeat for {seconds:.1f} s")
 
     def _gone(self, wire: Wire, reason: str) -> None:
@@ -129,7 +131,7 @@ class Client:
         self.process = process
         self.address = address
         self._hello, self._on_up, self._on_message, self._on_down = hello, on_up, on_message, on_down
-        self._handler = Handler(process, self._frame, self._wire_closed, self._is_up, self._silence)
+        self._handler = Handler(process, self._frame, self._wire_closed, self._is_up, self._failure_detector)
         self._wire: Wire | None = None
         self._link: Link | None = None
         self._timer: Timer | None = None
@@ -181,18 +183,18 @@ class Client:
             self._give_up(wire, f"answered with {type(message).__name__}")
             return
         self._pause_s = RECONNECT_S
-        self._link = Link(message.epoch, self._hello_of(message), wire, CLIENT)
+        self._link = Link(message.incarnation, self._hello_of(message), wire, CLIENT)
         self._on_up(self._link)
         if wire.silent(CLIENT):
             network_of(self.process).suspect(wire, CLIENT)
 
     def _hello_of(self, welcome: Welcome) -> Hello:
-        return Hello(PROTOCOL_VERSION, Role.COORDINATOR, welcome.epoch, self.address)
+        return Hello(PROTOCOL_VERSION, Role.COORDINATOR, welcome.incarnation, self.address)
 
     def _wire_closed(self, wire: Wire) -> None:
         self.process.after(CLOSED_NOTICE_S, self._give_up, wire, "connection closed")
 
-    def _silence(self, wire: Wire, seconds: float) -> None:
+    def _failure_detector(self, wire: Wire, seconds: float) -> None:
         self._give_up(wire, f"no heartbeat for {seconds:.1f} s")
 
     def _give_up(self, wire: Wire, reason: str) -> None:
@@ -236,7 +238,7 @@ class _Outlet:
     waiting: list[tuple[Message, bytes]] = field(default_factory=list)
 
 
-class Outbound:
+class ConnectionPool:
     """Links that a worker opens by itself; as `runtime.link.connection_pool.Outbound`."""
 
     def __init__(
@@ -266,33 +268,33 @@ class Outbound:
             outlet.waiting.append((message, blob))
 
     def _outlet(self, to: Destination) -> _Outlet:
-        outlet = self._outlets.get(to.epoch)
+        outlet = self._outlets.get(to.incarnation)
         if outlet is not None:
             return outlet
         client = Client(
             self.process,
             to.address,
             hello=lambda: self._hello,
-            on_up=lambda link: self._up(to.epoch, link),
+            on_up=lambda link: self._up(to.incarnation, link),
             on_message=self._on_message,
-            on_down=lambda _, reason: self._lose(to.epoch, reason),
+            on_down=lambda _, reason: self._lose(to.incarnation, reason),
         )
-        outlet = self._outlets[to.epoch] = _Outlet(client)
-        outlet.timer = self.process.after(HANDSHAKE_S, self._too_late, to.epoch)
+        outlet = self._outlets[to.incarnation] = _Outlet(client)
+        outlet.timer = self.process.after(HANDSHAKE_S, self._too_late, to.incarnation)
         self.process.after(0.0, client.start)
         return outlet
 
-    def _too_late(self, epoch: int) -> None:
-        outlet = self._outlets.get(epoch)
+    def _too_late(self, incarnation: int) -> None:
+        outlet = self._outlets.get(incarnation)
         if outlet is not None and outlet.link is None:
-            self._lose(epoch, "could not be reached in time")
+            self._lose(incarnation, "could not be reached in time")
 
-    def _up(self, epoch: int, link: Link) -> None:
-        outlet = self._outlets.get(epoch)
+    def _up(self, incarnation: int, link: Link) -> None:
+        outlet = self._outlets.get(incarnation)
         if outlet is None:
             return
-        if link.epoch != epoch:
-            self._lose(epoch, "another incarnation answers there")
+        if link.incarnation != incarnation:
+            self._lose(incarnation, "another incarnation answers there")
             return
         outlet.link = link
         if outlet.timer is not None:
@@ -303,14 +305,14 @@ class Outbound:
         if waiting and self.idle:
             self._on_idle()
 
-    def _lose(self, epoch: int, reason: str) -> None:
-        outlet = self._outlets.pop(epoch, None)
+    def _lose(self, incarnation: int, reason: str) -> None:
+        outlet = self._outlets.pop(incarnation, None)
         if outlet is None:
             return
         if outlet.timer is not None:
             outlet.timer.cancel()
         outlet.client.close()
-        self._on_lost(epoch, reason)
+        self._on_lost(incarnation, reason)
         if self.idle:
             self._on_idle()
 

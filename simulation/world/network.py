@@ -31,7 +31,7 @@ class Handler:
     on_closed: Callable[["Wire"], None]
     is_up: Callable[["Wire"], bool]
     """Whether it would be heard to beat."""
-    on_silence: Callable[["Wire", float], None]
+    on_suspicion: Callable[["Wire", float], None]
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Network:
             # It was stopped itself: what it has not read yet may be a heartbeat.
             end.process.after(self.world.random.uniform(0.3, 0.6), self._look, wire, side, since)
             return
-        end.on_silence(wire, self.world.now - since)
+        end.on_suspicion(wire, self.world.now - since)
 
     def process_died(self, process: Process, *, in_order: bool = False) -> None:
         """Its kernel closes what it had open; `in_order`: it has said goodbye, and nothing that it had sent is lost."""

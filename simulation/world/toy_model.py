@@ -44,15 +44,15 @@ class Toy:
     def copy(self, source: int, target: int) -> None:
         self.pool[target][:] = self.pool[source]
 
-    def packed(self, cells: Iterable[int], ratio: int) -> tuple[tuple[int, ...], ...]:
-        """Of cells, `ratio` to a block."""
+    def packed(self, sub_blocks: Iterable[int], ratio: int) -> tuple[tuple[int, ...], ...]:
+        """Of sub-blocks, `ratio` to a block."""
         size = self.block_size // ratio
-        return tuple(tuple(self.pool[c // ratio][c % ratio * size : (c % ratio + 1) * size]) for c in cells)
+        return tuple(tuple(self.pool[c // ratio][c % ratio * size : (c % ratio + 1) * size]) for c in sub_blocks)
 
-    def spread(self, cells: Iterable[int], ratio: int, content: Iterable[Sequence[int]]) -> None:
+    def spread(self, sub_blocks: Iterable[int], ratio: int, content: Iterable[Sequence[int]]) -> None:
         size = self.block_size // ratio
-        for cell, slots in zip(cells, content, strict=True):
-            self.pool[cell // ratio][cell % ratio * size : (cell % ratio + 1) * size] = slots
+        for sub_block, slots in zip(sub_blocks, content, strict=True):
+            self.pool[sub_block // ratio][sub_block % ratio * size : (sub_block % ratio + 1) * size] = slots
 
 
 @dataclass

@@ -50,7 +50,7 @@ class Process:
         self.world = world
         self.name = name
         self.number = world.new_number()
-        self.epoch = 1000 * self.number + world.random.randrange(1000) + 1
+        self.incarnation = 1000 * self.number + world.random.randrange(1000) + 1
         self.alive = True
         self.paused = False
         self.resumed_at = -1e9

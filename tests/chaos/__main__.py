@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
         prog="scripts/chaos",
         description="Kill (SIGKILL) and stop (SIGSTOP, fenced, SIGCONT) processes of a real cluster at random instants while"
         " clients stream from a tiny model, and compare every stream with that of a quiet cluster: ids, text,"
-        " log-probabilities. Blocks, the journal, descriptors, threads and shared memory are audited at the end."
+        " log-probabilities. Blocks, the ledger, descriptors, threads and shared memory are audited at the end."
         " Status 1 if a promise was broken; logs are kept then.",
     )
     made.add_argument("--faults", type=int, default=None, metavar="N", help="number of faults (20 without --seconds)")

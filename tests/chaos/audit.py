@@ -1,4 +1,4 @@
-"""What is left when all is over: descriptors, threads, shared memory, tasks, and what the journal says against what was got."""
+"""What is left when all is over: descriptors, threads, shared memory, tasks, and what the ledger says against what was got."""
 
 import asyncio
 import os
@@ -142,7 +142,7 @@ class Journal:
     tokens_got: int = 0
     tokens_charged: int = 0
     drift_single: int = 0
-    """Output tokens by the journal beyond those of whole answers of one choice."""
+    """Output tokens by the ledger beyond those of whole answers of one choice."""
     drift_several: int = 0
     drift_lost: int = 0
     """Of rows written off at their estimate, or open until they are: whoever knew of their end went with the coordinator, the
@@ -191,7 +191,7 @@ async def closed_journal(path: Path, receipts: list[Receipt]) -> Journal:
 
 def _compare(receipt: Receipt, rows: list[_Row], found: Journal) -> None:
     if not rows:
-        found.wrong.append(f"{receipt.request_id} has no row in the journal")
+        found.wrong.append(f"{receipt.request_id} has no row in the ledger")
         return
     if not receipt.whole:
         return

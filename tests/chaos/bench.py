@@ -70,7 +70,7 @@ def run(
         for said in violations[:20]:
             console.print(f"[red]violation[/red] {escape(said)}", highlight=False, soft_wrap=True)
         if violations:
-            console.print(f"seed {arguments.seed}; logs and journal are in {folder}", soft_wrap=True)
+            console.print(f"seed {arguments.seed}; logs and ledger are in {folder}", soft_wrap=True)
         else:
             shutil.rmtree(folder)
         return 1 if violations else 0

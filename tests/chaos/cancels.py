@@ -86,7 +86,7 @@ async def cancels(
     result.states = dict(_states(cluster))
     result.unheard = count - (sum(result.states.values()) - known)
     if result.states.get("open"):
-        result.violations.append(f"{result.states['open']} rows of the journal are open though nothing runs")
+        result.violations.append(f"{result.states['open']} rows of the ledger are open though nothing runs")
     if await _answers(cluster, orders[:8]) != warm:
         result.violations.append("answers are not those of before")
     return result
@@ -112,7 +112,7 @@ def _states(cluster: Cluster) -> dict[str, int]:
 
 def show(result: Result, console: Console) -> None:
     table = Table(title=f"{result.cancels:,} clients went in {result.seconds:.0f} s", title_justify="left")
-    table.add_column("state of their request, by the journal")
+    table.add_column("state of their request, by the ledger")
     table.add_column("number", justify="right")
     for state in ("queued", "prefilling", "handing_over", "decoding", "finished"):
         table.add_row(state, f"{result.states.get(state, 0):,}")

@@ -113,7 +113,7 @@ class Member:
 
 
 class Cluster:
-    """`async with`: a coordinator, or two with `standby`, and `count` of each other role. State, logs and the journal are in
+    """`async with`: a coordinator, or two with `standby`, and `count` of each other role. State, logs and the ledger are in
     `home`."""
 
     def __init__(
@@ -195,7 +195,7 @@ class Cluster:
     def is_whole(self) -> bool:
         """Everybody is registered, by the latest report."""
         known = self.watcher.names()
-        return self.watcher.epoch_known and all(m.name in known for m in self.members if m.role != "coordinator")
+        return self.watcher.incarnation_known and all(m.name in known for m in self.members if m.role != "coordinator")
 
     def check_alive(self) -> None:
         for member in self.members:
@@ -258,13 +258,13 @@ class Watcher:
 
     def __init__(self, coordinator: str) -> None:
         self.report: StatusReport | None = None
-        self.epoch_known = False
+        self.incarnation_known = False
         self._stalls: deque[tuple[float, float]] = deque(maxlen=4096)
         """When we were late, and by how much: it is the machine that stood still."""
         self._peer: Peer | None = None
         self._news = asyncio.Event()
         hello = Hello(
-            limits.PROTOCOL_VERSION, Role.OBSERVER, clock.new_epoch(), f"watcher-{secrets.token_hex(4)}",
+            limits.PROTOCOL_VERSION, Role.OBSERVER, clock.new_incarnation(), f"watcher-{secrets.token_hex(4)}",
             host=socket.gethostname(), pid=os.getpid(),
         )  # fmt: skip
         self._link = LinkClient(
@@ -324,8 +324,8 @@ class Watcher:
 
     def _message(self, _: Peer, message: Message, __: bytes) -> None:
         if isinstance(message, StatusReport):
-            self.report, self.epoch_known = message, True
+            self.report, self.incarnation_known = message, True
             self._news.set()
 
     def _down(self, _: Peer, __: str) -> None:
-        self._peer, self.report, self.epoch_known = None, None, False
+        self._peer, self.report, self.incarnation_known = None, None, False

@@ -10,7 +10,7 @@ from engine.attention import batch_invariant as steady
 
 CONTEXT_TOKENS = 2048
 _FIRST_BYTE_TOKEN, _VOCAB_END = 6, 262
-IS_STEADY = steady.fewest_rows(2, 2, 16) > 0
+IS_STEADY = steady.min_rows(2, 2, 16) > 0
 """Whether a token has the same numbers here however it is computed: for the heads of `tests.tiny_models`."""
 LOGPROB_TOLERANCE = 0.0 if IS_STEADY else 2e-3
 """Where it has not, companions in a batch and the cut into chunks move the last bits of a sum of floats."""

@@ -301,13 +301,13 @@ class Run:
         """When the coordinator knows it no more; of a coordinator, when we do not get an answer."""
         watcher = self.cluster.watcher
         if member.role == "coordinator":
-            fault.detected_s = await self.cluster.until("its link is gone", lambda: not watcher.epoch_known)
+            fault.detected_s = await self.cluster.until("its link is gone", lambda: not watcher.incarnation_known)
         else:
             # Beside an absent coordinator nobody can tell; one that was lost and is back again shows in the count alone.
             lost = watcher.lost(member.role)
 
             def missed() -> bool:
-                return watcher.epoch_known and (name not in watcher.names() or watcher.lost(member.role) > lost)
+                return watcher.incarnation_known and (name not in watcher.names() or watcher.lost(member.role) > lost)
 
             def overlooked() -> bool:
                 # The machine stood still with it, and the coordinator does not hold that against it.
@@ -366,9 +366,9 @@ class Run:
         # Whatever else is lost, a gateway that lives can tell.
         if not self._lost_together("coordinator", "gateway"):
             if journal.unknown:
-                self._violated(f"{journal.unknown} rows of the journal are open or written off")
+                self._violated(f"{journal.unknown} rows of the ledger are open or written off")
             if journal.fenced:
-                self._violated(f"{journal.fenced} whole answers are cancelled by the journal")
+                self._violated(f"{journal.fenced} whole answers are cancelled by the ledger")
 
 
 def _died_meanwhile(gateway: Member, seen: Seen) -> bool:

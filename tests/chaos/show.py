@@ -115,7 +115,7 @@ def show(result: Result, console: Console) -> None:
     if journal:
         said = ", ".join(f"{count} {name}" for name, count in sorted(journal["outcomes"].items()))
         console.print(
-            f"Journal: {said}. Tokens charged beyond those got: {journal['drift_single']} of one choice,"
+            f"Ledger: {said}. Tokens charged beyond those got: {journal['drift_single']} of one choice,"
             f" {journal['drift_several']} of several, {journal['drift_lost']} of rows written off,"
             f" {journal['drift_fenced']} of {journal['fenced']} answers that a stopped"
             " coordinator took for cancelled."

@@ -12,7 +12,7 @@ from coordinator.fairness.cost import Prices
 from coordinator.score import Weights
 from engine.kv.allocator import BlockAllocator
 from gateway.text.block_hashes import block_hashes
-from prefill_worker.prompts import Prompt, PromptTable
+from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.codec import pack_tokens, unpack_tokens
 from proto.messages import (
     CacheEvents,
@@ -84,15 +84,17 @@ class CacheWorld:
         self.order = count()
         self.tables = {10 + n: PromptTable(BlockAllocator(self.blocks), BLOCK) for n in range(self.prefill)}
         self.busy_until = dict.fromkeys(self.tables, 0.0)
-        self.steps: dict[int, list[Step]] = {epoch: [] for epoch in self.tables}
+        self.steps: dict[int, list[Step]] = {incarnation: [] for incarnation in self.tables}
         self.post(PeerUp(1, gateway_hello(1)))
-        for epoch in self.tables:
-            self.post(PeerUp(epoch, self.hello(Role.PREFILL, epoch, self.blocks)))
+        for incarnation in self.tables:
+            self.post(PeerUp(incarnation, self.hello(Role.PREFILL, incarnation, self.blocks)))
         self.post(PeerUp(DECODE, self.hello(Role.DECODE, DECODE, 1_000_000)))
         self.count_charges()
 
-    def hello(self, role: Role, epoch: int, blocks: int):
-        return worker_hello(role, epoch, kv_blocks=blocks, block_size=BLOCK, max_seqs=10_000, context_tokens=1 << 20)
+    def hello(self, role: Role, incarnation: int, blocks: int):
+        return worker_hello(
+            role, incarnation, kv_blocks=blocks, block_size=BLOCK, max_seqs=10_000, context_tokens=1 << 20
+        )
 
     def count_charges(self) -> None:
         fair = self.core.queues[MODEL].fair
@@ -121,15 +123,15 @@ class CacheWorld:
             heappush(self.events, (arrival.at, next(self.order), 1, message, packed))
         started = {f"r{number}": arrival.at for number, arrival in enumerate(arrivals)}
         while self.events:
-            self.now, _, epoch, message, blob = heappop(self.events)
+            self.now, _, incarnation, message, blob = heappop(self.events)
             if isinstance(message, HandedOver):
                 self.ttft_s[message.request_id] = self.now - started[message.request_id]
             if isinstance(message, Submit) and self.random.random() < self.false_beliefs:
                 believed = message.block_hashes[: len(message.block_hashes) // 32 * 16]
                 self.post(Received(self.random.choice(list(self.tables)), CacheEvents(believed, b"")))
-            self.post(Received(epoch, message, blob))
+            self.post(Received(incarnation, message, blob))
             if isinstance(message, StepDone):
-                self.start_step(epoch)
+                self.start_step(incarnation)
         assert not self.core.requests, "something was never done"
         for table in self.tables.values():
             assert not table.prompts
@@ -138,54 +140,54 @@ class CacheWorld:
     def post(self, event: PeerUp | Received) -> None:
         for action in self.core.handle(event, self.now):
             if isinstance(action, Send):
-                self.obey(action.epoch, action.message, action.blob)
+                self.obey(action.incarnation, action.message, action.blob)
 
-    def say(self, epoch: int, message: Message, after_s: float = 0.0) -> None:
-        heappush(self.events, (self.now + after_s, next(self.order), epoch, message, b""))
+    def say(self, incarnation: int, message: Message, after_s: float = 0.0) -> None:
+        heappush(self.events, (self.now + after_s, next(self.order), incarnation, message, b""))
 
-    def obey(self, epoch: int, message: Message, blob: bytes) -> None:
+    def obey(self, incarnation: int, message: Message, blob: bytes) -> None:
         match message:
             case Prefill():
-                prompt = self.tables[epoch].take_in(message, unpack_tokens(blob, message.prompt_tokens))
-                assert isinstance(prompt, Prompt), "reserved, and no room: cached blocks must count as room"
+                prompt = self.tables[incarnation].take_in(message, unpack_tokens(blob, message.prompt_tokens))
+                assert isinstance(prompt, PrefillRequest), "reserved, and no room: cached blocks must count as room"
                 prompt.sending = True
                 self.cached_of[message.request_id] = prompt.cached_tokens
-                self.worker_of[message.request_id] = epoch
+                self.worker_of[message.request_id] = incarnation
                 if prompt.cached_tokens < message.cached_tokens:
                     self.misses += 1
-                    self.say(epoch, CacheMiss(*prompt.key, prompt.cached_tokens))
+                    self.say(incarnation, CacheMiss(*prompt.key, prompt.cached_tokens))
             case Step():
-                self.steps[epoch].append(message)
-                if len(self.steps[epoch]) == 1:
-                    self.start_step(epoch)
+                self.steps[incarnation].append(message)
+                if len(self.steps[incarnation]) == 1:
+                    self.start_step(incarnation)
             case Reserve():
                 pass
             case _:
-                assert epoch == 1 or not isinstance(message, Released)
+                assert incarnation == 1 or not isinstance(message, Released)
 
-    def start_step(self, epoch: int) -> None:
+    def start_step(self, incarnation: int) -> None:
         """Compute the next step of a worker; called when the one before is done."""
-        table, steps = self.tables[epoch], self.steps[epoch]
-        if not steps or self.busy_until[epoch] > self.now:
+        table, steps = self.tables[incarnation], self.steps[incarnation]
+        if not steps or self.busy_until[incarnation] > self.now:
             return
         step = steps[0]
         work = table.runnable(step.chunks)
         tokens = sum(chunk.length for _, chunk in work)
         self.computed_tokens += tokens
         took_s = tokens / RATE
-        self.busy_until[epoch] = self.now + took_s
+        self.busy_until[incarnation] = self.now + took_s
         table.begin_step(work)
         steps.pop(0)
         said = table.end_step(work)
         assert not said
         done = StepDone(step.step_id, tuple(chunk for _, chunk in work), took_s * 1000, 0)
-        self.say(epoch, done, took_s)
+        self.say(incarnation, done, took_s)
         inserted, evicted = table.allocator.take_changes(4096)
-        self.say(epoch, CacheEvents(inserted, evicted), took_s)
+        self.say(incarnation, CacheEvents(inserted, evicted), took_s)
         for prompt, _ in work:
             if prompt.done:
-                for farewell in table.sent(prompt, HandedOver(*prompt.key, 0, 1.0)):
-                    self.say(epoch, farewell, took_s)
+                for final_report in table.sent(prompt, HandedOver(*prompt.key, 0, 1.0)):
+                    self.say(incarnation, final_report, took_s)
                 self.say(DECODE, Finished(*prompt.key, OUTPUT, 0), took_s + 0.01)
 
 

@@ -1,4 +1,4 @@
-"""Rows of a journal whose amounts follow from the request's id, so that anyone can say what they should be."""
+"""Rows of a ledger whose amounts follow from the request's id, so that anyone can say what they should be."""
 
 from zlib import crc32
 

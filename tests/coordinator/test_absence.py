@@ -2,7 +2,7 @@
 
 from coordinator.core import Core
 from coordinator.events import Limits, PeerUp, Send, Tick
-from coordinator.recovery.stall_detector import Absence, Present
+from coordinator.recovery.stall_detector import StallDetector, StallGuard
 from proto import limits
 from proto.messages import Hello, Role
 
@@ -11,18 +11,18 @@ GATEWAY = PeerUp(5, Hello(limits.PROTOCOL_VERSION, Role.GATEWAY, 5, "gateway", m
 
 
 def test_only_a_pause_longer_than_the_limit_counts_and_it_counts_for_good() -> None:
-    absence = Absence(LIMIT_S)
-    assert not absence.look(50.0) and not absence.look(100.0), "nobody was there yet"
-    absence.begin(100.0)
-    assert not absence.look(101.0) and not absence.look(102.75)
-    assert absence.look(105.0) and absence.away_s == 2.25
-    assert absence.look(105.1) and absence.away_s == 2.25
+    stall_detector = StallDetector(LIMIT_S)
+    assert not stall_detector.look(50.0) and not stall_detector.look(100.0), "nobody was there yet"
+    stall_detector.begin(100.0)
+    assert not stall_detector.look(101.0) and not stall_detector.look(102.75)
+    assert stall_detector.look(105.0) and stall_detector.away_s == 2.25
+    assert stall_detector.look(105.1) and stall_detector.away_s == 2.25
 
 
 def test_after_an_absence_nothing_is_done_and_no_time_is_waited_for() -> None:
-    absence = Absence(LIMIT_S)
-    present = Present(Core(Limits()), absence)
-    absence.begin(0.0)
+    stall_detector = StallDetector(LIMIT_S)
+    present = StallGuard(Core(Limits()), stall_detector)
+    stall_detector.begin(0.0)
     assert any(isinstance(action, Send) for action in present.handle(GATEWAY, 1.0))
     assert list(present.handle(GATEWAY, 4.0)) == [] and list(present.handle(Tick(), 4.1)) == []
     assert present.next_deadline() is None

@@ -1,4 +1,4 @@
-"""What a request is charged in the journal, whatever the order in which its end is told, and after restarts between."""
+"""What a request is charged in the ledger, whatever the order in which its end is told, and after restarts between."""
 
 import sqlite3
 from contextlib import closing as shut
@@ -31,7 +31,7 @@ def row(path: Path, name: str = "r") -> tuple[Any, ...]:
 
 
 def restart(path: Path, before: World | None = None, *held: Held) -> World:
-    """The next coordinator, with the journal that the one before has left, and a decode worker that holds what it holds."""
+    """The next coordinator, with the ledger that the one before has left, and a decode worker that holds what it holds."""
     if before is not None:
         write(path, *before.journal)
     w = world(past=past_of(path), workers=False)
@@ -96,8 +96,8 @@ def test_a_request_given_up_before_its_prompt_was_computed_pays_for_it_when_it_c
     w.receive(1, by("a/y", "r", 10, max_tokens=50))
     steps = w.take(Step)
     w.receive(1, Cancel("r", 1, CancelReason.ABANDONED))
-    for epoch in (10, 20):
-        w.receive(epoch, Released("r", 1))
+    for incarnation in (10, 20):
+        w.receive(incarnation, Released("r", 1))
     for step in steps:
         assert isinstance(step, Step)
         w.receive(10, StepDone(step.step_id, step.chunks[:1] if step is steps[0] else (), 1.0, 0))
@@ -219,7 +219,11 @@ def known(w: World) -> set[str]:
     for queue in w.core.queues.values():
         paths = [*queue.fair.tenants(), *queue._lengths, *queue.backlog.tenants()]
         found |= {"/".join(filter(None, path[1:])) for path in paths}
-        rings = [ring for band in queue.fair._root.children.values() for ring in (band, *band.children.values())]
+        rings = [
+            ring
+            for priority_class in queue.fair._root.children.values()
+            for ring in (priority_class, *priority_class.children.values())
+        ]
         found |= {"/".join(filter(None, node.path[1:])) for ring in rings for node in ring.children.values()}
     return found
 
@@ -232,8 +236,8 @@ def test_what_finished_while_the_coordinator_was_stopped_is_charged_as_that(firs
     w.receive(1, by("a/y", "r", 10, max_tokens=90))
     w.run_prompt("r", 1)
     hello = w.core.peers[20]
-    for epoch in (1, 20) if first == "gateway" else (20, 1):
-        w.post(PeerDown(epoch, "no heartbeat"))
+    for incarnation in (1, 20) if first == "gateway" else (20, 1):
+        w.post(PeerDown(incarnation, "no heartbeat"))
     assert w.held("a/y")[0] == 1, "its row is open"
     if back:
         w.post(PeerUp(20, hello))
@@ -315,7 +319,7 @@ def test_a_whole_answer_of_which_workers_hold_two_attempts_stays_finished_when_t
     w = restart(path, None, Held("r", 1, 5, 1))
     w.post(PeerUp(21, msgspec.structs.replace(worker_hello(Role.DECODE, 21), held=(Held("r", 2, 5, 1, 3),))))
     w.receive(1, Cancel("r", 2, CancelReason.ANSWERED, 12))
-    told = {(send.epoch, send.message) for send in w.sent if isinstance(send.message, Release)}
+    told = {(send.incarnation, send.message) for send in w.sent if isinstance(send.message, Release)}
     assert told == {(20, Release("r", 1)), (21, Release("r", 2))}
     w.receive(20, Released("r", 1, 4))
     w.post(PeerDown(21, "killed")) if last == "is lost" else w.receive(21, Released("r", 2, 8))

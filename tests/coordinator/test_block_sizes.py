@@ -70,7 +70,7 @@ def test_what_is_cached_in_larger_blocks_is_found_and_mended() -> None:
     assert isinstance(prefill, Prefill) and prefill.cached_tokens == 48, "the last token is computed in any case"
     assert [(c.start, c.length) for s in steps for c in s.chunks] == [(48, 12)]  # type: ignore[attr-defined]
     h.receive(10, CacheMiss("a", 1, 24))
-    assert not h.misbehaved
+    assert not h.protocol_violation
     pool = h.core.pools["m"]
     assert known_blocks(pool.locality, 10, asked, WIDE) == 2, "what was not there is not believed again"
     assert known_blocks(pool.locality, 20, asked, 4) == 7

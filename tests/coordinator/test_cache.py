@@ -103,15 +103,15 @@ def test_a_late_repeated_or_foreign_miss_changes_nothing() -> None:
     h.receive(10, CacheEvents(hashes(10), b""))
     [step] = ask(h, "a", 42)
     before = h.core.requests["a"].dispatched_tokens
-    for epoch, miss in ((11, CacheMiss("a", 1, 4)), (10, CacheMiss("a", 2, 4)), (10, CacheMiss("b", 1, 4)),
+    for incarnation, miss in ((11, CacheMiss("a", 1, 4)), (10, CacheMiss("a", 2, 4)), (10, CacheMiss("b", 1, 4)),
                         (10, CacheMiss("a", 1, 40))):  # fmt: skip
-        h.receive(epoch, miss)
-    assert h.core.requests["a"].dispatched_tokens == before and not h.misbehaved
+        h.receive(incarnation, miss)
+    assert h.core.requests["a"].dispatched_tokens == before and not h.protocol_violation
     h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
     h.receive(10, CacheMiss("a", 1, 4))
-    assert h.core.requests["a"].course.computed_tokens == 42
+    assert h.core.requests["a"].attempt_progress.computed_tokens == 42
     h.receive(10, CacheMiss("a", 1, 3))
-    assert len(h.misbehaved) == 1, "no whole number of blocks"
+    assert len(h.protocol_violation) == 1, "no whole number of blocks"
 
 
 def test_a_miss_and_a_cancel_leave_nothing_behind() -> None:
@@ -136,26 +136,26 @@ def test_a_prompt_goes_where_it_is_cached_and_its_answer_too() -> None:
     h.receive(11, CacheEvents(hashes(10), b""))
     h.receive(21, CacheEvents(hashes(10), b""))
     ask(h, "a", 60)
-    assert (h.core.requests["a"].prefill_epoch, h.core.requests["a"].decode_epoch) == (11, 21)
+    assert (h.core.requests["a"].prefill_incarnation, h.core.requests["a"].decode_incarnation) == (11, 21)
     ask(h, "b", 60, text=2)
-    assert h.core.requests["b"].prefill_epoch != 11 and h.core.requests["b"].decode_epoch != 21
+    assert h.core.requests["b"].prefill_incarnation != 11 and h.core.requests["b"].decode_incarnation != 21
 
 
-def bound(h: Harness, epoch: int) -> list[str]:
-    return list(h.core.workers[epoch].bound)
+def bound(h: Harness, incarnation: int) -> list[str]:
+    return list(h.core.workers[incarnation].bound)
 
 
 def test_a_prompt_waits_for_its_worker_while_less_waits_there_than_its_cache_saves() -> None:
     h = make(prefill=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))
     [busy] = ask(h, "busy", 816)
-    assert h.core.requests["busy"].prefill_epoch == 10 and chunks([busy]) == [(800, 16)]
+    assert h.core.requests["busy"].prefill_incarnation == 10 and chunks([busy]) == [(800, 16)]
     assert ask(h, "a", 816) == [], "worker 11 is idle, and has nothing of it"
     [other] = ask(h, "other", 10, text=None)
-    assert h.core.requests["other"].prefill_epoch == 11, "but is there for others"
+    assert h.core.requests["other"].prefill_incarnation == 11, "but is there for others"
     h.now += 0.5
     h.receive(10, StepDone(busy.step_id, busy.chunks, 16.0, 0))
-    assert h.core.requests["a"].prefill_epoch == 10 and chunks(h.take(Step)) == [(800, 16)]
+    assert h.core.requests["a"].prefill_incarnation == 10 and chunks(h.take(Step)) == [(800, 16)]
     ask(h, "b", 816)
     h.receive(11, StepDone(other.step_id, other.chunks, 10.0, 0))
     assert bound(h, 10) == ["b"] and h.core.workers[10].tokens_before == 32, "what is bound counts as waiting there"
@@ -166,7 +166,7 @@ def test_requests_with_one_prefix_are_spread_before_the_worker_that_has_it_is_ov
     h.receive(10, CacheEvents(hashes(200), b""))
     for number in range(400):
         ask(h, f"r{number}", 816)
-    on_other = [r for r in h.core.requests.values() if r.prefill_epoch == 11]
+    on_other = [r for r in h.core.requests.values() if r.prefill_incarnation == 11]
     assert on_other, "one of them computes the prefix once more"
     assert len(bound(h, 10)) * 16 < 4 * 3 * 816
 
@@ -179,7 +179,7 @@ def test_what_waits_for_a_worker_goes_back_to_all_when_that_is_lost_or_drained()
             ask(h, name, 816)
         assert bound(h, 10) == ["a"]
         h.post(how)
-        assert h.core.requests["a"].prefill_epoch == 11
+        assert h.core.requests["a"].prefill_incarnation == 11
 
 
 def test_an_idle_worker_takes_over_what_waits_elsewhere_if_that_starts_earlier() -> None:
@@ -191,7 +191,7 @@ def test_an_idle_worker_takes_over_what_waits_elsewhere_if_that_starts_earlier()
     [other] = ask(h, "other", 10, text=None)
     h.receive(11, CacheEvents(hashes(200), b""))
     h.receive(11, StepDone(other.step_id, other.chunks, 10.0, 0))
-    assert h.core.requests["a"].prefill_epoch == 11 and chunks(h.take(Step)) == [(800, 16)]
+    assert h.core.requests["a"].prefill_incarnation == 11 and chunks(h.take(Step)) == [(800, 16)]
     assert busy.chunks
 
 
@@ -202,7 +202,7 @@ def test_a_prompt_does_not_wait_for_a_worker_from_which_no_kv_may_go() -> None:
         h.core.pools["m"].breakers.failed((10, 20), float(failure), float(failure))
     h.receive(21, Draining(10_000))
     ask(h, "a", 816)
-    assert h.core.requests["a"].prefill_epoch == 11
+    assert h.core.requests["a"].prefill_incarnation == 11
 
 
 def test_a_worker_in_trouble_is_avoided_until_others_have_done_well() -> None:
@@ -212,7 +212,7 @@ def test_a_worker_in_trouble_is_avoided_until_others_have_done_well() -> None:
         [step] = ask(h, name, 8, text=None)
         request = h.core.requests[name]
         h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
-        return request.decode_epoch
+        return request.decode_incarnation
 
     def finish(name: str, decode: int) -> None:
         h.receive(10, HandedOver(name, 1, 9, 1.0))

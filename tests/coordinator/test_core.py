@@ -56,7 +56,7 @@ def test_a_life_from_submit_to_finish() -> None:
     [reserve], [prefill], [step] = h.take(Reserve, 20), h.take(Prefill, 10), h.take(Step, 10)
     assert isinstance(reserve, Reserve) and isinstance(prefill, Prefill) and isinstance(step, Step)
     assert reserve.kv_blocks == 4  # 10 + 4 - 1 tokens in blocks of 4
-    assert prefill.decode.epoch == 20 and prefill.gateway.epoch == 1
+    assert prefill.decode.incarnation == 20 and prefill.gateway.incarnation == 1
     assert step.chunks == (Chunk("a", 1, 0, 10),)
     h.receive(10, StepDone(0, step.chunks, 5.0, 0))
     assert h.core.requests["a"].state is State.HANDING_OVER
@@ -162,9 +162,9 @@ def test_cancel_from_any_state_gives_everything_back_once_the_workers_say_so(sta
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
     assert h.ended["a"] == [State.CANCELLED] and "a" not in h.core.requests
-    for epoch in {s.epoch for s in h.sent if isinstance(s.message, Release)}:
-        assert ("a", 1) in h.core.workers[epoch].holdings, "blocks are held until the worker lets go"
-        h.receive(epoch, Released("a", 1))
+    for incarnation in {s.incarnation for s in h.sent if isinstance(s.message, Release)}:
+        assert ("a", 1) in h.core.workers[incarnation].holdings, "blocks are held until the worker lets go"
+        h.receive(incarnation, Released("a", 1))
     assert all(("a", 1) not in w.holdings for w in h.core.workers.values())
 
 
@@ -185,15 +185,15 @@ def test_a_lost_worker_interrupts_and_the_next_attempt_runs_elsewhere(lost: int)
     h = Harness.make(2, 2)
     h.receive(1, submit("a"))
     request = h.core.requests["a"]
-    lost = request.prefill_epoch if lost == 10 else request.decode_epoch
-    other = request.decode_epoch if lost == request.prefill_epoch else request.prefill_epoch
+    lost = request.prefill_incarnation if lost == 10 else request.decode_incarnation
+    other = request.decode_incarnation if lost == request.prefill_incarnation else request.prefill_incarnation
     h.post(PeerDown(lost, "killed"))
     [told] = h.take(Interrupted, 1)
     assert isinstance(told, Interrupted) and told.attempt == 1
     assert h.take(Release, other) == [Release("a", 1)]
     h.receive(1, submit("a", attempt=2))
     assert h.core.requests["a"].state is State.PREFILLING
-    assert lost not in (request.prefill_epoch, request.decode_epoch)
+    assert lost not in (request.prefill_incarnation, request.decode_incarnation)
     # What the first attempt still says is dropped.
     h.receive(other, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "late"))
     h.receive(other, Finished("a", 1, 3, 0))
@@ -308,14 +308,14 @@ def test_a_request_that_no_worker_of_now_can_hold_lets_others_pass() -> None:
     big = worker_hello(Role.DECODE, 21, kv_blocks=2000, max_seqs=1)
     h.post(PeerUp(21, msgspec.structs.replace(big, name="big")))
     h.receive(1, submit("big", 3000, max_tokens=1090))
-    small_epochs = [w for w in (20, 21) if h.core.workers[w].capacity.kv_blocks == 1000]
+    small_incarnations = [w for w in (20, 21) if h.core.workers[w].capacity.kv_blocks == 1000]
     h.post(PeerDown(21, "killed"))
     h.receive(1, submit("big", 3000, attempt=2, max_tokens=1090))
     h.receive(1, submit("small"))
     h.receive(10, StepDone(0, (Chunk("running", 1, 0, 10),), 1.0, 0))
     h.receive(10, HandedOver("running", 1, 1, 1.0))
     h.receive(20, Finished("running", 1, 4, 0))
-    assert small_epochs == [20] and h.core.requests["small"].state is State.PREFILLING
+    assert small_incarnations == [20] and h.core.requests["small"].state is State.PREFILLING
     assert "big" not in h.core.requests or h.core.requests["big"].state in (State.QUEUED, State.INTERRUPTED)
 
 
@@ -341,19 +341,19 @@ def test_a_worker_that_comes_back_keeps_what_it_holds() -> None:
     assert h.core.workers[22].free_blocks == 10
 
 
-@pytest.mark.parametrize("epoch", [1, 10, 20])
-def test_messages_that_a_role_may_not_send_are_misbehaviour(epoch: int) -> None:
+@pytest.mark.parametrize("incarnation", [1, 10, 20])
+def test_messages_that_a_role_may_not_send_are_misbehaviour(incarnation: int) -> None:
     h = Harness.make()
-    wrong: Message = submit("a") if epoch != 1 else StepDone(0, (), 0.0, 0)
-    h.receive(epoch, wrong)
-    h.receive(epoch, Ping())
-    assert len(h.misbehaved) == 2 and not h.core.requests
+    wrong: Message = submit("a") if incarnation != 1 else StepDone(0, (), 0.0, 0)
+    h.receive(incarnation, wrong)
+    h.receive(incarnation, Ping())
+    assert len(h.protocol_violation) == 2 and not h.core.requests
 
 
 def test_a_blob_of_the_wrong_length_is_misbehaviour() -> None:
     h = Harness.make()
     h.post(Received(1, submit("a", 10), b"\0" * 39))
-    assert len(h.misbehaved) == 1 and not h.core.requests
+    assert len(h.protocol_violation) == 1 and not h.core.requests
 
 
 def test_status() -> None:
@@ -382,4 +382,4 @@ def test_chaos_every_accepted_request_ends_exactly_once_and_nothing_leaks(seed: 
         assert len(world.ended[request_id]) == 1, (seed, request_id, world.ended[request_id])
     for worker in world.core.workers.values():
         assert not worker.holdings and worker.free_blocks == 40, seed
-    assert not world.misbehaved
+    assert not world.protocol_violation

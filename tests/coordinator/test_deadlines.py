@@ -47,8 +47,8 @@ def test_short_steps_do_not_make_a_worker_slow() -> None:
 
 def test_a_worker_that_has_just_joined_is_not_why_a_deadline_is_refused() -> None:
     pool = Pool(MODEL)
-    for epoch, tokens_per_s in ((10, 1000.0), (11, 0.0)):
-        worker = Worker.from_hello(worker_hello(Role.PREFILL, epoch))
+    for incarnation, tokens_per_s in ((10, 1000.0), (11, 0.0)):
+        worker = Worker.from_hello(worker_hello(Role.PREFILL, incarnation))
         pool.add(worker)
         if tokens_per_s:
             worker.measure(256, 256.0, 256)

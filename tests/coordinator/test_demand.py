@@ -31,9 +31,9 @@ def test_a_class_holds_half_an_octave_and_its_smallest_demand_is_no_more_than_an
 def test_keys_are_few_and_differ_from_those_of_workers() -> None:
     classes = {class_key(Demand(tokens, 1)) for tokens in range(1, 200_000, 7)}
     assert len(classes) <= 35
-    assert not any(is_class(bound_key(epoch)) or is_class(epoch) for epoch in (1, 10, 1 << 40))
+    assert not any(is_class(bound_key(incarnation)) or is_class(incarnation) for incarnation in (1, 10, 1 << 40))
     assert is_placed(10) and not is_placed(bound_key(10))
-    assert len({bound_key(epoch) for epoch in range(100)}) == 100
+    assert len({bound_key(incarnation) for incarnation in range(100)}) == 100
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -37,14 +37,14 @@ from tests.coordinator.world import Harness, gateway_hello, submit, worker_hello
 PATH = ("standard", "default", "")
 
 
-def compute(h: Harness, epoch: int) -> list[Chunk]:
+def compute(h: Harness, incarnation: int) -> list[Chunk]:
     """All steps that this prefill worker was sent, until there is none."""
     computed: list[Chunk] = []
-    while steps := h.take(Step, epoch):
+    while steps := h.take(Step, incarnation):
         for step in steps:
             assert isinstance(step, Step)
             computed += step.chunks
-            h.receive(epoch, StepDone(step.step_id, step.chunks, 1.0, 0))
+            h.receive(incarnation, StepDone(step.step_id, step.chunks, 1.0, 0))
     return computed
 
 
@@ -73,7 +73,7 @@ def placed_on(messages: Iterable[object]) -> set[str]:
 def test_nothing_new_comes_and_what_runs_ends_where_it_is() -> None:
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    (there,) = (epoch for epoch in (20, 21) if h.core.workers[epoch].holdings)
+    (there,) = (incarnation for incarnation in (20, 21) if h.core.workers[incarnation].holdings)
     h.receive(there, Draining(30_000.0))
     for number in range(8):
         h.receive(1, submit(f"r{number}"))
@@ -91,7 +91,7 @@ def test_nothing_new_comes_and_what_runs_ends_where_it_is() -> None:
 def test_chunks_of_a_prompt_that_is_placed_go_on() -> None:
     h = Harness.make(prefill=2, limits=Limits(step_tokens=8))
     h.receive(1, submit("long", 100))
-    (there,) = (epoch for epoch in (10, 11) if h.core.workers[epoch].holdings)
+    (there,) = (incarnation for incarnation in (10, 11) if h.core.workers[incarnation].holdings)
     h.receive(there, Draining(30_000.0))
     h.receive(1, submit("new", 8))
     assert sum(chunk.length for chunk in compute(h, there)) == 100
@@ -108,10 +108,10 @@ def test_a_failure_after_a_drain_is_charged_as_any_other() -> None:
     h.post(PeerUp(22, worker_hello(Role.DECODE, 22)))
     second = again(submit("a", 10, max_tokens=50), 21)
     decoding(h, second)
-    assert h.core.requests["a"].course.paid_tokens == 31
+    assert h.core.requests["a"].attempt_progress.paid_tokens == 31
     h.post(PeerDown(22, "killed"))
     h.receive(1, msgspec.structs.replace(second, attempt=3))
-    assert h.core.requests["a"].course.paid_tokens == 0
+    assert h.core.requests["a"].attempt_progress.paid_tokens == 0
 
 
 def test_streams_of_an_earlier_coordinator_are_handed_over_too() -> None:
@@ -124,11 +124,11 @@ def test_streams_of_an_earlier_coordinator_are_handed_over_too() -> None:
     h.sent.clear()
     h.now = 1.0
     h.post(Tick())
-    told = [(s.epoch, s.message) for s in h.sent if isinstance(s.message, Interrupted)]
+    told = [(s.incarnation, s.message) for s in h.sent if isinstance(s.message, Interrupted)]
     expected = Interrupted("a", 1, Interrupt.DRAINED, "decode-22 is drained")
     assert told == [(1, expected), (2, expected)] and h.take(Release, 22) == [Release("a", 1)]
     decoding(h, again(submit("a", 10, max_tokens=50), 21))
-    assert h.core.requests["a"].decode_epoch != 22 and not h.core.counters["retries"]
+    assert h.core.requests["a"].decode_incarnation != 22 and not h.core.counters["retries"]
     for name in ("a", "gone"):
         h.receive(22, Released(name, 1, 20))
     assert h.take(Drained, 22)
@@ -319,4 +319,4 @@ def test_a_person_is_told_what_cannot_be() -> None:
 def test_only_operators_tools_may_ask() -> None:
     h = Harness.make()
     h.receive(1, DrainRequest("decode-20", False, 0.0))
-    assert h.misbehaved and not h.core.draining
+    assert h.protocol_violation and not h.core.draining

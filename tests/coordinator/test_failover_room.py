@@ -27,18 +27,18 @@ def successor(world: RoomWorld, held: tuple[Held, ...]) -> Core:
     """A coordinator that knows of the streams only what their worker says when it registers."""
     core = Core(Limits(queue_wait_s_max=1e6))
     core.handle(PeerUp(GATEWAY, Hello(PROTOCOL_VERSION, Role.GATEWAY, GATEWAY, "gateway", address="tcp://g")), 0.0)
-    for role, epoch in ((Role.DECODE, DECODE), *((Role.PREFILL, epoch) for epoch in PREFILL)):
+    for role, incarnation in ((Role.DECODE, DECODE), *((Role.PREFILL, incarnation) for incarnation in PREFILL)):
         hello = Hello(
             PROTOCOL_VERSION,
             role,
-            epoch,
-            f"w{epoch}",
+            incarnation,
+            f"w{incarnation}",
             "m",
             "f",
             "tcp://w",
             Capacity(KV_BLOCKS, BLOCK, 1 << 16, 1 << 20),
         )
-        core.handle(PeerUp(epoch, msgspec.structs.replace(hello, held=held if role is Role.DECODE else ())), 0.0)
+        core.handle(PeerUp(incarnation, msgspec.structs.replace(hello, held=held if role is Role.DECODE else ())), 0.0)
     return core
 
 
@@ -80,14 +80,16 @@ def test_what_does_not_fit_its_reservation_counts_with_that() -> None:
     h = Harness.make(1, 0)
     hello = worker_hello(Role.DECODE, 22, kv_blocks=13)
     h.post(PeerUp(22, msgspec.structs.replace(hello, held=(Held("a", 1, 6, 1, 0, 400, 16, 112, 100),))))
-    assert not h.misbehaved and h.core.workers[22].free_blocks == 7
+    assert not h.protocol_violation and h.core.workers[22].free_blocks == 7
     h.post(
         PeerUp(
             23,
-            msgspec.structs.replace(hello, epoch=23, held=(Held("b", 1, 6, 1, 0, 8, 16, 1, 0, (PrefixPart(1, 3),)),)),
+            msgspec.structs.replace(
+                hello, incarnation=23, held=(Held("b", 1, 6, 1, 0, 8, 16, 1, 0, (PrefixPart(1, 3),)),)
+            ),
         )
     )
-    assert h.misbehaved, "three blocks are shared of a prompt that has two"
+    assert h.protocol_violation, "three blocks are shared of a prompt that has two"
 
 
 def test_with_overcommit_adopted_streams_count_as_expected_and_are_no_victims_that_leave_already() -> None:

@@ -9,9 +9,9 @@ import pytest
 from coordinator.fairness.fair_queue import CLOSED, MOVES_MAX, Answer, Close, FairQueue, MoveTo, Terms
 from coordinator.fairness.priority_classes import ring_weights
 from coordinator.fairness.scheduling_class import Ring
-from coordinator.fairness.sorted_row import Line
-from coordinator.fairness.tenant_queue import Entry, Lane
-from runtime.tenancy.tenants import DEFAULT_BANDS, Band
+from coordinator.fairness.sorted_row import SortedRow
+from coordinator.fairness.tenant_queue import Entry, TenantQueue
+from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES, PriorityClass
 from tests.coordinator.fair_traces import Job, Trace
 
 
@@ -21,7 +21,9 @@ class InArrivalOrder(FairQueue[Job]):
     def _first(self, keys: Iterable[int]) -> Entry[Job] | None:
         lanes = [leaf.lines[key] for leaf in self._leaves.values() for key in keys if key in leaf.lines]
         return min(
-            (lane.first() for lane in lanes if isinstance(lane, Lane)), key=lambda e: e.item.arrival, default=None
+            (lane.first() for lane in lanes if isinstance(lane, TenantQueue)),
+            key=lambda e: e.item.arrival,
+            default=None,
         )
 
 
@@ -93,20 +95,20 @@ def test_jain_index_of_a_hundred_tenants_with_costs_of_their_own() -> None:
 
 @pytest.mark.parametrize("floor", [0.05, 0.2])
 def test_the_lowest_band_keeps_its_floor_under_endless_work_above(floor: float) -> None:
-    bands = {**DEFAULT_BANDS, "batch": Band(0.1, floor)}
-    queue = FairQueue[int](256, ring_weights(bands))
-    for band in bands:
-        for user in range(1 if band == "batch" else 20):
-            backlog(queue, (band, "o", str(user)), 8000 if band == "batch" else 1000)
+    priority_classes = {**DEFAULT_PRIORITY_CLASSES, "batch": PriorityClass(0.1, floor)}
+    queue = FairQueue[int](256, ring_weights(priority_classes))
+    for priority_class in priority_classes:
+        for user in range(1 if priority_class == "batch" else 20):
+            backlog(queue, (priority_class, "o", str(user)), 8000 if priority_class == "batch" else 1000)
     served = drain(queue, 13_000)
     assert abs(served[("batch", "o", "0")] / sum(served.values()) - floor) <= 0.005
 
 
 def test_floors_leave_the_rest_to_weights_and_must_leave_some() -> None:
-    weights = ring_weights({"a": Band(3), "b": Band(1), "c": Band(0.001, 0.2)})
+    weights = ring_weights({"a": PriorityClass(3), "b": PriorityClass(1), "c": PriorityClass(0.001, 0.2)})
     assert weights["c"] == 0.2 and abs(weights["a"] - 0.6) < 1e-12 and abs(sum(weights.values()) - 1) < 1e-12
     with pytest.raises(ValueError, match="floor_share"):
-        ring_weights({"a": Band(1, 0.5), "b": Band(1, 0.5)})
+        ring_weights({"a": PriorityClass(1, 0.5), "b": PriorityClass(1, 0.5)})
 
 
 def test_a_thousand_users_of_one_organisation_get_what_one_gets() -> None:
@@ -284,7 +286,7 @@ def test_what_a_pop_looks_at_does_not_grow_with_tenants(monkeypatch: pytest.Monk
     looked = 0
     first = Ring.first
 
-    def count(ring: Ring) -> Line:
+    def count(ring: Ring) -> SortedRow:
         nonlocal looked
         looked += 1
         return first(ring)

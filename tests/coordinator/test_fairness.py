@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.accounting.usage import Closed
 from coordinator.events import Limits
-from coordinator.reporting.recent import REQUESTS_MAX, Lately
+from coordinator.reporting.recent import REQUESTS_MAX, RecentTimes
 from coordinator.reporting.served import Service, evenness, jain
 from coordinator.waiting.queue import WaitQueue
 
@@ -31,14 +31,14 @@ def test_only_organisations_that_wait_are_compared_by_weight_and_band() -> None:
 
 
 def test_lately_forgets_and_leaves_out_what_was_cut_short() -> None:
-    lately = Lately()
-    assert lately.figures() == {}
+    recent = RecentTimes()
+    assert recent.figures() == {}
     closed = Closed("r", "cancelled", 1, 1, 0, 1, 9e9, 9e9, 0.0, 0.0)
-    lately.closed(closed)
-    assert lately.figures() == {}
-    lately.closed(Closed("r", "finished", 1, 1, 0, 1, 5.0, 100.0, 0.0, 0.0))
-    assert lately.figures()["ttft_p50_ms"] == 105.0 and "tpot_p50_ms" not in lately.figures()
+    recent.closed(closed)
+    assert recent.figures() == {}
+    recent.closed(Closed("r", "finished", 1, 1, 0, 1, 5.0, 100.0, 0.0, 0.0))
+    assert recent.figures()["ttft_p50_ms"] == 105.0 and "tpot_p50_ms" not in recent.figures()
     for _ in range(REQUESTS_MAX):
-        lately.closed(Closed("r", "finished", 1, 1, 0, 11, 1.0, 2.0, 50.0, 50.0))
-    figures = lately.figures()
+        recent.closed(Closed("r", "finished", 1, 1, 0, 11, 1.0, 2.0, 50.0, 50.0))
+    figures = recent.figures()
     assert figures["requests"] == REQUESTS_MAX and figures["ttft_p99_ms"] == 3.0 and figures["tpot_p50_ms"] == 10.0

@@ -3,7 +3,7 @@
 import random
 
 from coordinator.core import Core
-from coordinator.events import Limits, Misbehaved, PeerDown, PeerUp, Received, Tick
+from coordinator.events import Limits, PeerDown, PeerUp, ProtocolViolation, Received, Tick
 from proto.codec import decode
 from proto.errors import RemoteProtocolError
 from proto.messages import Hello, Role
@@ -17,26 +17,26 @@ ROLES = (Role.PREFILL, Role.DECODE, Role.GATEWAY, Role.OBSERVER)
 def test_well_formed_nonsense_never_makes_the_core_fail() -> None:
     generator, known, core = random.Random(SEED), corpus(), Core(Limits())
     there: list[int] = []
-    now, taken, misbehaved = 0.0, 0, 0
+    now, taken, protocol_violation = 0.0, 0, 0
     for _ in range(FRAMES):
         now += generator.random() * 0.2
         if len(there) < 6:
             greeting, _ = decode([hello(generator, generator.choice(ROLES), "m", "f")])
             assert isinstance(greeting, Hello)
             if core.refusal(greeting) is None:
-                there.append(greeting.epoch)
-                core.handle(PeerUp(greeting.epoch, greeting), now)
-        epoch = generator.choice(there)
+                there.append(greeting.incarnation)
+                core.handle(PeerUp(greeting.incarnation, greeting), now)
+        incarnation = generator.choice(there)
         try:
             message, blob = decode(mutated(generator, known))
         except RemoteProtocolError:
             continue
         taken += 1
-        actions = list(core.handle(Received(epoch, message, blob), now))
+        actions = list(core.handle(Received(incarnation, message, blob), now))
         for action in actions:
-            if isinstance(action, Misbehaved) and action.epoch in there:
-                misbehaved += 1
-                there.remove(action.epoch)
-                core.handle(PeerDown(action.epoch, "misbehaved"), now)
+            if isinstance(action, ProtocolViolation) and action.incarnation in there:
+                protocol_violation += 1
+                there.remove(action.incarnation)
+                core.handle(PeerDown(action.incarnation, "misbehaved"), now)
         core.handle(Tick(), now)
-    assert taken > FRAMES / 20 and misbehaved > taken / 20, (taken, misbehaved)
+    assert taken > FRAMES / 20 and protocol_violation > taken / 20, (taken, protocol_violation)

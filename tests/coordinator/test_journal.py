@@ -1,4 +1,4 @@
-"""The journal's file: written in the background, kept through restarts, bounded, and never in the way of serving."""
+"""The ledger's file: written in the background, kept through restarts, bounded, and never in the way of serving."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.core import Core
 from coordinator.event_log import recorder as journals
-from coordinator.event_log.recorder import Journal, RecordedCore
+from coordinator.event_log.recorder import EventLog, RecordedCore
 from coordinator.event_log.replay import Replay
 from coordinator.events import PeerDown, PeerUp, Received
 from proto.codec import pack_tokens
@@ -25,13 +25,13 @@ def in_loop(body: Callable[[], object]) -> None:
 
 
 def record(path: Path, events: int = 50, *, bytes_max: int = 1 << 20, reason: str = "stopped") -> RecordedCore:
-    journal = Journal(str(path), bytes_max)
-    core = RecordedCore(Core(), journal, "coordinator-1")
+    event_log = EventLog(str(path), bytes_max)
+    core = RecordedCore(Core(), event_log, "coordinator-1")
     core.open()
     core.handle(PeerUp(1, gateway_hello(1)), 1.0)
     for number in range(events):
         core.handle(Received(1, submit(f"r{number}"), pack_tokens([7] * 10)), 2.0 + number)
-    journal.close(reason)
+    event_log.close(reason)
     return core
 
 
@@ -43,7 +43,7 @@ def read(path: Path) -> Replay:
 
 
 def test_what_is_written_replays_and_says_who_wrote_it(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
+    path = tmp_path / "event_log"
     in_loop(lambda: record(path))
     replay = read(path)
     assert (replay.events, replay.ended, replay.bytes_read) == (51, "stopped", path.stat().st_size)
@@ -54,11 +54,11 @@ def test_what_is_written_replays_and_says_who_wrote_it(tmp_path: Path) -> None:
 
 def test_it_reaches_the_disk_without_being_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journals, "FLUSH_S", 0.001)
-    path = tmp_path / "journal"
+    path = tmp_path / "event_log"
 
     async def run() -> None:
-        journal = Journal(str(path), 1 << 20)
-        core = RecordedCore(Core(), journal)
+        event_log = EventLog(str(path), 1 << 20)
+        core = RecordedCore(Core(), event_log)
         core.open()
         for number in range(3):
             core.handle(PeerDown(number, "x" * 100), 1.0 + number)
@@ -66,7 +66,7 @@ def test_it_reaches_the_disk_without_being_closed(tmp_path: Path, monkeypatch: p
             while path.stat().st_size == before:
                 await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(os.sync))}, timeout=0.01)
         assert read(path).events == 3
-        journal.close("stopped")
+        event_log.close("stopped")
 
     asyncio.run(asyncio.wait_for(run(), 20))
     assert read(path).ended == "stopped"
@@ -74,37 +74,37 @@ def test_it_reaches_the_disk_without_being_closed(tmp_path: Path, monkeypatch: p
 
 def test_large_buffers_are_written_in_order_while_more_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journals, "FLUSH_BYTES", 100)
-    path = tmp_path / "journal"
+    path = tmp_path / "event_log"
 
     async def run() -> None:
-        journal = Journal(str(path), 10 << 20)
-        core = RecordedCore(Core(), journal)
+        event_log = EventLog(str(path), 10 << 20)
+        core = RecordedCore(Core(), event_log)
         core.open()
         for number in range(500):
             core.handle(PeerDown(number, "x" * (number % 90)), 1.0 + number)
             if number % 50 == 0:
                 await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(int))})
-        journal.close("stopped")
+        event_log.close("stopped")
 
     asyncio.run(run())
     assert read(path).events == 500
 
 
 def test_it_stops_at_its_size_with_a_last_word_and_serving_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
+    path = tmp_path / "event_log"
     cores: list[RecordedCore] = []
     in_loop(lambda: cores.append(record(path, 200, bytes_max=8 << 10)))
     assert path.stat().st_size <= 8 << 10
     replay = read(path)
-    assert replay.ended.startswith("the journal has reached") and 10 < replay.events < 200
+    assert replay.ended.startswith("the event log has reached") and 10 < replay.events < 200
     assert cores[0].handle(Received(1, StatusRequest()), 1000.0)
 
 
 def test_journals_of_earlier_processes_are_kept_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
+    path = tmp_path / "event_log"
     for count in range(1, 7):
         in_loop(lambda count=count: record(path, count))  # type: ignore[misc]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["journal", "journal.1", "journal.2", "journal.3"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["event_log", "journal.1", "journal.2", "journal.3"]
     kept = [path, *(tmp_path / f"journal.{number}" for number in (1, 2, 3))]
     assert [read(p).events for p in kept] == [7, 6, 5, 4]
 
@@ -112,23 +112,23 @@ def test_journals_of_earlier_processes_are_kept_beside_it(tmp_path: Path) -> Non
 def test_another_file_is_never_written_over(tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("precious")
-    with pytest.raises(FileExistsError, match="not a journal"):
+    with pytest.raises(FileExistsError, match="not a event log"):
         in_loop(lambda: record(path))
     assert path.read_text() == "precious"
 
 
 def test_a_journal_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
+    path = tmp_path / "event_log"
 
     def two() -> None:
-        journal = Journal(str(path), 1 << 20)
-        RecordedCore(Core(), journal).open()
+        event_log = EventLog(str(path), 1 << 20)
+        RecordedCore(Core(), event_log).open()
         with pytest.raises(FileExistsError, match="another coordinator"):
             record(path)
-        journal.close("stopped")
+        event_log.close("stopped")
 
     in_loop(two)
-    assert [p.name for p in tmp_path.iterdir()] == ["journal"]
+    assert [p.name for p in tmp_path.iterdir()] == ["event_log"]
 
 
 @pytest.mark.parametrize("path", ["no/such/folder/journal", "."])
@@ -143,7 +143,7 @@ def test_a_full_disk_at_the_start_ends_only_the_recording(capsys: pytest.Capture
 
 def test_a_full_disk_later_ends_only_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journals, "FLUSH_BYTES", 100)
-    path = tmp_path / "journal"
+    path = tmp_path / "event_log"
     writes = 0
 
     def write(fd: int, data: bytes) -> int:
@@ -157,24 +157,24 @@ def test_a_full_disk_later_ends_only_the_recording(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("coordinator.event_log.recorder.os.write", write)
 
     async def run() -> None:
-        journal = Journal(str(path), 1 << 20)
-        core = RecordedCore(Core(), journal)
+        event_log = EventLog(str(path), 1 << 20)
+        core = RecordedCore(Core(), event_log)
         core.open()
         number = 0
-        while journal.recording:
+        while event_log.recording:
             number += 1
             core.handle(PeerDown(number, "x" * 100), 1.0)
             await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(int))})
         before = writes
         core.handle(PeerUp(1, gateway_hello(1)), 2.0)
-        journal.close("stopped")
+        event_log.close("stopped")
         assert writes == before
 
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_a_failing_core_leaves_its_last_event_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "journal"
+    path = tmp_path / "event_log"
 
     def broken(*_: object) -> None:
         raise AssertionError("planted")
@@ -182,7 +182,7 @@ def test_a_failing_core_leaves_its_last_event_on_the_disk(tmp_path: Path, monkey
     monkeypatch.setattr("coordinator.core.members.down", broken)
 
     async def run() -> None:
-        core = RecordedCore(Core(), Journal(str(path), 1 << 20))
+        core = RecordedCore(Core(), EventLog(str(path), 1 << 20))
         core.open()
         with pytest.raises(AssertionError, match="planted"):
             core.handle(PeerDown(1, "x"), 1.0)

@@ -23,7 +23,7 @@ def run(large: int) -> tuple[Virtual, int]:
 
     def look() -> None:
         nonlocal kept
-        kept += pool.rooms.kept_for is not None
+        kept += pool.rooms.reservation is not None
 
     for tick in range(int(SECONDS / 0.05)):
         world.at(0.05 * tick, look)

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from coordinator.fairness.scheduling_class import Node
+from coordinator.fairness.scheduling_class import SchedulingClass
 from coordinator.fairness.sorted_row import SPARE
-from coordinator.fairness.tenant_queue import Entry, Lane
+from coordinator.fairness.tenant_queue import Entry, TenantQueue
 
 
 class Naive:
@@ -33,7 +33,7 @@ class Naive:
 def test_a_lane_gives_what_its_naive_twin_gives(seed: int) -> None:
     rnd = random.Random(seed)
     overtaken_max = rnd.choice([1, 3, 10**9])
-    lane, naive = Lane[int](Node(("t",), 1.0, None, 0), -1, overtaken_max), Naive(overtaken_max)
+    lane, naive = TenantQueue[int](SchedulingClass(("t",), 1.0, None, 0), -1, overtaken_max), Naive(overtaken_max)
     deadlines = rnd.choice([3, 50, 10**9])  # few: many ties
     most, joins = rnd.choice([10, 200]), 0
 

@@ -1,4 +1,4 @@
-"""The journal of usage: what is on disk when, and that kill -9 neither forgives nor doubles anything."""
+"""The usage ledger: what is on disk when, and that kill -9 neither forgives nor doubles anything."""
 
 import asyncio
 import signal

@@ -85,7 +85,7 @@ def test_totals_are_what_the_rows_add_up_to(tmp_path: Path, seed: int) -> None:
 
 
 def as_before(db: sqlite3.Connection) -> None:
-    """A journal as programs without totals made it."""
+    """A ledger as programs without totals made it."""
     for trigger in ("inserted", "updated", "deleted"):
         db.execute(f"DROP TRIGGER usage_totals_{trigger}")
     db.execute("DROP TABLE usage_totals")

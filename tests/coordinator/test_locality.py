@@ -17,8 +17,8 @@ from proto.messages import Submit
 from proto.sampling import Sampling
 
 WEIGHTS = Weights()
-HERE = PrefillSide(tokens_before=0, tokens_per_s=1000.0, cached_tokens=0, fullness=0.0, trouble=0.0, host="a")
-DECODE = DecodeSide(missing_blocks=10, fullness=0.0, trouble=0.0, host="a")
+HERE = PrefillSide(tokens_before=0, tokens_per_s=1000.0, cached_tokens=0, fullness=0.0, failure_rate=0.0, host="a")
+DECODE = DecodeSide(missing_blocks=10, fullness=0.0, failure_rate=0.0, host="a")
 
 
 def chain(*parts: int) -> list[bytes]:
@@ -61,7 +61,7 @@ def test_a_workers_reports_add_up_to_what_its_allocator_knows() -> None:
     known.join(7, allocator.total)
     for _ in range(300):
         hashes = chain(*(rng.randrange(2) for _ in range(rng.randint(1, 12))))
-        found = allocator.take_prefix(hashes)
+        found = allocator.match_prefix(hashes)
         assert known.longest(7, b"".join(hashes)) == len(found), seed
         blocks = found + allocator.allocate(len(hashes) - len(found))
         allocator.insert(hashes, blocks, len(found))
@@ -70,7 +70,7 @@ def test_a_workers_reports_add_up_to_what_its_allocator_knows() -> None:
         assert known.count(7) == allocator.cached_count
 
 
-def test_what_is_believed_dies_with_the_epoch_and_a_miss_mends_it() -> None:
+def test_what_is_believed_dies_with_the_incarnation_and_a_miss_mends_it() -> None:
     known, hashes = Locality(), b"".join(chain(1, 2, 3, 4))
     known.learn(7, hashes, b"")
     assert known.longest(7, hashes) == 0, "nobody has registered"
@@ -92,10 +92,10 @@ def test_a_worker_is_believed_to_have_no_more_than_it_can_hold(monkeypatch: pyte
     known = Locality()
     known.join(7, 3)
     known.join(8, 100)
-    for epoch in (7, 8):
+    for incarnation in (7, 8):
         for part in range(50):
-            known.learn(epoch, b"".join(chain(part, 1)), b"")
-            assert known.count(epoch) <= {7: 3, 8: 5}[epoch]
+            known.learn(incarnation, b"".join(chain(part, 1)), b"")
+            assert known.count(incarnation) <= {7: 3, 8: 5}[incarnation]
 
 
 def test_of_a_cache_larger_than_the_table_what_is_known_stays_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ BETTER_PREFILL = [
     ("less to do before", HERE, replace(HERE, tokens_before=300)),
     ("faster", replace(HERE, tokens_per_s=2000.0), HERE),
     ("more room", replace(HERE, fullness=0.2), replace(HERE, fullness=0.9)),
-    ("healthier", HERE, replace(HERE, trouble=0.5)),
+    ("healthier", HERE, replace(HERE, failure_rate=0.5)),
     ("cached beats a short queue", replace(HERE, cached_tokens=900, tokens_before=500), HERE),
     ("a long queue beats cached", HERE, replace(HERE, cached_tokens=900, tokens_before=5000)),
 ]
@@ -133,7 +133,7 @@ BETTER_DECODE = [
     ("more cached", replace(DECODE, missing_blocks=1), DECODE),
     ("same host", DECODE, replace(DECODE, host="b")),
     ("more room", DECODE, replace(DECODE, fullness=0.8)),
-    ("healthier", DECODE, replace(DECODE, trouble=0.1)),
+    ("healthier", DECODE, replace(DECODE, failure_rate=0.1)),
     ("all cached on another host", replace(DECODE, missing_blocks=0, host="b"), DECODE),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.events import Limits
 from coordinator.fairness.fair_queue import FairQueue
-from coordinator.fairness.tenant_queue import Entry, Lane
+from coordinator.fairness.tenant_queue import Entry, TenantQueue
 from coordinator.request import Request
 from coordinator.waiting.overload import Rate
 from proto.errors import Reject
@@ -23,7 +23,7 @@ class FirstCome(FairQueue[Request]):
 
     def _first(self, keys: Iterable[int]) -> Entry[Request] | None:
         lanes = [leaf.lines[key] for leaf in self._leaves.values() for key in keys if key in leaf.lines]
-        heads = [lane.first() for lane in lanes if isinstance(lane, Lane)]
+        heads = [lane.first() for lane in lanes if isinstance(lane, TenantQueue)]
         return min(heads, key=lambda entry: (entry.item.arrived, entry.item.id), default=None)
 
 
@@ -135,17 +135,26 @@ def test_a_thousand_keys_hide_no_backlog() -> None:
 
 def test_the_lowest_band_gives_way_first_and_for_itself_only_to_others() -> None:
     h = Harness.make(limits=Limits(queue_requests_max=3), max_seqs=1)
-    for n, band in enumerate(["standard", "interactive", "batch", "standard"]):
-        h.receive(1, with_tenant(f"{band}{n}", f"o{n}", band))
+    for n, priority_class in enumerate(["standard", "interactive", "batch", "standard"]):
+        h.receive(1, with_tenant(f"{priority_class}{n}", f"o{n}", priority_class))
     h.receive(1, with_tenant("new", "o9", "interactive"))
     assert [m.request_id for m in h.take(Rejected) if isinstance(m, Rejected)] == ["batch2"]
     h.receive(1, with_tenant("late", "o8", "batch"))
     assert [m.request_id for m in h.take(Rejected) if isinstance(m, Rejected)] == ["late"]
 
 
-def with_tenant(name: str, tenant: str, band: str = "", tokens: int = 10, deadline_ms: float = 0.0) -> Submit:
+def with_tenant(name: str, tenant: str, priority_class: str = "", tokens: int = 10, deadline_ms: float = 0.0) -> Submit:
     made = submit(name, tokens)
-    return Submit(name, 1, made.model, tokens, made.sampling, tenant=tenant, band=band, deadline_ms=deadline_ms)
+    return Submit(
+        name,
+        1,
+        made.model,
+        tokens,
+        made.sampling,
+        tenant=tenant,
+        priority_class=priority_class,
+        deadline_ms=deadline_ms,
+    )
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_and_one_that_passes_costs_no_prefill() -> None:

@@ -6,13 +6,13 @@ import pytest
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, Finished, HandedOver, Rejected, Reserve, Role, Step, StepDone
-from runtime.tenancy.tenants import Band, TenantsError, parse
+from runtime.tenancy.tenants import PriorityClass, TenantsError, parse
 from tests.coordinator.world import MODEL, Harness, submit, worker_hello
 
 BANDS = {
-    "interactive": Band(4.0, queue_wait_s=5.0),
-    "standard": Band(1.0),
-    "batch": Band(1.0, queue_wait_s=50.0),
+    "interactive": PriorityClass(4.0, queue_wait_s=5.0),
+    "standard": PriorityClass(1.0),
+    "batch": PriorityClass(1.0, queue_wait_s=50.0),
 }
 
 
@@ -31,9 +31,9 @@ def expire_at(h: Harness, now: float) -> list[tuple[str, Reject]]:
 
 
 def test_each_priority_class_has_a_longest_wait_of_its_own() -> None:
-    h = full(Limits(bands=BANDS, queue_wait_s_max=20.0))
-    for band in ("batch", "standard", "interactive"):
-        h.receive(1, msgspec.structs.replace(submit(band), band=band))
+    h = full(Limits(priority_classes=BANDS, queue_wait_s_max=20.0))
+    for priority_class in ("batch", "standard", "interactive"):
+        h.receive(1, msgspec.structs.replace(submit(priority_class), priority_class=priority_class))
     assert h.core.next_deadline() == pytest.approx(5.0)
     assert expire_at(h, 4.9) == []
     assert expire_at(h, 5.0) == [("interactive", Reject.EXPIRED)]
@@ -44,7 +44,7 @@ def test_each_priority_class_has_a_longest_wait_of_its_own() -> None:
 
 
 def test_a_resumed_stream_waits_longer_than_its_class_but_not_for_ever() -> None:
-    h = Harness.make(limits=Limits(bands=BANDS, queue_wait_s_max=5.0, resumed_wait_s_max=30.0), max_seqs=1)
+    h = Harness.make(limits=Limits(priority_classes=BANDS, queue_wait_s_max=5.0, resumed_wait_s_max=30.0), max_seqs=1)
     h.receive(1, submit("a"))
     [step] = h.take(Step)
     assert isinstance(step, Step)
@@ -59,18 +59,20 @@ def test_a_resumed_stream_waits_longer_than_its_class_but_not_for_ever() -> None
 
 
 def test_a_reload_changes_the_wait_of_those_that_wait_already() -> None:
-    h = full(Limits(bands=BANDS, queue_wait_s_max=20.0))
-    h.receive(1, msgspec.structs.replace(submit("a"), band="batch"))
+    h = full(Limits(priority_classes=BANDS, queue_wait_s_max=20.0))
+    h.receive(1, msgspec.structs.replace(submit("a"), priority_class="batch"))
     queue = h.core.queues[MODEL]
-    queue.replace_limits(Limits(bands={**BANDS, "batch": Band(1.0, queue_wait_s=2.0)}))
+    queue.replace_limits(Limits(priority_classes={**BANDS, "batch": PriorityClass(1.0, queue_wait_s=2.0)}))
     assert expire_at(h, 2.0) == [("a", Reject.EXPIRED)]
 
 
 def test_the_tenants_file_says_how_long_a_band_waits() -> None:
-    bands = parse("[bands.fast]\nweight = 2.0\nqueue_wait_s = 1.5\n[bands.slow]\nweight = 1.0\n").bands
-    assert bands["fast"].queue_wait_s == 1.5 and bands["slow"].queue_wait_s is None
+    priority_classes = parse(
+        "[priority_classes.fast]\nweight = 2.0\nqueue_wait_s = 1.5\n[priority_classes.slow]\nweight = 1.0\n"
+    ).priority_classes
+    assert priority_classes["fast"].queue_wait_s == 1.5 and priority_classes["slow"].queue_wait_s is None
     with pytest.raises(TenantsError, match="queue_wait_s: must be > 0"):
-        parse("[bands.fast]\nweight = 2.0\nqueue_wait_s = 0.0\n")
+        parse("[priority_classes.fast]\nweight = 2.0\nqueue_wait_s = 0.0\n")
 
 
 def decoding(h: Harness, name: str, max_tokens: int = 400) -> None:

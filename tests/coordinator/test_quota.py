@@ -332,7 +332,7 @@ def _check_retry(denial: Denial, twin: Twin, name: str, ask: Ask, now: float, of
 
 @dataclass
 class Row:
-    """What the journal keeps of a request."""
+    """What the ledger keeps of a request."""
 
     tenant: str
     day: int
@@ -393,7 +393,7 @@ def test_a_thousand_clients_crashes_and_restarts_leave_nothing(seed: int) -> Non
 
 
 def _restarted(tenants: Tenants, journal: list[Row], running: dict[int, tuple[Grant, Row]], now: float) -> Quotas:
-    """A coordinator killed and started again, with its journal and nothing else."""
+    """A coordinator killed and started again, with its ledger and nothing else."""
     q = Quotas(tenants)
     today = q.day(now)
     for row in journal:

@@ -41,7 +41,7 @@ def test_a_worker_that_says_it_hangs_is_fenced_before_its_link_ends(role: Role) 
     h = Harness.make(2, 2)
     h.receive(1, submit("a"))
     request = h.core.requests["a"]
-    hung = request.prefill_epoch if role is Role.PREFILL else request.decode_epoch
+    hung = request.prefill_incarnation if role is Role.PREFILL else request.decode_incarnation
     hello = h.core.peers[hung]
     h.receive(hung, Hung(31_000.0))
     assert [m.attempt for m in h.take(Interrupted, 1) if isinstance(m, Interrupted)] == [1]
@@ -61,7 +61,7 @@ def test_a_process_that_comes_back_as_another_is_counted_as_started_again() -> N
     h.post(PeerUp(10, first))
     assert h.core.counters["prefill_restarted"] == 0, "its link was lost, no more"
     h.post(PeerDown(10, "killed"))
-    h.post(PeerUp(99, msgspec.structs.replace(first, epoch=99)))
+    h.post(PeerUp(99, msgspec.structs.replace(first, incarnation=99)))
     assert h.core.counters["prefill_restarted"] == 1
 
 
@@ -69,7 +69,7 @@ def test_what_is_left_out_is_said() -> None:
     h = cluster()
     for number in range(TRIP_AFTER):
         h.one(f"r{number}", works=False)
-    [said] = report.status(h.core).left_out
+    [said] = report.status(h.core).circuit_open
     assert "prefill-10 → decode-20" in said and f"{TRIP_AFTER} transfers" in said
 
 
@@ -80,7 +80,7 @@ def interrupted(h: Harness, *names: str) -> None:
     """Their prefill worker is lost, and another one comes."""
     for name in names:
         h.receive(1, submit(name))
-    lost = next(epoch for epoch, peer in h.core.peers.items() if peer.role is Role.PREFILL)
+    lost = next(incarnation for incarnation, peer in h.core.peers.items() if peer.role is Role.PREFILL)
     h.post(PeerDown(lost, "killed"))
     h.post(PeerUp(lost + 100, worker_hello(Role.PREFILL, lost + 100)))
     for release in h.take(Release, 20):
@@ -194,7 +194,7 @@ def test_a_pair_opens_after_failures_in_a_row_and_for_longer_each_time() -> None
             now += open_s
             assert breakers.wake(now) and not breakers.wake(now)
     breakers.worked(pair)
-    assert not breakers.pairs and breakers.trouble(pair, now) == 0.0
+    assert not breakers.pairs and breakers.failure_rate(pair, now) == 0.0
 
 
 def test_failures_of_one_incident_count_once() -> None:
@@ -216,7 +216,7 @@ class Cluster(Harness):
         request = self.core.requests[name]
         if request.state is State.QUEUED:
             return None
-        prefill, decode = request.prefill_epoch, request.decode_epoch
+        prefill, decode = request.prefill_incarnation, request.decode_incarnation
         [step] = [m for m in self.take(Step, prefill) if isinstance(m, Step)]
         self.receive(prefill, StepDone(step.step_id, step.chunks, 1.0, self.core.workers[prefill].tokens_forwarded + 8))
         self.now += lasts_s
@@ -242,7 +242,7 @@ def test_a_pair_that_fails_is_left_out_and_its_ends_serve_others() -> None:
         request = h.core.requests
         h.receive(1, submit(f"r{number}", 8))
         found = request[f"r{number}"]
-        pair = found.prefill_epoch, found.decode_epoch
+        pair = found.prefill_incarnation, found.decode_incarnation
         pairs.append(h.go_on(f"r{number}", works=pair != broken))
     tries = [index for index, pair in enumerate(pairs) if pair == broken]
     assert None not in pairs and len(tries) <= 8, tries
@@ -285,7 +285,7 @@ def full() -> Harness:
     h.receive(1, submit("b", 9, max_tokens=3))
     assert h.core.requests["b"].state is State.QUEUED
     h.sent.clear()
-    h.post(PeerDown(h.core.requests["a"].prefill_epoch, "killed"))
+    h.post(PeerDown(h.core.requests["a"].prefill_incarnation, "killed"))
     assert h.take(Release, 20) == [Release("a", 1)]
     return h
 
@@ -336,11 +336,11 @@ def test_room_that_is_kept_twice_for_one_request_is_kept_no_longer_once_it_has_i
     """As its own, from before its prefill worker was lost, and since others were let by."""
     h = Harness.make(2, 1, Limits(bypasses_max=1), kv_blocks=5)
     h.receive(1, submit("a", 9, max_tokens=3))
-    h.post(PeerDown(h.core.requests["a"].prefill_epoch, "killed"))
+    h.post(PeerDown(h.core.requests["a"].prefill_incarnation, "killed"))
     h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
     for name in ("small", "smaller"):
         h.receive(1, msgspec.structs.replace(submit(name, 2, max_tokens=2), tenant=name))
     pool = h.core.pools["m"]
-    assert pool.rooms.kept_for is h.core.requests["a"] and pool.claims
+    assert pool.rooms.reservation is h.core.requests["a"] and pool.claims
     h.receive(20, Released("a", 1))
-    assert h.core.requests["a"].state is State.PREFILLING and pool.rooms.kept_for is None
+    assert h.core.requests["a"].state is State.PREFILLING and pool.rooms.reservation is None

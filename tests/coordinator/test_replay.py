@@ -15,13 +15,13 @@ import pytest
 
 from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Opened, Past
-from coordinator.event_log.format import End, Header, JournalError, Record, decode_header, decode_record, encode_header
+from coordinator.event_log.format import End, EventLogError, Header, Record, decode_header, decode_record, encode_header
 from coordinator.event_log.replay import Replay
-from coordinator.events import Configured, Event, Limits, Misbehaved, PeerDown, PeerUp, Received, Tick
+from coordinator.events import Configured, Event, Limits, PeerDown, PeerUp, ProtocolViolation, Received, Tick
 from proto.errors import CancelReason
 from proto.held import Held
 from proto.messages import Cancel, Ping, Role, StatusRequest, Step, StepDone
-from runtime.tenancy.tenants import Band, Tenants, parse
+from runtime.tenancy.tenants import PriorityClass, Tenants, parse
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.virtual import Virtual
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
@@ -40,7 +40,7 @@ def random_world(seed: int, steps: int = 400) -> TapedCore:
 
 
 def contended_world(seed: int) -> TapedCore:
-    """Many tenants, bands, deadlines, cancels, decode workers that are full, and queues that run over."""
+    """Many tenants, priority classes, deadlines, cancels, decode workers that are full, and queues that run over."""
     rnd = random.Random(seed)
     limits = Limits(queue_requests_max=12, weights={"standard/t1": 3.0}, bypasses_max=3, overtaken_max=3)
     world = Virtual(limits, prefill=2, decode=2, kv_blocks=300, max_seqs=8, itl_s=0.01, make=TapedCore)
@@ -62,15 +62,18 @@ def contended_world(seed: int) -> TapedCore:
 
 
 def tenants_world(seed: int) -> TapedCore:
-    """Quotas that deny, bands that may not be used, a tenants file that changes, and a past."""
+    """Quotas that deny, priority classes that may not be used, a tenants file that changes, and a past."""
     rnd = random.Random(seed)
     h = Harness.make(limits=Limits(step_tokens=16), core=TapedCore)
     h.post(Configured(parse(TENANTS), 1e9, Past((), (("acme", 11574, 50),), (("acme", 1.0, 4),))))
     for number in range(80):
         h.now += rnd.uniform(0, 2)
         request = submit(f"r{number}", rnd.randint(1, 30), max_tokens=rnd.randint(1, 20))
-        tenant, band = rnd.choice(["acme", "acme/bob", "default", "nobody"]), rnd.choice(["", "standard", "batch", "x"])
-        h.receive(1, msgspec.structs.replace(request, tenant=tenant, band=band))
+        tenant, priority_class = (
+            rnd.choice(["acme", "acme/bob", "default", "nobody"]),
+            rnd.choice(["", "standard", "batch", "x"]),
+        )
+        h.receive(1, msgspec.structs.replace(request, tenant=tenant, priority_class=priority_class))
         for step in h.take(Step):
             assert isinstance(step, Step)
             h.receive(10, StepDone(step.step_id, step.chunks, 5.0, 0))
@@ -138,7 +141,7 @@ def test_a_flipped_bit_anywhere_is_seen(seed: int) -> None:
         try:
             again = replay(bytes(changed))
             difference = again.run()
-        except JournalError:
+        except EventLogError:
             continue
         assert difference is not None or again.bytes_read < len(tape) or again.ended != "stopped", (seed, position)
 
@@ -181,10 +184,10 @@ def test_the_event_at_which_the_core_failed_is_in_the_journal(monkeypatch: pytes
 
 
 TENANTS = """
-[bands.standard]
+[priority_classes.standard]
 weight = 1
 floor_share = 0.1
-[bands.batch]
+[priority_classes.batch]
 weight = 0.5
 [tenants.acme]
 weight = 2
@@ -192,8 +195,8 @@ cache_group = "unguessable"
 keys = ["0000000000000000000000000000000000000000000000000000000000000000"]
 limits = { tokens_per_min = 100 }
 [tenants.acme.users.bob]
-band = "batch"
-bands = ["batch", "standard"]
+priority_class = "batch"
+priority_classes = ["batch", "standard"]
 """
 
 
@@ -227,7 +230,9 @@ def test_every_kind_of_event_comes_back_with_the_length_of_its_prompt_but_not_th
     for event, raw in zip(EVENTS, core.records[1:], strict=True):
         record = decode_record(msgpack.unpackb(raw))
         assert isinstance(record, Record) and record.now == 2.5
-        blank = Received(event.epoch, event.message, bytes(len(event.blob))) if isinstance(event, Received) else event
+        blank = (
+            Received(event.incarnation, event.message, bytes(len(event.blob))) if isinstance(event, Received) else event
+        )
         assert record.event == blank
     assert b"\1\2\3\4" not in core.tape()
     again = replay(core.tape())
@@ -255,7 +260,11 @@ def test_whole_numbers_where_fractions_may_be_change_nothing() -> None:
 
 
 def test_options_come_back() -> None:
-    limits = Limits(step_tokens=7, weights={"a/b": 2.0}, bands={"standard": Band(1.0), "x": Band(2.0, 0.5)})
+    limits = Limits(
+        step_tokens=7,
+        weights={"a/b": 2.0},
+        priority_classes={"standard": PriorityClass(1.0), "x": PriorityClass(2.0, 0.5)},
+    )
     header = Header(limits, software="1", platform="p", process="c", unix_s=1.5, started=2.5)
     assert decode_header(msgpack.unpackb(encode_header(header))) == header
 
@@ -264,7 +273,7 @@ def test_options_come_back() -> None:
     ("content", "why"),
     [
         (b"", "no whole record"),
-        (b"hello, this is text", "not a journal"),
+        (b"hello, this is text", "not a event log"),
         (msgpack.packb(["crossdock-journal", 99, {}]), "format 99"),
         (msgpack.packb(["crossdock-journal", 1, {"limits": 3}]), "header cannot be read"),
         (encode_header(Header(Limits(), protocol=1)), "protocol 1"),
@@ -272,7 +281,7 @@ def test_options_come_back() -> None:
     ],
 )
 def test_what_is_no_journal_is_refused(content: bytes, why: str) -> None:
-    with pytest.raises(JournalError, match=why):
+    with pytest.raises(EventLogError, match=why):
         Replay(io.BytesIO(content))
 
 
@@ -294,18 +303,18 @@ def test_what_is_no_journal_is_refused(content: bytes, why: str) -> None:
     ],
 )
 def test_what_is_no_record_is_refused(record: object) -> None:
-    with pytest.raises(JournalError):
+    with pytest.raises(EventLogError):
         decode_record(record)
 
 
 def test_nothing_may_follow_the_end() -> None:
     core = random_world(0, steps=5)
     assert decode_record(["end", "stopped"]) == End("stopped")
-    with pytest.raises(JournalError, match="behind the last"):
+    with pytest.raises(EventLogError, match="behind the last"):
         replay(core.tape(ended=True) + core.records[-1]).run()
 
 
 def test_a_peer_that_misbehaves_is_replayed_too() -> None:
     h = Harness.make(core=TapedCore)
-    assert any(isinstance(action, Misbehaved) for action in h.receive(10, submit("a")))
+    assert any(isinstance(action, ProtocolViolation) for action in h.receive(10, submit("a")))
     assert replay(taped(h.core).tape()).run() is None

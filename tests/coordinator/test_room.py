@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.kv_admission.admission import NEVER, Life, Room
+from coordinator.kv_admission.admission import NEVER, KvAdmission, KvDemand
 from coordinator.placement.preemption import Candidate, choose
 from tests.coordinator.world import submit
 
-lives = st.builds(Life, st.integers(1, 20), st.integers(0, 16), st.sampled_from([1, 1, 1, 2, 3]), st.just(NEVER))
+lives = st.builds(KvDemand, st.integers(1, 20), st.integers(0, 16), st.sampled_from([1, 1, 1, 2, 3]), st.just(NEVER))
 
 
 def key(number: int) -> tuple[str, int]:
@@ -20,7 +20,7 @@ def key(number: int) -> tuple[str, int]:
 
 def test_a_whole_life_in_blocks() -> None:
     def whole(prompt: int, *, max_tokens: int, choices: int = 1, resumed: int = 0) -> int:
-        return Life.of(submit("a", prompt, max_tokens=max_tokens, choices=choices, resumed=resumed)).whole(4)
+        return KvDemand.of(submit("a", prompt, max_tokens=max_tokens, choices=choices, resumed=resumed)).whole(4)
 
     assert whole(8, max_tokens=1) == 2
     assert whole(8, max_tokens=2) == 3
@@ -29,7 +29,7 @@ def test_a_whole_life_in_blocks() -> None:
     assert whole(10, max_tokens=5, resumed=4) == 3
 
 
-def naive_peak(lives: list[Life], starts: list[int | None], now: int, block_size: int) -> int:
+def naive_peak(lives: list[KvDemand], starts: list[int | None], now: int, block_size: int) -> int:
     """The highest sum over all steps from now on; a start of None: pending since step 0."""
     horizon = now + 60
     sums = []
@@ -51,9 +51,9 @@ def naive_peak(lives: list[Life], starts: list[int | None], now: int, block_size
     st.integers(0, 90),
 )
 def test_the_peak_is_that_of_a_count_step_by_step(
-    there: list[tuple[Life, int | None]], candidate: Life, block_size: int, kv_blocks: int
+    there: list[tuple[KvDemand, int | None]], candidate: KvDemand, block_size: int, kv_blocks: int
 ) -> None:
-    room = Room(kv_blocks, block_size)
+    room = KvAdmission(kv_blocks, block_size)
     for number, (life, _) in enumerate(there):
         room.place(key(number), life)
     for number, (_, start) in enumerate(there):
@@ -62,7 +62,7 @@ def test_the_peak_is_that_of_a_count_step_by_step(
     room.check_invariants()
     now = max((start for _, start in there if start is not None), default=0)
     over = [n for n, (life, start) in enumerate(there) if start is not None and start + life.left < now]
-    assert all(room.let_go(key(number)) for number in over)
+    assert all(room.release(key(number)) for number in over)
     known = [life for number, (life, _) in enumerate(there) if number not in over]
     starts = [start for number, (_, start) in enumerate(there) if number not in over]
     assert room.peak == naive_peak(known, starts, now, block_size)
@@ -72,13 +72,13 @@ def test_the_peak_is_that_of_a_count_step_by_step(
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.builds(Life, st.integers(1, 6), st.integers(0, 5), st.sampled_from([1, 2]), st.just(NEVER)),
+        st.builds(KvDemand, st.integers(1, 6), st.integers(0, 5), st.sampled_from([1, 2]), st.just(NEVER)),
         min_size=1,
         max_size=3,
     )
 )
-def test_for_attempts_just_placed_the_peak_is_what_the_worst_order_of_joining_needs(found: list[Life]) -> None:
-    room = Room(1000, 2)
+def test_for_attempts_just_placed_the_peak_is_what_the_worst_order_of_joining_needs(found: list[KvDemand]) -> None:
+    room = KvAdmission(1000, 2)
     for number, life in enumerate(found):
         room.place(key(number), life)
     worst = 0
@@ -93,10 +93,10 @@ def test_for_attempts_just_placed_the_peak_is_what_the_worst_order_of_joining_ne
 
 
 def test_a_short_one_that_comes_late_meets_a_long_one_at_its_longest() -> None:
-    room = Room(16, 1)
-    room.place(key(0), Life(2, 9))
+    room = KvAdmission(16, 1)
+    room.place(key(0), KvDemand(2, 9))
     room.joined(key(0), 0)
-    short = Life(5, 1)
+    short = KvDemand(5, 1)
     assert room.peak == 11 and not room.fits(short), "together they would need 11, but eight steps late 17"
     room.kv_blocks = 17
     assert room.fits(short)
@@ -106,16 +106,16 @@ def test_a_short_one_that_comes_late_meets_a_long_one_at_its_longest() -> None:
 
 
 def test_more_fit_than_by_whole_lives() -> None:
-    room = Room(100, 1)
+    room = KvAdmission(100, 1)
     placed = 0
     for step in range(0, 60, 4):
         room.reached(step)
-        if room.fits(Life(10, 30)):
-            room.place(key(step), Life(10, 30))
+        if room.fits(KvDemand(10, 30)):
+            room.place(key(step), KvDemand(10, 30))
             room.joined(key(step), step)
             placed += 1
         if step >= 30:
-            room.let_go(key(step - 32))
+            room.release(key(step - 32))
         if step == 20:
             assert placed == 3 > 100 // 40
     assert room.peak <= 100
@@ -127,8 +127,8 @@ class Decode:
     def __init__(self, rnd: random.Random, kv_blocks: int, block_size: int) -> None:
         self.random, self.kv_blocks, self.block_size = rnd, kv_blocks, block_size
         self.steps = 0
-        self.prompts: dict[tuple[str, int], Life] = {}
-        self.running: dict[tuple[str, int], tuple[Life, int, list[int]]] = {}
+        self.prompts: dict[tuple[str, int], KvDemand] = {}
+        self.running: dict[tuple[str, int], tuple[KvDemand, int, list[int]]] = {}
         """Life, step of joining, and after how many steps each choice ends."""
         self.peak = 0
 
@@ -159,11 +159,11 @@ def load(seed: int, *, lockstep_from_placement: bool = False) -> int:
     beyond the pool. With `lockstep_from_placement`, attempts count as running from the moment they are placed."""
     rnd = random.Random(seed)
     block_size, kv_blocks = rnd.choice([1, 2, 4, 16]), rnd.randint(20, 120)
-    worker, room = Decode(rnd, kv_blocks, block_size), Room(kv_blocks, block_size)
+    worker, room = Decode(rnd, kv_blocks, block_size), KvAdmission(kv_blocks, block_size)
     said: list[tuple[str, tuple[str, int] | None, int]] = []
     greedy, late = rnd.random(), rnd.random()
     for number in range(600):
-        life = Life(rnd.randint(1, 60), rnd.choice([0, 1, 5, 40]), rnd.choice([1, 1, 1, 2, 4]))
+        life = KvDemand(rnd.randint(1, 60), rnd.choice([0, 1, 5, 40]), rnd.choice([1, 1, 1, 2, 4]))
         if room.fits(life):
             before = room.peak
             room.place(key(number), life)
@@ -189,7 +189,7 @@ def load(seed: int, *, lockstep_from_placement: bool = False) -> int:
             if what == "joined" and about is not None:
                 room.joined(about, steps)
             elif about is not None:
-                assert room.let_go(about)
+                assert room.release(about)
             else:
                 room.reached(steps)
             assert room.peak <= before, "news that comes late leaves a count that is too high, never one too low"
@@ -215,32 +215,32 @@ def test_the_plain_peak_formula_runs_out() -> None:
 
 
 def test_what_was_adopted_counts_whole_and_may_go_beyond_the_pool() -> None:
-    room = Room(10, 4)
+    room = KvAdmission(10, 4)
     room.adopt(key(0), 7)
     room.adopt(key(1), 6)
-    assert room.peak == 13 and not room.fits(Life(1, 1))
+    assert room.peak == 13 and not room.fits(KvDemand(1, 1))
     room.joined(key(0), 5)
     assert room.peak == 13
-    assert room.let_go(key(1)) and not room.let_go(key(1))
-    assert room.fits(Life(8, 4)) and not room.fits(Life(9, 4))
+    assert room.release(key(1)) and not room.release(key(1))
+    assert room.fits(KvDemand(8, 4)) and not room.fits(KvDemand(9, 4))
 
 
 def test_overcommit_counts_what_is_expected_and_the_whole_rest_of_what_outlives_it() -> None:
-    room = Room(40, 1)
+    room = KvAdmission(40, 1)
     for number in range(3):
-        life = Life(4, 30, expected=6)
+        life = KvDemand(4, 30, expected=6)
         assert room.fits(life)
         room.place(key(number), life)
-    assert room.peak == 30 and not room.fits(Life(4, 30))
+    assert room.peak == 30 and not room.fits(KvDemand(4, 30))
     for number in range(3):
         room.joined(key(number), 0)
     room.reached(6)
     assert room.peak == 30
     room.reached(7)
     room.check_invariants()
-    assert room.peak == 3 * 34 and not room.fits(Life(1, 0)) and room.held_now(key(0)) == 11
+    assert room.peak == 3 * 34 and not room.fits(KvDemand(1, 0)) and room.held_now(key(0)) == 11
     for number in range(3):
-        assert room.let_go(key(number))
+        assert room.release(key(number))
     assert room.peak == 0 and len(room) == 0
 
 

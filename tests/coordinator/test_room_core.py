@@ -50,11 +50,11 @@ def test_streams_of_a_worker_that_comes_back_may_count_for_more_than_its_pool() 
     held = tuple(Held(name, 1, 6, 1) for name in ("x", "y"))
     h.post(PeerUp(22, msgspec.structs.replace(hello, held=held)))
     h.receive(1, submit("new", 4, max_tokens=2))
-    assert not h.misbehaved and not h.take(Reserve)
+    assert not h.protocol_violation and not h.take(Reserve)
     h.receive(22, Released("x", 1))
     assert names(h.take(Reserve)) == ["new"]
-    h.post(PeerUp(23, msgspec.structs.replace(hello, epoch=23, held=(Held("z", 1, 11, 1),))))
-    assert len(h.misbehaved) == 1
+    h.post(PeerUp(23, msgspec.structs.replace(hello, incarnation=23, held=(Held("z", 1, 11, 1),))))
+    assert len(h.protocol_violation) == 1
 
 
 def overcommitted() -> Harness:

@@ -81,7 +81,9 @@ def test_progress_of_streams_asks_no_worker(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(100):
         cluster.submit()
     asked: list[int] = []
-    monkeypatch.setattr("coordinator.placement.schedule._fill", lambda state, worker, *_: asked.append(worker.epoch))
+    monkeypatch.setattr(
+        "coordinator.placement.schedule._fill", lambda state, worker, *_: asked.append(worker.incarnation)
+    )
     for decode in cluster.progress:
         cluster.handle(Received(decode, DecodeProgress(5, 0, 0)))
         cluster.handle(Received(decode, KvHeld(0, 0, 0)))

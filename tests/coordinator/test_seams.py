@@ -42,8 +42,8 @@ def test_each_deadline_is_kept_once_however_often_a_worker_comes_and_goes():
         due = msgspec.structs.replace(submit(f"r{number}"), deadline_ms=60_000.0)
         queue.push(Request(due.request_id, 1, due, b"", 0.0, 0.0, ("standard", "o", "u")), 0.0)
     for _ in range(5):
-        queue.sort_out(lambda request: False)
-        queue.sort_out(lambda request: True)
+        queue.refresh_eligibility(lambda request: False)
+        queue.refresh_eligibility(lambda request: True)
     assert len(queue._deadlines) == 200
     assert len(list(queue.overdue(60.0))) == 200
 
@@ -77,10 +77,10 @@ def test_a_gateway_comes_back_before_workers_have_let_go():
     bill = world.core.billing.bills["a"]
     world.receive(10, StepDone(step.step_id, (), 1.0, 0))
     release_all(world, "a", emitted=3)
-    assert world.core.billing.bills["a"] is bill and bill.tally.output_tokens == 1 + 3, "one bill for all attempts"
+    assert world.core.billing.bills["a"] is bill and bill.counters.output_tokens == 1 + 3, "one bill for all attempts"
     world.receive(1, Cancel("a", 2, CancelReason.DISCONNECTED))
-    for epoch in (10, 20):
-        world.receive(epoch, Released("a", 2))
+    for incarnation in (10, 20):
+        world.receive(incarnation, Released("a", 2))
     for step in world.take(Step):
         world.receive(10, StepDone(step.step_id, (), 1.0, 0))
     assert not world.core.billing.bills
@@ -95,7 +95,7 @@ def test_a_reopened_bill_that_is_refused_ends_as_before():
     world.core.limits = type(world.core.limits)(tenant_queue_max=0)
     world.receive(1, submit("a", attempt=2))
     assert world.take(Rejected)[0].reason is Reject.QUEUE_FULL
-    assert world.core.billing.bills["a"].tally.outcome == "cancelled"
+    assert world.core.billing.bills["a"].counters.outcome == "cancelled"
     world.receive(10, StepDone(step.step_id, (), 1.0, 0))
     release_all(world, "a")
     assert not world.core.billing.bills
@@ -146,7 +146,7 @@ def test_a_decode_worker_that_ran_short_and_is_empty_is_used_again():
 
 def test_bands_that_a_file_has_no_more_keep_no_floor():
     world = Harness.make()
-    text = '[bands.{0}]\nweight = 1.0\nfloor_share = 0.6\n[tenants.default]\nband = "{0}"\n'
+    text = '[priority_classes.{0}]\nweight = 1.0\nfloor_share = 0.6\n[tenants.default]\npriority_class = "{0}"\n'
     world.post(Configured(parse(text.format("old")), 0.0))
     world.receive(1, submit("a"))
     world.post(Configured(parse(text.format("new")), 0.0))
@@ -165,7 +165,7 @@ def test_a_worker_that_claims_a_waiting_attempt_is_dropped():
     world.receive(1, submit("b"))  # waits: there is room for one
     hello = msgspec.structs.replace(worker_hello(Role.DECODE, 21), held=(Held("b", 1, 4, 1),))
     world.post(PeerUp(21, hello))
-    assert [bad.epoch for bad in world.misbehaved] == [21]
+    assert [bad.incarnation for bad in world.protocol_violation] == [21]
 
 
 def test_a_worker_that_reports_other_chunks_is_dropped():
@@ -174,14 +174,14 @@ def test_a_worker_that_reports_other_chunks_is_dropped():
     step = world.take(Step)[0]
     world.receive(10, StepDone(step.step_id, (Chunk("a", 1, 0, 100),), 1.0, 0))
     world.receive(10, HandedOver("a", 1, 1, 1.0))
-    assert len(world.misbehaved) == 2
+    assert len(world.protocol_violation) == 2
     assert world.core.requests["a"].state == "prefilling"
 
 
 def test_a_gateway_with_cut_off_hashes_is_dropped():
     world = Harness.make()
     world.receive(1, msgspec.structs.replace(submit("a"), block_hashes=b"123", hash_block_size=4))
-    assert len(world.misbehaved) == 1 and not world.sent
+    assert len(world.protocol_violation) == 1 and not world.sent
 
 
 def test_more_bytes_than_a_count_can_be_told():
@@ -221,7 +221,7 @@ def test_no_request_is_bypassed_more_often_than_allowed_though_several_wait_for_
         world.receive(1, one_of(f"small{number}", f"s{number}", 4, 13))
         run_prefill(world)
         for request in list(world.core.requests.values()):
-            most = max(most, request.course.bypassed)
+            most = max(most, request.attempt_progress.bypassed)
             if request.id.startswith("small") and request.state == "decoding":
                 world.receive(20, Finished(request.id, 1, 13, 0))
         leaving = {6: ("hog", 77), 10: ("big1", 97), 14: ("big2", 97)}.get(number)

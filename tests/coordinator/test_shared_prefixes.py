@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.events import PeerDown, Received
-from coordinator.kv_admission.admission import NEVER, Life, Room
+from coordinator.kv_admission.admission import NEVER, KvAdmission, KvDemand
 from coordinator.kv_admission.shared_blocks import SharedBlocks
 from launcher.bench.dev.kv_utilization_world import DECODE, GATEWAY, Job, RoomWorld
 from proto.errors import CancelReason
@@ -47,7 +47,7 @@ def test_of_those_alive_at_any_step_each_shared_block_is_counted_once(rnd: Rando
             ends[name] = rnd.choice([NEVER, rnd.randint(0, 9)])
             shared.moved(name, ends[name])
         else:
-            shared.let_go(name)
+            shared.release(name)
             del ends[name], parts[name]
             covered.pop(name, None)
         if rnd.random() < 0.5:
@@ -61,15 +61,15 @@ def test_of_those_alive_at_any_step_each_shared_block_is_counted_once(rnd: Rando
 
 
 def test_a_prefix_is_counted_once_from_when_the_worker_says_so_until_its_last_holder_ends() -> None:
-    room = Room(100, 1)
+    room = KvAdmission(100, 1)
     for number in range(2):
-        room.place(key(number), Life(40, 5))
-    assert room.peak == 90 and not room.fits(Life(40, 5)), "what is only placed may find the prefix gone"
+        room.place(key(number), KvDemand(40, 5))
+    assert room.peak == 90 and not room.fits(KvDemand(40, 5)), "what is only placed may find the prefix gone"
     assert room.shares(key(0), {1: 30}) and room.shares(key(1), {1: 30, 2: 8})
-    assert room.peak == 60 and room.shared == 30 and room.fits(Life(35, 5))
+    assert room.peak == 60 and room.shared == 30 and room.fits(KvDemand(35, 5))
     room.joined(key(0), 0)
     assert room.peak == 60
-    assert room.let_go(key(1))
+    assert room.release(key(1))
     room.check_invariants()
     assert room.peak == 45 and room.shared == 0, "the one that stays counts all of it"
     assert not room.shares(key(0), {1: 41}), "more than its prompt has"
@@ -77,18 +77,18 @@ def test_a_prefix_is_counted_once_from_when_the_worker_says_so_until_its_last_ho
 
 
 def test_what_the_longest_stream_counts_goes_over_to_others_when_it_ends() -> None:
-    room = Room(1000, 4)
+    room = KvAdmission(1000, 4)
     for number, left in enumerate((400, 80, 200)):
-        room.place(key(number), Life(64, left))
+        room.place(key(number), KvDemand(64, left))
         room.shares(key(number), {7: 12})
         room.joined(key(number), 0)
     assert room.shared == 24
     before = room.peak
     for number, shared in ((0, 12), (2, 0)):
-        assert room.let_go(key(number))
+        assert room.release(key(number))
         room.check_invariants()
         assert room.shared == shared and room.peak <= before
-    assert room.peak == Life(64, 80).whole(4)
+    assert room.peak == KvDemand(64, 80).whole(4)
 
 
 def test_room_of_an_interrupted_attempt_is_kept_only_where_it_fits_in_full() -> None:
@@ -100,7 +100,7 @@ def test_room_of_an_interrupted_attempt_is_kept_only_where_it_fits_in_full() -> 
     h.receive(1, submit("c", 16, max_tokens=1))
     decode = h.core.workers[20]
     assert len(decode.holdings) == 3 and decode.free_blocks == 0
-    h.post(PeerDown(h.core.requests["b"].prefill_epoch, "killed"))
+    h.post(PeerDown(h.core.requests["b"].prefill_incarnation, "killed"))
     h.receive(20, Released("b", 1))
     assert decode.room is not None and decode.room.peak <= 10, "b's blocks were those of a, which counts them still"
     assert "b" not in h.core.pools[MODEL].claims

@@ -25,13 +25,13 @@ from coordinator.event_log.timeline import (
     Longest,
     Passed,
     Placed,
-    Story,
     Submitted,
+    Timeline,
 )
 from coordinator.events import Limits, PeerDown, Tick
 from proto.errors import Interrupt
 from proto.messages import CacheEvents, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
-from runtime.tenancy.tenants import Band
+from runtime.tenancy.tenants import PriorityClass
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.test_cache import hashes
 from tests.coordinator.test_replay import contended_world, random_world
@@ -72,7 +72,7 @@ class Scene(Harness):
 
 
 def story_of(core: TapedCore, name: str) -> list[Entry]:
-    story = Story(name)
+    story = Timeline(name)
     assert replay(core.tape()).run(story) is None
     return story.finish()
 
@@ -115,7 +115,7 @@ def test_another_tenants_turn() -> None:
     s.step(1, Chunk("other1", 1, 0, 8))
     why, passed = reason(OtherTurn, s.story("busy2"))
     assert (passed.times, passed.requests, passed.requests_in_all) == (1, ("other1",), 1)
-    assert (why.by.request, why.by.tenant, why.by.band) == ("other1", "other/olga", "standard")
+    assert (why.by.request, why.by.tenant, why.by.priority_class) == ("other1", "other/olga", "standard")
     assert (why.level, why.winner, why.ours) == ("organisation", "other", "busy")
     assert why.winner_round == 0.0 < why.our_round
     came = only(Submitted, s.story("other2"))
@@ -164,7 +164,7 @@ def test_one_of_the_same_tenant_that_was_overtaken_too_often() -> None:
 
 
 def test_one_of_the_same_tenant_that_has_fewer_chunks_left_or_came_first() -> None:
-    s = Scene.of(dataclasses.replace(ONE_STEP, bands={"standard": Band(ttft_s_per_chunk=0.0)}))
+    s = Scene.of(dataclasses.replace(ONE_STEP, priority_classes={"standard": PriorityClass(ttft_s_per_chunk=0.0)}))
     s.come("first", "acme")
     s.now -= 0.1
     s.come("long", "acme", tokens=24)
@@ -209,7 +209,7 @@ def test_a_pair_is_left_out() -> None:
     s.now += 2.1
     s.post(Tick())
     entries = s.story("waits")
-    assert reason(NoRoom, entries)[0].left_out
+    assert reason(NoRoom, entries)[0].circuit_open
     assert only(Placed, entries).at_s == pytest.approx(2.1)
 
 
@@ -304,7 +304,7 @@ def test_a_request_that_is_not_there_has_no_story() -> None:
 
 def check(core: TapedCore, name: str) -> None:
     """What every story keeps to."""
-    story = Story(name)
+    story = Timeline(name)
     again = replay(core.tape())
     assert again.run(story) is None, name
     entries = story.finish()

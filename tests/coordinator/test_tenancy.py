@@ -35,7 +35,7 @@ from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit,
 
 FILE = """
 [tenants.a]
-band = "standard"
+priority_class = "standard"
 limits = { tokens_per_day = 1_000 }
 [tenants.a.users.x]
 limits = { requests_per_min = 2, concurrency = 2, kv_blocks = 8, tokens_per_min = 600 }
@@ -45,8 +45,8 @@ weight = 3.0
 
 
 def by(tenant: str, name: str, tokens: int = 10, **other: Any) -> Submit:
-    band = other.pop("band", "")
-    return msgspec.structs.replace(submit(name, tokens, **other), tenant=tenant, band=band)
+    priority_class = other.pop("priority_class", "")
+    return msgspec.structs.replace(submit(name, tokens, **other), tenant=tenant, priority_class=priority_class)
 
 
 @dataclass
@@ -128,12 +128,12 @@ def test_what_can_never_be_is_told_so() -> None:
 
 def test_bands_and_tenants_that_are_not_theirs() -> None:
     w = world()
-    w.receive(1, by("a/x", "r1", band="interactive"))
-    assert rejected(w).reason is Reject.BAND
+    w.receive(1, by("a/x", "r1", priority_class="interactive"))
+    assert rejected(w).reason is Reject.PRIORITY_CLASS
     w.receive(1, by("b", "r2"))
     refusal = rejected(w)
     assert refusal.reason is Reject.QUOTA and refusal.retry_after_s > 0
-    w.receive(1, by("a/x", "r3", band="batch"))
+    w.receive(1, by("a/x", "r3", priority_class="batch"))
     assert w.core.requests["r3"].path == ("batch", "a", "x")
     w.receive(1, by("a/x", "r4"))
     assert w.core.requests["r4"].path == ("standard", "a", "x")
@@ -184,7 +184,7 @@ def test_a_resume_keeps_its_grant_and_pays_its_prompt_once() -> None:
     w.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
     w.receive(1, by("a/x", "r", 10, max_tokens=21))
     w.run_prompt("r")
-    decode = w.core.requests["r"].decode_epoch
+    decode = w.core.requests["r"].decode_incarnation
     w.post(PeerDown(decode, "killed"))
     assert w.take(Interrupted)
     w.receive(1, by("a/x", "r", 16, attempt=2, max_tokens=21, resumed=6))
@@ -247,14 +247,14 @@ def test_a_new_file_is_in_force_at_once_for_new_requests() -> None:
     w = world()
     w.receive(1, by("a/x", "r1", 2000, max_tokens=90))
     assert rejected(w)
-    w.post(Configured(parse("[bands.gold]\nweight = 2\n[tenants.a.users.x]\n"), 0.0))
+    w.post(Configured(parse("[priority_classes.gold]\nweight = 2\n[tenants.a.users.x]\n"), 0.0))
     w.receive(1, by("a/x", "r2", 2000, max_tokens=90))
     assert w.take(Accepted) and w.core.requests["r2"].path == ("gold", "a", "x")
     w.post(Configured(parse(FILE), 0.0))
     w.receive(1, Cancel("r2", 1, CancelReason.DISCONNECTED))
-    assert "gold" in w.core.limits.bands  # for those that came in it
+    assert "gold" in w.core.limits.priority_classes  # for those that came in it
     w.post(Configured(parse(FILE), 0.0))
-    assert "gold" not in w.core.limits.bands
+    assert "gold" not in w.core.limits.priority_classes
 
 
 # --- restart ----------------------------------------------------------------------------------------------------------
@@ -380,12 +380,12 @@ class ChaoticTenants(RandomWorld):
             assert min(account.concurrency, account.tokens_in_flight, account.kv_blocks, account.day_tokens) >= 0, name
         return actions
 
-    def receive(self, epoch: int, message: Any) -> list[Any]:
+    def receive(self, incarnation: int, message: Any) -> list[Any]:
         if isinstance(message, Submit):
             message = msgspec.structs.replace(
                 message, tenant=("o/u", "o/v", "o", "p")[sum(message.request_id.encode()) % 4]
             )
-        return super().receive(epoch, message)
+        return super().receive(incarnation, message)
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -19,7 +19,7 @@ def test_what_no_worker_can_hold_any_more_takes_no_turns_from_others() -> None:
         deadline_ms = 5000.0 if number == 0 else 0.0
         large = msgspec.structs.replace(one_of(f"big{number}", f"b{number}", 4, 97), deadline_ms=deadline_ms)
         world.receive(1, large)
-    assert world.core.requests["fills"].decode_epoch == 21
+    assert world.core.requests["fills"].decode_incarnation == 21
     world.post(PeerDown(21, "killed"))
     world.take(Prefill)
     world.receive(1, one_of("small", "s", 4, 3))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from coordinator.core import Core
-from coordinator.events import Event, Limits, Moved, PeerUp, Received, Send, Tick
+from coordinator.events import Event, Limits, PeerUp, Received, Send, StateChanged, Tick
 from coordinator.lifecycle import TERMINAL
 from proto.errors import CancelReason
 from proto.messages import (
@@ -35,7 +35,7 @@ from tests.coordinator.world import MODEL, gateway_hello, worker_hello
 class Machine:
     """One prefill worker: runs its steps one after the other."""
 
-    epoch: int
+    incarnation: int
     steps: list[Step] = field(default_factory=list)
     busy: bool = False
     busy_s: float = 0.0
@@ -63,7 +63,7 @@ class Virtual:
         self.machines: dict[int, Machine] = {}
         self.orders: dict[tuple[str, int], Prefill] = {}
         self.decoding: dict[tuple[str, int], tuple[int, float, int]] = {}
-        """Decode worker's epoch, start, and tokens to come."""
+        """Decode worker's incarnation, start, and tokens to come."""
         self.emitted_tokens: Counter[str] = Counter()
         """By tenant."""
         self.held: dict[int, set[tuple[str, int]]] = defaultdict(set)
@@ -120,31 +120,31 @@ class Virtual:
     def post(self, event: Event) -> None:
         for action in self.core.handle(event, self.now):
             match action:
-                case Send(epoch, message, _):
-                    self.react(epoch, message)
-                case Moved(request_id, _, state, _) if state in TERMINAL:
+                case Send(incarnation, message, _):
+                    self.react(incarnation, message)
+                case StateChanged(request_id, _, state, _) if state in TERMINAL:
                     self.ended[request_id] = state
 
-    def react(self, epoch: int, message: Message) -> None:
+    def react(self, incarnation: int, message: Message) -> None:
         match message:
             case Rejected():
                 self.rejected.append((self.now, message))
                 self.on_rejected(self.submitted[message.request_id][1], message)
             case Prefill():
-                self.held[epoch].add((message.request_id, message.attempt))
+                self.held[incarnation].add((message.request_id, message.attempt))
                 self.orders[(message.request_id, message.attempt)] = message
             case Reserve():
-                self.held[epoch].add((message.request_id, message.attempt))
+                self.held[incarnation].add((message.request_id, message.attempt))
             case Step():
-                self.machines[epoch].steps.append(message)
-                self.begin(self.machines[epoch])
+                self.machines[incarnation].steps.append(message)
+                self.begin(self.machines[incarnation])
             case Release():
                 key = (message.request_id, message.attempt)
-                if key in self.held[epoch]:
-                    self.held[epoch].discard(key)
+                if key in self.held[incarnation]:
+                    self.held[incarnation].discard(key)
                     # First tokens are counted in prefill.
-                    emitted = self.emitted(key) - 1 if epoch in self.decoding.get(key, ()) else 0
-                    self.at(self.now, lambda: self.post(Received(epoch, Released(*key, emitted))))
+                    emitted = self.emitted(key) - 1 if incarnation in self.decoding.get(key, ()) else 0
+                    self.at(self.now, lambda: self.post(Received(incarnation, Released(*key, emitted))))
             case _:
                 pass
 
@@ -152,7 +152,7 @@ class Virtual:
         if machine.busy or not machine.steps:
             return
         step = machine.steps.pop(0)
-        alive = tuple(c for c in step.chunks if (c.request_id, c.attempt) in self.held[machine.epoch])
+        alive = tuple(c for c in step.chunks if (c.request_id, c.attempt) in self.held[machine.incarnation])
         took_s = self.step_s + sum(chunk.length for chunk in alive) / self.tokens_per_s if alive else 0.0
         machine.busy = True
         machine.busy_s += took_s
@@ -161,29 +161,29 @@ class Virtual:
     def done(self, machine: Machine, step: Step, computed: tuple[object, ...], took_s: float) -> None:
         machine.busy = False
         self.begin(machine)
-        self.post(Received(machine.epoch, StepDone(step.step_id, computed, took_s * 1000, 0)))  # type: ignore[arg-type]
+        self.post(Received(machine.incarnation, StepDone(step.step_id, computed, took_s * 1000, 0)))  # type: ignore[arg-type]
         for chunk in step.chunks:
             key = (chunk.request_id, chunk.attempt)
             if chunk not in computed:
                 continue
             machine.computed[key] = machine.computed.get(key, 0) + chunk.length
             order = self.orders[key]
-            if machine.computed[key] == order.prompt_tokens and key in self.held[machine.epoch]:
+            if machine.computed[key] == order.prompt_tokens and key in self.held[machine.incarnation]:
                 self.ttft_s[chunk.request_id] = self.now - self.submitted[chunk.request_id][0]
-                self.held[machine.epoch].discard(key)
-                self.post(Received(machine.epoch, HandedOver(*key, 0, 0.0)))
+                self.held[machine.incarnation].discard(key)
+                self.post(Received(machine.incarnation, HandedOver(*key, 0, 0.0)))
                 self.decode_on(order)
 
     def decode_on(self, order: Prefill) -> None:
-        key, epoch = (order.request_id, order.attempt), order.decode.epoch
+        key, incarnation = (order.request_id, order.attempt), order.decode.incarnation
         tokens = self.output(self.submitted[order.request_id][1])
 
-        self.decoding[key] = (epoch, self.now, tokens)
+        self.decoding[key] = (incarnation, self.now, tokens)
 
         def finish() -> None:
-            if key in self.held[epoch]:
-                self.held[epoch].discard(key)
-                self.post(Received(epoch, Finished(*key, self.emitted(key), 0)))
+            if key in self.held[incarnation]:
+                self.held[incarnation].discard(key)
+                self.post(Received(incarnation, Finished(*key, self.emitted(key), 0)))
 
         self.at(self.now + tokens * self.itl_s, finish)
 

@@ -9,7 +9,18 @@ import msgspec
 
 from coordinator import invariants
 from coordinator.core import Core
-from coordinator.events import Action, Event, Limits, Misbehaved, Moved, PeerDown, PeerUp, Received, Send, Tick
+from coordinator.events import (
+    Action,
+    Event,
+    Limits,
+    PeerDown,
+    PeerUp,
+    ProtocolViolation,
+    Received,
+    Send,
+    StateChanged,
+    Tick,
+)
 from coordinator.lifecycle import TERMINAL
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, Interrupt
@@ -43,7 +54,7 @@ MODEL = "m"
 
 def worker_hello(
     role: Role,
-    epoch: int,
+    incarnation: int,
     *,
     kv_blocks: int = 1000,
     block_size: int = 4,
@@ -54,8 +65,8 @@ def worker_hello(
     return Hello(
         PROTOCOL_VERSION,
         role,
-        epoch,
-        f"{role}-{epoch}",
+        incarnation,
+        f"{role}-{incarnation}",
         MODEL,
         fingerprint,
         "tcp://w:1",
@@ -63,8 +74,8 @@ def worker_hello(
     )
 
 
-def gateway_hello(epoch: int) -> Hello:
-    return Hello(PROTOCOL_VERSION, Role.GATEWAY, epoch, f"gateway-{epoch}", address="tcp://g:1")
+def gateway_hello(incarnation: int) -> Hello:
+    return Hello(PROTOCOL_VERSION, Role.GATEWAY, incarnation, f"gateway-{incarnation}", address="tcp://g:1")
 
 
 def submit(
@@ -89,13 +100,13 @@ class Harness:
     now: float = 0.0
     sent: list[Send] = field(default_factory=list)
     ended: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    misbehaved: list[Misbehaved] = field(default_factory=list)
+    protocol_violation: list[ProtocolViolation] = field(default_factory=list)
 
     @staticmethod
     def make(
         prefill: int = 1, decode: int = 1, limits: Limits | None = None, core: type[Core] = Core, **worker: int
     ) -> "Harness":
-        """Gateway epoch 1; prefill epochs from 10; decode epochs from 20."""
+        """Gateway incarnation 1; prefill incarnations from 10; decode incarnations from 20."""
         harness = Harness(core(limits))
         harness.post(PeerUp(1, gateway_hello(1)))
         for index in range(prefill):
@@ -111,20 +122,20 @@ class Harness:
             match action:
                 case Send():
                     self.sent.append(action)
-                case Moved(request_id, _, state, _) if state in TERMINAL:
+                case StateChanged(request_id, _, state, _) if state in TERMINAL:
                     self.ended[request_id].append(state)
-                case Misbehaved():
-                    self.misbehaved.append(action)
+                case ProtocolViolation():
+                    self.protocol_violation.append(action)
         invariants.check(self.core)
         return actions
 
-    def receive(self, epoch: int, message: Message) -> list[Action]:
+    def receive(self, incarnation: int, message: Message) -> list[Action]:
         blob = pack_tokens(range(message.prompt_tokens)) if isinstance(message, Submit) else b""
-        return self.post(Received(epoch, message, blob))
+        return self.post(Received(incarnation, message, blob))
 
-    def take(self, kind: type[Message], epoch: int | None = None) -> list[Message]:
+    def take(self, kind: type[Message], incarnation: int | None = None) -> list[Message]:
         """Remove and return what was sent of one type (to one process)."""
-        hits = [s for s in self.sent if isinstance(s.message, kind) and epoch in (None, s.epoch)]
+        hits = [s for s in self.sent if isinstance(s.message, kind) and incarnation in (None, s.incarnation)]
         self.sent = [s for s in self.sent if s not in hits]
         return [s.message for s in hits]
 
@@ -137,7 +148,7 @@ class RandomWorld(Harness):
         super().__init__(make(Limits(queue_requests_max=20, step_tokens=8, attempts_max=50)))
         self.random = random.Random(seed)
         self.chaos = chaos
-        self.next_epoch = 100
+        self.next_incarnation = 100
         self.replies: dict[int, list[Message]] = defaultdict(list)
         self.holding: dict[int, dict[tuple[str, int], int]] = defaultdict(dict)
         self.prompts: dict[tuple[int, str, int], tuple[Prefill, int]] = {}
@@ -150,12 +161,15 @@ class RandomWorld(Harness):
             self.add_worker(role)
 
     def add_worker(self, role: Role) -> None:
-        self.next_epoch += 1
+        self.next_incarnation += 1
         self.post(
-            PeerUp(self.next_epoch, worker_hello(role, self.next_epoch, kv_blocks=40, max_seqs=6, context_tokens=100))
+            PeerUp(
+                self.next_incarnation,
+                worker_hello(role, self.next_incarnation, kv_blocks=40, max_seqs=6, context_tokens=100),
+            )
         )
 
-    def epochs(self, role: Role) -> list[int]:
+    def incarnations(self, role: Role) -> list[int]:
         return [e for e, hello in self.core.peers.items() if hello.role is role]
 
     def step(self) -> None:
@@ -168,7 +182,7 @@ class RandomWorld(Harness):
 
     def submit_new(self) -> None:
         request = submit(
-            f"r{len(self.ended)}-{len(self.live)}-{self.next_epoch}-{self.random.randrange(10**9)}",
+            f"r{len(self.ended)}-{len(self.live)}-{self.next_incarnation}-{self.random.randrange(10**9)}",
             self.random.randint(1, 40), max_tokens=self.random.randint(1, 20), choices=self.random.choice([1, 1, 2]),
         )  # fmt: skip
         request = named(request, text=self.random.choice([None, 0, 1]))
@@ -180,17 +194,17 @@ class RandomWorld(Harness):
             self.receive(1, self.random.choice(list(self.live.values())))
 
     def deliver_one(self) -> None:
-        ready = [epoch for epoch, queue in self.replies.items() if queue]
+        ready = [incarnation for incarnation, queue in self.replies.items() if queue]
         if ready:
-            epoch = self.random.choice(ready)
-            self.receive(epoch, self.replies[epoch].pop(0))
+            incarnation = self.random.choice(ready)
+            self.receive(incarnation, self.replies[incarnation].pop(0))
 
     def kill_worker(self) -> None:
         role = self.random.choice([Role.PREFILL, Role.DECODE])
-        epoch = self.random.choice(self.epochs(role))
-        self.replies.pop(epoch, None)
-        self.holding.pop(epoch, None)
-        self.post(PeerDown(epoch, "killed"))
+        incarnation = self.random.choice(self.incarnations(role))
+        self.replies.pop(incarnation, None)
+        self.holding.pop(incarnation, None)
+        self.post(PeerDown(incarnation, "killed"))
         self.add_worker(role)
 
     def cancel_one(self) -> None:
@@ -199,21 +213,21 @@ class RandomWorld(Harness):
             self.receive(1, Cancel(request.request_id, request.attempt, CancelReason.DISCONNECTED))
 
     def fail_one(self) -> None:
-        held = [(epoch, key) for epoch, keys in self.holding.items() for key in keys]
+        held = [(incarnation, key) for incarnation, keys in self.holding.items() for key in keys]
         if held:
-            epoch, key = self.random.choice(held)
-            del self.holding[epoch][key]
-            self.replies[epoch].append(WorkFailed(*key, Interrupt.TRANSFER_FAILED, "planted"))
+            incarnation, key = self.random.choice(held)
+            del self.holding[incarnation][key]
+            self.replies[incarnation].append(WorkFailed(*key, Interrupt.TRANSFER_FAILED, "planted"))
 
     def obey(self) -> None:
         """Workers and the gateway react to what the core has sent."""
         while self.sent:
             batch, self.sent = self.sent, []
             for send in batch:
-                self.react(send.epoch, send.message)
+                self.react(send.incarnation, send.message)
 
-    def react(self, epoch: int, message: Message) -> None:
-        replies = self.replies[epoch]
+    def react(self, incarnation: int, message: Message) -> None:
+        replies = self.replies[incarnation]
         match message:
             case Accepted():
                 self.accepted.add(message.request_id)
@@ -222,63 +236,64 @@ class RandomWorld(Harness):
             case Interrupted():
                 self.resubmit(message)
             case Reserve():
-                self.hold(epoch, message, message.kv_blocks)
+                self.hold(incarnation, message, message.kv_blocks)
             case Prefill():
-                self.hold(epoch, message, -(-message.prompt_tokens // 4))
-                self.take_in(epoch, message)
+                self.hold(incarnation, message, -(-message.prompt_tokens // 4))
+                self.take_in(incarnation, message)
             case Step():
-                self.compute(epoch, message)
+                self.compute(incarnation, message)
             case Release():
-                self.holding[epoch].pop((message.request_id, message.attempt), None)
+                self.holding[incarnation].pop((message.request_id, message.attempt), None)
                 replies.append(Released(message.request_id, message.attempt))
             case _:
                 pass
 
-    def hold(self, epoch: int, message: Reserve | Prefill, blocks: int) -> None:
-        held = self.holding[epoch]
+    def hold(self, incarnation: int, message: Reserve | Prefill, blocks: int) -> None:
+        held = self.holding[incarnation]
         held[(message.request_id, message.attempt)] = blocks
         assert sum(held.values()) <= 40, "the core gave a worker more than it has"
 
-    def take_in(self, epoch: int, message: Prefill) -> None:
+    def take_in(self, incarnation: int, message: Prefill) -> None:
         """Start behind what is cached, and say so where that is less than believed."""
         if self.random.random() < 0.2:
-            self.cached[epoch].clear()
+            self.cached[incarnation].clear()
         cached = 0
         while (
-            cached < message.cached_tokens and message.block_hashes[4 * cached : 4 * cached + 16] in self.cached[epoch]
+            cached < message.cached_tokens
+            and message.block_hashes[4 * cached : 4 * cached + 16] in self.cached[incarnation]
         ):
             cached += 4
-        self.prompts[(epoch, message.request_id, message.attempt)] = (message, cached)
+        self.prompts[(incarnation, message.request_id, message.attempt)] = (message, cached)
         if cached < message.cached_tokens:
-            self.replies[epoch].append(CacheMiss(message.request_id, message.attempt, cached))
+            self.replies[incarnation].append(CacheMiss(message.request_id, message.attempt, cached))
 
-    def compute(self, epoch: int, step: Step) -> None:
+    def compute(self, incarnation: int, step: Step) -> None:
         assert sum(c.length for c in step.chunks) <= 8
         done = []
         for c in step.chunks:
             key = (c.request_id, c.attempt)
-            if key in self.holding[epoch] and c.start == self.prompts[(epoch, *key)][1]:
+            if key in self.holding[incarnation] and c.start == self.prompts[(incarnation, *key)][1]:
                 done.append(c)
-            elif key in self.holding[epoch]:
-                assert self.prompts[(epoch, *key)][0].cached_tokens > 0, "chunks come in order and without gaps"
-        self.replies[epoch].append(StepDone(step.step_id, tuple(done), 1.0, 0))
+            elif key in self.holding[incarnation]:
+                assert self.prompts[(incarnation, *key)][0].cached_tokens > 0, "chunks come in order and without gaps"
+        self.replies[incarnation].append(StepDone(step.step_id, tuple(done), 1.0, 0))
         for chunk in done:
             key = (chunk.request_id, chunk.attempt)
-            order, computed = self.prompts[(epoch, *key)]
+            order, computed = self.prompts[(incarnation, *key)]
             fresh = order.block_hashes[: (chunk.start + chunk.length) // 4 * 16]
-            self.cached[epoch] |= {fresh[at : at + 16] for at in range(0, len(fresh), 16)}
-            self.replies[epoch].append(CacheEvents(fresh, b""))
-            self.prompts[(epoch, *key)] = (order, computed + chunk.length)
+            self.cached[incarnation] |= {fresh[at : at + 16] for at in range(0, len(fresh), 16)}
+            self.replies[incarnation].append(CacheEvents(fresh, b""))
+            self.prompts[(incarnation, *key)] = (order, computed + chunk.length)
             if computed + chunk.length == order.prompt_tokens:
-                del self.holding[epoch][key]
+                del self.holding[incarnation][key]
                 if order.sampling.max_tokens == 1:
-                    self.replies[epoch].append(Finished(*key, 1, 0))
-                elif key in self.holding[order.decode.epoch]:
-                    del self.holding[order.decode.epoch][key]
-                    self.replies[epoch].append(HandedOver(*key, 100, 1.0))
-                    self.replies[order.decode.epoch].append(Finished(*key, order.sampling.max_tokens, 0))
+                    self.replies[incarnation].append(Finished(*key, 1, 0))
+                elif key in self.holding[order.decode.incarnation]:
+                    del self.holding[order.decode.incarnation][key]
+                    self.replies[incarnation].append(HandedOver(*key, 100, 1.0))
+                    self.replies[order.decode.incarnation].append(Finished(*key, order.sampling.max_tokens, 0))
                 else:
-                    self.replies[epoch].append(WorkFailed(*key, Interrupt.TRANSFER_FAILED, "no receiver"))
+                    self.replies[incarnation].append(WorkFailed(*key, Interrupt.TRANSFER_FAILED, "no receiver"))
 
     def resubmit(self, message: Interrupted) -> None:
         if self.ended.get(message.request_id):

@@ -77,7 +77,7 @@ def desk(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]
     furnish(folder)
     journal, usage = folder / "journal", folder / "state" / "crossdock" / "usage.sqlite"
     usage.parent.mkdir(parents=True)
-    with live(tiny, folder / "state", "--journal", str(journal), "--usage-db", str(usage)) as cluster:
+    with live(tiny, folder / "state", "--event-log", str(journal), "--usage-db", str(usage)) as cluster:
         request = cluster.complete([1, 2, 3], 5)["id"]
         yield Desk(folder, cluster, request)
 
@@ -94,7 +94,7 @@ SAYS = {
     "crossdock keys new": "Wrote to",
     "crossdock cluster check": "beta",
     "crossdock drain decode-0 --undo": "takes requests again",
-    "crossdock explain journal cmpl": "finished",
+    "crossdock explain ledger cmpl": "finished",
 }
 
 

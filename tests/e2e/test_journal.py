@@ -22,7 +22,7 @@ def test_the_journal_of_a_killed_coordinator_replays_and_so_does_the_next_ones(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "journal"
-    with live(tiny, tmp_path, "--journal", str(path), STEP_TOKENS="32") as up:
+    with live(tiny, tmp_path, "--event-log", str(path), STEP_TOKENS="32") as up:
         prompt = list(range(20, 220))
         answers = at_once(lambda number: up.complete([number, *prompt], 20, ignore_eos=True), range(30, 42))
         up.wait_idle()

@@ -158,7 +158,7 @@ def test_rejections_are_counted_by_reason(up: Live) -> None:
     answer = httpx.post(f"{up.base_url}/v1/completions", json=body, headers=headers, timeout=60.0, trust_env=False)
     assert answer.status_code == 403, answer.text
     name = "crossdock_coordinator_requests_rejected_total"
-    up.wait_for("it is counted", lambda: total(up.scrape("coordinator"), name, reason="band") == 1)
+    up.wait_for("it is counted", lambda: total(up.scrape("coordinator"), name, reason="priority_class") == 1)
     assert total(up.scrape("coordinator"), name) == total(before, name) + 1
 
 

@@ -60,7 +60,7 @@ def secured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     tenants = ("--tenants", str(home / "tenants.toml"))
     with parts(tiny, keys=home / "keys") as up:
         up.start(
-            "coordinator", *debug, *tenants, "--journal", str(home / "journal"), "--usage-db", str(home / "usage.db")
+            "coordinator", *debug, *tenants, "--event-log", str(home / "journal"), "--usage-db", str(home / "usage.db")
         )
         up.start("gateway", *debug, *tenants)
         up.start("prefill_worker", *debug)

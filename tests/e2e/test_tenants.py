@@ -1,4 +1,4 @@
-"""Keys, rates and the journal on a real cluster, through a kill -9 of the coordinator."""
+"""Keys, rates and the ledger on a real cluster, through a kill -9 of the coordinator."""
 
 import signal
 from concurrent.futures import ThreadPoolExecutor

@@ -37,10 +37,10 @@ def test_a_row_has_the_same_bits_whatever_is_computed_beside_it(in_features: int
 
 
 def test_few_sizes_of_products_compute_any_number_of_rows() -> None:
-    sizes = {rows: linear.padded(rows) for rows in range(1, linear.LARGEST + 1)}
+    sizes = {rows: linear.bucket_size(rows) for rows in range(1, linear.LARGEST + 1)}
     assert len(set(sizes.values())) == 26 and max(sizes.values()) == linear.LARGEST
     for rows, size in sizes.items():
-        assert rows <= size <= rows + max(3, rows // 4) and linear.padded(size) == size
+        assert rows <= size <= rows + max(3, rows // 4) and linear.bucket_size(size) == size
 
 
 @pytest.mark.skipif(not linear.packing_works(), reason="this torch lacks oneDNN's prepacked linear")
@@ -72,7 +72,7 @@ def test_after_loading_no_number_of_rows_is_new(monkeypatch: pytest.MonkeyPatch)
     twins = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48, bias=False)).requires_grad_(False)
     linear.pack_linears(twins)
     monkeypatch.setattr(linear.PackedLinear, "_kernel", spy)
-    linear.compile_sizes(twins)
+    linear.warm_up(twins)
     compiled = set(seen)
     for rows in range(1, 2 * linear.LARGEST):
         twins(torch.ones(rows, 48))

@@ -54,7 +54,7 @@ class Twin:
             else:
                 self.copy_of.pop(block, None)
 
-    def let_go(self, block: int) -> None:
+    def release(self, block: int) -> None:
         prefix = next((p for p, b in self.known.items() if b == block), None)
         if prefix is None:
             prefix = self.copy_of.pop(block, None)
@@ -77,7 +77,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(chain=st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple))
     def begin(self, chain: Prefix) -> None:
         expected = self.twin.longest(chain)
-        found = self.allocator.take_prefix(hashes(chain))
+        found = self.allocator.match_prefix(hashes(chain))
         assert found == expected
         assert [self.contents[block] for block in found] == prefixes(chain)[: len(found)], "a hit on other contents"
         for block in found:
@@ -156,7 +156,7 @@ class PrefixMachine(RuleBasedStateMachine):
         for block in reversed(blocks):
             self.refs[block] -= 1
             if self.refs[block] == 0:
-                self.twin.let_go(block)
+                self.twin.release(block)
 
     @invariant()
     def agrees(self) -> None:
@@ -178,7 +178,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert self.told == {hash_of(prefix) for prefix in self.twin.known}, "reports do not add up to what is known"
         assert self.allocator.free_count + self.allocator.cached_count == TOTAL
         assert len(self.allocator.allocate(TOTAL)) == TOTAL, "what is cached is room"
-        assert self.allocator.take_prefix(hashes((0,))) == self.allocator.take_prefix(hashes((1,))) == []
+        assert self.allocator.match_prefix(hashes((0,))) == self.allocator.match_prefix(hashes((1,))) == []
 
 
 TestPrefix = PrefixMachine.TestCase
@@ -186,14 +186,14 @@ TestPrefix.settings = settings(max_examples=150, stateful_step_count=40, deadlin
 
 
 def known(allocator: BlockAllocator, chain: Prefix) -> int:
-    blocks = allocator.take_prefix(hashes(chain))
+    blocks = allocator.match_prefix(hashes(chain))
     allocator.free(blocks)
     return len(blocks)
 
 
 def run(allocator: BlockAllocator, chain: Prefix) -> None:
     """A request from beginning to end."""
-    found = allocator.take_prefix(hashes(chain))
+    found = allocator.match_prefix(hashes(chain))
     blocks = found + allocator.allocate(len(chain) - len(found))
     allocator.insert(hashes(chain), blocks, len(found))
     allocator.free(blocks)
@@ -218,7 +218,7 @@ def test_of_two_blocks_with_one_hash_the_older_one_stays() -> None:
     allocator.insert(hashes((1, 2)), other)
     allocator.free(other)
     assert (allocator.cached_count, allocator.free_count) == (0, 6)
-    assert allocator.take_prefix(hashes((1, 2))) == one
+    assert allocator.match_prefix(hashes((1, 2))) == one
 
 
 def test_a_chain_begun_twice_is_not_torn_from_its_head() -> None:
@@ -251,10 +251,10 @@ def test_hashes_that_are_no_chain_name_no_block_twice() -> None:
     first, second, third = hashes((1, 2, 3))
     blocks = allocator.allocate(3)
     allocator.insert([first, second, third], blocks)
-    assert allocator.take_prefix([first, first]) == blocks[:1]
-    assert allocator.take_prefix([first, third]) == blocks[:1]
-    assert allocator.take_prefix([second, third]) == []
-    assert allocator.take_prefix([first, second, third]) == blocks
+    assert allocator.match_prefix([first, first]) == blocks[:1]
+    assert allocator.match_prefix([first, third]) == blocks[:1]
+    assert allocator.match_prefix([second, third]) == []
+    assert allocator.match_prefix([first, second, third]) == blocks
 
 
 def test_blocks_that_nobody_holds_get_no_hash() -> None:

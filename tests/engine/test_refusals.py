@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
-from engine.attention.forward_batch import ForwardPlan
+from engine.attention.forward_batch import ForwardBatch
 from engine.model.loader import ModelUnsupported, load_engine
 from tests import tiny_models
 from tests.engine import support
@@ -96,8 +96,8 @@ def test_the_smallest_pool_is_enough_for_the_check(block_size: int, tmp_path: Pa
 def test_a_wrong_paged_forward_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window is lost: only the check with windows shorter than its prompt can see it, since the real one is longer."""
     path = tiny_models.make("mistral", tmp_path, sliding_window=200)
-    real = ForwardPlan.work
-    monkeypatch.setattr(ForwardPlan, "work", lambda plan, window: real(plan, None))
+    real = ForwardBatch.work
+    monkeypatch.setattr(ForwardBatch, "work", lambda plan, window: real(plan, None))
     with pytest.raises(ModelUnsupported, match="sliding window"):
         support.load(path)
 

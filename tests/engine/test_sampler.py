@@ -90,19 +90,19 @@ def test_every_option_against_the_twin(options: dict[str, Any], seed: int, choic
     output = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(6)))
     state = state_of(output, prompt, choice, **options)
     [drawn] = sample(logits[None], [state])
-    adjusted = twin_adjusted(logits.tolist(), prompt, output, state.sampling)
-    expected = twin_draw(twin_probabilities(adjusted, state.sampling), state.uniform())
+    apply_penalties = twin_adjusted(logits.tolist(), prompt, output, state.sampling)
+    expected = twin_draw(twin_probabilities(apply_penalties, state.sampling), state.uniform())
     assert drawn.token == expected
     if state.sampling.logprobs < 0:
         assert drawn.logprobs is None
         return
     assert drawn.logprobs is not None
-    normaliser = math.log(sum(math.exp(value) for value in adjusted))
-    assert drawn.logprobs.logprob == pytest.approx(adjusted[expected] - normaliser, abs=1e-4)
-    best = sorted(range(VOCAB), key=lambda token: -adjusted[token])[: state.sampling.logprobs]
+    normaliser = math.log(sum(math.exp(value) for value in apply_penalties))
+    assert drawn.logprobs.logprob == pytest.approx(apply_penalties[expected] - normaliser, abs=1e-4)
+    best = sorted(range(VOCAB), key=lambda token: -apply_penalties[token])[: state.sampling.logprobs]
     assert [token for token, _ in drawn.logprobs.top] == best
     assert [value for _, value in drawn.logprobs.top] == pytest.approx(
-        [adjusted[t] - normaliser for t in best], abs=1e-4
+        [apply_penalties[t] - normaliser for t in best], abs=1e-4
     )
 
 

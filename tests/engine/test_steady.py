@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention import batch_invariant as steady
+from engine.attention import batch_invariant as batch_invariant
 from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from tests import tiny_models
 from tests.engine import support
 
-TOKENS = 2 * steady.TILE + 90
+TOKENS = 2 * batch_invariant.TILE + 90
 HEADS = (2, 2, 16)
 needs_steady = pytest.mark.skipif(
-    not steady.fewest_rows(*HEADS), reason="the matrix products of this machine round rows differently"
+    not batch_invariant.min_rows(*HEADS), reason="the matrix products of this machine round rows differently"
 )
 
 
 def attended(softcap: float | None, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the last 70 of 300 tokens: by `steady`, and by the formula in double precision."""
+    """Of the last 70 of 300 tokens: by `batch_invariant`, and by the formula in double precision."""
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(3, 2, 70, 16, generator=generator)
     key, value = torch.randn(2, 3, 300, 16, generator=generator)
@@ -33,7 +33,7 @@ def attended(softcap: float | None, window: int | None) -> tuple[torch.Tensor, t
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     want = torch.softmax(scores + mask, -1) @ value.double().unsqueeze(1)
-    return steady.attend(query, key, value, mask if window else mask[:, 230:], 8, 0.2, softcap), want.float()
+    return batch_invariant.attend(query, key, value, mask if window else mask[:, 230:], 8, 0.2, softcap), want.float()
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -81,4 +81,4 @@ def test_what_rounds_by_the_number_of_rows_is_found_out(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         torch, "bmm", lambda a, b: real(a.double(), b.double()).float() if a.shape[1] > 16 else real(a, b)
     )
-    assert not steady.fewest_rows(*HEADS)
+    assert not batch_invariant.min_rows(*HEADS)

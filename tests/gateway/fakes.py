@@ -62,7 +62,7 @@ class FakeCluster:
 
     backend: Backend
     answer: Callable[[Submit, int], list[int]]
-    epoch: int = 1
+    incarnation: int = 1
     batch: int = 2
     """Tokens of one message."""
     gap_s: float = 0.0
@@ -79,7 +79,7 @@ class FakeCluster:
     cancelled: set[tuple[str, int]] = field(default_factory=set)
 
     def connect(self) -> None:
-        self.backend.coordinator_up(self, self.epoch)
+        self.backend.coordinator_up(self, self.incarnation)
         self.backend.coordinator_message(self, ClusterState((self.backend.model,), (BLOCK_SIZE,)), b"")
 
     def send(self, message: Message, blob: bytes = b"") -> bool:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import (
     Action,
-    Came,
     Deliver,
     Ended,
     Event,
@@ -17,6 +16,7 @@ from gateway.streams.types import (
     StreamLimits,
     StreamSpec,
     Tick,
+    TokensReceived,
 )
 from proto.codec import unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt
@@ -73,7 +73,7 @@ class Bench:
         choice: int = 0,
         decoder: int = 20,
     ) -> list[Action]:
-        return self.do(Came((TokenItem(name, attempt, choice, index, tokens, finish),), decoder))
+        return self.do(TokensReceived((TokenItem(name, attempt, choice, index, tokens, finish),), decoder))
 
     def wait(self) -> list[Action]:
         """On to the next deadline."""

@@ -211,7 +211,7 @@ class Answering:
         self.submitted: asyncio.Queue[tuple[Submit, bytes]] = asyncio.Queue()
         self.gateway: Peer | None = None
         self.workers: list[Peer] = []
-        hello = Hello(limits.PROTOCOL_VERSION, Role.COORDINATOR, clock.new_epoch(), "c")
+        hello = Hello(limits.PROTOCOL_VERSION, Role.COORDINATOR, clock.new_incarnation(), "c")
         self.server = LinkServer(
             bind="tcp://127.0.0.1:0",
             hello=hello,
@@ -231,7 +231,7 @@ class Answering:
 
     def worker(self) -> LinkClient:
         assert self.gateway is not None
-        hello = Hello(limits.PROTOCOL_VERSION, Role.DECODE, clock.new_epoch(), "d", "tiny", "f")
+        hello = Hello(limits.PROTOCOL_VERSION, Role.DECODE, clock.new_incarnation(), "d", "tiny", "f")
         return LinkClient(
             address=self.gateway.hello.address,
             hello=hello,

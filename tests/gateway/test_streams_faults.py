@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import (
     Action,
-    Came,
     ClientGone,
     Deliver,
     Ended,
@@ -19,6 +18,7 @@ from gateway.streams.types import (
     StreamLimits,
     StreamSpec,
     Tick,
+    TokensReceived,
 )
 from proto.codec import unpack_tokens
 from proto.errors import FinishReason, Interrupt, Reject
@@ -45,7 +45,7 @@ class World:
         self.keeper = StreamKeeper(LIMITS)
         self.now = 0.0
         self.up = False
-        self.epoch = 1
+        self.incarnation = 1
         self.live: dict[str, tuple[Submit, int]] = {}
         """Request id → current attempt and the index its workers have come to."""
         self.sent: list[TokenItem] = []
@@ -110,16 +110,16 @@ class World:
         elif what == "up" and not self.up:
             self.up = True
             if pick % 2:
-                self.epoch += 1
+                self.incarnation += 1
                 self.live = {k: v for k, v in self.live.items() if v[1] > v[0].resumed_tokens}
             else:
                 self.live.clear()
-            self.post(LinkUp(self.epoch))
+            self.post(LinkUp(self.incarnation))
         elif what == "wait":
             self.now += 0.3
             self.post(Tick())
         elif what == "late" and self.sent:
-            self.post(Came((self.sent[pick % len(self.sent)],), 20))
+            self.post(TokensReceived((self.sent[pick % len(self.sent)],), 20))
         elif name is not None and what in ("step", "repeat", "drop"):
             if self.up:
                 self.post(Accepted(name, self.live[name][0].attempt))
@@ -128,9 +128,9 @@ class World:
             items = self.items(name)
             self.sent += items
             if what != "drop" and items:
-                self.post(Came(tuple(items), 20))
+                self.post(TokensReceived(tuple(items), 20))
                 if what == "repeat":
-                    self.post(Came(tuple(reversed(items)), 20))
+                    self.post(TokensReceived(tuple(reversed(items)), 20))
         elif name is not None and self.up and what == "interrupt":
             submit, _ = self.live.pop(name)
             self.post(Interrupted(name, submit.attempt, Interrupt.DECODE_LOST))

@@ -275,8 +275,8 @@ def test_last_words_are_said_again_to_a_coordinator_that_may_not_have_written_th
     bench.do(ClientGone("left"))
     bench.do(LinkDown())
     bench.tokens(1, 6, 7, name="whole", finish=FinishReason.STOP)
-    for epoch in (8, 9, 10):
-        said = {action.cancel for action in bench.do(LinkUp(epoch)) if isinstance(action, SendCancel)}
+    for incarnation in (8, 9, 10):
+        said = {action.cancel for action in bench.do(LinkUp(incarnation)) if isinstance(action, SendCancel)}
         left = Cancel("left", 1, CancelReason.DISCONNECTED, 3)
         assert said == {left, Cancel("whole", 1, CancelReason.ANSWERED, 3)}, "each may fall before it has them on disk"
         bench.now += AGAIN_S - 1

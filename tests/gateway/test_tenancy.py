@@ -1,4 +1,4 @@
-"""Keys, bands, deadlines and rate headers, over a fake cluster."""
+"""Keys, priority classes, deadlines and rate headers, over a fake cluster."""
 
 import asyncio
 import dataclasses
@@ -23,9 +23,9 @@ from tests.gateway.keeper_world import Bench, Words
 KEY, BOBS = "sk-" + "1" * 64, "sk-" + "2" * 64
 FILE = f"""
 [tenants.acme]
-band = "standard"
+priority_class = "standard"
 [tenants.acme.users.ann]
-band = "interactive"
+priority_class = "interactive"
 keys = ["{hashlib.sha256(KEY.encode()).hexdigest()}"]
 [tenants.acme.users.bob]
 keys = ["{hashlib.sha256(BOBS.encode()).hexdigest()}"]
@@ -96,7 +96,7 @@ def test_a_key_is_never_in_an_answer_or_in_the_log(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("fields", "band"),
+    ("fields", "priority_class"),
     [
         ({}, ""),
         ({"priority": "batch"}, "batch"),
@@ -108,10 +108,10 @@ def test_a_key_is_never_in_an_answer_or_in_the_log(caplog: pytest.LogCaptureFixt
         ({"service_tier": "flex", "priority": "standard"}, "standard"),
     ],
 )
-def test_bands_that_are_asked_for(fields: dict[str, object], band: str) -> None:
+def test_bands_that_are_asked_for(fields: dict[str, object], priority_class: str) -> None:
     async def test(site: Site) -> None:
         assert (await ask(site, **fields)).status_code == 200
-        assert last_submit(site).band == band
+        assert last_submit(site).priority_class == priority_class
 
     on_site(test, tenants=FILE)
 
@@ -119,10 +119,12 @@ def test_bands_that_are_asked_for(fields: dict[str, object], band: str) -> None:
 def test_a_tier_that_cannot_be_had_is_the_own_band_and_a_priority_is_for_the_coordinator_to_refuse() -> None:
     async def test(site: Site) -> None:
         await ask(site, BOBS, service_tier="priority")
-        assert last_submit(site).band == ""
-        site.cluster.reject = lambda s: Rejected(s.request_id, 1, Reject.BAND, "no") if s.band else None
+        assert last_submit(site).priority_class == ""
+        site.cluster.reject = lambda s: (
+            Rejected(s.request_id, 1, Reject.PRIORITY_CLASS, "no") if s.priority_class else None
+        )
         answer = await ask(site, BOBS, priority="interactive")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "band_not_allowed")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "priority_class_not_allowed")
         assert answer.headers["x-should-retry"] == "false"
 
     on_site(test, tenants=FILE)

@@ -23,9 +23,9 @@ def test_only_who_was_there_before_returns() -> None:
 def test_the_latest_losses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_links, "_REMEMBERED_MAX", 2)
     links = WorkerLinks()
-    for epoch in (1, 2, 1, 3):
-        links.down(epoch)
-    assert [links.returns(epoch) for epoch in (1, 2, 3)] == [True, False, True]
+    for incarnation in (1, 2, 1, 3):
+        links.down(incarnation)
+    assert [links.returns(incarnation) for incarnation in (1, 2, 3)] == [True, False, True]
 
 
 def test_a_stream_that_began_while_its_worker_was_gone_is_asked_after_when_the_worker_returns() -> None:

@@ -57,7 +57,7 @@ async def far(port: int, transport: str, segment_mib: int) -> None:
     sender = KvSender(
         layout=LAYOUT,
         pool=pool,
-        epoch=FAR_EPOCH,
+        incarnation=FAR_EPOCH,
         clock=time.monotonic,
         send=wire.send,
         on_result=ended.put_nowait,
@@ -96,11 +96,11 @@ async def between_processes(transport: str, segment_mib: int, digest: str) -> fl
     receiver = KvReceiver(
         layout=LAYOUT,
         pool=pool,
-        epoch=NEAR_EPOCH,
+        incarnation=NEAR_EPOCH,
         clock=time.monotonic,
-        send=lambda epoch, message, blob: wires[0].send(epoch, message, blob),
+        send=lambda incarnation, message, blob: wires[0].send(incarnation, message, blob),
         listen_host="127.0.0.1",
-        accept=lambda epoch, offer: Accepted(tuple(shuffled(BLOCKS, offer.blocks, 99))),
+        accept=lambda incarnation, offer: Accepted(tuple(shuffled(BLOCKS, offer.blocks, 99))),
         on_committed=lambda *commit: None,
         on_failed=lambda *failure: None,
         settings=settings(transport, segment_mib),

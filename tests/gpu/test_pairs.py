@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from kvtransfer.memory.device_copy import DeviceCopier, DeviceDigester, cell_sums, checksum
+from kvtransfer.memory.device_copy import DeviceCopier, DeviceDigester, checksum, sub_block_sums
 from kvtransfer.memory.pool import PoolRows
 from proto.messages import Message
 from tests.kvtransfer.ends import announces, filled_pool, same_bytes
@@ -72,7 +72,7 @@ def test_copies_and_checksums_are_those_of_the_cpu(layout):
 
 def test_a_checksum_is_the_same_on_both_devices():
     words = torch.randint(-(2**63), 2**63 - 1, (513, 4099), dtype=torch.int64)
-    assert checksum([cell_sums(words)]) == checksum([cell_sums(words.cuda())])
+    assert checksum([sub_block_sums(words)]) == checksum([sub_block_sums(words.cuda())])
 
 
 def test_a_pool_on_the_gpu_goes_by_way_of_the_host_too():

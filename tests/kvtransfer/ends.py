@@ -103,7 +103,7 @@ class Ends:
         self.sender = KvSender(
             layout=self.layout,
             pool=self.source,
-            epoch=1,
+            incarnation=1,
             clock=time.monotonic,
             send=self._send_to_receiver,
             on_result=lambda result: self._note(self.results, result),
@@ -112,12 +112,14 @@ class Ends:
         self.receiver = KvReceiver(
             layout=self.receiver_layout or self.layout,
             pool=self.target,
-            epoch=2,
+            incarnation=2,
             clock=time.monotonic,
             send=self._send_to_sender,
             listen_host="127.0.0.1",
-            accept=lambda epoch, offer: self.accept(epoch, offer) if self.accept else self._next_blocks(offer),
-            on_committed=lambda epoch, commit, ids, prompt: self._note(self.committed, (commit, ids, prompt)),
+            accept=lambda incarnation, offer: (
+                self.accept(incarnation, offer) if self.accept else self._next_blocks(offer)
+            ),
+            on_committed=lambda incarnation, commit, ids, prompt: self._note(self.committed, (commit, ids, prompt)),
             on_failed=lambda *failure: self._note(self.failed, failure),
             settings=self.receiver_settings or self.settings,
         )
@@ -131,14 +133,14 @@ class Ends:
         where.append(what)
         self.changed.set()
 
-    def _send_to_receiver(self, epoch: int, message: Message, blob: bytes) -> None:
-        assert epoch == 2
+    def _send_to_receiver(self, incarnation: int, message: Message, blob: bytes) -> None:
+        assert incarnation == 2
         self._note(self.frames, message)
         if self.to_receiver(message):
             self.loop.call_soon(self.receiver.handle, 1, message, blob)
 
-    def _send_to_sender(self, epoch: int, message: Message, blob: bytes) -> None:
-        if epoch != 1:
+    def _send_to_sender(self, incarnation: int, message: Message, blob: bytes) -> None:
+        if incarnation != 1:
             self._note(self.strangers, message)
         elif self.to_sender(message):
             self.loop.call_soon(self.sender.handle, 2, message, blob)

@@ -62,7 +62,7 @@ class Wire:
         self._reader = reader
         self._writer = writer
 
-    def send(self, epoch: int, message: Message, blob: bytes) -> None:
+    def send(self, incarnation: int, message: Message, blob: bytes) -> None:
         frames = [encode(message), blob] if isinstance(message, WITH_BLOB) else [encode(message)]
         self._writer.write(bytes([len(frames)]) + b"".join(len(f).to_bytes(4, "little") + f for f in frames))
 
@@ -100,7 +100,7 @@ async def main(role: str, port: int, attempt: int) -> None:
         end = KvSender(
             layout=LAYOUT,
             pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED).to(device),
-            epoch=FAR_EPOCH,
+            incarnation=FAR_EPOCH,
             clock=time.monotonic,
             send=wire.send,
             on_result=on_result,
@@ -117,11 +117,11 @@ async def main(role: str, port: int, attempt: int) -> None:
             layout=LAYOUT,
             pool=pool_in(memory, LAYOUT, BLOCKS, 12),
             memory=memory,
-            epoch=FAR_EPOCH,
+            incarnation=FAR_EPOCH,
             clock=time.monotonic,
             send=wire.send,
             listen_host="127.0.0.1",
-            accept=lambda epoch, offer: Accepted(tuple(range(offer.blocks))),
+            accept=lambda incarnation, offer: Accepted(tuple(range(offer.blocks))),
             on_committed=lambda *commit: None,
             on_failed=lambda *failure: None,
             settings=SETTINGS,

@@ -34,7 +34,7 @@ from tests.kvtransfer import node
 POINTS = ("before_offer", "after_accept", "mid_segment", "before_commit", "after_commit")
 KILLS = tuple(f"{side}_killed_{point}" for side in ("sender", "receiver") for point in POINTS)
 STOPS = ("sender_stopped", "receiver_stopped")
-MESSAGES = ("corrupt", "wrong_length", "duplicate", "reorder", "late_epoch", "unreachable", "cut")
+MESSAGES = ("corrupt", "wrong_length", "duplicate", "reorder", "late_incarnation", "unreachable", "cut")
 FAULTS = KILLS + STOPS + MESSAGES
 TRANSPORTS = ("gloo", "shm", "tcp", "tcp-plain")
 
@@ -185,7 +185,7 @@ class Cluster:
 
         if fault in KILLS or fault in STOPS:
             await self._hurt(fault, victim, survivor, sender, receiver, request_id, blocks, tally)
-        elif fault == "late_epoch":
+        elif fault == "late_incarnation":
             await self._late(sender, receiver, request_id, blocks)
         else:
             if fault in ("unreachable", "cut"):
@@ -204,7 +204,7 @@ class Cluster:
         tally.first_attempts_arrived += bool(done and done["ok"])
         sender, receiver = await self.ready("s1"), await self.ready("r1")
         for attempt in range(2, ATTEMPTS_MAX + 1):
-            if attempt > 2 or fault != "late_epoch":
+            if attempt > 2 or fault != "late_incarnation":
                 _send(sender, receiver, request_id, attempt, blocks)
             again = await sender.event("result", request_id=request_id, attempt=attempt)
             if again["ok"]:
@@ -282,7 +282,7 @@ class Cluster:
         successor = await self.ready("s1")
         try:
             _send(successor, receiver, request_id, 2, blocks)
-            receiver.tell("replay", epoch=sender.incarnation)
+            receiver.tell("replay", incarnation=sender.incarnation)
             assert sender.process.pid is not None
             os.kill(sender.process.pid, signal.SIGCONT)
             await successor.event("result", request_id=request_id, attempt=2)
@@ -305,7 +305,7 @@ class Cluster:
 
 
 def _send(sender: Handle, receiver: Handle, request_id: str, attempt: int, blocks: int, fault: str = "") -> None:
-    where = {"address": receiver.address, "epoch": receiver.incarnation}
+    where = {"address": receiver.address, "incarnation": receiver.incarnation}
     sender.tell("send", request_id=request_id, attempt=attempt, blocks=blocks, fault=fault, **where)
 
 

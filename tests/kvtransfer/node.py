@@ -33,7 +33,7 @@ from proto.kv import Accept, Ack, Announce, Commit, Offer, PairListen
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Role
 from proto.messages import Peer as Destination
-from runtime.link.connection_pool import Outbound
+from runtime.link.connection_pool import ConnectionPool
 from runtime.link.server import LinkServer, LinkSettings, Peer
 from tests.kvtransfer.ends import FIRST, same_bytes, settings_for, shuffled
 from tests.kvtransfer.harm import Harm, corrupt_one, cut
@@ -78,7 +78,7 @@ def _segments(message: Message) -> int:
 
 
 class Node:
-    """What both roles share. `incarnation` is also the epoch."""
+    """What both roles share. `incarnation` is also the incarnation."""
 
     def __init__(self, role: Role, incarnation: int, pipe: Connection, transport: str) -> None:
         self.incarnation = incarnation
@@ -135,7 +135,7 @@ class Node:
 
 class SenderNode(Node):
     async def start(self) -> None:
-        self.outbound = Outbound(
+        self.outbound = ConnectionPool(
             hello=self.hello, to=Role.DECODE, on_message=self._heard, on_lost=self._lost, settings=LINKS
         )
         self.to: dict[int, Destination] = {}
@@ -145,7 +145,7 @@ class SenderNode(Node):
         self.end = self.sender = KvSender(
             layout=LAYOUT,
             pool=source_pool(self.incarnation),
-            epoch=self.incarnation,
+            incarnation=self.incarnation,
             clock=time.monotonic,
             send=self._send,
             on_result=self._result,
@@ -157,9 +157,11 @@ class SenderNode(Node):
         await self.sender.close()
         await self.outbound.close()
 
-    def do_send(self, request_id: str, attempt: int, address: str, epoch: int, blocks: int, fault: str = "") -> None:
+    def do_send(
+        self, request_id: str, attempt: int, address: str, incarnation: int, blocks: int, fault: str = ""
+    ) -> None:
         self.fault = fault
-        self.to[epoch] = Destination(address, epoch)
+        self.to[incarnation] = Destination(address, incarnation)
         if fault == "corrupt":
             corrupt_one(self.harm.dice)
         elif fault == "cut":
@@ -168,7 +170,7 @@ class SenderNode(Node):
             )
         self.held[(request_id, attempt)] = self.allocator.allocate(blocks)
         ids = source_blocks(request_id, attempt, blocks)
-        self.sender.open(request_id, attempt, epoch, blocks)
+        self.sender.open(request_id, attempt, incarnation, blocks)
         for start in range(0, blocks, 40):
             self.sender.blocks_ready(request_id, attempt, start, ids[start : start + 40])
         self.sender.commit(request_id, attempt, FIRST, [])
@@ -180,17 +182,17 @@ class SenderNode(Node):
         reason = "" if isinstance(result, KvSent) else result.reason
         self.say("result", request_id=result.request_id, attempt=result.attempt, ok=ok, reason=reason)
 
-    def _lost(self, epoch: int, reason: str) -> None:
-        self.to.pop(epoch, None)
-        self.sender.peer_lost(epoch, reason)
-        self.say("lost", peer=epoch, reason=reason)
+    def _lost(self, incarnation: int, reason: str) -> None:
+        self.to.pop(incarnation, None)
+        self.sender.peer_lost(incarnation, reason)
+        self.say("lost", peer=incarnation, reason=reason)
 
     def _heard(self, peer: Peer, message: Message, blob: bytes) -> None:
         if isinstance(message, Accept):
             self.harm.reach("after_accept", message.request_id)
-        self.sender.handle(peer.epoch, message, blob)
+        self.sender.handle(peer.incarnation, message, blob)
 
-    def _send(self, epoch: int, message: Message, blob: bytes) -> None:
+    def _send(self, incarnation: int, message: Message, blob: bytes) -> None:
         """Through the faults to the link. Some are late, and then those after them come first."""
         request_id = getattr(message, "request_id", "")
         mine = bool(self.fault) and request_id == self.harm.request_id
@@ -203,25 +205,25 @@ class SenderNode(Node):
             counts[at] += self.harm.dice.choice([1, 1_000] if counts[at] == 1 else [-1, 1, 1_000])
             message = msgspec.structs.replace(message, blocks=tuple(counts))
         if mine and self.fault == "reorder" and self.kept is None and self.harm.dice.random() < 0.3:
-            self.kept = (epoch, message, blob)
-            asyncio.get_running_loop().call_later(0.05, self._let_go)
+            self.kept = (incarnation, message, blob)
+            asyncio.get_running_loop().call_later(0.05, self._release)
             return
-        self._pass_on(epoch, message, blob)
+        self._pass_on(incarnation, message, blob)
         if mine and self.fault == "duplicate" and self.harm.dice.random() < 0.5:
-            self._pass_on(epoch, message, blob)
-        self._let_go()
+            self._pass_on(incarnation, message, blob)
+        self._release()
         for point in ("mid_segment", "after_commit"):
             if isinstance(message, _SENDER_POINTS[point]):
                 self.harm.reach(point, request_id, _segments(message))
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self.kept is not None:
             kept, self.kept = self.kept, None
             self._pass_on(*kept)
 
-    def _pass_on(self, epoch: int, message: Message, blob: bytes) -> None:
-        if epoch in self.to:
-            self.outbound.send(self.to[epoch], message, blob)
+    def _pass_on(self, incarnation: int, message: Message, blob: bytes) -> None:
+        if incarnation in self.to:
+            self.outbound.send(self.to[incarnation], message, blob)
 
 
 class ReceiverNode(Node):
@@ -244,7 +246,7 @@ class ReceiverNode(Node):
         self.end = self.receiver = KvReceiver(
             layout=LAYOUT,
             pool=self.pool,
-            epoch=self.incarnation,
+            incarnation=self.incarnation,
             clock=time.monotonic,
             send=self._send,
             listen_host="127.0.0.1",
@@ -265,37 +267,37 @@ class ReceiverNode(Node):
         self.unreachable = True
 
     def _up(self, peer: Peer) -> None:
-        self.peers[peer.epoch] = peer
+        self.peers[peer.incarnation] = peer
 
     def _down(self, peer: Peer, reason: str) -> None:
-        if self.peers.get(peer.epoch) is peer:
-            del self.peers[peer.epoch]
-            self.receiver.peer_lost(peer.epoch, reason)
-            self.say("lost", peer=peer.epoch, reason=reason)
+        if self.peers.get(peer.incarnation) is peer:
+            del self.peers[peer.incarnation]
+            self.receiver.peer_lost(peer.incarnation, reason)
+            self.say("lost", peer=peer.incarnation, reason=reason)
 
-    def do_replay(self, epoch: int) -> None:
+    def do_replay(self, incarnation: int) -> None:
         """What this incarnation of a sender had said, once more and in any order, though it is gone."""
-        late = self.heard.get(epoch, [])[-60:]
+        late = self.heard.get(incarnation, [])[-60:]
         self.harm.dice.shuffle(late)
         for message, blob in late:
-            self.receiver.handle(epoch, message, blob)
+            self.receiver.handle(incarnation, message, blob)
         self.say("replayed", frames=len(late), stale=self.receiver.counters["stale_frames"])
 
     def _heard(self, peer: Peer, message: Message, blob: bytes) -> None:
         request_id = getattr(message, "request_id", "")
-        self.heard.setdefault(peer.epoch, []).append((message, blob))
+        self.heard.setdefault(peer.incarnation, []).append((message, blob))
         for point, kind in _RECEIVER_POINTS.items():
             if isinstance(message, kind):
                 self.harm.reach(point, request_id, _segments(message))
-        self.receiver.handle(peer.epoch, message, blob)
+        self.receiver.handle(peer.incarnation, message, blob)
 
-    def _send(self, epoch: int, message: Message, blob: bytes) -> None:
+    def _send(self, incarnation: int, message: Message, blob: bytes) -> None:
         if self.unreachable and isinstance(message, PairListen):
             self.unreachable = False
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 message = msgspec.structs.replace(message, port=free.getsockname()[1], secret="nobody")
-        peer = self.peers.get(epoch)
+        peer = self.peers.get(incarnation)
         if peer is not None:
             peer.send(message, blob)
         if isinstance(message, Accept):
@@ -303,18 +305,18 @@ class ReceiverNode(Node):
         elif isinstance(message, Ack):
             self.harm.reach("after_commit", message.request_id)
 
-    def _accept(self, epoch: int, offer: Offer) -> Accepted | str:
+    def _accept(self, incarnation: int, offer: Offer) -> Accepted | str:
         try:
             return Accepted(tuple(self.allocator.allocate(offer.blocks)))
         except OutOfBlocks as error:
             return str(error)
 
-    def _committed(self, epoch: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
+    def _committed(self, incarnation: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
         """Looks at every byte, then gives the blocks back."""
-        if epoch not in self.sources:
-            self.sources = {**dict(list(self.sources.items())[-2:]), epoch: source_pool(epoch)}
+        if incarnation not in self.sources:
+            self.sources = {**dict(list(self.sources.items())[-2:]), incarnation: source_pool(incarnation)}
         expected = source_blocks(commit.request_id, commit.attempt, len(block_ids))
-        right = same_bytes(self.pool[block_ids], self.sources[epoch][expected])
+        right = same_bytes(self.pool[block_ids], self.sources[incarnation][expected])
         self._free(block_ids)
         self.say("committed", request_id=commit.request_id, attempt=commit.attempt, right=right)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.memory.layout import KvLayout, blocks_of, cells_of
+from kvtransfer.memory.layout import KvLayout, blocks_of, sub_blocks_of
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.session import Accepted, KvFailed, KvSent
 from proto.kv import PairClosed, PairOpen
@@ -34,24 +34,24 @@ def two_pools(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
 @settings(deadline=None)
 @given(two_pools(), st.integers(1, 12), st.integers(0, 1 << 20), st.booleans())
 def test_packed_cells_of_one_pool_are_those_of_the_other(
-    layouts: tuple[KvLayout, KvLayout], cells: int, seed: int, contiguous: bool
+    layouts: tuple[KvLayout, KvLayout], sub_blocks: int, seed: int, contiguous: bool
 ) -> None:
     rng = random.Random(seed)
-    cell = min(layout.block_size for layout in layouts)
+    sub_block = min(layout.block_size for layout in layouts)
     pools = [filled_pool(layout, 16, seed + at) for at, layout in enumerate(layouts)]
     before = pools[1].clone()
-    rows = [PoolRows(pool, layout, cell) for pool, layout in zip(pools, layouts, strict=True)]
-    blocks = [-(-cells // one.ratio) for one in rows]
+    rows = [PoolRows(pool, layout, sub_block) for pool, layout in zip(pools, layouts, strict=True)]
+    blocks = [-(-sub_blocks // one.ratio) for one in rows]
     ids = [list(range(count)) if contiguous else rng.sample(range(16), count) for count in blocks]
-    first = rng.randrange(cells)
-    places = [cells_of(chosen, one.ratio)[first:cells] for chosen, one in zip(ids, rows, strict=True)]
-    assert blocks_of(cells_of(ids[1], rows[1].ratio), rows[1].ratio) == tuple(ids[1])
-    packed = rows[0].packed(places[0], rows[0].buffer(cells))
-    assert packed.nbytes == (cells - first) * rows[0].layout.block_bytes
+    first = rng.randrange(sub_blocks)
+    places = [sub_blocks_of(chosen, one.ratio)[first:sub_blocks] for chosen, one in zip(ids, rows, strict=True)]
+    assert blocks_of(sub_blocks_of(ids[1], rows[1].ratio), rows[1].ratio) == tuple(ids[1])
+    packed = rows[0].packed(places[0], rows[0].buffer(sub_blocks))
+    assert packed.nbytes == (sub_blocks - first) * rows[0].layout.block_bytes
     rows[1].spread(places[1], packed.view(torch.uint8).clone().view(packed.dtype))
-    again = rows[1].packed(places[1], rows[1].buffer(cells))
+    again = rows[1].packed(places[1], rows[1].buffer(sub_blocks))
     assert same_bytes(again, packed)
-    span = slice(first * cell, cells * cell)
+    span = slice(first * sub_block, sub_blocks * sub_block)
     assert same_bytes(tokens_of(pools[1], ids[1])[span], tokens_of(pools[0], ids[0])[span])
     tokens = tokens_of(pools[1], ids[1])
     tokens[span] = tokens_of(before, ids[1])[span]
@@ -78,7 +78,7 @@ def test_pairs_of_different_block_sizes(ours: int, theirs: int) -> None:
             asked[f"r{number}"] = tokens, here, there, rng.randint(0, tokens // theirs)
         counts: dict[str, int] = {}
 
-        def accept(epoch: int, offer: object) -> Accepted:
+        def accept(incarnation: int, offer: object) -> Accepted:
             counts[offer.request_id] = offer.blocks  # type: ignore[attr-defined]
             _, _, there, cached = asked[offer.request_id]  # type: ignore[attr-defined]
             return Accepted(tuple(there), cached)
@@ -106,7 +106,7 @@ def test_pairs_of_different_block_sizes(ours: int, theirs: int) -> None:
 
 def test_a_failed_transfer_gives_the_blocks_back_as_they_were_given():
     async def test(ends: Ends) -> None:
-        ends.accept = lambda epoch, offer: Accepted((9, 4, 7))
+        ends.accept = lambda incarnation, offer: Accepted((9, 4, 7))
         ends.sender.open("r", 1, 2, 5, 2)
         await ends.until(lambda: len(ends.frames) >= 2)
         ends.sender.abort("r", 1, "enough")

@@ -75,8 +75,8 @@ from runtime.metrics.server import MetricsServer
 
 FAST = LinkSettings(heartbeat_ms=50, reconnect_ms=5, reconnect_ms_max=10, handshake_timeout_ms=2_000)
 
-def hello(epoch):
-    return Hello(PROTOCOL_VERSION, Role.PREFILL, epoch, "x")
+def hello(incarnation):
+    return Hello(PROTOCOL_VERSION, Role.PREFILL, incarnation, "x")
 
 async def main(stop):
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 160

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from kvtransfer.memory.device_copy import UNSAMPLED, DeviceCopier, DeviceDigester, cell_sums, checksum, is_sampled
+from kvtransfer.memory.device_copy import UNSAMPLED, DeviceCopier, DeviceDigester, checksum, is_sampled, sub_block_sums
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from tests.kvtransfer.ends import filled_pool, same_bytes
@@ -17,8 +17,8 @@ LAYOUTS = [
 ]
 
 
-def rows(layout: KvLayout, blocks: int, seed: int, cell_tokens: int = 0) -> PoolRows:
-    return PoolRows(filled_pool(layout, blocks, seed), layout, cell_tokens)
+def rows(layout: KvLayout, blocks: int, seed: int, sub_block_tokens: int = 0) -> PoolRows:
+    return PoolRows(filled_pool(layout, blocks, seed), layout, sub_block_tokens)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.dtype + str(layout.block_bytes))
@@ -55,11 +55,11 @@ def test_the_checksum_is_the_sum_that_its_description_says():
     for index in range(15):
         unit = ones.clone()
         unit.view(-1)[index] = 1
-        weights.append(int.from_bytes(checksum([cell_sums(unit)]), "little"))
+        weights.append(int.from_bytes(checksum([sub_block_sums(unit)]), "little"))
     assert all(weight % 2 for weight in weights) and len(set(weights)) == 15
     expected = sum(weight * word for weight, word in zip(weights, words.view(-1).tolist(), strict=True)) % 2**64
-    assert int.from_bytes(checksum([cell_sums(words)]), "little") == expected
-    assert checksum([cell_sums(words[:1]), cell_sums(words[1:])]) == checksum([cell_sums(words)])
+    assert int.from_bytes(checksum([sub_block_sums(words)]), "little") == expected
+    assert checksum([sub_block_sums(words[:1]), sub_block_sums(words[1:])]) == checksum([sub_block_sums(words)])
 
 
 def test_a_changed_word_and_swapped_cells_show():

@@ -2,7 +2,7 @@
 
 import threading
 
-from kvtransfer.memory.device_thread import DeviceQueue, DeviceThread, Operation, Ticket
+from kvtransfer.memory.device_thread import DeviceQueue, DeviceThread, Operation, TransferHandle
 
 
 class Fake(Operation):
@@ -34,11 +34,11 @@ class World:
         self.rings = 0
         self.queue = DeviceQueue(lambda: self.now)
 
-    def ask(self, name: str, fails: str = "") -> tuple[Fake, Ticket]:
+    def ask(self, name: str, fails: str = "") -> tuple[Fake, TransferHandle]:
         operation = Fake(name, self.log, fails)
-        ticket = Ticket(operation, 3.0, self._ring)
-        self.queue.submit(ticket)
-        return operation, ticket
+        handle = TransferHandle(operation, 3.0, self._ring)
+        self.queue.submit(handle)
+        return operation, handle
 
     def _ring(self) -> None:
         self.rings += 1
@@ -75,7 +75,7 @@ def test_failures_reach_the_one_who_asked_and_nobody_else():
     world = World()
     failing = [world.ask(what, what)[1] for what in ("launch", "look")]
     _, stubborn = world.ask("abort", "abort")
-    good, ticket = world.ask("good")
+    good, handle = world.ask("good")
     stubborn.cancel()
     stubborn._cancelled = False  # it begins, and is given up afterwards
     world.queue.step()
@@ -84,7 +84,7 @@ def test_failures_reach_the_one_who_asked_and_nobody_else():
     assert not world.queue.step()
     assert [t.error for t in failing] == ["ValueError: cannot launch", "RuntimeError: NCCL says no"]
     assert "could not be aborted" in stubborn.error
-    assert ticket.ended and not ticket.error
+    assert handle.ended and not handle.error
 
 
 def test_the_thread_tells_when_it_has_begun_and_ended():
@@ -95,7 +95,7 @@ def test_the_thread_tells_when_it_has_begun_and_ended():
     def notify() -> None:
         (ended if begun.is_set() else begun).set()
 
-    ticket = DeviceThread("nccl-test").submit(operation, 60.0, notify)
+    handle = DeviceThread("nccl-test").submit(operation, 60.0, notify)
     assert begun.wait(20)
     operation.done = True
-    assert ended.wait(20) and ticket.ended and not ticket.error
+    assert ended.wait(20) and handle.ended and not handle.error

@@ -8,7 +8,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.memory.digests import BlockDigests, Digester, land
+from kvtransfer.memory.digests import BlockDigests, Digester, unpack
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.session import KvFailed, KvSent
@@ -43,7 +43,7 @@ def test_where_it_was_computed_where_it_lands_and_where_it_lies(
     rows = PoolRows(target, layout)
     assert BlockDigests(PoolRows(source, layout)).digest(from_) == expected
     packed = PoolRows(source[from_].contiguous(), layout).run(0, count)
-    assert land(packed, rows, to) == expected == Digester(rows).digest(to)
+    assert unpack(packed, rows, to) == expected == Digester(rows).digest(to)
     assert same_bytes(target[to], source[from_])
     rest = sorted(set(range(16)) - set(to))
     assert same_bytes(target[rest], before[rest])
@@ -54,9 +54,9 @@ def test_a_pool_of_larger_blocks_has_the_digests_of_its_cells(ratio: int) -> Non
     large = LAYOUT.in_blocks_of(LAYOUT.block_size * ratio)
     pool = filled_pool(large, 8, ratio)
     rows = PoolRows(pool, large, LAYOUT.block_size)
-    cells = random.Random(ratio).sample(range(rows.cells), 11)
-    packed = rows.packed(cells, rows.buffer(11))
-    assert Digester(rows).digest(cells) == by_hand(packed.view(torch.float32).view(LAYOUT.shape(11)))
+    sub_blocks = random.Random(ratio).sample(range(rows.sub_blocks), 11)
+    packed = rows.packed(sub_blocks, rows.buffer(11))
+    assert Digester(rows).digest(sub_blocks) == by_hand(packed.view(torch.float32).view(LAYOUT.shape(11)))
 
 
 def test_blocks_are_digested_when_they_are_final_and_not_again() -> None:

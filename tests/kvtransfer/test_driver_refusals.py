@@ -121,7 +121,7 @@ def test_frames_out_of_place():
         for message in kept:
             if not isinstance(message, Commit):
                 ends.receiver.handle(1, message, b"")
-                ends.receiver.handle(77, message, b"")  # another peer's epoch
+                ends.receiver.handle(77, message, b"")  # another peer's incarnation
         await asyncio.sleep(0)
         assert len(ends.committed) == 1 and ends.failed == []
         seen.clear()
@@ -133,9 +133,9 @@ def test_frames_out_of_place():
         for message in (Accept("r", 1, 1), Ack("r", 1, 5), Abort("r", 1, "late"), Accept("unknown", 1, 1)):
             ends.sender.handle(2, message, b"")
         assert len(ends.results) == 1
-        for end, epoch in ((ends.sender, 2), (ends.receiver, 1)):
+        for end, incarnation in ((ends.sender, 2), (ends.receiver, 1)):
             with pytest.raises(RemoteProtocolError):
-                end.handle(epoch, Ping(), b"")
+                end.handle(incarnation, Ping(), b"")
 
     with_ends(test)
 
@@ -143,8 +143,8 @@ def test_frames_out_of_place():
 def test_the_same_attempt_may_come_from_another_sender_once_the_first_has_failed():
     async def test(ends: Ends) -> None:
         first, second = Offer("r", 1, 1, 1), Offer("r", 1, 1, 2)
-        for epoch in (7, 8):
-            ends.receiver.handle(epoch, PairOpen(1, ("gloo",), LAYOUT.block_size, "here"), b"")
+        for incarnation in (7, 8):
+            ends.receiver.handle(incarnation, PairOpen(1, ("gloo",), LAYOUT.block_size, "here"), b"")
         ends.receiver.handle(7, first, b"")
         ends.receiver.handle(8, second, b"")
         assert ends.strangers[-1] == Decline("r", 1, "this attempt is another sender's")
@@ -197,7 +197,7 @@ def test_bad_pools_and_hosts_are_refused():
             return KvReceiver(
                 layout=LAYOUT,
                 pool=pool,
-                epoch=1,
+                incarnation=1,
                 clock=lambda: 0.0,
                 send=lambda *frame: None,
                 listen_host=host,

@@ -41,7 +41,7 @@ def test_bytes_arrive_whatever_the_order(name):
             targets[f"r{number}"] = [taken.pop() for _ in range(min(count, len(taken)))]
         sources = {name: ids for name, ids in sources.items() if len(targets[name]) == len(ids)}
         before = ends.target.clone()
-        ends.accept = lambda epoch, offer: Accepted(tuple(targets[offer.request_id]))
+        ends.accept = lambda incarnation, offer: Accepted(tuple(targets[offer.request_id]))
         for request_id, ids in sources.items():
             ends.transfer(request_id, ids, chunks=rng.randint(1, 4))
         await ends.ended(len(sources))
@@ -126,7 +126,7 @@ def test_the_commit_brings_first_tokens_and_prompt():
 def test_an_offer_may_be_decided_later_or_refused():
     async def test(ends: Ends) -> None:
         undecided: list[Offer] = []
-        ends.accept = lambda epoch, offer: undecided.append(offer) if offer.request_id == "late" else "no room"
+        ends.accept = lambda incarnation, offer: undecided.append(offer) if offer.request_id == "late" else "no room"
         ends.transfer("late", [1, 2, 3])
         ends.transfer("refused", [4])
         await ends.until(lambda: len(ends.results) == 1)
@@ -146,7 +146,7 @@ def test_cached_blocks_do_not_cross(cached):
     async def test(ends: Ends) -> None:
         before = ends.target.clone()
         targets = tuple(shuffled(64, 16, 3))
-        ends.accept = lambda epoch, offer: Accepted(targets, cached)
+        ends.accept = lambda incarnation, offer: Accepted(targets, cached)
         source = shuffled(64, 16, 4)
         ends.transfer("r", source, chunks=3)
         await ends.ended(1)
@@ -167,13 +167,15 @@ def test_an_undecided_offer_ends_at_its_deadline():
         assert ends.failed == [("r", 1, [], "nobody decided on the offer in time")]
         assert ends.results == [KvFailed("r", 1, "declined: nobody decided on the offer in time")]
 
-    with_ends(test, settings=replace(SMALL, decide_timeout_ms=50), accept=lambda epoch, offer: None)
+    with_ends(test, settings=replace(SMALL, decide_timeout_ms=50), accept=lambda incarnation, offer: None)
 
 
 @pytest.mark.parametrize("by", ["sender", "receiver"])
 def test_an_abort_amid_the_segments_leaves_the_pair_in_order(by):
     async def test(ends: Ends) -> None:
-        ends.accept = lambda epoch, offer: Accepted(tuple(range(50) if offer.request_id == "r" else range(50, 60)))
+        ends.accept = lambda incarnation, offer: Accepted(
+            tuple(range(50) if offer.request_id == "r" else range(50, 60))
+        )
         before = ends.target.clone()
         ends.sender.open("r", 1, 2, 50)
         ends.sender.blocks_ready("r", 1, 0, shuffled(64, 40, 1))

@@ -20,7 +20,7 @@ from kvtransfer.session.limits import AUTO, KvSettings
 from kvtransfer.transports import cuda_ipc, nccl
 from kvtransfer.transports import registry as transports
 from kvtransfer.transports.transport import Local, PairBroken
-from kvtransfer.transports.unix_rendezvous import Board
+from kvtransfer.transports.unix_rendezvous import CancelFlags
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 UUID, HANDLE = bytes(range(16)), bytes(range(1, 65))
@@ -82,7 +82,7 @@ def test_a_transport_that_the_device_cannot_have_is_refused_by_name():
 
 def a_board() -> list[int]:
     descriptor = os.memfd_create("board", os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, Board.SIZE)
+    os.ftruncate(descriptor, CancelFlags.SIZE)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
     return [descriptor, os.open("/dev/null", os.O_RDONLY)]
 
@@ -104,7 +104,7 @@ def word(**changed: Any) -> bytes:
 
 
 def test_a_good_word_is_taken():
-    rows: Any = SimpleNamespace(cells=128, ratio=2, layout=LAYOUT)
+    rows: Any = SimpleNamespace(sub_blocks=128, ratio=2, layout=LAYOUT)
     one = told(cuda_ipc.hello(rows, device_memory(), 16, UUID), a_board())
     assert (one.pool_bytes, one.ratio, one.used, one.digest_every) == (1 << 20, 2, 128 * LAYOUT.block_bytes, 16)
     assert one.handle == HANDLE
@@ -117,7 +117,7 @@ def test_a_good_word_is_taken():
         (word() + b"\0", "129 bytes"),
         (word(magic=b"cdkvipc2"), "another version"),
         (word(uuid=bytes(16)), "different GPUs"),
-        (word(cell=LAYOUT.block_bytes + 4), "blocks have"),
+        (word(sub_block=LAYOUT.block_bytes + 4), "blocks have"),
         (word(blocks=1 << 20), "do not fit"),
         (word(blocks=0), "do not fit"),
         (word(ratio=0), "do not fit"),
@@ -133,7 +133,7 @@ def test_a_bad_word_maps_nothing(message, fault):
 
 def test_a_board_that_can_still_shrink_is_refused():
     descriptor = os.memfd_create("board", os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, Board.SIZE)
+    os.ftruncate(descriptor, CancelFlags.SIZE)
     with pytest.raises(PairBroken, match="not sealed"):
         told(word(), [descriptor, os.open("/dev/null", os.O_RDONLY)])
     with pytest.raises(PairBroken, match="1 descriptors"):

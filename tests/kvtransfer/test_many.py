@@ -44,8 +44,8 @@ class Mesh:
         size = self.segment_blocks * self.layout.block_bytes
         settings = ends.settings_for(ends.TRANSPORT, KvSettings(segment_bytes=size, rendezvous_timeout_ms=30_000))
         common = {"layout": self.layout, "clock": time.monotonic, "settings": settings}
-        self.sources = {epoch: filled_pool(self.layout, BLOCKS, epoch) for epoch in (1, 2)}
-        self.pools = {epoch: filled_pool(self.layout, BLOCKS, epoch) for epoch in (11, 12)}
+        self.sources = {incarnation: filled_pool(self.layout, BLOCKS, incarnation) for incarnation in (1, 2)}
+        self.pools = {incarnation: filled_pool(self.layout, BLOCKS, incarnation) for incarnation in (11, 12)}
 
         def wire(here: int) -> object:
             def send(to: int, message: Message, blob: bytes) -> None:
@@ -54,25 +54,27 @@ class Mesh:
             return send
 
         self.senders = {
-            epoch: KvSender(pool=pool, epoch=epoch, send=wire(epoch), on_result=self._ended, **common)  # type: ignore[arg-type]
-            for epoch, pool in self.sources.items()
+            incarnation: KvSender(
+                pool=pool, incarnation=incarnation, send=wire(incarnation), on_result=self._ended, **common
+            )  # type: ignore[arg-type]
+            for incarnation, pool in self.sources.items()
         }
         self.receivers = {
-            epoch: KvReceiver(
+            incarnation: KvReceiver(
                 pool=pool,
-                epoch=epoch,
-                send=wire(epoch),  # type: ignore[arg-type]
+                incarnation=incarnation,
+                send=wire(incarnation),  # type: ignore[arg-type]
                 listen_host="127.0.0.1",
-                accept=lambda _, offer, epoch=epoch: self._accepted(epoch, offer.request_id),
+                accept=lambda _, offer, incarnation=incarnation: self._accepted(incarnation, offer.request_id),
                 on_committed=self._committed,
                 on_failed=lambda *failure: None,
                 **common,  # type: ignore[arg-type]
             )
-            for epoch, pool in self.pools.items()
+            for incarnation, pool in self.pools.items()
         }
 
-    def _accepted(self, epoch: int, request_id: str) -> Accepted:
-        blocks, cached = self.targets[(epoch, request_id)]
+    def _accepted(self, incarnation: int, request_id: str) -> Accepted:
+        blocks, cached = self.targets[(incarnation, request_id)]
         return Accepted(tuple(blocks), cached)
 
     def _committed(self, _: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
@@ -97,8 +99,8 @@ def test_every_byte_of_many_sessions_over_four_pairs(seed):
     async def main() -> None:
         rng = random.Random(f"many {seed}")
         mesh = Mesh(random_layout(rng), rng.choice([1, 1, 2, 5]))
-        before = {epoch: pool.clone() for epoch, pool in mesh.pools.items()}
-        free = {epoch: rng.sample(range(BLOCKS), BLOCKS) for epoch in mesh.pools}
+        before = {incarnation: pool.clone() for incarnation, pool in mesh.pools.items()}
+        free = {incarnation: rng.sample(range(BLOCKS), BLOCKS) for incarnation in mesh.pools}
         asked: dict[str, tuple[int, int, list[int]]] = {}
         for number in range(12):
             sender, receiver = rng.choice([1, 2]), rng.choice([11, 12])
@@ -124,8 +126,8 @@ def test_every_byte_of_many_sessions_over_four_pairs(seed):
             pool, source = mesh.pools[receiver], mesh.sources[sender]
             assert same_bytes(pool[targets[cached:]], source[ids[cached:]]), (seed, name)
             assert same_bytes(pool[targets[:cached]], before[receiver][targets[:cached]]), (seed, name)
-        for epoch, untouched in free.items():
-            assert same_bytes(mesh.pools[epoch][untouched], before[epoch][untouched]), seed
+        for incarnation, untouched in free.items():
+            assert same_bytes(mesh.pools[incarnation][untouched], before[incarnation][untouched]), seed
         await mesh.close()
 
     asyncio.run(main())

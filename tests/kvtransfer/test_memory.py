@@ -25,17 +25,17 @@ def test_the_memory_cannot_be_cut_short_and_is_nowhere_to_be_found():
 @given(
     st.integers(1, 20), st.lists(st.tuples(st.sampled_from(["take", "back", "undo"]), st.integers(1, 20)), max_size=200)
 )
-def test_stretches_of_a_ring_are_in_it_and_never_overlap(cells: int, moves: list[tuple[str, int]]) -> None:
+def test_stretches_of_a_ring_are_in_it_and_never_overlap(sub_blocks: int, moves: list[tuple[str, int]]) -> None:
     """And where none is held, whatever is no longer than the ring has room."""
-    ring, held = Ring(cells), deque[range]()
+    ring, held = Ring(sub_blocks), deque[range]()
     for move, count in moves:
         if move == "take":
             first = ring.take(count)
             if first is None:
-                assert held or count > cells
+                assert held or count > sub_blocks
                 continue
             taken = range(first, first + count)
-            assert taken.start >= 0 and taken.stop <= cells
+            assert taken.start >= 0 and taken.stop <= sub_blocks
             assert not any(set(taken) & set(other) for other in held)
             held.append(taken)
         elif held and move == "back":

@@ -14,7 +14,7 @@ from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.transports import nccl
 from kvtransfer.transports.shm import UNWANTED
-from kvtransfer.transports.side_channel import Door, Line, call
+from kvtransfer.transports.side_channel import Line, RendezvousListener, call
 from kvtransfer.transports.transport import Channel, Inbox, Local, PairBroken, SegmentJob
 from tests.kvtransfer.ends import filled_pool, same_bytes
 
@@ -92,11 +92,11 @@ class End:
 
 
 def connected() -> tuple[Line, Line]:
-    door = Door("127.0.0.1")
+    rendezvous_listener = RendezvousListener("127.0.0.1")
     lines: list[Line] = []
-    answering = threading.Thread(target=lambda: lines.append(door.accept(20)))
+    answering = threading.Thread(target=lambda: lines.append(rendezvous_listener.accept(20)))
     answering.start()
-    ours = call("127.0.0.1", door.port, door.secret, 20)
+    ours = call("127.0.0.1", rendezvous_listener.port, rendezvous_listener.secret, 20)
     answering.join()
     return ours, lines[0]
 
@@ -205,13 +205,13 @@ def test_a_sender_that_says_what_no_sender_says_is_left(word):
 
 
 def test_a_caller_without_the_secret_is_not_let_in():
-    door = Door("127.0.0.1")
-    wrong = call("127.0.0.1", door.port, "0" * 32, 20)
+    rendezvous_listener = RendezvousListener("127.0.0.1")
+    wrong = call("127.0.0.1", rendezvous_listener.port, "0" * 32, 20)
     caught: list[str] = []
 
     def accept() -> None:
         try:
-            door.accept(0.5)
+            rendezvous_listener.accept(0.5)
         except PairBroken as error:
             caught.append(str(error))
 
@@ -226,10 +226,10 @@ def test_a_caller_without_the_secret_is_not_let_in():
 def test_silent_strangers_do_not_delay_the_sender(strangers):
     """All wait in the listener's queue before it looks. A second for each of 12 would be too late.
     Of more than are heard at once, the first to come are dropped."""
-    door = Door("127.0.0.1")
-    silent = [socket.create_connection(("127.0.0.1", door.port), 20) for _ in range(strangers)]
-    ours = call("127.0.0.1", door.port, door.secret, 20)
-    line = door.accept(5.0)
+    rendezvous_listener = RendezvousListener("127.0.0.1")
+    silent = [socket.create_connection(("127.0.0.1", rendezvous_listener.port), 20) for _ in range(strangers)]
+    ours = call("127.0.0.1", rendezvous_listener.port, rendezvous_listener.secret, 20)
+    line = rendezvous_listener.accept(5.0)
     ours.say(7, 11)
     assert line.await_word(7, 20) == 11
     for one in silent:  # none is kept open
@@ -241,12 +241,12 @@ def test_silent_strangers_do_not_delay_the_sender(strangers):
 
 
 def test_a_secret_that_comes_in_pieces_is_heard():
-    door = Door("127.0.0.1")
-    ours = socket.create_connection(("127.0.0.1", door.port), 20)
-    ours.sendall(door.secret[:5].encode())
-    rest = threading.Timer(0.1, ours.sendall, (door.secret[5:].encode(),))
+    rendezvous_listener = RendezvousListener("127.0.0.1")
+    ours = socket.create_connection(("127.0.0.1", rendezvous_listener.port), 20)
+    ours.sendall(rendezvous_listener.secret[:5].encode())
+    rest = threading.Timer(0.1, ours.sendall, (rendezvous_listener.secret[5:].encode(),))
     rest.start()
-    door.accept(20).close()
+    rendezvous_listener.accept(20).close()
     rest.join()
     ours.close()
 

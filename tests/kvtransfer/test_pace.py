@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.rate_limiter import Bucket, Lane, Pace
+from kvtransfer.rate_limiter import Bucket, Lane, RateLimiter
 from kvtransfer.session.limits import KvSettings
 from proto.kv import Announce
 from tests.kvtransfer.ends import Ends, with_ends
@@ -52,18 +52,18 @@ def test_what_comes_while_nothing_runs_costs_what_comes_later_nothing(idle: list
 
     async def main() -> None:
         busy, begun = False, 0
-        pace, lane = Pace(Bucket(RATE, BURST), 60.0, lambda: 0.0, lambda: busy), Lane()
+        rate_limiter, lane = RateLimiter(Bucket(RATE, BURST), 60.0, lambda: 0.0, lambda: busy), Lane()
 
         def begin() -> None:
             nonlocal begun
             begun += 1
 
         for each in idle:
-            pace.start(lane, lambda each=each: each, begin)  # type: ignore[misc]
+            rate_limiter.start(lane, lambda each=each: each, begin)  # type: ignore[misc]
         assert begun == len(idle)
         busy = True
         for _ in range(BURST // size):
-            pace.start(lane, lambda: size, begin)
+            rate_limiter.start(lane, lambda: size, begin)
         assert begun == len(idle) + BURST // size
 
     asyncio.run(main())
@@ -82,10 +82,10 @@ def run_pace(pieces: int, *, busy: bool, wait_max_s: float = 60.0) -> tuple[list
             if len(begun) == pieces:
                 done.set()
 
-        pace = Pace(Bucket(10_000.0, 1), wait_max_s, loop.time, lambda: busy)
+        rate_limiter = RateLimiter(Bucket(10_000.0, 1), wait_max_s, loop.time, lambda: busy)
         began, lane = loop.time(), Lane()
         for number in range(pieces):
-            pace.start(lane, lambda: 1_000, lambda number=number: begin(number))  # type: ignore[misc]
+            rate_limiter.start(lane, lambda: 1_000, lambda number=number: begin(number))  # type: ignore[misc]
         async with asyncio.timeout(30):
             await done.wait()
         return begun, loop.time() - began
@@ -119,12 +119,12 @@ def test_what_nobody_wants_any_more_is_not_held_back() -> None:
     async def main() -> None:
         loop, lane, done = asyncio.get_running_loop(), Lane(), asyncio.Event()
         wanted = 1_000
-        pace, other = Pace(Bucket(5_000.0, 1), 60.0, loop.time, lambda: True), Lane()
+        rate_limiter, other = RateLimiter(Bucket(5_000.0, 1), 60.0, loop.time, lambda: True), Lane()
         for _ in range(500):
-            pace.start(other, lambda: 1_000, lambda: None)  # its turns come in between
+            rate_limiter.start(other, lambda: 1_000, lambda: None)  # its turns come in between
         for _ in range(500):
-            pace.start(lane, lambda: wanted, lambda: None)
-        pace.start(lane, lambda: wanted, done.set)
+            rate_limiter.start(lane, lambda: wanted, lambda: None)
+        rate_limiter.start(lane, lambda: wanted, done.set)
         wanted = 0
         async with asyncio.timeout(20):  # 100 s at that rate
             await done.wait()
@@ -136,11 +136,14 @@ def test_pairs_take_turns() -> None:
     async def main() -> list[str]:
         begun: list[str] = []
         done = asyncio.Event()
-        pace, lanes = Pace(Bucket(20_000.0, 1), 60.0, asyncio.get_running_loop().time, lambda: True), (Lane(), Lane())
+        rate_limiter, lanes = (
+            RateLimiter(Bucket(20_000.0, 1), 60.0, asyncio.get_running_loop().time, lambda: True),
+            (Lane(), Lane()),
+        )
         for number in range(20):
-            pace.start(lanes[0], lambda: 1_000, lambda number=number: begun.append(f"many {number}"))  # type: ignore[misc]
-        pace.start(lanes[1], lambda: 1_000, lambda: begun.append("one"))
-        pace.start(lanes[0], lambda: 1_000, done.set)
+            rate_limiter.start(lanes[0], lambda: 1_000, lambda number=number: begun.append(f"many {number}"))  # type: ignore[misc]
+        rate_limiter.start(lanes[1], lambda: 1_000, lambda: begun.append("one"))
+        rate_limiter.start(lanes[0], lambda: 1_000, done.set)
         async with asyncio.timeout(30):
             await done.wait()
         return begun

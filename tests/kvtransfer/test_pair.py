@@ -9,10 +9,10 @@ import torch
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.transports import registry as transports
 from kvtransfer.transports.connection import Pair, PairEvents
-from kvtransfer.transports.transport import Answer, Channel, Inbox, Local, Meeting, PairBroken, SegmentJob
+from kvtransfer.transports.transport import Answer, Channel, Inbox, Local, PairBroken, Rendezvous, SegmentJob
 from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S
 
-MEETING = Meeting("played", "", 0, "")
+MEETING = Rendezvous("played", "", 0, "")
 
 
 class Played(Channel):

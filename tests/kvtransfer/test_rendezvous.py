@@ -12,7 +12,7 @@ from torch import distributed
 
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.transports import nccl, rendezvous
-from kvtransfer.transports.side_channel import Door
+from kvtransfer.transports.side_channel import RendezvousListener
 from kvtransfer.transports.transport import Local, PairBroken
 from tests.kvtransfer.ends import WAIT_S
 
@@ -37,12 +37,12 @@ def test_the_store_of_a_gloo_pair_is_gone_when_the_two_have_met() -> None:
 
 
 def test_the_store_of_an_nccl_pair_does_not_hold_the_secret_of_its_line(monkeypatch) -> None:
-    def nobody(door: Door, timeout_s: float) -> None:
-        doors.append(door)
+    def nobody(rendezvous_listener: RendezvousListener, timeout_s: float) -> None:
+        doors.append(rendezvous_listener)
         raise PairBroken("nobody")
 
-    doors: list[Door] = []
-    monkeypatch.setattr(Door, "accept", nobody)
+    doors: list[RendezvousListener] = []
+    monkeypatch.setattr(RendezvousListener, "accept", nobody)
     rows: Any = SimpleNamespace(device=torch.device("cpu"))
     listener = nccl._Listener(Local(rows, 8, KvSettings(), "127.0.0.1"))
     store = distributed.HashStore()

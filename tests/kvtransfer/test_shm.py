@@ -33,9 +33,9 @@ from kvtransfer.transports import registry as transports
 from kvtransfer.transports import shm
 from kvtransfer.transports import unix_rendezvous as shm_meeting
 from kvtransfer.transports import unix_socket as shm_socket
-from kvtransfer.transports.shm import _HELLO, _MAGIC, Receives, Writes, mapped_window, pack_places, unpack_places
+from kvtransfer.transports.shm import _HELLO, _MAGIC, Receives, RemoteWriter, mapped_window, pack_places, unpack_places
 from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, Inbox, Local, PairBroken, SegmentJob
-from kvtransfer.transports.unix_socket import DONE, GRANT, READY, SKIPPED, Connection, Door, knock
+from kvtransfer.transports.unix_socket import DONE, GRANT, READY, SKIPPED, Connection, RendezvousListener, connect
 from proto.kv import PairListen, PairOpen
 from proto.messages import Message
 from tests.kvtransfer import ends as ends_module
@@ -157,7 +157,7 @@ def test_what_a_receiver_says_of_its_window_is_checked(wrong: dict[str, int], fa
     with pytest.raises(PairBroken, match="descriptors"):
         mapped_window(local, hello(), [os.dup(memory.descriptor), os.dup(memory.descriptor)])
     assert len(os.listdir("/proc/self/fd")) == open_before
-    assert mapped_window(local, hello(), [os.dup(memory.descriptor)]).cells == 8
+    assert mapped_window(local, hello(), [os.dup(memory.descriptor)]).sub_blocks == 8
     memory.close()
 
 
@@ -173,12 +173,12 @@ def test_another_user_is_not_let_in(monkeypatch):
     assert shm_socket.is_ours(one)
     assert not shm_socket.is_ours(Foreign(fileno=other.detach()))
     one.close()
-    door = Door()
+    rendezvous_listener = RendezvousListener()
     monkeypatch.setattr(shm_socket, "is_ours", lambda connected: False)
     with pytest.raises(PairBroken, match="another user"):
-        knock(door.name)
+        connect(rendezvous_listener.name)
     with pytest.raises(PairBroken, match="did not come"):
-        door.accept(100)
+        rendezvous_listener.accept(100)
 
 
 def test_a_sender_does_not_outrun_a_receiver_that_copies_slowly(monkeypatch):
@@ -213,7 +213,7 @@ def test_a_grant_outside_the_window_or_that_nobody_asked_for_breaks_the_pair(wor
         return plain(self, kind, sequence + (words == (5, 5)), payload if kind == GRANT else given)
 
     monkeypatch.setattr(Connection, "send", send)
-    monkeypatch.setattr(shm, "window_cells", lambda local: 6)
+    monkeypatch.setattr(shm, "window_sub_blocks", lambda local: 6)
 
     async def test(ends: Ends) -> None:
         before = ends.target.clone()
@@ -229,7 +229,7 @@ def test_a_receiver_that_grants_without_end_breaks_the_pair():
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     receiver, sender = Connection(one), Connection(other)
     rows = PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT)
-    writes, handful = Writes(Local(rows, 3, SMALL), sender, rows), pack_places([None] * WINDOW_SEGMENTS_MAX)
+    writes, handful = RemoteWriter(Local(rows, 3, SMALL), sender, rows), pack_places([None] * WINDOW_SEGMENTS_MAX)
     assert receiver.send(GRANT, 0, handful)
     writes._hear(grants := deque())
     assert len(grants) == WINDOW_SEGMENTS_MAX
@@ -243,13 +243,13 @@ def test_a_receiver_that_grants_without_end_breaks_the_pair():
 class OneEnd:
     """The receiver's channel in a thread of its own, and a sender played by the test, who does what it likes."""
 
-    def __init__(self, cell_tokens: int = LAYOUT.block_size) -> None:
+    def __init__(self, sub_block_tokens: int = LAYOUT.block_size) -> None:
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sender = Connection(other)
         self.pool = filled_pool(LAYOUT, 16, seed=2)
-        self.rows = PoolRows(self.pool, LAYOUT, cell_tokens)
-        self.cell_bytes = self.rows.layout.block_bytes
-        self.memory = SharedMemory(4 * self.cell_bytes)
+        self.rows = PoolRows(self.pool, LAYOUT, sub_block_tokens)
+        self.sub_block_bytes = self.rows.layout.block_bytes
+        self.memory = SharedMemory(4 * self.sub_block_bytes)
         self.channel = Receives(Local(self.rows, 2, SMALL), Connection(one), self.memory)
         self.inbox = Inbox()
         self.answers: queue.SimpleQueue[tuple[SegmentJob, bytes]] = queue.SimpleQueue()
@@ -277,7 +277,7 @@ class OneEnd:
 
     def write(self, place: int, blocks: torch.Tensor) -> None:
         raw = blocks.contiguous().view(torch.uint8).view(-1)
-        self.memory.tensor[place * self.cell_bytes :][: raw.numel()] = raw
+        self.memory.tensor[place * self.sub_block_bytes :][: raw.numel()] = raw
 
     def close(self) -> None:
         self.inbox.close(None)
@@ -320,7 +320,7 @@ def test_what_a_sender_writes_after_it_is_done_changes_nothing(receiving, monkey
 
 def test_neither_does_it_where_blocks_are_of_another_size(monkeypatch):
     """There copy and digest are not made piece by piece, so what both are made of is a copy of its own."""
-    spread, one = PoolRows.spread, OneEnd(cell_tokens=LAYOUT.block_size // 2)
+    spread, one = PoolRows.spread, OneEnd(sub_block_tokens=LAYOUT.block_size // 2)
 
     def spread_and_rewrite(rows: PoolRows, block_ids: list[int], packed: torch.Tensor) -> None:
         spread(rows, block_ids, packed)
@@ -354,9 +354,9 @@ def test_a_sender_maps_its_window_and_nothing_of_the_pool(monkeypatch):
         await ends.ended(1)
         (window,) = mapped
         committed = ends.target.clone()
-        assert window.cells * LAYOUT.block_bytes <= ends.settings.shm_window_bytes
-        for cell in range(window.cells):
-            window.run(cell, 1).fill_(0x5A)
+        assert window.sub_blocks * LAYOUT.block_bytes <= ends.settings.shm_window_bytes
+        for sub_block in range(window.sub_blocks):
+            window.run(sub_block, 1).fill_(0x5A)
         assert same_bytes(ends.target, committed)
         assert open_things()[2] == 2, "the window, once for each end of it in this process"
 

@@ -24,7 +24,7 @@ from kvtransfer.transports.tcp.handshake import HELLO_BYTES
 from kvtransfer.transports.tcp.listener import TcpListener
 from kvtransfer.transports.tcp.stream import HEADER_BYTES, Connection, RecordWriter
 from kvtransfer.transports.tcp.transport import Receiving, Tcp
-from kvtransfer.transports.transport import Inbox, Local, Meeting, PairBroken, SegmentJob
+from kvtransfer.transports.transport import Inbox, Local, PairBroken, Rendezvous, SegmentJob
 from proto.kv import PairListen
 from proto.messages import Message
 from tests.kvtransfer import ends as ends_module
@@ -251,11 +251,11 @@ def with_relay(
     async def body(ends: Ends) -> None:
         plain = ends._send_to_sender
 
-        def send(epoch: int, message: Message, blob: bytes) -> None:
+        def send(incarnation: int, message: Message, blob: bytes) -> None:
             if isinstance(message, PairListen) and not relays:
                 relays.append(Relay((message.host, message.port), change))
                 message = msgspec.structs.replace(message, port=relays[0].port)
-            plain(epoch, message, blob)
+            plain(incarnation, message, blob)
 
         ends.receiver._send = send
         ends.transfer("r", shuffled(64, 20, 1))
@@ -322,7 +322,7 @@ def test_who_listens_without_the_key_is_given_nothing() -> None:
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        meeting = Meeting("tcp", *impostor.getsockname(), "", token=b"t" * 16, key=b"k" * 32, encrypted=False)
+        meeting = Rendezvous("tcp", *impostor.getsockname(), "", token=b"t" * 16, key=b"k" * 32, encrypted=False)
         with pytest.raises(PairBroken, match="does not know the key"):
             Tcp().connect(Local(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 1, SMALL), meeting)
         thread.join(WAIT_S)
@@ -343,7 +343,7 @@ def test_either_end_has_it_encrypted(sender: bool, receiver: bool) -> None:
 def test_a_sender_that_encrypts_does_not_send_in_the_clear() -> None:
     local = Local(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 1, SMALL, encrypt=True)
     with pytest.raises(PairBroken, match="unencrypted"):
-        Tcp().connect(local, Meeting("tcp", "127.0.0.1", 1, "", token=b"t" * 16, key=b"k" * 32, encrypted=False))
+        Tcp().connect(local, Rendezvous("tcp", "127.0.0.1", 1, "", token=b"t" * 16, key=b"k" * 32, encrypted=False))
 
 
 def test_what_must_not_cross_in_the_clear_is_refused_by_name() -> None:

@@ -91,12 +91,12 @@ def test_strangers_never_have_more_than_a_part_of_the_descriptors() -> None:
 
 
 @given(st.integers(1, 5_000), st.integers(1, 4 * RECORD_BYTES))
-def test_records_cover_a_segment_once_in_order(blocks: int, cell_bytes: int) -> None:
-    blocks = min(blocks, max(1, (8 << 20) // cell_bytes))
+def test_records_cover_a_segment_once_in_order(blocks: int, sub_block_bytes: int) -> None:
+    blocks = min(blocks, max(1, (8 << 20) // sub_block_bytes))
     at = 0
-    for record in records_of(blocks, cell_bytes):
-        assert record.first * cell_bytes + record.offset == at
-        assert 0 < record.size <= record_bytes_max(cell_bytes) <= RECORD_BYTES
-        assert record.size == record.cells * cell_bytes or record.cells == 1
+    for record in records_of(blocks, sub_block_bytes):
+        assert record.first * sub_block_bytes + record.offset == at
+        assert 0 < record.size <= record_bytes_max(sub_block_bytes) <= RECORD_BYTES
+        assert record.size == record.sub_blocks * sub_block_bytes or record.sub_blocks == 1
         at += record.size
-    assert at == blocks * cell_bytes
+    assert at == blocks * sub_block_bytes

@@ -80,9 +80,9 @@ class NearReceiver:
         self.receiver = KvReceiver(
             layout=LAYOUT,
             pool=self.pool,
-            epoch=far_end.NEAR_EPOCH,
+            incarnation=far_end.NEAR_EPOCH,
             clock=time.monotonic,
-            send=lambda epoch, message, blob: self.wire.send(epoch, message, blob) if self.wire else None,
+            send=lambda incarnation, message, blob: self.wire.send(incarnation, message, blob) if self.wire else None,
             listen_host="127.0.0.1",
             accept=self._accept,
             on_committed=self._on_committed,
@@ -92,11 +92,11 @@ class NearReceiver:
             memory=self.memory,
         )
 
-    def _accept(self, epoch: int, offer: Offer) -> Accepted:
+    def _accept(self, incarnation: int, offer: Offer) -> Accepted:
         taken, self.free = self.free[: offer.blocks], self.free[offer.blocks :]
         return Accepted(tuple(taken))
 
-    def _on_committed(self, epoch: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
+    def _on_committed(self, incarnation: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
         self.committed[commit.request_id] = block_ids
         self.changed.set()
 
@@ -116,7 +116,7 @@ class NearReceiver:
                 await self.changed.wait()
 
 
-async def until_killed(near: NearReceiver, epoch: int, attempt: int, word_of_it: bool) -> None:
+async def until_killed(near: NearReceiver, incarnation: int, attempt: int, word_of_it: bool) -> None:
     """Serve a far sender until all its transfers are in, kill it amid `endless`, and see that failure reported.
 
     Without `word_of_it` the data plane has to notice by itself.
@@ -125,7 +125,7 @@ async def until_killed(near: NearReceiver, epoch: int, attempt: int, word_of_it:
     amid = asyncio.Event()
 
     def handle(message: Message, blob: bytes) -> None:
-        near.receiver.handle(epoch, message, blob)
+        near.receiver.handle(incarnation, message, blob)
         if announces(message, "endless", 2):
             amid.set()
 
@@ -139,7 +139,7 @@ async def until_killed(near: NearReceiver, epoch: int, attempt: int, word_of_it:
         expected = far_end.request_ids()
         await near.until_known(set(expected))
         if word_of_it:
-            near.receiver.peer_lost(epoch, "killed")
+            near.receiver.peer_lost(incarnation, "killed")
         await near.until_known({"endless"})
     assert near.committed.keys() == expected.keys()
     for request_id, ids in expected.items():
@@ -151,10 +151,10 @@ async def until_killed(near: NearReceiver, epoch: int, attempt: int, word_of_it:
 def test_a_killed_sender_costs_its_open_sessions_and_a_new_one_is_served():
     async def main() -> None:
         near = NearReceiver()
-        await until_killed(near, epoch=21, attempt=1, word_of_it=True)
+        await until_killed(near, incarnation=21, attempt=1, word_of_it=True)
         near.free = shuffled(BLOCKS, BLOCKS, seed=14)
         near.committed, near.failed = {}, {}
-        await until_killed(near, epoch=22, attempt=2, word_of_it=False)
+        await until_killed(near, incarnation=22, attempt=2, word_of_it=False)
         assert near.receiver.counters["pairs"] == near.receiver.counters["pairs_lost"] == 2
         await near.receiver.close()
 
@@ -180,26 +180,28 @@ def test_a_killed_receiver_is_reported_and_the_next_one_is_served():
         sender = KvSender(
             layout=LAYOUT,
             pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED).to("cuda" if ends.TRANSPORT in ends.ON_GPU else "cpu"),
-            epoch=far_end.NEAR_EPOCH,
+            incarnation=far_end.NEAR_EPOCH,
             clock=time.monotonic,
-            send=lambda epoch, message, blob: wires[epoch].send(epoch, message, blob),
+            send=lambda incarnation, message, blob: wires[incarnation].send(incarnation, message, blob),
             on_result=on_result,
             settings=ends.settings_for(ends.TRANSPORT, SETTINGS),
         )
-        for epoch in (FAR_EPOCH, FAR_EPOCH + 1):
+        for incarnation in (FAR_EPOCH, FAR_EPOCH + 1):
             accepted = asyncio.Event()
 
-            def handle(message: Message, blob: bytes, epoch: int = epoch, accepted: asyncio.Event = accepted) -> None:
-                sender.handle(epoch, message, blob)
+            def handle(
+                message: Message, blob: bytes, incarnation: int = incarnation, accepted: asyncio.Event = accepted
+            ) -> None:
+                sender.handle(incarnation, message, blob)
                 if isinstance(message, Accept) and message.request_id.startswith("cut"):
                     accepted.set()
 
-            async with far_process("receiver") as (process, wires[epoch]):
-                pump = asyncio.create_task(wires[epoch].pump(handle))
-                whole, cut = f"whole-{epoch}", f"cut-{epoch}"
+            async with far_process("receiver") as (process, wires[incarnation]):
+                pump = asyncio.create_task(wires[incarnation].pump(handle))
+                whole, cut = f"whole-{incarnation}", f"cut-{incarnation}"
                 for request_id, given in ((whole, 100), (cut, 300)):
-                    sender.open(request_id, 1, epoch, given)
-                    sender.blocks_ready(request_id, 1, 0, shuffled(BLOCKS, given, seed=epoch))
+                    sender.open(request_id, 1, incarnation, given)
+                    sender.blocks_ready(request_id, 1, 0, shuffled(BLOCKS, given, seed=incarnation))
                 sender.commit(whole, 1, FIRST, [1, 2, 3])
                 await until_known(whole)
                 async with asyncio.timeout(WAIT_S):
@@ -207,8 +209,8 @@ def test_a_killed_receiver_is_reported_and_the_next_one_is_served():
                 process.kill()
                 sender.commit(cut, 1, FIRST, [])
                 await pump
-                if epoch != FAR_EPOCH:  # the first time, the data plane has to notice by itself
-                    sender.peer_lost(epoch, "killed")
+                if incarnation != FAR_EPOCH:  # the first time, the data plane has to notice by itself
+                    sender.peer_lost(incarnation, "killed")
                 await until_known(cut)
             assert isinstance(results[whole], KvSent), results
             assert isinstance(results[cut], KvFailed), results

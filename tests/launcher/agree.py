@@ -234,14 +234,14 @@ def show(rounds: Sequence[dict[str, Measured]], console: Console) -> bool:
     for name in SERIES:
         for what in SHOWN:
             one, other = (_figure(rounds, side, name, what) for side in ("ours", "theirs"))
-            cells = [f"{one:.2f}", f"{other:.2f}", f"{one / other:.4f}"]
+            sub_blocks = [f"{one:.2f}", f"{other:.2f}", f"{one / other:.4f}"]
             if known and not (means_only and what != "mean"):
                 one /= _figure(rounds, "ours, server", name, what)
                 other /= _figure(rounds, "theirs, server", name, what)
-                cells += [f"{one:.4f}", f"{other:.4f}", f"{one / other:.4f}"]
-            cells += [""] * (len(columns) - len(cells))
+                sub_blocks += [f"{one:.4f}", f"{other:.4f}", f"{one / other:.4f}"]
+            sub_blocks += [""] * (len(columns) - len(sub_blocks))
             each = [_figure([found], "ours", name, what) / _figure([found], "theirs", name, what) for found in rounds]
-            rows.add_row(f"{name.upper()} {what}", *cells, " ".join(f"{ratio:.3f}" for ratio in each))
+            rows.add_row(f"{name.upper()} {what}", *sub_blocks, " ".join(f"{ratio:.3f}" for ratio in each))
             agree = agree and (what not in judged or abs(one / other - 1) <= WITHIN)
     console.print(rows)
     console.print(f"{' and '.join(judged)}: {'agree' if agree else 'do not agree'} within {100 * WITHIN:.0f} %")

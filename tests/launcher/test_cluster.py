@@ -118,9 +118,9 @@ def test_a_client_here_is_sent_to_loopback_where_all_interfaces_are_bound() -> N
 
 
 def test_the_journal_is_the_coordinators_and_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
-    cluster = clusters.build(ServeSettings(port=0, journal=str(tmp_path / "journal")), MODEL)
+    cluster = clusters.build(ServeSettings(port=0, event_log=str(tmp_path / "event_log")), MODEL)
     coordinator = parse(CoordinatorSettings, _options(cluster.processes[0].arguments))
-    assert coordinator.journal == str(tmp_path / "journal")
-    for wrong, why in ((str(tmp_path), "is a folder"), (str(tmp_path / "no" / "journal"), "there is no folder")):
-        with pytest.raises(SettingsError, match=f"--journal: .*{why}"):
-            clusters.build(ServeSettings(port=0, journal=wrong), MODEL)
+    assert coordinator.event_log == str(tmp_path / "event_log")
+    for wrong, why in ((str(tmp_path), "is a folder"), (str(tmp_path / "no" / "event_log"), "there is no folder")):
+        with pytest.raises(SettingsError, match=f"--event-log: .*{why}"):
+            clusters.build(ServeSettings(port=0, event_log=wrong), MODEL)

@@ -143,9 +143,9 @@ def test_panels_and_rules_are_well_formed() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
         at = panel["gridPos"]
-        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert not taken & cells and at["x"] + at["w"] <= 24, panel["title"]
-        taken |= cells
+        sub_blocks = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not taken & sub_blocks and at["x"] + at["w"] <= 24, panel["title"]
+        taken |= sub_blocks
     for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text(encoding="utf-8"))["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("warning", "critical") and rule["annotations"]["summary"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.event_log.format import JournalError
+from coordinator.event_log.format import EventLogError
 from coordinator.event_log.timeline import ChunkSent
 from launcher.admin import replay as commands
 from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
@@ -46,9 +46,9 @@ def test_a_story_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[st
     s.finish("busy2")
     text = told(saved(s, tmp_path / "j"), "busy2", capsys)
     for line in (
-        "busy2 of busy/bob, band standard: 12 prompt tokens, up to 4 more",
+        "busy2 of busy/bob, priority class standard: 12 prompt tokens, up to 4 more",
         "+0.000 s  submitted: 0 requests waited already, 0 of them of this tenant",
-        "+0.300 s  passed over once: the turn of other, band standard (other1); organisation other has had less of its"
+        "+0.300 s  passed over once: the turn of other, priority class standard (other1); organisation other has had less of its"
         " share than busy, round 0 against 16",
         "+0.400 s  passed over once: urgent of the same tenant first: it is due 2.900 s earlier",
         "+0.500 s  placed on prefill-10 + decode-20: its turn; 4 KV blocks reserved for its answer",
@@ -77,7 +77,7 @@ def test_waiting_for_room_in_plain_words(tmp_path: Path, capsys: pytest.CaptureF
     assert "others got room before it once: from now on what comes free is kept for it" in waits
     assert "placed on prefill-10 + decode-20: there was room at last, kept for it" in waits
     assert "behind others without room" in told(file, "behind", capsys)
-    kept = "no room; what comes free is kept for waits of acme, band standard, which others had bypassed once"
+    kept = "no room; what comes free is kept for waits of acme, priority class standard, which others had bypassed once"
     assert kept in told(file, "after", capsys)
 
 
@@ -108,19 +108,19 @@ def test_the_longest_waits_as_a_table_and_as_json(tmp_path: Path, capsys: pytest
     shown = capsys.readouterr().out
     assert all(row["request"] in shown and row["tenant"] in shown for row in rows)
     assert commands.explain(ExplainSettings(file=str(path), request=rows[0]["request"], as_json=True)) == 0
-    story = json.loads(capsys.readouterr().out)["story"]
-    assert story[0]["what"] == "submitted" and story[-1]["what"] == "ended"
-    assert {entry["reason"]["kind"] for entry in story if entry["what"] == "passed_over"}
+    timeline = json.loads(capsys.readouterr().out)["story"]
+    assert timeline[0]["what"] == "submitted" and timeline[-1]["what"] == "ended"
+    assert {entry["reason"]["kind"] for entry in timeline if entry["what"] == "passed_over"}
 
 
 def test_a_request_that_is_not_there_and_a_file_that_is_none(tmp_path: Path) -> None:
     file = saved(Scene.of(), tmp_path / "j")
-    with pytest.raises(JournalError, match="no request 'nobody'"):
+    with pytest.raises(EventLogError, match="no request 'nobody'"):
         commands.explain(ExplainSettings(file=file, request="nobody"))
-    with pytest.raises(JournalError, match="No such file"):
+    with pytest.raises(EventLogError, match="No such file"):
         commands.replay(ReplaySettings(file=str(tmp_path / "absent")))
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(JournalError, match="not a journal"):
+    with pytest.raises(EventLogError, match="not a ledger"):
         commands.explain(ExplainSettings(file=str(tmp_path / "text")))
 
 
@@ -153,5 +153,5 @@ def test_replay_shows_the_first_difference(
     assert commands.replay(ReplaySettings(file=str(path), as_json=True)) == 1
     difference = json.loads(capsys.readouterr().out)["difference"]
     assert difference["why"] == "the actions differ" and difference["actions"]
-    with pytest.raises(JournalError, match="crossdock replay says more"):
+    with pytest.raises(EventLogError, match="crossdock replay says more"):
         commands.explain(ExplainSettings(file=str(path)))

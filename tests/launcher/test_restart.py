@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from launcher.local.restart import FIRST_DELAY_S, FORGIVEN_EVERY_S, LAST_DELAY_S, STARTUP_FAILURES_MAX, RestartPolicy
+from launcher.local.restart import FIRST_DELAY_S, LAST_DELAY_S, RESET_EVERY_S, STARTUP_FAILURES_MAX, RestartPolicy
 from runtime.process.exits import HOPELESS_EXITS, HUNG_EXIT
 
 
@@ -34,7 +34,7 @@ def test_half_a_minute_of_readiness_forgives_what_was_before() -> None:
 def test_kills_of_a_worker_that_serves_in_between_do_not_add_up() -> None:
     """As where somebody kills workers at random, every few seconds, for hours."""
     policy = RestartPolicy()
-    delays = [_die(policy, ready_s=FORGIVEN_EVERY_S) for _ in range(10_000)]
+    delays = [_die(policy, ready_s=RESET_EVERY_S) for _ in range(10_000)]
     assert set(delays) == {FIRST_DELAY_S}
 
 

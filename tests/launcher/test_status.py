@@ -38,7 +38,9 @@ def test_the_answer_of_the_coordinator_is_what_is_shown() -> None:
 
         server = LinkServer(
             bind="tcp://127.0.0.1:0",
-            hello=Hello(version=PROTOCOL_VERSION, role=Role.COORDINATOR, epoch=clock.new_epoch(), name="coordinator"),
+            hello=Hello(
+                version=PROTOCOL_VERSION, role=Role.COORDINATOR, incarnation=clock.new_incarnation(), name="coordinator"
+            ),
             accept=lambda hello: None,
             on_up=lambda peer: None,
             on_message=on_message,

@@ -119,7 +119,7 @@ def test_after_the_first_readiness_a_role_that_keeps_failing_ends_nothing(
                     heard.lines.clear()
             assert not failed.done() and supervisor.children["other"].pid == other
             (state,) = (one for one in process_states.read(tmp_path).processes if one.name == "role")
-            assert state.restarts >= 8 and state.lately(clock.unix_time()) == state.restarts
+            assert state.restarts >= 8 and state.recent(clock.unix_time()) == state.restarts
             assert state.exit_status == status and state.ended == f"ended with status {status}"
         finally:
             failed.cancel()

@@ -15,7 +15,7 @@ from rich.console import Console
 from coordinator.accounting.ledger import Ledger
 from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Closed, Entry, Opened
-from launcher.admin.usage import NoJournal, UsageSettings, read, show
+from launcher.admin.usage import NoLedger, UsageSettings, read, show
 from launcher.local import cluster as clusters
 from launcher.models.resolve import ReadyModel
 from launcher.process import child_environment
@@ -36,7 +36,7 @@ def closed(name: str, outcome: str = "finished") -> Closed:
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> str:
+def event_log(tmp_path: Path) -> str:
     path = tmp_path / "usage.sqlite"
     entries: list[Entry] = [
         opened("r1", "acme/ann"),
@@ -60,8 +60,8 @@ def journal(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_sums_by_day_and_tenant_with_open_requests_at_their_estimate(journal: str) -> None:
-    first = read(UsageSettings(db=journal, day="2026-11-21", tenant="acme/ann"))[0]
+def test_sums_by_day_and_tenant_with_open_requests_at_their_estimate(event_log: str) -> None:
+    first = read(UsageSettings(db=event_log, day="2026-11-21", tenant="acme/ann"))[0]
     assert first["outcomes"] == {"finished": 1, "cancelled": 1, "open": 1}
     assert (first["requests"], first["open"], first["charged_tokens"]) == (3, 1, 2 * 90 + 150)
     assert (first["prompt_tokens"], first["cached_tokens"], first["output_tokens"]) == (120, 80, 60)
@@ -78,8 +78,8 @@ def test_sums_by_day_and_tenant_with_open_requests_at_their_estimate(journal: st
         ({"tenant": "acme/an_"}, []),
     ],
 )
-def test_what_is_asked_for_is_shown(journal: str, options: dict[str, str], expected: list[str]) -> None:
-    entries = read(UsageSettings(db=journal, **options))
+def test_what_is_asked_for_is_shown(event_log: str, options: dict[str, str], expected: list[str]) -> None:
+    entries = read(UsageSettings(db=event_log, **options))
     assert [f"{entry['day'][-2:]} {entry['tenant']}" for entry in entries] == expected
     out = io.StringIO()
     show(entries, Console(file=out, width=200))
@@ -88,11 +88,11 @@ def test_what_is_asked_for_is_shown(journal: str, options: dict[str, str], expec
 
 
 def test_no_journal_is_said_with_its_path(tmp_path: Path) -> None:
-    with pytest.raises(NoJournal, match=r"no journal at .*none\.sqlite"):
+    with pytest.raises(NoLedger, match=r"no ledger at .*none\.sqlite"):
         read(UsageSettings(db=str(tmp_path / "none.sqlite")))
     other = tmp_path / "other"
     other.write_bytes(b"something else" * 100)
-    with pytest.raises(NoJournal, match="not a database"):
+    with pytest.raises(NoLedger, match="not a database"):
         read(UsageSettings(db=str(other)))
 
 
@@ -106,8 +106,8 @@ def crossdock(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_usage_for_programs(journal: str) -> None:
-    done = crossdock("usage", "--db", journal, "--day", "2026-11-22", "--json")
+def test_usage_for_programs(event_log: str) -> None:
+    done = crossdock("usage", "--db", event_log, "--day", "2026-11-22", "--json")
     assert [entry["tenant"] for entry in json.loads(done.stdout)] == ["acme/ann"], done.stderr
 
 

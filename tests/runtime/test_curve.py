@@ -43,8 +43,8 @@ def links(folder: Path, role: Role, heartbeat_ms: int = 50) -> LinkSettings:
     )
 
 
-def hello(role: Role, name: str = "x", epoch: int = 9) -> Hello:
-    return Hello(PROTOCOL_VERSION, role, epoch, name)
+def hello(role: Role, name: str = "x", incarnation: int = 9) -> Hello:
+    return Hello(PROTOCOL_VERSION, role, incarnation, name)
 
 
 def test_with_keys_messages_go_both_ways(folder: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_routing_id_is_no_identity(folder: Path) -> None:
     run(body)
 
 
-def test_an_epoch_is_no_identity(folder: Path) -> None:
+def test_an_incarnation_is_no_identity(folder: Path) -> None:
     """Epochs are told to others; whoever says another process's does not put it out. The process itself may come again."""
     make(folder, ["decode-b"])
     other = folder.parent / "other"

@@ -29,8 +29,8 @@ FAST = LinkSettings(heartbeat_ms=50, reconnect_ms=10, reconnect_ms_max=50, hands
 CANCEL = Cancel("r", 1, CancelReason.DISCONNECTED)
 
 
-def hello(name: str, epoch: int = 1, version: int = PROTOCOL_VERSION) -> Hello:
-    return Hello(version, Role.GATEWAY, epoch, name)
+def hello(name: str, incarnation: int = 1, version: int = PROTOCOL_VERSION) -> Hello:
+    return Hello(version, Role.GATEWAY, incarnation, name)
 
 
 class End:
@@ -66,7 +66,7 @@ class End:
 
     def up(self, peer: Peer, welcome: Welcome | None = None) -> None:
         self.peer = peer
-        self.events.put_nowait(("up", peer.epoch))
+        self.events.put_nowait(("up", peer.incarnation))
 
     def message(self, peer: Peer, message: Message, blob: bytes) -> None:
         if isinstance(message, StatusRequest):

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from runtime.process import clock
-from runtime.process.rate_limited_log import BURST, EVERY_S, Seldom
+from runtime.process.rate_limited_log import BURST, EVERY_S, RateLimitedLog
 
 
 def test_a_flood_of_lines_becomes_few_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(clock, "now", lambda: now)
     lines: list[dict[str, Any]] = []
-    say = Seldom(lambda event, **values: lines.append(values))
+    say = RateLimitedLog(lambda event, **values: lines.append(values))
     for _ in range(10_000):
         say("turned away", reason="x")
     assert len(lines) == BURST and not any("left_out" in line for line in lines)

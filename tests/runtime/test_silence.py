@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.link.failure_detector import Silence
+from runtime.link.failure_detector import FailureDetector
 
 HEARTBEAT_MS = 500
 SLOW_S = 1.4
@@ -19,10 +19,10 @@ def lost_at(
     """When a peer whose words arrive at `heard` is taken for lost. We wake up to `late_s` late, not at all in a stall, and read
     what has arrived only after having looked."""
     now, read = 0.0, 0.0
-    silence = Silence(HEARTBEAT_MS, now)
+    failure_detector = FailureDetector(HEARTBEAT_MS, now)
     while now < EVER_S:
-        pause = silence.pause_s([read], now)
-        assert 0.0 < pause <= silence.beat_s
+        pause = failure_detector.pause_s([read], now)
+        assert 0.0 < pause <= failure_detector.beat_s
         before, now = now, now + pause + source.uniform(0.0, late_s)
         for start, end in stalls:
             if before <= end and start <= now:
@@ -31,7 +31,7 @@ def lost_at(
         # On time, the loop read all that came before this wake-up; after a stall it reads it only now.
         arrived = max((at for at in heard if at <= (before if stalled else now)), default=0.0)
         read = max(read, arrived)
-        if silence.look(now) and silence.is_lost(read, now):
+        if failure_detector.look(now) and failure_detector.is_lost(read, now):
             return now
         read = max(read, max((at for at in heard if at <= now), default=0.0))
     return None

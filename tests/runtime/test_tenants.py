@@ -4,13 +4,13 @@ import hashlib
 
 import pytest
 
-from runtime.tenancy.tenants import DEFAULT_BANDS, QuotaLimits, TenantsError, open_tenants, parse
+from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES, QuotaLimits, TenantsError, open_tenants, parse
 
 ANN, BOB = (hashlib.sha256(key).hexdigest() for key in (b"ann's", b"bob's"))
 FILE = f"""
 [tenants.acme]
 weight = 2.0
-bands = ["interactive", "standard"]
+priority_classes = ["interactive", "standard"]
 borrow = true
 cache_group = "acme"
 keys = ["{ANN}"]
@@ -18,7 +18,7 @@ keys = ["{ANN}"]
 tokens_per_min = 200_000
 [tenants.acme.users.bob]
 weight = 0.5
-band = "batch"
+priority_class = "batch"
 borrow = false
 keys = ["{BOB}"]
 limits = {{ concurrency = 4 }}
@@ -30,14 +30,23 @@ limits = {{ concurrency = 4 }}
 def test_users_inherit_all_but_weight_and_limits() -> None:
     tenants = parse(FILE)
     acme, bob, cy = (tenants.policies[name] for name in ("acme", "acme/bob", "acme/cy"))
-    assert (acme.band, acme.bands, acme.organisation_weight) == ("standard", {"interactive", "standard"}, 2.0)
+    assert (acme.priority_class, acme.priority_classes, acme.organisation_weight) == (
+        "standard",
+        {"interactive", "standard"},
+        2.0,
+    )
     assert [(level.name, level.borrow) for level in bob.levels] == [("acme/bob", False), ("acme", True)]
     assert bob.levels[0].limits == QuotaLimits(concurrency=4)
     assert bob.levels[1].limits == QuotaLimits(tokens_per_min=200_000)
-    assert (bob.band, bob.bands) == ("batch", {"batch"})
-    assert (cy.band, cy.bands, cy.weight, cy.levels[0].borrow) == ("standard", acme.bands, 1.0, True)
+    assert (bob.priority_class, bob.priority_classes) == ("batch", {"batch"})
+    assert (cy.priority_class, cy.priority_classes, cy.weight, cy.levels[0].borrow) == (
+        "standard",
+        acme.priority_classes,
+        1.0,
+        True,
+    )
     assert acme.cache_group == bob.cache_group == cy.cache_group
-    assert tenants.policies["solo"].bands == {"standard", "batch"}  # its own and what weighs no more
+    assert tenants.policies["solo"].priority_classes == {"standard", "batch"}  # its own and what weighs no more
 
 
 def test_keys_name_their_tenant_and_are_not_shown() -> None:
@@ -51,7 +60,7 @@ def test_weights_are_those_of_the_fair_queue() -> None:
     tenants = parse(FILE)
     weights = tenants.weights()
     assert (weights["batch/acme"], weights["batch/acme/bob"], weights["standard/acme/"]) == (2.0, 0.5, 1.0)
-    assert not set(weights) & set(tenants.bands)  # theirs depend on floors as well
+    assert not set(weights) & set(tenants.priority_classes)  # theirs depend on floors as well
 
 
 def test_a_group_never_shares_with_a_tenant_of_its_name() -> None:
@@ -63,7 +72,7 @@ def test_a_group_never_shares_with_a_tenant_of_its_name() -> None:
 def test_without_a_file_there_is_one_open_tenant() -> None:
     tenants = open_tenants()
     (policy,) = tenants.policies.values()
-    assert policy.tenant == "default" and policy.bands == set(DEFAULT_BANDS)
+    assert policy.tenant == "default" and policy.priority_classes == set(DEFAULT_PRIORITY_CLASSES)
     assert policy.levels[0].limits == QuotaLimits()
     assert not tenants.keys
     assert tenants.policy("anyone") is policy and parse("").policy("anyone") is None
@@ -71,10 +80,12 @@ def test_without_a_file_there_is_one_open_tenant() -> None:
 
 
 def test_bands_of_the_file_are_all_there_are() -> None:
-    tenants = parse("[bands.gold]\nweight = 3\nfloor_share = 0.5\n[bands.iron]\nweight = 1\n[tenants.a]\nband = 'iron'")
-    assert list(tenants.bands) == ["gold", "iron"]
-    assert tenants.policies["default"].band == "gold"
-    assert tenants.policies["a"].bands == {"iron"}
+    tenants = parse(
+        "[priority_classes.gold]\nweight = 3\nfloor_share = 0.5\n[priority_classes.iron]\nweight = 1\n[tenants.a]\npriority_class = 'iron'"
+    )
+    assert list(tenants.priority_classes) == ["gold", "iron"]
+    assert tenants.policies["default"].priority_class == "gold"
+    assert tenants.policies["a"].priority_classes == {"iron"}
 
 
 @pytest.mark.parametrize(
@@ -85,16 +96,22 @@ def test_bands_of_the_file_are_all_there_are() -> None:
         ("[tenants.a]\nlimits = { concurrency = 1.5 }", "tenants.a.limits.concurrency: must be a whole number"),
         ("[tenants.a]\nlimits = { concurrency = 0 }", "tenants.a.limits.concurrency: must be > 0"),
         ("[tenants.a]\nborrow = 1", "tenants.a.borrow: must be true or false, not 1"),
-        ("[tenants.a]\nband = 'gold'", "tenants.a.band: 'gold' is not a band; there are interactive, standard, batch"),
-        ("[tenants.a]\nbands = ['batch']", "tenants.a.bands: must have the tenant's own band 'standard'"),
-        ("[tenants.a]\nbands = []", "tenants.a.bands: must not be empty"),
+        (
+            "[tenants.a]\npriority_class = 'gold'",
+            "tenants.a.priority_class: 'gold' is not a priority class; there are interactive, standard, batch",
+        ),
+        (
+            "[tenants.a]\npriority_classes = ['batch']",
+            "tenants.a.priority_classes: must have the tenant's own priority class 'standard'",
+        ),
+        ("[tenants.a]\npriority_classes = []", "tenants.a.priority_classes: must not be empty"),
         ("[tenants.'a/b']", "tenants.a/b: a name is 1 to 64 of"),
         ("tenants = 3", "tenants: must be a table, not 3"),
-        ("[bands.x]\nfloor_share = 0.1", "bands.x.weight: is needed"),
-        ("[bands.x]\nweight = inf", "bands.x.weight: "),
+        ("[priority_classes.x]\nfloor_share = 0.1", "priority_classes.x.weight: is needed"),
+        ("[priority_classes.x]\nweight = inf", "priority_classes.x.weight: "),
         (
-            "[bands.x]\nweight = 1\nfloor_share = 0.6\n[bands.y]\nweight = 1\nfloor_share = 0.4",
-            "bands: their floor_share add up",
+            "[priority_classes.x]\nweight = 1\nfloor_share = 0.6\n[priority_classes.y]\nweight = 1\nfloor_share = 0.4",
+            "priority classes: their floor_share add up",
         ),
         ("[[", "not TOML"),
         (f"[tenants.a]\nkeys = ['{ANN}']\n[tenants.b]\nkeys = ['{ANN}']", "tenants.b.keys: "),

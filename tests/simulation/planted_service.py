@@ -123,7 +123,7 @@ def a_client_that_leaves_is_not_cancelled(m: pytest.MonkeyPatch) -> None:
 def a_new_coordinator_is_told_nothing(m: pytest.MonkeyPatch) -> None:
     """What had waited in the old one's queue waits for ever."""
 
-    def up(self: StreamKeeper, epoch: int, now: float) -> None:
+    def up(self: StreamKeeper, incarnation: int, now: float) -> None:
         self.link_up = True
         for submission in list(self.submissions.values()):
             if submission.phase is Phase.PENDING:
@@ -149,7 +149,7 @@ def a_cancel_forgets_the_decode_side(m: pytest.MonkeyPatch) -> None:
     def release(self: state.State, key: tuple[str, int]) -> None:
         for worker in self.workers.values():
             if key in worker.holdings and worker.room is None:
-                self.send(worker.epoch, Release(*key))
+                self.send(worker.incarnation, Release(*key))
 
     m.setattr(state.State, "release_everywhere", release)
 
@@ -159,11 +159,11 @@ def a_lost_worker_keeps_its_reservations(m: pytest.MonkeyPatch) -> None:
     """Its tenants' concurrency and blocks never come back."""
     original = members.down
 
-    def down(self: state.State, epoch: int, reason: str, now: float) -> None:
-        worker = self.workers.get(epoch)
+    def down(self: state.State, incarnation: int, reason: str, now: float) -> None:
+        worker = self.workers.get(incarnation)
         if worker is not None:
             worker.holdings.clear()
-        original(self, epoch, reason, now)
+        original(self, incarnation, reason, now)
 
     m.setattr(members, "down", down)
 
@@ -175,9 +175,9 @@ def blocks_count_as_free_when_a_release_is_sent(m: pytest.MonkeyPatch) -> None:
 
     def release(self: state.State, key: tuple[str, int]) -> None:
         original(self, key)
-        for epoch, worker in list(self.workers.items()):
+        for incarnation, worker in list(self.workers.items()):
             if key in worker.holdings:
-                self.let_go(epoch, key, 0)
+                self.release(incarnation, key, 0)
 
     m.setattr(state.State, "release_everywhere", release)
 
@@ -187,9 +187,9 @@ def an_interrupted_gateway_is_not_told(m: pytest.MonkeyPatch) -> None:
     """The stream stops and nobody resumes it."""
     original = state.State.send
 
-    def send(self: state.State, epoch: int, message: Any, blob: bytes = b"") -> None:
+    def send(self: state.State, incarnation: int, message: Any, blob: bytes = b"") -> None:
         if type(message).__name__ != "Interrupted":
-            original(self, epoch, message, blob)
+            original(self, incarnation, message, blob)
 
     m.setattr(state.State, "send", send)
 
@@ -199,12 +199,12 @@ def a_lost_gateway_is_not_cancelled(m: pytest.MonkeyPatch) -> None:
     """Its requests run on."""
     original = members.down
 
-    def down(self: state.State, epoch: int, reason: str, now: float) -> None:
-        hello = self.peers.get(epoch)
+    def down(self: state.State, incarnation: int, reason: str, now: float) -> None:
+        hello = self.peers.get(incarnation)
         if hello is not None and hello.role.value == "gateway":
-            del self.peers[epoch]
+            del self.peers[incarnation]
         else:
-            original(self, epoch, reason, now)
+            original(self, incarnation, reason, now)
 
     m.setattr(members, "down", down)
 

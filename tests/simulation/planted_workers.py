@@ -12,7 +12,7 @@ from kvtransfer.session.receiver import COMMITTED, FAILED, ReceiverSession
 from kvtransfer.session.sender import SenderSession
 from kvtransfer.session.session import Action, Ended, KvCommitted, SegmentDone, SegmentDropped, Session
 from prefill_worker.core import PrefillCore
-from prefill_worker.prompts import Prompt, PromptTable
+from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.messages import Released, TokenItem, Tokens
 from runtime.worker import step_watch
 from runtime.worker.step_watch import StepWatch
@@ -43,28 +43,28 @@ def a_process_that_was_stopped_takes_its_step_for_hung(m: pytest.MonkeyPatch) ->
 @bug
 def a_prefill_worker_keeps_the_blocks_of_an_aborted_prompt(m: pytest.MonkeyPatch) -> None:
     """Its pool fills up."""
-    original = PromptTable._let_go
+    original = PromptTable._release
 
-    def let_go(self: PromptTable, prompt: Prompt) -> Any:
-        if isinstance(prompt.farewell, Released):
+    def release(self: PromptTable, prompt: PrefillRequest) -> Any:
+        if isinstance(prompt.final_report, Released):
             prompt.blocks = []
         return original(self, prompt)
 
-    m.setattr(PromptTable, "_let_go", let_go)
+    m.setattr(PromptTable, "_release", release)
 
 
 @bug
 def a_prefill_worker_frees_blocks_under_a_running_step(m: pytest.MonkeyPatch) -> None:
     """The next prompt's KV is written over."""
-    original = PromptTable._let_go
+    original = PromptTable._release
 
-    def let_go(self: PromptTable, prompt: Prompt) -> Any:
+    def release(self: PromptTable, prompt: PrefillRequest) -> Any:
         in_step, prompt.in_step = prompt.in_step, False
         said = original(self, prompt)
         prompt.in_step = in_step
         return said
 
-    m.setattr(PromptTable, "_let_go", let_go)
+    m.setattr(PromptTable, "_release", release)
 
 
 @bug
@@ -72,9 +72,9 @@ def a_prefill_worker_frees_blocks_that_are_being_sent(m: pytest.MonkeyPatch) -> 
     """The other end gets another prompt's KV."""
     original = PromptTable.close
 
-    def close(self: PromptTable, prompt: Prompt, farewell: Any) -> Any:
+    def close(self: PromptTable, prompt: PrefillRequest, final_report: Any) -> Any:
         prompt.sending = False
-        return original(self, prompt, farewell)
+        return original(self, prompt, final_report)
 
     at_once = SenderSession._fail
 
@@ -93,7 +93,7 @@ def chunks_need_not_continue_what_is_computed(m: pytest.MonkeyPatch) -> None:
         found = []
         for chunk in chunks:
             prompt = self.prompts.get((chunk.request_id, chunk.attempt))
-            if prompt is not None and prompt.farewell is None and not prompt.in_step:
+            if prompt is not None and prompt.final_report is None and not prompt.in_step:
                 found.append((prompt, chunk))
         return found
 
@@ -105,7 +105,7 @@ def the_first_token_is_sent_twice(m: pytest.MonkeyPatch) -> None:
     """By the prefill worker: once when drawn, once when handed over."""
     original = PrefillCore._first_tokens_drawn
 
-    def drawn(self: PrefillCore, prompt: Prompt, items: list[TokenItem]) -> None:
+    def drawn(self: PrefillCore, prompt: PrefillRequest, items: list[TokenItem]) -> None:
         original(self, prompt, items)
         self._ports.gateways.send(prompt.order.gateway, Tokens(tuple(items)))
 
@@ -127,9 +127,9 @@ def a_decode_worker_frees_blocks_under_a_running_step(m: pytest.MonkeyPatch) -> 
     m.setattr(AttemptTable, "close", _close_at_once)
 
 
-def _close_at_once(self: AttemptTable[Any], attempt: Attempt[Any], farewell: Any) -> Any:
-    if attempt.farewell is None:
-        attempt.farewell = farewell
+def _close_at_once(self: AttemptTable[Any], attempt: Attempt[Any], final_report: Any) -> Any:
+    if attempt.final_report is None:
+        attempt.final_report = final_report
     if attempt.phase.value == "receiving":
         return []
     if attempt.phase.value == "running":
@@ -143,8 +143,8 @@ def blocks_of_a_failed_receive_are_forgotten(m: pytest.MonkeyPatch) -> None:
     """The decode worker's pool shrinks with each failure."""
     original = AttemptTable.received_nothing
 
-    def nothing(self: AttemptTable[Any], key: Any, blocks: list[int], farewell: Any) -> Any:
-        return original(self, key, [], farewell)
+    def nothing(self: AttemptTable[Any], key: Any, blocks: list[int], final_report: Any) -> Any:
+        return original(self, key, [], final_report)
 
     m.setattr(AttemptTable, "received_nothing", nothing)
 
@@ -245,5 +245,5 @@ def a_prefix_is_shared_without_a_reference(m: pytest.MonkeyPatch) -> None:
             self._prefixes.hold(block)
         return blocks
 
-    m.setattr(BlockAllocator, "take_prefix", take)
+    m.setattr(BlockAllocator, "match_prefix", take)
     _free_only_what_is_held(m)

@@ -9,7 +9,7 @@ import pytest
 
 from simulation.batch import from_line
 from simulation.faults.plan import FAULTS, draw
-from simulation.run import run, story
+from simulation.run import run, timeline
 
 SEEDS, PARTS = 1000, 4
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ def test_nothing_is_lost(part: int) -> None:
         result = run(seed)
         if result.failure is not None:
             assert result.cluster is not None
-            told = "\n".join(story(result.cluster, getattr(result.failure, "request_id", "")))
+            told = "\n".join(timeline(result.cluster, getattr(result.failure, "request_id", "")))
             raise AssertionError(f"seed {seed} (crossdock simulate --seed {seed}): {result.failure}\n{told}") from (
                 result.failure
             )
@@ -74,10 +74,10 @@ def test_a_seed_tells_the_same_story_whatever_the_hash_seed() -> None:
 def test_a_story_is_of_its_request_and_of_what_was_done_to_the_cluster() -> None:
     result = run(7, keep=True)
     assert result.cluster is not None
-    told = story(result.cluster, "r0", 1000)
+    told = timeline(result.cluster, "r0", 1000)
     assert any("client asks r0" in line for line in told) and any("healing" in line for line in told)
     assert not any("client asks r1" in line for line in told)
-    assert len(story(result.cluster, most=10)) == 10
+    assert len(timeline(result.cluster, most=10)) == 10
 
 
 def test_a_child_process_says_what_it_ran() -> None:

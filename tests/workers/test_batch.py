@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.batch import Batch, Running
-from decode_worker.requests import AttemptTable, Farewell, Phase
+from decode_worker.batch import Batch, DecodeRequest
+from decode_worker.requests import AttemptTable, FinalReport, Phase
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
 from proto.errors import FinishReason, Interrupt
@@ -35,8 +35,8 @@ class World:
     def __init__(self, pool: int = POOL) -> None:
         self.batch: Batch[str] = Batch()
         self.table = AttemptTable(BlockAllocator(pool), BLOCK, self.batch)
-        self.told: list[Farewell] = []
-        self.stuck: list[list[Running[str]]] = []
+        self.told: list[FinalReport] = []
+        self.stuck: list[list[DecodeRequest[str]]] = []
 
     def accept(self, order: Reserve) -> Accepted:
         self.table.reserve(order)
@@ -57,7 +57,7 @@ class World:
         self.table.start(
             attempt,
             [
-                Running(attempt.key, c, order.gateway, order.sampling, t, "state", 100 + c, start)
+                DecodeRequest(attempt.key, c, order.gateway, order.sampling, t, "state", 100 + c, start)
                 for c, t in enumerate(tables)
             ],
         )
@@ -112,7 +112,7 @@ def test_a_choice_that_ended_with_its_first_token_counts_as_output_too() -> None
     attempt = w.table.attempts[("a", 1)]
     tables = w.table.fork(attempt, blocks, 2)
     going_on = [
-        Running(attempt.key, choice, order.gateway, order.sampling, table, "state", 100, 1)
+        DecodeRequest(attempt.key, choice, order.gateway, order.sampling, table, "state", 100, 1)
         for choice, table in zip((0, 2), tables, strict=True)
     ]
     w.table.start(attempt, going_on)
@@ -237,9 +237,9 @@ def test_a_sequence_without_a_block_fails_alone() -> None:
 def test_an_attempt_that_is_stuck_leaves_whole_and_the_others_go_on_with_its_blocks() -> None:
     w = World(pool=6)
 
-    def stuck(sequences: list[Running[str]]) -> None:
+    def stuck(sequences: list[DecodeRequest[str]]) -> None:
         attempt = w.table.attempts[sequences[0].key]
-        attempt.farewell = WorkFailed(*attempt.key, Interrupt.PREEMPTED, "no block")
+        attempt.final_report = WorkFailed(*attempt.key, Interrupt.PREEMPTED, "no block")
         w.told += w.table.ended(sequences)
 
     w.run(reserve("two", 4, choices=2, max_tokens=50))
@@ -319,7 +319,7 @@ def test_every_attempt_is_told_of_once_and_every_block_comes_back(data: st.DataO
                 )
             case "commit" if receiving.keys() - w.table_doubts():
                 order, blocks = receiving.pop(data.draw(st.sampled_from(sorted(receiving.keys() - w.table_doubts()))))
-                if w.table.attempts[(order.request_id, 1)].farewell is None:
+                if w.table.attempts[(order.request_id, 1)].final_report is None:
                     w.commit(order, blocks)
                 else:
                     w.told += w.table.received_nothing((order.request_id, 1), blocks, Released(order.request_id, 1))

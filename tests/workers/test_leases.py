@@ -102,7 +102,7 @@ class LeaseWorld:
         self.world.step(STOP_TOKEN if self.random.random() < 0.2 else 50)
         for stuck in self.world.stuck:
             attempt = self.table.attempts[stuck[0].key]
-            attempt.farewell = WorkFailed(*attempt.key, Interrupt.PREEMPTED, "")
+            attempt.final_report = WorkFailed(*attempt.key, Interrupt.PREEMPTED, "")
             self.table.ended(stuck)
         self.world.stuck.clear()
 
@@ -136,7 +136,7 @@ class LeaseWorld:
             if isinstance(action.result, KvReceiveFailed):
                 self.table.received_nothing(key, list(action.result.block_ids), Released(*key))
             elif isinstance(action.result, KvCommitted):
-                if attempt is None or attempt.farewell is not None:
+                if attempt is None or attempt.final_report is not None:
                     self.table.received_nothing(key, list(action.result.block_ids), Released(*key))
                 else:
                     self.world.commit(attempt.order, list(action.result.block_ids))
@@ -176,7 +176,7 @@ def test_a_block_in_doubt_is_nobody_elses_and_its_holder_is_named() -> None:
     world.feed(session, Announce("a", 1, 1, 0, 0, 0, (2,)))
     world.feed(session, PairLost("no heartbeat"))
     [lease] = leases(world.table, world.receiving())
-    assert (lease.request_id, lease.attempt, lease.peer_epoch, lease.state) == ("a", 1, PEER, "draining")
+    assert (lease.request_id, lease.attempt, lease.peer_incarnation, lease.state) == ("a", 1, PEER, "draining")
     assert world.table.allocator.quarantined_count == 2
     room = world.table.allocator.free_count
     taken = set(world.table.allocator.allocate(room))

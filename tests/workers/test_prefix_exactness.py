@@ -11,7 +11,7 @@ from kvtransfer.memory.digests import BlockDigests, Digester
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from prefill_worker.compute import run_step
-from prefill_worker.prompts import Prompt, PromptTable
+from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.codec import pack_tokens
 from proto.messages import Chunk, Peer, Prefill, Released, TokenItem
 from proto.sampling import Sampling
@@ -34,11 +34,11 @@ def first_token(
     sampling: Sampling,
     chunk: int,
     digests: BlockDigests | None = None,
-) -> tuple[Prompt, TokenItem]:
+) -> tuple[PrefillRequest, TokenItem]:
     hashes = block_hashes(pack_tokens(tokens), BLOCK, "tenant:t")
     order = Prefill(name, 1, len(tokens), sampling, 1, 0, 0, Peer("g", 1), Peer("d", 2), 16, hashes, cached)
     prompt = table.take_in(order, tokens)
-    assert isinstance(prompt, Prompt)
+    assert isinstance(prompt, PrefillRequest)
     while True:
         length = min(chunk, len(tokens) - prompt.computed_tokens)
         work = table.runnable((Chunk(name, 1, prompt.computed_tokens, length),))

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kv.allocator import BlockAllocator
-from prefill_worker.prompts import Farewell, Prompt, PromptTable
+from prefill_worker.prompts import FinalReport, PrefillRequest, PromptTable
 from proto.errors import Interrupt
 from proto.messages import Chunk, Finished, HandedOver, Peer, Prefill, Released, WorkFailed
 from proto.sampling import Sampling
@@ -25,9 +25,9 @@ def table(blocks: int = 20) -> PromptTable:
     return PromptTable(BlockAllocator(blocks), BLOCK)
 
 
-def take(t: PromptTable, name: str, tokens: int, text: int | None = None, cached: int = 0) -> Prompt:
+def take(t: PromptTable, name: str, tokens: int, text: int | None = None, cached: int = 0) -> PrefillRequest:
     prompt = t.take_in(order(name, tokens, text=text, cached=cached), list(range(tokens)))
-    assert isinstance(prompt, Prompt)
+    assert isinstance(prompt, PrefillRequest)
     prompt.sending = True
     return prompt
 
@@ -62,7 +62,7 @@ def test_a_repeated_order_changes_nothing_and_no_room_is_a_failure() -> None:
     assert t.allocator.free_count == 0
 
 
-def compute(t: PromptTable, prompt: Prompt, tokens: int) -> None:
+def compute(t: PromptTable, prompt: PrefillRequest, tokens: int) -> None:
     work = t.runnable((Chunk(*prompt.key, prompt.computed_tokens, tokens),))
     assert len(work) == 1
     t.begin_step(work)
@@ -167,9 +167,9 @@ def test_what_failed_after_its_first_token_says_that_it_was_emitted() -> None:
 @given(data=st.data())
 def test_every_prompt_is_told_of_once_and_every_block_comes_back(data: st.DataObject) -> None:
     t = table()
-    told: list[Farewell] = []
+    told: list[FinalReport] = []
     made = 0
-    flying: list[tuple[Prompt, Chunk]] = []
+    flying: list[tuple[PrefillRequest, Chunk]] = []
     for _ in range(data.draw(st.integers(1, 60))):
         prompts = list(t.prompts.values())
         match data.draw(st.sampled_from(["take", "step", "close", "sent"])):
@@ -178,7 +178,7 @@ def test_every_prompt_is_told_of_once_and_every_block_comes_back(data: st.DataOb
                 tokens = data.draw(st.integers(1, 30))
                 text, cached = data.draw(st.sampled_from([None, 1, 2])), data.draw(st.integers(0, 30))
                 prompt = t.take_in(order(f"r{made}", tokens, text=text, cached=cached), list(range(tokens)))
-                if isinstance(prompt, Prompt):
+                if isinstance(prompt, PrefillRequest):
                     prompt.sending = True
                 elif prompt is not None:
                     told.append(prompt)

@@ -11,10 +11,10 @@ C = TypeVar("C")
 
 
 class PendingConnections(Generic[C]):
-    """At most `limit` of them, each for at most `patience_s`."""
+    """At most `limit` of them, each for at most `timeout_s`."""
 
-    def __init__(self, limit: int, patience_s: float) -> None:
-        self._limit, self._patience_s = limit, patience_s
+    def __init__(self, limit: int, timeout_s: float) -> None:
+        self._limit, self._timeout_s = limit, timeout_s
         self._deadlines: OrderedDict[C, float] = OrderedDict()
         """In the order of arrival, which is that of the deadlines."""
 
@@ -23,7 +23,7 @@ class PendingConnections(Generic[C]):
 
     def add(self, connection: C, now: float) -> list[C]:
         """Add one; those to be closed for it."""
-        self._deadlines[connection] = now + self._patience_s
+        self._deadlines[connection] = now + self._timeout_s
         return [self.pop_oldest() for _ in range(len(self._deadlines) - self._limit)]
 
     def pop_oldest(self) -> C:

@@ -36,8 +36,8 @@ from kvtransfer.transports.transport import (
     Inbox,
     Listener,
     Local,
-    Meeting,
     PairBroken,
+    Rendezvous,
     SegmentJob,
     Transport,
 )
@@ -51,7 +51,7 @@ class _TcpChannel(Channel):
 
     def __init__(self, local: Local, connection: Connection) -> None:
         self._connection = connection
-        self._cell_bytes = local.rows.layout.block_bytes
+        self._sub_block_bytes = local.rows.layout.block_bytes
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
@@ -83,7 +83,7 @@ class Sending(_TcpChannel):
         super().__init__(local, connection)
         self._digests = local.digests
         self._source = Source(local.rows)
-        self._records = RecordWriter(connection, key, record_bytes_max(self._cell_bytes))
+        self._records = RecordWriter(connection, key, record_bytes_max(self._sub_block_bytes))
 
     def _idle(self, connection: Connection) -> None:
         if connection.wait(select.POLLIN | select.POLLRDHUP, None):  # the receiver says nothing after its answer
@@ -92,8 +92,8 @@ class Sending(_TcpChannel):
     def _carry_out(self, job: SegmentJob, deadline: float) -> bytes:
         assert job.block_ids is not None
         known = bool(job.digest) or self._digests is not None
-        digest = SegmentDigest(self._cell_bytes)
-        for number, record in enumerate(records_of(job.blocks, self._cell_bytes)):
+        digest = SegmentDigest(self._sub_block_bytes)
+        for number, record in enumerate(records_of(job.blocks, self._sub_block_bytes)):
             payload = self._source.read(job.block_ids, record)
             if not known:
                 digest.add(payload)
@@ -107,7 +107,7 @@ class Receiving(_TcpChannel):
     def __init__(self, local: Local, connection: Connection, key: bytes | None) -> None:
         super().__init__(local, connection)
         self._target = Target(local.rows)
-        self._records = RecordReader(connection, key, record_bytes_max(self._cell_bytes))
+        self._records = RecordReader(connection, key, record_bytes_max(self._sub_block_bytes))
 
     def _idle(self, connection: Connection) -> None:
         # What comes before its announcement waits in the kernel.
@@ -115,8 +115,8 @@ class Receiving(_TcpChannel):
             raise PairBroken("the peer is gone: its connection has ended")
 
     def _carry_out(self, job: SegmentJob, deadline: float) -> bytes:
-        digest, wanted = SegmentDigest(self._cell_bytes), True
-        for number, record in enumerate(records_of(job.blocks, self._cell_bytes)):
+        digest, wanted = SegmentDigest(self._sub_block_bytes), True
+        for number, record in enumerate(records_of(job.blocks, self._sub_block_bytes)):
             block_ids = job.block_ids  # the event loop may set it to None at any time
             wanted = wanted and block_ids is not None
             room = self._target.room(block_ids if wanted else None, record)
@@ -131,7 +131,7 @@ class _TcpListener(Listener):
     def __init__(self, local: Local, listener: TcpListener) -> None:
         self._local, self._listener = local, listener
         self._expected, port = listener.expect()
-        self.meeting = Meeting(
+        self.meeting = Rendezvous(
             Tcp.name,
             local.listen_host,
             port,
@@ -175,7 +175,7 @@ class Tcp(Transport):
             raise PairBroken("this process has no address to receive KV on")
         return _TcpListener(local, local.listener)
 
-    def connect(self, local: Local, meeting: Meeting) -> Channel:
+    def connect(self, local: Local, meeting: Rendezvous) -> Channel:
         if local.encrypt and not meeting.encrypted:
             raise PairBroken("the receiver would take KV unencrypted, which --transfer-encryption forbids here")
         if len(meeting.token) != TOKEN_BYTES or len(meeting.key) != KEY_BYTES:
@@ -185,7 +185,7 @@ class Tcp(Transport):
         return Sending(local, Connection(connected), key if meeting.encrypted else None)
 
 
-def _connected(meeting: Meeting, deadline: float) -> tuple[socket.socket, bytes]:
+def _connected(meeting: Rendezvous, deadline: float) -> tuple[socket.socket, bytes]:
     """A connection whose other end has proved the key, and the key of its records. A listener under a flood of strangers may
     drop ours with them; then it is made again. Raises `OSError` or `PairBroken`."""
     for tries_left in reversed(range(_TRIES_MAX)):
@@ -202,7 +202,7 @@ def _connected(meeting: Meeting, deadline: float) -> tuple[socket.socket, bytes]
     raise AssertionError("the last try returns or raises")
 
 
-def _shake_hands(connected: socket.socket, meeting: Meeting, deadline: float) -> bytes:
+def _shake_hands(connected: socket.socket, meeting: Rendezvous, deadline: float) -> bytes:
     nonce = secrets.token_bytes(NONCE_BYTES)
     connected.sendall(hello(meeting.token, meeting.key, nonce))
     said = b""

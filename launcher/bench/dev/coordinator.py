@@ -103,12 +103,16 @@ def _whole(cost: int) -> Terms:
 
 
 def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]:
-    rnd, arrivals, band = random.Random(0), count(), Limits().bands["standard"]
+    rnd, arrivals, priority_class = random.Random(0), count(), Limits().priority_classes["standard"]
 
     def due(cost: int) -> float:
         """As the core sets it, by arrival but for the length of the prompt; or as if each request asked for its own."""
         chunks = -(-cost // _STEP_TOKENS)
-        return rnd.random() if deadlines == "random" else next(arrivals) / _PER_S + chunks * band.ttft_s_per_chunk
+        return (
+            rnd.random()
+            if deadlines == "random"
+            else next(arrivals) / _PER_S + chunks * priority_class.ttft_s_per_chunk
+        )
 
     queue = FairQueue[int](1024.0)
     paths = [("standard", f"o{tenant // 10}", f"u{tenant}") for tenant in range(tenants)]
@@ -163,13 +167,15 @@ class _World:
         self._add(Role.PREFILL, 2, Capacity(10**6, 16, 10**4, 100_000))
         self._add(Role.DECODE, 3, Capacity(10**6, 16, 10**4, 100_000))
 
-    def _add(self, role: Role, epoch: int, capacity: Capacity | None) -> None:
-        hello = Hello(PROTOCOL_VERSION, role, epoch, f"{role}-{epoch}", "m", "f", "tcp://127.0.0.1:1", capacity)
-        self._handle(lambda: self.core.handle(PeerUp(epoch, hello), self.now))
+    def _add(self, role: Role, incarnation: int, capacity: Capacity | None) -> None:
+        hello = Hello(
+            PROTOCOL_VERSION, role, incarnation, f"{role}-{incarnation}", "m", "f", "tcp://127.0.0.1:1", capacity
+        )
+        self._handle(lambda: self.core.handle(PeerUp(incarnation, hello), self.now))
 
-    def receive(self, epoch: int, message: Any, blob: bytes = b"") -> None:
+    def receive(self, incarnation: int, message: Any, blob: bytes = b"") -> None:
         self.now += 0.0001
-        self._handle(lambda: self.core.handle(Received(epoch, message, blob), self.now))
+        self._handle(lambda: self.core.handle(Received(incarnation, message, blob), self.now))
 
     def _handle(self, work: Callable[[], list[Action]]) -> None:
         begin = time.thread_time_ns()

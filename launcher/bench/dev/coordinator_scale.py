@@ -105,9 +105,11 @@ class Cluster:
             self.steps[100 + number], self.cached[100 + number] = deque(), deque()
             self._hello(Role.PREFILL, 100 + number, Capacity(10**5, _BLOCK_SIZE, 1000, 100_000))
 
-    def _hello(self, role: Role, epoch: int, capacity: Capacity | None) -> None:
-        hello = Hello(PROTOCOL_VERSION, role, epoch, f"{role}-{epoch}", "m", "f", "tcp://127.0.0.1:1", capacity)
-        self.handle(PeerUp(epoch, hello))
+    def _hello(self, role: Role, incarnation: int, capacity: Capacity | None) -> None:
+        hello = Hello(
+            PROTOCOL_VERSION, role, incarnation, f"{role}-{incarnation}", "m", "f", "tcp://127.0.0.1:1", capacity
+        )
+        self.handle(PeerUp(incarnation, hello))
 
     def submit(self) -> None:
         self.submitted += 1
@@ -125,22 +127,24 @@ class Cluster:
         )
         self.handle(Received(_GATEWAY, submit, bytes(4 * _PROMPT_TOKENS)))
 
-    def later(self, after_s: float, epoch: int, message: Any) -> None:
-        heappush(self.agenda, (self.now + after_s, next(self.order), Received(epoch, message)))
+    def later(self, after_s: float, incarnation: int, message: Any) -> None:
+        heappush(self.agenda, (self.now + after_s, next(self.order), Received(incarnation, message)))
 
     def run(self, until_finished: int, refill: bool) -> None:
         while self.finished < until_finished:
             self.now, _, event = heappop(self.agenda)
             assert isinstance(event, Received)
-            message, epoch = event.message, event.epoch
+            message, incarnation = event.message, event.incarnation
             if isinstance(message, DecodeProgress):
-                self.progress[epoch] += 5
-                event = Received(epoch, DecodeProgress(self.progress[epoch], 0, 0, tuple(self.joined[epoch])))
-                self.joined[epoch] = []
-                self.later(_PROGRESS_S, epoch, DecodeProgress(0, 0, 0))
+                self.progress[incarnation] += 5
+                event = Received(
+                    incarnation, DecodeProgress(self.progress[incarnation], 0, 0, tuple(self.joined[incarnation]))
+                )
+                self.joined[incarnation] = []
+                self.later(_PROGRESS_S, incarnation, DecodeProgress(0, 0, 0))
             self.handle(event)
             if isinstance(message, StepDone):
-                self.computed(epoch, message)
+                self.computed(incarnation, message)
             elif isinstance(message, Finished):
                 self.finished += 1
                 if refill:
@@ -156,46 +160,46 @@ class Cluster:
         self.slowest[kind] = max(self.slowest[kind], took_ns)
         for action in actions:
             if isinstance(action, Send):
-                self.obey(action.epoch, action.message)
+                self.obey(action.incarnation, action.message)
 
-    def obey(self, epoch: int, message: Any) -> None:
+    def obey(self, incarnation: int, message: Any) -> None:
         match message:
             case Prefill():
                 self.orders[message.request_id] = message
             case Reserve():
-                self.streams[message.request_id] = epoch
+                self.streams[message.request_id] = incarnation
             case Step():
-                self.steps[epoch].append(message)
-                if len(self.steps[epoch]) == 1:
-                    self.begin(epoch)
+                self.steps[incarnation].append(message)
+                if len(self.steps[incarnation]) == 1:
+                    self.begin(incarnation)
 
-    def begin(self, epoch: int) -> None:
-        step = self.steps[epoch][0]
+    def begin(self, incarnation: int) -> None:
+        step = self.steps[incarnation][0]
         tokens = sum(chunk.length for chunk in step.chunks)
         took_s = tokens / (PER_S * _PROMPT_TOKENS)
-        self.later(took_s, epoch, StepDone(step.step_id, step.chunks, took_s * 1000, 0))
+        self.later(took_s, incarnation, StepDone(step.step_id, step.chunks, took_s * 1000, 0))
 
-    def computed(self, epoch: int, done: StepDone) -> None:
-        self.steps[epoch].popleft()
-        if self.steps[epoch]:
-            self.begin(epoch)
+    def computed(self, incarnation: int, done: StepDone) -> None:
+        self.steps[incarnation].popleft()
+        if self.steps[incarnation]:
+            self.begin(incarnation)
         for chunk in done.computed:
             order = self.orders[chunk.request_id]
-            self.report_cache(epoch, chunk, order.block_hashes)
+            self.report_cache(incarnation, chunk, order.block_hashes)
             if chunk.start + chunk.length == _PROMPT_TOKENS:
                 del self.orders[chunk.request_id]
-                self.handle(Received(epoch, HandedOver(chunk.request_id, 1, 1, 1.0)))
+                self.handle(Received(incarnation, HandedOver(chunk.request_id, 1, 1, 1.0)))
                 decode = self.streams.pop(chunk.request_id)
                 self.joined[decode].append(Joined(chunk.request_id, 1, self.progress[decode]))
                 self.later(_STREAM_S, decode, Finished(chunk.request_id, 1, _MAX_TOKENS, 0))
 
-    def report_cache(self, epoch: int, chunk: Chunk, hashes: bytes) -> None:
+    def report_cache(self, incarnation: int, chunk: Chunk, hashes: bytes) -> None:
         first, last = chunk.start // _BLOCK_SIZE, (chunk.start + chunk.length) // _BLOCK_SIZE
-        cached, evicted = self.cached[epoch], b""
+        cached, evicted = self.cached[incarnation], b""
         cached.append(hashes[first * HASH_BYTES : last * HASH_BYTES])
         if len(cached) > _CACHED_BLOCKS * _BLOCK_SIZE // _STEP_TOKENS:
             evicted = cached.popleft()
-        self.handle(Received(epoch, CacheEvents(cached[-1], evicted)))
+        self.handle(Received(incarnation, CacheEvents(cached[-1], evicted)))
 
 
 def scale_table(costs: list[Cost], tenants: int, waiting: int) -> Table:

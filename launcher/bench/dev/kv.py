@@ -77,25 +77,25 @@ class Near:
         self.peers: dict[int, Peer] = {}
         self.targets: tuple[int, ...] = ()
         self.committed_at = 0.0
-        hello = Hello(version=limits.PROTOCOL_VERSION, role=Role.DECODE, epoch=RECEIVER_EPOCH, name="bench")
+        hello = Hello(version=limits.PROTOCOL_VERSION, role=Role.DECODE, incarnation=RECEIVER_EPOCH, name="bench")
         self.server = LinkServer(
             bind="tcp://127.0.0.1:0",
             hello=hello,
             accept=lambda hello: None,
-            on_up=lambda peer: self.peers.update({peer.epoch: peer}),
+            on_up=lambda peer: self.peers.update({peer.incarnation: peer}),
             on_message=self._on_message,
             on_down=lambda peer, reason: None,
             settings=LinkSettings(heartbeat_ms=10_000),
         )
 
     def _on_message(self, peer: Peer, message: Message, blob: bytes) -> None:
-        self.receivers[peer.hello.name].handle(peer.epoch, message, blob)
+        self.receivers[peer.hello.name].handle(peer.incarnation, message, blob)
 
     def _on_committed(self, *commit: Any) -> None:
         self.committed_at = time.monotonic()
 
-    def _send(self, epoch: int, message: Message, blob: bytes) -> None:
-        self.peers[epoch].send(message, blob)
+    def _send(self, incarnation: int, message: Message, blob: bytes) -> None:
+        self.peers[incarnation].send(message, blob)
 
     async def start(self) -> None:
         address = await self.server.start()
@@ -118,11 +118,11 @@ class Near:
             self.receivers[name] = KvReceiver(
                 layout=layout,
                 pool=rows.view(torch.float32).view(layout.shape(rows.shape[0] // layout.block_bytes)),
-                epoch=RECEIVER_EPOCH,
+                incarnation=RECEIVER_EPOCH,
                 clock=time.monotonic,
                 send=self._send,
                 listen_host="127.0.0.1",
-                accept=lambda epoch, offer: Accepted(self.targets[: offer.blocks]),
+                accept=lambda incarnation, offer: Accepted(self.targets[: offer.blocks]),
                 on_committed=self._on_committed,
                 on_failed=lambda *failure: None,
                 settings=settings_of(name, segment_bytes),

@@ -62,7 +62,7 @@ class Bench:
     def __init__(self, settings: HarmlessSettings, far: Far) -> None:
         self.settings = settings
         self.far = far
-        self.epoch = clock.new_epoch()
+        self.incarnation = clock.new_incarnation()
         self.worker: Peer | None = None
         self.up = asyncio.Event()
         self.streams: dict[str, Stream] = {}
@@ -80,7 +80,7 @@ class Bench:
     ) -> LinkServer:
         return LinkServer(
             bind="tcp://127.0.0.1:0",
-            hello=Hello(limits.PROTOCOL_VERSION, role, self.epoch, f"bench-{role}"),
+            hello=Hello(limits.PROTOCOL_VERSION, role, self.incarnation, f"bench-{role}"),
             accept=lambda hello: None,
             on_up=on_up,
             on_message=on_message,
@@ -114,10 +114,10 @@ class Bench:
     async def connect(self, tokens_address: str) -> None:
         """When the worker has registered."""
         assert self.worker is not None
-        self.gateway = Destination(tokens_address, self.epoch)
+        self.gateway = Destination(tokens_address, self.incarnation)
         hello = self.worker.hello
-        self.sender_epoch = await self.far.order(
-            "connect", address=hello.address, epoch=hello.epoch, transport=self.settings.kv_transport
+        self.sender_incarnation = await self.far.order(
+            "connect", address=hello.address, incarnation=hello.incarnation, transport=self.settings.kv_transport
         )
 
     async def _hand_over(self, prompt_tokens: int, output_tokens: int, name: str) -> dict[str, Any]:
@@ -126,7 +126,9 @@ class Bench:
         block_size = self.worker.hello.capacity.block_size
         sampling = Sampling(max_tokens=output_tokens, temperature=0.0)
         blocks = -(-(prompt_tokens + output_tokens) // block_size)
-        self.worker.send(Reserve(name, 1, prompt_tokens, sampling, 1, 0, 0, blocks, self.gateway, self.sender_epoch))
+        self.worker.send(
+            Reserve(name, 1, prompt_tokens, sampling, 1, 0, 0, blocks, self.gateway, self.sender_incarnation)
+        )
         async with self._replaying:
             result: dict[str, Any] = await self.far.order(
                 "session", request_id=name, blocks=-(-prompt_tokens // block_size)

@@ -39,19 +39,19 @@ class Store:
         self._turn = 0
         self._replayer: Replayer | None = None
 
-    async def connect(self, address: str, epoch: int, transport: str) -> int:
-        """To this decode worker. Returns the epoch it is to expect."""
+    async def connect(self, address: str, incarnation: int, transport: str) -> int:
+        """To this decode worker. Returns the incarnation it is to expect."""
         info = self.info
         hello = Hello(
-            limits.PROTOCOL_VERSION, Role.PREFILL, clock.new_epoch(), "replayer", fingerprint=info.fingerprint,
+            limits.PROTOCOL_VERSION, Role.PREFILL, clock.new_incarnation(), "replayer", fingerprint=info.fingerprint,
             capacity=Capacity(self.pool.shape[0], info.block_size, 1, info.context_tokens),
         )  # fmt: skip
         layout = KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype)
         settings = KvSettings(transports=allowed_on(transport, "cpu"), segment_bytes=segment_bytes_on("cpu"))
-        self._replayer = Replayer(address, hello, epoch)
+        self._replayer = Replayer(address, hello, incarnation)
         await self._replayer.start()
         await self._replayer.set_up(layout, self.pool, settings)
-        return hello.epoch
+        return hello.incarnation
 
     async def session(self, request_id: str, blocks: int) -> dict[str, Any]:
         """Send the first `blocks` blocks of the prompt."""

@@ -44,17 +44,17 @@ class Ways:
         self._sessions = 0
 
     async def set_up(self, layout: dict[str, Any], segment_bytes: int, transports: list[str]) -> dict[str, int]:
-        """Returns the epoch of each transport's sender."""
+        """Returns the incarnation of each transport's sender."""
         shape = KvLayout(**layout)
         blocks = self._memory.shape[0] // shape.block_bytes
         pool = self._memory[: blocks * shape.block_bytes].view(torch.float32).view(shape.shape(blocks))
         for name in transports:
             if name not in self._ways:
-                hello = Hello(limits.PROTOCOL_VERSION, Role.PREFILL, clock.new_epoch(), name)
+                hello = Hello(limits.PROTOCOL_VERSION, Role.PREFILL, clock.new_incarnation(), name)
                 self._ways[name] = Replayer(self._address, hello, RECEIVER_EPOCH)
                 await self._ways[name].start()
             await self._ways[name].set_up(shape, pool, settings_of(name, segment_bytes))
-        return {name: self._ways[name].epoch for name in transports}
+        return {name: self._ways[name].incarnation for name in transports}
 
     async def session(self, transport: str, block_ids: list[int]) -> tuple[float, float]:
         """When it was offered, and the seconds until it was acknowledged."""

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from coordinator.kv_admission.admission import Life, Room
+from coordinator.kv_admission.admission import KvAdmission, KvDemand
 from launcher.bench.dev.kv_utilization_world import Figures, Job, RoomWorld
 from launcher.bench.settings import RoomBenchSettings
 from launcher.report import check_writable, write_json
@@ -71,8 +71,8 @@ def measure(settings: RoomBenchSettings, draw: Draw, *, whole_life: bool = False
 
 def decision_costs(attempts: int, block_size: int) -> dict[str, float]:
     """Median microseconds of thread CPU time of each move, with so many attempts there and the pool full."""
-    random, room = Random(0), Room(1, block_size)
-    costs: dict[str, list[int]] = {"fits": [], "place": [], "joined": [], "let_go": []}
+    random, room = Random(0), KvAdmission(1, block_size)
+    costs: dict[str, list[int]] = {"fits": [], "place": [], "joined": [], "release": []}
 
     def timed(name: str, move: Callable[[], object]) -> None:
         began = time.thread_time_ns()
@@ -81,14 +81,14 @@ def decision_costs(attempts: int, block_size: int) -> dict[str, float]:
 
     names = [(f"r{number}", 1) for number in range(3 * attempts)]
     for number, key in enumerate(names):
-        life = Life(random.randint(100, 2000), random.randint(50, 1000))
+        life = KvDemand(random.randint(100, 2000), random.randint(50, 1000))
         room.reached(2 * number)
         room.kv_blocks = room.peak + life.grown(0, block_size)  # neither sure to fit nor sure not to
         timed("fits", lambda life=life: room.fits(life))  # type: ignore[misc]
         timed("place", lambda key=key, life=life: room.place(key, life))  # type: ignore[misc]
         timed("joined", lambda key=key, number=number: room.joined(key, 2 * number))  # type: ignore[misc]
         if number >= attempts:
-            timed("let_go", lambda number=number: room.let_go(names[number - attempts]))  # type: ignore[misc]
+            timed("release", lambda number=number: room.release(names[number - attempts]))  # type: ignore[misc]
     return {name: sorted(found)[len(found) // 2] / 1000 for name, found in costs.items()}
 
 

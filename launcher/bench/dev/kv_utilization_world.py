@@ -12,7 +12,7 @@ from random import Random
 
 from coordinator.core import Core
 from coordinator.events import Limits, PeerUp, Received, Send
-from decode_worker.batch import Batch, Running
+from decode_worker.batch import Batch, DecodeRequest
 from decode_worker.progress import ProgressReport
 from decode_worker.requests import AttemptTable, Phase
 from engine.kv.allocator import BlockAllocator
@@ -108,7 +108,7 @@ class RoomWorld:
         self.jobs: dict[str, Job] = {}
         self.emitted: dict[str, int] = {}
         self.prompts: dict[tuple[int, Key], _Prompt] = {}
-        self.steps: dict[int, deque[Step]] = {epoch: deque() for epoch in PREFILL}
+        self.steps: dict[int, deque[Step]] = {incarnation: deque() for incarnation in PREFILL}
         self.receiving: dict[Key, list[int]] = {}
         self.handing_over: list[tuple[int, int, Prefill]] = []
         self.reports: deque[tuple[int, int, Message]] = deque()
@@ -121,10 +121,10 @@ class RoomWorld:
 
     def _join(self) -> None:
         self._core(PeerUp(GATEWAY, Hello(PROTOCOL_VERSION, Role.GATEWAY, GATEWAY, "gateway", address="tcp://g")))
-        for role, epoch in ((Role.DECODE, DECODE), *((Role.PREFILL, epoch) for epoch in PREFILL)):
+        for role, incarnation in ((Role.DECODE, DECODE), *((Role.PREFILL, incarnation) for incarnation in PREFILL)):
             capacity = Capacity(self.kv_blocks, self.block_size, 1 << 16, 1 << 20)
-            hello = Hello(PROTOCOL_VERSION, role, epoch, f"w{epoch}", "m", "f", "tcp://w", capacity)
-            self._core(PeerUp(epoch, hello))
+            hello = Hello(PROTOCOL_VERSION, role, incarnation, f"w{incarnation}", "m", "f", "tcp://w", capacity)
+            self._core(PeerUp(incarnation, hello))
 
     def run(self, warmup_steps: int, steps: int) -> Figures:
         held = 0
@@ -137,8 +137,8 @@ class RoomWorld:
             blocks = self._decode()
             held += blocks if number >= warmup_steps else 0
             while self.reports and self.reports[0][0] <= self.step:
-                _, epoch, message = self.reports.popleft()
-                self._core(Received(epoch, message))
+                _, incarnation, message = self.reports.popleft()
+                self._core(Received(incarnation, message))
             self.step += 1
         self.figures.kv_use, self.figures.steps = held / (steps * self.kv_blocks), steps
         return self.figures
@@ -182,12 +182,12 @@ class RoomWorld:
     def _core(self, event: PeerUp | Received) -> None:
         for action in self.core.handle(event, self.step * STEP_S):
             if isinstance(action, Send):
-                self._react(action.epoch, action.message)
+                self._react(action.incarnation, action.message)
 
-    def _report(self, epoch: int, message: Message) -> None:
-        self.reports.append((self.step + REPORT_STEPS, epoch, message))
+    def _report(self, incarnation: int, message: Message) -> None:
+        self.reports.append((self.step + REPORT_STEPS, incarnation, message))
 
-    def _react(self, epoch: int, message: Message) -> None:
+    def _react(self, incarnation: int, message: Message) -> None:
         match message:
             case Rejected(name):
                 del self.jobs[name]
@@ -198,27 +198,29 @@ class RoomWorld:
             case Reserve():
                 self.table.reserve(message)
             case Prefill(name, attempt):
-                offered = self.table.target_blocks((name, attempt), epoch, -(-message.prompt_tokens // self.block_size))
+                offered = self.table.target_blocks(
+                    (name, attempt), incarnation, -(-message.prompt_tokens // self.block_size)
+                )
                 if isinstance(offered, Accepted):
                     self.receiving[(name, attempt)] = list(offered.block_ids)
-                    self.prompts[(epoch, (name, attempt))] = _Prompt(message)
+                    self.prompts[(incarnation, (name, attempt))] = _Prompt(message)
                 else:
                     self.figures.refused_after_prefill += 1
-                    self._report(epoch, WorkFailed(name, attempt, Interrupt.TRANSFER_FAILED, offered or ""))
+                    self._report(incarnation, WorkFailed(name, attempt, Interrupt.TRANSFER_FAILED, offered or ""))
             case Step():
-                self.steps[epoch].append(message)
+                self.steps[incarnation].append(message)
             case Release(name, attempt):
-                self._release(epoch, (name, attempt))
+                self._release(incarnation, (name, attempt))
             case _:
                 pass
 
     # --- the workers ----------------------------------------------------------------------------------------------------
 
-    def _release(self, epoch: int, key: Key) -> None:
-        if epoch != DECODE:
-            self.prompts.pop((epoch, key), None)
+    def _release(self, incarnation: int, key: Key) -> None:
+        if incarnation != DECODE:
+            self.prompts.pop((incarnation, key), None)
             self.handing_over = [entry for entry in self.handing_over if (entry[2].request_id, entry[2].attempt) != key]
-            self._report(epoch, Released(*key))
+            self._report(incarnation, Released(*key))
             return
         attempt = self.table.attempts.get(key)
         if attempt is None:
@@ -227,46 +229,46 @@ class RoomWorld:
         said = self.table.close(attempt, Released(*key))
         if attempt.phase is Phase.RECEIVING:
             said = self.table.received_nothing(key, self.receiving.pop(key), Released(*key))
-        for farewell in said:
-            self._report(DECODE, farewell)
+        for final_report in said:
+            self._report(DECODE, final_report)
 
     def _prefill(self) -> None:
-        for epoch, steps in self.steps.items():
+        for incarnation, steps in self.steps.items():
             if not steps:
                 continue
             step = steps.popleft()
-            done = tuple(c for c in step.chunks if (epoch, (c.request_id, c.attempt)) in self.prompts)
-            self._report(epoch, StepDone(step.step_id, done, 1000 * STEP_S, 0))
+            done = tuple(c for c in step.chunks if (incarnation, (c.request_id, c.attempt)) in self.prompts)
+            self._report(incarnation, StepDone(step.step_id, done, 1000 * STEP_S, 0))
             for chunk in done:
-                prompt = self.prompts[(epoch, (chunk.request_id, chunk.attempt))]
+                prompt = self.prompts[(incarnation, (chunk.request_id, chunk.attempt))]
                 prompt.computed += chunk.length
                 if prompt.computed == prompt.order.prompt_tokens:
-                    self.handing_over.append((self.step + self.random.randint(1, 5), epoch, prompt.order))
+                    self.handing_over.append((self.step + self.random.randint(1, 5), incarnation, prompt.order))
 
     def _hand_over(self) -> None:
         ready = [entry for entry in self.handing_over if entry[0] <= self.step]
         self.handing_over = [entry for entry in self.handing_over if entry[0] > self.step]
-        for _, epoch, order in ready:
+        for _, incarnation, order in ready:
             key = (order.request_id, order.attempt)
-            del self.prompts[(epoch, key)]
+            del self.prompts[(incarnation, key)]
             outputs = self.jobs[order.request_id].outputs
             first = order.resumed_tokens + 1
             self.emitted[order.request_id] = first
             going_on = [choice for choice, tokens in enumerate(outputs) if tokens > first]
             if not going_on:
                 self._end(Finished(*key, len(outputs), 0))
-                self._report(epoch, Finished(*key, len(outputs), 0))
+                self._report(incarnation, Finished(*key, len(outputs), 0))
                 continue
             attempt = self.table.attempts[key]
             tables = self.table.fork(attempt, self.receiving.pop(key), len(going_on))
             self.table.start(
                 attempt,
                 [
-                    Running(key, choice, Peer("", 1), order.sampling, table, None, OTHER, first)
+                    DecodeRequest(key, choice, Peer("", 1), order.sampling, table, None, OTHER, first)
                     for choice, table in zip(going_on, tables, strict=True)
                 ],
             )
-            self._report(epoch, HandedOver(*key, 0, 0.0))
+            self._report(incarnation, HandedOver(*key, 0, 0.0))
 
     def _decode(self) -> int:
         """One step; blocks held in it."""
@@ -283,18 +285,18 @@ class RoomWorld:
             last = running.index + 1 >= self.jobs[running.key[0]].outputs[running.choice]
             drawn.append((STOP if last else OTHER, None))
             self.emitted[running.key[0]] = running.index + 1
-        for farewell in self.table.ended(self.batch.apply(list(drawn)).ended):
-            if isinstance(farewell, Finished):
-                self._end(farewell)
-            self._report(DECODE, farewell)
+        for final_report in self.table.ended(self.batch.apply(list(drawn)).ended):
+            if isinstance(final_report, Finished):
+                self._end(final_report)
+            self._report(DECODE, final_report)
         return held
 
-    def _stuck(self, sequences: list[Running[None]]) -> None:
+    def _stuck(self, sequences: list[DecodeRequest[None]]) -> None:
         self.figures.out_of_memory += 1
         attempt = self.table.attempts[sequences[0].key]
-        attempt.farewell = WorkFailed(*attempt.key, Interrupt.PREEMPTED, "no free KV block")
-        for farewell in self.table.ended(sequences):
-            self._report(DECODE, farewell)
+        attempt.final_report = WorkFailed(*attempt.key, Interrupt.PREEMPTED, "no free KV block")
+        for final_report in self.table.ended(sequences):
+            self._report(DECODE, final_report)
 
     def _end(self, finished: Finished) -> None:
         self.figures.finished += 1

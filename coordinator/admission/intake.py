@@ -16,19 +16,20 @@ from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 
 
+def _malformed(submit: Submit, blob: bytes) -> str:
+    """What a worker would count as an error of this coordinator; empty: nothing."""
+    if len(blob) != 4 * submit.prompt_tokens:
+        return f"{len(blob)} bytes for {submit.prompt_tokens} prompt tokens"
+    if len(submit.block_hashes) % HASH_BYTES:
+        return f"{len(submit.block_hashes)} bytes are no whole number of block hashes"
+    return ""
+
+
 def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     submit = event.message
     assert isinstance(submit, Submit)
-    if len(event.blob) != 4 * submit.prompt_tokens:
-        state.out.append(
-            ProtocolViolation(incarnation, f"{len(event.blob)} bytes for {submit.prompt_tokens} prompt tokens")
-        )
-        return
-    if len(submit.block_hashes) % HASH_BYTES:
-        # A worker would hold it against us.
-        state.out.append(
-            ProtocolViolation(incarnation, f"{len(submit.block_hashes)} bytes are no whole number of block hashes")
-        )
+    if malformed := _malformed(submit, event.blob):
+        state.out.append(ProtocolViolation(incarnation, malformed))
         return
     ended = (state.ended.get(submit.request_id) or NONE_ENDED).attempt
     if submit.attempt <= ended:

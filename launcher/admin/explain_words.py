@@ -176,9 +176,9 @@ def _reason(reason: Reason, whose: str) -> str:
     match reason:
         case OtherTurn():
             return (
-                f"the turn of {reason.by.tenant}, priority class {reason.by.priority_class} ({whose}); {reason.level} {reason.winner} has had"
-                f" less of its share than {reason.ours}, round {reason.winner_round:,.0f} against"
-                f" {reason.our_round:,.0f}"
+                f"the turn of {reason.by.tenant}, priority class {reason.by.priority_class} ({whose});"
+                f" {reason.level} {reason.winner} has had less of its share than {reason.ours},"
+                f" round {reason.winner_round:,.0f} against {reason.our_round:,.0f}"
             )
         case SameTenant():
             return f"{whose} of the same tenant first: {_ORDERS[reason.order].format(due=reason.due_before_s)}"

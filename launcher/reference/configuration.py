@@ -71,8 +71,8 @@ def text() -> str:
 
 def _row(key: str, field: FieldInfo) -> str:
     meaning = (field.description or "") + (f" ({limits})" if (limits := bounds(field)) else "")
-    sub_blocks = (f"`{option_name(key, field)}`", f"`{ENV_PREFIX}{key.upper()}`", _default(field), meaning)
-    return "| " + " | ".join(sub_block.replace("|", "\\|") for sub_block in sub_blocks) + " |\n"
+    cells = (f"`{option_name(key, field)}`", f"`{ENV_PREFIX}{key.upper()}`", _default(field), meaning)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def _default(field: FieldInfo) -> str:

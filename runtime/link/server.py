@@ -3,8 +3,8 @@
     server (ROUTER, bound)                       client (DEALER, connects)
                           ← Hello                first message, once
     Welcome | Refused →                          version, role and whatever `accept` looks at have been checked
-    Pong →                ← Ping                 twice in `heartbeat_ms`; who is silent for too long is lost
-    (`failure_detector`) any message           any message
+    Pong →                ← Ping                 twice in `heartbeat_ms`; a silent peer is lost (`failure_detector`)
+    any message           any message
 
 One socket of the client is one connection is one link: after a loss the client opens a new socket and shakes hands again,
 so a frame can never belong to an earlier incarnation of the link. The server names a peer by the routing id that libzmq

@@ -72,8 +72,8 @@ class CoordinatorSettings(CommonSettings):
         120.0,
         gt=0,
         le=86_400.0,
-        description="Seconds after which a request that found no place is answered with 503, where its priority class in --tenants gives"
-        " no queue_wait_s.",
+        description="Seconds after which a request that found no place is answered with 503, where its priority class in"
+        " --tenants gives no queue_wait_s.",
     )
     resumed_wait_s_max: float = Field(
         600.0,
@@ -111,8 +111,8 @@ class CoordinatorSettings(CommonSettings):
     )
     tenants: str = Field(
         "",
-        description="TOML file with priority classes, tenants, their limits and the hashes of their keys; read again when it changes"
-        " and on SIGHUP. Gateways and coordinator must have the same one. Empty: one tenant without limits.",
+        description="TOML file with priority classes, tenants, their limits and the hashes of their keys; read again when"
+        " it changes and on SIGHUP. Gateways and coordinator must have the same one. Empty: one tenant without limits.",
     )
     usage_db: str = Field(
         "",
@@ -219,8 +219,8 @@ class GatewaySettings(ClientSettings):
     )
     tenants: str = Field(
         "",
-        description="TOML file with priority classes, tenants, their limits and the hashes of their keys; read again when it changes"
-        " and on SIGHUP. Gateways and coordinator must have the same one. Empty: one tenant without limits.",
+        description="TOML file with priority classes, tenants, their limits and the hashes of their keys; read again when"
+        " it changes and on SIGHUP. Gateways and coordinator must have the same one. Empty: one tenant without limits.",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",

@@ -31,8 +31,8 @@ class ServeSettings(KeyOptions):
     )
     tenants: str = Field(
         "",
-        description="TOML file with priority classes, tenants, their limits and the hashes of their keys; read again when it changes."
-        " Empty: one tenant without limits.",
+        description="TOML file with priority classes, tenants, their limits and the hashes of their keys; read again when"
+        " it changes. Empty: one tenant without limits.",
     )
     usage_db: str = Field(
         "",

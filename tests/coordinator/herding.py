@@ -20,7 +20,7 @@ POLICIES = {"ours": Weights(), "cache": LONGEST_PREFIX_FIRST, "load": LOAD_ONLY}
 
 @dataclass(frozen=True)
 class Cell:
-    """One sub-block of the grid."""
+    """One cell of the grid."""
 
     hot: int
     """Prefixes that are shared."""
@@ -45,16 +45,16 @@ class Found:
     """Share of the requests that ran on the busiest worker."""
 
 
-def arrivals(sub_block: Cell, seed: int = 0) -> list[Arrival]:
+def arrivals(cell: Cell, seed: int = 0) -> list[Arrival]:
     rnd = random.Random(seed)
 
     def text(tokens: int) -> list[int]:
         return [rnd.randrange(1 << 16) for _ in range(tokens)]
 
-    prefixes = [text(PREFIX_TOKENS) for _ in range(sub_block.hot)]
+    prefixes = [text(PREFIX_TOKENS) for _ in range(cell.hot)]
     mean_tokens = sum(TAIL_TOKENS) / 2 + (1 - HOT_SHARE) * PREFIX_TOKENS
-    per_s = sub_block.load * sub_block.workers * RATE / mean_tokens
-    requests = sub_block.requests or 300 + 8 * sub_block.hot + 60 * sub_block.workers
+    per_s = cell.load * cell.workers * RATE / mean_tokens
+    requests = cell.requests or 300 + 8 * cell.hot + 60 * cell.workers
     at, found = 0.0, []
     for _ in range(requests):
         at += rnd.expovariate(per_s)
@@ -74,17 +74,17 @@ def measure(workers: int, traffic: list[Arrival], weights: Weights, blocks: int 
     return Found(median(ttft_s), quantiles(ttft_s, n=100)[98], cached / tokens, most)
 
 
-def run_cell(sub_block: Cell, seed: int = 0) -> dict[str, Found]:
-    traffic = arrivals(sub_block, seed)
-    return {name: measure(sub_block.workers, traffic, weights, sub_block.blocks) for name, weights in POLICIES.items()}
+def run_cell(cell: Cell, seed: int = 0) -> dict[str, Found]:
+    traffic = arrivals(cell, seed)
+    return {name: measure(cell.workers, traffic, weights, cell.blocks) for name, weights in POLICIES.items()}
 
 
-def verdict(sub_block: Cell, found: dict[str, Found]) -> tuple[float, float, bool]:
+def verdict(cell: Cell, found: dict[str, Found]) -> tuple[float, float, bool]:
     """TTFT p50 against the better of the two, hit share against "cache only", and whether both are as they must be."""
     ours, cache, load = found["ours"], found["cache"], found["load"]
     slower = ours.ttft_p50_s / min(cache.ttft_p50_s, load.ttft_p50_s)
     hits = ours.hit_share / cache.hit_share if cache.hit_share else 1.0
-    return slower, hits, slower <= 1.2 and (sub_block.load > 0.7 or hits >= 0.95)
+    return slower, hits, slower <= 1.2 and (cell.load > 0.7 or hits >= 0.95)
 
 
 def one_shared_prefix(requests: int = 211) -> list[Arrival]:

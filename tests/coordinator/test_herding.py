@@ -17,14 +17,14 @@ def test_one_shared_prefix_does_not_herd_all_requests_to_one_worker() -> None:
 
 
 @pytest.mark.parametrize("cell", CORNER, ids=str)
-def test_a_corner_of_the_grid(sub_block: Cell) -> None:
-    slower, hits, ok = verdict(sub_block, run_cell(sub_block))
+def test_a_corner_of_the_grid(cell: Cell) -> None:
+    slower, hits, ok = verdict(cell, run_cell(cell))
     assert ok, (slower, hits)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("cell", FULL, ids=str)
-def test_the_grid(sub_block: Cell) -> None:
-    slower, hits, ok = verdict(sub_block, run_cell(sub_block))
+def test_the_grid(cell: Cell) -> None:
+    slower, hits, ok = verdict(cell, run_cell(cell))
     assert ok, (slower, hits)

@@ -79,7 +79,7 @@ def tenants_world(seed: int) -> TapedCore:
             h.receive(10, StepDone(step.step_id, step.chunks, 5.0, 0))
         if number == 40:
             h.post(Configured(parse(TENANTS.replace("100", "30")), 1e9 + 1))
-    assert h.core.counters["rejected_quota"] > 5 and h.core.counters["rejected_band"] > 5
+    assert h.core.counters["rejected_quota"] > 5 and h.core.counters["rejected_priority_class"] > 5
     return taped(h.core)
 
 

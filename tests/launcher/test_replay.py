@@ -48,8 +48,8 @@ def test_a_story_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for line in (
         "busy2 of busy/bob, priority class standard: 12 prompt tokens, up to 4 more",
         "+0.000 s  submitted: 0 requests waited already, 0 of them of this tenant",
-        "+0.300 s  passed over once: the turn of other, priority class standard (other1); organisation other has had less of its"
-        " share than busy, round 0 against 16",
+        "+0.300 s  passed over once: the turn of other, priority class standard (other1); organisation other has had less"
+        " of its share than busy, round 0 against 16",
         "+0.400 s  passed over once: urgent of the same tenant first: it is due 2.900 s earlier",
         "+0.500 s  placed on prefill-10 + decode-20: its turn; 4 KV blocks reserved for its answer",
         "+0.500 s  step 3 of prefill-10: tokens 0 to 7 of 12",

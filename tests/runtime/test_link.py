@@ -16,13 +16,13 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-import runtime.link.peer
 from proto.codec import encode
 from proto.errors import CancelReason, RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Bye, Cancel, Hello, Message, Ping, Role, StatusRequest, Welcome
 from runtime.link.client import LinkClient
 from runtime.link.server import LinkServer, LinkSettings, Peer, is_orderly
+from runtime.process import zmq_sockets
 from runtime.process.zmq_sockets import close_sockets
 
 FAST = LinkSettings(heartbeat_ms=50, reconnect_ms=10, reconnect_ms_max=50, handshake_timeout_ms=2_000)
@@ -378,7 +378,7 @@ def test_a_connection_that_does_not_get_on_with_its_handshake_is_closed(
     opening: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """libzmq would keep it for 30 s, and with many of them the process would have no descriptor left."""
-    monkeypatch.setattr(runtime.peer, "HANDSHAKE_MS", 200)
+    monkeypatch.setattr(zmq_sockets, "HANDSHAKE_MS", 200)
 
     async def body() -> None:
         server = End().server()

@@ -81,7 +81,8 @@ def test_without_a_file_there_is_one_open_tenant() -> None:
 
 def test_bands_of_the_file_are_all_there_are() -> None:
     tenants = parse(
-        "[priority_classes.gold]\nweight = 3\nfloor_share = 0.5\n[priority_classes.iron]\nweight = 1\n[tenants.a]\npriority_class = 'iron'"
+        "[priority_classes.gold]\nweight = 3\nfloor_share = 0.5\n[priority_classes.iron]\nweight = 1\n"
+        "[tenants.a]\npriority_class = 'iron'"
     )
     assert list(tenants.priority_classes) == ["gold", "iron"]
     assert tenants.policies["default"].priority_class == "gold"

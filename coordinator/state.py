@@ -251,7 +251,7 @@ class State:
     def can_run(self, request: Request) -> bool:
         """Whether some worker that takes work could hold it; where there is none, all wait alike, for whatever comes back."""
         pool = self.pools[request.submit.model]
-        able = not pool.takes_work() or pool.could_place(request.submit)
+        able = not pool.servable() or pool.could_place(request.submit)
         if not able:
             pool.unbind(request)
         return able

@@ -120,7 +120,7 @@ class Backend:
         if self._coordinator is None:
             return "the coordinator cannot be reached"
         if self.model not in self._servable:
-            return "the model needs at least one prefill and one decode worker"
+            return "the model needs at least one prefill and one decode worker that is up and not draining"
         return None
 
     @property

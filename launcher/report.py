@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from launcher import tables
 from launcher.bench.settings import EngineBenchSettings
 from launcher.http.sse_client import Stream, percentile
 from runtime.settings.options import SettingsError
@@ -39,13 +39,12 @@ def prompt_figures(streams: Sequence[Stream]) -> dict[str, Any]:
 
 def show_isolation(result: dict[str, Any], console: Console) -> None:
     alone, loaded, prompts = result["alone"], result["loaded"], result["long_prompts"]
-    table = Table(title="Gap between tokens of one stream, ms", title_justify="left")
-    for heading in ("", "p50", "p95", "p99", "max", "gaps", "tokens/s"):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("p50", "p95", "p99", "max", "gaps", "tokens/s")
+    table = tables.Table("Gap between tokens of one stream, ms", "", *headings)
     for name, row in (("streams alone", alone), ("with long prompts", loaded)):
         figures = (f"{row[key]:.1f}" for key in ("p50_ms", "p95_ms", "p99_ms", "max_ms"))
-        table.add_row(name, *figures, str(row["gaps"]), f"{row['tokens_per_s']:.1f}")
-    console.print(table)
+        table.row(name, *figures, str(row["gaps"]), f"{row['tokens_per_s']:.1f}")
+    table.show(console)
     console.print(f"p99 with long prompts / p99 alone: [bold]{loaded['p99_ms'] / alone['p99_ms']:.2f}[/bold]")
     console.print(f"Longest gap with long prompts / p50 alone: {loaded['max_ms'] / alone['p50_ms']:.1f}")
     console.print(
@@ -64,7 +63,7 @@ def run_engine(settings: EngineBenchSettings) -> int:
     from launcher.models import resolve as models
 
     check_writable(settings.json_out)
-    console = Console()
+    console = tables.console()
     model = models.ready(settings.model, "", console)
     # OpenMP reads these once, when torch is first imported, which is below.
     os.environ |= {"OMP_NUM_THREADS": str(settings.threads), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -207,7 +207,7 @@ class ClusterState(Message, frozen=True):
     """What a gateway needs to know to be ready: sent on every change."""
 
     servable_models: Annotated[tuple[Text, ...], Meta(max_length=64)]
-    """Models with at least one prefill and one decode worker."""
+    """Models with at least one prefill and one decode worker that take new work: neither is draining."""
     hash_block_sizes: Annotated[tuple[BlockSize, ...], Meta(max_length=64)] = ()
     """Tokens that each hash of a prompt is to cover: for each of them, its workers' smallest block size."""
 

@@ -26,6 +26,9 @@ HELD_RETRY_S = 1.0
 """Nothing says when a held amount comes back; the caller may know better from the tenant's measured drain."""
 BORROW_RETRY_S = 60.0
 """For what only idle capacity can admit."""
+_Left = tuple[int, int, float]
+"""Of one limit: the limit, what remains of it, and seconds until all of it is there again."""
+_NONE: _Left = (0, 0, 0.0)
 NO_RATES = RateState(0, 0, 0.0, 0, 0, 0.0)
 DAY_S = 86_400
 _NS = 1_000_000_000
@@ -218,15 +221,19 @@ class Quotas:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def rates(self, tenant: str, now: float) -> RateState:
-        """Of each rate the level with the least left."""
+        """Of requests and of tokens the limit with the least left, on any level, per minute or per day."""
         accounts = self._accounts(tenant, now)
-        for account in accounts:
-            if account.requests is not None or account.tokens is not None:
-                break
-        else:
+        if not any(account.limited for account in accounts):
             return NO_RATES
-        requests = _tightest([account.requests for account in accounts])
-        return RateState(*requests, *_tightest([account.tokens for account in accounts]))
+        requests = [_left(account.requests) for account in accounts if account.requests is not None]
+        tokens = [_left(account.tokens) for account in accounts if account.tokens is not None]
+        for account in accounts:
+            most = account.limits.tokens_per_day
+            if most is not None:
+                tokens.append((most, max(most - account.day_tokens, 0), self._to_midnight_s(account, now)))
+        if not requests and not tokens:
+            return NO_RATES
+        return RateState(*min(requests, key=_remaining, default=_NONE), *min(tokens, key=_remaining, default=_NONE))
 
     def day(self, now: float) -> int:
         """Days since 1970, UTC."""
@@ -314,9 +321,13 @@ class Quotas:
                 yield Denial(account.name, limit, HELD_RETRY_S if amount <= most else 0.0)
         most = limits.tokens_per_day
         if most is not None and account.day_tokens + ask.tokens > most:
-            midnight_s = (account.day + 1) * DAY_S - (now + self.utc_offset_s)
-            wait_s = min(max(midnight_s, 0.0) + 1e-3, float(DAY_S))
+            wait_s = min(self._to_midnight_s(account, now) + 1e-3, float(DAY_S))  # not a moment too early
             yield Denial(account.name, "tokens_per_day", wait_s if ask.tokens <= most else 0.0)
+
+    def _to_midnight_s(self, account: Account, now: float) -> float:
+        """Until the account's daily budget begins anew; a day at the most."""
+        midnight_s = (account.day + 1) * DAY_S - (now + self.utc_offset_s)
+        return min(max(midnight_s, 0.0), float(DAY_S))
 
     def _take(self, accounts: tuple[Account, ...], ask: Ask, idle: bool) -> Grant:
         rated, borrowed, asked_tokens = 0, False, ask.tokens
@@ -371,11 +382,10 @@ def _seconds(wait_ns: int) -> float:
     return min((wait_ns // 1000 + 2) / 1e6, float(DAY_S))
 
 
-def _tightest(buckets: list[_Bucket | None]) -> tuple[int, int, float]:
-    """(limit, remaining, seconds until full) of the bucket with the least left; zeros where there is none."""
-    there = [bucket for bucket in buckets if bucket is not None]
-    if not there:
-        return 0, 0, 0.0
-    least = min(there, key=lambda bucket: bucket.content)
-    missing_ns = least.wait_ns(least.per_min)
-    return least.per_min, max(least.content // _PER_MIN, 0), min(missing_ns / _NS, float(DAY_S))
+def _left(bucket: _Bucket) -> _Left:
+    missing_ns = bucket.wait_ns(bucket.per_min)
+    return bucket.per_min, max(bucket.content // _PER_MIN, 0), min(missing_ns / _NS, float(DAY_S))
+
+
+def _remaining(left: _Left) -> int:
+    return left[1]

@@ -40,9 +40,9 @@ def judge(submit: Submit, pool: Pool | None, limits: Limits) -> Refusal:
         return Reject.UNKNOWN_MODEL, f"no worker has served model {submit.model!r} yet"
     if submit.attempt - submit.drained_attempts > limits.attempts_max:
         return Reject.TOO_MANY_ATTEMPTS, f"given up after {limits.attempts_max} attempts"
-    if not pool.servable():
+    if lacks := pool.lacks():
         # A resume waits for the restart of what it lost; a new request is told at once.
-        return (None, "") if submit.attempt > 1 else (Reject.NO_CAPACITY, "no prefill or no decode worker is up")
+        return (None, "") if submit.attempt > 1 else (Reject.NO_CAPACITY, lacks)
     total = submit.prompt_tokens + submit.sampling.max_tokens - submit.resumed_tokens
     if total > pool.context_tokens:
         return Reject.TOO_LONG, f"{total} tokens in all; the context holds {pool.context_tokens}"

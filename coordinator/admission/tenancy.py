@@ -15,6 +15,8 @@ from runtime.tenancy.tenants import Tenants
 
 RELOAD_S = 5.0
 """A tenant that only the gateway knows: the coordinator will have read the same file by then."""
+JITTERED_MAX_S = 60.0
+"""Of a longer wait no more than the part of this is jitter: a client that waits for midnight is not to lose minutes."""
 Refusal = tuple[Reject | None, str, float | None]
 """A reason, its words, and seconds until another try, 0 for never; None: as long as the backlog takes."""
 
@@ -91,10 +93,11 @@ def opened(state: State, request: Request) -> Opened:
 
 
 def _retry_after_s(denial: Denial, submit: Submit) -> float | None:
-    """A rate says exactly when; jitter keeps those who were told the same from coming back together."""
+    """A limit says exactly when; a few seconds of jitter keep those who were told the same from coming back together."""
     if denial.retry_after_s == HELD_RETRY_S:
         return None
-    return min(denial.retry_after_s * (1 + JITTER * crc32(submit.request_id.encode()) / (1 << 32)), 86_400.0)
+    jitter_s = JITTER * min(denial.retry_after_s, JITTERED_MAX_S) * crc32(submit.request_id.encode()) / (1 << 32)
+    return min(denial.retry_after_s + jitter_s, 86_400.0)
 
 
 def _ask(state: State, request: Request) -> Ask:

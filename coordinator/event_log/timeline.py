@@ -287,6 +287,22 @@ class Timeline:
         self._passing.clear()
 
 
+class Named:
+    """The ids that begin so, of all requests that came. An `Observer`."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self.found: dict[str, None] = {}
+
+    def before(self, core: Core, event: Event, now: float) -> None:
+        pass
+
+    def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, StateChanged) and action.request_id.startswith(self._prefix):
+                self.found[action.request_id] = None
+
+
 class Waited(msgspec.Struct, frozen=True, order=True):
     """How long one request was queued, all its attempts together."""
 

@@ -62,6 +62,7 @@ def _refresh_eligibility(state: State, worker: Worker) -> None:
     model = worker.hello.model
     state.pools[model].changed(worker)
     state.refresh_eligibility(model)
+    state.tell_gateways()
 
 
 def said(state: State, incarnation: int, event: Received, now: float) -> None:

@@ -318,7 +318,17 @@ class Pool(Candidates):
         return min(worker.capacity.block_size for worker in (*self.prefill.values(), *self.decode.values()))
 
     def servable(self) -> bool:
-        return bool(self.prefill) and bool(self.decode)
+        """Whether workers of both roles take new work."""
+        return not self.lacks()
+
+    def lacks(self) -> str:
+        """What keeps it from taking new work; empty where nothing does."""
+        for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
+            if not side:
+                return f"no {role} worker is up"
+            if all(worker.draining for worker in side.values()):
+                return f"every {role} worker is draining"
+        return ""
 
     def tokens_per_s(self) -> float:
         """Measured prefill rate of all workers together; 0 until something was measured."""
@@ -346,9 +356,6 @@ class Pool(Candidates):
             else:
                 return False
         return True
-
-    def takes_work(self) -> bool:
-        return all(any(not w.draining for w in side.values()) for side in (self.prefill, self.decode))
 
     def _measure(self) -> None:
         both = (*self.prefill.values(), *self.decode.values())

@@ -99,8 +99,9 @@ def too_long(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="context_length_exceeded", param=param)
 
 
-def model_not_found(model: str) -> ApiError:
-    return ApiError(404, f"The model {model[:200]!r} is not served here.", code="model_not_found", param="model")
+def model_not_found(model: str, served: str) -> ApiError:
+    message = f"The model {model[:200]!r} is not served here; served is {served!r}."
+    return ApiError(404, message, code="model_not_found", param="model")
 
 
 _RETRY_AFTER_S = 5.0

@@ -118,7 +118,7 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
 
 def _check_common(request: GenerationRequest, tokenizer: ModelTokenizer, rules: Rules) -> None:
     if request.model != rules.model_id:
-        raise model_not_found(request.model)
+        raise model_not_found(request.model, rules.model_id)
     if request.stream_options is not None and not request.stream:
         raise bad_value("stream_options", "'stream_options' is allowed only with 'stream' true.")
     _logit_bias(request, tokenizer)

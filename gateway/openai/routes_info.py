@@ -30,7 +30,7 @@ async def models(request: Request) -> Response:
 async def model(request: Request, model_id: str) -> Response:
     gateway = gateway_of(request)
     if model_id != gateway.rules.model_id:
-        raise model_not_found(model_id)
+        raise model_not_found(model_id, gateway.rules.model_id)
     return JSONResponse(_model(gateway))
 
 

@@ -21,7 +21,7 @@ class ReplaySettings(Options):
 class ExplainSettings(Options):
     """Say why a request waited and behind whom; without REQUEST, list those that waited longest.
 
-    It replays the event log and looks on. REQUEST is the id in the answer, like chatcmpl-…
+    It replays the event log and looks on. REQUEST is the id in the answer, like chatcmpl-…, or its beginning.
     """
 
     file: str = Field(min_length=1, description=_FILE, json_schema_extra={"argument": "FILE"})

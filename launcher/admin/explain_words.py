@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from coordinator.event_log.reasons import (
     BehindNoRoom,
@@ -21,6 +20,7 @@ from coordinator.event_log.reasons import (
 )
 from coordinator.event_log.timeline import Changed, ChunkSent, Ended, Entry, KeptFor, Passed, Placed, Submitted, Waited
 from coordinator.events import Action, Event, Received, Send
+from launcher import tables
 
 CHUNKS_MAX = 12
 """More in a row are told as one."""
@@ -48,24 +48,13 @@ def without_blob(what: Action | Event) -> str:
 
 
 def show_longest(rows: Sequence[Waited], requests: int, console: Console) -> None:
-    table = Table(title=f"Waited longest, of {requests:,} requests", title_justify="left")
-    table.add_column("request", overflow="fold")
-    table.add_column("tenant", overflow="fold")
-    table.add_column("priority_class")
-    for heading in ("prompt tokens", "came at s", "waited s"):
-        table.add_column(heading, justify="right")
-    table.add_column("outcome")
+    title = f"Waited longest, of {requests:,} requests"
+    texts = (tables.words(heading) for heading in ("tenant", "priority_class", "outcome"))
+    table = tables.Table(title, "request", "waited s", "came at s", "prompt tokens", *texts)
     for row in rows:
-        table.add_row(
-            escape(row.request),
-            escape(row.tenant),
-            escape(row.priority_class),
-            f"{row.prompt_tokens:,}",
-            f"{row.submitted_s:,.3f}",
-            f"{row.waited_s:,.3f}",
-            row.outcome,
-        )
-    console.print(table)
+        figures = (f"{row.waited_s:,.3f}", f"{row.submitted_s:,.3f}", f"{row.prompt_tokens:,}")
+        table.row(row.request, *figures, row.tenant, row.priority_class, row.outcome)
+    table.show(console)
 
 
 def show_timeline(request_id: str, entries: Sequence[Entry], console: Console) -> None:
@@ -75,12 +64,10 @@ def show_timeline(request_id: str, entries: Sequence[Entry], console: Console) -
             f"[bold]{escape(request_id)}[/bold] of {escape(first.tenant)}, priority class {escape(first.priority_class)}:"
             f" {first.prompt_tokens:,} prompt tokens, up to {first.max_tokens:,} more"
         )
-    table = Table.grid(padding=(0, 2))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column()
+    table = tables.Table("", tables.Column(""), tables.words(""))
     for at, text in lines(entries):
-        table.add_row(at, escape(text))
-    console.print(table)
+        table.row(at, text)
+    table.show(console)
     console.print(escape(summary(entries)))
 
 
@@ -105,7 +92,7 @@ def summary(entries: Sequence[Entry]) -> str:
     for entry in passed:
         times[_KINDS[type(entry.reason)]] += entry.times
     began = next((e.at_s for e in entries if isinstance(e, ChunkSent)), None)
-    waited = "It never ran" if began is None else f"Its first chunk was sent after {began:.3f} s"
+    waited = "It never ran" if began is None else f"Its first prefill chunk started after {began:.3f} s"
     if not passed:
         return f"{waited}; it was never passed over."
     reasons = ", ".join(f"{count:,} × {kind}" for kind, count in times.most_common())

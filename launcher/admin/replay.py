@@ -1,22 +1,27 @@
 """`crossdock replay` and `crossdock explain`: a coordinator's event log, executed again, checked, and told in plain words."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
 
 from coordinator.event_log.format import EventLogError
-from coordinator.event_log.replay import Difference, Replay
-from coordinator.event_log.timeline import Longest, Timeline
+from coordinator.event_log.replay import Difference, Observer, Replay
+from coordinator.event_log.timeline import Entry, Longest, Named, Timeline
+from launcher import tables
 from launcher.admin import explain_words
 from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
 from runtime.process import clock
+
+Seen = TypeVar("Seen", bound=Observer)
+MATCHES_MAX = 20
+"""Ids that are listed where several begin alike."""
 
 
 @contextmanager
@@ -62,7 +67,7 @@ def replay(settings: ReplaySettings) -> int:
     if settings.as_json:
         _print_json(_replay_json(again, difference, took_s, rest_bytes))
     else:
-        _show_replay(again, difference, took_s, rest_bytes, Console(highlight=False))
+        _show_replay(again, difference, took_s, rest_bytes, tables.console(highlight=False))
     return 0 if difference is None else 1
 
 
@@ -125,27 +130,46 @@ def _show_replay(
 
 def explain(settings: ExplainSettings) -> int:
     """Raises `EventLogError`."""
-    with _opened(settings.file) as again:
-        timeline = Timeline(settings.request) if settings.request else None
-        longest = Longest(again.header.started, settings.top)
-        difference = again.run(timeline or longest)
-    if difference is not None:
-        raise EventLogError(
-            f"{settings.file}: at event {difference.number}, {difference.why}; crossdock replay says more"
-        )
-    console = Console(highlight=False)
-    if timeline is None:
-        rows = longest.finish()
+    console = tables.console(highlight=False)
+    if settings.request:
+        request, entries = _story(settings.file, settings.request)
         if settings.as_json:
-            _print_json(rows)
+            _print_json({"request": request, "story": entries})
         else:
-            explain_words.show_longest(rows, longest.requests, console)
+            explain_words.show_timeline(request, entries, console)
         return 0
-    entries = timeline.finish()
-    if not entries:
-        raise EventLogError(f"{settings.file}: no request {settings.request!r}; without REQUEST, some are listed")
+    longest = _replayed(settings.file, lambda again: Longest(again.header.started, settings.top))
+    rows = longest.finish()
     if settings.as_json:
-        _print_json({"request": settings.request, "story": entries})
+        _print_json(rows)
     else:
-        explain_words.show_timeline(settings.request, entries, console)
+        explain_words.show_longest(rows, longest.requests, console)
     return 0
+
+
+def _story(file: str, wanted: str) -> tuple[str, list[Entry]]:
+    """Of the request of this id, or else of the only one whose id begins so. Raises `EventLogError`."""
+    if entries := _replayed(file, lambda _: Timeline(wanted)).finish():
+        return wanted, entries
+    found = sorted(_replayed(file, lambda _: Named(wanted)).found)
+    if len(found) != 1:
+        raise EventLogError(f"{file}: {_no_such(wanted, found)}")
+    return found[0], _replayed(file, lambda _: Timeline(found[0])).finish()
+
+
+def _replayed(file: str, make: Callable[[Replay], Seen]) -> Seen:
+    """An observer that has seen all of the journal. Raises `EventLogError`."""
+    with _opened(file) as again:
+        observer = make(again)
+        difference = again.run(observer)
+    if difference is not None:
+        raise EventLogError(f"{file}: at event {difference.number}, {difference.why}; crossdock replay says more")
+    return observer
+
+
+def _no_such(wanted: str, found: list[str]) -> str:
+    if not found:
+        return f"no request {wanted!r}; without REQUEST, some are listed"
+    more = [f"and {len(found) - MATCHES_MAX:,} more"] if len(found) > MATCHES_MAX else []
+    first = f"{len(found):,} requests begin with {wanted!r}:"
+    return "\n    ".join([first, *found[:MATCHES_MAX], *more])

@@ -9,8 +9,8 @@ import threading
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from launcher import tables
 from launcher.admin.simulate_settings import SimulateSettings
 from launcher.process import ROOT
 from launcher.report import check_writable, write_json
@@ -24,7 +24,7 @@ _TIMELINE_ALL = 100_000
 
 
 def run(settings: SimulateSettings) -> int:
-    console = Console(highlight=False)
+    console = tables.console(highlight=False)
     kinds = frozenset(settings.faults)
     if settings.seed >= 0:
         return _one(settings.seed, kinds, settings.timeline, console)
@@ -135,16 +135,13 @@ def _read(number: int, child: "subprocess.Popen[str]", lines: "queue.Queue[tuple
 
 
 def _show(total: Sum, took_s: float, console: Console) -> None:
-    table = Table(title=f"What was injected into {total.seeds:,} seeds", title_justify="left")
-    table.add_column("fault")
-    table.add_column("times", justify="right")
+    table = tables.Table(f"What was injected into {total.seeds:,} seeds", "fault", "times")
     for name, count in sorted(total.injected.items(), key=lambda entry: -entry[1]):
-        table.add_row(name, f"{count:,}")
-    console.print(table)
+        table.row(name, f"{count:,}")
+    table.show(console)
     outcomes = ", ".join(f"{count:,} {name}" for name, count in sorted(total.outcomes.items(), key=lambda e: -e[1]))
-    console.print(f"Requests: {outcomes}. {total.tokens:,} tokens delivered and compared.", soft_wrap=True)
+    console.print(f"Requests: {outcomes}. {total.tokens:,} tokens delivered and compared.")
     console.print(
         f"{total.seeds:,} seeds in {took_s:.1f} s: {total.seeds / took_s:.1f} seeds/s, {total.events / took_s:,.0f} events/s,"
-        f" {total.virtual_s / 3600:.1f} hours of virtual time. Violations: {len(total.failed)}.",
-        soft_wrap=True,
+        f" {total.virtual_s / 3600:.1f} hours of virtual time. Violations: {len(total.failed)}."
     )

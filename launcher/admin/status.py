@@ -14,8 +14,8 @@ from msgspec.structs import asdict
 from pydantic import Field
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from launcher import tables
 from launcher.local import process_states
 from launcher.local import registry as here
 from launcher.local.process_states import ProcessStates
@@ -31,8 +31,6 @@ from runtime.settings.addresses import AddressOrEmpty
 from runtime.settings.roles import CoordinatorSettings
 from runtime.settings.types import KeyOptions
 
-_ENDLESS = 10_000
-"""Columns: no line is cut."""
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 DEFAULT_COORDINATOR: str = CoordinatorSettings.model_fields["bind"].default
 WHICH_COORDINATOR = (
@@ -48,7 +46,7 @@ class StatusSettings(KeyOptions):
 
     coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
     as_json: bool = Field(False, description="Print JSON, for programs.", json_schema_extra={"option": "--json"})
-    wide: bool = Field(False, description="Show every column, however wide the table becomes.")
+    wide: bool = Field(False, description="Show every column.")
     timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
 
 
@@ -123,7 +121,7 @@ def coordinator_of(named: str) -> Iterator[str]:
 
 def run(settings: StatusSettings) -> int:
     """Raises `NoAnswer`, `SeveralClusters` or `ConfigError`."""
-    console = Console(width=_ENDLESS) if settings.wide else Console()
+    console = tables.console()
     with coordinator_of(settings.coordinator) as coordinator:
         here_too = _supervised(coordinator)
         try:
@@ -163,10 +161,10 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
 
 
 def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
-    """A table for 80 columns; `wide`: every column, for a console that is wide enough."""
+    """`wide`: every column."""
     if report.workers:
         console.print(_title(report), highlight=False, soft_wrap=True)
-        console.print(_wide_table(report) if wide else _table(report))
+        (_wide_table(report) if wide else _table(report)).show(console)
     else:
         console.print("No workers are connected.")
     for pair in report.kv_pairs:
@@ -215,20 +213,15 @@ def _title(report: StatusReport) -> str:
     return f"Workers of {which} on {where}"
 
 
-def _table(report: StatusReport) -> Table:
+def _table(report: StatusReport) -> tables.Table:
     models = {worker.model for worker in report.workers}
-    table = Table()
-    table.add_column("name", overflow="fold")
-    table.add_column("role", no_wrap=True)
-    if len(models) > 1:
-        table.add_column("model", max_width=14, overflow="ellipsis", no_wrap=True)
-    for heading in ("requests", "KV blocks", "tokens"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    texts = [tables.words(heading) for heading in ("role", *(["model"] if len(models) > 1 else []))]
+    table = tables.Table("", "name", *texts, "requests", "KV blocks", "tokens")
     for worker in report.workers:
-        table.add_row(
-            escape(worker.name),
+        table.row(
+            worker.name,
             _role(worker),
-            *([escape(worker.model)] if len(models) > 1 else []),
+            *([worker.model] if len(models) > 1 else []),
             str(worker.requests),
             f"{worker.kv_blocks_used}/{worker.kv_blocks}",
             _short(worker.tokens_forwarded),
@@ -249,16 +242,14 @@ def _short(number: int) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
-def _wide_table(report: StatusReport) -> Table:
-    table = Table()
-    for heading in ("name", "role", "model", "host"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("pid", "requests", "steps in flight", "KV blocks used", "of", "tokens forwarded"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def _wide_table(report: StatusReport) -> tables.Table:
+    texts = (tables.words(heading) for heading in ("role", "model", "host"))
+    figures = ("pid", "requests", "steps in flight", "KV blocks used", "of", "tokens forwarded")
+    table = tables.Table("", "name", *texts, *figures)
     for worker in report.workers:
         numbers = (worker.requests, worker.steps_in_flight, worker.kv_blocks_used, worker.kv_blocks)
-        table.add_row(
-            *(escape(text) for text in (worker.name, _role(worker), worker.model, worker.host, str(worker.pid))),
+        table.row(
+            *(worker.name, _role(worker), worker.model, worker.host, str(worker.pid)),
             *(f"{number:,}" for number in (*numbers, worker.tokens_forwarded)),
         )
     return table

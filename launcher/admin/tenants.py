@@ -9,8 +9,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from launcher import tables
 from runtime.settings.options import SettingsError
 from runtime.settings.types import Options
 from runtime.tenancy.file import read
@@ -48,7 +48,7 @@ def check(settings: CheckSettings) -> int:
         tenants = read(Path(settings.file).expanduser())
     except TenantsError as error:
         raise SettingsError(str(error)) from None
-    show(tenants, Console())
+    show(tenants, tables.console())
     return 0
 
 
@@ -59,15 +59,15 @@ def show(tenants: Tenants, console: Console) -> None:
         for name, priority_class in tenants.priority_classes.items()
     )
     console.print(f"Bands: {priority_classes}", highlight=False)
-    table = Table(title="Tenants", title_justify="left")
-    for heading in ("tenant", "weight", "priority_class", "may use", "limits", "borrows", "keys"):
-        table.add_column(heading, justify="right" if heading in ("weight", "keys") else "left", overflow="fold")
+    texts = (tables.words(heading) for heading in ("priority_class", "may use", "limits", "borrows"))
+    table = tables.Table("Tenants", "tenant", "weight", "keys", *texts)
     for name, policy in tenants.policies.items():
         own = policy.levels[0]
-        limits = [f"{limit} {value:,}" for limit, value in vars(own.limits).items() if value is not None]
-        table.add_row(
+        limits = [f"{limit}={value:,}" for limit, value in vars(own.limits).items() if value is not None]
+        table.row(
             name,
             f"{policy.weight if policy.user else policy.organisation_weight:g}",
+            str(keys.count(name)),
             policy.priority_class,
             ", ".join(
                 priority_class
@@ -76,9 +76,8 @@ def show(tenants: Tenants, console: Console) -> None:
             ),
             ", ".join(limits) or "none",
             "yes" if own.borrow else "no",
-            str(keys.count(name)),
         )
-    console.print(table)
+    table.show(console)
     if not keys:
         console.print("No key is configured: everyone is let in, as the tenant 'default'.")
 

@@ -13,8 +13,8 @@ from urllib.parse import quote
 import platformdirs
 from pydantic import AfterValidator, Field, model_validator
 from rich.console import Console
-from rich.table import Table
 
+from launcher import tables
 from proto.errors import CrossdockError
 from runtime.settings.types import Options
 
@@ -103,23 +103,22 @@ def run(settings: UsageSettings) -> int:
     if settings.as_json:
         sys.stdout.write(json.dumps(entries, indent=2) + "\n")
     else:
-        show(entries, Console())
+        show(entries, tables.console())
     return 0
 
 
 def show(entries: Iterable[dict[str, Any]], console: Console) -> None:
-    table = Table(title="Usage", title_justify="left")
-    table.add_column("day")
-    table.add_column("tenant", overflow="fold")
-    for heading in ("requests", "charged", "prompt", "cached", "output", "queue", "prefill", "transfer", "decode"):
-        table.add_column(heading, justify="right")
-    table.add_column("ended as")
+    counted = ("requests", "charged", "prompt", "cached", "output")
+    timed = ("queue ms", "prefill ms", "transfer ms", "decode ms")
+    table = tables.Table("Usage, in tokens", "day", "tenant", *counted, *timed, tables.words("ended as"), keys=2)
     for entry in entries:
         counts = [f"{entry[key]:,}" for key in ("requests", "charged_tokens")]
         counts += [f"{entry[f'{kind}_tokens']:,}" for kind in ("prompt", "cached", "output")]
         means = [entry[f"{phase}_ms_mean"] for phase in ("queue", "prefill", "transfer", "decode")]
         outcomes = ", ".join(f"{count:,} {name}" for name, count in sorted(entry["outcomes"].items()))
-        table.add_row(
-            entry["day"], entry["tenant"], *counts, *("-" if ms is None else f"{ms:,.0f}" for ms in means), outcomes
-        )
-    console.print(table if table.row_count else "Nothing was used.")
+        times = ("-" if ms is None else f"{ms:,.0f}" for ms in means)
+        table.row(entry["day"], entry["tenant"], *counts, *times, outcomes)
+    if table.rows:
+        table.show(console)
+    else:
+        console.print("Nothing was used.")

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
+from launcher import tables
 from launcher.load import plot as load_plot
 from launcher.load import records as load_records
 from launcher.load import show as load_show
@@ -27,16 +27,8 @@ _SAMPLES_MAX: Final = 20_000_000
 def run(settings: CompareSettings) -> int:
     load_plot.check(settings.plot)
     first, second = load_records.read(settings.first), load_records.read(settings.second)
-    console = Console()
     differs = differences(first.settings, second.settings)
-    if differs:
-        rows = load_show.table("Settings that differ", "", "A", "B")
-        for name, (one, other) in differs.items():
-            rows.add_row(name, escape(str(one)), escape(str(other)))
-        console.print(rows)
-    else:
-        console.print("Their settings are the same.")
-    _show(compared(first, second, settings.seed, settings.resamples), console)
+    show(differs, compared(first, second, settings.seed, settings.resamples), tables.console())
     if settings.plot:
         load_plot.draw(settings.plot, [("A", first), ("B", second)])
     return 0
@@ -125,18 +117,26 @@ def _row(
     }
 
 
-def _show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    shown = load_show.table("B beside A", "", "A", "B", "B / A", "95 % of B / A", "")
+def show(differs: dict[str, tuple[Any, Any]], rows: Sequence[dict[str, Any]], console: Console) -> None:
+    if differs:
+        settings = tables.Table("Settings that differ", "", tables.words("A"), tables.words("B"))
+        for name, (one, other) in differs.items():
+            settings.row(name, str(one), str(other))
+        settings.show(console)
+    else:
+        console.print("Their settings are the same.")
+    shown = tables.Table("B beside A", "", "A", "B", "B / A", "95 % of B / A", tables.words(""))
     for row in rows:
         interval = f"{load_show.number(row['low'], 3)} to {load_show.number(row['high'], 3)}"
         digits = 3 if row["a"] < 10 else 1
-        shown.add_row(
+        shown.row(
             row["figure"],
             load_show.number(row["a"], digits),
             load_show.number(row["b"], digits),
             load_show.number(row["ratio"], 3),
             interval,
-            "[bold]differs[/bold]" if row["means_something"] else "[dim]noise[/dim]",
+            "differs" if row["means_something"] else "noise",
+            style="bold" if row["means_something"] else "dim",
         )
-    console.print(shown)
+    shown.show(console)
     console.print("[dim]noise: the interval has 1 in it, so that chance alone explains the difference[/dim]")

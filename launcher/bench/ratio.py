@@ -10,6 +10,7 @@ from typing import Any, Final
 import uvloop
 from rich.console import Console
 
+from launcher import tables
 from launcher.bench.serve import check_files, measure, started
 from launcher.load import plan as load_plan
 from launcher.load import plot as load_plot
@@ -29,7 +30,7 @@ SERVED_SHARE: Final = 0.9
 def run(settings: RatioSettings) -> int:
     load_plan.make(settings, load_plan.tenants_of(settings), 0)  # a bad trace is told before minutes are spent
     check_files(settings)
-    console = Console()
+    console = tables.console()
     status = uvloop.run(until_interrupted(_run(settings, console), console))
     return INTERRUPTED_EXIT if status is None else status
 
@@ -93,12 +94,13 @@ def bottleneck(figures: Mapping[str, Any]) -> str:
 
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    headings = ("good/s", "%", "TTFT p50", "p99", "ITL p50", "p99", "queue", "fails", "short of")
-    shown = load_show.table("Goodput by ratio; times in ms, queue p50", "", *headings)
+    headings = ("good/s", "%", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "queue")
+    texts = (tables.words(heading) for heading in ("fails", "short of"))
+    shown = tables.Table("Goodput by ratio; times in ms, queue p50", "", *headings, *texts)
     best = max((one["goodput_requests_per_s"] or 0.0 for one in rows), default=0.0)
     for one in rows:
         bold = "bold" if one["goodput_requests_per_s"] == best else ""
-        shown.add_row(
+        shown.row(
             one["ratio"],
             load_show.number(one["goodput_requests_per_s"], 2),
             load_show.number(one["attainment"] and 100 * one["attainment"]),
@@ -110,4 +112,4 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             one["bottleneck"],
             style=bold,
         )
-    console.print(shown)
+    shown.show(console)

@@ -16,6 +16,7 @@ import uvloop
 from rich.console import Console
 
 from launcher import report as bench_report
+from launcher import tables
 from launcher.http.sse_client import BenchFailed
 from launcher.load import plan as load_plan
 from launcher.load import plot as load_plot
@@ -56,7 +57,7 @@ class Site:
 def run(settings: ServeBenchSettings) -> int:
     tenants = load_plan.tenants_of(settings)
     check_files(settings)
-    console = Console()
+    console = tables.console()
     status = uvloop.run(until_interrupted(_run(settings, tenants, console), console))
     return INTERRUPTED_EXIT if status is None else status
 

@@ -1,11 +1,9 @@
 """`crossdock cluster check`: what a `cluster.toml` comes to, host by host."""
 
 import shlex
+from collections.abc import Iterable
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
+from launcher import tables
 from launcher.cluster.file import ClusterError, incomplete
 from launcher.cluster.plan import Planned, check
 from launcher.cluster.settings import ClusterCheckSettings
@@ -22,19 +20,22 @@ def run(settings: ClusterCheckSettings) -> int:
         plans = check(file)
     except ClusterError as error:
         raise SettingsError("\n".join(f"{settings.cluster_file}: {line}" for line in str(error).splitlines())) from None
-    console = Console()
+    console = tables.console()
     for host, plan in plans.items():
-        table = Table(title=f"{host} ({file.hosts[host].address})", title_justify="left", show_lines=True)
-        table.add_column("process", no_wrap=True)
-        table.add_column("options and environment", overflow="fold")
-        for process in plan.processes:
-            table.add_row(escape(process.name), escape("\n".join(_words(process))))
-        console.print(table, highlight=False)
+        _table(f"{host} ({file.hosts[host].address})", plan.processes).show(console)
         if plan.note:
             console.print(f"note: {plan.note}", markup=False, highlight=False)
     for line in incomplete(file):
         console.print(f"note: {line}; it cannot serve yet", markup=False, highlight=False)
     return 0
+
+
+def _table(title: str, processes: Iterable[Planned]) -> tables.Table:
+    table = tables.Table(title, "process", tables.words("options and environment"))
+    for process in processes:
+        for number, line in enumerate(_words(process)):
+            table.row("" if number else process.name, line)
+    return table
 
 
 def _words(process: Planned) -> list[str]:

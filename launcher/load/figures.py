@@ -170,12 +170,19 @@ def _throughput(records: Sequence[Record], seconds: float) -> dict[str, float] |
         return None
     begun = [record for record in records if record.first_s is not None]
     return {
-        "offered_requests_per_s": len(records) / seconds,
+        "offered_requests_per_s": _offered(records, seconds),
         "requests_per_s": sum(1 for record in records if record.outcome == OK) / seconds,
         "output_tokens_per_s": sum(record.tokens for record in begun) / seconds,
         "prompt_tokens_per_s": sum(record.prompt_tokens or record.prompt_asked for record in begun) / seconds,
         "cached_tokens_per_s": sum(record.cached_tokens for record in begun) / seconds,
     }
+
+
+def _offered(records: Sequence[Record], seconds: float) -> float:
+    """Arrivals per second from the first to the last of them; what the tail of answers takes is no part of it."""
+    due_s = [record.due_s for record in records]
+    span_s = max(due_s) - min(due_s)
+    return (len(due_s) - 1) / span_s if span_s > 0 else len(due_s) / seconds
 
 
 def _lengths(ended: Sequence[Record]) -> dict[str, Any]:

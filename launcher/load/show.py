@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from launcher import tables
 from launcher.load.figures import METRICS, RANKS
 
 LATE_MS_BAD = 10.0
@@ -15,13 +15,6 @@ LATE_MS_BAD = 10.0
 def number(value: float | None, digits: int = 1) -> str:
     """Four digits and more say enough without a fraction."""
     return "–" if value is None else f"{value:,.{0 if abs(value) >= 1000 else digits}f}"
-
-
-def table(title: str, *headings: str) -> Table:
-    made = Table(title=title, title_justify="left")
-    for index, heading in enumerate(headings):
-        made.add_column(heading, justify="right" if index else "left")
-    return made
 
 
 def show(figures: Mapping[str, Any], console: Console) -> None:
@@ -34,13 +27,13 @@ def show(figures: Mapping[str, Any], console: Console) -> None:
 
 
 def _latencies(latency: Mapping[str, Any], console: Console) -> None:
-    rows = table("Latency at the client, ms", "", "mean", *(f"p{rank}" for rank in RANKS), "max", "count")
+    rows = tables.Table("Latency at the client, ms", "", "mean", *(f"p{rank}" for rank in RANKS), "max", "count")
     for metric, name in METRICS.items():
         row = latency[metric]
         if row is not None:
             shown = (number(row[key]) for key in ("mean", *(f"p{rank}" for rank in RANKS), "max"))
-            rows.add_row(name, *shown, f"{row['count']:,}")
-    console.print(rows)
+            rows.row(name, *shown, f"{row['count']:,}")
+    rows.show(console)
 
 
 def _goodput(figures: Mapping[str, Any], console: Console) -> None:
@@ -79,11 +72,11 @@ def _goodput(figures: Mapping[str, Any], console: Console) -> None:
 def _fairness(fairness: Mapping[str, Any], console: Console) -> None:
     title = "Tenants (service: prompt tokens + 2 × answer tokens, by weight; times in ms)"
     headings = ("asked", "ok", "service", "served %", "TTFT p50", "TTFT p99", "ITL p99", "good %")
-    rows = table(title, "", *headings)
+    rows = tables.Table(title, "", *headings)
     for name, row in fairness["tenants"].items():
         ttft, itl, good = row["ttft_ms"] or {}, row["itl_ms"] or {}, row["goodput"]["attainment"]
-        rows.add_row(
-            escape(name),
+        rows.row(
+            name,
             str(row["requests"]),
             str(row["outcomes"].get("ok", 0)),
             number(row["service_per_weight"], 0),
@@ -91,7 +84,7 @@ def _fairness(fairness: Mapping[str, Any], console: Console) -> None:
             *(number(value) for value in (ttft.get("p50"), ttft.get("p99"), itl.get("p99"))),
             number(good and 100 * good),
         )
-    console.print(rows)
+    rows.show(console)
     console.print(
         f"Jain's index: {number(fairness['jain_service_per_weight'], 3)} of service per weight,"
         f" {number(fairness['jain_served_share'], 3)} of what each got of what it asked",

@@ -11,6 +11,8 @@ from typing import IO, Any
 FILE_BYTES_MAX = 16 << 20
 LINE_BYTES_MAX = 64 << 10
 TAIL_LINES = 40
+NEWS = ("tenants file taken", "tenants file not taken")
+"""What begins so is shown whatever its level: it answers what a person has just done. Several processes may say the same."""
 _LOUD = ("warning", "error", "critical")
 _OWN_KEYS = ("event", "level", "timestamp", "process", "exception")
 
@@ -51,7 +53,7 @@ class ChildLog:
         self.tail.append(text)
         if level in ("info", *_LOUD):
             self.last_event = text.splitlines()[0]
-        if self._verbose or level in _LOUD:
+        if self._verbose or level in _LOUD or text.startswith(NEWS):
             self._show(level, text)
 
     def _keep(self, raw: bytes) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from launcher.local import process_states, supervisor_metrics
-from launcher.local.child_logs import ChildLog
+from launcher.local.child_logs import NEWS, ChildLog
 from launcher.local.notify_listener import NotifySocket
 from launcher.local.process_states import RESTARTS_KEPT, WINDOW_S, ProcessState, ProcessStates
 from launcher.local.restart import RestartPolicy
@@ -97,6 +97,7 @@ class Supervisor:
         self._say = say
         self._verbose = verbose
         self._closing = False
+        self._news = ""
         self._tasks: dict[asyncio.Task[None], int] = {}
         """With the stage in which each is stopped."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -104,8 +105,9 @@ class Supervisor:
     def start(self, spec: ProcessSpec) -> None:
         def show(level: str, text: str) -> None:
             # While all are stopped each sees the others go, and says so: that is for the log files alone.
-            if self._verbose or not self._closing:
-                self._say(level, spec.name, text)
+            if not self._verbose and (self._closing or self._said_already(text)):
+                return
+            self._say(level, spec.name, text)
 
         log = ChildLog(spec.name, self._log_dir / f"{spec.name}.log", verbose=self._verbose, show=show)
         child = self.children[spec.name] = Child(spec, log, NotifySocket(), Watchdog(spec.watchdog_s))
@@ -113,6 +115,13 @@ class Supervisor:
         task = asyncio.get_running_loop().create_task(self._keep_running(child))
         task.add_done_callback(self._on_task_done)
         self._tasks[task] = spec.stop_stage
+
+    def _said_already(self, text: str) -> bool:
+        """News that another child has told: each reads the file."""
+        if not text.startswith(NEWS):
+            return False
+        last, self._news = self._news, text
+        return text == last
 
     def all_ready(self) -> bool:
         """Whether each child runs and has said that it is ready."""
@@ -193,6 +202,8 @@ class Supervisor:
         child.watchdog.heard(line, clock.now())
         if child.is_ready != was_ready:
             self._publish()
+            if child.is_ready and child.restarts:
+                self._say("info", child.spec.name, "is back: started again, and ready")
 
     async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
         """Kill it if it hangs: first so that it says where, which a stopped process cannot."""

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,11 @@ def _read(path: Path) -> tuple[Tenants, _Stamp]:
         raise TenantsError(f"{path}: not UTF-8") from None
     except TenantsError as error:
         raise TenantsError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
+
+
+def _when(stamp: _Stamp) -> str:
+    """The same in all processes that have read the same file."""
+    return datetime.fromtimestamp(stamp[0] / 1e9, UTC).isoformat(timespec="milliseconds") if stamp[0] else ""
 
 
 def _stamp(status: os.stat_result) -> _Stamp:
@@ -76,7 +82,9 @@ class TenantsFile:
         try:
             self.tenants, self._seen = _read(self.path)
         except TenantsError as error:
-            _log.error("tenants file not taken, the earlier one stays", error=str(error))
+            why = "; ".join(str(error).splitlines())
+            _log.error("tenants file not taken, the earlier one stays", error=why, modified=_when(self._seen))
             return False
-        _log.info("tenants file taken", path=str(self.path), tenants=len(self.tenants.policies))
+        tenants = len(self.tenants.policies)
+        _log.info("tenants file taken", path=str(self.path), tenants=tenants, modified=_when(self._seen))
         return True

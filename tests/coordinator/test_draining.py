@@ -7,15 +7,16 @@ import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from coordinator.recovery import draining
-from coordinator.reporting.report import status
+from coordinator.reporting.report import NO_CAPACITY_S, status
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
-from proto.errors import CancelReason, Interrupt
+from proto.errors import CancelReason, Interrupt, Reject
 from proto.held import Held
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import (
     Accepted,
     Cancel,
     Chunk,
+    ClusterState,
     Finished,
     HandedOver,
     Hello,
@@ -137,6 +138,7 @@ def test_streams_of_an_earlier_coordinator_are_handed_over_too() -> None:
 def test_what_runs_longer_is_handed_over_and_goes_first_and_free() -> None:
     h = Harness.make(limits=Limits(step_tokens=16))
     decoding(h, submit("a", 10, max_tokens=50))
+    h.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=4)))  # too small for either
     h.receive(20, Draining(1000.0))
     h.receive(1, submit("waits", 16))
     charged = h.core.queues["m"].fair.debt(PATH)
@@ -186,18 +188,40 @@ def test_chunks_that_a_drain_cuts_short_are_charged_once(computed: int) -> None:
     assert _served(h) == pytest.approx(h.core.limits.prices.chunk(40) + h.core.limits.prices.output(1))
 
 
-def test_the_only_worker_drains_and_requests_wait_for_the_next_one() -> None:
-    h = Harness.make()
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_while_the_only_worker_drains_new_requests_are_refused_and_accepted_ones_wait(role: Role) -> None:
+    h = Harness.make(decode=0)
+    h.post(PeerUp(20, worker_hello(Role.DECODE, 20, max_seqs=1)))
     decoding(h, submit("a"))
-    h.receive(20, Draining(0.0))
-    h.receive(20, Released("a", 1, 2))
-    h.receive(1, submit("b"))
-    assert not h.take(Rejected) and not placed_on(h.take(Reserve, 20)[1:])
-    h.receive(1, again(submit("a"), 3))
-    h.post(PeerDown(20, "said goodbye"))
+    h.receive(1, submit("queued"))
+    only, other = (10, 11) if role is Role.PREFILL else (20, 21)
+    h.receive(only, Draining(0.0))
+    assert h.take(ClusterState, 1)[-1] == ClusterState(()), "its gateways are not ready"
+    h.receive(1, submit("new"))
+    (refusal,) = h.take(Rejected)
+    assert isinstance(refusal, Rejected) and refusal.request_id == "new" and refusal.reason is Reject.NO_CAPACITY
+    assert refusal.message == f"every {role} worker is draining" and refusal.retry_after_s == NO_CAPACITY_S
+    if role is Role.DECODE:
+        h.receive(20, Released("a", 1, 2))
+        h.receive(1, again(submit("a"), 3))
+    else:
+        h.receive(20, Finished("a", 1, 4, 4))
+    h.post(PeerDown(only, "said goodbye"))
     assert not h.take(Rejected)
-    h.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
-    assert placed_on(h.take(Reserve, 21)) == {"a", "b"}
+    h.post(PeerUp(other, worker_hello(role, other)))
+    assert h.take(ClusterState, 1)[-1] == ClusterState(("m",), (4,))
+    compute(h, 10 if role is Role.DECODE else 11)
+    assert placed_on(h.take(Reserve)) >= ({"a", "queued"} if role is Role.DECODE else {"queued"})
+
+
+def test_a_drain_that_is_undone_makes_the_model_servable_again() -> None:
+    h = Harness.make()
+    ask(h, "decode-20")
+    assert h.take(ClusterState, 1)[-1] == ClusterState(())
+    ask(h, "decode-20", undo=True)
+    assert h.take(ClusterState, 1)[-1] == ClusterState(("m",), (4,))
+    h.receive(1, submit("b"))
+    assert placed_on(h.take(Reserve, 20)) == {"b"}
 
 
 def test_a_request_that_fits_only_where_it_drains_waits_without_holding_up_others() -> None:

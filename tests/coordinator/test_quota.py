@@ -148,6 +148,24 @@ def test_rates_are_of_the_level_with_the_least_left() -> None:
     assert q.rates("free", 0.0) == RateState(0, 0, 0.0, 0, 0, 0.0)
 
 
+def test_a_daily_budget_is_a_limit_of_tokens_that_begins_anew_at_midnight() -> None:
+    q = quotas(
+        "[tenants.a]\nlimits = { tokens_per_day = 1000, tokens_per_min = 500 }\n[tenants.a.users.x]\n"
+        "[tenants.b]\nlimits = { tokens_per_day = 250 }",
+        offset_s=86_400.0 - 100.0,
+    )
+    granted(q.reserve("b", ASK, 40.0))
+    assert q.rates("b", 40.0) == RateState(0, 0, 0.0, 250, 150, 60.0)
+    q.settle(granted(q.reserve("b", ASK, 40.0)), 900, 41.0)
+    assert q.rates("b", 41.0) == RateState(0, 0, 0.0, 250, 0, 59.0), "over the budget is nothing left"
+    assert q.rates("b", 100.0) == RateState(0, 0, 0.0, 250, 250, 86_400.0)
+    assert q.rates("a/x", 0.0) == RateState(0, 0, 0.0, 500, 500, 0.0), "the rate of a minute has less left"
+    for at in (0.0, 60.0):
+        for _ in range(4):
+            q.settle(granted(q.reserve("a/x", ASK, at)), 100, at)
+    assert q.rates("a/x", 99.0) == RateState(0, 0, 0.0, 1000, 200, 1.0), "now the day has"
+
+
 def test_rates_of_before_a_restart_are_what_they_would_have_been() -> None:
     text = "[tenants.a]\nlimits = { requests_per_min = 6, tokens_per_min = 600 }"
     lived, began = quotas(text), quotas(text)

@@ -118,6 +118,21 @@ def test_a_quota_is_refused_with_its_name_and_the_time_to_wait_and_takes_nothing
     assert rejected(w).message.startswith("concurrency of a/x")
 
 
+def test_who_waits_for_midnight_is_told_midnight_to_within_seconds() -> None:
+    w = world("[tenants.a]\nlimits = { tokens_per_day = 20 }")
+    w.now = 86_400.0 - 4200.0
+    w.receive(1, by("a", "r0"))
+    assert [m.rates for m in w.take(Accepted)] == [RateState(0, 0, 0.0, 20, 6, 4200.0)]
+    waits = []
+    for number in range(1, 20):
+        w.receive(1, by("a", f"r{number}"))
+        waits.append(rejected(w).retry_after_s)
+    assert min(waits) >= 4200.0 and max(waits) <= 4206.1 and len(set(waits)) > 10, "not all at once, nor minutes late"
+    w.now += min(waits)
+    w.receive(1, by("a", "next"))
+    assert w.take(Accepted)
+
+
 def test_what_can_never_be_is_told_so() -> None:
     w = world()
     w.receive(1, by("a/x", "r", 40))

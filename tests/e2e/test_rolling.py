@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from launcher.local.cluster import free_port
@@ -119,6 +120,22 @@ def test_a_worker_is_drained_by_order_and_put_back(up: Twins) -> None:
         assert requests["decode-0"] == (True, 0) and requests["decode-1"][0] is False
         assert drain(up, "decode-0", "--undo").returncode == 0
         up.wait_for("it gets requests again", lambda: _requests(up.status(), "decode-0") > 0)
+
+
+def test_while_all_of_a_role_are_drained_nobody_waits_in_silence(up: Twins) -> None:
+    twins = ("decode-0", "decode-1")
+    for name in twins:
+        assert drain(up, name, "--wait", "--drain-timeout-s", GRACE_S).returncode == 0
+    asked = {"model": up.model_id, "prompt": "Hi", "max_tokens": 4}
+    for url in up.urls:
+        up.wait_for("it is not ready", lambda url=url: httpx.get(f"{url}/ready", trust_env=False).status_code == 503)
+        refused = httpx.post(f"{url}/v1/completions", json=asked, timeout=30, trust_env=False)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1, refused.text
+        assert "every decode worker is draining" in refused.json()["error"]["message"]
+    for name in twins:
+        assert drain(up, name, "--undo").returncode == 0
+    up.wait_complete()
+    assert httpx.post(f"{up.base_url}/v1/completions", json=asked, timeout=60, trust_env=False).status_code == 200
 
 
 def _requests(report: StatusReport, name: str) -> int:

@@ -8,6 +8,7 @@ import pytest
 from gateway.streams.types import StreamLimits
 from gateway.text.tokenizer import ModelTokenizer
 from proto.errors import Reject
+from proto.messages import ClusterState
 from tests import tiny_models
 from tests.gateway.fakes import ANSWER, CONTEXT_TOKENS, MODEL, Site, rejecting
 from tests.gateway.http_words import ANSWER_TOKENS, completion, events, on_site, post, until
@@ -116,9 +117,20 @@ def test_health_ready_models_metrics() -> None:
             site.gateway.backend.coordinator_down(site.cluster, "gone")
             assert (await client.get("/ready")).json()["error"]["code"] == "not_ready"
             site.cluster.connect()
+            site.gateway.backend.coordinator_message(site.cluster, ClusterState(()), b"")
+            drained = await client.get("/ready")
+            assert drained.status_code == 503 and drained.headers["retry-after"] == "1"
+            assert "one decode worker that is up and not draining" in drained.json()["error"]["message"]
+            site.cluster.connect()
             (entry,) = (await client.get("/v1/models")).json()["data"]
             assert entry["id"] == MODEL
             assert (await client.get(f"/v1/models/{MODEL}")).json() == entry
+            for answer in (
+                await client.get("/v1/models/gpt-4"),
+                await post(site, "/v1/completions", model="gpt-4", prompt="x"),
+            ):
+                message = answer.json()["error"]["message"]
+                assert message == f"The model 'gpt-4' is not served here; served is '{MODEL}'."
         await completion(site)
         async with site.client() as client:
             assert (await client.get("/metrics")).status_code == 404, "they have a port of their own"

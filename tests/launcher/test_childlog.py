@@ -37,6 +37,13 @@ def test_cuts_between_reads_change_nothing(tmp_path_factory: pytest.TempPathFact
     assert log.last_event == "broken"
 
 
+def test_what_became_of_a_changed_tenants_file_is_shown(tmp_path: Path) -> None:
+    log, shown = _log(tmp_path / "gateway-0.log")
+    log.feed(b'{"event": "tenants file taken", "level": "info", "tenants": 2}\n{"event": "loading", "level": "info"}\n')
+    log.close()
+    assert shown == ["info: tenants file taken tenants=2"]
+
+
 def test_a_full_disk_costs_the_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "decode-0.log"
     path.symlink_to("/dev/full")

@@ -113,6 +113,15 @@ def test_figures_leave_the_warm_up_out_and_name_errors() -> None:
     load_show.show(found, Console(file=io.StringIO()))
 
 
+def test_what_was_offered_is_by_arrivals_and_not_by_the_tail_of_answers() -> None:
+    found = figures([record(index, ttft_s=50.0) for index in range(11)], {"a": 1.0}, SLO)
+    assert found["seconds"] > 60
+    assert found["throughput"]["offered_requests_per_s"] == pytest.approx(1.0)
+    assert found["throughput"]["requests_per_s"] == pytest.approx(11 / found["seconds"])
+    one = figures([record(0)], {"a": 1.0}, SLO)
+    assert one["throughput"]["offered_requests_per_s"] > 0, "one arrival spans nothing"
+
+
 def test_figures_of_nothing_are_shown_too() -> None:
     found = figures([record(0, outcome="connect", first_s=None, gaps_ms=[], tokens=0)], {"a": 1.0, "b": 1.0}, SLO)
     assert found["goodput"]["attainment"] == 0.0

@@ -57,7 +57,7 @@ def test_a_story_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "+0.700 s  prompt computed; the last of its KV is on its way",
         "KV handed over in 3 ms; decoding",
         "+0.800 s  finished",
-        "Its first chunk was sent after 0.500 s; it was passed over 2 times: 1 × another tenant's turn,"
+        "Its first prefill chunk started after 0.500 s; it was passed over 2 times: 1 × another tenant's turn,"
         " 1 × another request of the same tenant.",
     ):
         assert line in text, text
@@ -122,6 +122,23 @@ def test_a_request_that_is_not_there_and_a_file_that_is_none(tmp_path: Path) -> 
     (tmp_path / "text").write_text("hello")
     with pytest.raises(EventLogError, match="not a ledger"):
         commands.explain(ExplainSettings(file=str(tmp_path / "text")))
+
+
+def test_the_beginning_of_an_id_is_enough_where_no_other_begins_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s = Scene.of()
+    for name in ("cmpl-4a1", "cmpl-4b2", "cmpl-4b2.c0"):
+        s.come(name, "acme")
+    file = saved(s, tmp_path / "j")
+    assert told(file, "cmpl-4a", capsys) == told(file, "cmpl-4a1", capsys)
+    assert told(file, "cmpl-4b2", capsys).startswith("cmpl-4b2 of acme")
+    assert commands.explain(ExplainSettings(file=file, request="cmpl-4a", as_json=True)) == 0
+    assert json.loads(capsys.readouterr().out)["request"] == "cmpl-4a1"
+    with pytest.raises(
+        EventLogError, match=r"3 requests begin with 'cmpl-4'.*\n    cmpl-4a1\n    cmpl-4b2\n    cmpl-4b2\.c0$"
+    ):
+        commands.explain(ExplainSettings(file=file, request="cmpl-4"))
 
 
 def test_replay_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,9 +154,10 @@ def test_the_table_fits_80_columns(models: int) -> None:
         for n in range(10)
     )
     out = io.StringIO()
-    show(StatusReport(workers, (), 0, {}, {}, {}), Console(file=out, width=80))
+    show(StatusReport(workers, (), 0, {}, {}, {}), Console(file=out, width=80, force_terminal=True, color_system=None))
     lines = out.getvalue().splitlines()
-    assert "…" not in out.getvalue() if models == 1 else "meta-llama/Ll…" in out.getvalue()
+    assert "…" not in out.getvalue()
+    assert all(f"meta-llama/Llama-3.{n}-70B" in out.getvalue() for n in range(models))
     assert sum("99999/131072" in line for line in lines) == len(workers), "one line for each, nothing cut"
     assert all(len(line) <= 80 for line in lines)
     assert "1.00 G" in out.getvalue() and "10,000" in out.getvalue()

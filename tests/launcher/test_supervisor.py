@@ -81,6 +81,30 @@ def test_a_killed_role_is_started_again_and_said_so(tmp_path: Path) -> None:
     uvloop.run(scene())
 
 
+def test_what_all_say_of_the_tenants_file_is_said_once(tmp_path: Path) -> None:
+    def says(modified: int) -> str:
+        return f'print(\'{{"event": "tenants file taken", "level": "info", "modified": {modified}}}\', flush=True)'
+
+    async def scene() -> None:
+        heard = _Heard()
+        supervisor = Supervisor(log_dir=tmp_path, say=heard)
+        supervisor.started_up = True
+        for name in ("coordinator", "gateway-0", "gateway-1"):
+            supervisor.start(_spec(f"{says(1)}; {LOUD}; {WAIT}", name))
+            await heard.wait_for(f"{name} here")
+        supervisor.start(_spec(f"{says(2)}; {LOUD}; {WAIT}", "later"))
+        try:
+            await heard.wait_for("later here")
+        finally:
+            await supervisor.close()
+        assert [line for line in heard.lines if "tenants" in line] == [
+            "info coordinator tenants file taken modified=1",
+            "info later tenants file taken modified=2",
+        ]
+
+    uvloop.run(scene())
+
+
 def test_a_role_that_keeps_failing_is_given_up_with_its_last_words(tmp_path: Path) -> None:
     async def scene() -> None:
         supervisor = Supervisor(log_dir=tmp_path, say=lambda level, name, text: None)
@@ -163,6 +187,24 @@ run_process(main)
 
 def _watched(name: str, timeout_s: float = 2.0) -> ProcessSpec:
     return ProcessSpec(name, (sys.executable, "-c", READY), child_environment(1), watchdog_s=timeout_s)
+
+
+def test_a_role_that_is_back_is_said_to_be(tmp_path: Path) -> None:
+    async def scene() -> None:
+        heard = _Heard()
+        supervisor = Supervisor(log_dir=tmp_path, say=heard)
+        supervisor.started_up = True
+        supervisor.start(_spec(READY))
+        try:
+            await heard.wait_for("role ready")
+            os.kill(supervisor.children["role"].pid, signal.SIGKILL)
+            assert await heard.wait_for("back") == "info role is back: started again, and ready"
+            assert supervisor.children["role"].is_ready
+        finally:
+            await supervisor.close()
+        assert sum("is back" in line for line in heard.lines) == 1, "the first start is no news"
+
+    uvloop.run(scene())
 
 
 def test_a_role_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

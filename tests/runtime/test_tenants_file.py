@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import structlog
 
 from runtime.tenancy.file import TenantsFile, read
 from runtime.tenancy.tenants import Tenants, TenantsError
@@ -50,6 +51,19 @@ def test_a_change_is_seen_and_a_broken_file_is_not_taken(tmp_path: Path) -> None
         assert "b" in (await next_of(changes)).policies
 
     watched(path, 0.01, scene)
+
+
+def test_all_processes_log_the_same_line_of_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text("[tenants.a]")
+    coordinator, gateway = TenantsFile(path), TenantsFile(path)
+    for text, level in (("[tenants.a]\nweight = -1\n[tenants.b]\nweight = 0", "error"), ("[tenants.b]", "info")):
+        replace(path, text)
+        with structlog.testing.capture_logs() as said:
+            assert coordinator._look(False) == gateway._look(False) == (level == "info")
+        first, second = said
+        assert first == second and first["log_level"] == level and first["modified"]
+        assert "\n" not in first.get("error", "")
 
 
 def test_sighup_reads_it_at_once(tmp_path: Path) -> None:

@@ -27,12 +27,10 @@ from itertools import count, product
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from coordinator.core import Core
 from coordinator.events import Action, Limits, PeerUp, Received, Send
 from coordinator.fairness.fair_queue import FairQueue, Terms
+from launcher import tables
 from launcher.bench.dev.coordinator_scale import LIMITS, measure, scale_table
 from launcher.bench.settings import CoordinatorBenchSettings
 from launcher.report import check_writable, write_json
@@ -57,7 +55,7 @@ _KEY = -1
 def run(settings: CoordinatorBenchSettings) -> int:
     """`crossdock bench coordinator`."""
     check_writable(settings.json_out)
-    console = Console()
+    console = tables.console()
     with console.status("measuring") as status:
         request_bytes = _memory(min(settings.requests, 200_000))
         queue: dict[str, dict[int, dict[str, float]]] = {kind: {} for kind in _DEADLINES}
@@ -70,12 +68,7 @@ def run(settings: CoordinatorBenchSettings) -> int:
         for limited_by, pairs in product(LIMITS, sorted({1, settings.workers} if settings.workers else ())):
             status.update(f"{pairs} + {pairs} workers, limited by {limited_by}")
             scale.append(measure(pairs, settings.tenants, settings.requests, settings.served, limited_by))
-    table = Table(title=f"Fair queue, {settings.requests:,} requests waiting, µs of CPU", title_justify="left")
-    for heading in ("deadlines", "tenants", "pop p50", "p99", "enqueue p50", "p99"):
-        table.add_column(heading, justify="left" if heading == "deadlines" else "right")
-    for kind, tenants in product(_DEADLINES, _TENANTS):
-        table.add_row(kind, f"{tenants:,}", *(f"{figure:.1f}" for figure in queue[kind][tenants].values()))
-    console.print(table)
+    _queue_table(queue, settings.requests).show(console)
     console.print(
         f"A request's life of {_CHUNKS} chunks in the core: {life_us:.0f} µs, so {1e6 / life_us:,.0f} requests/s"
     )
@@ -84,7 +77,7 @@ def run(settings: CoordinatorBenchSettings) -> int:
     )
     console.print(f"A waiting request: {request_bytes:.0f} bytes, its message included")
     if scale:
-        console.print(scale_table(scale, settings.tenants, settings.requests))
+        scale_table(scale, settings.tenants, settings.requests).show(console)
     write_json(
         settings.json_out,
         {
@@ -96,6 +89,14 @@ def run(settings: CoordinatorBenchSettings) -> int:
         },
     )
     return 0
+
+
+def _queue_table(queue: dict[str, dict[int, dict[str, float]]], requests: int) -> tables.Table:
+    title = f"Fair queue, {requests:,} requests waiting, µs of CPU"
+    table = tables.Table(title, "deadlines", "tenants", "pop p50", "pop p99", "enqueue p50", "enqueue p99", keys=2)
+    for kind, tenants in product(_DEADLINES, _TENANTS):
+        table.row(kind, f"{tenants:,}", *(f"{figure:.1f}" for figure in queue[kind][tenants].values()))
+    return table
 
 
 def _whole(cost: int) -> Terms:

@@ -17,10 +17,9 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from rich.table import Table
-
 from coordinator.core import Core
 from coordinator.events import Event, Limits, PeerUp, Received, Send
+from launcher.tables import Table
 from proto.held import Capacity
 from proto.limits import HASH_BYTES, PROTOCOL_VERSION
 from proto.messages import (
@@ -204,14 +203,13 @@ class Cluster:
 
 def scale_table(costs: list[Cost], tenants: int, waiting: int) -> Table:
     title = f"{tenants:,} tenants, {waiting:,} requests waiting, {PER_S:g} requests/s for each pair of workers"
-    table = Table(title=title, title_justify="left")
-    for heading in ("limited by", "workers", "CPU µs a request", "x one pair", "events a request", "slowest event, ms"):
-        table.add_column(heading, justify="left" if heading == "limited by" else "right")
+    figures = ("CPU µs a request", "x one pair", "events a request", "slowest event, ms")
+    table = Table(title, "limited by", "workers", *figures, keys=2)
     first = {cost.limited_by: cost.cpu_us for cost in costs if cost.workers == 1}
     for cost in costs:
         ratio = cost.cpu_us / first[cost.limited_by]
         row = (f"{cost.cpu_us:.0f}", f"{ratio:.2f}", f"{cost.events:.1f}", f"{cost.event_ms_max:.1f} {cost.slowest}")
-        table.add_row(cost.limited_by, f"{cost.workers} + {cost.workers}", *row)
+        table.row(cost.limited_by, f"{cost.workers} + {cost.workers}", *row)
     return table
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from engine.engine import Engine, SeqChunk
 from engine.model.loader import load_engine
+from launcher import tables
 
 _PROMPT_TOKENS, _STEPS, _ROUNDS = 200, 16, 3
 _LONG_TOKENS, _LONG_CHUNKS = 1400, 256
@@ -53,7 +53,8 @@ def run(model_path: str, threads: int = 1) -> dict[str, float]:
             rate = measure()
             if number:  # the first round warms up
                 rounds[name].append(rate)
-    _print(rounds, engine, threads)
+    of = f"{engine.info.model_type}, {engine.info.dtype}, {threads} thread(s)"
+    _show(of, rounds, tables.console())
     return {name: statistics.median(rates) for name, rates in rounds.items()}
 
 
@@ -116,13 +117,11 @@ def _plain_prefill(model: Any, tokens: int) -> float:
     return tokens / (time.perf_counter() - began)
 
 
-def _print(rounds: dict[str, list[float]], engine: Engine, threads: int) -> None:
-    info = engine.info
-    table = Table(title=f"{info.model_type}, {info.dtype}, {threads} thread(s): tokens/s over {_ROUNDS} rounds")
-    for heading in ("", "median", "lowest", "highest", "against transformers"):
-        table.add_column(heading, justify="left" if not heading else "right")
+def _show(of: str, rounds: dict[str, list[float]], console: Console) -> None:
+    title = f"{of}: tokens/s over {_ROUNDS} rounds"
+    table = tables.Table(title, "", "median", "lowest", "highest", "against transformers")
     for name, rates in rounds.items():
         reference = rounds.get(f"{name}, transformers")
         ratio = f"{statistics.median(rates) / statistics.median(reference):.2f}" if reference else ""
-        table.add_row(name, f"{statistics.median(rates):.1f}", f"{min(rates):.1f}", f"{max(rates):.1f}", ratio)
-    Console().print(table)
+        table.row(name, f"{statistics.median(rates):.1f}", f"{min(rates):.1f}", f"{max(rates):.1f}", ratio)
+    table.show(console)

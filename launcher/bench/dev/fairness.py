@@ -18,9 +18,9 @@ import httpx
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from launcher import report as bench_report
+from launcher import tables
 from launcher.bench.settings import FairnessSettings
 from launcher.http.sse_client import BenchFailed, Stream, long_prompt, percentile, stream_completion
 from launcher.local.lifetime import running, until_interrupted
@@ -35,7 +35,7 @@ _TOKENS = 2
 
 def run(settings: FairnessSettings) -> int:
     bench_report.check_writable(settings.json_out)
-    console = Console()
+    console = tables.console()
     status = uvloop.run(until_interrupted(_run(settings, console), console))
     return INTERRUPTED_EXIT if status is None else status
 
@@ -136,13 +136,12 @@ def _figures(streams: list[Stream]) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any], console: Console) -> None:
-    table = Table(title="Time to first token of the small tenant, seconds", title_justify="left")
-    for heading in ("", "p50", "p90", "p99", "requests", "tokens each"):
-        table.add_column(heading, justify="right" if heading else "left")
+    headings = ("p50", "p90", "p99", "requests", "tokens each")
+    table = tables.Table("Time to first token of the small tenant, seconds", "", *headings)
     for name in ("alone", "beside"):
         row = result[name]
         figures = (f"{row[f'ttft_p{rank}_s']:.2f}" for rank in (50, 90, 99))
-        table.add_row(name, *figures, str(row["requests"]), f"{row['prompt_tokens_mean']:.0f}")
-    console.print(table)
+        table.row(name, *figures, str(row["requests"]), f"{row['prompt_tokens_mean']:.0f}")
+    table.show(console)
     ratios = {rank: result["beside"][f"ttft_p{rank}_s"] / result["alone"][f"ttft_p{rank}_s"] for rank in (50, 99)}
     console.print(f"Beside / alone: p50 {ratios[50]:.2f}, p99 [bold]{ratios[99]:.2f}[/bold]")

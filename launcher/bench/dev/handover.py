@@ -14,9 +14,9 @@ import httpx
 import uvloop
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from launcher import report as bench_report
+from launcher import tables
 from launcher.admin.status import ask
 from launcher.bench.settings import HandoverSettings
 from launcher.http.sse_client import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
@@ -52,7 +52,7 @@ class Handover:
 
 def run(settings: HandoverSettings) -> int:
     bench_report.check_writable(settings.json_out)
-    console = Console()
+    console = tables.console()
     status = uvloop.run(until_interrupted(_run(settings, console), console))
     return INTERRUPTED_EXIT if status is None else status
 
@@ -118,21 +118,17 @@ def figures(done: Sequence[Handover]) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any], console: Console) -> None:
-    table = Table(
-        title=f"Hand-over of {result['prompt_tokens_mean']:.0f} tokens, {result['kv_mib_mean']:.1f} MiB",
-        title_justify="left",
-    )
-    for heading in ("", "p50", "max", "goal (p50)"):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.add_row(
+    title = f"Hand-over of {result['prompt_tokens_mean']:.0f} tokens, {result['kv_mib_mean']:.1f} MiB"
+    table = tables.Table(title, "", "p50", "max", "goal (p50)")
+    table.row(
         "transfer not hidden under prefill, share of TTFT",
         f"{result['exposed_share_of_ttft_p50']:.2%}", f"{result['exposed_share_of_ttft_max']:.2%}", f"≤ {SHARE_GOAL:.0%}",
     )  # fmt: skip
-    table.add_row(
+    table.row(
         "gap before the second token / steady gap",
         f"{result['second_over_steady_p50']:.2f}", f"{result['second_over_steady_max']:.2f}", f"≤ {GAP_GOAL}",
     )  # fmt: skip
-    console.print(table)
+    table.show(console)
     console.print(
         f"TTFT {result['ttft_p50_ms']:.0f} ms, of that {result['exposed_p50_ms']:.1f} ms transfer;"
         f" second token after {result['second_gap_p50_ms']:.1f} ms, later ones after {result['steady_gap_p50_ms']:.1f} ms (p50)"

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from launcher import report as bench_report
+from launcher import tables
 from launcher.bench.settings import IsolationSettings
 from launcher.http.sse_client import BenchFailed, SteadyStreams, Stream, gaps_between, long_prompt, stream_completion
 from launcher.load import plot as load_plot
@@ -49,7 +50,7 @@ def run(settings: IsolationSettings) -> int:
         raise SettingsError(f"--prompt-words-max: {settings.prompt_words_max} is under --prompt-words-min")
     bench_report.check_writable(settings.json_out)
     load_plot.check(settings.plot)
-    console = Console()
+    console = tables.console()
     status = uvloop.run(until_interrupted(_run(settings, console), console))
     return INTERRUPTED_EXIT if status is None else status
 

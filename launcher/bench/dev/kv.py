@@ -27,7 +27,6 @@ import torch
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from kvtransfer.memory.digests import Digester
 from kvtransfer.memory.layout import KvLayout
@@ -36,6 +35,7 @@ from kvtransfer.memory.shared import SharedMemory
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.session.session import Accepted
 from kvtransfer.transports.registry import TRANSPORTS, suited
+from launcher import tables
 from launcher.bench.dev import kv_floor as bench_kv_bare
 from launcher.bench.dev.kv_peer import PLAIN_TCP, RECEIVER_EPOCH, filled, settings_of
 from launcher.bench.remote_peer import Far
@@ -271,7 +271,7 @@ def run(settings: KvBenchSettings) -> int:
     there = (*suited(tuple(TRANSPORTS), "cpu"), PLAIN_TCP)
     if unknown := set(settings.transports) - set(there):
         raise BenchFailed(f"--transports: there is no {', '.join(sorted(unknown))}; there are {', '.join(there)}")
-    console = Console()
+    console = tables.console()
     torch.set_num_threads(1)
     result = uvloop.run(measure(settings, console))
     show(result, settings, console)
@@ -287,22 +287,16 @@ def show(result: dict[str, Any], settings: KvBenchSettings, console: Console) ->
     bare = [_BARE[name] for name in settings.transports if name in _BARE]
     names = ["memcpy", "digest", *settings.transports, _SOCKET, *bare]
     ratios = [ratio for ratio, (one, _) in _BESIDE.items() if one in settings.transports]
-    table = Table(
-        title="GB/s, medians (digest: of cold blocks, in one thread; socket: raw TCP; bare: without crossdock's part)",
-        title_justify="left",
-        padding=(0, 0),
-        show_edge=False,
-    )
-    headings = ("segment", "block", *names)
-    for heading in (*headings, *ratios):
-        table.add_column(heading.replace("/", "/\n").replace(" ", "\n"), justify="right", no_wrap=True)
+    title = "GB/s, medians (digest: of cold blocks, in one thread; socket: raw TCP; bare: without crossdock's part)"
+    columns = (heading.replace("/", " / ") for heading in (*names, *ratios))
+    table = tables.Table(title, "segment", "block", *columns, keys=2)
     for row in result["rows"]:
-        table.add_row(
+        table.row(
             *(_size(row[what]) for what in ("segment_bytes", "block_bytes")),
             *(f"{row['gb_per_s'][name]:.2f}" for name in names),
             *(f"{row['ratio'][name]:.2f}" for name in ratios),
         )
-    console.print(table)
+    table.show(console)
     overheads = result["overhead_ms_p50"]
     commit, acknowledgement = overheads[_COMMIT], overheads[_ACKNOWLEDGEMENT]
     words = ", ".join(f"{name} {commit[name]:.2f} ({acknowledgement[name]:.2f})" for name in settings.transports)

@@ -16,9 +16,9 @@ from typing import Any
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from launcher import report as bench_report
+from launcher import tables
 from launcher.bench.remote_peer import Far
 from launcher.bench.settings import HarmlessSettings
 from launcher.http.sse_client import BenchFailed, Stream, gaps_between, percentile
@@ -170,7 +170,7 @@ class Bench:
 
 def run(settings: HarmlessSettings) -> int:
     bench_report.check_writable(settings.json_out)
-    console = Console()
+    console = tables.console()
     status = uvloop.run(until_interrupted(_run(settings, console), console))
     return INTERRUPTED_EXIT if status is None else status
 
@@ -290,13 +290,11 @@ def figures(gaps_s: dict[str, list[list[float]]], transfers: Transfers, beside_s
 
 
 def _show(result: dict[str, Any], console: Console) -> None:
-    table = Table(title="Gap between tokens of one stream, ms", title_justify="left")
-    for heading in ("", "p50", "p95", "p99", "max", "gaps"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = tables.Table("Gap between tokens of one stream, ms", "", "p50", "p95", "p99", "max", "gaps")
     for kind, name in (("alone", "streams alone"), ("beside", "beside transfers")):
         row = result[kind]
-        table.add_row(name, *(f"{row[key]:.1f}" for key in ("p50_ms", "p95_ms", "p99_ms", "max_ms")), str(row["gaps"]))
-    console.print(table)
+        table.row(name, *(f"{row[key]:.1f}" for key in ("p50_ms", "p95_ms", "p99_ms", "max_ms")), str(row["gaps"]))
+    table.show(console)
     console.print(
         f"beside / alone: p50 {result['p50_ratio']:.3f}, p99 [bold]{result['p99_ratio']:.3f}[/bold] (goal: ≤ {GOAL})"
     )

@@ -19,9 +19,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from coordinator.kv_admission.admission import KvAdmission, KvDemand
+from launcher import tables
 from launcher.bench.dev.kv_utilization_world import Figures, Job, RoomWorld
 from launcher.bench.settings import RoomBenchSettings
 from launcher.report import check_writable, write_json
@@ -94,7 +94,7 @@ def decision_costs(attempts: int, block_size: int) -> dict[str, float]:
 
 def run(settings: RoomBenchSettings) -> int:
     check_writable(settings.json_out)
-    console = Console()
+    console = tables.console()
     console.print(
         f"{settings.kv_blocks} blocks of {settings.block_size} tokens, max_tokens L = {settings.max_tokens},"
         f" {settings.overload:g} x the load the pool could carry if full, {settings.steps} steps each"
@@ -127,18 +127,13 @@ def run(settings: RoomBenchSettings) -> int:
 
 
 def _show(rows: dict[str, Any], console: Console) -> None:
-    table = Table(
-        title="Blocks really held (most: no more is possible) and tokens, and by whole lives",
-        title_justify="left",
-        padding=(0, 0),
-    )
-    headings = ("outputs", "KV use", "most", "whole", "tok/step", "whole", "refused", "OOM")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "outputs" else "right", no_wrap=True)
+    title = "Blocks really held (most: no more is possible) and tokens, and by whole lives"
+    headings = ("KV use", "most", "whole KV use", "tok/step", "whole tok/step", "refused", "OOM")
+    table = tables.Table(title, "outputs", *headings)
     for name, row in rows.items():
         peak, whole = row["peak"], row["whole_life"]
         prompt = UNIFORM.get(name)
-        table.add_row(
+        table.row(
             name,
             f"{peak['kv_use']:.1%}",
             "" if prompt is None else f"{most_use(prompt):.0%}",
@@ -148,21 +143,19 @@ def _show(rows: dict[str, Any], console: Console) -> None:
             str(peak["refused_after_prefill"]),
             str(peak["out_of_memory"]),
         )
-    console.print(table)
+    table.show(console)
 
 
 def _show_overcommit(over: dict[str, dict[str, Any]], console: Console) -> None:
     title = "With --kv-overcommit (again: prompt tokens computed for victims)"
-    table = Table(title=title, title_justify="left", padding=(0, 0))
-    headings = ("outputs", "factor", "KV use", "tok/step", "ended", "victims", "OOM", "again")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "outputs" else "right", no_wrap=True)
+    headings = ("KV use", "tok/step", "ended", "victims", "OOM", "again")
+    table = tables.Table(title, "outputs", "factor", *headings, keys=2)
     for name, factors in over.items():
         for factor, row in factors.items():
             numbers = (row["finished"], row["preempted"], row["out_of_memory"], row["recomputed_tokens"])
             tokens = row["output_tokens"] / row["steps"]
-            table.add_row(name, factor, f"{row['kv_use']:.1%}", f"{tokens:.0f}", *map(str, numbers))
-    console.print(table)
+            table.row(name, factor, f"{row['kv_use']:.1%}", f"{tokens:.0f}", *map(str, numbers))
+    table.show(console)
 
 
 def _figures(figures: Figures) -> dict[str, Any]:

@@ -1,0 +1,132 @@
+"""What `test_tables` shows in each table: large figures and long names."""
+
+from typing import Any
+
+from coordinator.event_log.reasons import By, OtherTurn
+from coordinator.event_log.timeline import ChunkSent, Ended, Entry, Passed, Placed, Submitted, Waited
+from launcher.bench import ratio as bench_ratio
+from launcher.bench.dev import coordinator as bench_coordinator
+from launcher.bench.dev import kv_utilization as bench_room
+from launcher.bench.dev.coordinator_scale import Cost
+from launcher.bench.settings import KvBenchSettings
+from launcher.cluster.plan import Planned
+from launcher.load.figures import Slo, figures
+from launcher.load.records import Record
+from proto.messages import Role
+from proto.status import PairStatus, StatusReport, WorkerStatus
+from runtime.settings.roles import GatewaySettings
+from runtime.tenancy.tenants import parse
+from simulation.batch import Sum
+
+REQUEST = "chatcmpl-5da27501d5a2f5cf04e182c7d37908d3"
+TENANT = "research-department/recommendations"
+
+# --- what runs ----------------------------------------------------------------------------------------------------------
+
+REPORT = StatusReport(
+    tuple(
+        WorkerStatus(f"{role}-{n}", role, f"meta-llama/Llama-3.{n}-70B", f"node-{n}.example.org", 1_234_567, 1 << 17,
+                     99_999, 256, 2, 10 ** (9 + n), draining=n == 1)
+        for role in (Role.PREFILL, Role.DECODE) for n in range(2)
+    ),
+    ("gateway-0",), 4, {"decoding": 2}, {"finished": 9}, {"protocol_errors": 1},
+    (PairStatus("prefill-0", "decode-0", "tcp", "shm: another host, user or namespace"),),
+)  # fmt: skip
+USAGE: list[dict[str, Any]] = [
+    {
+        "day": f"2026-11-{day}", "tenant": tenant, "requests": 1_234_567, "open": 1, "charged_tokens": 98_765_432_109,
+        "prompt_tokens": 87_654_321_098, "cached_tokens": 76_543_210_987, "output_tokens": 11_111_111_011,
+        "queue_ms_mean": 123_456.7, "prefill_ms_mean": 4_321.0, "transfer_ms_mean": None, "decode_ms_mean": 65_432.1,
+        "outcomes": {"finished": 1_230_000, "cancelled": 4_000, "failed": 566, "open": 1},
+    }
+    for day in (21, 22) for tenant in ("acme", TENANT)
+]  # fmt: skip
+_LIMITS = (
+    "limits = { requests_per_min = 6000, tokens_per_min = 2000000, tokens_per_day = 20000000, kv_blocks = 100000 }"
+)
+TENANTS = parse(
+    f'[tenants.acme]\npriority_class = "batch"\npriority_classes = ["interactive", "standard", "batch"]\n{_LIMITS}\n'
+    f"[tenants.research-department]\nborrow = true\n[tenants.research-department.users.recommendations]\n{_LIMITS}\n"
+)
+_GATEWAY = GatewaySettings(name="gateway-on-node-0", model="/var/lib/" + "models/" * 4 + "tiny")
+PLANNED = [Planned("gateway", 0, _GATEWAY, {"OMP_NUM_THREADS": "1"}, (0, 1))] * 2
+WAITED = [Waited(9_876.543, 1_234.567, REQUEST, "interactive", TENANT, 123_456, "finished")] * 2
+STORY: list[Entry] = [
+    Submitted(0.0, 1, "standard", TENANT, 123_456, 16, 2, 0),
+    Passed(
+        1.0, 2.2, 3, OtherTurn(By(REQUEST, "standard", "lab"), "organisation", "lab", "acme", 2.0, 9.0), (REQUEST,), 1
+    ),
+    Placed(2.276, "prefill-0 + decode-0", 33, 0, False),
+    ChunkSent(2.276, "prefill-0", 4, 0, 96, 502, 1),
+    Ended(15.131, "finished", "", 0.0, None),
+]
+
+# --- benches ------------------------------------------------------------------------------------------------------------
+
+
+def _record(index: int, tenant: str) -> Record:
+    return Record(
+        index, tenant, due_s=index, prompt_asked=100, output_asked=10, sent_s=index, first_s=index + 234.5,
+        gaps_ms=[123_456.0] * 9, ended_s=index + 999.0, tokens=10, prompt_tokens=100, outcome="ok",
+    )  # fmt: skip
+
+
+FIGURES = figures(
+    [_record(n, ("acme", TENANT)[n % 2]) for n in range(20)], {"acme": 1.0, TENANT: 2.0}, Slo(1e3, 1e2, 0)
+)
+RATIOS = [bench_ratio.row(name, FIGURES) | {"fails": ["ttft", "answer", "tpot"]} for name in ("1P1D", "2P1D", "10P12D")]
+DIFFERENCES = {
+    "model": ("meta-llama/Llama-3.1-70B", "–"),
+    "rate": (0.25, 1.0),
+    "tenant": ([], ["acme:1:2.5", "lab:1:3"]),
+}
+COMPARED = [
+    {"figure": f"{name} {what}, ms", "a": 123_456.7, "b": 9.123, "ratio": 0.123, "low": 0.101, "high": 12.345,
+     "means_something": what == "p50"}
+    for name in ("TTFT", "within the limits of A") for what in ("mean", "p50")
+]  # fmt: skip
+QUEUE = {
+    kind: {n: {"a": 1234.5, "b": 12_345.6, "c": 1.2, "d": 99_999.9} for n in bench_coordinator._TENANTS}
+    for kind in bench_coordinator._DEADLINES
+}
+COSTS = [Cost(workers, "prefill", 1234.5, 99.9, "HandedOver", 123.4, 9.0) for workers in (1, 128)]
+ROUNDS = {name: [1234.5, 12.5, 99_999.9] for name in ("decode, 16 streams", "decode, 16 streams, transformers")}
+_GAPS = {f"{rank}_ms": 123_456.7 for rank in ("p50", "p95", "p99", "max")} | {
+    "gaps": 1_234_567,
+    "tokens_per_s": 99_999.9,
+}
+ISOLATION: dict[str, Any] = {
+    "alone": _GAPS, "loaded": _GAPS,
+    "long_prompts": {"finished": 12, "prompt_tokens_mean": 123_456.0, "ttft_p50_s": 99.0, "ttft_max_s": 999.0},
+}  # fmt: skip
+HARMLESS: dict[str, Any] = {
+    "alone": _GAPS, "beside": _GAPS, "p50_ratio": 1.0, "p99_ratio": 1.1, "transfers": 12, "kv_mib": 99.0,
+    "transfer_p50_ms": 9.0, "transfer_gb_per_s": 1.0, "gb_per_s": 1.0, "joined": 3,
+}  # fmt: skip
+_TTFT = {"requests": 123_456, "prompt_tokens_mean": 123_456.0} | {f"ttft_p{rank}_s": 12_345.67 for rank in (50, 90, 99)}
+FAIRNESS = {"alone": _TTFT, "beside": _TTFT}
+HANDOVER = {
+    "prompt_tokens_mean": 1000.0, "kv_mib_mean": 40.0, "ttft_p50_ms": 1.0, "exposed_p50_ms": 1.0, "steady_gap_p50_ms": 1.0,
+    "exposed_share_of_ttft_p50": 0.1234, "exposed_share_of_ttft_max": 0.5678, "second_gap_p50_ms": 1.0,
+    "second_over_steady_p50": 1.25, "second_over_steady_max": 123.45,
+}  # fmt: skip
+_NAMES = ("memcpy", "digest", "shm", "tcp", "tcp-plain", "gloo", "socket", "bare shm", "bare gloo")
+_RATIOS = ("shm/mem", "tcp/socket", "tcp-plain/socket", "gloo/socket", "shm/bare", "gloo/bare")
+KV_SETTINGS = KvBenchSettings(transports=["shm", "tcp", "tcp-plain", "gloo"])
+KV: dict[str, Any] = {
+    "rows": [
+        {"segment_bytes": 64 << 10, "block_bytes": 512 << 10, "gb_per_s": dict.fromkeys(_NAMES, 12.34),
+         "ratio": dict.fromkeys(_RATIOS, 0.95)}
+    ] * 3,
+    "overhead_ms_p50": {
+        "commit": dict.fromkeys(_NAMES, 0.5), "acknowledgement": dict.fromkeys(_NAMES, 0.5),
+        "round trip": {"socket": 0.1},
+    },
+}  # fmt: skip
+_LIFE = {
+    "kv_use": 0.987, "output_tokens": 123_456, "steps": 12, "refused_after_prefill": 1, "out_of_memory": 0,
+    "finished": 123_456, "preempted": 123_456, "recomputed_tokens": 12_345_678,
+}  # fmt: skip
+ROOM = {name: {"peak": _LIFE, "whole_life": _LIFE} for name in (*bench_room.UNIFORM, "a few huge among many tiny")}
+OVERCOMMIT = {name: {"1.1": _LIFE, "2": _LIFE} for name in bench_room.UNIFORM}
+SIMULATED = Sum(20_000, 1_234_567, 98_765, 111_000.0, {"a worker is killed": 7_700, "pause": 12}, {"finished": 12_345})

@@ -1,0 +1,133 @@
+"""Every table of the command line at 80 columns, in a narrow terminal and in a pipe: whole, so that an id can be copied."""
+
+import ast
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launcher import report as bench_report
+from launcher import tables
+from launcher.admin import explain_words, simulate, status, tenants, usage
+from launcher.bench import compare as bench_compare
+from launcher.bench import ratio as bench_ratio
+from launcher.bench.dev import coordinator as bench_coordinator
+from launcher.bench.dev import coordinator_scale as bench_scale
+from launcher.bench.dev import engine as bench_engine
+from launcher.bench.dev import fairness as bench_fairness
+from launcher.bench.dev import handover as bench_handover
+from launcher.bench.dev import kv as bench_kv
+from launcher.bench.dev import kv_interference as bench_harmless
+from launcher.bench.dev import kv_utilization as bench_room
+from launcher.cluster import check as cluster_check
+from launcher.load import show as load_show
+from launcher.tables import Table
+from tests.launcher import tables_shown as shown
+
+ROOT = Path(__file__).parents[2]
+SHOWN: dict[str, Callable[[Console], Any]] = {
+    "bench_compare": lambda c: bench_compare.show(shown.DIFFERENCES, shown.COMPARED, c),
+    "bench_coordinator": lambda c: bench_coordinator._queue_table(shown.QUEUE, 1_000_000).show(c),
+    "bench_engine": lambda c: bench_engine._show("qwen2, float32, 2 thread(s)", shown.ROUNDS, c),
+    "bench_fairness": lambda c: bench_fairness._show(shown.FAIRNESS, c),
+    "bench_handover": lambda c: bench_handover._show(shown.HANDOVER, c),
+    "bench_harmless": lambda c: bench_harmless._show(shown.HARMLESS, c),
+    "bench_kv": lambda c: bench_kv.show(shown.KV, shown.KV_SETTINGS, c),
+    "bench_ratio": lambda c: bench_ratio.show(shown.RATIOS, c),
+    "bench_report": lambda c: bench_report.show_isolation(shown.ISOLATION, c),
+    "bench_room": lambda c: (bench_room._show(shown.ROOM, c), bench_room._show_overcommit(shown.OVERCOMMIT, c)),
+    "bench_scale": lambda c: bench_scale.scale_table(shown.COSTS, 10_000, 1_000_000).show(c),
+    "cluster_check": lambda c: cluster_check._table("node-0 (10.0.0.1)", shown.PLANNED).show(c),
+    "explain_words": lambda c: (
+        explain_words.show_longest(shown.WAITED, 1234, c),
+        explain_words.show_timeline(shown.REQUEST, shown.STORY, c),
+    ),
+    "load_show": lambda c: load_show.show(shown.FIGURES, c),
+    "simulate": lambda c: simulate._show(shown.SIMULATED, 12.0, c),
+    "status": lambda c: (status.show(shown.REPORT, c), status.show(shown.REPORT, c, wide=True)),
+    "tenants": lambda c: tenants.show(shown.TENANTS, c),
+    "usage": lambda c: usage.show(shown.USAGE, c),
+}
+
+
+def test_no_table_is_made_but_by_the_helper_and_each_is_looked_at_here() -> None:
+    makers = set()
+    for path in sorted((ROOT / "launcher").glob("*.py")):
+        if path.name == "tables.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not any(isinstance(n, ast.ImportFrom) and n.module == "rich.table" for n in ast.walk(tree)), path
+        calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        if {"tables.Table", "Table"} & set(calls):
+            makers.add(path.stem)
+    assert makers == set(SHOWN)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Table]:
+    """The tables that were shown."""
+    found: list[Table] = []
+    show = Table.show
+    monkeypatch.setattr(Table, "show", lambda self, console: (found.append(self), show(self, console)))
+    return found
+
+
+def printed(name: str, width: int, *, terminal: bool) -> str:
+    out = io.StringIO()
+    colours = {"force_terminal": True, "color_system": "truecolor"} if terminal else {}
+    SHOWN[name](Console(file=out, width=width, **colours) if terminal else tables.console(file=out))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 40])
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_table_on_a_terminal_fits_and_cuts_nothing(name: str, width: int, made: list[Table]) -> None:
+    text = re.sub(r"\x1b\[[\d;]*m", "", printed(name, width, terminal=True))
+    assert made and "…" not in text
+    lines = text.splitlines()
+    if width == 80:
+        assert max(map(len, lines)) <= 80, max(lines, key=len)
+    words = set(text.split())
+    for table in made:
+        assert table.rows
+        for cells, _ in table.rows:
+            for cell, column in zip(cells, table.columns, strict=True):
+                if column.folds:
+                    assert set(cell.split()) <= words, cell
+                else:
+                    assert any(cell in line for line in lines), cell
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_table_in_a_pipe_is_plain_with_a_line_for_each_row(name: str, made: list[Table]) -> None:
+    text = printed(name, 80, terminal=False)
+    assert "\x1b" not in text and not re.search(r"[─-╿…]", text)
+    lines = text.splitlines()
+    for table in made:
+        for cells, _ in table.rows:
+            row = [cell for cell in cells if cell]
+            gaps = r" {2,}"
+            pattern = r"\s*" + gaps.join(map(re.escape, row))
+            assert any(re.fullmatch(pattern, line) for line in lines), row
+
+
+def test_ids_that_are_wider_than_the_terminal_are_left_whole() -> None:
+    table = Table("", "request", "waited s", tables.words("tenant"))
+    table.row("chatcmpl-" + "a" * 60, "1.250", "an organisation")
+    out = io.StringIO()
+    table.show(Console(file=out, width=40, force_terminal=True))
+    assert "chatcmpl-" + "a" * 60 in out.getvalue() and "waited s  1.250" in out.getvalue()
+
+
+def test_the_key_columns_are_in_every_part() -> None:
+    table = Table("Sums", "day", "tenant", *(f"figure {n}" for n in range(12)), keys=2)
+    table.row("2026-11-21", "acme/ann", *(f"{10**n:,}" for n in range(12)))
+    out = io.StringIO()
+    table.show(Console(file=out, width=80, force_terminal=True))
+    rows = [line for line in out.getvalue().splitlines() if "2026-11-21" in line]
+    assert len(rows) > 1 and all("acme/ann" in row for row in rows)
+    assert [cell for row in rows for cell in row.split()[2:]] == [f"{10**n:,}" for n in range(12)]

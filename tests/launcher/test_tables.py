@@ -30,40 +30,43 @@ from tests.launcher import tables_shown as shown
 
 ROOT = Path(__file__).parents[2]
 SHOWN: dict[str, Callable[[Console], Any]] = {
-    "bench_compare": lambda c: bench_compare.show(shown.DIFFERENCES, shown.COMPARED, c),
-    "bench_coordinator": lambda c: bench_coordinator._queue_table(shown.QUEUE, 1_000_000).show(c),
-    "bench_engine": lambda c: bench_engine._show("qwen2, float32, 2 thread(s)", shown.ROUNDS, c),
-    "bench_fairness": lambda c: bench_fairness._show(shown.FAIRNESS, c),
-    "bench_handover": lambda c: bench_handover._show(shown.HANDOVER, c),
-    "bench_harmless": lambda c: bench_harmless._show(shown.HARMLESS, c),
-    "bench_kv": lambda c: bench_kv.show(shown.KV, shown.KV_SETTINGS, c),
-    "bench_ratio": lambda c: bench_ratio.show(shown.RATIOS, c),
-    "bench_report": lambda c: bench_report.show_isolation(shown.ISOLATION, c),
-    "bench_room": lambda c: (bench_room._show(shown.ROOM, c), bench_room._show_overcommit(shown.OVERCOMMIT, c)),
-    "bench_scale": lambda c: bench_scale.scale_table(shown.COSTS, 10_000, 1_000_000).show(c),
-    "cluster_check": lambda c: cluster_check._table("node-0 (10.0.0.1)", shown.PLANNED).show(c),
-    "explain_words": lambda c: (
+    "bench.compare": lambda c: bench_compare.show(shown.DIFFERENCES, shown.COMPARED, c),
+    "bench.dev.coordinator": lambda c: bench_coordinator._queue_table(shown.QUEUE, 1_000_000).show(c),
+    "bench.dev.engine": lambda c: bench_engine._show("qwen2, float32, 2 thread(s)", shown.ROUNDS, c),
+    "bench.dev.fairness": lambda c: bench_fairness._show(shown.FAIRNESS, c),
+    "bench.dev.handover": lambda c: bench_handover._show(shown.HANDOVER, c),
+    "bench.dev.kv_interference": lambda c: bench_harmless._show(shown.HARMLESS, c),
+    "bench.dev.kv": lambda c: bench_kv.show(shown.KV, shown.KV_SETTINGS, c),
+    "bench.ratio": lambda c: bench_ratio.show(shown.RATIOS, c),
+    "report": lambda c: bench_report.show_isolation(shown.ISOLATION, c),
+    "bench.dev.kv_utilization": lambda c: (
+        bench_room._show(shown.ROOM, c),
+        bench_room._show_overcommit(shown.OVERCOMMIT, c),
+    ),
+    "bench.dev.coordinator_scale": lambda c: bench_scale.scale_table(shown.COSTS, 10_000, 1_000_000).show(c),
+    "cluster.check": lambda c: cluster_check._table("node-0 (10.0.0.1)", shown.PLANNED).show(c),
+    "admin.explain_words": lambda c: (
         explain_words.show_longest(shown.WAITED, 1234, c),
         explain_words.show_timeline(shown.REQUEST, shown.STORY, c),
     ),
-    "load_show": lambda c: load_show.show(shown.FIGURES, c),
-    "simulate": lambda c: simulate._show(shown.SIMULATED, 12.0, c),
-    "status": lambda c: (status.show(shown.REPORT, c), status.show(shown.REPORT, c, wide=True)),
-    "tenants": lambda c: tenants.show(shown.TENANTS, c),
-    "usage": lambda c: usage.show(shown.USAGE, c),
+    "load.show": lambda c: load_show.show(shown.FIGURES, c),
+    "admin.simulate": lambda c: simulate._show(shown.SIMULATED, 12.0, c),
+    "admin.status": lambda c: (status.show(shown.REPORT, c), status.show(shown.REPORT, c, wide=True)),
+    "admin.tenants": lambda c: tenants.show(shown.TENANTS, c),
+    "admin.usage": lambda c: usage.show(shown.USAGE, c),
 }
 
 
 def test_no_table_is_made_but_by_the_helper_and_each_is_looked_at_here() -> None:
     makers = set()
-    for path in sorted((ROOT / "launcher").glob("*.py")):
+    for path in sorted((ROOT / "launcher").rglob("*.py")):
         if path.name == "tables.py":
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert not any(isinstance(n, ast.ImportFrom) and n.module == "rich.table" for n in ast.walk(tree)), path
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if {"tables.Table", "Table"} & set(calls):
-            makers.add(path.stem)
+            makers.add(".".join(path.relative_to(ROOT / "launcher").with_suffix("").parts))
     assert makers == set(SHOWN)
 
 

@@ -9,6 +9,7 @@ from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import (
     Action,
     Admitted,
+    CapacityLost,
     ClientGone,
     Deliver,
     Drain,
@@ -184,6 +185,8 @@ class Backend:
             case Accepted() | Rejected() | Interrupted():
                 self._driver.post(message)
             case ClusterState(servable, sizes):
+                if self.model in self._servable and self.model not in servable:
+                    self._driver.post(CapacityLost())
                 self._servable = dict.fromkeys(servable, 0) | dict(zip(servable, sizes, strict=False))
             case _:
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")

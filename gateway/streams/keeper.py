@@ -16,6 +16,7 @@ from gateway.streams.state import Choice, Phase, Stream, Submission
 from gateway.streams.types import (
     Action,
     Admitted,
+    CapacityLost,
     ClientGone,
     Deliver,
     Drain,
@@ -82,6 +83,8 @@ class StreamKeeper:
                 self._link_is_down(now)
             case WorkerDown(incarnation):
                 self._worker_is_down(incarnation, now)
+            case CapacityLost():
+                self._settled_at = now + self.limits.settle_s
             case Drain():
                 self._draining = True
             case Shutdown():
@@ -120,9 +123,7 @@ class StreamKeeper:
         submission.stream.submissions.append(submission)
         self.submissions[submission.request_id] = submission
         if submission.is_new:
-            # Where the coordinator has just started, its workers may still be on their way back to it.
-            until = self._settled_at if self.link_up else now + self.limits.link_wait_s
-            submission.wait_until = until if until > now else None
+            submission.wait_until = None if self.link_up else now + self.limits.link_wait_s
         self._send_if_due(submission, now)
         self._schedule(submission.stream)
 
@@ -164,8 +165,12 @@ class StreamKeeper:
         submission = self._current(event.request_id, event.attempt)
         if submission is None:
             return
-        until = submission.wait_until if submission.is_new else submission.interrupted_at + self.limits.resume_wait_s
-        if event.reason in submission.passing and until is not None and now < until:
+        if submission.is_new:
+            # Workers may be on their way back: to a coordinator that has just started, or after a moment of silence.
+            until = max(submission.wait_until or 0.0, self._settled_at)
+        else:
+            until = submission.interrupted_at + self.limits.resume_wait_s
+        if event.reason in submission.passing and now < until:
             # An attempt that had been accepted, and was shed since, is spent.
             submission.resuming |= submission.phase is Phase.RUNNING
             submission.phase = Phase.PENDING

@@ -67,7 +67,7 @@ class Submission:
     """The next send is a new attempt. Until then late tokens of the old one are still good."""
     not_before: float = 0.0
     wait_until: float | None = None
-    """A new request that met a closed link, or a coordinator just started, waits until then."""
+    """A new request that met a closed link waits until then."""
     interrupted_at: float = 0.0
     got_tokens: bool = False
     """In this attempt."""
@@ -149,8 +149,8 @@ class Submission:
         return delay_s * self.jitter()
 
     def retry_s(self, retry_after_s: float, *, settling: bool) -> float:
-        """Before a rejection that passes is tried again. `settling`: a coordinator has just started, and what it misses is
-        about to come back to it."""
+        """Before a rejection that passes is tried again. `settling`: the coordinator has just started or lost a worker, and
+        what it misses may be about to come back to it."""
         return (_RETRY_S[0] if settling else min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1])) * self.jitter()
 
     def doubt(self, now: float, limits: StreamLimits, *, known: bool) -> None:

@@ -18,7 +18,8 @@ class StreamLimits:
     """Live answers at once, those included that wait for the coordinator's link; one more is answered with 503."""
     link_wait_s: float = 10.0
     settle_s: float = 3.0
-    """After a coordinator's start: new requests that find no worker wait until then, since workers connect again too."""
+    """After a coordinator's start, or after the model lost its last worker of a kind: new requests that find no worker wait
+    until then, since a worker that was only slow connects again within moments."""
     idle_s: float = 120.0
     attempts_max: int = 5
     """Attempts at one choice, the first included. Below the coordinator's own bound, so that users meet ours."""
@@ -115,6 +116,11 @@ class WorkerDown:
 
 
 @dataclass(frozen=True)
+class CapacityLost:
+    """The coordinator has just lost the model's last prefill or decode worker."""
+
+
+@dataclass(frozen=True)
 class Tick:
     """A deadline has come."""
 
@@ -135,6 +141,7 @@ Event = (
     | LinkUp
     | LinkDown
     | WorkerDown
+    | CapacityLost
     | Tick
     | Drain
     | Shutdown

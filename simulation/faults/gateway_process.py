@@ -4,6 +4,7 @@ from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import (
     Action,
     Admitted,
+    CapacityLost,
     ClientGone,
     Deliver,
     Ended,
@@ -61,6 +62,7 @@ class GatewayProcess(Process):
         self.hello = Hello(PROTOCOL_VERSION, Role.GATEWAY, self.incarnation, name, address=name)
         self.workers = WorkerLinks()
         self.coordinator: Link | None = None
+        self._servable = False
         self._alarm = Alarm(self, lambda: self.post(Tick()))
         self.client = Client(
             self,
@@ -152,15 +154,17 @@ class GatewayProcess(Process):
         self.post(LinkUp(link.incarnation))
 
     def _coordinator_down(self, _: Link, reason: str) -> None:
-        self.coordinator = None
+        self.coordinator, self._servable = None, False
         self.post(LinkDown())
 
     def _coordinator_message(self, _: Link, message: Message, __: bytes) -> None:
         match message:
             case Accepted() | Rejected() | Interrupted():
                 self.post(message)
-            case ClusterState():
-                pass
+            case ClusterState(servable):
+                if self._servable and not servable:
+                    self.post(CapacityLost())
+                self._servable = bool(servable)
             case _:
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")
 

@@ -13,6 +13,7 @@ from coordinator.fairness.scheduling_class import Path
 from coordinator.request import Request
 from tests.coordinator.virtual import Virtual
 from tests.coordinator.world import MODEL
+from tests.helpers import first
 
 STEP_TOKENS = 128
 
@@ -85,7 +86,7 @@ def spam(seed: int, requests: int) -> None:
     assert {path: round(bill, 3) for path, bill in queue.bill.items() if round(bill, 3)} == dict(done), seed
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first(1, range(3)))
 def test_cancels_leak_nothing_and_charge_what_was_done(seed: int) -> None:
     spam(seed, 1500)
 

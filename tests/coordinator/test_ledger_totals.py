@@ -14,6 +14,7 @@ from coordinator.accounting.ledger import Ledger
 from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from tests.coordinator.ledger_words import closed, opened
+from tests.helpers import first
 
 TENANTS = ("a/x", "a/y", "b")
 DAYS = (20_000, 20_001)
@@ -59,7 +60,7 @@ def start(path: Path, today: int) -> Past:
     return asyncio.run(body())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", first(6, range(20)))
 def test_totals_are_what_the_rows_add_up_to(tmp_path: Path, seed: int) -> None:
     source, path = random.Random(seed), tmp_path / "usage.sqlite"
     db = connect(path)

@@ -69,7 +69,7 @@ class Served:
         """All samples of one process, by name and labels, histograms' buckets included."""
         address = self.status().metrics[name]
         answer = httpx.get(f"http://{address}/metrics", timeout=60.0, trust_env=False)
-        assert answer.status_code == 200, answer.text
+        assert answer.status_code == 200, said(answer)
         return {
             (sample.name, frozenset(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(answer.text)
@@ -99,7 +99,7 @@ class Served:
     def complete(self, prompt: Any, max_tokens: int, **options: Any) -> dict[str, Any]:
         body = {"model": self.model_id, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **options}
         answer = httpx.post(f"{self.base_url}/v1/completions", json=body, timeout=120.0, trust_env=False)
-        assert answer.status_code == 200, answer.text
+        assert answer.status_code == 200, said(answer)
         found: dict[str, Any] = answer.json()
         return found
 
@@ -206,6 +206,11 @@ class Live(Served):
             raise
         self._reader.join(60)
         return code
+
+
+def said(answer: httpx.Response) -> str:
+    """For an assertion about its status."""
+    return f"{answer.request.method} {answer.request.url.path}: HTTP {answer.status_code}: {answer.text[:2000]}"
 
 
 def _holds(condition: Callable[[], bool]) -> bool:

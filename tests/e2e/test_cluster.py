@@ -95,16 +95,6 @@ def test_seeded_sampling_repeats_and_differs_by_seed_and_choice(cluster: Live) -
     cluster.wait_idle()
 
 
-def test_ctrl_c_leaves_nothing_behind(tiny: Path, tmp_path: Path) -> None:
-    shm_before = set(Path("/dev/shm").iterdir())
-    with live(tiny, tmp_path) as up:
-        children = [p for members in up.processes().values() for p in members]
-        up.token_ids([8, 9], 4, ignore_eos=True)
-        assert up.stop(signal.SIGINT) == 0
-    assert not [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert set(Path("/dev/shm").iterdir()) <= shm_before
-
-
 def test_killing_the_launcher_takes_everything_with_it(tiny: Path, tmp_path: Path) -> None:
     up = Live(tiny, tmp_path)
     children = [p for members in up.processes().values() for p in members]
@@ -114,7 +104,8 @@ def test_killing_the_launcher_takes_everything_with_it(tiny: Path, tmp_path: Pat
     assert not alive
 
 
-def test_two_prefill_two_decode(tiny: Path, tmp_path: Path) -> None:
+def test_two_prefill_two_decode_serve_and_ctrl_c_leaves_nothing_behind(tiny: Path, tmp_path: Path) -> None:
+    shm_before = set(Path("/dev/shm").iterdir())
     with live(tiny, tmp_path, "--prefill", "2", "--decode", "2") as up:
         # Ready is one of each: the others may still be loading.
         up.wait_for("all four are up", lambda: len(up.status().workers) == 4)
@@ -123,3 +114,7 @@ def test_two_prefill_two_decode(tiny: Path, tmp_path: Path) -> None:
         assert together == [up.token_ids(prompt, 8, ignore_eos=True) for prompt in prompts]
         report = up.wait_idle()
         assert len(report.workers) == 4 and all(w.tokens_forwarded > 0 for w in report.workers), report
+        children = [p for members in up.processes().values() for p in members]
+        assert up.stop(signal.SIGINT) == 0
+    assert not [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert set(Path("/dev/shm").iterdir()) <= shm_before

@@ -36,7 +36,9 @@ PROMPTS = [
     "Once the rain stopped,",
     "List of planets: Mercury, Venus,",
 ]
-NEW_TOKENS = 64
+LONG = {"Once upon a time": 700, "SELECT name FROM users WHERE": 300}
+"""Prompts that are repeated up to so many tokens, so that chunks, segments and several blocks are in it."""
+FEW = ["The capital of France is", "def fibonacci(n):", "Die Hauptstadt von Deutschland ist", *LONG]
 
 pytestmark = pytest.mark.timeout(600)  # the model may have to be fetched and converted first
 
@@ -70,13 +72,17 @@ def test_a_streamed_chat_answer_is_right(up: Live) -> None:
     assert "Paris" in text
 
 
-def test_greedy_tokens_equal_generate_on_20_prompts(up: Live, model_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("texts", "new_tokens"),
+    [pytest.param(FEW, 24, id="few"), pytest.param(PROMPTS, 64, id="all", marks=pytest.mark.long)],
+)
+def test_greedy_tokens_equal_generate(up: Live, model_path: Path, texts: list[str], new_tokens: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    # Long ones, so that chunks, segments and several blocks are in it.
-    prompts[3] = (prompts[3] * 200)[:700]
-    prompts[16] = (prompts[16] * 200)[:300]
-    served = at_once(lambda prompt: up.token_ids(prompt, NEW_TOKENS, ignore_eos=True), prompts, threads=8)
+    prompts = []
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        prompts.append((ids * 200)[: LONG[text]] if text in LONG else ids)
+    served = at_once(lambda prompt: up.token_ids(prompt, new_tokens, ignore_eos=True), prompts, threads=8)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    for text, prompt, tokens in zip(PROMPTS, prompts, served, strict=True):
-        assert tokens == generate(model, prompt, NEW_TOKENS), text
+    for text, prompt, tokens in zip(texts, prompts, served, strict=True):
+        assert tokens == generate(model, prompt, new_tokens), text

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.live import Live, Served, cut, live, shm_connections, sockets_between
+from tests.helpers import first
 
 PROMPT = list(range(20, 90))
 TOKENS = 300
+SAMPLED = {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "repetition_penalty": 1.1}
 AWAY_S = 1.05
 """After which peers leave, at the heartbeat of these clusters."""
 
@@ -61,11 +63,10 @@ def without(up: Live, killed: set[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "repetition_penalty": 1.1}],
-    ids=["greedy", "sampled"],
+    ("role", "options"),
+    first(2, [("decode_worker", SAMPLED), ("prefill_worker", {}), ("decode_worker", {}), ("prefill_worker", SAMPLED)]),
+    ids=["decode, sampled", "prefill, greedy", "decode, greedy", "prefill, sampled"],
 )
-@pytest.mark.parametrize("role", ["decode_worker", "prefill_worker"])
 def test_a_killed_worker_changes_no_token(up: Live, role: str, options: dict[str, Any]) -> None:
     expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True, **options)
     streams = [Background(up, **options) for _ in range(4)]
@@ -161,7 +162,7 @@ def test_transfers_broken_midway_change_no_token(up: Live) -> None:
     up.wait_idle()
 
 
-def test_without_any_decode_worker_requests_are_told_at_once_and_later_served(up: Live) -> None:
+def test_after_all_decode_workers_were_killed_requests_are_served_again(up: Live) -> None:
     killed = {victim.pid for victim in up.processes()["decode_worker"]}
     for pid in killed:
         os.kill(pid, signal.SIGKILL)

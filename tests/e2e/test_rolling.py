@@ -21,10 +21,8 @@ STREAMS = 4
 GRACE_S = "0.2"
 """Less than a stream takes, so that some are handed over; several times that of a prompt."""
 TIERS: tuple[tuple[str, ...], ...] = (
-    ("prefill-0", "decode-0"),
-    ("prefill-1", "decode-1"),
-    ("gateway-0",),
-    ("gateway-1",),
+    ("prefill-0", "decode-0", "gateway-0"),
+    ("prefill-1", "decode-1", "gateway-1"),
     ("coordinator",),
 )
 """What is restarted together."""
@@ -57,7 +55,7 @@ class Twins(Parts):
         def complete() -> bool:
             report = self.status()
             up = {worker.pid for worker in report.workers}
-            mine = {process.pid for name, process in self.processes.items() if name in (*TIERS[0], *TIERS[1])}
+            mine = {process.pid for name, process in self.processes.items() if name.startswith(("prefill", "decode"))}
             return (
                 up == mine
                 and len(report.gateways) == 2

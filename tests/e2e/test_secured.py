@@ -20,7 +20,8 @@ from runtime.link.client import LinkClient
 from runtime.link.keys import Keys
 from runtime.link.server import LinkSettings
 from tests.e2e.parts import Parts, listening, parts
-from tests.runtime.test_link import End, until
+from tests.helpers import until
+from tests.runtime.test_link import End
 
 PROMPT = "xylophone-canary-of-the-prompt"
 KEY = "sk-canary-of-the-api-key-0123456789"

@@ -141,7 +141,7 @@ class Run:
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(5, id="few"),
+        pytest.param(3, id="few"),
         pytest.param(200, id="200", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )

@@ -53,6 +53,7 @@ def test_to_the_next_version_and_back(tiny: Path, tmp_path: Path) -> None:
         assert ignored == 4, "each worker of the next version sent a message that is unknown here"
 
 
+@pytest.mark.long
 def test_from_the_previous_commit_to_this_tree_and_back(tiny: Path, tmp_path: Path) -> None:
     commit = previous_commit()
     if not commit:

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from tests.gateway.fakes import ANSWER, MODEL, Site, make_site
+from tests.helpers import until
 
 ANSWER_TOKENS = len(ANSWER.encode()) + 1
 """The tests' tokenizer has one token per byte; the end-of-sequence token comes after them."""
@@ -15,15 +16,6 @@ Json = dict[str, Any]
 
 def flat(parts: Iterable[list[Any]]) -> list[Any]:
     return list(chain.from_iterable(parts))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """For what makes no event to wait for; bounded."""
-    for _ in range(6_000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("waited in vain")
 
 
 def on_site(test: Callable[[Site], Awaitable[None]], **options: Any) -> None:

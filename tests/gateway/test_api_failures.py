@@ -11,7 +11,8 @@ from proto.errors import Reject
 from proto.messages import ClusterState
 from tests import tiny_models
 from tests.gateway.fakes import ANSWER, CONTEXT_TOKENS, MODEL, Site, rejecting
-from tests.gateway.http_words import ANSWER_TOKENS, completion, events, on_site, post, until
+from tests.gateway.http_words import ANSWER_TOKENS, completion, events, on_site, post
+from tests.helpers import until
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,20 @@ def test_rejections_have_their_status(reason: Reject, status: int, code: str, st
         assert answer.json()["error"]["code"] == code
         assert answer.headers.get("retry-after") == ("7" if status in (429, 503) else None)
 
-    on_site(test)
+    on_site(test, limits=StreamLimits(settle_s=0))
+
+
+def test_a_request_right_after_a_worker_fell_silent_is_served_once_it_is_back() -> None:
+    async def test(site: Site) -> None:
+        backend, no_worker, refusals = site.gateway.backend, rejecting(Reject.NO_CAPACITY, 5.0), [True]
+        backend.keeper.limits = StreamLimits(settle_s=30)  # not of the coordinator's start
+        site.cluster.reject = lambda submit: no_worker(submit) if refusals and refusals.pop() else None
+        backend.coordinator_message(site.cluster, ClusterState((), ()), b"")
+        assert backend.not_ready
+        assert (await completion(site))["choices"][0]["text"] == ANSWER
+        assert [submit.attempt for submit, _ in site.cluster.submits] == [1, 1]
+
+    on_site(test, limits=StreamLimits(settle_s=0))
 
 
 def test_one_rejected_prompt_of_a_list_rejects_the_request() -> None:

@@ -14,7 +14,8 @@ from launcher.load.records import Record
 from proto.errors import Reject
 from proto.messages import TokenItem, Tokens
 from tests.gateway.fakes import ANSWER, DECODER, MODEL, Site, make_site, rejecting, served
-from tests.gateway.http_words import ANSWER_TOKENS, events, on_site, post, until
+from tests.gateway.http_words import ANSWER_TOKENS, events, on_site, post
+from tests.helpers import until
 
 COMMENT = ": keep-alive\n\n"
 BODY = {"model": MODEL, "prompt": "Hi", "max_tokens": 200, "stream": True}

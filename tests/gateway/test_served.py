@@ -29,7 +29,7 @@ from runtime.process.driver import Stop
 from runtime.settings.roles import GatewaySettings
 from tests import tiny_models
 from tests.gateway.fakes import ANSWER, BODY_BYTES_MAX, MODEL, Site, make_site, rejecting, served, tokenizer
-from tests.gateway.http_words import until
+from tests.helpers import until
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 

@@ -12,7 +12,7 @@ import uvloop
 
 from gateway.http import server as http_server
 from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
-from tests.gateway.http_words import until
+from tests.helpers import until
 
 TIMEOUT_S = 0.4
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -6,7 +6,18 @@ import pytest
 
 from gateway.streams.final_messages import AGAIN_S, LastWords
 from gateway.streams.keeper import StreamKeeper
-from gateway.streams.types import ClientGone, Drain, FailKind, LinkDown, LinkUp, SendCancel, Shutdown, Tick, WorkerDown
+from gateway.streams.types import (
+    CapacityLost,
+    ClientGone,
+    Drain,
+    FailKind,
+    LinkDown,
+    LinkUp,
+    SendCancel,
+    Shutdown,
+    Tick,
+    WorkerDown,
+)
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Cancel, Interrupted, Rejected
 from tests.gateway.keeper_world import LIMITS, Bench, cancels, failures, submits, texts
@@ -83,6 +94,24 @@ def test_new_requests_wait_a_moment_for_the_workers_of_a_coordinator_just_starte
     bench.open("late")
     bench.now += 4
     assert failures(bench.do(Rejected("late", 1, Reject.NO_CAPACITY, "no worker"))) == [FailKind.REJECTED]
+
+
+def test_new_requests_wait_a_moment_for_a_worker_that_was_only_silent_for_too_long() -> None:
+    """A machine with other work stops a process for seconds: its link is given up, and it registers again at once."""
+    bench = Bench()
+    bench.keeper = StreamKeeper(replace(LIMITS, settle_s=3))
+    bench.do(LinkUp(7))
+    bench.now += 60
+    bench.open()
+    bench.do(CapacityLost())
+    began = bench.now
+    assert bench.do(Rejected("r", 1, Reject.NO_CAPACITY, "no worker", retry_after_s=5)) == []
+    assert submits(bench.wait()) == [("r", 1, [1, 2, 3], 0, 1, 0)]
+    assert bench.now - began < 0.5, "it asks again soon"
+    assert failures(bench.do(Rejected("r", 1, Reject.TOO_LONG, "too long"))) == [FailKind.REJECTED]
+    bench.open("later")
+    bench.now = began + 3
+    assert failures(bench.do(Rejected("later", 1, Reject.NO_CAPACITY, "no worker"))) == [FailKind.REJECTED]
 
 
 def test_a_stream_that_stays_silent_after_its_workers_connection_ended_is_resumed() -> None:

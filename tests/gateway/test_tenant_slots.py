@@ -9,8 +9,9 @@ import pytest
 
 from gateway.http.body import owner_of
 from tests.gateway.fakes import ANSWER, MODEL, Site
-from tests.gateway.http_words import on_site, until
+from tests.gateway.http_words import on_site
 from tests.gateway.test_tenancy import FILE, KEY
+from tests.helpers import until
 
 OTHER = "sk-own"
 CROWD = 2_100

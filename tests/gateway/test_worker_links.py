@@ -8,7 +8,8 @@ from gateway.streams import worker_links
 from gateway.streams.types import StreamLimits
 from gateway.streams.worker_links import WorkerLinks
 from tests.gateway.fakes import ANSWER, DECODER, Site
-from tests.gateway.http_words import completion, on_site, until
+from tests.gateway.http_words import completion, on_site
+from tests.helpers import until
 
 
 def test_only_who_was_there_before_returns() -> None:

@@ -17,7 +17,7 @@ from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import Accepted, KvFailed, KvSent
 from kvtransfer.transports.transport import PoolMemory
-from proto.kv import Announce, Commit, FirstToken, Offer
+from proto.kv import Announce, Commit, FirstToken, Offer, PairListen
 from proto.messages import Message
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -185,3 +185,24 @@ def with_ends(test: Callable[[Ends], Awaitable[None]], **options: object) -> Non
             await ends.close()
 
     asyncio.run(main())
+
+
+def meeting_of(ends: Ends) -> asyncio.Future[PairListen]:
+    """The next one that the receiver tells of."""
+    found: asyncio.Future[PairListen] = ends.loop.create_future()
+
+    def watch(message: Message) -> bool:
+        if isinstance(message, PairListen) and not found.done():
+            found.set_result(message)
+        return True
+
+    ends.to_sender = watch
+    return found
+
+
+async def transfer(ends: Ends, name: str, count: int = 10) -> None:
+    """One that must arrive."""
+    before = len(ends.results)
+    ends.transfer(name, shuffled(64, count, seed=len(name)))
+    await ends.until(lambda: len(ends.results) > before and len(ends.committed) > before)
+    assert isinstance(ends.results[-1], KvSent), ends.results[-1]

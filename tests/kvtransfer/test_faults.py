@@ -6,6 +6,8 @@ import pytest
 
 from tests.kvtransfer.faults import FAULTS, KILLS, MESSAGES, STOPS, TRANSPORTS, run
 
+pytestmark = pytest.mark.cluster
+
 QUICK = (
     "sender_killed_mid_segment",
     "receiver_killed_before_commit",

@@ -1,57 +1,38 @@
 """What is particular to `shm`: memory that leaves nothing behind, peers that are not believed, and ways out when it fails."""
 
 import asyncio
-import ctypes
 import errno
 import gc
 import os
-import queue
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.memory.copying import PIECE_BYTES, Copier
-from kvtransfer.memory.digests import Digester
-from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SharedMemory
-from kvtransfer.session.limits import AUTO, WINDOW_SEGMENTS_MAX
+from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX
 from kvtransfer.session.session import KvFailed, KvSent
-from kvtransfer.transports import registry as transports
 from kvtransfer.transports import shm
 from kvtransfer.transports import unix_rendezvous as shm_meeting
 from kvtransfer.transports import unix_socket as shm_socket
 from kvtransfer.transports.shm import _HELLO, _MAGIC, Receives, RemoteWriter, mapped_window, pack_places, unpack_places
-from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, Inbox, Local, PairBroken, SegmentJob
-from kvtransfer.transports.unix_socket import DONE, GRANT, READY, SKIPPED, Connection, RendezvousListener, connect
-from proto.kv import PairListen, PairOpen
-from proto.messages import Message
+from kvtransfer.transports.transport import Local, PairBroken
+from kvtransfer.transports.unix_socket import GRANT, Connection, RendezvousListener, connect
 from tests.kvtransfer import ends as ends_module
 from tests.kvtransfer.ends import LAYOUT, SMALL, Ends, filled_pool, same_bytes, shuffled, with_ends
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def only_shm(monkeypatch):
     monkeypatch.setattr(ends_module, "TRANSPORT", "shm")
-
-
-@pytest.fixture
-def both(monkeypatch):
-    monkeypatch.setattr(ends_module, "TRANSPORT", "")
 
 
 def open_things() -> tuple[int, int, int]:
@@ -77,39 +58,6 @@ def test_pairs_leave_no_descriptor_no_thread_and_no_mapping():
         await ends.close()
 
     asyncio.run(main())
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from([64, 4096, 40_000, PIECE_BYTES, PIECE_BYTES + 64]),
-    st.integers(1, 12),
-    st.integers(0, 1 << 20),
-    st.booleans(),
-)
-def test_copies_and_their_digests(block_bytes: int, count: int, seed: int, contiguous: bool) -> None:
-    layout = KvLayout(layers=1, kv_heads=1, head_dim=block_bytes // 8, block_size=1, dtype="float32")
-    source, target = filled_pool(layout, 16, seed), filled_pool(layout, 16, seed + 1)
-    before = target.clone()
-    from_, to = (
-        (list(range(2, 2 + count)), list(range(count))) if contiguous else (shuffled(16, count, n) for n in (seed, 1))
-    )
-    rows = PoolRows(source, layout)
-    copier = Copier(rows, PoolRows(target, layout), Digester(rows))
-    assert copier.copy(from_, to, lambda copied: True) == Digester(PoolRows(target, layout)).digest(to)
-    assert same_bytes(target[to], source[from_])
-    rest = sorted(set(range(16)) - set(to))
-    assert same_bytes(target[rest], before[rest])
-
-
-def test_a_copy_that_is_not_wanted_any_more_stops_at_the_next_piece():
-    layout = KvLayout(layers=1, kv_heads=1, head_dim=PIECE_BYTES // 8, block_size=1, dtype="float32")
-    source, target = filled_pool(layout, 4, 1), filled_pool(layout, 4, 2)
-    before = target.clone()
-    asked = iter([True, True, False])
-    rows = PoolRows(source, layout)
-    copier = Copier(rows, PoolRows(target, layout), Digester(rows))
-    assert copier.copy([0, 1, 2, 3], [0, 1, 2, 3], lambda copied: next(asked)) == b""
-    assert same_bytes(target[:2], source[:2]) and same_bytes(target[2:], before[2:])
 
 
 def hello(**wrong: int) -> bytes:
@@ -240,104 +188,6 @@ def test_a_receiver_that_grants_without_end_breaks_the_pair():
     sender.close()
 
 
-class OneEnd:
-    """The receiver's channel in a thread of its own, and a sender played by the test, who does what it likes."""
-
-    def __init__(self, sub_block_tokens: int = LAYOUT.block_size) -> None:
-        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sender = Connection(other)
-        self.pool = filled_pool(LAYOUT, 16, seed=2)
-        self.rows = PoolRows(self.pool, LAYOUT, sub_block_tokens)
-        self.sub_block_bytes = self.rows.layout.block_bytes
-        self.memory = SharedMemory(4 * self.sub_block_bytes)
-        self.channel = Receives(Local(self.rows, 2, SMALL), Connection(one), self.memory)
-        self.inbox = Inbox()
-        self.answers: queue.SimpleQueue[tuple[SegmentJob, bytes]] = queue.SimpleQueue()
-        self.fault = ""
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.channel.work(self.inbox, lambda job, segment_digest: self.answers.put((job, segment_digest)))
-        except PairBroken as error:
-            self.fault = str(error)
-        self.channel.settle(self.inbox, lambda job, segment_digest: None)
-
-    def announce(self, first: int, *segments: tuple[int, ...]) -> list[SegmentJob]:
-        """Segments from this sequence on, by their target blocks; all are there before the thread looks."""
-        jobs = [SegmentJob("session", at, at, len(blocks), blocks) for at, blocks in enumerate(segments, first)]
-        self.inbox.put(*jobs)
-        return jobs
-
-    def granted(self) -> tuple[int, list[int | None]]:
-        kind, sequence, payload = self.sender.wait(20_000)
-        assert kind == GRANT
-        return sequence, unpack_places(payload)
-
-    def write(self, place: int, blocks: torch.Tensor) -> None:
-        raw = blocks.contiguous().view(torch.uint8).view(-1)
-        self.memory.tensor[place * self.sub_block_bytes :][: raw.numel()] = raw
-
-    def close(self) -> None:
-        self.inbox.close(None)
-        self.thread.join(20)
-        assert not self.thread.is_alive()
-        self.inbox.release()
-        self.sender.close()
-        self.memory.close()
-
-
-@pytest.fixture
-def receiving() -> Iterator[OneEnd]:
-    one = OneEnd()
-    yield one
-    one.close()
-
-
-def test_what_a_sender_writes_after_it_is_done_changes_nothing(receiving, monkeypatch):
-    """It rewrites its window at the worst moments: as soon as a piece was copied, and after the digest. What is digested is
-    what lies in the pool."""
-    kv, other = filled_pool(LAYOUT, 2, seed=5), filled_pool(LAYOUT, 2, seed=6)
-    memmove = ctypes.memmove
-
-    def move_and_rewrite(target: int, source: int, size: int) -> None:
-        memmove(target, source, size)
-        receiving.write(0, other)
-
-    receiving.announce(0, (7, 3))
-    assert receiving.granted() == (0, [0])
-    receiving.write(0, kv)
-    monkeypatch.setattr("kvtransfer.memory.digests.ctypes.memmove", move_and_rewrite)
-    receiving.sender.send(DONE, 0)
-    _, segment_digest = receiving.answers.get(timeout=20)
-    kept = receiving.pool[[7, 3]].clone()
-    receiving.write(0, filled_pool(LAYOUT, 2, seed=8))
-    assert segment_digest == Digester(PoolRows(receiving.pool, LAYOUT)).digest([7, 3])
-    assert same_bytes(receiving.pool[[7, 3]], kept)
-    assert same_bytes(kept[0], kv[0]) and not same_bytes(kept[1], kv[1]), "or nothing was rewritten in between"
-
-
-def test_neither_does_it_where_blocks_are_of_another_size(monkeypatch):
-    """There copy and digest are not made piece by piece, so what both are made of is a copy of its own."""
-    spread, one = PoolRows.spread, OneEnd(sub_block_tokens=LAYOUT.block_size // 2)
-
-    def spread_and_rewrite(rows: PoolRows, block_ids: list[int], packed: torch.Tensor) -> None:
-        spread(rows, block_ids, packed)
-        one.memory.tensor.fill_(0x5A)
-
-    monkeypatch.setattr(PoolRows, "spread", spread_and_rewrite)
-    try:
-        one.announce(0, (5, 8))
-        assert one.granted() == (0, [0])
-        one.write(0, filled_pool(LAYOUT, 1, seed=5))
-        one.sender.send(DONE, 0)
-        _, segment_digest = one.answers.get(timeout=20)
-        assert segment_digest == Digester(one.rows).digest([5, 8])
-    finally:
-        one.close()
-
-
 def test_a_sender_maps_its_window_and_nothing_of_the_pool(monkeypatch):
     """Not even the blocks of its own sessions: what it could write to is tens of MiB beside the pool."""
     mapped: list[PoolRows] = []
@@ -361,153 +211,3 @@ def test_a_sender_maps_its_window_and_nothing_of_the_pool(monkeypatch):
         assert open_things()[2] == 2, "the window, once for each end of it in this process"
 
     with_ends(test)
-
-
-def test_a_segment_given_up_is_answered_at_once_and_its_place_is_used_again_when_the_sender_is_done(receiving):
-    jobs = receiving.announce(0, (1, 2), (3, 4), (5, 6))
-    assert receiving.granted() == (0, [0, 2])
-    before = receiving.pool.clone()
-    for job in jobs:
-        job.block_ids = None
-        receiving.channel.revoke(job)
-    assert {id(receiving.answers.get(timeout=20)[0]) for _ in jobs} == {id(job) for job in jobs}
-    receiving.announce(3, (9, 10))
-    receiving.write(0, filled_pool(LAYOUT, 4, seed=5))
-    assert receiving.granted() == (2, [None])
-    assert receiving.sender.send(DONE, 0)
-    assert receiving.granted() == (3, [0])
-    for kind, sequence in ((DONE, 1), (SKIPPED, 2), (DONE, 3)):
-        assert receiving.sender.send(kind, sequence)
-    job, segment_digest = receiving.answers.get(timeout=20)
-    assert job.sequence == 3 and segment_digest
-    changed = [block for block in range(16) if not same_bytes(receiving.pool[block], before[block])]
-    assert changed == [9, 10]
-
-
-def test_no_more_is_granted_than_the_window_has_room_for(receiving):
-    receiving.announce(0, (0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
-    assert receiving.granted() == (0, [0, 2])
-    for sequence, place in enumerate((0, 2, 0)):
-        receiving.sender.send(DONE, sequence)
-        assert receiving.granted() == (sequence + 2, [place])
-
-
-@pytest.mark.parametrize("word", [(DONE, 1), (SKIPPED, 0), (READY, 0), (GRANT, 0), (77, 0)])
-def test_a_sender_that_says_what_no_sender_says_is_left(word, receiving):
-    receiving.announce(0, (1,))
-    receiving.granted()
-    receiving.sender.send(*word)
-    receiving.thread.join(20)
-    assert "the sender broke the protocol" in receiving.fault
-
-
-def test_more_announced_than_a_sender_may_breaks_the_pair(receiving):
-    """Also where most were given up: a sender that never answers must not fill our memory."""
-    for first in range(0, 2 * MAX_QUEUED_SEGMENTS, 64):
-        jobs = receiving.announce(first, *[(1,)] * 64)
-        for job in jobs:
-            job.block_ids = None
-        receiving.channel.revoke(jobs[0])
-    receiving.thread.join(20)
-    assert "announced at once" in receiving.fault
-
-
-GUARDED = """
-import torch
-from kvtransfer.memory.copying import Copier
-from kvtransfer.memory.digests import Digester, land
-from kvtransfer.memory.layout import KvLayout
-from kvtransfer.memory.pool import OutsidePool, PoolRows
-assert False, "this runs under -O"
-layout = KvLayout(layers=1, kv_heads=1, head_dim=8, block_size=1, dtype="float32")
-rows = PoolRows(torch.zeros(layout.shape(4)), layout)
-for ids in ([4], [0, -1], [1 << 40]):
-    for move in (
-        lambda: Copier(rows, rows, Digester(rows)).copy([0] * len(ids), ids, lambda copied: True),
-        lambda: Copier(rows, rows, Digester(rows)).copy(ids, [0] * len(ids), lambda copied: True),
-        lambda: land(torch.zeros((len(ids), 8), dtype=torch.int64), rows, ids),
-    ):
-        try:
-            move()
-        except OutsidePool:
-            continue
-        raise SystemExit(f"{ids} was copied")
-print("guarded")
-"""
-
-
-def test_no_block_outside_a_pool_is_copied_also_where_assertions_are_off():
-    child = subprocess.run(
-        [sys.executable, "-O", "-c", GUARDED], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
-    )
-    assert (child.returncode, child.stdout) == (0, "guarded\n"), child.stderr
-
-
-def test_a_pair_that_cannot_meet_by_shm_meets_by_tcp(both, monkeypatch):
-    """The sessions, offered before, need not know."""
-    monkeypatch.setattr(
-        "kvtransfer.transports.shm.knock", lambda name: (_ for _ in ()).throw(ConnectionRefusedError(111, "refused"))
-    )
-
-    async def test(ends: Ends) -> None:
-        ends.transfer("r", shuffled(64, 20, 1))
-        await ends.ended(1)
-        assert isinstance(ends.results[0], KvSent)
-        assert [frame.transports for frame in ends.frames if isinstance(frame, PairOpen)] == [
-            ("shm", "tcp"),
-            ("tcp",),
-        ]
-        assert ends.sender.counters["bytes_tcp"] == ends.sender.counters["bytes"] > 0
-        (state,) = ends.sender.transports()
-        assert state.transport == "tcp" and "refused" in state.why
-
-    with_ends(test)
-
-
-def test_another_host_is_served_by_tcp(both, monkeypatch):
-    monkeypatch.setattr("kvtransfer.driver.host_id", lambda: os.urandom(4).hex())
-
-    async def test(ends: Ends) -> None:
-        ends.transfer("r", [1, 2, 3])
-        await ends.ended(1)
-        (state,) = ends.sender.transports()
-        assert isinstance(ends.results[0], KvSent) and state.transport == "tcp" and "shm: another host" in state.why
-
-    with_ends(test)
-
-
-def test_a_broken_transport_is_left_out_and_tried_again(both):
-    def no_grant(self: Connection, kind: int, sequence: int, payload: bytes = b"") -> bool:
-        return True if broken and kind not in (READY,) else plain(self, kind, sequence, payload)
-
-    plain, broken = Connection.send, [True]
-    listened: list[str] = []
-
-    def watch(message: Message) -> bool:
-        if isinstance(message, PairListen):
-            listened.append(message.transport)
-        return True
-
-    async def test(ends: Ends) -> None:
-        ends.transfer("r0", [1, 2])
-        await ends.ended(1)
-        assert isinstance(ends.results[0], KvFailed) and "shm" in ends.results[0].reason
-        ends.transfer("r1", [1, 2])
-        await ends.ended(2)
-        broken.clear()
-        ends.sender._choice._records[2]["shm"].until = 0.0  # as if that time had passed
-        ends.transfer("r2", [1, 2])
-        await ends.ended(3)
-        assert [type(result) for result in ends.results[1:]] == [KvSent, KvSent]
-        assert listened == ["shm", "tcp", "shm"]
-        assert ends.sender.counters["broken_shm"] + ends.receiver.counters["broken_shm"] >= 1
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connection, "send", no_grant)
-        quick = replace(SMALL, segment_timeout_ms=400)
-        with_ends(test, to_sender=watch, settings=quick)
-
-
-def test_the_host_is_the_same_for_this_host_only():
-    assert transports.host_id() == transports.host_id()
-    assert set(transports.TRANSPORTS) == {*AUTO, "gloo"}

@@ -18,6 +18,8 @@ from tests.kvtransfer import ends, far_end
 from tests.kvtransfer.ends import announces
 from tests.kvtransfer.test_two_processes import WAIT_S, NearReceiver, far_process
 
+pytestmark = pytest.mark.cluster
+
 EPOCH = 41
 
 

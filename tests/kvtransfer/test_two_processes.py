@@ -21,7 +21,7 @@ from tests.kvtransfer import ends, far_end
 from tests.kvtransfer.ends import FIRST, announces, filled_pool, pool_in, same_bytes, shuffled
 from tests.kvtransfer.far_end import BLOCKS, ENDLESS_BLOCKS, FAR_EPOCH, LAYOUT, SETTINGS, SOURCE_SEED, Wire
 
-pytestmark = pytest.mark.usefixtures("transport")
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("transport")]
 WAIT_S = 60.0
 ROOT = Path(__file__).parents[2]
 

@@ -10,6 +10,8 @@ import pytest
 from launcher.process import child_environment
 from runtime.process.exits import CONFIG_EXIT, USAGE_EXIT
 
+pytestmark = pytest.mark.cluster
+
 
 def _crossdock(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -33,7 +35,7 @@ def test_help_names_every_command() -> None:
     ("arguments", "expected"),
     [
         (("worker", "--model", "m"), "crossdock: --role: needed"),
-        (("serve", "--model", "/no/such/folder"), "crossdock: --model: /no/such/folder is neither"),
+        (("serve", "--model", "/no/such/folder", "--port", "0"), "crossdock: --model: /no/such/folder is neither"),
         (("serve", "--prefill", "0"), "crossdock: --prefill: 0 is under 1"),
         (("bench", "isolation", "--json-out", "/no/such/folder/x.json"), "crossdock: --json-out: there is no folder"),
         (("bench", "isolation", "--prompt-words-max", "1"), "crossdock: --prompt-words-max: 1 is under"),

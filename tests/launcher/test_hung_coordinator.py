@@ -16,6 +16,8 @@ from launcher.cluster.up import spec_of
 from launcher.local.cluster import free_port
 from launcher.local.supervisor import Supervisor
 
+pytestmark = pytest.mark.cluster
+
 WATCHDOG_S = 3.0
 """Not the 10 s of a real one."""
 

@@ -116,7 +116,7 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path: Path, environment: dict[s
     assert process.returncode == 2 and complaint in said
 
 
-@pytest.mark.parametrize("name", ["launch.slurm", "launch_ssh", "install_units"])
+@pytest.mark.parametrize("name", ["launch.slurm", "launch_ssh", "install_units", "test"])
 def test_shellcheck(name: str) -> None:
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if shellcheck is None:

@@ -20,6 +20,8 @@ from runtime.process import clock
 from runtime.process.exits import CONFIG_EXIT, USAGE_EXIT, ConfigError
 from runtime.settings.options import SettingsError
 
+pytestmark = pytest.mark.cluster
+
 Say = Callable[[str, str, str], None]
 
 

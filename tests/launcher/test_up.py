@@ -27,6 +27,8 @@ from launcher.local import registry as here
 from launcher.local.cluster import free_port
 from runtime.settings.options import SettingsError
 
+pytestmark = pytest.mark.cluster
+
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
 

@@ -22,7 +22,8 @@ from runtime.process.exits import ConfigError
 from runtime.process.loop_socket import LoopContext, LoopSocket
 from runtime.process.zmq_sockets import open_socket
 from runtime.settings.roles import CoordinatorSettings
-from tests.runtime.test_link import CANCEL, End, run, until
+from tests.helpers import until
+from tests.runtime.test_link import CANCEL, End, run
 
 SILENT_S = 0.3
 

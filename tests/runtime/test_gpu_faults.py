@@ -15,6 +15,8 @@ from proto.errors import CrossdockError
 from runtime.process.exits import GPU_EXIT, HOPELESS_EXITS
 from runtime.worker.gpu_faults import breaks_cuda_context
 
+pytestmark = pytest.mark.cluster
+
 ROOT = Path(__file__).parents[2]
 ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", RuntimeError)
 """From torch 2.8 on; a RuntimeError before."""

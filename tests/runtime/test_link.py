@@ -24,6 +24,7 @@ from runtime.link.client import LinkClient
 from runtime.link.server import LinkServer, LinkSettings, Peer, is_orderly
 from runtime.process import zmq_sockets
 from runtime.process.zmq_sockets import close_sockets
+from tests.helpers import until
 
 FAST = LinkSettings(heartbeat_ms=50, reconnect_ms=10, reconnect_ms_max=50, handshake_timeout_ms=2_000)
 CANCEL = Cancel("r", 1, CancelReason.DISCONNECTED)
@@ -79,15 +80,6 @@ class End:
 
     async def next(self) -> tuple[str, Any]:
         return await asyncio.wait_for(self.events.get(), 30)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Counters make no event to wait for."""
-    for _ in range(3_000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("not in 30 s")
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:

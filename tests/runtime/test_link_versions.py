@@ -10,7 +10,8 @@ import zmq.asyncio
 from proto.codec import encode
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Ping
-from tests.runtime.test_link import CANCEL, End, run, until
+from tests.helpers import until
+from tests.runtime.test_link import CANCEL, End, run
 
 NEXT, TOO_NEW = PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2
 

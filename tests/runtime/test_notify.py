@@ -18,6 +18,8 @@ import pytest
 from launcher.process import child_environment
 from runtime.process.notify import Pulse
 
+pytestmark = pytest.mark.cluster
+
 WAIT_S = 60.0
 ROLE = """
 import asyncio

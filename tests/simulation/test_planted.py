@@ -9,13 +9,24 @@ BUGS = planted_service.BUGS | planted_workers.BUGS
 
 SEEDS = 400
 """Most are found within the first ten."""
+FOUND_BY = {
+    "a_client_that_leaves_is_not_cancelled": 147,
+    "a_probe_without_a_verdict_is_never_over": 304,
+    "a_process_that_was_stopped_takes_its_step_for_hung": 84,
+    "blocks_count_as_free_when_a_release_is_sent": 182,
+    "chunks_need_not_continue_what_is_computed": 77,
+    "nobody_says_that_a_worker_is_drained": 58,
+    "room_kept_for_a_request_outlives_it": 110,
+    "tokens_of_any_attempt_are_taken": 84,
+}
+"""Seeds to try first. Where one no longer finds its bug, the others are searched as well."""
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)
-    for seed in range(SEEDS):
+    for seed in (FOUND_BY.get(name, 0), *range(SEEDS)):
         failure = run(seed).failure
         if failure is not None:
             assert isinstance(failure, AssertionError | KeyError | IndexError), repr(failure)
@@ -25,3 +36,4 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_there_are_enough_of_them() -> None:
     assert len(BUGS) >= 20 and all(patch.__doc__ for patch in BUGS.values())
+    assert FOUND_BY.keys() <= BUGS.keys()

@@ -1,0 +1,15 @@
+"""The tiers of the tests, which `scripts/test` runs one after the other."""
+
+from pathlib import Path
+
+import pytest
+
+CLUSTER_FOLDERS = ("e2e",)
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of whole clusters run one after the other; elsewhere, those of several processes are marked by hand."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.path.relative_to(HERE).parts[0] in CLUSTER_FOLDERS:
+            item.add_marker(pytest.mark.cluster)

@@ -1,0 +1,58 @@
+"""`scripts/test`: which steps it takes, in which order, and how it ends. Every tool is played."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = 'say() { echo "$*" >&2; }\nprepare() { cd "$(dirname "$0")/.."; }\n'
+PYTHON = '#!/bin/sh\necho "$*" >> steps\ncase "$*" in *"${FAILS:-nothing}"*) exit 3 ;; esac\n'
+LINTERS = ["-m ruff check", "-m ruff format --check", "-m mypy"]
+UNIT, CLUSTER = "-m pytest -q -m not cluster and not long -n logical", "-m pytest -q -m cluster and not long"
+
+
+def steps(folder: Path, *arguments: str, fails: str = "") -> tuple[int, list[str]]:
+    """The exit status, and what was called."""
+    for name, text in (("scripts/_env.sh", ENVIRONMENT), (".venv/bin/python", PYTHON)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    shutil.copy(ROOT / "scripts/test", folder / "scripts/test")
+    environment = {"PATH": os.environ["PATH"]} | ({"FAILS": fails} if fails else {})
+    done = subprocess.run([folder / "scripts/test", *arguments], env=environment, capture_output=True, timeout=60)
+    return done.returncode, (folder / "steps").read_text().splitlines()
+
+
+def is_each(called: list[str], expected: list[str]) -> bool:
+    return len(called) == len(expected) and all(map(str.startswith, called, expected))
+
+
+def test_everything_is_linters_types_unit_tests_and_then_cluster_tests(tmp_path: Path) -> None:
+    status, called = steps(tmp_path)
+    assert status == 0 and is_each(called, [*LINTERS, UNIT, CLUSTER]), called
+
+
+@pytest.mark.parametrize(("fails", "taken"), [("ruff check", 1), ("mypy", 3), ("not cluster", 4), ("-m cluster", 5)])
+def test_the_first_step_that_fails_ends_it(tmp_path: Path, fails: str, taken: int) -> None:
+    status, called = steps(tmp_path, fails=fails)
+    assert status == 3 and len(called) == taken, called
+
+
+def test_unit_tests_alone_take_more_arguments(tmp_path: Path) -> None:
+    status, called = steps(tmp_path, "unit", "-k", "fair")
+    assert status == 0 and is_each(called, [UNIT]) and called[0].endswith(" -k fair")
+
+
+@pytest.mark.parametrize("arguments", [("-m", "long"), ("tests/proto", "-x")])
+def test_other_arguments_go_to_pytest(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    assert steps(tmp_path, *arguments) == (0, ["-m pytest " + " ".join(arguments)])
+
+
+def test_continuous_integration_runs_the_same_script() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
+    assert workflow["jobs"]["test"]["steps"][-1] == {"run": "./.ci/run"}
+    assert (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()[-1] == 'exec ./scripts/test "$@"'

@@ -88,7 +88,7 @@ class BehindNoRoom(msgspec.Struct, frozen=True, tag_field="kind", tag="behind_no
 
 
 class CachedElsewhere(msgspec.Struct, frozen=True, tag_field="kind", tag="cached_elsewhere"):
-    """It would rather wait for a prefill worker that has more of its prompt cached."""
+    """It was bound to a prefill worker that has more of its prompt cached, and waits for its turn there."""
 
     worker: str
     """That one."""

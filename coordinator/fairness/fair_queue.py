@@ -168,10 +168,7 @@ class FairQueue(Generic[T]):
             if isinstance(answer, Terms):
                 self._charge(entry.lane.node, answer.cost)
                 self._count_turn(entry, open_keys)
-                if answer.last:
-                    self.remove(entry)
-                else:
-                    self._move(entry, answer.key, max(entry.chunks - 1, 1))
+                self._go_on(entry, answer)
                 return Popped(entry, answer.cost, tuple(closed), False)
             if isinstance(answer, Close):
                 shut = {entry.lane.key, *answer.also}
@@ -184,6 +181,24 @@ class FairQueue(Generic[T]):
             moves += 1
             self._move(entry, answer.key, entry.chunks)
         return Popped(None, 0.0, tuple(closed), False)
+
+    def go_on(self, entry: Entry[T], terms: Terms) -> None:
+        """Charge one more chunk of an entry that has just had one, as if the two had been one large chunk. So the rings do not
+        move on, and L in the bound above is the cost of both."""
+        self.charge(entry.leaf.path, terms.cost)
+        self._count_turn(entry, (entry.key,))
+        self._go_on(entry, terms)
+
+    def has_late(self, keys: Iterable[int]) -> bool:
+        """Whether the organisation or priority class that is first under these keys has over half of the credit it may save
+        up."""
+        entry = self._first(keys)
+        node = None if entry is None else entry.leaf.parent
+        while node is not None and (ring := node.parent) is not None:
+            if node.round < ring.now - self.quantum / 2:
+                return True
+            node = ring
+        return False
 
     def peek(self, keys: Iterable[int]) -> Entry[T] | None:
         """The first in the fair order under these keys. Charges nothing."""
@@ -207,10 +222,11 @@ class FairQueue(Generic[T]):
             node.owed += cost
             if cost < 0 and node.owed < 0 and node.busy and node.round > ring.now:
                 ahead = node.round - ring.now
-                node.round = ring.now + max(ahead + node.owed / node.weight, 0.0)
+                node.set_round(ring.now + max(ahead + node.owed / node.weight, 0.0))
                 node.owed = min(node.owed + ahead * node.weight, 0.0)
                 for line in node.lines.values():
-                    if line.above.size > 1:
+                    # A rank that is too early is brought up to date when it comes first.
+                    if line.rank is not None and line.rank[0] > node.round and line.above.size > 1:
                         line.above.refresh(line)
             node = ring
 
@@ -218,7 +234,7 @@ class FairQueue(Generic[T]):
         """Charge at once for something that is no chunk: the turns after it come later, whatever waits already."""
         node: SchedulingClass = self._leaf(path)
         while (ring := node.parent) is not None:
-            node.round = max(node.round, ring.now - self.quantum) + cost / node.weight
+            node.set_round(max(node.round, ring.now - self.quantum) + cost / node.weight)
             node = ring
 
     def debt(self, path: Path) -> float:
@@ -232,30 +248,24 @@ class FairQueue(Generic[T]):
 
     def _first(self, keys: Iterable[int]) -> Entry[T] | None:
         """The next entry under these keys. Serves nothing."""
-        there = self._root.lines
-        lines = [there[key] for key in keys if key in there]
-        if not lines:
+        node = self._root
+        there = [key for key in keys if key in node.lines]
+        if not there:
             return None
-        while type(lines[0]) is Ring:  # all lines of a node are of one kind
-            best: SchedulingClass | None = None
-            for ring in lines:
-                rank = ring.heap[0]
-                node: SchedulingClass = rank[3].node
-                if rank[0] != node.round:
-                    node = ring.first().node  # type: ignore[attr-defined]
-                if (
-                    best is None
-                    or node.round < best.round
-                    or (node.round == best.round and node.position < best.position)
-                ):
-                    best = node
-            assert best is not None
-            there = best.lines
-            lines = [there[ring.key] for ring in lines if ring.key in there]
-        lanes: list[TenantQueue[T]] = lines  # type: ignore[assignment]
+        while type(node.lines[there[0]]) is Ring:  # all lines of a node are of one kind
+            node = node.first(there)
+            if len(there) > 1:
+                there = [key for key in there if key in node.lines]
+        lanes: list[TenantQueue[T]] = [node.lines[key] for key in there]  # type: ignore[misc]
         if len(lanes) == 1:
             return lanes[0].first()
         return min((lane.first() for lane in lanes), key=lambda entry: entry.lane.order(entry))
+
+    def _go_on(self, entry: Entry[T], terms: Terms) -> None:
+        if terms.last:
+            self.remove(entry)
+        else:
+            self._move(entry, terms.key, max(entry.chunks - 1, 1))
 
     def _charge(self, leaf: SchedulingClass, cost: float) -> None:
         quantum = self.quantum
@@ -268,9 +278,11 @@ class FairQueue(Generic[T]):
             elif start < now - quantum:
                 start = now - quantum
             if due >= 0.0:
-                node.owed, node.round = 0.0, start + due / node.weight
+                node.owed = 0.0
+                node.set_round(start + due / node.weight)
             else:
-                node.owed, node.round = due, start
+                node.owed = due
+                node.set_round(start)
             node = ring
 
     def _count_turn(self, entry: Entry[T], open_keys: Sequence[int]) -> None:
@@ -314,7 +326,7 @@ class FairQueue(Generic[T]):
             if not node.lines and node.parent is not None:
                 node.round = max(node.round + node.owed / node.weight, node.parent.now - self.quantum)
                 node.owed = 0.0
-            node.lines[key] = line
+            node.add_line(key, line)
             if node.parent is None:
                 return lane
             node = node.parent
@@ -330,7 +342,7 @@ class FairQueue(Generic[T]):
     def _end(self, line: SortedRow) -> None:
         """Nothing is left in it, nor in the rings above that have no other."""
         while True:
-            del line.node.lines[line.key]
+            line.node.drop_line(line.key)
             above = line.above
             if above is None:
                 return

@@ -1,10 +1,15 @@
 """The tenants of the fair queue at each level, and the rings in which they have their turns. Pure."""
 
-from heapq import heapreplace
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from heapq import heappop, heapreplace
+from typing import Any
 
 from coordinator.fairness.sorted_row import SortedRow
 
 Path = tuple[str, ...]
+SCANNED_MAX = 16
+"""Children that `SchedulingClass.first` looks at in the order of their turns, before it asks its rings."""
 
 
 class Ring(SortedRow):
@@ -37,11 +42,12 @@ class Ring(SortedRow):
             node: SchedulingClass = line.node
             if rank[0] == node.round:
                 return line
-            # As in `refresh`, without the calls: this runs for every chunk, level and key.
+            # As in `refresh`, without the calls: this runs for every outdated rank.
             self._ranks += 1
             line.rank = (node.round, node.position, self._ranks, line)
             heapreplace(heap, line.rank)
-            self.clear()
+            while heap[0][3].rank is not heap[0]:
+                heappop(heap)
 
     def refresh(self, line: SortedRow) -> None:
         """Put it where it belongs by its node's round. Alone, it may stay: the next one that enters makes up for it. A
@@ -56,7 +62,7 @@ class SchedulingClass:
     """A tenant at some level: a priority class, an organisation or a user. At the bottom its lines are lanes of entries;
     above, rings of its children's lines."""
 
-    __slots__ = ("children", "lines", "now", "owed", "parent", "path", "position", "round", "weight")
+    __slots__ = ("children", "lines", "now", "order", "owed", "parent", "path", "position", "round", "weight")
 
     def __init__(self, path: Path, weight: float, parent: "SchedulingClass | None", position: int) -> None:
         assert weight > 0, path
@@ -70,8 +76,60 @@ class SchedulingClass:
         self.lines: dict[int, SortedRow] = {}
         """By queue key, where it has something to run."""
         self.children: dict[str, SchedulingClass] = {}
+        self.order: list[tuple[float, int, SchedulingClass]] = []
+        """Children that have something to run, in the order of their turns: round, position, child."""
 
     @property
     def busy(self) -> bool:
         """Whether it has something to run somewhere."""
         return bool(self.lines)
+
+    def set_round(self, turn: float) -> None:
+        """Its turn comes at another time."""
+        if turn == self.round:
+            return
+        if self.parent is None or not self.lines:
+            self.round = turn
+            return
+        order = self.parent.order
+        del order[bisect_left(order, (self.round, self.position))]
+        self.round = turn
+        insort(order, (turn, self.position, self))
+
+    def add_line(self, key: int, line: SortedRow) -> None:
+        if not self.lines and self.parent is not None:
+            insort(self.parent.order, (self.round, self.position, self))
+        self.lines[key] = line
+
+    def drop_line(self, key: int) -> None:
+        del self.lines[key]
+        if not self.lines and self.parent is not None:
+            order = self.parent.order
+            del order[bisect_left(order, (self.round, self.position))]
+
+    def first(self, keys: Sequence[int]) -> "SchedulingClass":
+        """The child whose turn comes first, of those with something under one of these keys; this node has a ring for each.
+
+        Ranks in a ring are brought up to date one after the other. With many workers a tenant waits under many keys, and each
+        of its turns outdates its rank under all of them. Mostly one of the first children has one of the keys, so that no rank
+        is needed. Where none has, few children have, and few ranks are to be brought up to date.
+        """
+        order = self.order
+        if len(order) == 1:
+            return order[0][2]
+        rings: list[Any] = [self.lines[key] for key in keys]
+        lowest = order[-1][0]
+        for ring in rings:
+            rank = ring.heap[0]
+            # The rank of one that is alone may be too high; see `refresh`.
+            turn = rank[0] if ring.size > 1 else rank[3].node.round
+            if turn < lowest:
+                lowest = turn
+        at = bisect_left(order, (lowest,)) if lowest > order[0][0] else 0
+        for _, _, child in order[at : at + SCANNED_MAX]:
+            lines = child.lines
+            for key in keys:
+                if key in lines:
+                    return child
+        nodes: list[SchedulingClass] = [ring.first().node for ring in rings]
+        return min(nodes, key=lambda node: (node.round, node.position))

@@ -38,7 +38,7 @@ def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
 
 
 def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now: float) -> Worker | None:
-    """The prefill worker that a request should rather wait for than run on the one that asks; None if there is none.
+    """The prefill worker to which a request should be bound instead of running on the one that asks; None if there is none.
 
     Only one that has more of its prompt cached comes into question: by what waits there, the one that asks is the first.
     Requests bound to a worker count among what waits there, so no more of them wait than its cache is worth. What requests have
@@ -48,12 +48,15 @@ def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now
     """
     if len(pool.prefill) == 1 or not submit.block_hashes:
         return None
+    there = [worker for worker in pool.holders(Role.PREFILL, submit) if worker is not asks and not worker.draining]
+    if not there:
+        return None
     weights, here = pool.weights, cached_tokens(submit, asks, pool)
     here_s = prefill_s(submit.prompt_tokens, _prefill_side(asks, here, pool), weights, waiting)
     best, best_cached, best_s = None, 0, here_s - weights.margin_s
-    for worker in pool.holders(Role.PREFILL, submit):
+    for worker in there:
         cached = cached_tokens(submit, worker, pool)
-        if cached <= here or worker.draining or not worker.fits(submit):
+        if cached <= here or not worker.fits(submit):
             continue
         there_s = prefill_s(submit.prompt_tokens, _prefill_side(worker, cached, pool), weights, waiting)
         if there_s < best_s and pool.has_pair(worker, now):
@@ -70,7 +73,7 @@ def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now
 
 
 def better_than_bound(request: Request, asks: Worker, bound_to: Worker, pool: Pool, waiting: float, now: float) -> bool:
-    """Whether a request that is bound to another worker, as the last there, would rather run on the one that asks."""
+    """Whether a request that is bound to another worker, as the last there, had better run on the one that asks."""
     submit, weights = request.submit, pool.weights
     there, here = request.cached_tokens, cached_tokens(submit, asks, pool)
     there_side, here_side = _prefill_side(bound_to, there, pool), _prefill_side(asks, here, pool)

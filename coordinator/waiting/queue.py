@@ -197,32 +197,46 @@ class WaitQueue:
 
     def next_chunk(self, incarnation: int, keys: Iterable[int], length_of: LengthOf, now: float) -> NextChunk:
         """Charge the next chunk for this prefill worker, of what is placed there or waits under one of these queue keys."""
-        length, output_cost, prices = 0, 0.0, self._limits.prices
+        length = 0
 
         def offer(request: Request) -> Answer:
-            nonlocal length, output_cost
+            nonlocal length
             answer = length_of(request)
             if not isinstance(answer, int):
                 return answer
             length = answer
-            unpaid = request.unpaid_tokens(request.dispatched_tokens, length)
-            cost = prices.chunk(unpaid) if unpaid else 0.0
-            if request.dispatched_tokens + length < request.submit.prompt_tokens:
-                return Terms(cost, False, incarnation)
-            output_cost = prices.output(self.output_estimate(request))
-            return Terms(cost + output_cost, True, incarnation)
+            return self._terms(request, length, incarnation)
 
         entry, cost, closed, gave_up = self.fair.pop((incarnation, *keys), offer)
         if entry is None:
             return NextChunk(None, 0, closed, gave_up)
-        request = entry.item
+        self._dispatched(entry.item, length, cost, now)
+        return NextChunk(entry.item, length, closed, False)
+
+    def finish(self, request: Request, incarnation: int, now: float) -> int:
+        """Charge all that is left of a prompt of which this prefill worker has just had a chunk; returns its tokens."""
+        assert request.entry is not None
+        length = request.submit.prompt_tokens - request.dispatched_tokens
+        terms = self._terms(request, length, incarnation)
+        self.fair.go_on(request.entry, terms)
+        self._dispatched(request, length, terms.cost, now)
+        return length
+
+    def _terms(self, request: Request, length: int, incarnation: int) -> Terms:
+        prices = self._limits.prices
+        unpaid = request.unpaid_tokens(request.dispatched_tokens, length)
+        cost = prices.chunk(unpaid) if unpaid else 0.0
+        if request.dispatched_tokens + length < request.submit.prompt_tokens:
+            return Terms(cost, False, incarnation)
+        return Terms(cost + prices.output(self.output_estimate(request)), True, incarnation)
+
+    def _dispatched(self, request: Request, length: int, cost: float, now: float) -> None:
         self._served.add(cost, now)
         request.dispatched_tokens += length
         self.backlog.dispatched(request.path, length, cost, now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
-            request.begin().output_charged = output_cost
+            request.begin().output_charged = self._limits.prices.output(self.output_estimate(request))
             request.entry = None
-        return NextChunk(request, length, closed, False)
 
     def peek(self, keys: Iterable[int]) -> Request | None:
         """The first in the fair order that waits under these queue keys."""

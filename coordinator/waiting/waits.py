@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Mapping
 from heapq import merge
+from itertools import chain
 
 from coordinator.fairness.sorted_row import SPARE
 from coordinator.request import Request
@@ -11,39 +12,55 @@ from runtime.tenancy.tenants import PriorityClass
 _RESUMED = ""
 """The class of later attempts: no priority class is called that."""
 
+SWEPT_PER_ENTRY = 16
+"""How many are looked through with each one that comes, while those that are gone are dropped."""
+
 
 class _Class:
     """Requests with the same longest wait, in the order in which they came to wait. Those that wait no longer stay until they
     are first, or until they are more than those that do."""
 
-    __slots__ = ("came", "name", "since")
+    __slots__ = ("came", "kept", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.came: deque[Request] = deque()
-        self.since: deque[float] = deque()
+        self.came: deque[tuple[float, Request]] = deque()
+        """With the time since when each waits."""
+        self.kept: deque[tuple[float, Request]] = deque()
+        """While those that are gone are dropped: older ones, which have been looked through."""
 
-    def first(self) -> float | None:
-        """Since when the one that waits longest does."""
-        came, since = self.came, self.since
-        while came and not self._waits(since[0], came[0]):
-            came.popleft()
-            since.popleft()
-        return since[0] if since else None
+    def __len__(self) -> int:
+        return len(self.kept) + len(self.came)
+
+    def oldest(self) -> deque[tuple[float, Request]] | None:
+        """The one that begins with the request that waits longest; None where none does."""
+        for entries in (self.kept, self.came):
+            while entries:
+                if self._waits(*entries[0]):
+                    return entries
+                entries.popleft()
+        return None
 
     def waiting(self) -> Iterator[tuple[float, Request]]:
-        for since, request in zip(self.since, self.came, strict=True):
+        for since, request in chain(self.kept, self.came):
             if self._waits(since, request):
                 yield since, request
+
+    def sweep(self, most: int) -> bool:
+        """Look through some; returns whether all have been."""
+        came, kept = self.came, self.kept
+        for _ in range(min(most, len(came))):
+            entry = came.popleft()
+            if self._waits(*entry):
+                kept.append(entry)
+        if came:
+            return False
+        self.came, self.kept = kept, came
+        return True
 
     def _waits(self, since: float, request: Request) -> bool:
         """Whether it has waited here from then on: it may have been placed, and come back."""
         return request.waits and since == request.since and _class_of(request) == self.name
-
-    def drop_gone(self) -> None:
-        waiting = list(self.waiting())
-        self.since = deque(since for since, _ in waiting)
-        self.came = deque(request for _, request in waiting)
 
 
 class Waits:
@@ -55,6 +72,8 @@ class Waits:
         self._classes: dict[str, _Class] = {}
         self._entries = 0
         """As many as were left when those that are gone were last dropped, and those that came since."""
+        self._swept: list[_Class] = []
+        """Of which those that are gone are dropped now, a few with each request that comes."""
 
     def __iter__(self) -> Iterator[Request]:
         """Those that wait, oldest first."""
@@ -70,28 +89,29 @@ class Waits:
         there = self._classes.get(name)
         if there is None:
             there = self._classes[name] = _Class(name)
-        there.came.append(request)
-        there.since.append(request.since)
+        there.came.append((request.since, request))
         self._entries += 1
-        if self._entries > 2 * waiting + SPARE:
+        if not self._swept and self._entries > 2 * waiting + SPARE:
             # Behind one that waits long, those that have gone would stay, with all they hold.
-            for one in self._classes.values():
-                one.drop_gone()
-            self._entries = sum(len(one.came) for one in self._classes.values())
+            self._swept = list(self._classes.values())
+        if self._swept and self._swept[-1].sweep(SWEPT_PER_ENTRY):
+            self._swept.pop()
+            self._entries = sum(map(len, self._classes.values()))
 
     def next_end(self) -> float | None:
         """When the next one will have waited too long."""
         ends = [
-            first + self._limit_s(name) for name, one in self._classes.items() if (first := one.first()) is not None
+            oldest[0][0] + self._limit_s(name)
+            for name, one in self._classes.items()
+            if (oldest := one.oldest()) is not None
         ]
         return min(ends, default=None)
 
     def overdue(self, now: float) -> Iterator[Request]:
         """Those that have waited too long; the caller ends each before it asks for the next."""
         for name, one in self._classes.items():
-            while (first := one.first()) is not None and first + self._limit_s(name) <= now:
-                one.since.popleft()
-                yield one.came.popleft()
+            while (oldest := one.oldest()) is not None and oldest[0][0] + self._limit_s(name) <= now:
+                yield oldest.popleft()[1]
 
     def _limit_s(self, name: str) -> float:
         if name == _RESUMED:

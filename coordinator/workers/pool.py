@@ -49,6 +49,8 @@ class Worker:
     holdings: dict[tuple[str, int], Holding] = field(default_factory=dict)
     placed: dict[str, Request] = field(default_factory=dict)
     """Prefill only: prompts with tokens not yet dispatched, oldest first."""
+    begun: Request | None = None
+    """Prefill only: the prompt that had the last chunk of the last step, if it may be finished in the next one."""
     bound: dict[str, Request] = field(default_factory=dict)
     """Prefill only: requests not placed yet that wait for this worker, as it has more of them cached; oldest first."""
     undispatched: dict[str, int] = field(default_factory=dict)

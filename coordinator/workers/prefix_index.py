@@ -20,22 +20,27 @@ CLEARED_PER_REPORT = 256
 """Outdated index entries that are removed with each report."""
 
 
+Index = tuple[dict[bytes, tuple[int, ...]], ...]
+"""The workers that have a block, in one table for each first byte of its hash. One table of all would have millions of entries,
+and to grow it would take longer than any event may."""
+
+
 class Locality:
     def __init__(self) -> None:
         self._known: dict[int, set[bytes]] = {}
         self._blocks: dict[int, int] = {}
         self._alone: dict[int, tuple[int]] = {}
         """One object for all blocks that nobody else has."""
-        self._index_of: dict[int, dict[bytes, tuple[int, ...]]] = {}
+        self._index_of: dict[int, Index] = {}
         """By worker: the index of its side."""
-        self._indexes: dict[str, dict[bytes, tuple[int, ...]]] = {}
-        self._outdated: list[tuple[dict[bytes, tuple[int, ...]], int, Iterator[bytes]]] = []
+        self._indexes: dict[str, Index] = {}
+        self._outdated: list[tuple[Index, int, Iterator[bytes]]] = []
 
     def join(self, incarnation: int, kv_blocks: int, side: str = "") -> None:
         self._known[incarnation] = set()
         self._blocks[incarnation] = kv_blocks
         self._alone[incarnation] = (incarnation,)
-        self._index_of[incarnation] = self._indexes.setdefault(side, {})
+        self._index_of[incarnation] = self._indexes.setdefault(side, tuple({} for _ in range(256)))
 
     def leave(self, incarnation: int) -> None:
         self._forget_all(incarnation)
@@ -60,11 +65,12 @@ class Locality:
         for block in fresh:
             if block not in known:
                 known.add(block)
-                there = index.get(block)
+                table = index[block[0]]
+                there = table.get(block)
                 if there is None:
-                    index[block] = alone
+                    table[block] = alone
                 elif incarnation not in there:
-                    index[block] = (*there, incarnation)
+                    table[block] = (*there, incarnation)
         if len(known) > self._blocks[incarnation]:
             self._forget_all(
                 incarnation
@@ -84,22 +90,22 @@ class Locality:
         index = self._indexes.get(side)
         step = every * HASH_BYTES
         count = len(hashes) // step if step else 0
-        if not index or not count or hashes[step - HASH_BYTES : step] not in index:
+        if not index or not count or hashes[step - HASH_BYTES : step] not in index[hashes[step - HASH_BYTES]]:
             return []
         low, high = 1, 2
-        while high <= count and hashes[high * step - HASH_BYTES : high * step] in index:
+        while high <= count and (block := hashes[high * step - HASH_BYTES : high * step]) in index[block[0]]:
             low, high = high, 2 * high
         high = min(high, count + 1)
         while high - low > 1:
             middle = (low + high) // 2
-            if hashes[middle * step - HASH_BYTES : middle * step] in index:
+            if (block := hashes[middle * step - HASH_BYTES : middle * step]) in index[block[0]]:
                 low = middle
             else:
                 high = middle
         found: dict[int, None] = {}
         while low:
             block = hashes[low * step - HASH_BYTES : low * step]
-            there = index.get(block, ())
+            there = index[block[0]].get(block, ())
             start = block[0] % len(there) if len(there) > most else 0  # prompts differ in which they find
             for incarnation in (*there[start:], *there[:start]):
                 if block in self._known.get(incarnation, ()):
@@ -157,12 +163,13 @@ class Locality:
         return low
 
 
-def _unlink(index: dict[bytes, tuple[int, ...]], block: bytes, incarnation: int) -> None:
-    left = tuple(other for other in index.get(block, ()) if other != incarnation)
+def _unlink(index: Index, block: bytes, incarnation: int) -> None:
+    table = index[block[0]]
+    left = tuple([other for other in table.get(block, ()) if other != incarnation])
     if left:
-        index[block] = left
+        table[block] = left
     else:
-        index.pop(block, None)
+        table.pop(block, None)
 
 
 def hashes_per_block(submit: Submit, block_size: int) -> int:

@@ -176,7 +176,7 @@ def _reason(reason: Reason, whose: str) -> str:
             return f"no room; what comes free is kept for {_who(reason.by)}, {bypassed}"
         case CachedElsewhere():
             return (
-                f"it rather waits for {reason.worker}, which has {reason.cached_tokens:,} tokens of its prompt cached;"
+                f"it was bound to {reason.worker}, which has {reason.cached_tokens:,} tokens of its prompt cached;"
                 f" {reason.asked} has {reason.cached_tokens_there:,}"
             )
         case BehindNoRoom():

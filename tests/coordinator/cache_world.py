@@ -98,18 +98,22 @@ class CacheWorld:
 
     def count_charges(self) -> None:
         fair = self.core.queues[MODEL].fair
-        pop, adjust = fair.pop, fair.adjust
+        pop, go_on, adjust = fair.pop, fair.go_on, fair.adjust
 
         def counted_pop(*arguments):
             found = pop(*arguments)
             self.charged += found.cost
             return found
 
+        def counted_go_on(entry, terms):
+            self.charged += terms.cost
+            go_on(entry, terms)
+
         def counted_adjust(path, cost):
             self.charged += cost
             adjust(path, cost)
 
-        fair.pop, fair.adjust = counted_pop, counted_adjust
+        fair.pop, fair.go_on, fair.adjust = counted_pop, counted_go_on, counted_adjust
 
     def run(self, arrivals: Sequence[Arrival]) -> None:
         for number, arrival in enumerate(arrivals):

@@ -8,8 +8,9 @@ import pytest
 
 from coordinator import invariants
 from coordinator.events import Limits
-from coordinator.fairness.fair_queue import FairQueue, Offer, Popped
+from coordinator.fairness.fair_queue import FairQueue, Offer, Popped, Terms
 from coordinator.fairness.scheduling_class import Path
+from coordinator.fairness.tenant_queue import Entry
 from coordinator.request import Request
 from tests.coordinator.virtual import Virtual
 from tests.coordinator.world import MODEL
@@ -30,6 +31,10 @@ class Billed(FairQueue[Request]):
         if found.entry is not None:
             self.bill[found.entry.leaf.path] += found.cost  # type: ignore[assignment]
         return found
+
+    def go_on(self, entry: Entry[Request], terms: Terms) -> None:
+        self.bill[entry.leaf.path] += terms.cost  # type: ignore[assignment]
+        super().go_on(entry, terms)
 
     def adjust(self, path: Path, cost: float) -> None:
         self.bill[path] += cost  # type: ignore[assignment]

@@ -1,16 +1,17 @@
 """What one event costs does not grow with the number of workers: counted, not timed. `crossdock bench coordinator` times it."""
 
+import cProfile
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from coordinator.events import Received
+from coordinator.events import Action, Event, Received
 from coordinator.placement import choice
 from coordinator.workers.candidates import EXAMINED_MAX
 from coordinator.workers.pool import Worker
 from launcher.bench.dev.coordinator_scale import LIMITS, Cluster
-from proto.messages import CacheEvents
+from proto.messages import CacheEvents, StepDone
 from proto.progress import DecodeProgress
 from proto.status import KvHeld
 
@@ -73,6 +74,36 @@ def test_work_per_request_does_not_grow_with_workers(monkeypatch: pytest.MonkeyP
     assert few["fits"] > 0
     for name in ("fits", "looked up", "gone through"):
         assert many[name] <= max(1.2 * few[name], 2 * EXAMINED_MAX), (name, few, many)
+
+
+def calls(pairs: int) -> float:
+    """Function calls of the core per request, with thousands of tenants waiting."""
+    cluster = Cluster(pairs, tenants=2_000, limited_by="prefill")
+    for _ in range(4_000 + 20 * pairs):
+        cluster.submit()
+    served = 600
+    cluster.run(4 * pairs, refill=True)
+    profiler, handle = cProfile.Profile(), cluster.core.handle
+    steps = 0
+
+    def counted(event: Event, now: float) -> list[Action]:
+        nonlocal steps
+        steps += isinstance(event, Received) and isinstance(event.message, StepDone)
+        profiler.enable()
+        try:
+            return handle(event, now)
+        finally:
+            profiler.disable()
+
+    cluster.core.handle = counted  # type: ignore[method-assign]
+    cluster.run(4 * pairs + served, refill=True)
+    assert steps < 3 * served, "prompts of two chunks do not pile up half computed"
+    return sum(row.callcount for row in profiler.getstats()) / served
+
+
+def test_calls_per_request_with_256_pairs_of_workers_are_about_those_with_one() -> None:
+    few, many = calls(1), calls(256)
+    assert many <= 1.5 * few, (few, many)
 
 
 def test_progress_of_streams_asks_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def measure(pairs: int, tenants: int, waiting: int, served: int, limited_by: str
     began = cluster.now
     gc.collect()
     gc.freeze()
-    gc.disable()  # as the coordinator does, which collects when it is idle
+    gc.disable()  # what the collector takes is measured apart
     try:
         cluster.run(warm + served, refill=True)
     finally:

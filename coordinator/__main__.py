@@ -30,7 +30,7 @@ def _main() -> int:
     if journal and is_taken(journal):
         with collector.at_rest():
             import_nicely("coordinator.main", _NICE_LOADING)
-    from runtime.settings.options import run_role
+    from runtime.settings.command_line import run_role
     from runtime.settings.roles import CoordinatorSettings
 
     def run(settings: CoordinatorSettings) -> int:

@@ -3,7 +3,7 @@
 from runtime.process import garbage_collector as collector
 from runtime.process.exits import leave
 from runtime.settings import machine
-from runtime.settings.options import run_role
+from runtime.settings.command_line import run_role
 from runtime.settings.workers import WorkerSettings
 
 

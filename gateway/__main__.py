@@ -2,7 +2,7 @@
 
 from runtime.process import garbage_collector as collector
 from runtime.process.exits import leave
-from runtime.settings.options import run_role
+from runtime.settings.command_line import run_role
 from runtime.settings.roles import GatewaySettings
 
 

@@ -48,7 +48,7 @@ class GatewayProcess:
         self.missing = {"listening", "connected"}
         """Before this process is ready for the first time."""
         self.observed = MetricsServer(settings.metrics, settings.advertise)
-        stream_limits = StreamLimits(link_wait_s=settings.queue_wait_ms / 1000, idle_s=settings.stream_idle_ms / 1000)
+        stream_limits = StreamLimits(link_wait_s=settings.queue_wait_s, idle_s=settings.stream_idle_ms / 1000)
         model = settings.served_model_id
         self.metrics = GatewayMetrics(model)
         self.metrics.page.introduce(name=name, model=model)

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from launcher import tables
 from launcher.bench.settings import EngineBenchSettings
 from launcher.http.sse_client import Stream, percentile
 from runtime.settings.options import SettingsError
+from runtime.settings.types import JsonOption
 
 
 def window_figures(gaps_s: Sequence[float], tokens_per_s: float) -> dict[str, Any]:
@@ -59,32 +61,36 @@ def show_isolation(result: dict[str, Any], console: Console) -> None:
 
 
 def run_engine(settings: EngineBenchSettings) -> int:
-    """`crossdock bench engine`."""
+    """`crossdock bench dev engine`."""
     from launcher.models import resolve as models
 
-    check_writable(settings.json_out)
-    console = tables.console()
+    console = console_for(settings)
     model = models.ready(settings.model, "", console)
     # OpenMP reads these once, when torch is first imported, which is below.
     os.environ |= {"OMP_NUM_THREADS": str(settings.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     from launcher.bench.dev import engine as bench_engine
 
-    result = bench_engine.run(str(model.path), settings.threads)
-    write_json(settings.json_out, result)
+    result = bench_engine.run(str(model.path), settings.threads, console)
+    write_json(settings, result)
     return 0
 
 
-def check_writable(path: str, option: str = "--json-out") -> None:
+def check_writable(path: str, option: str) -> None:
     """Before minutes are spent. Raises `SettingsError`."""
     if path and not Path(path).expanduser().absolute().parent.is_dir():
         raise SettingsError(f"{option}: there is no folder {Path(path).expanduser().parent}")
+
+
+def console_for(settings: JsonOption, **more: Any) -> Console:
+    """For what people read: stdout, or stderr where JSON has that."""
+    return tables.console(stderr=settings.as_json, **more)
 
 
 def machine() -> dict[str, Any]:
     return {"python": platform.python_version(), "cores": os.cpu_count(), "machine": platform.machine()}
 
 
-def write_json(path: str, result: dict[str, Any]) -> None:
-    if not path:
-        return
-    Path(path).expanduser().write_text(json.dumps(result | {"machine": machine()}, indent=1) + "\n", encoding="utf-8")
+def write_json(settings: JsonOption, result: dict[str, Any]) -> None:
+    """To stdout, where it was asked for."""
+    if settings.as_json:
+        sys.stdout.write(json.dumps(result | {"machine": machine()}, indent=1) + "\n")

@@ -37,8 +37,61 @@ install() { # EXTRA
     say "Installing crossdock and what it needs into .venv (once; a minute or more)"
     target=.
     [ "$1" = serve ] || target=".[$1]"
-    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e "$target" >&2
+    logged .venv/install.log .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+        -c constraints.txt -e "$target"
     wanted_stamp > ".venv/ready-$1"
+}
+
+logged() { # LOG COMMAND...: pip, with its words in the file, and how far it is on the terminal
+    log=$1
+    shift
+    "$@" > "$log" 2>&1 &
+    pid=$!
+    # What runs in the background does not hear Ctrl-C.
+    trap 'stopped 130' INT
+    trap 'stopped 143' TERM
+    phase=
+    while kill -0 "$pid" 2>/dev/null; do
+        show_progress "$log"
+        sleep 0.5
+    done
+    status=0
+    wait "$pid" || status=$?
+    trap - INT TERM
+    [ ! -t 2 ] || printf '\r\033[K' >&2
+    [ "$status" -ne 0 ] || return 0
+    say "Installing failed; pip's log is in $PWD/$log. Its last lines:"
+    tail -n 5 "$log" | sed 's/^/    /' >&2
+    exit 1
+}
+
+stopped() { # STATUS
+    kill "$pid" 2>/dev/null || true
+    wait "$pid" 2>/dev/null || true
+    [ ! -t 2 ] || say
+    say "Stopped before it was ready."
+    exit "$1"
+}
+
+show_progress() { # LOG: a bar on a terminal, elsewhere a line for each phase
+    if names=$(grep '^Installing collected packages: ' "$1"); then
+        title=Installing
+        total=$(printf '%s' "$names" | tr ',' '\n' | grep -c .)
+        count=$(find .venv/lib -maxdepth 3 -name '*.dist-info' | wc -l)
+    else
+        title=Downloading
+        total=$(grep -c '==' constraints.txt)
+        count=$(grep -c '^Collecting ' "$1" || true)
+    fi
+    [ "$count" -le "$total" ] || count=$total
+    if [ -t 2 ]; then
+        full=$((30 * count / total))
+        printf '\r%-12s [%s%s] %d of %d packages\033[K' "$title" \
+            "$(printf '%*s' "$full" '' | tr ' ' '#')" "$(printf '%*s' $((30 - full)) '')" "$count" "$total" >&2
+    elif [ "$title" != "$phase" ]; then
+        say "$title packages"
+    fi
+    phase=$title
 }
 
 prepare() { # EXTRA: serve or test

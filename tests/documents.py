@@ -29,7 +29,7 @@ class Command:
     text: str
     """As a shell takes it."""
     words: tuple[str, ...]
-    """Without sudo and variables set in front."""
+    """Without sudo and variables set in front, and the file that the output goes to."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}: {self.text.splitlines()[0]}"
@@ -74,5 +74,7 @@ def _words(text: str) -> tuple[str, ...] | None:
         return None
     while words and (words[0] == "sudo" or _ASSIGNMENT.match(words[0])):
         del words[0]
+    if words[-2:-1] == [">"]:
+        del words[-2:]
     assert not {"&&", "|", ";", ">"} & set(words), f"one command to a line: {text}"
     return tuple(words)

@@ -5,6 +5,7 @@ import queue
 import subprocess
 import sys
 import threading
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from launcher import tables
 from launcher.admin.simulate_settings import SimulateSettings
 from launcher.process import ROOT
-from launcher.report import check_writable, write_json
+from launcher.report import console_for, write_json
 from runtime.process import clock
 from simulation.batch import Sum, as_json, from_line
 from simulation.faults.plan import FAULTS
@@ -24,16 +25,17 @@ _TIMELINE_ALL = 100_000
 
 
 def run(settings: SimulateSettings) -> int:
-    console = tables.console(highlight=False)
+    console = console_for(settings, highlight=False)
     kinds = frozenset(settings.faults)
     if settings.seed >= 0:
-        return _one(settings.seed, kinds, settings.timeline, console)
-    check_writable(settings.json_out)
+        result = _one(settings.seed, kinds, settings.timeline, console)
+        write_json(settings, _as_json(result))
+        return 0 if result.failure is None else 1
     began = clock.now()
     total = _many(settings, console)
     took_s = clock.now() - began
     _show(total, took_s, console)
-    write_json(settings.json_out, as_json(total) | {"took_s": took_s})
+    write_json(settings, as_json(total) | {"took_s": took_s})
     if not total.failed:
         return 0
     seed, why = min(total.failed)
@@ -45,7 +47,7 @@ def run(settings: SimulateSettings) -> int:
 # --- one seed -----------------------------------------------------------------------------------------------------------
 
 
-def _one(seed: int, kinds: frozenset[str], request_id: str, console: Console) -> int:
+def _one(seed: int, kinds: frozenset[str], request_id: str, console: Console) -> Result:
     result = run_seed(seed, kinds, keep=True)
     assert result.cluster is not None
     plan = result.cluster.plan
@@ -64,7 +66,19 @@ def _one(seed: int, kinds: frozenset[str], request_id: str, console: Console) ->
         for line in timeline(result.cluster, "" if request_id == "all" else concerned, most):
             console.print(escape(line), soft_wrap=True)
     _say_end(result, kinds, concerned, console)
-    return 0 if result.failure is None else 1
+    return result
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    failure = None if result.failure is None else f"{type(result.failure).__name__}: {result.failure}"
+    return {
+        "seed": result.seed,
+        "log": result.digest,
+        "events": result.events,
+        "virtual_s": result.virtual_s,
+        "outcomes": result.outcomes,
+        "failure": failure,
+    }
 
 
 def _say_end(result: Result, kinds: frozenset[str], concerned: str, console: Console) -> None:

@@ -2,13 +2,13 @@
 
 from pydantic import Field, field_validator
 
-from runtime.settings.types import CommaList, Options
+from runtime.settings.types import CommaList, JsonOption
 from simulation.faults.plan import FAULTS
 
 _KINDS = "; ".join(f"{name}: {what}" for name, what in FAULTS.items())
 
 
-class SimulateSettings(Options):
+class SimulateSettings(JsonOption):
     """Run the cluster's own code in a simulated world that breaks it, and check that nothing is lost.
 
     Each seed is a small cluster with a few requests, in virtual time: processes are killed, stopped and cut off, then all
@@ -28,7 +28,6 @@ class SimulateSettings(Options):
         default_factory=lambda: list(FAULTS), description=f"Comma-separated kinds of faults, or none. {_KINDS}."
     )
     processes: int = Field(0, ge=0, le=1024, description="Processes that share the work; 0: one for each core.")
-    json_out: str = Field("", description="File for the sums as JSON.")
 
     @field_validator("faults")
     @classmethod

@@ -5,12 +5,15 @@ with replacement, from each of the two, and the figure is computed again. Reques
 queues, so single ones are no independent draws.
 """
 
+import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
 
+from launcher import report as bench_report
 from launcher import tables
 from launcher.load import plot as load_plot
 from launcher.load import records as load_records
@@ -27,8 +30,12 @@ _SAMPLES_MAX: Final = 20_000_000
 def run(settings: CompareSettings) -> int:
     load_plot.check(settings.plot)
     first, second = load_records.read(settings.first), load_records.read(settings.second)
+    console = bench_report.console_for(settings)
     differs = differences(first.settings, second.settings)
-    show(differs, compared(first, second, settings.seed, settings.resamples), tables.console())
+    rows = compared(first, second, settings.seed, settings.resamples)
+    show(differs, rows, console)
+    if settings.as_json:
+        sys.stdout.write(json.dumps({"settings": differs, "figures": rows}, indent=1) + "\n")
     if settings.plot:
         load_plot.draw(settings.plot, [("A", first), ("B", second)])
     return 0

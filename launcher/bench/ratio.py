@@ -4,12 +4,14 @@ The same seed makes the same requests at the same times; only the workers differ
 client, and from the coordinator's event log how long requests were queued.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import uvloop
 from rich.console import Console
 
+from launcher import report as bench_report
 from launcher import tables
 from launcher.bench.serve import check_files, measure, started
 from launcher.load import plan as load_plan
@@ -30,9 +32,8 @@ SERVED_SHARE: Final = 0.9
 def run(settings: RatioSettings) -> int:
     load_plan.make(settings, load_plan.tenants_of(settings), 0)  # a bad trace is told before minutes are spent
     check_files(settings)
-    console = tables.console()
-    status = uvloop.run(until_interrupted(_run(settings, console), console))
-    return INTERRUPTED_EXIT if status is None else status
+    console = bench_report.console_for(settings)
+    return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
 async def _run(settings: RatioSettings, console: Console) -> int:
@@ -48,8 +49,8 @@ async def _run(settings: RatioSettings, console: Console) -> int:
             break
     rows = [row(name, result.figures) for name, result in results.items()]
     show(rows, console)
-    if settings.json_file:
-        load_records.write(settings.json_file, {"ratios": rows, "runs": results})
+    if settings.as_json:
+        sys.stdout.write(load_records.encoded({"ratios": rows, "runs": results}))
     if settings.plot:
         load_plot.draw(settings.plot, list(results.items()))
     return INTERRUPTED_EXIT if any(result.about["interrupted"] for result in results.values()) else 0

@@ -5,6 +5,7 @@ import hashlib
 import os
 import platform
 import secrets
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ import uvloop
 from rich.console import Console
 
 from launcher import report as bench_report
-from launcher import tables
 from launcher.http.sse_client import BenchFailed
 from launcher.load import plan as load_plan
 from launcher.load import plot as load_plot
@@ -57,14 +57,12 @@ class Site:
 def run(settings: ServeBenchSettings) -> int:
     tenants = load_plan.tenants_of(settings)
     check_files(settings)
-    console = tables.console()
-    status = uvloop.run(until_interrupted(_run(settings, tenants, console), console))
-    return INTERRUPTED_EXIT if status is None else status
+    console = bench_report.console_for(settings)
+    return uvloop.run(until_interrupted(_run(settings, tenants, console), console))
 
 
 def check_files(settings: LoadSettings) -> None:
     """Before minutes are spent. Raises `SettingsError`."""
-    bench_report.check_writable(settings.json_file, "--json")
     load_plot.check(settings.plot)
 
 
@@ -210,17 +208,16 @@ def _result(settings: LoadSettings, site: Site, probed: Probed, plan: Plan, done
 
 def shown_settings(settings: LoadSettings) -> dict[str, Any]:
     """Without keys."""
-    values = settings.model_dump(exclude={"api_key", "json_file", "plot"})
+    values = settings.model_dump(exclude={"api_key", "as_json", "plot"})
     values["tenant"] = [":".join((part := text.split(":"))[:1] + part[2:]) for text in settings.tenant]
     values["abuser"] = ":".join((part := settings.abuser.split(":"))[:1] + part[2:])
     return values
 
 
 def finish(settings: LoadSettings, drawn: Sequence[tuple[str, RunFile]], result: RunFile, console: Console) -> None:
-    """The files asked for."""
-    if settings.json_file:
-        load_records.write(settings.json_file, result)
-        console.print(f"Written: {settings.json_file}", highlight=False, soft_wrap=True)
+    """JSON and the picture, where asked for."""
+    if settings.as_json:
+        sys.stdout.write(load_records.encoded(result))
     if settings.plot:
         load_plot.draw(settings.plot, drawn)
         console.print(f"Drawn: {settings.plot}", highlight=False, soft_wrap=True)

@@ -1,25 +1,35 @@
 """Options of `crossdock bench`."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
-from runtime.settings.types import CommaList, Device, KeyOptions, Options, split_commas
+from runtime.settings.types import CommaList, Device, JsonOption, KeyOptions, Panels, split_commas
 
 Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas)]
 
 
-class IsolationSettings(Options):
+class IsolationSettings(JsonOption):
     """Do running streams slow down when long prompts arrive?
 
     Measures every gap between two tokens of one stream, at the client: first with steady streams alone, then while long
     prompts arrive back to back. Starts a cluster of its own, unless --url names one that is up.
     """
 
+    panels: ClassVar[Panels] = {
+        "Server": "url api_key model prefill decode device threads",
+        "Load": "streams stream_tokens prompt_words_min prompt_words_max prompts_at_once seed",
+        "Measurement": "seconds warmup_s throughput",
+        "Output": "as_json plot",
+    }
     url: str = Field("", description="Server that is up, like http://127.0.0.1:8000; empty: start a cluster.")
     api_key: str = Field("", description="Key for that server, if it wants one.")
-    model: str = Field("", description="Folder or ORG/NAME for the cluster started here; empty: the embedded default.")
+    model: str = Field(
+        "",
+        description="Folder or ORG/NAME for the cluster started here; empty: the embedded default.",
+        json_schema_extra={"also_argument": "MODEL"},
+    )
     prefill: int = Field(1, ge=1, le=64, description="Prefill workers of the cluster started here.")
     decode: int = Field(1, ge=1, le=64, description="Decode workers of the cluster started here.")
     device: Device = Field("auto", description="Where the cluster started here computes.")
@@ -39,35 +49,52 @@ class IsolationSettings(Options):
         True, description="Also measure 1, 8 and 16 streams together, and prefill alone; takes about as long again."
     )
     seed: int = Field(0, ge=0, le=1 << 31, description="Of the words of the prompts.")
-    json_out: str = Field("", description="File for all figures, gaps included, as JSON.")
     plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
 
 
-class HandoverSettings(KeyOptions):
+class HandoverSettings(KeyOptions, JsonOption):
     """What does moving a prompt's KV to decode cost the one who waits for it?
 
     Sends long prompts one by one to a cluster of its own. Measures how much of the transfer prefill did not hide, and the gap
     before the second token beside the gaps that follow.
     """
 
-    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    panels: ClassVar[Panels] = {
+        "Server": "model device threads keys",
+        "Load": "prompts prompt_words output_tokens seed",
+        "Output": "as_json",
+    }
+    model: str = Field(
+        "",
+        description="Folder or ORG/NAME; empty: the embedded default.",
+        json_schema_extra={"also_argument": "MODEL"},
+    )
     device: Device = Field("auto", description="Where to compute.")
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of each worker; 0: as the cores allow.")
     prompts: int = Field(10, ge=1, le=10_000, description="Prompts measured; one more comes first and is not counted.")
     prompt_words: int = Field(1400, ge=1, le=100_000, description="Words of each, about one token each.")
     output_tokens: int = Field(32, ge=4, le=100_000, description="Tokens of each answer.")
     seed: int = Field(0, ge=0, le=1 << 31, description="Of the words.")
-    json_out: str = Field("", description="File for the figures as JSON.")
 
 
-class HarmlessSettings(Options):
+class HarmlessSettings(JsonOption):
     """Do running streams slow down when KV arrives?
 
     Streams run on a decode worker on the CPU while the stored KV of a long prompt is sent to it back to back. No prompt is
     computed meanwhile, so this is what transfers alone cost. Rounds with and without them take turns.
     """
 
-    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    panels: ClassVar[Panels] = {
+        "Worker": "model threads kv_transport kv_mib_per_s",
+        "Load": "streams stream_tokens prompt_tokens",
+        "Measurement": "rounds seconds",
+        "Output": "as_json",
+    }
+    model: str = Field(
+        "",
+        description="Folder or ORG/NAME; empty: the embedded default.",
+        json_schema_extra={"also_argument": "MODEL"},
+    )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the worker; 0: as the cores allow.")
     kv_transport: Literal["auto", "shm", "tcp", "gloo"] = Field(
         "auto", description="How KV crosses; auto: the best there is."
@@ -78,18 +105,20 @@ class HarmlessSettings(Options):
     kv_mib_per_s: int = Field(256, ge=0, le=1 << 20, description="The decode worker's limit, as there; 0: none.")
     rounds: int = Field(6, ge=1, le=1000, description="Rounds of each kind.")
     seconds: float = Field(10.0, ge=1.0, le=3600.0, description="Seconds of each round.")
-    json_out: str = Field("", description="File for the figures as JSON.")
 
 
-class EngineBenchSettings(Options):
+class EngineBenchSettings(JsonOption):
     """The engine alone against plain transformers: single-stream decode, and prefill of 1,000 tokens."""
 
-    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    model: str = Field(
+        "",
+        description="Folder or ORG/NAME; empty: the embedded default.",
+        json_schema_extra={"also_argument": "MODEL"},
+    )
     threads: int = Field(1, ge=1, le=1024, description="CPU threads.")
-    json_out: str = Field("", description="File for the figures as JSON.")
 
 
-class CoordinatorBenchSettings(Options):
+class CoordinatorBenchSettings(JsonOption):
     """What a decision of the coordinator costs: next chunk, new request, a whole life; CPU time, no cluster needed.
 
     Then, around a cluster in virtual time, what a request costs with many workers against one pair.
@@ -104,17 +133,26 @@ class CoordinatorBenchSettings(Options):
     )
     tenants: int = Field(10_000, ge=1, le=1_000_000, description="Tenants whose requests wait there.")
     served: int = Field(20_000, ge=100, le=10_000_000, description="Requests that it serves while measured.")
-    json_out: str = Field("", description="File for the figures as JSON.")
 
 
-class FairnessSettings(Options):
+class FairnessSettings(JsonOption):
     """Does a small tenant wait when another floods the service?
 
     Starts a cluster with two tenants and measures the small one's time to first token over HTTP, first alone, then while
     the other keeps long prompts in the server.
     """
 
-    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    panels: ClassVar[Panels] = {
+        "Server": "model prefill decode",
+        "Small tenant": "requests every_s prompt_words",
+        "Flood": "flood_words flood_at_once warmup_s",
+        "Output": "seed as_json",
+    }
+    model: str = Field(
+        "",
+        description="Folder or ORG/NAME; empty: the embedded default.",
+        json_schema_extra={"also_argument": "MODEL"},
+    )
     prefill: int = Field(1, ge=1, le=64, description="Prefill workers.")
     decode: int = Field(1, ge=1, le=64, description="Decode workers.")
     requests: int = Field(30, ge=5, le=10_000, description="Requests of the small tenant in each phase.")
@@ -124,10 +162,9 @@ class FairnessSettings(Options):
     flood_at_once: int = Field(8, ge=1, le=1024, description="Of these in the server at any time.")
     warmup_s: float = Field(15.0, ge=0.0, le=600.0, description="Seconds of flood before the second phase.")
     seed: int = Field(0, ge=0, le=1 << 31, description="Of times and words.")
-    json_out: str = Field("", description="File for the figures as JSON.")
 
 
-class RoomBenchSettings(Options):
+class RoomBenchSettings(JsonOption):
     """How full the KV pool of a decode worker gets under overload, and whether it ever runs out; in virtual time, no model."""
 
     kv_blocks: int = Field(2048, ge=64, le=1 << 20, description="Blocks of the pool.")
@@ -138,15 +175,19 @@ class RoomBenchSettings(Options):
     overload: float = Field(2.0, ge=0.1, le=100.0, description="Offered load, in what a pool always full could carry.")
     steps: int = Field(1500, ge=10, le=1_000_000, description="Decode steps measured, after a warm-up.")
     seed: int = Field(0, ge=0, le=1 << 31, description="Of arrivals, lengths and delays.")
-    json_out: str = Field("", description="File for the figures as JSON.")
 
 
-class KvBenchSettings(Options):
+class KvBenchSettings(JsonOption):
     """How fast KV moves from one process to another, by each transport, beside memcpy and a raw TCP socket.
 
     Two real processes on this machine; no model needed.
     """
 
+    panels: ClassVar[Panels] = {
+        "What is sent": "transports segment_kib block_kib session_mib scattered",
+        "Measurement": "rounds seed",
+        "Output": "as_json",
+    }
     transports: CommaList = Field(
         default=["shm", "tcp", "tcp-plain"],
         description="Transports to measure, separated by commas: shm, tcp (encrypted), tcp-plain, gloo.",
@@ -165,7 +206,6 @@ class KvBenchSettings(Options):
     )
     scattered: bool = Field(False, description="Blocks in random places, not one after the other.")
     seed: int = Field(0, ge=0, le=1 << 31, description="Of the places of blocks.")
-    json_out: str = Field("", description="File for the figures as JSON.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

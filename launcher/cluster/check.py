@@ -2,9 +2,10 @@
 
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
 from launcher import tables
-from launcher.cluster.file import ClusterError, incomplete
+from launcher.cluster.file import ClusterError, ClusterFile, incomplete, travels
 from launcher.cluster.plan import Planned, check
 from launcher.cluster.settings import ClusterCheckSettings
 from launcher.cluster.up import read_file
@@ -20,11 +21,14 @@ def run(settings: ClusterCheckSettings) -> int:
         plans = check(file)
     except ClusterError as error:
         raise SettingsError("\n".join(f"{settings.cluster_file}: {line}" for line in str(error).splitlines())) from None
+    keys_note = _look_for_keys(settings.cluster_file, file)
     console = tables.console()
     for host, plan in plans.items():
         _table(f"{host} ({file.hosts[host].address})", plan.processes).show(console)
         if plan.note:
             console.print(f"note: {plan.note}", markup=False, highlight=False)
+    if keys_note:
+        console.print(f"note: {keys_note}", markup=False, highlight=False, soft_wrap=True)
     for line in incomplete(file):
         console.print(f"note: {line}; it cannot serve yet", markup=False, highlight=False)
     return 0
@@ -36,6 +40,18 @@ def _table(title: str, processes: Iterable[Planned]) -> tables.Table:
         for number, line in enumerate(_words(process)):
             table.row("" if number else process.name, line)
     return table
+
+
+def _look_for_keys(path: str, file: ClusterFile) -> str:
+    """A note where the folder is one of the hosts, and not here. Raises `SettingsError` for one that travels with the file."""
+    if not file.keys or Path(file.keys).expanduser().is_dir():
+        return ""
+    where = Path(path).expanduser().resolve()
+    if any(str(where.parent / name) == file.keys for name in travels(where.read_text(encoding="utf-8"))):
+        raise SettingsError(
+            f"{path}: keys: there is no folder {file.keys}; make it with: crossdock keys new {file.keys}"
+        )
+    return f"keys: {file.keys} is not on this machine; every host needs it"
 
 
 def _words(process: Planned) -> list[str]:

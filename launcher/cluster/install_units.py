@@ -18,7 +18,8 @@ from launcher.process import ROOT
 from proto.errors import CrossdockError
 from runtime.link.keys import NAME
 from runtime.process.exits import leave
-from runtime.settings.options import SettingsError, add_command, invoke, new_app
+from runtime.settings.command_line import add_command, invoke, new_app
+from runtime.settings.options import SettingsError
 
 _VERIFY_S = 60.0
 
@@ -36,7 +37,7 @@ def run(settings: UnitsSettings) -> int:
         files = units.render(plan_host(at.file, at.host, _model(at)), _installed(at))
     except ClusterError as error:
         raise SettingsError(
-            "\n".join(f"--config: {settings.cluster_file}: {line}" for line in str(error).splitlines())
+            "\n".join(f"FILE: {settings.cluster_file}: {line}" for line in str(error).splitlines())
         ) from None
     try:
         todo = units.changes(files, _there(root))
@@ -77,9 +78,7 @@ def _model(at: Place) -> str:
     """Raises `SettingsError`."""
     host = at.file.hosts[at.host]
     if not at.file.model and (host.gateways or host.workers.prefill or host.workers.decode):
-        raise SettingsError(
-            "--config: model: units need a folder that they can read, like /srv/models/llama, or ORG/NAME"
-        )
+        raise SettingsError("FILE: model: units need a folder that they can read, like /srv/models/llama, or ORG/NAME")
     return at.file.model or "none"
 
 
@@ -87,9 +86,7 @@ def _installed(at: Place) -> units.Installed:
     """Raises `SettingsError`."""
     keys = Path(at.file.keys).expanduser() if at.file.keys else None
     if keys is not None and not keys.is_dir():
-        raise SettingsError(
-            f"--config: keys: there is no folder {keys}; crossdock keys new makes it, on one host for all"
-        )
+        raise SettingsError(f"FILE: keys: there is no folder {keys}; crossdock keys new makes it, on one host for all")
     return units.Installed(
         python=sys.executable,
         prefixes=tuple(sorted({sys.prefix, sys.base_prefix})),

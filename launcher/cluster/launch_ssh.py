@@ -22,7 +22,8 @@ from launcher.cluster.settings import (
 from launcher.cluster.up import DOWN_S, read_file
 from launcher.local.child_logs import readable
 from runtime.process.exits import leave
-from runtime.settings.options import SettingsError, add_command, invoke, new_app
+from runtime.settings.command_line import add_command, invoke, new_app
+from runtime.settings.options import SettingsError
 
 HELP = "Run the cluster that a cluster.toml describes, on all of its hosts, by ssh."
 _SHORT_S = 60.0
@@ -69,9 +70,7 @@ def up(settings: LaunchUpSettings) -> int:
         for name, packed in parcels.items():
             _expect([site.run(name, _UNPACK, timeout_s=_SHORT_S, given=packed)], (0,))
         console.print(f"Starting {site.file.name} on {', '.join(site.file.hosts)}")
-        script = 'crossdock up --config "$d/cluster.toml" --host {} --detach --ready-timeout-s ' + str(
-            settings.ready_timeout_s
-        )
+        script = 'crossdock up "$d/cluster.toml" --host {} --detach --ready-timeout-s ' + str(settings.ready_timeout_s)
         scripts = {name: script.format(name) for name in site.file.hosts}
         for answer in site.run_all(scripts, timeout_s=settings.ready_timeout_s + _FETCH_S):
             if answer.status == 0:
@@ -146,7 +145,7 @@ def _down(site: Site, console: Console, keep_logs: bool) -> bool:
     """Whether all went well. Gateways go first, since they end the streams; a coordinator by itself goes last."""
     script = (
         '[ -f "$d/cluster.toml" ] || {{ echo "{0} is not up"; exit 0; }}\n'
-        'crossdock down --config "$d/cluster.toml" --host {0}' + (" --keep-logs" if keep_logs else "")
+        'crossdock down "$d/cluster.toml" --host {0}' + (" --keep-logs" if keep_logs else "")
     )
     well = True
     for stage in range(3):

@@ -4,10 +4,10 @@ from pydantic import Field
 
 from runtime.settings.types import Options
 
-_FILE = Field(
+_ARGUMENT = Field(
     min_length=1,
-    description="cluster.toml with the hosts and what runs on each; see crossdock cluster check.",
-    json_schema_extra={"option": "--config"},
+    description="cluster.toml with the hosts and what runs on each; scripts/cluster.toml is one.",
+    json_schema_extra={"argument": "FILE"},
 )
 _HOST = Field(
     "",
@@ -23,7 +23,7 @@ class UpSettings(Options):
     Every host of a cluster runs this with the same file; scripts/launch_ssh does so for all of them.
     """
 
-    cluster_file: str = _FILE
+    cluster_file: str = _ARGUMENT
     on_host: str = _HOST
     detach: bool = Field(False, description="Return once all is ready; it runs on until crossdock down.")
     ready_timeout_s: float = Field(
@@ -35,14 +35,9 @@ class UpSettings(Options):
 class DownSettings(Options):
     """Stop what crossdock up runs on this host, and remove its files."""
 
-    cluster_file: str = _FILE
+    cluster_file: str = _ARGUMENT
     on_host: str = _HOST
     keep_logs: bool = Field(False, description="Leave the logs.")
-
-
-_ARGUMENT = Field(
-    min_length=1, description="cluster.toml; scripts/cluster.toml is one.", json_schema_extra={"argument": "FILE"}
-)
 
 
 class LaunchSettings(Options):
@@ -102,7 +97,7 @@ class UnitsSettings(Options):
     removed. Secret keys are read by systemd and handed to the processes as credentials.
     """
 
-    cluster_file: str = _FILE
+    cluster_file: str = _ARGUMENT
     on_host: str = _HOST
     dest: str = Field(
         "/", min_length=1, description="Root of the tree written to, for an image or to look at them first."

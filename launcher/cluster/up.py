@@ -1,5 +1,6 @@
 """`crossdock up` and `crossdock down`: one host's part of the cluster that a `cluster.toml` describes."""
 
+import asyncio
 import os
 import select
 import shutil
@@ -7,11 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
-import uvloop
 from rich.console import Console
 from rich.markup import escape
 
@@ -19,15 +21,14 @@ from launcher.cluster.file import ClusterError, ClusterFile, parse
 from launcher.cluster.plan import HostPlan, Planned, coordinator_address, plan_host
 from launcher.cluster.settings import DownSettings, UpSettings
 from launcher.local import registry as here
-from launcher.local.lifetime import answers_ready, sayer, until_interrupted, wait_ready
+from launcher.local.lifetime import answers_ready, run_until_stopped, sayer, wait_ready
 from launcher.local.notify_listener import NotifySocket
 from launcher.local.supervisor import ProcessSpec, Supervisor
 from launcher.local.watchdog import WATCHDOG_S
 from launcher.models import resolve as models
 from launcher.process import child_environment, python_command
 from proto.errors import CrossdockError
-from runtime.process import notify
-from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.process import interrupts, notify
 from runtime.settings.environment import SUPERVISED
 from runtime.settings.options import SettingsError
 from runtime.settings.types import ENV_PREFIX
@@ -65,9 +66,9 @@ def read_file(path: str) -> ClusterFile:
     try:
         return parse(where.read_text(encoding="utf-8"), where.parent)
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--config: cannot read {path}: {getattr(error, 'strerror', 'not UTF-8')}") from None
+        raise SettingsError(f"FILE: cannot read {path}: {getattr(error, 'strerror', 'not UTF-8')}") from None
     except ClusterError as error:
-        raise SettingsError("\n".join(f"--config: {path}: {line}" for line in str(error).splitlines())) from None
+        raise SettingsError("\n".join(f"FILE: {path}: {line}" for line in str(error).splitlines())) from None
 
 
 def place(path: str, host: str) -> Place:
@@ -92,9 +93,12 @@ def up(settings: UpSettings) -> int:
     _check_down(at)
     if settings.detach:
         return _detach(settings, at, console)
-    plan, model_id = _plan(at, console)
-    status = uvloop.run(until_interrupted(_up(settings, at, plan, model_id, console), console))
-    return 0 if status is None else status
+
+    def begin() -> Coroutine[Any, Any, int]:
+        plan, model_id = _plan(at, console)
+        return _up(settings, at, plan, model_id, console)
+
+    return run_until_stopped(begin, console)
 
 
 def _check_down(at: Place) -> None:
@@ -113,7 +117,7 @@ def _plan(at: Place, console: Console) -> tuple[HostPlan, str]:
         model = models.ready(file.model, file.model_id, console)
         return plan_host(file, at.host, str(model.path), model.model_id), model.model_id
     except ClusterError as error:
-        raise SettingsError("\n".join(f"--config: {line}" for line in str(error).splitlines())) from None
+        raise SettingsError("\n".join(f"FILE: {line}" for line in str(error).splitlines())) from None
 
 
 async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, console: Console) -> int:
@@ -143,7 +147,10 @@ async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, co
             for url in plan.base_urls:
                 console.print(f"Base URL   {url}/v1", highlight=False, soft_wrap=True)
             notify.ready(f"{len(plan.processes)} processes run")
-            await supervisor.wait_failed()
+            try:
+                await supervisor.wait_failed()
+            except asyncio.CancelledError:
+                return 0  # the proper end of serving
         finally:
             notify.stopping()
             await supervisor.close()
@@ -184,7 +191,7 @@ def _detach(settings: UpSettings, at: Place, console: Console) -> int:
     """The same command again, in a session of its own; returns when it says that it is ready. Raises `NotUp`."""
     here.make_folder(at.folder)
     log = at.folder / LOG
-    arguments = ["--config", str(Path(settings.cluster_file).expanduser().resolve()), "--host", at.host]
+    arguments = [str(Path(settings.cluster_file).expanduser().resolve()), "--host", at.host]
     arguments += ["--ready-timeout-s", str(settings.ready_timeout_s), *(["--verbose"] if settings.verbose else [])]
     with NotifySocket() as heard, log.open("wb") as output:
         process = subprocess.Popen(
@@ -214,7 +221,7 @@ def _detach(settings: UpSettings, at: Place, console: Console) -> int:
             os.close(ended)
     status = process.wait()
     sys.stderr.write("\n".join(log.read_text("utf-8", "replace").splitlines()[-_TAIL_LINES:]) + "\n")
-    if status in (0, INTERRUPTED_EXIT):
+    if status == 0 or status in interrupts.STATUSES:
         raise NotUp(f"{at.host} was stopped before it was ready")
     return status
 

@@ -64,7 +64,7 @@ class Record(msgspec.Struct):
 
 
 class RunFile(msgspec.Struct):
-    """What `--json` writes."""
+    """What `--json` prints."""
 
     format: int
     settings: dict[str, Any]
@@ -76,8 +76,9 @@ class RunFile(msgspec.Struct):
     requests: list[Record]
 
 
-def write(path: str, run: RunFile | dict[str, Any]) -> None:
-    Path(path).expanduser().write_bytes(msgspec.json.encode(run) + b"\n")
+def encoded(run: RunFile | dict[str, Any]) -> str:
+    """A run, or several, as one line of JSON."""
+    return msgspec.json.encode(run).decode() + "\n"
 
 
 def read(path: str) -> RunFile:

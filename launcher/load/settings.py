@@ -1,12 +1,12 @@
 """Options of the load generator: `crossdock bench serve`, `bench compare` and `bench ratio`."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from launcher.load.lengths import Lengths
 from launcher.load.tenants import Ratio, parse_priorities
-from runtime.settings.types import CommaList, Device, Options
+from runtime.settings.types import CommaList, Device, JsonOption, Panels
 
 
 def _check_lengths(value: str) -> str:
@@ -34,9 +34,19 @@ RatioList = Annotated[CommaList, AfterValidator(_check_ratios)]
 _LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
 
 
-class LoadSettings(Options):
+class LoadSettings(JsonOption):
     """What is sent, and what counts as good."""
 
+    panels: ClassVar[Panels] = {
+        "Server": "url start api_key model_id model prefill decode ratios device ready_timeout_s tokenizer event log",
+        "Arrivals": "rate arrivals cv duration_s requests warmup_s in_flight_max timeout_s seed",
+        "Trace": "trace speed scale_tokens from_s",
+        "Requests": "prompt_tokens output_tokens prefix_share prefixes prefix_tokens endpoint ignore_eos token_ids"
+        " cancel_share cancel_wait_s",
+        "Tenants": "tenant tenants_mix abuser priority",
+        "What counts as good": "slo_ttft_ms slo_tpot_ms slo_itl_ms",
+        "Output": "as_json plot",
+    }
     rate: float = Field(1.0, gt=0.0, le=1e6, description="Requests per second, on average. A trace has its own times.")
     arrivals: Literal["poisson", "gamma", "constant"] = Field(
         "poisson", description="Gaps between arrivals: exponential, gamma with --cv (bursts), or all the same."
@@ -119,9 +129,6 @@ class LoadSettings(Options):
         180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster started here may take to be ready."
     )
     seed: int = Field(0, ge=0, le=1 << 31, description="Of times, lengths, words, tenants and cancellations.")
-    json_file: str = Field(
-        "", description="File for settings, figures and every request.", json_schema_extra={"option": "--json"}
-    )
     plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
 
     @model_validator(mode="after")
@@ -165,7 +172,7 @@ class RatioSettings(LoadSettings):
     ratios: RatioList = Field(description="Ratios to try, like 1P1D,2P1D,1P2D; repeated or with commas.")
 
 
-class CompareSettings(Options):
+class CompareSettings(JsonOption):
     """Two runs side by side: what differs in their settings, what in their figures, and what of that is only noise."""
 
     first: str = Field(

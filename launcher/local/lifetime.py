@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import uvloop
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -22,7 +23,7 @@ from launcher.local import registry as here
 from launcher.local.cluster import Cluster
 from launcher.local.supervisor import Child, RoleFailed, Supervisor
 from launcher.models.resolve import ReadyModel
-from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.process import interrupts
 from runtime.settings.serve import ServeSettings
 
 RUNS_KEPT = 5
@@ -71,22 +72,38 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
             await supervisor.close()
 
 
-async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) -> int | None:
-    """The result of `work`; None if SIGINT or SIGTERM came first, at whatever point: then `work` is cancelled, cleans
-    up and has ended when this returns. A second SIGINT or SIGTERM ends this process at once, with `INTERRUPTED_EXIT`;
-    the kernel then kills what the supervisor has started."""
+def run_until_stopped(begin: Callable[[], Coroutine[Any, Any, int]], console: Console) -> int:
+    """Run what `begin` returns, which may itself take long: it may fetch a model. When a signal comes before all is ready,
+    it is said, and the status is that of the signal; `work` that serves returns 0 when it is cancelled."""
+    try:
+        with interrupts.raised():
+            status = uvloop.run(until_interrupted(begin(), console))
+    except interrupts.Interrupted as stopped:
+        status = stopped.status
+    if status in interrupts.STATUSES:
+        console.print("Stopped before it was ready.")
+    return status
+
+
+async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) -> int:
+    """The result of `work`, the exit status. When SIGINT or SIGTERM comes first, at whatever point, `work` is cancelled,
+    cleans up and has ended when this returns: 130 or 143 then, unless `work` took that for its proper end. A second
+    SIGINT or SIGTERM ends this process at once; the kernel then kills what the supervisor has started."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    status = 0
 
-    def interrupted() -> None:
+    def interrupted(number: int) -> None:
+        nonlocal status
         if stop.is_set():
             console.show_cursor()
             console.print("Killed.")
-            os._exit(INTERRUPTED_EXIT)
+            os._exit(status)
+        status = interrupts.status_of(number)
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted)
+        loop.add_signal_handler(number, interrupted, number)
     task = loop.create_task(work)
     stopped = loop.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,7 +112,7 @@ async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) ->
         task.cancel()
     await asyncio.wait({task})
     stopped.cancel()
-    return None if task.cancelled() else task.result()
+    return status if task.cancelled() else task.result()
 
 
 def sayer(console: Console) -> Callable[[str, str, str], None]:

@@ -3,21 +3,19 @@
 import asyncio
 import json
 import shlex
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import httpx
-import uvloop
 from rich.console import Console
 from rich.markup import escape
 
 from launcher.local import cluster as clusters
-from launcher.local.lifetime import Running, running, until_interrupted
+from launcher.local.lifetime import Running, run_until_stopped, running
 from launcher.models import resolve as models
 from launcher.models.resolve import ReadyModel
 from proto.errors import CrossdockError
 from runtime.process import clock
-from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.serve import ServeSettings
 
 ANSWER_TOKENS = 128
@@ -37,11 +35,12 @@ def run(settings: ServeSettings) -> int:
     clusters.http_ports(
         settings.host, settings.port, settings.gateways
     )  # a taken one is told before a model is fetched for minutes
-    model = models.ready(settings.model, settings.model_id, console)
-    status = uvloop.run(until_interrupted(_serve(settings, model, console, started_at), console))
-    if status is None:
-        return INTERRUPTED_EXIT if settings.once else 0
-    return status
+
+    def begin() -> Coroutine[Any, Any, int]:
+        model = models.ready(settings.model, settings.model_id, console)
+        return _serve(settings, model, console, started_at)
+
+    return run_until_stopped(begin, console)
 
 
 async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, started_at: float) -> int:
@@ -61,7 +60,10 @@ async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, s
         if settings.once:
             return 0
         _invite(up, model, settings, console)
-        await up.supervisor.wait_failed()
+        try:
+            await up.supervisor.wait_failed()
+        except asyncio.CancelledError:
+            return 0  # the proper end of serving
     return 1
 
 

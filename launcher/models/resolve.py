@@ -59,9 +59,17 @@ def ready(model: str, model_id: str, console: Console) -> ReadyModel:
         if not (folder / "config.json").is_file():
             raise SettingsError(f"--model: {model} has no config.json, so it is not a model in Hugging Face format")
         return ReadyModel(folder.resolve(), model_id_of(model, model_id))
+    if _is_path(model) and not folder.exists():
+        raise SettingsError(f"--model: there is no folder {model}")
     if folder.exists() or not _HUB_NAME.match(model):
         raise SettingsError(f"--model: {model} is neither a folder nor a name like ORG/NAME")
     return ReadyModel(download(model, console), model_id or model)
+
+
+def _is_path(model: str) -> bool:
+    """Whether the user means a folder, rather than a name of the hub like ORG/NAME."""
+    first, slash, _ = model.partition("/")
+    return bool(slash) and (first in ("", ".", "..", "models") or first.startswith("~") or Path(first).is_dir())
 
 
 def cache_folder() -> Path:

@@ -8,8 +8,9 @@ from pathlib import Path
 import typer
 from pydantic.fields import FieldInfo
 
-from launcher import cli
 from launcher.cluster import install_units, launch_ssh
+from launcher.commands import TABLE
+from runtime.settings.command_line import commands_in
 from runtime.settings.options import CONFIG_ENV, bounds, option_name
 from runtime.settings.types import ENV_PREFIX, Options
 
@@ -29,11 +30,12 @@ port = 8080
 kv_gib = 4.0
 ```
 
-The sections are `coordinator`, `gateway`, `worker` and `serve`. A list is written with commas. A switch is turned on by
-`--name` and off by `--no-name`. What is unknown, malformed or out of bounds is refused, and the message names the option and
+The sections are `coordinator`, `gateway`, `worker` and `serve`. A list is written with commas. A flag has one form, the
+one that changes its default: `--once` turns on what is off, `--no-access-log` turns off what is on; in the environment and the
+file both are `true` or `false`. What is unknown, malformed or out of bounds is refused, and the message names the option and
 where its value came from.
 
-`cluster.toml`, which `crossdock up`, `scripts/launch_ssh` and `scripts/install_units` read, is another file:
+`cluster.toml`, which `crossdock up FILE`, `scripts/launch_ssh` and `scripts/install_units` read, is another file:
 [multi-node](multi-node.md), and `scripts/cluster.toml`, which explains every key.
 
 """
@@ -41,7 +43,8 @@ where its value came from.
 
 def commands() -> Iterator[tuple[str, type[Options]]]:
     """Every command that people call, with its settings."""
-    yield from _commands_of(cli.build_app(), "crossdock ")
+    for name, command in commands_in(TABLE):
+        yield f"crossdock {name}", command.settings_class()
     yield from _commands_of(launch_ssh.build_app(), "scripts/launch_ssh ")
     yield from _commands_of(install_units.build_app(), "scripts/")
 
@@ -49,9 +52,6 @@ def commands() -> Iterator[tuple[str, type[Options]]]:
 def _commands_of(app: typer.Typer, prefix: str) -> Iterator[tuple[str, type[Options]]]:
     for command in app.registered_commands:
         yield f"{prefix}{command.name}", command.callback.settings_class  # type: ignore[union-attr]
-    for group in app.registered_groups:
-        assert group.typer_instance is not None
-        yield from _commands_of(group.typer_instance, f"{prefix}{group.name} ")
 
 
 def text() -> str:
@@ -71,7 +71,10 @@ def text() -> str:
 
 def _row(key: str, field: FieldInfo) -> str:
     meaning = (field.description or "") + (f" ({limits})" if (limits := bounds(field)) else "")
-    cells = (f"`{option_name(key, field)}`", f"`{ENV_PREFIX}{key.upper()}`", _default(field), meaning)
+    extra, option = field.json_schema_extra, f"`{option_name(key, field)}`"
+    if isinstance(extra, dict) and "also_argument" in extra:
+        option = f"`{extra['also_argument']}`, {option}"
+    cells = (option, f"`{ENV_PREFIX}{key.upper()}`", _default(field), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

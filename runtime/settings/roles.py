@@ -12,17 +12,21 @@ has a section per role, its keys the option names with underscores:
 Making an instance directly (`WorkerSettings(role="decode", model="…")`) reads neither environment nor file.
 """
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from runtime.settings.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
-from runtime.settings.types import CommaList, Port, SecurityOptions, model_id_of
+from runtime.settings.types import CommaList, Panels, Port, SecurityOptions, model_id_of
 
 
 class CommonSettings(SecurityOptions):
     """What every role has."""
 
+    panels: ClassVar[Panels] = {
+        "Process": "name heartbeat_ms log_level log_format metrics",
+        "Security": "keys insecure",
+    }
     name: str = Field(
         "",
         max_length=64,
@@ -51,6 +55,13 @@ class CoordinatorSettings(CommonSettings):
     """Accept requests, place them on workers and tell the workers what to compute."""
 
     section = "coordinator"
+    panels: ClassVar[Panels] = {
+        "Network": "bind",
+        "Queue": "queue_requests_max queue_tokens_max tenant_queue_max queue_wait_s_max resumed_wait_s_max",
+        "Scheduling": "quantum_tokens bypasses_max step_tokens steps_in_flight kv_overcommit",
+        "Tenants and records": "tenants usage_db usage_keep_days ledger event_log_max_mib",
+        "Recovery": "standby attempts_max retry_floor retry_share",
+    }
     bind: Address = Field(
         "tcp://127.0.0.1:7070",
         description="Control port for gateways, workers and status. Beyond loopback it needs --keys.",
@@ -170,6 +181,7 @@ class CoordinatorSettings(CommonSettings):
 class ClientSettings(CommonSettings):
     """What the roles that connect to the coordinator share."""
 
+    panels: ClassVar[Panels] = {"Cluster": "coordinator advertise drain_timeout_s", "Model": "model model_id"}
     coordinator: Address = Field("tcp://127.0.0.1:7070", description="Address of the coordinator.")
     model: str = Field(
         min_length=1,
@@ -205,6 +217,12 @@ class GatewaySettings(ClientSettings):
     """Serve the OpenAI HTTP API."""
 
     section = "gateway"
+    panels: ClassVar[Panels] = {
+        "HTTP": "host port body_bytes_max client_timeout_ms access_log",
+        "Tenants": "api_keys tenants tenant_requests_max",
+        "Requests and streams": "generation_config default_max_tokens queue_wait_s stream_idle_ms stream_keep_alive_ms",
+        "Cluster": "coordinator tokens_bind advertise drain_timeout_s",
+    }
     host: str = Field(
         "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."
     )
@@ -251,11 +269,11 @@ class GatewaySettings(ClientSettings):
         description="Milliseconds in which a client must have sent its headers, then its body, and in which it must take the"
         " next piece of an answer. One that is slower is cut off, and its request cancelled.",
     )
-    queue_wait_ms: int = Field(
-        10_000,
+    queue_wait_s: float = Field(
+        10.0,
         ge=0,
-        le=3_600_000,
-        description="Milliseconds a request waits for a coordinator that does not answer, before a 503.",
+        le=3_600.0,
+        description="Seconds a request waits for a coordinator that does not answer, before a 503.",
     )
     stream_idle_ms: int = Field(
         120_000,

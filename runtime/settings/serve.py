@@ -1,16 +1,29 @@
 """Settings of `crossdock serve`."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from runtime.settings.addresses import MetricsAddress
-from runtime.settings.types import CommaList, Device, Dtype, KeyOptions, Port
+from runtime.settings.types import CommaList, Device, Dtype, KeyOptions, Panels, Port
 
 
 class ServeSettings(KeyOptions):
     """Bring up a whole cluster on this machine, answer one question to show it works, and serve until Ctrl-C."""
 
     section = "serve"
-    model: str = Field("", description="Folder or ORG/NAME of the model; empty: the embedded SmolLM2-135M-Instruct.")
+    panels: ClassVar[Panels] = {
+        "Model": "model model_id device dtype threads kv_gib",
+        "Processes": "prefill decode gateways ready_timeout_s",
+        "Network and keys": "host port api_keys keys metrics",
+        "Tenants and records": "tenants usage_db ledger",
+        "First question and output": "question once verbose",
+    }
+    model: str = Field(
+        "",
+        description="Folder or ORG/NAME of the model; empty: the embedded SmolLM2-135M-Instruct.",
+        json_schema_extra={"also_argument": "MODEL"},
+    )
     model_id: str = Field("", max_length=512, description="Model name that clients use; empty: taken from the model.")
     prefill: int = Field(1, ge=1, le=64, description="Number of prefill workers.")
     decode: int = Field(1, ge=1, le=64, description="Number of decode workers.")

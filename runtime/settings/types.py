@@ -1,5 +1,6 @@
 """What settings classes are made of: the base of all of them, and the types their options share."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -23,6 +24,7 @@ def split_commas(value: Any) -> Any:
 Cores = Annotated[str, AfterValidator(_check_cores)]
 CommaList = Annotated[list[str], NoDecode, BeforeValidator(split_commas)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+Panels = Mapping[str, str]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -41,6 +43,8 @@ class Options(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
     section: ClassVar[str] = ""
     """This class's section in the TOML file; empty for commands which do not read it."""
+    panels: ClassVar[Panels] = {}
+    """Titles in the help, in order, each with the names of its fields; bases' come after those of the class itself."""
 
     @classmethod
     def settings_customise_sources(
@@ -53,6 +57,16 @@ class Options(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments only: `runtime.settings.options.load` reads the others, so that it can say where a bad value came from."""
         return (init_settings,)
+
+
+class JsonOption(Options):
+    """What has figures to print."""
+
+    as_json: bool = Field(
+        False,
+        description="Print JSON on stdout in place of tables; what is for people goes to stderr then.",
+        json_schema_extra={"option": "--json"},
+    )
 
 
 class KeyOptions(Options):

@@ -1,19 +1,26 @@
 """Settings of the workers."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from runtime.settings.addresses import EVERY_INTERFACE, Address
 from runtime.settings.cores import parse_cores
 from runtime.settings.roles import ClientSettings
-from runtime.settings.types import Cores, Device, Dtype
+from runtime.settings.types import Cores, Device, Dtype, Panels
 
 
 class WorkerSettings(ClientSettings):
     """Compute prompts (prefill) or stream answers (decode)."""
 
     section = "worker"
+    panels: ClassVar[Panels] = {
+        "Model": "role model model_id device dtype",
+        "Compute": "threads cpu_cores nice max_seqs step_tokens_max step_timeout_ms",
+        "KV cache": "kv_gib block_size prefix_cache",
+        "KV transfer": "kv_bind transfer_host kv_interface kv_transport transfer_encryption kv_digest kv_mib_per_s"
+        " kv_timeout_ms",
+    }
     role: Literal["prefill", "decode"] = Field(description="Which half of the work this process does.")
     device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
     dtype: Dtype = Field(

@@ -75,11 +75,7 @@ def run(
             shutil.rmtree(folder)
         return 1 if violations else 0
 
-    async def outer() -> int | None:
-        return await until_interrupted(whole(), console)
-
-    status = uvloop.run(outer())
-    return 130 if status is None else status
+    return uvloop.run(until_interrupted(whole(), console))
 
 
 def _go_first() -> None:

@@ -110,7 +110,7 @@ def test_under_overload_nothing_is_refused_after_prefill_and_nothing_runs_out(na
 
 
 def test_the_pool_is_used_to_85_percent_when_answers_average_half_of_max_tokens() -> None:
-    """Prompts as long as max_tokens; it depends on that, and `crossdock bench room` has the table."""
+    """Prompts as long as max_tokens; it depends on that, and `crossdock bench dev kv-utilization` has the table."""
 
     def draw(random: Random) -> Job:
         return Job(256, 256, (random.randint(1, 256),))

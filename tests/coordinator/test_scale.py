@@ -1,4 +1,4 @@
-"""What one event costs does not grow with the number of workers: counted, not timed. `crossdock bench coordinator` times it."""
+"""What one event costs does not grow with the number of workers: counted, not timed. See `bench dev coordinator`."""
 
 import cProfile
 from collections import Counter

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.process.exits import leave
-from runtime.settings.options import run_role
+from runtime.settings.command_line import run_role
 from runtime.settings.workers import WorkerSettings
 
 

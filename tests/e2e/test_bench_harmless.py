@@ -1,4 +1,4 @@
-"""`crossdock bench harmless` as a user runs it, on a tiny model: a real worker, and KV that really arrives beside streams."""
+"""`crossdock bench dev kv-interference` on a tiny model: a real worker, and KV that really arrives beside streams."""
 
 import json
 import os
@@ -14,20 +14,20 @@ from tests import tiny_models
 ROOT = Path(__file__).parents[2]
 
 
-def run(tiny: Path, file: Path, state: Path) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, "-m", "launcher.cli", "bench", "harmless", "--model", str(tiny), "--json-out", str(file)]
+def run(tiny: Path, state: Path) -> tuple[dict[str, Any], str]:
+    command = [sys.executable, "-m", "launcher.cli", "bench", "dev", "kv-interference", str(tiny), "--json"]
     load = ["--prompt-tokens", "128", "--stream-tokens", "48", "--streams", "2", "--rounds", "1", "--seconds", "3"]
     environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(state)}
     done = subprocess.run([*command, *load], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    return json.loads(file.read_text()), said
+    return json.loads(done.stdout), done.stderr
 
 
 def test_streams_are_measured_with_and_without_kv_that_arrives(tmp_path: Path) -> None:
     tiny = tiny_models.make("llama", tmp_path / "tiny")  # its own, by which its processes are told from others
     shared_before = set(os.listdir("/dev/shm"))
-    result, said = run(tiny, tmp_path / "run.json", tmp_path)
+    result, said = run(tiny, tmp_path)
     assert "beside / alone" in said
     assert result["alone"]["gaps"] >= 1 and result["beside"]["gaps"] >= 1
     assert result["transfers"] >= 1 and result["kv_mib"] > 0

@@ -1,4 +1,4 @@
-"""`crossdock bench kv`, small: all transports, everything beside them, and the file."""
+"""`crossdock bench dev kv`, small: all transports, everything beside them, as JSON."""
 
 import json
 import subprocess
@@ -13,14 +13,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("segments", first(1, ["4096", "512,4096"]))
-def test_all_transports_are_measured_beside_what_the_machine_can_do(tmp_path, segments):
-    file = tmp_path / "kv.json"
-    command = [sys.executable, "-m", "launcher.cli", "bench", "kv", "--json-out", str(file), "--rounds", "1"]
+def test_all_transports_are_measured_beside_what_the_machine_can_do(segments):
+    command = [sys.executable, "-m", "launcher.cli", "bench", "dev", "kv", "--json", "--rounds", "1"]
     command += ["--session-mib", "256", "--segment-kib", segments, "--block-kib", "64"]
     command += ["--transports", "shm,tcp,tcp-plain,gloo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(file.read_text())
+    found = json.loads(done.stdout)
     assert [row["segment_bytes"] for row in found["rows"]] == [int(kib) << 10 for kib in segments.split(",")]
     for row in found["rows"]:
         names = {"memcpy", "digest", "shm", "gloo", "tcp", "tcp-plain", "socket", "bare shm", "bare gloo"}

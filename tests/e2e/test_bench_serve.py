@@ -17,15 +17,16 @@ def bench(cluster: Live, *arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "launcher.cli", "bench", "serve", "--url", cluster.base_url, *LOAD, *arguments]
     environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
 def test_a_short_load_is_measured_and_written(cluster: Live, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     load = ["--rate", "8", "--duration", "5", "--warmup-s", "1", "--cancel-share", "0.2", "--prefix-share", "0.5"]
-    process = bench(cluster, *load, "--prefix-tokens", "32", "--token-ids", "--json", str(file))
-    said, _ = process.communicate(timeout=300)
+    process = bench(cluster, *load, "--prefix-tokens", "32", "--token-ids", "--json")
+    written, said = process.communicate(timeout=300)
+    file.write_text(written)
     assert process.returncode == 0, said
     assert "Goodput" in said and "The generator itself fell behind" in said
     run = load_records.read(str(file))
@@ -43,11 +44,12 @@ def test_a_short_load_is_measured_and_written(cluster: Live, tmp_path: Path) -> 
 def test_ctrl_c_prints_what_was_measured(cluster: Live, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     ended = sum(cluster.status().finished.values())
-    process = bench(cluster, "--rate", "20", "--duration", "600", "--warmup-s", "0", "--json", str(file))
+    process = bench(cluster, "--rate", "20", "--duration", "600", "--warmup-s", "0", "--json")
     # More than the probe's own, so that the load itself has begun.
     cluster.wait_for("requests ended", lambda: sum(cluster.status().finished.values()) >= ended + 5)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=120)
+    written, said = process.communicate(timeout=120)
+    file.write_text(written)
     assert process.returncode == 130, said
     assert "Latency at the client" in said or "Ended:" in said
     assert load_records.read(str(file)).about["interrupted"]

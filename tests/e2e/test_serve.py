@@ -15,7 +15,7 @@ from launcher.process import child_environment
 from proto.messages import Role
 from runtime.link.keys import keys_for
 from runtime.process.exits import CONFIG_EXIT
-from runtime.settings.options import parse
+from runtime.settings.command_line import parse
 
 
 def _serve(home: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":

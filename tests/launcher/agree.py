@@ -36,8 +36,8 @@ from launcher.load.prompts import Prompts
 from launcher.load.settings import LoadSettings
 from launcher.load.tenants import Tenant
 from launcher.local.lifetime import until_interrupted
-from runtime.process.exits import INTERRUPTED_EXIT
-from runtime.settings.options import SettingsError, run_role
+from runtime.settings.command_line import run_role
+from runtime.settings.options import SettingsError
 
 WITHIN = 0.03
 OTHER_S_MAX = 900.0
@@ -262,8 +262,7 @@ async def _run(settings: AgreeSettings, console: Console) -> int:
 
 def run(settings: AgreeSettings) -> int:
     console = Console(width=140)
-    status = uvloop.run(until_interrupted(_run(settings, console), console))
-    return INTERRUPTED_EXIT if status is None else status
+    return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
 def main() -> int:

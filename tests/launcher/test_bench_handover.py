@@ -1,4 +1,4 @@
-"""The figures of `crossdock bench handover`, from arrivals that are known."""
+"""The figures of `crossdock bench dev handover`, from arrivals that are known."""
 
 import pytest
 

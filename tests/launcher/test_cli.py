@@ -28,17 +28,17 @@ def test_help_names_every_command() -> None:
     assert done.returncode == 0
     for command in ("serve", "coordinator", "gateway", "worker", "status", "explain", "replay", "bench"):
         assert command in done.stdout
-    assert "isolation" in _crossdock("bench").stdout
+    assert "isolation" in _crossdock("bench", "dev").stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (("worker", "--model", "m"), "crossdock: --role: needed"),
-        (("serve", "--model", "/no/such/folder", "--port", "0"), "crossdock: --model: /no/such/folder is neither"),
+        (("serve", "/no/such/folder"), "crossdock: --model: there is no folder /no/such/folder"),
         (("serve", "--prefill", "0"), "crossdock: --prefill: 0 is under 1"),
-        (("bench", "isolation", "--json-out", "/no/such/folder/x.json"), "crossdock: --json-out: there is no folder"),
-        (("bench", "isolation", "--prompt-words-max", "1"), "crossdock: --prompt-words-max: 1 is under"),
+        (("bench", "dev", "isolation", "--plot", "/no/such/folder/x.svg"), "crossdock: --plot: there is no folder"),
+        (("bench", "dev", "isolation", "--prompt-words-max", "1"), "crossdock: --prompt-words-max: 1 is under"),
         (("replay",), "crossdock: FILE: needed"),
         (("brew",), "crossdock: No such command"),
     ],

@@ -9,7 +9,8 @@ from launcher.local import cluster as clusters
 from launcher.local.core_plan import plan_cpu
 from launcher.models.resolve import ReadyModel
 from launcher.process import STREAMED_COPIES
-from runtime.settings.options import SettingsError, parse
+from runtime.settings.command_line import parse
+from runtime.settings.options import SettingsError
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
 from runtime.settings.serve import ServeSettings
 from runtime.settings.workers import WorkerSettings

@@ -14,13 +14,13 @@ import pytest
 import typer
 
 from gateway.http.errors import _OF_KIND, _OF_REJECT
-from launcher import cli
+from launcher import commands as crossdock
 from launcher.cluster import install_units, launch_ssh
 from launcher.cluster.file import parse as parse_cluster
 from launcher.reference import configuration as configuration_reference
 from proto.codec import ALL_MESSAGES, WITH_BLOB
 from proto.limits import PROTOCOL_VERSION
-from runtime.settings import options
+from runtime.settings import command_line, options
 from runtime.tenancy.file import read as read_tenants
 from tests.documents import PAGES, ROOT, Command, blocks, commands
 
@@ -60,7 +60,7 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
             assert (ROOT / word).is_file(), word
     name = program.rpartition("/")[2]
     if program == "crossdock":
-        _understands(cli.build_app(), words)
+        _understands(crossdock.build_app(), words)
     elif program == "scripts/launch_ssh":
         _understands(launch_ssh.build_app(), words)
     elif program == "scripts/install_units":
@@ -77,7 +77,7 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 def _check_script(script: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     last = script.read_text(encoding="utf-8").splitlines()[-1]
     if found := re.search(r"bin/crossdock (\w+)", last):
-        _understands(cli.build_app(), (found[1], *words))
+        _understands(crossdock.build_app(), (found[1], *words))
     elif script.name == "test":
         assert words[:2] in ((), ("unit",), ("-m", "long")) and all((ROOT / word).is_file() for word in words[2:])
     else:
@@ -93,7 +93,7 @@ def _check_script(script: Path, words: tuple[str, ...], monkeypatch: pytest.Monk
 def understanding(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in [name for name in options.os.environ if name.startswith("CROSSDOCK_")]:  # type: ignore[attr-defined]
         monkeypatch.delenv(name)
-    monkeypatch.setattr(options, "load", _stop(options.load))
+    monkeypatch.setattr(command_line, "load", _stop(options.load))
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", _stop(argparse.ArgumentParser.parse_args))
     return monkeypatch
 
@@ -133,11 +133,11 @@ def test_the_configuration_reference_is_up_to_date() -> None:
 def test_options_named_in_the_pages_exist() -> None:
     known = {options.option_name(key, field) for _, cls in configuration_reference.commands()
              for key, field in cls.model_fields.items()}  # fmt: skip
-    known |= {"--config", "--help", "--aiperf", "--aiperf-tokenizer"}
+    known |= {"--config", "--help", "--install-completion", "--no-standby", "--aiperf", "--aiperf-tokenizer"}
     for path in PAGES:
         prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {"--name", "--no-name", "--roles"}
-        assert not {one for one in named if one not in known and "--" + one.removeprefix("--no-") not in known}, path
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {"--roles"}
+        assert not {one for one in named if one not in known}, path
 
 
 def test_files_in_the_pages_are_right(tmp_path: Path) -> None:

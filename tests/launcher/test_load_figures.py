@@ -155,8 +155,8 @@ def test_the_bootstrap_tells_a_difference_from_noise() -> None:
 
 def test_compare_reads_two_files_and_marks_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = str(tmp_path / "a.json"), str(tmp_path / "b.json")
-    load_records.write(first, run_of(1, 1.0, 40))
-    load_records.write(second, run_of(2, 2.0, 40, rate=7.0))
+    Path(first).write_text(load_records.encoded(run_of(1, 1.0, 40)))
+    Path(second).write_text(load_records.encoded(run_of(2, 2.0, 40, rate=7.0)))
     assert "secret" not in Path(first).read_text()
     assert bench_compare.run(CompareSettings(first=first, second=second, resamples=100)) == 0
     said = capsys.readouterr().out

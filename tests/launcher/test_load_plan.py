@@ -17,7 +17,8 @@ from launcher.load.plan import NEVER
 from launcher.load.prompts import Prompts
 from launcher.load.settings import LoadSettings, RatioSettings
 from launcher.load.tenants import Ratio, Tenant, parse_tenants, read_mix
-from runtime.settings.options import SettingsError, add_command, invoke, load, new_app
+from runtime.settings.command_line import add_command, invoke, new_app
+from runtime.settings.options import SettingsError, load
 
 AZURE = Path(os.environ.get("CROSSDOCK_TEST_AZURE_TRACE", "AzureLLMInferenceTrace_conv.csv"))
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from launcher.process import child_environment
 from runtime.process.exits import INTERRUPTED_EXIT
 
@@ -15,6 +17,8 @@ import pathlib, sys, uvloop
 from rich.console import Console
 from launcher import supervisor as supervisors
 from launcher.local.lifetime import until_interrupted
+import pytest
+
 from launcher.process import child_environment
 
 supervisors.STOP_GRACE_S = 600.0
@@ -54,3 +58,44 @@ def test_a_second_ctrl_c_kills_what_does_not_stop(tmp_path: Path) -> None:
             assert select.select([watch], [], [], 60.0)[0], "the child outlived its launcher"
         finally:
             os.close(watch)
+
+
+START = """
+import asyncio, sys
+from rich.console import Console
+from launcher.local.lifetime import run_until_stopped
+
+async def work(serves):
+    try:
+        print("begun", flush=True)
+        await asyncio.sleep(600)
+    except asyncio.CancelledError:
+        if serves:
+            return 0
+        raise
+
+def begin():
+    if sys.argv[1] == "fetching":
+        import time
+        print("begun", flush=True)
+        time.sleep(600)
+    return work(sys.argv[1] == "serving")
+
+sys.exit(run_until_stopped(begin, Console()))
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("phase", ["fetching", "starting", "serving"])
+def test_a_stopped_start_is_no_success(phase: str, number: int, status: int) -> None:
+    command = [sys.executable, "-c", START, phase]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=child_environment(1), text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "begun\n"
+        launcher.send_signal(number)
+        out, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == (0 if phase == "serving" else status)
+    assert ("Stopped before it was ready." in out) == (phase != "serving")
+    assert errors == ""

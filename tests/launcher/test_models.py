@@ -117,7 +117,15 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert ready(str(folder), "", QUIET) == ReadyModel(folder, "Tiny")
 
 
-@pytest.mark.parametrize("name", ["nothing", "./no/where", "a/b/c", "/no/such/folder", "org/"])
+@pytest.mark.parametrize("name", ["nothing", "a/b/c", "org/"])
 def test_what_is_neither_folder_nor_hub_name_is_refused(name: str) -> None:
     with pytest.raises(SettingsError, match="neither a folder nor a name"):
+        ready(name, "", QUIET)
+
+
+@pytest.mark.parametrize("name", ["./x", "../no/where", "/no/such/folder", "~/no/such", "models/x", "have/x"])
+def test_a_folder_that_is_missing_is_said_to_be(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "have").mkdir()
+    with pytest.raises(SettingsError, match=f"^--model: there is no folder {name}$"):
         ready(name, "", QUIET)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.settings.command_line import add_command, invoke, new_app, parse
 from runtime.settings.cores import parse_cores
-from runtime.settings.options import SECTIONS, SettingsError, add_command, invoke, load, new_app, parse, to_arguments
+from runtime.settings.options import SECTIONS, SettingsError, load, option_name, to_arguments
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
 from runtime.settings.serve import ServeSettings
 from runtime.settings.types import model_id_of
@@ -29,7 +30,7 @@ def test_flags_before_environment_before_file_before_defaults(tmp_path: Path, mo
     monkeypatch.setenv("CROSSDOCK_HOST", "environment")
     settings = load(GatewaySettings, {"host": "flag"}, str(file))
     assert (settings.host, settings.port, settings.model, settings.body_bytes_max) == ("flag", 2, "file", 4096)
-    assert settings.queue_wait_ms == 10_000
+    assert settings.queue_wait_s == 10.0
     monkeypatch.setenv("CROSSDOCK_CONFIG", str(file))
     assert load(WorkerSettings, {"role": "decode", "model": "x"}).threads == 3
 
@@ -127,7 +128,7 @@ def test_help_teaches_every_option(cls: type[CoordinatorSettings], capsys: pytes
     for name, field in cls.model_fields.items():
         assert field.description
         assert field.description.endswith((".", "?"))
-        assert "--" + name.replace("_", "-") in shown
+        assert option_name(name, field) in shown
     assert "--config" in shown
 
 

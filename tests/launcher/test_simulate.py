@@ -2,8 +2,8 @@
 
 import pytest
 
-from launcher.cli import build_app
-from runtime.settings.options import invoke
+from launcher.commands import build_app
+from runtime.settings.command_line import invoke
 
 
 def simulate(*arguments: str) -> int:

@@ -34,7 +34,7 @@ CROSSDOCK = """#!/bin/bash
 # Keeps what it is called with; `up` runs until it is told to stop.
 echo "$*" >> "$LOG"
 if [ "$1" = up ]; then
-    cp "$3" "$LOG.$5.toml"
+    cp "$2" "$LOG.$4.toml"
     sleep 120 > /dev/null 2>&1 &
     nap=$!
     trap 'kill $nap; exit 0' TERM

@@ -36,7 +36,7 @@ WAIT_S = 60.0
 def call(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """A command for the only host of `folder`'s file."""
     return subprocess.run(
-        [sys.executable, "-m", "launcher.cli", *arguments, "--config", str(folder / "cluster.toml")],
+        [sys.executable, "-m", "launcher.cli", *arguments, str(folder / "cluster.toml")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state"), "COLUMNS": "200"},
         capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`crossdock bench coordinator`: what a decision costs, in CPU time of the deciding thread.
+"""`crossdock bench dev coordinator`: what a decision costs, in CPU time of the deciding thread.
 
 - the fair queue alone: taking the next chunk (and its request out) and adding a request, at a constant backlog; with deadlines
   as the core sets them (nearly in order of arrival) and, for the worst case inside a tenant, at random;
@@ -33,7 +33,7 @@ from coordinator.fairness.fair_queue import FairQueue, Terms
 from launcher import tables
 from launcher.bench.dev.coordinator_scale import LIMITS, measure, scale_table
 from launcher.bench.settings import CoordinatorBenchSettings
-from launcher.report import check_writable, write_json
+from launcher.report import console_for, write_json
 from proto.codec import decode, encode
 from proto.held import Capacity
 from proto.limits import PROTOCOL_VERSION
@@ -53,9 +53,8 @@ _KEY = -1
 
 
 def run(settings: CoordinatorBenchSettings) -> int:
-    """`crossdock bench coordinator`."""
-    check_writable(settings.json_out)
-    console = tables.console()
+    """`crossdock bench dev coordinator`."""
+    console = console_for(settings)
     with console.status("measuring") as status:
         request_bytes = _memory(min(settings.requests, 200_000))
         queue: dict[str, dict[int, dict[str, float]]] = {kind: {} for kind in _DEADLINES}
@@ -79,7 +78,7 @@ def run(settings: CoordinatorBenchSettings) -> int:
     if scale:
         scale_table(scale, settings.tenants, settings.requests).show(console)
     write_json(
-        settings.json_out,
+        settings,
         {
             "fair_queue_us": queue,
             "life_us": life_us,

@@ -1,4 +1,4 @@
-"""`crossdock bench engine`: the engine of one worker against plain transformers, same weights, dtype and threads, in one run.
+"""`crossdock bench dev engine`: the engine of one worker against plain transformers, same weights, dtype and threads.
 
 What a CPU core allows, for a model of P parameters in its linear layers (float32) and b streams of n tokens each:
 - a decode step reads every weight and every stream's KV once: at least `(4 P + b n kv_bytes_per_token) / bandwidth`;
@@ -27,7 +27,7 @@ _PREFILL_TOKENS = 1000
 _STREAMS = (4, 8, 16)
 
 
-def run(model_path: str, threads: int = 1) -> dict[str, float]:
+def run(model_path: str, threads: int, console: Console) -> dict[str, float]:
     """Measures and prints a table; returns its figures in tokens/s by name. About two minutes for the default model.
 
     Rounds of the engine and of transformers alternate, so that both see the same machine; each figure is the median round.

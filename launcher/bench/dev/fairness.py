@@ -1,4 +1,4 @@
-"""`crossdock bench fairness`: the time to first token of a small tenant, alone and beside one that floods the service.
+"""`crossdock bench dev fairness`: the time to first token of a small tenant, alone and beside one that floods the service.
 
 Real processes and HTTP, each tenant with a key of its own. The small tenant's requests come at random times, whether earlier
 ones are answered or not (open loop), each with a prompt never seen before; the flood keeps a number of long prompts in the
@@ -26,7 +26,6 @@ from launcher.http.sse_client import BenchFailed, Stream, long_prompt, percentil
 from launcher.local.lifetime import running, until_interrupted
 from launcher.models import resolve as models
 from runtime.process import clock
-from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.serve import ServeSettings
 
 _TOKENS = 2
@@ -34,10 +33,8 @@ _TOKENS = 2
 
 
 def run(settings: FairnessSettings) -> int:
-    bench_report.check_writable(settings.json_out)
-    console = tables.console()
-    status = uvloop.run(until_interrupted(_run(settings, console), console))
-    return INTERRUPTED_EXIT if status is None else status
+    console = bench_report.console_for(settings)
+    return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
 async def _run(settings: FairnessSettings, console: Console) -> int:
@@ -55,7 +52,7 @@ async def _run(settings: FairnessSettings, console: Console) -> int:
         except httpx.HTTPError as error:
             raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
     _show(result, console)
-    bench_report.write_json(settings.json_out, result | {"settings": settings.model_dump()})
+    bench_report.write_json(settings, result | {"settings": settings.model_dump()})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`crossdock bench handover`: what moving a prompt's KV from prefill to decode costs the one who waits for it.
+"""`crossdock bench dev handover`: what moving a prompt's KV from prefill to decode costs the one who waits for it.
 
 Chunks travel while later ones compute, so what is left when the prompt is computed should be next to nothing. Two figures
 say so: the time from then until the decode worker has acknowledged the KV, as a share of the time to first token; and the
@@ -24,7 +24,6 @@ from launcher.local.lifetime import Running, running, until_interrupted
 from launcher.models import resolve as models
 from proto.messages import Role
 from runtime.link.keys import Keys, keys_for
-from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.serve import ServeSettings
 
 STATUS_TIMEOUT_MS = 5_000
@@ -51,10 +50,8 @@ class Handover:
 
 
 def run(settings: HandoverSettings) -> int:
-    bench_report.check_writable(settings.json_out)
-    console = tables.console()
-    status = uvloop.run(until_interrupted(_run(settings, console), console))
-    return INTERRUPTED_EXIT if status is None else status
+    console = bench_report.console_for(settings)
+    return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
 async def _run(settings: HandoverSettings, console: Console) -> int:
@@ -69,7 +66,7 @@ async def _run(settings: HandoverSettings, console: Console) -> int:
         raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
     result = {"model": model.model_id, "settings": settings.model_dump(), **figures(done)}
     _show(result, console)
-    bench_report.write_json(settings.json_out, result)
+    bench_report.write_json(settings, result)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`crossdock bench isolation`: inter-token gaps at the client, alone and under long prompts.
+"""`crossdock bench dev isolation`: inter-token gaps at the client, alone and under long prompts.
 
 The figure is that of the disaggregation papers (DistServe, Zhong et al. 2024; Splitwise, Patel et al. 2024): the
 latency between tokens of running streams, as its distribution, with and without prompts arriving.
@@ -18,14 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from launcher import report as bench_report
-from launcher import tables
 from launcher.bench.settings import IsolationSettings
 from launcher.http.sse_client import BenchFailed, SteadyStreams, Stream, gaps_between, long_prompt, stream_completion
 from launcher.load import plot as load_plot
 from launcher.local.lifetime import running, until_interrupted
 from launcher.models import resolve as models
 from runtime.process import clock
-from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError
 from runtime.settings.serve import ServeSettings
 
@@ -48,11 +46,9 @@ class Window:
 def run(settings: IsolationSettings) -> int:
     if settings.prompt_words_max < settings.prompt_words_min:
         raise SettingsError(f"--prompt-words-max: {settings.prompt_words_max} is under --prompt-words-min")
-    bench_report.check_writable(settings.json_out)
     load_plot.check(settings.plot)
-    console = tables.console()
-    status = uvloop.run(until_interrupted(_run(settings, console), console))
-    return INTERRUPTED_EXIT if status is None else status
+    console = bench_report.console_for(settings)
+    return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
 async def _run(settings: IsolationSettings, console: Console) -> int:
@@ -64,7 +60,7 @@ async def _run(settings: IsolationSettings, console: Console) -> int:
         raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
     result["settings"] = settings.model_dump(exclude={"api_key", "plot"})
     bench_report.show_isolation(result, console)
-    bench_report.write_json(settings.json_out, result)
+    bench_report.write_json(settings, result)
     if settings.plot:
         load_plot.draw_isolation(settings.plot, result)
     return 0

@@ -1,4 +1,4 @@
-"""`crossdock bench kv`: KV between two real processes, by every transport, beside what this machine can do at all.
+"""`crossdock bench dev kv`: KV between two real processes, by every transport, beside what this machine can do at all.
 
 Floors, for S bytes:
 - `shm`: the sender's copy reads S and writes S, as memcpy does; its digests were made when the KV was. The receiver's copy
@@ -41,7 +41,7 @@ from launcher.bench.dev.kv_peer import PLAIN_TCP, RECEIVER_EPOCH, filled, settin
 from launcher.bench.remote_peer import Far
 from launcher.bench.settings import KvBenchSettings
 from launcher.http.sse_client import BenchFailed
-from launcher.report import check_writable, write_json
+from launcher.report import console_for, write_json
 from proto import limits
 from proto.messages import Hello, Message, Role
 from runtime.link.server import LinkServer, LinkSettings, Peer
@@ -267,15 +267,14 @@ async def measure(settings: KvBenchSettings, console: Console) -> dict[str, Any]
 
 def run(settings: KvBenchSettings) -> int:
     """Raises `BenchFailed`."""
-    check_writable(settings.json_out)
     there = (*suited(tuple(TRANSPORTS), "cpu"), PLAIN_TCP)
     if unknown := set(settings.transports) - set(there):
         raise BenchFailed(f"--transports: there is no {', '.join(sorted(unknown))}; there are {', '.join(there)}")
-    console = tables.console()
+    console = console_for(settings)
     torch.set_num_threads(1)
     result = uvloop.run(measure(settings, console))
     show(result, settings, console)
-    write_json(settings.json_out, result | {"settings": settings.model_dump()})
+    write_json(settings, result | {"settings": settings.model_dump()})
     return 0
 
 

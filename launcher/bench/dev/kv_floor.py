@@ -1,4 +1,4 @@
-"""What this machine can do at all, for `crossdock bench kv`: the same bytes between the same two processes with nothing of
+"""What this machine can do at all, for `crossdock bench dev kv`: the same bytes between the same two processes with nothing of
 crossdock's between them. Both ends of each measurement: `Near` receives, the functions below it run in the sending process
 (`bench_kv_far`) and return seconds.
 """

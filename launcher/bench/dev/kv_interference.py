@@ -1,4 +1,4 @@
-"""`crossdock bench harmless`: what KV that arrives does to the streams that run, with no prompt being computed.
+"""`crossdock bench dev kv-interference`: what KV that arrives does to the streams that run, with no prompt being computed.
 
 A decode worker as `crossdock serve` starts it, and no prefill worker: the KV of one prompt is stored, and sent again and again
 by the real sender from a process that computes nothing. This process is the worker's coordinator and gateway. What has arrived
@@ -35,7 +35,6 @@ from proto.progress import DecodeProgress
 from proto.sampling import Sampling
 from runtime.link.server import LinkServer, Peer
 from runtime.process import clock
-from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.serve import ServeSettings
 
 GOAL = 1.15
@@ -169,10 +168,8 @@ class Bench:
 
 
 def run(settings: HarmlessSettings) -> int:
-    bench_report.check_writable(settings.json_out)
-    console = tables.console()
-    status = uvloop.run(until_interrupted(_run(settings, console), console))
-    return INTERRUPTED_EXIT if status is None else status
+    console = bench_report.console_for(settings)
+    return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
 async def _run(settings: HarmlessSettings, console: Console) -> int:
@@ -184,7 +181,7 @@ async def _run(settings: HarmlessSettings, console: Console) -> int:
             result = await _measure(bench, settings, progress, task)
     result |= {"model": model.model_id, "settings": settings.model_dump()}
     _show(result, console)
-    bench_report.write_json(settings.json_out, result)
+    bench_report.write_json(settings, result)
     return 0
 
 

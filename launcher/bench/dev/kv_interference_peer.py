@@ -1,4 +1,4 @@
-"""The prefill side of `crossdock bench harmless`; takes orders (`remote_peer`).
+"""The prefill side of `crossdock bench dev kv-interference`; takes orders (`remote_peer`).
 
 Run as `python -m launcher.bench.dev.kv_interference_peer MODEL TOKENS`. It computes the KV of one prompt with the real engine,
 once, keeps it, and sends it again and again.

@@ -1,4 +1,4 @@
-"""The sending process of `crossdock bench kv`; takes orders (`remote_peer`).
+"""The sending process of `crossdock bench dev kv`; takes orders (`remote_peer`).
 
 Run as `python -m launcher.bench.dev.kv_peer ADDRESS POOL_BYTES`.
 """

@@ -1,4 +1,4 @@
-"""`crossdock bench room`: how full a decode worker's KV pool gets under overload, and whether it ever runs out.
+"""`crossdock bench dev kv-utilization`: how full a decode worker's KV pool gets under overload, and whether it ever runs out.
 
 KV use is the mean over the loaded steps of blocks really held (prompts on their way included) over all blocks. It is compared
 with that of whole-life reservation (prompt + max_tokens for each request) in the same world with the same seed.
@@ -24,7 +24,7 @@ from coordinator.kv_admission.admission import KvAdmission, KvDemand
 from launcher import tables
 from launcher.bench.dev.kv_utilization_world import Figures, Job, RoomWorld
 from launcher.bench.settings import RoomBenchSettings
-from launcher.report import check_writable, write_json
+from launcher.report import console_for, write_json
 
 Draw = Callable[[Random], Job]
 UNIFORM = {"uniform, prompt L/4": 0.25, "uniform, prompt L/2": 0.5, "uniform, prompt L": 1.0, "uniform, prompt 2L": 2.0}
@@ -93,8 +93,7 @@ def decision_costs(attempts: int, block_size: int) -> dict[str, float]:
 
 
 def run(settings: RoomBenchSettings) -> int:
-    check_writable(settings.json_out)
-    console = tables.console()
+    console = console_for(settings)
     console.print(
         f"{settings.kv_blocks} blocks of {settings.block_size} tokens, max_tokens L = {settings.max_tokens},"
         f" {settings.overload:g} x the load the pool could carry if full, {settings.steps} steps each"
@@ -122,7 +121,7 @@ def run(settings: RoomBenchSettings) -> int:
         words = ", ".join(f"{name} {cost:.0f}" for name, cost in moves.items())
         console.print(f"With {count} attempts there, µs of CPU: {words}")
     broken = sum(row["peak"]["refused_after_prefill"] + row["peak"]["out_of_memory"] for row in rows.values())
-    write_json(settings.json_out, {"kv_use": rows, "overcommit": over, "decision_us": costs})
+    write_json(settings, {"kv_use": rows, "overcommit": over, "decision_us": costs})
     return 1 if broken else 0
 
 

@@ -1,4 +1,4 @@
-"""A coordinator and one decode worker's bookkeeping under overload, in virtual time: what `crossdock bench room` measures.
+"""A coordinator and one decode worker under overload, in virtual time: what `crossdock bench dev kv-utilization` measures.
 
 The core, the table of attempts, the batch and the block allocator are those that serve. Made up are the prefill workers (one
 step each per decode step), the answers' lengths, and the delays: hand-overs take 1 to 5 steps, reports 2.

@@ -1,0 +1,172 @@
+"""Every command of `crossdock`: where its options and its function are. Both are imported when the command runs."""
+
+from typing import Final
+
+import typer
+
+from runtime.process.version import version_of
+from runtime.settings.command_line import Command, Group, Table, new_app
+
+HELP: Final = """Serve language models with prefill and decode in separate processes.
+
+To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine. On several machines, describe them in one
+file, look at the plan with [bold]crossdock cluster check FILE[/bold], and run [bold]crossdock up FILE[/bold] on each.
+"""
+
+_DEV: Final[Table] = {
+    "isolation": Command(
+        "Do running streams slow down when long prompts arrive?",
+        "launcher.bench.settings:IsolationSettings",
+        "launcher.bench.dev.isolation:run",
+    ),
+    "handover": Command(
+        "What does moving a prompt's KV to decode cost the one who waits for it?",
+        "launcher.bench.settings:HandoverSettings",
+        "launcher.bench.dev.handover:run",
+    ),
+    "kv-interference": Command(
+        "Do running streams slow down when KV arrives?",
+        "launcher.bench.settings:HarmlessSettings",
+        "launcher.bench.dev.kv_interference:run",
+    ),
+    "engine": Command(
+        "The engine alone against plain transformers",
+        "launcher.bench.settings:EngineBenchSettings",
+        "launcher.report:run_engine",
+    ),
+    "fairness": Command(
+        "Does a small tenant wait when another floods the service?",
+        "launcher.bench.settings:FairnessSettings",
+        "launcher.bench.dev.fairness:run",
+    ),
+    "coordinator": Command(
+        "What a decision of the coordinator costs",
+        "launcher.bench.settings:CoordinatorBenchSettings",
+        "launcher.bench.dev.coordinator:run",
+    ),
+    "kv": Command(
+        "How fast KV moves from one process to another",
+        "launcher.bench.settings:KvBenchSettings",
+        "launcher.bench.dev.kv:run",
+    ),
+    "kv-utilization": Command(
+        "How full the KV pool of a decode worker gets under overload",
+        "launcher.bench.settings:RoomBenchSettings",
+        "launcher.bench.dev.kv_utilization:run",
+    ),
+}
+
+_BENCH: Final[Table] = {
+    "serve": Command(
+        "Send a server a realistic load, and say how well it was served.",
+        "launcher.load.settings:ServeBenchSettings",
+        "launcher.bench.serve:run",
+    ),
+    "compare": Command(
+        "Two runs side by side",
+        "launcher.load.settings:CompareSettings",
+        "launcher.bench.compare:run",
+    ),
+    "ratio": Command(
+        "Which ratio of prefill to decode workers serves this load best on this machine?",
+        "launcher.load.settings:RatioSettings",
+        "launcher.bench.ratio:run",
+    ),
+    "dev": Group("Measure one part of crossdock on this machine, for those who work on it.", _DEV),
+}
+
+TABLE: Final[Table] = {
+    "serve": Command(
+        "Bring up a whole cluster on this machine", "runtime.settings.serve:ServeSettings", "launcher.local.serve:run"
+    ),
+    "up": Command("Start what belongs on this host", "launcher.cluster.settings:UpSettings", "launcher.cluster.up:up"),
+    "down": Command(
+        "Stop what crossdock up runs on this host", "launcher.cluster.settings:DownSettings", "launcher.cluster.up:down"
+    ),
+    "cluster": Group(
+        "A cluster on several machines, described in one file.",
+        {
+            "check": Command(
+                "What is wrong with a cluster.toml, or what it comes to",
+                "launcher.cluster.settings:ClusterCheckSettings",
+                "launcher.cluster.check:run",
+            )
+        },
+    ),
+    "coordinator": Command(
+        "Accept requests, place them on workers and tell the workers what to compute.",
+        "runtime.settings.roles:CoordinatorSettings",
+        "coordinator.main:run",
+    ),
+    "gateway": Command("Serve the OpenAI HTTP API.", "runtime.settings.roles:GatewaySettings", "gateway.main:run"),
+    "worker": Command(
+        "Compute prompts (prefill) or stream answers (decode).",
+        "runtime.settings.workers:WorkerSettings",
+        "launcher.worker:run",
+    ),
+    "status": Command(
+        "Show workers, queues and running requests of a cluster",
+        "launcher.admin.status:StatusSettings",
+        "launcher.admin.status:run",
+    ),
+    "drain": Command(
+        "Place nothing new on a worker.", "launcher.admin.drain:DrainSettings", "launcher.admin.drain:run"
+    ),
+    "usage": Command(
+        "Show what tenants used, by day (UTC)", "launcher.admin.usage:UsageSettings", "launcher.admin.usage:run"
+    ),
+    "tenants": Group(
+        "Check a tenants file, or make a key for it.",
+        {
+            "check": Command(
+                "Say what is wrong with a tenants file, or what is in it.",
+                "launcher.admin.tenants:CheckSettings",
+                "launcher.admin.tenants:check",
+            ),
+            "key": Command(
+                "Make an API key for an organisation or a user",
+                "launcher.admin.tenants:KeySettings",
+                "launcher.admin.tenants:make_key",
+            ),
+        },
+    ),
+    "keys": Group(
+        "Make the keys with which the processes of a cluster know each other.",
+        {
+            "new": Command(
+                "Make a pair of keys for each role", "launcher.admin.keys:NewKeysSettings", "launcher.admin.keys:run"
+            )
+        },
+    ),
+    "explain": Command(
+        "Say why a request waited and behind whom",
+        "launcher.admin.event_log_settings:ExplainSettings",
+        "launcher.admin.replay:explain",
+    ),
+    "replay": Command(
+        "Execute a ledger again and check that this coordinator decides the same",
+        "launcher.admin.event_log_settings:ReplaySettings",
+        "launcher.admin.replay:replay",
+    ),
+    "simulate": Command(
+        "Run the cluster's own code in a simulated world that breaks it",
+        "launcher.admin.simulate_settings:SimulateSettings",
+        "launcher.admin.simulate:run",
+    ),
+    "bench": Group("Send a load to a server, compare runs, and compare ratios of workers.", _BENCH),
+}
+
+
+def build_app() -> typer.Typer:
+    return new_app(HELP, TABLE, completion=True, version=f"crossdock {version_of('crossdock')}")
+
+
+def only_groups(arguments: list[str]) -> bool:
+    """Whether the words name a group, and no command in it."""
+    table = TABLE
+    for word in arguments:
+        row = table.get(word)
+        if not isinstance(row, Group):
+            return False
+        table = row.commands
+    return True

@@ -1,0 +1,64 @@
+"""Ctrl-C and SIGTERM while a command is still being imported: one line, and the status that shells give them.
+
+Without this, Python prints a traceback of whatever it was importing, and an import that catches everything goes on.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_GUARDED = (signal.SIGINT, signal.SIGTERM)
+STATUSES = frozenset(128 + number for number in _GUARDED)
+_DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+def guard() -> None:
+    """From now until `release` such a signal ends this process at once. One that is ignored stays so, as under nohup."""
+    for number in _GUARDED:
+        if signal.getsignal(number) == _DEFAULTS[number]:
+            signal.signal(number, _end)
+
+
+def release() -> None:
+    """What runs next cleans up after itself, or sets handlers of its own."""
+    for number in _GUARDED:
+        if signal.getsignal(number) is _end:
+            signal.signal(number, _DEFAULTS[number])
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM came inside `raised`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.status = status_of(number)
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """SIGTERM unwinds what runs in this context just as Ctrl-C does. Raises `Interrupted`, from wherever it is."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, stop) for number in _GUARDED if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def status_of(number: int) -> int:
+    """As shells have it for a process that a signal has ended."""
+    return 128 + number
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    # Not through print: the signal may have come while Python was printing.
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"crossdock: stopped before it was ready\n")
+    os._exit(status_of(number))

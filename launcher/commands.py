@@ -144,7 +144,7 @@ TABLE: Final[Table] = {
         "launcher.admin.replay:explain",
     ),
     "replay": Command(
-        "Execute a ledger again and check that this coordinator decides the same",
+        "Execute an event log again and check that this coordinator decides the same",
         "launcher.admin.event_log_settings:ReplaySettings",
         "launcher.admin.replay:replay",
     ),

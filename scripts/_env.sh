@@ -45,6 +45,7 @@ install() { # EXTRA
 logged() { # LOG COMMAND...: pip, with its words in the file, and how far it is on the terminal
     log=$1
     shift
+    : > "$log"
     "$@" > "$log" 2>&1 &
     pid=$!
     # What runs in the background does not hear Ctrl-C.

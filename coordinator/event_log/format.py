@@ -1,4 +1,4 @@
-"""What a event log of the core's inputs looks like: a stream of MessagePack records, read back one by one. Pure.
+"""What an event log of the core's inputs looks like: a stream of MessagePack records, read back one by one. Pure.
 
     [MAGIC, version, header]                      once, first
     [[now, name, …event], [sum, count, digest]]   for each event: what the core was given, and what came of it
@@ -75,7 +75,7 @@ class End:
 def _hook(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    raise NotImplementedError(f"{type(value).__name__} in a event log")
+    raise NotImplementedError(f"{type(value).__name__} in an event log")
 
 
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=_hook)
@@ -143,9 +143,9 @@ def as_written(record: object) -> bytes:
 def decode_header(record: object) -> Header:
     """Raises `EventLogError`."""
     if not isinstance(record, list) or len(record) != 3 or record[0] != MAGIC:
-        raise EventLogError("not a event log of the coordinator")
+        raise EventLogError("not an event log of the coordinator")
     if record[1] != VERSION:
-        raise EventLogError(f"a event log of format {record[1]}; this version reads {VERSION}")
+        raise EventLogError(f"an event log of format {record[1]}; this version reads {VERSION}")
     try:
         header = msgspec.convert(record[2], Header)
     except msgspec.ValidationError as error:
@@ -168,7 +168,7 @@ def decode_record(record: object) -> Record | End:
                 return Record(now, event, head, sum_, count, digest)
             if isinstance(digest, str) and count == FAILED:
                 return Record(now, event, head, sum_, count, 0, digest)
-    raise EventLogError("not a record of a event log")
+    raise EventLogError("not a record of an event log")
 
 
 def _decode_event(name: str, rest: list[Any]) -> Event:

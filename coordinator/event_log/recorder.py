@@ -177,7 +177,7 @@ def _keep_earlier(path: Path) -> None:
         if not _lock(file.fileno()):
             raise FileExistsError(f"{path} is being written by another coordinator")
         if MAGIC.encode() not in file.read(len(MAGIC) + 8):
-            raise FileExistsError(f"{path} is there already, and is not a event log")
+            raise FileExistsError(f"{path} is there already, and is not an event log")
     names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, EARLIER_KEPT + 1))]
     for number in range(EARLIER_KEPT, 0, -1):
         if names[number - 1].exists():

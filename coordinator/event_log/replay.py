@@ -1,4 +1,4 @@
-"""A event log, executed again by the production core: the same events must lead to the same actions. Pure.
+"""An event log, executed again by the production core: the same events must lead to the same actions. Pure.
 
 `Replay(stream).run(observer)` stops at the first difference. An observer sees each event before and after the core has handled
 it, and may set `core.watch` for what lies between.
@@ -65,7 +65,7 @@ class Replay:
         """The error with which the core ended, when recorded and now."""
         first = next(self._records(), None)
         if first is None:
-            raise EventLogError("not a event log of the coordinator: there is no whole record in it")
+            raise EventLogError("not an event log of the coordinator: there is no whole record in it")
         self.header: Header = decode_header(first)
         self.core = Core(self.header.limits)
         self._chain = Chain(as_written(first))

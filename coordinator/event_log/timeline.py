@@ -1,4 +1,4 @@
-"""Stories from a event log: what happened to one request and why it waited; and which requests waited longest. Pure.
+"""Stories from an event log: what happened to one request and why it waited; and which requests waited longest. Pure.
 
 Both are observers of a `coordinator.event_log.replay.Replay`. Times are seconds since the request was first submitted.
 """

@@ -9,7 +9,7 @@ _JSON = "Print JSON, for programs."
 
 
 class ReplaySettings(Options):
-    """Execute a event log again and check that this coordinator decides the same, action by action.
+    """Execute an event log again and check that this coordinator decides the same, action by action.
 
     Status 0: all the same. 1: it decides differently, or the event log is damaged.
     """

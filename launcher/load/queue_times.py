@@ -12,7 +12,7 @@ from launcher.load.records import Record
 def add_waits(path: Path, records: Sequence[Record]) -> str:
     """Sets `queue_ms` of the records whose requests are in the event log; returns why there are none, or nothing.
 
-    A event log that is still being written is read up to its last whole record.
+    An event log that is still being written is read up to its last whole record.
     """
     try:
         with path.expanduser().open("rb") as file:

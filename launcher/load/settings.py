@@ -38,7 +38,7 @@ class LoadSettings(JsonOption):
     """What is sent, and what counts as good."""
 
     panels: ClassVar[Panels] = {
-        "Server": "url start api_key model_id model prefill decode ratios device ready_timeout_s tokenizer event log",
+        "Server": "url start api_key model_id model prefill decode ratios device ready_timeout_s tokenizer event_log",
         "Arrivals": "rate arrivals cv duration_s requests warmup_s in_flight_max timeout_s seed",
         "Trace": "trace speed scale_tokens from_s",
         "Requests": "prompt_tokens output_tokens prefix_share prefixes prefix_tokens endpoint ignore_eos token_ids"

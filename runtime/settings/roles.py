@@ -59,7 +59,7 @@ class CoordinatorSettings(CommonSettings):
         "Network": "bind",
         "Queue": "queue_requests_max queue_tokens_max tenant_queue_max queue_wait_s_max resumed_wait_s_max",
         "Scheduling": "quantum_tokens bypasses_max step_tokens steps_in_flight kv_overcommit",
-        "Tenants and records": "tenants usage_db usage_keep_days ledger event_log_max_mib",
+        "Tenants and records": "tenants usage_db usage_keep_days event_log event_log_max_mib",
         "Recovery": "standby attempts_max retry_floor retry_share",
     }
     bind: Address = Field(

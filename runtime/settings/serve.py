@@ -16,7 +16,7 @@ class ServeSettings(KeyOptions):
         "Model": "model model_id device dtype threads kv_gib",
         "Processes": "prefill decode gateways ready_timeout_s",
         "Network and keys": "host port api_keys keys metrics",
-        "Tenants and records": "tenants usage_db ledger",
+        "Tenants and records": "tenants usage_db event_log",
         "First question and output": "question once verbose",
     }
     model: str = Field(

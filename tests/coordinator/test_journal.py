@@ -104,15 +104,15 @@ def test_journals_of_earlier_processes_are_kept_beside_it(tmp_path: Path) -> Non
     path = tmp_path / "event_log"
     for count in range(1, 7):
         in_loop(lambda count=count: record(path, count))  # type: ignore[misc]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["event_log", "journal.1", "journal.2", "journal.3"]
-    kept = [path, *(tmp_path / f"journal.{number}" for number in (1, 2, 3))]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["event_log", "event_log.1", "event_log.2", "event_log.3"]
+    kept = [path, *(tmp_path / f"event_log.{number}" for number in (1, 2, 3))]
     assert [read(p).events for p in kept] == [7, 6, 5, 4]
 
 
 def test_another_file_is_never_written_over(tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("precious")
-    with pytest.raises(FileExistsError, match="not a event log"):
+    with pytest.raises(FileExistsError, match="not an event log"):
         in_loop(lambda: record(path))
     assert path.read_text() == "precious"
 

@@ -274,7 +274,7 @@ def test_options_come_back() -> None:
     ("content", "why"),
     [
         (b"", "no whole record"),
-        (b"hello, this is text", "not a event log"),
+        (b"hello, this is text", "not an event log"),
         (msgpack.packb(["crossdock-journal", 99, {}]), "format 99"),
         (msgpack.packb(["crossdock-journal", 1, {"limits": 3}]), "header cannot be read"),
         (encode_header(Header(Limits(), protocol=1)), "protocol 1"),

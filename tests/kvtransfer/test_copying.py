@@ -52,7 +52,7 @@ def test_a_copy_that_is_not_wanted_any_more_stops_at_the_next_piece():
 GUARDED = """
 import torch
 from kvtransfer.memory.copying import Copier
-from kvtransfer.memory.digests import Digester, land
+from kvtransfer.memory.digests import Digester, unpack
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import OutsidePool, PoolRows
 assert False, "this runs under -O"
@@ -62,7 +62,7 @@ for ids in ([4], [0, -1], [1 << 40]):
     for move in (
         lambda: Copier(rows, rows, Digester(rows)).copy([0] * len(ids), ids, lambda copied: True),
         lambda: Copier(rows, rows, Digester(rows)).copy(ids, [0] * len(ids), lambda copied: True),
-        lambda: land(torch.zeros((len(ids), 8), dtype=torch.int64), rows, ids),
+        lambda: unpack(torch.zeros((len(ids), 8), dtype=torch.int64), rows, ids),
     ):
         try:
             move()

@@ -117,7 +117,7 @@ def test_a_good_word_is_taken():
         (word() + b"\0", "129 bytes"),
         (word(magic=b"cdkvipc2"), "another version"),
         (word(uuid=bytes(16)), "different GPUs"),
-        (word(sub_block=LAYOUT.block_bytes + 4), "blocks have"),
+        (word(cell=LAYOUT.block_bytes + 4), "blocks have"),
         (word(blocks=1 << 20), "do not fit"),
         (word(blocks=0), "do not fit"),
         (word(ratio=0), "do not fit"),

@@ -203,7 +203,7 @@ def test_messages_in_troubleshooting_are_what_is_printed() -> None:
 def test_codes_in_troubleshooting_are_those_of_the_api() -> None:
     known = {f"{status} {code}" for status, code in _OF_REJECT.values()}
     known |= {f"{status} {kind.value}" for kind, status in _OF_KIND.items()}
-    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "gateway").glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "gateway").rglob("*.py"))
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d{3}) ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE)
     assert len(rows) > 10

@@ -36,7 +36,7 @@ def test_names_are_conventional_and_the_same_in_every_role() -> None:
             assert re.fullmatch(r"crossdock_[a-z0-9_]+", family.name) and family.help
             assert not re.search(r"_(ms|us|mib|kib|percent|total|count|sum|bucket)$", family.name), family.name
             assert all(
-                re.fullmatch(r"[a-z]+", label) and label not in ("le", "key", "prompt") for label in family.labels
+                re.fullmatch(r"[a-z_]+", label) and label not in ("le", "key", "prompt") for label in family.labels
             )
             if family.kind == "gauge":
                 assert not family.exported.endswith("_total")

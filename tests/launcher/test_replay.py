@@ -120,7 +120,7 @@ def test_a_request_that_is_not_there_and_a_file_that_is_none(tmp_path: Path) -> 
     with pytest.raises(EventLogError, match="No such file"):
         commands.replay(ReplaySettings(file=str(tmp_path / "absent")))
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(EventLogError, match="not a ledger"):
+    with pytest.raises(EventLogError, match="not an event log"):
         commands.explain(ExplainSettings(file=str(tmp_path / "text")))
 
 

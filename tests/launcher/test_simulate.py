@@ -11,10 +11,10 @@ def simulate(*arguments: str) -> int:
 
 
 def test_one_seed_is_told_twice_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--seed", "7", "--story", "r0") == 0
+    assert simulate("--seed", "7", "--timeline", "r0") == 0
     told = capsys.readouterr().out
     assert "client asks r0" in told and "All promises held." in told
-    assert simulate("--seed", "7", "--story", "r0") == 0
+    assert simulate("--seed", "7", "--timeline", "r0") == 0
     assert capsys.readouterr().out == told
 
 
@@ -40,4 +40,4 @@ def test_a_failure_is_told_with_its_seed(monkeypatch: pytest.MonkeyPatch, capsys
     told = capsys.readouterr().out
     assert 1 in statuses.values()
     failed = min(seed for seed, status in statuses.items() if status == 1)
-    assert f"crossdock simulate --seed {failed} --story r" in told and "bounded retries" in told
+    assert f"crossdock simulate --seed {failed} --timeline r" in told and "bounded retries" in told

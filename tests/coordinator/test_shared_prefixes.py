@@ -14,7 +14,7 @@ from proto.errors import CancelReason
 from proto.messages import Cancel, Released
 from proto.prefix import PrefixPart
 from proto.progress import DecodeProgress, SharedPrefix
-from tests.coordinator.test_room import key
+from tests.coordinator.test_kv_admission import key
 from tests.coordinator.world import MODEL, Harness, submit
 from tests.helpers import first
 

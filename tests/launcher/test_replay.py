@@ -13,7 +13,7 @@ from launcher.admin.explain_words import lines
 from proto.messages import Chunk
 from tests.coordinator.tape import taped
 from tests.coordinator.test_replay import contended_world
-from tests.coordinator.test_story import Scene, full_decode
+from tests.coordinator.test_timeline import Scene, full_decode
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from coordinator.placement.schedule import schedule
 from coordinator.recovery import draining, members
 from coordinator.reporting import report
 from coordinator.state import State
-from coordinator.workers.pool import WORKERS
+from coordinator.workers.worker import WORKERS
 from proto.drain import Draining, DrainRequest
 from proto.messages import (
     CacheEvents,

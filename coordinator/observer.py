@@ -10,7 +10,8 @@ from enum import StrEnum
 
 from coordinator.fairness.fair_queue import Close, MoveTo
 from coordinator.request import Request
-from coordinator.workers.pool import Pool, Worker
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Worker
 
 
 class Outcome(StrEnum):

@@ -7,8 +7,8 @@ from coordinator.lifecycle import State as KvDemand
 from coordinator.placement.preemption import relieve
 from coordinator.request import Request
 from coordinator.state import State
-from coordinator.workers.pool import Worker
 from coordinator.workers.prefix_index import usable_hashes
+from coordinator.workers.worker import Worker
 from proto.errors import Interrupt
 from proto.messages import (
     CacheEvents,

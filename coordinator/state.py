@@ -16,7 +16,8 @@ from coordinator.observer import Watch
 from coordinator.request import CLAIM, NO_CLAIM, Request
 from coordinator.waiting.queue import WaitQueue
 from coordinator.waiting.retries import RetryBudget
-from coordinator.workers.pool import Holding, Pool, Where, Worker
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Holding, Where, Worker
 from proto.errors import Interrupt
 from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role, Submit
 from runtime.tenancy.tenants import open_tenants

@@ -24,13 +24,13 @@ from proto.messages import Hello, Role, Welcome
 from runtime.link.client import LinkClient
 from runtime.link.keys import is_loopback, keys_for
 from runtime.link.server import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.link.waiting import WaitNotice
 from runtime.metrics.common import link_counters
 from runtime.metrics.server import MetricsServer
 from runtime.process import clock, log, notify
 from runtime.process import garbage_collector as collector
 from runtime.process.driver import Stop, cancelled, run_process, unless_stopped, watched
 from runtime.process.exits import ConfigError
-from runtime.process.waiting import WaitNotice
 from runtime.settings import machine
 from runtime.settings.addresses import advertised
 from runtime.settings.roles import GatewaySettings

@@ -32,7 +32,7 @@ _DEV: Final[Table] = {
     "engine": Command(
         "The engine alone against plain transformers",
         "launcher.bench.settings:EngineBenchSettings",
-        "launcher.report:run_engine",
+        "launcher.bench.dev.engine:run",
     ),
     "fairness": Command(
         "Does a small tenant wait when another floods the service?",

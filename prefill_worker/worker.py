@@ -44,11 +44,8 @@ class PrefillWorker:
         observed: MetricsServer,
     ) -> None:
         info = engine.info
-        self.settings = settings
-        self.log = log
+        self.settings, self.log, self.engine, self.thread = settings, log, engine, thread
         log.info("loaded", kv_blocks=engine.blocks, batch_invariant=engine.is_steady)
-        self.engine = engine
-        self.thread = thread
         self.core = PrefillCore(
             self,
             PromptTable(BlockAllocator(engine.blocks), info.block_size, settings.prefix_cache),

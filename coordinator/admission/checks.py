@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from coordinator.events import Limits
 from coordinator.placement.choice import uncached_tokens
 from coordinator.request import Request
-from coordinator.workers.pool import WORKERS, Pool
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import WORKERS
 from proto.compatible import mismatch
 from proto.errors import Reject
 from proto.messages import Hello, Role, Submit

@@ -16,7 +16,8 @@ from coordinator.observer import Looked, Outcome
 from coordinator.placement.choice import cached_tokens
 from coordinator.request import Request
 from coordinator.waiting.queue_keys import bound_key, is_class
-from coordinator.workers.pool import Pool, Worker
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Worker
 
 
 class By(msgspec.Struct, frozen=True):

@@ -10,8 +10,9 @@ from itertools import islice
 from coordinator.request import Request
 from coordinator.score import DecodeSide, PrefillSide, best_decode, prefill_s
 from coordinator.workers.candidates import EXAMINED_MAX
-from coordinator.workers.pool import Pool, Worker
+from coordinator.workers.pool import Pool
 from coordinator.workers.prefix_index import known_blocks, usable_tokens
+from coordinator.workers.worker import Worker
 from proto.limits import HASH_BYTES
 from proto.messages import Role, Submit
 

@@ -2,8 +2,9 @@
 
 from coordinator.placement.choice import best_prefill_first, choose_decode
 from coordinator.request import Request
-from coordinator.workers.pool import Pool, Worker
+from coordinator.workers.pool import Pool
 from coordinator.workers.prefix_index import usable_hashes
+from coordinator.workers.worker import Worker
 from proto.messages import Hello, Peer, Prefill, Reserve
 
 

@@ -13,7 +13,7 @@ from coordinator.kv_admission.admission import NEVER, Key
 from coordinator.lifecycle import ON_WORKERS
 from coordinator.request import CLAIM, Request
 from coordinator.state import State
-from coordinator.workers.pool import Worker
+from coordinator.workers.worker import Worker
 from proto.errors import Interrupt
 
 

@@ -18,7 +18,8 @@ from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
 from coordinator.waiting.queue_keys import bound_key
 from coordinator.workers.candidates import EXAMINED_MAX
-from coordinator.workers.pool import Pool, Worker
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Worker
 
 STEALS_MAX = 8
 """A request that was bound to a worker so often stays where it is."""

@@ -11,7 +11,8 @@ from coordinator.placement.place import room
 from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
 from coordinator.waiting.queue_keys import Demand, bound_key, class_key, classes_without_room, is_class
-from coordinator.workers.pool import Pool, Worker
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Worker
 from proto import limits
 from proto.messages import Chunk, Step
 

@@ -13,7 +13,7 @@ from coordinator.lifecycle import State as Life
 from coordinator.reporting import report
 from coordinator.request import Request
 from coordinator.state import State
-from coordinator.workers.pool import Worker
+from coordinator.workers.worker import Worker
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
 from proto.errors import Interrupt
 from proto.messages import Interrupted, Release, Role

@@ -6,7 +6,8 @@ from coordinator.lifecycle import Trigger
 from coordinator.recovery import draining
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
-from coordinator.workers.pool import WORKERS, Pool, Worker
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import WORKERS, Worker
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Hello, Release, Role
 from proto.progress import Hung

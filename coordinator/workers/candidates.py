@@ -5,7 +5,6 @@ are, and both by prefix. So a decision looks at a few workers, however many ther
 """
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from coordinator.request import Request
 from coordinator.score import Weights
@@ -15,10 +14,8 @@ from coordinator.workers.ordered import Ordered
 from coordinator.workers.prefix_index import Locality, hashes_per_block
 from coordinator.workers.replication import Waits
 from coordinator.workers.room_classes import RoomClasses
+from coordinator.workers.worker import Worker
 from proto.messages import Role, Submit
-
-if TYPE_CHECKING:
-    from coordinator.workers.pool import Worker
 
 EXAMINED_MAX = 8
 """Workers of each side that are compared for one request; where there are no more, all of them."""

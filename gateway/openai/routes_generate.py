@@ -55,9 +55,7 @@ async def _generate(
     count = gateway.metrics.requests.inc
     try:
         async with AsyncExitStack() as stack:
-            owner = owner_of(
-                request.state.tenant if gateway.keys.needed else "", request.client.host if request.client else None
-            )
+            owner = _owner(gateway, request)
             slots = await stack.enter_async_context(gateway.intake.place(owner))
             async with gateway.intake.body(request, owner) as body:
                 generation = validate(cls, parse_json(body))
@@ -108,6 +106,11 @@ async def _generate(
     except Exception:
         count(endpoint, "internal_error")
         raise
+
+
+def _owner(gateway: Gateway, request: Request) -> str:
+    tenant = request.state.tenant if gateway.keys.needed else ""
+    return owner_of(tenant, request.client.host if request.client else None)
 
 
 def _prepare(

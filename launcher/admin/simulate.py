@@ -91,7 +91,9 @@ def _say_end(result: Result, kinds: frozenset[str], concerned: str, console: Con
         return
     console.print(f"[red]{escape(f'{type(result.failure).__name__}: {result.failure}')}[/red]", soft_wrap=True)
     some = "" if kinds == frozenset(FAULTS) else f" --faults {','.join(sorted(kinds)) or 'none'}"
-    console.print(f"Again: crossdock simulate --seed {result.seed}{some} --timeline {concerned or 'all'}", soft_wrap=True)
+    console.print(
+        f"Again: crossdock simulate --seed {result.seed}{some} --timeline {concerned or 'all'}", soft_wrap=True
+    )
 
 
 # --- many ---------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 from urllib.parse import quote
 
-import platformdirs
 from pydantic import AfterValidator, Field, model_validator
 from rich.console import Console
 
 from launcher import tables
+from launcher.local import registry
 from proto.errors import CrossdockError
 from runtime.settings.types import Options
 
@@ -38,11 +38,6 @@ _COLUMNS = (
 
 class NoLedger(CrossdockError):
     """There is no ledger where one was looked for, or it is something else."""
-
-
-def default_db() -> str:
-    """Where `crossdock serve --tenants` writes, and `crossdock usage` looks."""
-    return str(Path(platformdirs.user_state_dir("crossdock")) / "usage.sqlite")
 
 
 def _check_day(value: str) -> str:
@@ -76,7 +71,7 @@ class UsageSettings(Options):
 
 def read(settings: UsageSettings) -> list[dict[str, Any]]:
     """One entry for each day and tenant. Raises `NoLedger`."""
-    path = Path(settings.db or default_db()).expanduser()
+    path = Path(settings.db or registry.default_db()).expanduser()
     if not path.is_file():
         raise NoLedger(f"--db: there is no ledger at {path}; a coordinator writes one with --usage-db")
     span = [settings.day or settings.since or "0000", settings.day or "9999"]

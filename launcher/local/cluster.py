@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.admin.usage import default_db
 from launcher.local.core_plan import CpuPlan, Seat, plan_cpu
+from launcher.local.registry import default_db
 from launcher.local.supervisor import ProcessSpec
 from launcher.local.watchdog import WATCHDOG_S
 from launcher.models.resolve import ReadyModel

@@ -106,3 +106,8 @@ def started_at(pid: int) -> int | None:
         return None
     # The name of the program, in parentheses, may hold anything; field 22 is the 20th after it.
     return int(stat.rpartition(b")")[2].split()[19])
+
+
+def default_db() -> str:
+    """Where `crossdock serve --tenants` writes, and `crossdock usage` looks."""
+    return str(Path(platformdirs.user_state_dir("crossdock")) / "usage.sqlite")

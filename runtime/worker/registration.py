@@ -15,10 +15,10 @@ from proto.messages import CacheEvents, Finished, Hello, Message, Role, Welcome
 from runtime.link.client import LinkClient
 from runtime.link.peer import LinkCounters
 from runtime.link.server import LinkSettings, OnMessage, Peer, is_orderly
+from runtime.link.waiting import WaitNotice
 from runtime.process import clock, notify
 from runtime.process.driver import Stop
 from runtime.process.log import Log
-from runtime.process.waiting import WaitNotice
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.service import GO_AFTER_S, Service
 

@@ -8,7 +8,8 @@ import pytest
 from coordinator.events import Limits
 from coordinator.request import Request
 from coordinator.waiting.latest_starts import STEPS_MAX, LatestStarts
-from coordinator.workers.pool import Pool, Worker
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Worker
 from proto.errors import Reject
 from proto.messages import Role, Submit
 from tests.coordinator.virtual import Virtual

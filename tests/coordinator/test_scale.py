@@ -9,7 +9,7 @@ import pytest
 from coordinator.events import Action, Event, Received
 from coordinator.placement import choice
 from coordinator.workers.candidates import EXAMINED_MAX
-from coordinator.workers.pool import Worker
+from coordinator.workers.worker import Worker
 from launcher.bench.dev.coordinator_scale import LIMITS, Cluster
 from proto.messages import CacheEvents, StepDone
 from proto.progress import DecodeProgress

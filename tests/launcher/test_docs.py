@@ -179,8 +179,8 @@ def test_the_protocol_page_names_every_message() -> None:
 def _texts() -> str:
     """Every text of the source, with … where something is put in, and the scripts."""
     found = []
-    for path in ROOT.glob("*/*.py"):
-        if path.parts[-2] == "tests":
+    for path in ROOT.glob("*/**/*.py"):
+        if path.relative_to(ROOT).parts[0] in ("tests", ".venv"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

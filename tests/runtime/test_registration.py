@@ -11,8 +11,9 @@ from proto.codec import decode
 from proto.held import Capacity, Held
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Finished, Hello, Message, Released, Role, Welcome
+from runtime.link import waiting
 from runtime.link.server import LinkServer, LinkSettings, Peer, is_orderly
-from runtime.process import clock, log, waiting
+from runtime.process import clock, log
 from runtime.process.zmq_sockets import close_sockets
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.registration import IN_DOUBT_S, Registration

@@ -16,7 +16,8 @@ from coordinator.recovery import draining, members
 from coordinator.request import Request
 from coordinator.waiting.retries import RetryBudget
 from coordinator.workers.circuit_breakers import Breakers
-from coordinator.workers.pool import Pool, Worker
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Worker
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.state import Phase, Submission
 from gateway.streams.types import StreamLimits

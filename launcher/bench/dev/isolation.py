@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from launcher import report as bench_report
+from launcher import tables
 from launcher.bench.settings import IsolationSettings
-from launcher.http.sse_client import BenchFailed, SteadyStreams, Stream, gaps_between, long_prompt, stream_completion
+from launcher.http.sse_client import (
+    BenchFailed,
+    SteadyStreams,
+    Stream,
+    gaps_between,
+    long_prompt,
+    percentile,
+    stream_completion,
+)
 from launcher.load import plot as load_plot
 from launcher.local.lifetime import running, until_interrupted
 from launcher.models import resolve as models
@@ -59,7 +68,7 @@ async def _run(settings: IsolationSettings, console: Console) -> int:
     except httpx.HTTPError as error:
         raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
     result["settings"] = settings.model_dump(exclude={"api_key", "plot"})
-    bench_report.show_isolation(result, console)
+    show_isolation(result, console)
     bench_report.write_json(settings, result)
     if settings.plot:
         load_plot.draw_isolation(settings.plot, result)
@@ -140,9 +149,9 @@ async def _isolation(
     if not arriving.finished:
         raise BenchFailed("no long prompt was finished in time: take more --seconds or shorter prompts")
     return {
-        "alone": bench_report.window_figures(alone.gaps_s, alone.tokens_per_s),
-        "loaded": bench_report.window_figures(loaded.gaps_s, loaded.tokens_per_s),
-        "long_prompts": bench_report.prompt_figures(arriving.finished),
+        "alone": window_figures(alone.gaps_s, alone.tokens_per_s),
+        "loaded": window_figures(loaded.gaps_s, loaded.tokens_per_s),
+        "long_prompts": prompt_figures(arriving.finished),
     }
 
 
@@ -208,3 +217,46 @@ class LongPrompts:
         while True:
             prompt = long_prompt(self._source, self._settings.prompt_words_min, self._settings.prompt_words_max)
             self.finished.append(await stream_completion(self._client, self._model, prompt, LONG_PROMPT_TOKENS))
+
+
+def window_figures(gaps_s: Sequence[float], tokens_per_s: float) -> dict[str, Any]:
+    gaps_ms = [1000 * gap for gap in gaps_s]
+    figures: dict[str, Any] = {f"p{rank}_ms": percentile(gaps_ms, rank / 100) for rank in (50, 95, 99)}
+    return figures | {
+        "max_ms": max(gaps_ms),
+        "gaps": len(gaps_ms),
+        "tokens_per_s": tokens_per_s,
+        "gaps_ms": [round(gap, 3) for gap in gaps_ms],
+    }
+
+
+def prompt_figures(streams: Sequence[Stream]) -> dict[str, Any]:
+    ttfts = [stream.ttft_s for stream in streams]
+    return {
+        "finished": len(streams),
+        "prompt_tokens_mean": sum(stream.prompt_tokens for stream in streams) / len(streams),
+        "ttft_p50_s": percentile(ttfts, 0.5),
+        "ttft_max_s": max(ttfts),
+        "ttft_s": [round(ttft, 3) for ttft in ttfts],
+    }
+
+
+def show_isolation(result: dict[str, Any], console: Console) -> None:
+    alone, loaded, prompts = result["alone"], result["loaded"], result["long_prompts"]
+    headings = ("p50", "p95", "p99", "max", "gaps", "tokens/s")
+    table = tables.Table("Gap between tokens of one stream, ms", "", *headings)
+    for name, row in (("streams alone", alone), ("with long prompts", loaded)):
+        figures = (f"{row[key]:.1f}" for key in ("p50_ms", "p95_ms", "p99_ms", "max_ms"))
+        table.row(name, *figures, str(row["gaps"]), f"{row['tokens_per_s']:.1f}")
+    table.show(console)
+    console.print(f"p99 with long prompts / p99 alone: [bold]{loaded['p99_ms'] / alone['p99_ms']:.2f}[/bold]")
+    console.print(f"Longest gap with long prompts / p50 alone: {loaded['max_ms'] / alone['p50_ms']:.1f}")
+    console.print(
+        f"Long prompts: {prompts['finished']} finished, {prompts['prompt_tokens_mean']:.0f} tokens each on average,"
+        f" TTFT p50 {prompts['ttft_p50_s']:.1f} s, longest {prompts['ttft_max_s']:.1f} s"
+    )
+    if "prefill" in result:
+        prefill = result["prefill"]
+        console.print(f"Prefill alone: {prefill['tokens_per_s']:.0f} tokens/s, TTFT {prefill['ttft_s']:.1f} s")
+    for count, rate in result.get("throughput", {}).items():
+        console.print(f"{count} stream{'s' if count != '1' else ''}: {rate:.1f} tokens/s")

@@ -1,0 +1,263 @@
+"""One worker as the coordinator knows it, and what is reserved on it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import ceil, inf
+
+import msgspec
+
+from coordinator.fairness.scheduling_class import Path
+from coordinator.kv_admission.admission import NEVER, KvAdmission, KvDemand
+from coordinator.kv_admission.shared_blocks import chains
+from coordinator.request import Request
+from proto.held import Capacity, Held
+from proto.messages import Chunk, Hello, Role, Step, Submit
+from proto.status import KvHeld, KvPair
+
+WORKERS = (Role.PREFILL, Role.DECODE)
+Where = dict[tuple[str, int], list[int]]
+"""By attempt: the workers that hold something for it."""
+
+
+class Holding(msgspec.Struct, frozen=True, gc=False):
+    """What one attempt has reserved on one worker, until that worker itself says that it has let go."""
+
+    kv_blocks: int
+    """In decode: at the end of its longest life. What it holds until then is in the worker's `room`."""
+    seqs: int
+    path: Path = ()
+    """Whom to charge what the worker says it has emitted; empty for what was adopted."""
+    life: KvDemand | None = None
+    """In decode; None for what was adopted and of which no more is known than its blocks."""
+    resumed_tokens: int = 0
+    """Of the answer, before this attempt."""
+    adopted: bool = False
+    """The worker had it when it registered."""
+
+
+@dataclass(eq=False)
+class Worker:
+    incarnation: int
+    hello: Hello
+    capacity: Capacity
+    free_seqs: int
+    room: KvAdmission | None = None
+    """Decode only. What a prefill worker holds does not grow: `kv_blocks_taken` says it all."""
+    kv_blocks_taken: int = 0
+    holdings: dict[tuple[str, int], Holding] = field(default_factory=dict)
+    placed: dict[str, Request] = field(default_factory=dict)
+    """Prefill only: prompts with tokens not yet dispatched, oldest first."""
+    begun: Request | None = None
+    """Prefill only: the prompt that had the last chunk of the last step, if it may be finished in the next one."""
+    bound: dict[str, Request] = field(default_factory=dict)
+    """Prefill only: requests not placed yet that wait for this worker, as it has more of them cached; oldest first."""
+    undispatched: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens still to be sent to this worker, by request placed on it or bound to it."""
+    undispatched_tokens: int = 0
+    """The sum."""
+    where: Where = field(default_factory=dict)
+    """Of all workers."""
+    on_change: Callable[["Worker"], None] = lambda worker: None
+    """Told when its holdings or steps have changed."""
+    steps: dict[int, tuple[Step, list[Request]]] = field(default_factory=dict)
+    """Steps in flight, by id, with the request of each chunk."""
+    tokens_in_flight: int = 0
+    kv_pairs: tuple[KvPair, ...] = ()
+    """Prefill only, as it last reported."""
+    kv_held: KvHeld = KvHeld(0, 0, 0)  # noqa: RUF009 (it is frozen)
+    """As it last reported, for people alone."""
+    next_step_id: int = 0
+    tokens_forwarded: int = 0
+    tokens_per_s: float = 0.0
+    """Measured prefill rate, smoothed; 0 until the first step is done."""
+    has_run_full: bool = False
+    """It has computed a step that was at least half full: its rate is one that deadlines can be judged by."""
+    failure_rate: float = 0.0
+    """0 … 1: how much of what it was given lately had failed, when ..."""
+    trouble_at: int = 0
+    """... so many requests of the pool had finished. See `Pool.trouble`."""
+    draining: bool = False
+    """Nothing new is placed here."""
+    leaving: bool = False
+    """It has said so itself: it is to end."""
+    hand_over_at: float = inf
+    """When what still runs here goes elsewhere, while it is draining."""
+    dismissed: bool = False
+    """It was told that nothing will come any more."""
+
+    @staticmethod
+    def from_hello(hello: Hello) -> "Worker":
+        assert hello.capacity is not None
+        capacity = hello.capacity
+        room = KvAdmission(capacity.kv_blocks, capacity.block_size) if hello.role is Role.DECODE else None
+        return Worker(hello.incarnation, hello, capacity, capacity.max_seqs, room)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nothing held here will ever need."""
+        taken = self.kv_blocks_taken if self.room is None else self.room.taken
+        return max(self.capacity.kv_blocks - taken, 0)  # more may have been adopted than is sure to fit
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.capacity.kv_blocks * self.capacity.block_size
+
+    def fits(self, submit: Submit, expected_left: int = NEVER) -> bool:
+        """Whether there is room for it now."""
+        if self.room is None:
+            return self.free_seqs > 0 and self.whole_blocks(submit) <= self.free_blocks
+        return submit.choices <= self.free_seqs and self.room.fits(KvDemand.of(submit, expected_left))
+
+    def could_ever_take(self, submit: Submit) -> bool:
+        """Whether it has room if nothing else is there."""
+        seqs = 1 if self.room is None else submit.choices
+        return self.whole_blocks(submit) <= self.capacity.kv_blocks and seqs <= self.capacity.max_seqs
+
+    def hold(self, key: tuple[str, int], holding: Holding) -> None:
+        """The caller has asked `fits`."""
+        assert holding.seqs <= self.free_seqs
+        self._count(key, holding)
+
+    def adopt(self, held: Held, kv_overcommit: float) -> bool:
+        """Count what the worker held before it registered; False if that cannot be. Where only reservations are known of decode
+        streams, those may add up to more than the pool, because their ends keep them apart."""
+        key, life = (held.request_id, held.attempt), None
+        if self.room is not None and held.prompt_tokens:
+            life = KvDemand(held.prompt_tokens, held.left_tokens, held.seqs, expected_again(held, kv_overcommit))
+            if life._replace(expected=NEVER).whole(self.capacity.block_size) > held.kv_blocks:
+                life = None  # these do not fit together: the reservation counts
+        holding = Holding(held.kv_blocks, held.seqs, (), life, held.resumed_tokens, adopted=True)
+        blocks = self.capacity.kv_blocks if self.room is not None else self.free_blocks
+        if key in self.holdings or holding.seqs > self.free_seqs or holding.kv_blocks > blocks:
+            return False
+        if self.room is not None:
+            self.room.reached(held.steps)
+        self._count(key, holding)
+        if self.room is not None and life is not None:
+            if held.joined_step is not None:
+                self.room.joined(key, held.joined_step)
+            return self.room.shares(key, chains(held.prefix))
+        return True
+
+    def _count(self, key: tuple[str, int], holding: Holding) -> None:
+        assert key not in self.holdings
+        self.holdings[key] = holding
+        self.where.setdefault(key, []).append(self.incarnation)
+        self.free_seqs -= holding.seqs
+        if self.room is None:
+            self.kv_blocks_taken += holding.kv_blocks
+        elif holding.life is None:
+            self.room.adopt(key, holding.kv_blocks)
+        else:
+            self.room.place(key, holding.life)
+        self.on_change(self)
+
+    def release(self, key: tuple[str, int]) -> Holding | None:
+        """Count a holding as free again; None if there is none, as when a message is repeated."""
+        holding = self.holdings.pop(key, None)
+        if holding is None:
+            return None
+        self._forget_holding(key)
+        self.free_seqs += holding.seqs
+        if self.room is None:
+            self.kv_blocks_taken -= holding.kv_blocks
+        else:
+            self.room.release(key)
+            if not self.holdings:
+                self.room.short = False  # nothing runs there any more that would say so
+        self.on_change(self)
+        return holding
+
+    def _forget_holding(self, key: tuple[str, int]) -> None:
+        incarnations = self.where[key]
+        incarnations.remove(self.incarnation)
+        if not incarnations:
+            del self.where[key]
+
+    def leave(self) -> None:
+        """It is gone; what it held stays on record here, but not in `where`."""
+        for key in self.holdings:
+            self._forget_holding(key)
+
+    def forwarded(self, key: tuple[str, int]) -> int:
+        """Tokens that an attempt has emitted for certain in decode, first ones aside, by the worker's steps."""
+        return self.room.forwarded(key) if self.room is not None and key in self.room else 0
+
+    def begin_step(self, chunks: list[Chunk], requests: list[Request]) -> Step:
+        step = Step(self.next_step_id, tuple(chunks))
+        self.next_step_id += 1
+        self.steps[step.step_id] = step, requests
+        for chunk in chunks:
+            self.tokens_in_flight += chunk.length
+        self.on_change(self)
+        return step
+
+    def end_step(self, step_id: int) -> tuple[tuple[Chunk, ...], list[Request]]:
+        """What was asked for in a step that is over, and whose it is; empty if it is not known."""
+        found = self.steps.pop(step_id, None)
+        if found is None:
+            return (), []
+        step, requests = found
+        for chunk in step.chunks:
+            self.tokens_in_flight -= chunk.length
+        self.on_change(self)
+        return step.chunks, requests
+
+    def measure(self, tokens: int, step_ms: float, step_tokens: int) -> None:
+        """A prefill step is computed. The first rate is taken as it is. A short step is mostly overhead, and shows the worker
+        slower than it is: it may raise a rate that full steps gave, but not lower it."""
+        rate, full = tokens * 1000 / step_ms, 2 * tokens >= step_tokens
+        if not self.tokens_per_s or (full and not self.has_run_full):
+            self.tokens_per_s = rate
+        elif full or rate > self.tokens_per_s or not self.has_run_full:
+            self.tokens_per_s += 0.2 * (rate - self.tokens_per_s)
+        self.has_run_full |= full
+
+    @property
+    def tokens_before(self) -> int:
+        """Prompt tokens that a request which came to it now would find before it."""
+        return self.tokens_in_flight + self.undispatched_tokens
+
+    def expect(self, request: Request) -> None:
+        """It is placed on this worker or bound to it, or something of it was dispatched."""
+        left = request.submit.prompt_tokens - request.dispatched_tokens
+        self.undispatched_tokens += left - self.undispatched.get(request.id, 0)
+        self.undispatched[request.id] = left
+
+    def expect_no_more(self, request: Request) -> None:
+        """It is neither placed here with something to dispatch nor bound to this worker any more."""
+        self.placed.pop(request.id, None)
+        self.bound.pop(request.id, None)
+        self.undispatched_tokens -= self.undispatched.pop(request.id, 0)
+
+    def whole_blocks(self, submit: Submit) -> int:
+        """The most blocks it comes to hold here."""
+        size = self.capacity.block_size
+        return -(-submit.prompt_tokens // size) if self.room is None else KvDemand.of(submit).whole(size)
+
+    def prefill_holding(self, submit: Submit, path: Path = ()) -> Holding:
+        return Holding(self.whole_blocks(submit), 1, path, None, submit.resumed_tokens)
+
+    def decode_holding(self, submit: Submit, path: Path = (), expected_left: int = NEVER) -> Holding:
+        life = KvDemand.of(submit, expected_left)
+        longest = life if expected_left == NEVER else KvDemand.of(submit)
+        return Holding(longest.whole(self.capacity.block_size), submit.choices, path, life, submit.resumed_tokens)
+
+    def check_invariants(self) -> None:
+        assert self.free_seqs + sum(h.seqs for h in self.holdings.values()) == self.capacity.max_seqs
+        assert self.free_seqs >= 0
+        assert all(self.incarnation in self.where[key] for key in self.holdings)
+        assert self.undispatched_tokens == sum(self.undispatched.values())
+        assert self.undispatched.keys() == self.placed.keys() | self.bound.keys()
+        if self.room is None:
+            assert self.kv_blocks_taken == sum(h.kv_blocks for h in self.holdings.values()) <= self.capacity.kv_blocks
+        else:
+            self.room.check_invariants()
+            assert len(self.room) == len(self.holdings) and all(key in self.room for key in self.holdings)
+
+
+def expected_again(held: Held, kv_overcommit: float) -> int:
+    """Tokens that a stream of an earlier coordinator is counted with, where its tenant is not known: see `victims`."""
+    if kv_overcommit <= 1 or held.attempt > 1 or held.resumed_tokens:
+        return NEVER
+    return max(ceil((held.left_tokens + 1) / kv_overcommit) - 1, 0)

@@ -23,6 +23,7 @@ from proto.limits import PROTOCOL_VERSION
 from runtime.settings import command_line, options
 from runtime.tenancy.file import read as read_tenants
 from tests.documents import PAGES, ROOT, Command, blocks, commands
+from tests.test_layout import sources
 
 COMMANDS = commands()
 NOT_OURS = {"curl", "journalctl", "kubectl", "pip", "python3", "sbatch", "systemctl"}
@@ -179,9 +180,7 @@ def test_the_protocol_page_names_every_message() -> None:
 def _texts() -> str:
     """Every text of the source, with … where something is put in, and the scripts."""
     found = []
-    for path in ROOT.glob("*/**/*.py"):
-        if path.relative_to(ROOT).parts[0] in ("tests", ".venv"):
-            continue
+    for path in sources().values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)

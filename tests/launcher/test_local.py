@@ -15,7 +15,7 @@ from runtime.process.exits import INTERRUPTED_EXIT
 DEAF_CHILD = """
 import pathlib, sys, uvloop
 from rich.console import Console
-from launcher import supervisor as supervisors
+from launcher.local import supervisor as supervisors
 from launcher.local.lifetime import until_interrupted
 import pytest
 

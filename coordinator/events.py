@@ -13,7 +13,8 @@ from coordinator.fairness.cost import Prices
 from coordinator.lifecycle import State
 from coordinator.score import Weights
 from proto.messages import Hello, Message
-from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES, PriorityClass, Tenants
+from runtime.tenancy.policy import PriorityClass, Tenants
+from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES
 
 
 class PeerUp(msgspec.Struct, frozen=True, gc=False):

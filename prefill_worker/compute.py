@@ -8,7 +8,8 @@ from engine.sampling.finish import finish_reason
 from engine.sampling.sampler import SamplerState, sample
 from prefill_worker.core import StepResult
 from prefill_worker.prompts import PrefillRequest
-from proto.messages import Chunk, TokenItem
+from proto.fields import Chunk
+from proto.messages import TokenItem
 
 
 def run_step(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from coordinator.accounting.quota import Ask
+from coordinator.accounting.account import Ask
 
 
 class Opened(msgspec.Struct, frozen=True, gc=False):

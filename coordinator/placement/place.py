@@ -5,7 +5,8 @@ from coordinator.request import Request
 from coordinator.workers.pool import Pool
 from coordinator.workers.prefix_index import usable_hashes
 from coordinator.workers.worker import Worker
-from proto.messages import Hello, Peer, Prefill, Reserve
+from proto.fields import Peer
+from proto.messages import Hello, Prefill, Reserve
 
 
 def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:

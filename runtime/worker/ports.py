@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from proto.messages import Message, Peer
+from proto.fields import Peer
+from proto.messages import Message
 
 TakeChanges = Callable[[int], tuple[bytes, bytes]]
 """Takes (hashes inserted, hashes evicted) out of a prefix cache's list of changes, so many at the most."""

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coordinator.accounting.quota import DAY_S, Ask
+from coordinator.accounting.account import Ask
+from coordinator.accounting.quota import DAY_S
 from coordinator.accounting.usage import Entry, Opened, Past
 
 UNIX_S = 20_000.0 * DAY_S + 1000.0

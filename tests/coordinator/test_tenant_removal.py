@@ -10,7 +10,8 @@ import msgspec
 from coordinator.events import Configured, Received
 from proto.errors import CancelReason
 from proto.messages import Cancel
-from runtime.tenancy.tenants import Tenants, parse
+from runtime.tenancy.policy import Tenants
+from runtime.tenancy.tenants import parse
 from tests.coordinator.world import MODEL, Harness, submit
 
 

@@ -10,7 +10,8 @@ import pytest
 import structlog
 
 from runtime.tenancy.file import TenantsFile, read
-from runtime.tenancy.tenants import Tenants, TenantsError
+from runtime.tenancy.policy import Tenants
+from runtime.tenancy.tenants import TenantsError
 
 
 def watched(path: Path, poll_s: float, scene: Callable[["asyncio.Queue[Tenants]"], Awaitable[None]]) -> None:

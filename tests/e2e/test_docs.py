@@ -75,9 +75,9 @@ def furnish(folder: Path) -> None:
 def desk(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     folder = tmp_path_factory.mktemp("desk")
     furnish(folder)
-    journal, usage = folder / "journal", folder / "state" / "crossdock" / "usage.sqlite"
+    event_log, usage = folder / "events.log", folder / "state" / "crossdock" / "usage.sqlite"
     usage.parent.mkdir(parents=True)
-    with live(tiny, folder / "state", "--event-log", str(journal), "--usage-db", str(usage)) as cluster:
+    with live(tiny, folder / "state", "--event-log", str(event_log), "--usage-db", str(usage)) as cluster:
         request = cluster.complete([1, 2, 3], 5)["id"]
         yield Desk(folder, cluster, request)
 

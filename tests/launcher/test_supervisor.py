@@ -176,7 +176,7 @@ def test_a_program_that_is_gone_later_is_waited_for(tmp_path: Path, monkeypatch:
 
 READY = """
 import asyncio, os, signal, sys
-from runtime import notify
+from runtime.process import notify
 from runtime.process.driver import run_process
 async def main(stop):
     notify.ready()

@@ -99,7 +99,7 @@ WORKER = """
 import asyncio, sys
 from types import SimpleNamespace
 import torch
-from runtime import log
+from runtime.process import log
 from runtime.process.driver import run_process
 from runtime.worker.step_watch import StepWatch
 from {role}_worker import worker

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cluster
 WAIT_S = 60.0
 ROLE = """
 import asyncio
-from runtime import notify
+from runtime.process import notify
 from runtime.process.driver import run_process
 
 async def main(stop):

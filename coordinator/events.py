@@ -13,8 +13,7 @@ from coordinator.fairness.cost import Prices
 from coordinator.lifecycle import State
 from coordinator.score import Weights
 from proto.messages import Hello, Message
-from runtime.tenancy.policy import PriorityClass, Tenants
-from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES
+from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES, PriorityClass, Tenants
 
 
 class PeerUp(msgspec.Struct, frozen=True, gc=False):

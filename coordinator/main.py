@@ -46,8 +46,7 @@ from runtime.process.exits import ConfigError
 from runtime.settings import machine
 from runtime.settings.roles import CoordinatorSettings
 from runtime.tenancy.file import TenantsFile
-from runtime.tenancy.policy import Tenants
-from runtime.tenancy.tenants import TenantsError, open_tenants
+from runtime.tenancy.tenants import Tenants, TenantsError, open_tenants
 
 _BEHIND_RETRY_S = 1.0
 

@@ -10,8 +10,16 @@ from coordinator.state import State
 from coordinator.workers.prefix_index import usable_hashes
 from coordinator.workers.worker import Worker
 from proto.errors import Interrupt
-from proto.fields import Chunk
-from proto.messages import CacheEvents, CacheMiss, Finished, HandedOver, Released, StepDone, WorkFailed
+from proto.messages import (
+    CacheEvents,
+    CacheMiss,
+    Chunk,
+    Finished,
+    HandedOver,
+    Released,
+    StepDone,
+    WorkFailed,
+)
 from proto.progress import DecodeProgress
 from proto.status import KvHeld, KvPairs
 

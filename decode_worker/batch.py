@@ -8,8 +8,7 @@ from engine.kv.allocator import OutOfBlocks
 from engine.kv.sequence import BlockCopy, SequenceBlocks
 from engine.sampling.finish import finish_reason
 from proto.errors import FinishReason
-from proto.fields import Peer
-from proto.messages import TokenItem
+from proto.messages import Peer, TokenItem
 from proto.sampling import Sampling, TokenLogprobs
 
 Key = tuple[str, int]

@@ -13,7 +13,7 @@ from gateway.openai import openapi, routes_generate, routes_info
 from gateway.openai.context import Gateway
 from gateway.streams.types import FailKind
 from gateway.tenancy import KeyRing
-from runtime.tenancy.policy import DEFAULT_TENANT
+from runtime.tenancy.tenants import DEFAULT_TENANT
 
 _GUARDED = "/v1"
 

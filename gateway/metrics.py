@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from gateway.streams.types import FailKind, Failure
 from runtime.metrics.instruments import LATENCY_S, STEP_S, Page, TenantLabels
-from runtime.tenancy.policy import Slo
+from runtime.tenancy.tenants import Slo
 
 PREFIX = "crossdock_gateway_"
 _GAPS_OVER_MAX = 0.01

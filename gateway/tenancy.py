@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from gateway.http.errors import bad_value
-from runtime.tenancy.policy import DEFAULT_TENANT, Slo, Tenants
+from runtime.tenancy.tenants import DEFAULT_TENANT, Slo, Tenants
 
 _TIERS: Final = {"priority": "interactive", "flex": "batch"}
 """OpenAI's service tiers that mean another priority class than the tenant's own."""

@@ -8,8 +8,7 @@ from engine.sampling.finish import finish_reason
 from engine.sampling.sampler import SamplerState, sample
 from prefill_worker.core import StepResult
 from prefill_worker.prompts import PrefillRequest
-from proto.fields import Chunk
-from proto.messages import TokenItem
+from proto.messages import Chunk, TokenItem
 
 
 def run_step(

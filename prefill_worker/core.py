@@ -11,13 +11,14 @@ from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.prompts import FinalReport, Key, PrefillRequest, PromptTable
 from proto.codec import unpack_tokens
 from proto.errors import Interrupt, RemoteProtocolError
-from proto.fields import Chunk, Peer
 from proto.kv import FirstToken
 from proto.messages import (
     CacheMiss,
+    Chunk,
     Finished,
     HandedOver,
     Message,
+    Peer,
     Prefill,
     Release,
     Released,

@@ -1,7 +1,8 @@
 """Who says what to whom: the control plane.
 
     gateway  ⇄ coordinator      Submit, Cancel              →   ← Accepted, Rejected, Interrupted
-    coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, …
+    coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, Released,
+                                                                      WorkFailed, CacheMiss, CacheEvents
                                 Draining                    →   ← Draining; Drained →
     worker   → gateway          Tokens
     anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong;  Bye
@@ -10,7 +11,8 @@ Rules that hold for all of them:
 - Everything that touches a request carries `(request_id, attempt)`; every token carries its absolute index in the answer.
   Receivers drop what belongs to an older attempt or incarnation, and repeating a message does no harm.
 - `Submit` and `Prefill` are followed by one binary frame: the prompt's token ids, packed as little-endian int32.
-- A link is one connection: `Hello` comes first and once, and carries the incarnation for all that follows.
+- A link is one connection: `Hello` comes first and once; what follows carries no incarnation of its own, since the link has
+  one.
 """
 
 from enum import StrEnum
@@ -29,14 +31,11 @@ from proto.fields import (
     CacheChanges,
     ChoiceIndex,
     Choices,
-    Chunk,
     Count,
     DurationMs,
+    Epoch,
     HandOverMs,
-    Incarnation,
     Name,
-    Peer,
-    RateState,
     RequestId,
     Seconds,
     Text,
@@ -68,7 +67,7 @@ class Hello(Message, frozen=True):
 
     version: int
     role: Role
-    incarnation: Incarnation
+    incarnation: Epoch
     name: Name
     """For people: `prefill-0`."""
     model: Text = ""
@@ -91,7 +90,7 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Its three fields never change: a client reads them before it knows the server's version."""
 
-    incarnation: Incarnation
+    incarnation: Epoch
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)]
     version: int = 8
     """Of the server; version 8 does not say it."""
@@ -165,6 +164,18 @@ class StatusRequest(Message, frozen=True):
 # --- coordinator → gateway --------------------------------------------------------------------------------------------
 
 
+class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """What is left of a tenant's rates, for the `x-ratelimit-*` headers; a limit of 0 means that there is none."""
+
+    limit_requests: Count
+    remaining_requests: Count
+    reset_requests_s: Seconds
+    """Until all of the limit is there again."""
+    limit_tokens: Count
+    remaining_tokens: Count
+    reset_tokens_s: Seconds
+
+
 class Accepted(Message, frozen=True):
     """The request is queued and will end exactly once."""
 
@@ -204,6 +215,13 @@ class ClusterState(Message, frozen=True):
 # --- coordinator → prefill worker ----------------------------------------------------------------------------------------
 
 
+class Peer(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """Where another process is and which incarnation of it is meant."""
+
+    address: Text
+    incarnation: Epoch
+
+
 class Prefill(Message, frozen=True):
     """Take this prompt in; compute nothing until a `Step` says so. A binary frame with the token ids follows."""
 
@@ -220,6 +238,13 @@ class Prefill(Message, frozen=True):
     block_hashes: BlockHashes = b""
     cached_tokens: Tokens_ = 0
     """So many of the prompt's first tokens are believed to be in this worker's cache; chunks start behind them."""
+
+
+class Chunk(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    request_id: RequestId
+    attempt: Attempt
+    start: Tokens_
+    length: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
 
 
 class Step(Message, frozen=True):
@@ -244,7 +269,7 @@ class Reserve(Message, frozen=True):
     resumed_tokens: Tokens_
     kv_blocks: Count
     gateway: Peer
-    prefill_incarnation: Incarnation
+    prefill_incarnation: Epoch
     block_hashes: BlockHashes = b""
 
 

@@ -47,8 +47,7 @@ from typing import Final, TypeVar
 from msgspec.structs import asdict
 
 from coordinator.accounting import ledger_totals
-from coordinator.accounting.account import Ask
-from coordinator.accounting.quota import DAY_S
+from coordinator.accounting.quota import DAY_S, Ask
 from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from proto.errors import CrossdockError
 from runtime.process import clock, log

@@ -17,17 +17,138 @@ it exceeds, neither now nor in the true-up, and is marked: what was borrowed goe
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from coordinator.accounting.account import _NS, _PER_MIN, Account, Ask, Denial, Grant, _Bucket, _Left
-from proto.fields import RateState
-from runtime.tenancy.policy import Level, QuotaLimits, Tenants
+import msgspec
+
+from proto.messages import RateState
+from runtime.tenancy.tenants import Level, QuotaLimits, Tenants
 
 HELD_RETRY_S = 1.0
 """Nothing says when a held amount comes back; the caller may know better from the tenant's measured drain."""
 BORROW_RETRY_S = 60.0
 """For what only idle capacity can admit."""
+_Left = tuple[int, int, float]
+"""Of one limit: the limit, what remains of it, and seconds until all of it is there again."""
 _NONE: _Left = (0, 0, 0.0)
 NO_RATES = RateState(0, 0, 0.0, 0, 0, 0.0)
 DAY_S = 86_400
+_NS = 1_000_000_000
+_NO_LIMITS = QuotaLimits()
+_PER_MIN = 60 * _NS
+"""A limit of n per minute is n units per nanosecond when one token is this many."""
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """What a request needs. Output is the estimate; the truth comes with `settle`."""
+
+    prompt_tokens: int
+    output_tokens: int
+    kv_blocks: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True)
+class Denial:
+    """Nothing was taken."""
+
+    level: str
+    """Name of the tenant or organisation whose limit it is."""
+    limit: str
+    """As in the tenants file."""
+    retry_after_s: float
+    """When the same ask will be admitted if nothing else is, a day at the most; 0: never. For held amounts `HELD_RETRY_S`."""
+
+    def __str__(self) -> str:
+        what = "the limit is reached" if self.retry_after_s else "this request alone is over the limit"
+        return f"{self.limit} of {self.level}: {what}"
+
+
+class _Bucket:
+    """A rate as a token bucket with integer content; refilled when looked at."""
+
+    def __init__(self, per_min: int, now_ns: int) -> None:
+        self.per_min = per_min
+        self.content = per_min * _PER_MIN
+        self._at_ns = now_ns
+
+    def refill(self, now_ns: int) -> None:
+        if now_ns > self._at_ns:
+            full = self.per_min * _PER_MIN
+            self.content = min(full, self.content + (now_ns - self._at_ns) * self.per_min)
+            self._at_ns = now_ns
+
+    def take(self, amount: int) -> None:
+        """Negative to give back; never fuller than full."""
+        self.content = min(self.per_min * _PER_MIN, self.content - amount * _PER_MIN)
+
+    def wait_ns(self, amount: int) -> int:
+        """Until so much can be taken; the caller has seen that it is not more than the bucket holds."""
+        return -(-max(amount * _PER_MIN - self.content, 0) // self.per_min)
+
+    def resize(self, per_min: int) -> None:
+        """To another limit; what was used stays used."""
+        self.content += (per_min - self.per_min) * _PER_MIN
+        self.per_min = per_min
+
+
+class Account:
+    """One level: its limits, and what is taken of them."""
+
+    def __init__(self, level: Level, now_ns: int) -> None:
+        self.name = level.name
+        self.limits = QuotaLimits()
+        self.borrow = self.limited = False
+        self.requests: _Bucket | None = None
+        self.tokens: _Bucket | None = None
+        self.concurrency = self.tokens_in_flight = self.kv_blocks = 0
+        self.day = 0
+        self.day_tokens = 0
+        """Of `day`: settled, and reserved on estimates."""
+        self.set(level, now_ns)
+
+    def set(self, level: Level, now_ns: int) -> None:
+        self.limits, self.borrow = level.limits, level.borrow
+        self.limited = level.limits != _NO_LIMITS
+        self.requests = self._bucket(self.requests, level.limits.requests_per_min, now_ns)
+        self.tokens = self._bucket(self.tokens, level.limits.tokens_per_min, now_ns)
+
+    @staticmethod
+    def _bucket(bucket: _Bucket | None, per_min: int | None, now_ns: int) -> _Bucket | None:
+        if per_min is None:
+            return None
+        if bucket is None:
+            return _Bucket(per_min, now_ns)
+        bucket.refill(now_ns)
+        bucket.resize(per_min)
+        return bucket
+
+    def refresh(self, now_ns: int, day: int) -> None:
+        if self.requests is not None:
+            self.requests.refill(now_ns)
+        if self.tokens is not None:
+            self.tokens.refill(now_ns)
+        if day > self.day:
+            self.day, self.day_tokens = day, 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.concurrency or self.tokens_in_flight or self.kv_blocks)
+
+
+class Grant(msgspec.Struct, eq=False, gc=False):
+    """What one request has taken. There are as many as requests, hence small."""
+
+    accounts: tuple[Account, ...]
+    """Empty once it is settled."""
+    tokens: int
+    kv_blocks: int
+    day: int
+    rated: int
+    """Bits 2i and 2i + 1: the request rate and the token rate of account i were charged; not where there was no such limit, or
+    where it was borrowed over."""
+    borrowed: bool
 
 
 @dataclass

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from coordinator.accounting.account import Ask
+from coordinator.accounting.quota import Ask
 
 
 class Opened(msgspec.Struct, frozen=True, gc=False):

@@ -1,6 +1,6 @@
 """What gateways ask for: a request comes in, is cancelled, or has waited too long."""
 
-from coordinator.accounting.bill import whole_of
+from coordinator.accounting.billing import whole_of
 from coordinator.admission import checks as admission
 from coordinator.admission import tenancy
 from coordinator.events import ProtocolViolation, Received, StateChanged

@@ -4,15 +4,14 @@ from dataclasses import replace
 from math import ceil
 from zlib import crc32
 
-from coordinator.accounting.account import Ask, Denial
-from coordinator.accounting.quota import HELD_RETRY_S
+from coordinator.accounting.quota import HELD_RETRY_S, Ask, Denial
 from coordinator.accounting.usage import Opened, Past
 from coordinator.request import Request
 from coordinator.state import State
 from coordinator.waiting.overload import JITTER
 from proto.errors import Reject
 from proto.messages import Submit
-from runtime.tenancy.policy import Tenants
+from runtime.tenancy.tenants import Tenants
 
 RELOAD_S = 5.0
 """A tenant that only the gateway knows: the coordinator will have read the same file by then."""

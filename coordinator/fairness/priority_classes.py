@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from runtime.tenancy.policy import PriorityClass
+from runtime.tenancy.tenants import PriorityClass
 
 
 def ring_weights(priority_classes: Mapping[str, PriorityClass]) -> dict[str, float]:

@@ -5,8 +5,7 @@ from coordinator.request import Request
 from coordinator.workers.pool import Pool
 from coordinator.workers.prefix_index import usable_hashes
 from coordinator.workers.worker import Worker
-from proto.fields import Peer
-from proto.messages import Hello, Prefill, Reserve
+from proto.messages import Hello, Peer, Prefill, Reserve
 
 
 def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:

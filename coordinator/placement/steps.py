@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from coordinator.events import Limits
-from coordinator.fairness.offers import Close, MoveTo
+from coordinator.fairness.fair_queue import Close, MoveTo
 from coordinator.lifecycle import State
 from coordinator.observer import NothingRuns, Watch, watched
 from coordinator.placement.choice import better_prefill, expect_cached
@@ -14,8 +14,7 @@ from coordinator.waiting.queue_keys import Demand, bound_key, class_key, classes
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 from proto import limits
-from proto.fields import Chunk
-from proto.messages import Step
+from proto.messages import Chunk, Step
 
 Place = Callable[[Request, Worker, Worker], None]
 MOVES_MAX = 4

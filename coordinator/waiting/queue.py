@@ -7,8 +7,7 @@ from typing import NamedTuple, cast
 
 from coordinator.events import Limits
 from coordinator.fairness.cost import OutputLength
-from coordinator.fairness.fair_queue import FairQueue
-from coordinator.fairness.offers import Answer, Close, MoveTo, Terms
+from coordinator.fairness.fair_queue import Answer, Close, FairQueue, MoveTo, Terms
 from coordinator.fairness.priority_classes import ring_weights
 from coordinator.fairness.scheduling_class import Path
 from coordinator.fairness.sorted_row import SPARE
@@ -17,8 +16,7 @@ from coordinator.waiting.latest_starts import LatestStarts
 from coordinator.waiting.overload import Backlog, Rate
 from coordinator.waiting.queue_keys import Demand, class_key
 from coordinator.waiting.waits import Waits
-from proto.fields import Chunk
-from proto.messages import Submit
+from proto.messages import Chunk, Submit
 
 _HEAD_START_S = 1e6
 """What a drain cut short goes before whatever else its tenant has waiting."""

@@ -7,13 +7,11 @@ from math import ceil, inf
 import msgspec
 
 from coordinator.fairness.scheduling_class import Path
-from coordinator.kv_admission.admission import KvAdmission
-from coordinator.kv_admission.demand import NEVER, KvDemand
+from coordinator.kv_admission.admission import NEVER, KvAdmission, KvDemand
 from coordinator.kv_admission.shared_blocks import chains
 from coordinator.request import Request
-from proto.fields import Chunk
 from proto.held import Capacity, Held
-from proto.messages import Hello, Role, Step, Submit
+from proto.messages import Chunk, Hello, Role, Step, Submit
 from proto.status import KvHeld, KvPair
 
 WORKERS = (Role.PREFILL, Role.DECODE)

@@ -7,7 +7,7 @@ import msgspec
 
 from gateway.streams.types import FailKind, Failure
 from proto.errors import Reject
-from proto.fields import RateState
+from proto.messages import RateState
 
 _TYPES = {
     401: "authentication_error",

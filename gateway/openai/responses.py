@@ -12,7 +12,7 @@ from gateway.http.errors import ApiError, of_failure
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
 from gateway.streams.types import Admitted, Deliver, Ended
-from proto.fields import RateState
+from proto.messages import RateState
 from runtime.process import clock
 
 KEEP_ALIVE = b": keep-alive\n\n"

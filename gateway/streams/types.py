@@ -6,8 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from gateway.text.block_hashes import BlockNames
-from proto.fields import RateState
-from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit, TokenItem
+from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, TokenItem
 from proto.sampling import Sampling, TokenLogprobs
 
 

@@ -18,8 +18,7 @@ from coordinator.event_log.reasons import (
     RoomKept,
     SameTenant,
 )
-from coordinator.event_log.timeline import Waited
-from coordinator.event_log.timeline_entries import Changed, ChunkSent, Ended, Entry, KeptFor, Passed, Placed, Submitted
+from coordinator.event_log.timeline import Changed, ChunkSent, Ended, Entry, KeptFor, Passed, Placed, Submitted, Waited
 from coordinator.events import Action, Event, Received, Send
 from launcher import tables
 

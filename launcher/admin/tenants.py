@@ -14,8 +14,7 @@ from launcher import tables
 from runtime.settings.options import SettingsError
 from runtime.settings.types import Options
 from runtime.tenancy.file import read
-from runtime.tenancy.policy import Tenants
-from runtime.tenancy.tenants import TenantsError
+from runtime.tenancy.tenants import Tenants, TenantsError
 
 KEY_PREFIX = "sk-"
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64})?")

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from runtime.process import hangup, log
-from runtime.tenancy.policy import Tenants
-from runtime.tenancy.tenants import FILE_BYTES_MAX, TenantsError, parse
+from runtime.tenancy.tenants import FILE_BYTES_MAX, Tenants, TenantsError, parse
 
 POLL_S: Final = 2.0
 _log = log.get("crossdock.tenants")

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from proto.fields import Peer
-from proto.messages import Message
+from proto.messages import Message, Peer
 
 TakeChanges = Callable[[int], tuple[bytes, bytes]]
 """Takes (hashes inserted, hashes evicted) out of a prefix cache's list of changes, so many at the most."""

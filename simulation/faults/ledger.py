@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coordinator.accounting.account import Ask
-from coordinator.accounting.quota import DAY_S
+from coordinator.accounting.quota import DAY_S, Ask
 from coordinator.accounting.usage import Entry, Opened, Past
 
 UNIX_S = 20_000.0 * DAY_S + 1000.0

@@ -8,8 +8,7 @@ from typing import Final
 from coordinator.events import Limits
 from gateway.streams.types import StreamLimits
 from proto.sampling import Sampling
-from runtime.tenancy.policy import Tenants
-from runtime.tenancy.tenants import parse
+from runtime.tenancy.tenants import Tenants, parse
 from simulation.world.network import Hostility
 from simulation.world.toy_model import EOS, VOCAB
 

@@ -16,11 +16,11 @@ from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.prompts import Key, PromptTable
 from proto.errors import RemoteProtocolError
-from proto.fields import Peer as Destination
 from proto.held import Capacity
 from proto.kv import Commit, FirstToken
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Reserve, Role, TokenItem, Tokens
+from proto.messages import Peer as Destination
 from proto.progress import Hung
 from runtime.worker.service import GO_AFTER_S
 from runtime.worker.step_watch import StepWatch
@@ -29,9 +29,8 @@ from simulation.faults.surroundings import Surroundings
 from simulation.transfers.connections import PoolProcess
 from simulation.transfers.receiver import Receiver
 from simulation.transfers.sender import Sender
-from simulation.world.links import Link, Server
+from simulation.world.links import ConnectionPool, Link, Registration, Server
 from simulation.world.toy_model import VOCAB, Toy, ToyState
-from simulation.world.worker_links import ConnectionPool, Registration
 from simulation.world.world import Violation
 
 STEP_TIMEOUT_S = 1.0

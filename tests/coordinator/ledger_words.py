@@ -2,7 +2,7 @@
 
 from zlib import crc32
 
-from coordinator.accounting.account import Ask
+from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Closed, Opened
 
 

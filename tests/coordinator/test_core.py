@@ -6,11 +6,11 @@ import pytest
 from coordinator.events import Limits, PeerDown, PeerUp, Received, Tick
 from coordinator.lifecycle import TERMINAL, TRANSITIONS, IllegalTransition, State, Trigger, advance
 from proto.errors import CancelReason, Interrupt, Reject
-from proto.fields import Chunk
 from proto.held import Held
 from proto.messages import (
     Accepted,
     Cancel,
+    Chunk,
     ClusterState,
     Finished,
     HandedOver,

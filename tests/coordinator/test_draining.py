@@ -10,12 +10,12 @@ from coordinator.recovery import draining
 from coordinator.reporting.report import NO_CAPACITY_S, status
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
 from proto.errors import CancelReason, Interrupt, Reject
-from proto.fields import Chunk
 from proto.held import Held
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import (
     Accepted,
     Cancel,
+    Chunk,
     ClusterState,
     Finished,
     HandedOver,

@@ -4,8 +4,7 @@ import pytest
 
 from coordinator.events import Limits, PeerDown
 from proto.drain import Draining
-from proto.fields import Chunk
-from proto.messages import CacheEvents, Finished, HandedOver, Prefill, Reserve, Step, StepDone
+from proto.messages import CacheEvents, Chunk, Finished, HandedOver, Prefill, Reserve, Step, StepDone
 from tests.coordinator.world import Harness, named, submit
 
 

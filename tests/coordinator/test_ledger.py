@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.accounting.account import Ask
 from coordinator.accounting.ledger import Ledger, LedgerError, day_text
+from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.events import Send
 from coordinator.outbox import Outbox

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from coordinator.accounting import ledger
-from coordinator.accounting.account import Ask
 from coordinator.accounting.ledger import Ledger
+from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from tests.coordinator.ledger_words import closed, opened
 from tests.helpers import first

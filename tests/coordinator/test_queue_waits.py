@@ -6,8 +6,7 @@ import pytest
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, Finished, HandedOver, Rejected, Reserve, Role, Step, StepDone
-from runtime.tenancy.policy import PriorityClass
-from runtime.tenancy.tenants import TenantsError, parse
+from runtime.tenancy.tenants import PriorityClass, TenantsError, parse
 from tests.coordinator.world import MODEL, Harness, submit, worker_hello
 
 BANDS = {

@@ -6,11 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from coordinator.accounting.account import Ask, Denial, Grant
-from coordinator.accounting.quota import BORROW_RETRY_S, HELD_RETRY_S, Quotas
-from proto.fields import RateState
-from runtime.tenancy.policy import Level, Tenants
-from runtime.tenancy.tenants import parse
+from coordinator.accounting.quota import BORROW_RETRY_S, HELD_RETRY_S, Ask, Denial, Grant, Quotas
+from proto.messages import RateState
+from runtime.tenancy.tenants import Level, Tenants, parse
 from tests.helpers import first
 
 

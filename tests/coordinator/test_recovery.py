@@ -12,10 +12,10 @@ from coordinator.reporting import report
 from coordinator.waiting.retries import WINDOW_S, RetryBudget
 from coordinator.workers.circuit_breakers import OPEN_S, OPEN_S_MAX, TRIP_AFTER, Breakers
 from proto.errors import CancelReason, Interrupt, Reject
-from proto.fields import Chunk
 from proto.messages import (
     Accepted,
     Cancel,
+    Chunk,
     Finished,
     HandedOver,
     Interrupted,

@@ -13,7 +13,7 @@ import msgpack
 import msgspec
 import pytest
 
-from coordinator.accounting.account import Ask
+from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Opened, Past
 from coordinator.event_log.format import End, EventLogError, Header, Record, decode_header, decode_record, encode_header
 from coordinator.event_log.replay import Replay
@@ -21,8 +21,7 @@ from coordinator.events import Configured, Event, Limits, PeerDown, PeerUp, Prot
 from proto.errors import CancelReason
 from proto.held import Held
 from proto.messages import Cancel, Ping, Role, StatusRequest, Step, StepDone
-from runtime.tenancy.policy import PriorityClass, Tenants
-from runtime.tenancy.tenants import parse
+from runtime.tenancy.tenants import PriorityClass, Tenants, parse
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.virtual import Virtual
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello

@@ -13,11 +13,11 @@ from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
 from proto.codec import decode, to_frames
 from proto.errors import CancelReason, Reject
-from proto.fields import Chunk
 from proto.held import Held
 from proto.messages import (
     Accepted,
     Cancel,
+    Chunk,
     Finished,
     HandedOver,
     Prefill,

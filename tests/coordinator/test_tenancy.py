@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.accounting.account import Ask
 from coordinator.accounting.billing import DOUBT_S, LOST
+from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.core import Core
 from coordinator.events import Configured, Limits, PeerDown, PeerUp, Tick
 from proto.errors import CancelReason, Reject
-from proto.fields import RateState
 from proto.held import Held
 from proto.limits import HASH_BYTES
 from proto.messages import (
@@ -23,6 +22,7 @@ from proto.messages import (
     Finished,
     HandedOver,
     Interrupted,
+    RateState,
     Rejected,
     Released,
     Role,

@@ -10,8 +10,7 @@ import msgspec
 from coordinator.events import Configured, Received
 from proto.errors import CancelReason
 from proto.messages import Cancel
-from runtime.tenancy.policy import Tenants
-from runtime.tenancy.tenants import parse
+from runtime.tenancy.tenants import Tenants, parse
 from tests.coordinator.world import MODEL, Harness, submit
 
 

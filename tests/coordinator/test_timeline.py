@@ -16,13 +16,22 @@ from coordinator.event_log.reasons import (
     RoomKept,
     SameTenant,
 )
-from coordinator.event_log.timeline import Longest, Timeline
-from coordinator.event_log.timeline_entries import Changed, ChunkSent, Ended, Entry, KeptFor, Passed, Placed, Submitted
+from coordinator.event_log.timeline import (
+    Changed,
+    ChunkSent,
+    Ended,
+    Entry,
+    KeptFor,
+    Longest,
+    Passed,
+    Placed,
+    Submitted,
+    Timeline,
+)
 from coordinator.events import Limits, PeerDown, Tick
 from proto.errors import Interrupt
-from proto.fields import Chunk
-from proto.messages import CacheEvents, Finished, HandedOver, Released, StepDone, WorkFailed
-from runtime.tenancy.policy import PriorityClass
+from proto.messages import CacheEvents, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
+from runtime.tenancy.tenants import PriorityClass
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.test_cache import hashes
 from tests.coordinator.test_replay import contended_world, random_world

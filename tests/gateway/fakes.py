@@ -22,7 +22,6 @@ from gateway.tenancy import KeyRing
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from proto.codec import unpack_tokens
 from proto.errors import FinishReason, Interrupt, Reject
-from proto.fields import RateState
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import (
     Accepted,
@@ -31,6 +30,7 @@ from proto.messages import (
     Hello,
     Interrupted,
     Message,
+    RateState,
     Rejected,
     Role,
     Submit,

@@ -5,8 +5,7 @@ import pytest
 from gateway.metrics import GatewayMetrics, StreamTimes
 from gateway.streams.types import FailKind, Failure
 from runtime.metrics.instruments import TENANTS_MAX
-from runtime.tenancy.policy import Slo
-from runtime.tenancy.tenants import TenantsError, parse
+from runtime.tenancy.tenants import Slo, TenantsError, parse
 
 SLO = Slo(1000.0, 100.0)
 

@@ -13,8 +13,7 @@ from gateway.main import say_where
 from gateway.streams.types import LinkDown, LinkUp, Open, SendSubmit, StreamSpec
 from gateway.tenancy import KeyRing
 from proto.errors import CancelReason, Reject
-from proto.fields import RateState
-from proto.messages import Accepted, Interrupted, Rejected, Submit
+from proto.messages import Accepted, Interrupted, RateState, Rejected, Submit
 from proto.sampling import Sampling
 from runtime.tenancy.tenants import parse
 from tests.gateway.fakes import Site, make_site

@@ -29,10 +29,10 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import Accepted, KvFailed, KvSent
-from proto.fields import Peer as Destination
 from proto.kv import Accept, Ack, Announce, Commit, Offer, PairListen
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Role
+from proto.messages import Peer as Destination
 from runtime.link.connection_pool import ConnectionPool
 from runtime.link.server import LinkServer, LinkSettings, Peer
 from tests.kvtransfer.ends import FIRST, same_bytes, settings_for, shuffled

@@ -3,8 +3,7 @@
 from typing import Any
 
 from coordinator.event_log.reasons import By, OtherTurn
-from coordinator.event_log.timeline import Waited
-from coordinator.event_log.timeline_entries import ChunkSent, Ended, Entry, Passed, Placed, Submitted
+from coordinator.event_log.timeline import ChunkSent, Ended, Entry, Passed, Placed, Submitted, Waited
 from launcher.bench import ratio as bench_ratio
 from launcher.bench.dev import coordinator as bench_coordinator
 from launcher.bench.dev import kv_utilization as bench_room

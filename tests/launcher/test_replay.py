@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.event_log.format import EventLogError
-from coordinator.event_log.timeline_entries import ChunkSent
+from coordinator.event_log.timeline import ChunkSent
 from launcher.admin import replay as commands
 from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
 from launcher.admin.explain_words import lines
-from proto.fields import Chunk
+from proto.messages import Chunk
 from tests.coordinator.tape import taped
 from tests.coordinator.test_replay import contended_world
 from tests.coordinator.test_timeline import Scene, full_decode

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from coordinator.accounting.account import Ask
 from coordinator.accounting.ledger import Ledger
+from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Closed, Entry, Opened
 from launcher.admin.usage import NoLedger, UsageSettings, read, show
 from launcher.local import cluster as clusters

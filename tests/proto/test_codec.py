@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from proto import drain, kv, limits, messages, prefix, progress, status
 from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, split_hashes, to_frames, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
-from proto.fields import Chunk, Peer
 from proto.held import Capacity, Held
-from proto.messages import Message, Role, TokenItem
+from proto.messages import Chunk, Message, Peer, Role, TokenItem
 from proto.sampling import Sampling, TokenLogprobs
 
 SAMPLING = Sampling(

@@ -4,8 +4,7 @@ import hashlib
 
 import pytest
 
-from runtime.tenancy.policy import QuotaLimits
-from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES, TenantsError, open_tenants, parse
+from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES, QuotaLimits, TenantsError, open_tenants, parse
 
 ANN, BOB = (hashlib.sha256(key).hexdigest() for key in (b"ann's", b"bob's"))
 FILE = f"""

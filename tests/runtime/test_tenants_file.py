@@ -10,8 +10,7 @@ import pytest
 import structlog
 
 from runtime.tenancy.file import TenantsFile, read
-from runtime.tenancy.policy import Tenants
-from runtime.tenancy.tenants import TenantsError
+from runtime.tenancy.tenants import Tenants, TenantsError
 
 
 def watched(path: Path, poll_s: float, scene: Callable[["asyncio.Queue[Tenants]"], Awaitable[None]]) -> None:

@@ -8,8 +8,7 @@ from decode_worker.requests import AttemptTable, FinalReport, Phase
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
 from proto.errors import FinishReason, Interrupt
-from proto.fields import Peer
-from proto.messages import Finished, Released, Reserve, WorkFailed
+from proto.messages import Finished, Peer, Released, Reserve, WorkFailed
 from proto.sampling import Sampling
 
 BLOCK, POOL, STOP_TOKEN = 4, 60, 7

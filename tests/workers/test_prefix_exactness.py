@@ -13,8 +13,7 @@ from kvtransfer.memory.pool import PoolRows
 from prefill_worker.compute import run_step
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.codec import pack_tokens
-from proto.fields import Chunk, Peer
-from proto.messages import Prefill, Released, TokenItem
+from proto.messages import Chunk, Peer, Prefill, Released, TokenItem
 from proto.sampling import Sampling
 from tests import tiny_models
 from tests.engine.support import load

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from engine.kv.allocator import BlockAllocator
 from prefill_worker.prompts import FinalReport, PrefillRequest, PromptTable
 from proto.errors import Interrupt
-from proto.fields import Chunk, Peer
-from proto.messages import Finished, HandedOver, Prefill, Released, WorkFailed
+from proto.messages import Chunk, Finished, HandedOver, Peer, Prefill, Released, WorkFailed
 from proto.sampling import Sampling
 
 BLOCK = 4

@@ -5,9 +5,8 @@ from decode_worker.core import DecodeCore
 from decode_worker.requests import AttemptTable, Phase
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
-from proto.fields import Peer
 from proto.kv import Commit, FirstToken, Offer
-from proto.messages import Message, Release, Released
+from proto.messages import Message, Peer, Release, Released
 from runtime.worker.ports import TakeChanges
 from tests.workers.test_batch import BLOCK, reserve
 

@@ -29,17 +29,15 @@ from typing import Any
 
 from coordinator.core import Core
 from coordinator.events import Action, Limits, PeerUp, Received, Send
-from coordinator.fairness.fair_queue import FairQueue
-from coordinator.fairness.offers import Terms
+from coordinator.fairness.fair_queue import FairQueue, Terms
 from launcher import tables
 from launcher.bench.dev.coordinator_scale import LIMITS, measure, scale_table
 from launcher.bench.settings import CoordinatorBenchSettings
 from launcher.report import console_for, write_json
 from proto.codec import decode, encode
-from proto.fields import Chunk
 from proto.held import Capacity
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Finished, HandedOver, Hello, Role, Step, StepDone, Submit
+from proto.messages import Chunk, Finished, HandedOver, Hello, Role, Step, StepDone, Submit
 from proto.sampling import Sampling
 
 _TENANTS = (100, 1_000, 10_000)

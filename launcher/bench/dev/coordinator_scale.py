@@ -20,10 +20,21 @@ from typing import Any
 from coordinator.core import Core
 from coordinator.events import Event, Limits, PeerUp, Received, Send
 from launcher.tables import Table
-from proto.fields import Chunk
 from proto.held import Capacity
 from proto.limits import HASH_BYTES, PROTOCOL_VERSION
-from proto.messages import CacheEvents, Finished, HandedOver, Hello, Prefill, Reserve, Role, Step, StepDone, Submit
+from proto.messages import (
+    CacheEvents,
+    Chunk,
+    Finished,
+    HandedOver,
+    Hello,
+    Prefill,
+    Reserve,
+    Role,
+    Step,
+    StepDone,
+    Submit,
+)
 from proto.progress import DecodeProgress, Joined
 from proto.sampling import Sampling
 

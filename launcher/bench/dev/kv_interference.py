@@ -29,8 +29,8 @@ from launcher.local.supervisor import Supervisor
 from launcher.models import resolve as models
 from launcher.models.resolve import ReadyModel
 from proto import limits
-from proto.fields import Peer as Destination
 from proto.messages import Finished, Hello, Message, Release, Released, Reserve, Role, Tokens
+from proto.messages import Peer as Destination
 from proto.progress import DecodeProgress
 from proto.sampling import Sampling
 from runtime.link.server import LinkServer, Peer

@@ -19,7 +19,6 @@ from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
 from proto.codec import pack_tokens
 from proto.errors import Interrupt
-from proto.fields import Peer
 from proto.held import Capacity
 from proto.limits import HASH_BYTES, PROTOCOL_VERSION
 from proto.messages import (
@@ -28,6 +27,7 @@ from proto.messages import (
     Hello,
     Interrupted,
     Message,
+    Peer,
     Prefill,
     Rejected,
     Release,

@@ -5,9 +5,9 @@ from sys import intern
 import msgspec
 from msgspec.structs import force_setattr
 
-from coordinator.accounting.billing import Bill
+from coordinator.accounting.bill import Bill
 from coordinator.fairness.tenant_queue import Entry
-from coordinator.kv_admission.admission import NEVER
+from coordinator.kv_admission.demand import NEVER
 from coordinator.lifecycle import State, Trigger, advance
 from proto.messages import Submit
 from proto.sampling import Sampling

@@ -11,7 +11,7 @@ from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.fairness.scheduling_class import Path
 from coordinator.lifecycle import TERMINAL, Trigger
-from coordinator.lifecycle import State as KvDemand
+from coordinator.lifecycle import State as RequestState
 from coordinator.observer import Watch
 from coordinator.request import CLAIM, NO_CLAIM, Request
 from coordinator.waiting.queue import WaitQueue
@@ -178,7 +178,7 @@ class State:
         queue = self.queues[request.submit.model]
         queue.remove(request)
         queue.refund_output(request)
-        if request.state is KvDemand.QUEUED:
+        if request.state is RequestState.QUEUED:
             pool = self.pools[request.submit.model]
             pool.unbind(request)
             pool.gone(request)

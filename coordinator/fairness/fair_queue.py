@@ -31,46 +31,16 @@ cannot run. A descent to one offer costs O(levels * (keys + log n)).
 Inside one tenant `lanes` decides. Pure; costs are in weighted tokens.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple
 
+from coordinator.fairness.offers import Close, Offer, T, Terms
 from coordinator.fairness.scheduling_class import Path, Ring, SchedulingClass
 from coordinator.fairness.sorted_row import SortedRow
 from coordinator.fairness.tenant_queue import Entry, TenantQueue
 
-T = TypeVar("T")
 MOVES_MAX = 64
 """Entries that one pop may move to another key."""
-
-
-class Terms(NamedTuple):
-    """The entry can run."""
-
-    cost: float
-    """Of its next chunk."""
-    last: bool
-    """The chunk is its last one: the entry leaves the queue."""
-    key: int
-    """Under which it waits for its further chunks; of no account after the last one."""
-
-
-class Close(NamedTuple):
-    """Nothing under the entry's key can run now, nor under `also`."""
-
-    also: Sequence[int] = ()
-
-
-class MoveTo(NamedTuple):
-    """The entry is to wait under another key, as the newest there. Its deadline and its arrival stay."""
-
-    key: int
-
-
-CLOSED = Close()
-Answer = Terms | Close | MoveTo
-Offer = Callable[[T], Answer]
-"""Asked for the item of one entry after the other, in fair order. It must not change the queue; `peek` and `goes_before` are
-allowed."""
 
 
 class Popped(NamedTuple, Generic[T]):

@@ -4,7 +4,8 @@ import random
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from coordinator.fairness.fair_queue import CLOSED, Answer, FairQueue, MoveTo, Terms
+from coordinator.fairness.fair_queue import FairQueue
+from coordinator.fairness.offers import CLOSED, Answer, MoveTo, Terms
 from coordinator.fairness.tenant_queue import Entry
 
 Path = tuple[str, ...]

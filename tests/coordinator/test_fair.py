@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.fairness.fair_queue import CLOSED, MOVES_MAX, Answer, Close, FairQueue, MoveTo, Terms
+from coordinator.fairness.fair_queue import MOVES_MAX, FairQueue
+from coordinator.fairness.offers import CLOSED, Answer, Close, MoveTo, Terms
 from coordinator.fairness.priority_classes import ring_weights
 from coordinator.fairness.scheduling_class import Ring
 from coordinator.fairness.sorted_row import SortedRow

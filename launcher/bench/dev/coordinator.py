@@ -29,7 +29,8 @@ from typing import Any
 
 from coordinator.core import Core
 from coordinator.events import Action, Limits, PeerUp, Received, Send
-from coordinator.fairness.fair_queue import FairQueue, Terms
+from coordinator.fairness.fair_queue import FairQueue
+from coordinator.fairness.offers import Terms
 from launcher import tables
 from launcher.bench.dev.coordinator_scale import LIMITS, measure, scale_table
 from launcher.bench.settings import CoordinatorBenchSettings

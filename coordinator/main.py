@@ -40,7 +40,7 @@ from runtime.link.server import CannotBind, LinkServer, LinkSettings, Peer, is_o
 from runtime.metrics import server as metrics_server
 from runtime.metrics.common import link_counters
 from runtime.metrics.server import MetricsServer
-from runtime.process import clock, log, notify
+from runtime.process import clock, garbage_collector, log, notify
 from runtime.process.driver import CoreDriver, Stop, cancelled, run_process, watched
 from runtime.process.exits import ConfigError
 from runtime.settings import machine
@@ -137,6 +137,7 @@ class Coordinator:
             )
             return 1
         self.stall_detector.begin(clock.now())
+        watching.append(watched(garbage_collector.collect_seldom(self._load, clock.now)))
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
         link_counters(self.metrics.page, {"control": self.server.counters})
         self.observed.show(self.metrics.page, lambda: None, {"/targets": self._targets})
@@ -157,6 +158,9 @@ class Coordinator:
         for end in ends:
             end.cancel()
         return 1 if self.failure.is_set() else 0
+
+    def _load(self) -> tuple[int, int]:
+        return self.driver.events, len(self.core.requests)
 
     async def _absent(self) -> None:
         while True:

@@ -29,7 +29,6 @@ from coordinator.outbox import Outbox
 from coordinator.recovery.leader_lock import PREDECESSOR_S, LeaderLock, NotLeader
 from coordinator.recovery.stall_detector import StallDetector, StallGuard
 from coordinator.reporting.metrics import CoordinatorMetrics
-from coordinator.state import NONE_ENDED
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
 from proto.messages import Hello, Message, Rejected, Role, Submit
@@ -250,8 +249,9 @@ class Coordinator:
         """Where the ledger is behind, what is new is refused; what is known, and only said again, is for the core."""
         if self.ledger is None or not self.ledger.behind:
             return False
-        last = self.core.ended.get(submit.request_id) or NONE_ENDED
-        return submit.request_id not in self.core.requests and submit.attempt > last.attempt
+        return submit.request_id not in self.core.requests and submit.attempt > self.core.last_attempt(
+            submit.request_id
+        )
 
     def _send(self, send: Send) -> None:
         peer, message = self.peers.get(send.incarnation), send.message

@@ -24,12 +24,9 @@ from runtime.tenancy.tenants import open_tenants
 
 
 class Last(msgspec.Struct, frozen=True, gc=False):
-    attempt: int = 0
-    drained: int = -1
+    attempt: int
+    drained: int
     """Attempts up to it that drains cut short; less than any where it was never accepted here."""
-
-
-NONE_ENDED = Last()
 
 
 class State:
@@ -123,8 +120,18 @@ class State:
                     queue.forget(tenant)
 
     def remember(self, request_id: str, attempt: int, drained: int = -1) -> None:
-        before = self.ended.get(request_id) or NONE_ENDED
-        self.ended.put(request_id, Last(max(before.attempt, attempt), max(before.drained, drained)), self.now)
+        attempt = max(attempt, self.last_attempt(request_id))
+        self.ended.put(request_id, Last(attempt, max(drained, self.last_drained(request_id))), self.now)
+
+    def last_attempt(self, request_id: str) -> int:
+        """Of a request that ended lately; 0 for any other."""
+        last = self.ended.get(request_id)
+        return last.attempt if last is not None else 0
+
+    def last_drained(self, request_id: str) -> int:
+        """How many attempts of a request that ended lately were cut short by drains; -1 where it was never accepted here."""
+        last = self.ended.get(request_id)
+        return last.drained if last is not None else -1
 
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float) -> None:
         self.counters[f"interrupted_{reason}"] += 1

@@ -9,8 +9,8 @@ from coordinator.lifecycle import State as RequestState
 from coordinator.placement.choice import uncached_tokens
 from coordinator.placement.preemption import expected_left
 from coordinator.reporting import report
-from coordinator.request import Request, share
-from coordinator.state import NONE_ENDED, State
+from coordinator.request import Request
+from coordinator.state import State
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
@@ -31,7 +31,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     if malformed := _malformed(submit, event.blob):
         state.out.append(ProtocolViolation(incarnation, malformed))
         return
-    ended = (state.ended.get(submit.request_id) or NONE_ENDED).attempt
+    ended = state.last_attempt(submit.request_id)
     if submit.attempt <= ended:
         if submit.attempt == ended:
             why = "this attempt has ended; its tokens were lost on their way if they have not come"
@@ -64,7 +64,6 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         return
     assert request is not None
     if known is None:
-        share(submit)
         state.requests[request.id] = request
         request.pay_for_drained(0)
         state.record_usage(tenancy.opened(state, request))
@@ -91,7 +90,7 @@ def _comes_back(state: State, submit: Submit) -> bool:
     if submit.attempt == 1:
         return False
     # A choice may have been put off and cancelled: of itself it was never accepted then.
-    earlier = ((state.ended.get(name) or NONE_ENDED).drained for name in (submit.request_id, whole_of(submit)))
+    earlier = (state.last_drained(name) for name in (submit.request_id, whole_of(submit)))
     return submit.drained_attempts <= max(earlier)
 
 

@@ -74,7 +74,7 @@ class Request(msgspec.Struct, eq=False):
     """To be read. Its own is made by `begin`: there are many requests, and most wait before anything happens to them."""
 
     def begin(self) -> AttemptProgress:
-        """Its course, to be written to."""
+        """Its own progress, to be written to."""
         attempt_progress = self.attempt_progress
         if attempt_progress is _NOTHING:
             attempt_progress = self.attempt_progress = AttemptProgress()

@@ -44,7 +44,7 @@ class State:
         """By attempt: which of them hold something for it."""
         self.retries = RetryBudget(self.limits.retry_floor, self.limits.retry_share)
         self.fenced: OrderedDict[int, Hello] = OrderedDict()
-        """Epochs of the last workers that hung, oldest first."""
+        """Incarnations of the last workers that hung, oldest first."""
         self.pools: dict[str, Pool] = {}
         """By model id; a pool stays when its workers go, so that its model stays known."""
         self.queues: dict[str, WaitQueue] = {}
@@ -98,7 +98,7 @@ class State:
         self.interrupted.pop(request.id, None)
         self.move(request, trigger, now, why)
         assert request.state in TERMINAL
-        request.blob = b""  # lines and lists may know it for a while yet
+        request.blob = b""  # rows and lists may know it for a while yet
         self.outcomes[request.state] += 1
         del self.requests[request.id]
         self.remember(*request.key, request.submit.drained_attempts)

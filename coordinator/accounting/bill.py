@@ -59,7 +59,7 @@ class Bill(Grant, eq=False, gc=False):
     """To be read. Its own is made by `begin`: most requests wait before anything comes of them, and there are many."""
 
     def begin(self) -> UsageCounters:
-        """Its tally, to be written to."""
+        """Its counters, to be written to."""
         counters = self.counters
         if counters is _NOTHING:
             counters = self.counters = UsageCounters()

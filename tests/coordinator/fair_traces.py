@@ -193,7 +193,7 @@ class Trace:
         able = [entry for entries in self.entries.values() for entry in entries if self.runs(entry, worker, keys)]
 
         def order(entry: Entry[Job]) -> list[tuple[float, ...]]:
-            node, orders = entry.leaf, [entry.lane.order(entry)]
+            node, orders = entry.leaf, [entry.queue.order(entry)]
             while node.parent is not None:
                 orders.append((node.round, node.position))
                 node = node.parent

@@ -21,9 +21,9 @@ class InArrivalOrder(FairQueue[Job]):
     """The negative control: whoever's request came first is next, whatever it has had already."""
 
     def _first(self, keys: Iterable[int]) -> Entry[Job] | None:
-        lanes = [leaf.lines[key] for leaf in self._leaves.values() for key in keys if key in leaf.lines]
+        queues = [leaf.rows[key] for leaf in self._leaves.values() for key in keys if key in leaf.rows]
         return min(
-            (lane.first() for lane in lanes if isinstance(lane, TenantQueue)),
+            (queue.first() for queue in queues if isinstance(queue, TenantQueue)),
             key=lambda e: e.item.arrival,
             default=None,
         )

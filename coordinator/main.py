@@ -29,7 +29,6 @@ from coordinator.outbox import Outbox
 from coordinator.recovery.leader_lock import PREDECESSOR_S, LeaderLock, NotLeader
 from coordinator.recovery.stall_detector import StallDetector, StallGuard
 from coordinator.reporting.metrics import CoordinatorMetrics
-from coordinator.state import NONE_ENDED
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
 from proto.messages import Hello, Message, Rejected, Role, Submit
@@ -40,7 +39,7 @@ from runtime.link.server import CannotBind, LinkServer, LinkSettings, Peer, is_o
 from runtime.metrics import server as metrics_server
 from runtime.metrics.common import link_counters
 from runtime.metrics.server import MetricsServer
-from runtime.process import clock, log, notify
+from runtime.process import clock, garbage_collector, log, notify
 from runtime.process.driver import CoreDriver, Stop, cancelled, run_process, watched
 from runtime.process.exits import ConfigError
 from runtime.settings import machine
@@ -137,6 +136,7 @@ class Coordinator:
             )
             return 1
         self.stall_detector.begin(clock.now())
+        watching.append(watched(garbage_collector.collect_seldom(self._load, clock.now)))
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
         link_counters(self.metrics.page, {"control": self.server.counters})
         self.observed.show(self.metrics.page, lambda: None, {"/targets": self._targets})
@@ -157,6 +157,9 @@ class Coordinator:
         for end in ends:
             end.cancel()
         return 1 if self.failure.is_set() else 0
+
+    def _load(self) -> tuple[int, int]:
+        return self.driver.events, len(self.core.requests)
 
     async def _absent(self) -> None:
         while True:
@@ -246,8 +249,9 @@ class Coordinator:
         """Where the ledger is behind, what is new is refused; what is known, and only said again, is for the core."""
         if self.ledger is None or not self.ledger.behind:
             return False
-        last = self.core.ended.get(submit.request_id) or NONE_ENDED
-        return submit.request_id not in self.core.requests and submit.attempt > last.attempt
+        return submit.request_id not in self.core.requests and submit.attempt > self.core.last_attempt(
+            submit.request_id
+        )
 
     def _send(self, send: Send) -> None:
         peer, message = self.peers.get(send.incarnation), send.message

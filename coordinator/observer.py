@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from coordinator.fairness.fair_queue import Close, MoveTo
+from coordinator.fairness.offers import Close, MoveTo
 from coordinator.request import Request
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker

@@ -3,7 +3,7 @@
 from coordinator.events import ProtocolViolation, Received
 from coordinator.kv_admission.shared_blocks import chains
 from coordinator.lifecycle import ON_WORKERS, Trigger
-from coordinator.lifecycle import State as KvDemand
+from coordinator.lifecycle import State as RequestState
 from coordinator.placement.preemption import relieve
 from coordinator.request import Request
 from coordinator.state import State
@@ -48,7 +48,10 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
         if request is None or (attempt_progress := request.attempt_progress).prefill_incarnation != incarnation:
             continue
         attempt_progress.computed_tokens += chunk.length
-        if request.state is KvDemand.PREFILLING and attempt_progress.computed_tokens >= request.submit.prompt_tokens:
+        if (
+            request.state is RequestState.PREFILLING
+            and attempt_progress.computed_tokens >= request.submit.prompt_tokens
+        ):
             state.counters["prompt_tokens_cached"] += request.cached_tokens
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
@@ -88,7 +91,7 @@ def cache_miss(state: State, incarnation: int, event: Received, now: float) -> N
     if (
         request is None
         or request.prefill_incarnation != incarnation
-        or request.state not in (KvDemand.PLACED, KvDemand.PREFILLING)
+        or request.state not in (RequestState.PLACED, RequestState.PREFILLING)
     ):
         return
     if miss.cached_tokens >= request.cached_tokens:
@@ -123,7 +126,7 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
     if (
         request
         and request.prefill_incarnation == incarnation
-        and request.state in (KvDemand.PREFILLING, KvDemand.HANDING_OVER)
+        and request.state in (RequestState.PREFILLING, RequestState.HANDING_OVER)
     ):
         state.pools[request.submit.model].breakers.worked((incarnation, request.decode_incarnation))
         state.move(request, Trigger.HANDED_OVER, now)
@@ -171,11 +174,11 @@ def finished(state: State, incarnation: int, event: Received, now: float) -> Non
     if state.billing.is_open_to(done.request_id):
         # It finished when nobody was here to be told, so it was in no registration.
         state.billing.emitted(done.request_id, done.resumed_tokens, done.output_tokens)
-    state.record_usage(state.billing.end_orphan(done.request_id, KvDemand.FINISHED, now))
+    state.record_usage(state.billing.end_orphan(done.request_id, RequestState.FINISHED, now))
     request = state.current(done.request_id, done.attempt)
     if request is None or incarnation not in (request.prefill_incarnation, request.decode_incarnation):
         return
-    if request.state in (KvDemand.PREFILLING, KvDemand.HANDING_OVER, KvDemand.DECODING):
+    if request.state in (RequestState.PREFILLING, RequestState.HANDING_OVER, RequestState.DECODING):
         state.queues[request.submit.model].learn(request, done.output_tokens + request.submit.resumed_tokens)
         state.pools[request.submit.model].record_success()
         state.end(request, Trigger.FINISH, "done", now)
@@ -185,7 +188,7 @@ def released(state: State, incarnation: int, event: Received, now: float) -> Non
     done = event.message
     assert isinstance(done, Released)
     _cut_short(state, incarnation, done)
-    state.record_usage(state.billing.end_orphan(done.request_id, KvDemand.CANCELLED, now))
+    state.record_usage(state.billing.end_orphan(done.request_id, RequestState.CANCELLED, now))
 
 
 def _cut_short(state: State, incarnation: int, done: Released | WorkFailed) -> None:
@@ -207,7 +210,7 @@ def work_failed(state: State, incarnation: int, event: Received, now: float) -> 
         or incarnation not in (request.prefill_incarnation, request.decode_incarnation)
     ):
         return
-    if incarnation == request.prefill_incarnation and request.state is KvDemand.DECODING:
+    if incarnation == request.prefill_incarnation and request.state is RequestState.DECODING:
         return
     _record_failure(state, request, worker, failed.reason, now)
     state.interrupt(request, failed.reason, f"{worker.hello.name}: {failed.message}"[:500], now)

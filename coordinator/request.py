@@ -1,34 +1,16 @@
 """What the coordinator knows of one request."""
 
-from sys import intern
-
 import msgspec
-from msgspec.structs import force_setattr
 
-from coordinator.accounting.billing import Bill
+from coordinator.accounting.bill import Bill
 from coordinator.fairness.tenant_queue import Entry
-from coordinator.kv_admission.admission import NEVER
+from coordinator.kv_admission.demand import NEVER
 from coordinator.lifecycle import State, Trigger, advance
 from proto.messages import Submit
-from proto.sampling import Sampling
-
-_COMMON = {value: value for value in (0.0, 1.0)}
-_FLOATS = tuple(name for name, kind in Sampling.__annotations__.items() if kind.__origin__ is float)
 
 NO_CLAIM = (0, 0)
 CLAIM = 0
 """The attempt under which a worker holds room that no attempt has: real ones begin with 1."""
-
-
-def share(submit: Submit) -> None:
-    """Make what most requests have alike one object for all of them: a third of the memory of one that waits. The decoder makes
-    each string and number anew; the message stays equal to what it was."""
-    force_setattr(submit, "model", intern(submit.model))
-    force_setattr(submit, "tenant", intern(submit.tenant))
-    for part, names in ((submit, ("deadline_ms",)), (submit.sampling, _FLOATS)):
-        for name in names:
-            value = getattr(part, name)
-            force_setattr(part, name, _COMMON.get(value, value))
 
 
 class AttemptProgress(msgspec.Struct, eq=False, gc=False):
@@ -92,7 +74,7 @@ class Request(msgspec.Struct, eq=False):
     """To be read. Its own is made by `begin`: there are many requests, and most wait before anything happens to them."""
 
     def begin(self) -> AttemptProgress:
-        """Its course, to be written to."""
+        """Its own progress, to be written to."""
         attempt_progress = self.attempt_progress
         if attempt_progress is _NOTHING:
             attempt_progress = self.attempt_progress = AttemptProgress()

@@ -11,7 +11,7 @@ from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.fairness.scheduling_class import Path
 from coordinator.lifecycle import TERMINAL, Trigger
-from coordinator.lifecycle import State as KvDemand
+from coordinator.lifecycle import State as RequestState
 from coordinator.observer import Watch
 from coordinator.request import CLAIM, NO_CLAIM, Request
 from coordinator.waiting.queue import WaitQueue
@@ -24,12 +24,9 @@ from runtime.tenancy.tenants import open_tenants
 
 
 class Last(msgspec.Struct, frozen=True, gc=False):
-    attempt: int = 0
-    drained: int = -1
+    attempt: int
+    drained: int
     """Attempts up to it that drains cut short; less than any where it was never accepted here."""
-
-
-NONE_ENDED = Last()
 
 
 class State:
@@ -47,7 +44,7 @@ class State:
         """By attempt: which of them hold something for it."""
         self.retries = RetryBudget(self.limits.retry_floor, self.limits.retry_share)
         self.fenced: OrderedDict[int, Hello] = OrderedDict()
-        """Epochs of the last workers that hung, oldest first."""
+        """Incarnations of the last workers that hung, oldest first."""
         self.pools: dict[str, Pool] = {}
         """By model id; a pool stays when its workers go, so that its model stays known."""
         self.queues: dict[str, WaitQueue] = {}
@@ -101,7 +98,7 @@ class State:
         self.interrupted.pop(request.id, None)
         self.move(request, trigger, now, why)
         assert request.state in TERMINAL
-        request.blob = b""  # lines and lists may know it for a while yet
+        request.blob = b""  # rows and lists may know it for a while yet
         self.outcomes[request.state] += 1
         del self.requests[request.id]
         self.remember(*request.key, request.submit.drained_attempts)
@@ -123,8 +120,18 @@ class State:
                     queue.forget(tenant)
 
     def remember(self, request_id: str, attempt: int, drained: int = -1) -> None:
-        before = self.ended.get(request_id) or NONE_ENDED
-        self.ended.put(request_id, Last(max(before.attempt, attempt), max(before.drained, drained)), self.now)
+        attempt = max(attempt, self.last_attempt(request_id))
+        self.ended.put(request_id, Last(attempt, max(drained, self.last_drained(request_id))), self.now)
+
+    def last_attempt(self, request_id: str) -> int:
+        """Of a request that ended lately; 0 for any other."""
+        last = self.ended.get(request_id)
+        return last.attempt if last is not None else 0
+
+    def last_drained(self, request_id: str) -> int:
+        """How many attempts of a request that ended lately were cut short by drains; -1 where it was never accepted here."""
+        last = self.ended.get(request_id)
+        return last.drained if last is not None else -1
 
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float) -> None:
         self.counters[f"interrupted_{reason}"] += 1
@@ -178,7 +185,7 @@ class State:
         queue = self.queues[request.submit.model]
         queue.remove(request)
         queue.refund_output(request)
-        if request.state is KvDemand.QUEUED:
+        if request.state is RequestState.QUEUED:
             pool = self.pools[request.submit.model]
             pool.unbind(request)
             pool.gone(request)

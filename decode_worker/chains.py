@@ -8,7 +8,7 @@ name says nothing of a block that is not in the tree: it may have been given up,
 from collections.abc import Sequence
 
 from proto.limits import MAX_PREFIX_PARTS
-from proto.prefix import PrefixPart
+from proto.parts import PrefixPart
 
 
 class BlockChains:

@@ -22,7 +22,7 @@ from proto.codec import split_hashes
 from proto.errors import Interrupt
 from proto.held import Held
 from proto.messages import Finished, Released, Reserve, WorkFailed
-from proto.prefix import PrefixPart
+from proto.parts import PrefixPart
 from proto.progress import Joined, SharedPrefix
 
 S = TypeVar("S")

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from proto.fields import Attempt, BlockSize, Count, RequestId, Tokens_
-from proto.prefix import PrefixParts
+from proto.parts import PrefixParts
 
 
 class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):

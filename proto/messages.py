@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from proto import limits
-from proto.errors import CancelReason, FinishReason, Interrupt, Reject
+from proto.errors import CancelReason, Interrupt, Reject
 from proto.fields import (
     AnswerTokens,
     Attempt,
@@ -42,7 +42,10 @@ from proto.fields import (
     Tokens_,
 )
 from proto.held import Capacity, Held
-from proto.sampling import Sampling, TokenId, TokenLogprobs
+from proto.parts import Chunk as Chunk
+from proto.parts import RateState as RateState
+from proto.parts import TokenItem as TokenItem
+from proto.sampling import Sampling
 
 
 class Role(StrEnum):
@@ -138,7 +141,7 @@ class Submit(Message, frozen=True):
     tenant: Text = "default"
     """`organisation/user` or `organisation`, from the authenticated key and nothing else."""
     priority_class: Text = ""
-    """The priority priority class the client asked for; empty: its tenant's own."""
+    """The priority class the client asked for; empty: its tenant's own."""
     deadline_ms: DurationMs = 0.0
     """By when the first token is wanted, counted from now; 0: the priority class's default."""
     block_hashes: BlockHashes = b""
@@ -162,18 +165,6 @@ class StatusRequest(Message, frozen=True):
 
 
 # --- coordinator → gateway --------------------------------------------------------------------------------------------
-
-
-class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """What is left of a tenant's rates, for the `x-ratelimit-*` headers; a limit of 0 means that there is none."""
-
-    limit_requests: Count
-    remaining_requests: Count
-    reset_requests_s: Seconds
-    """Until all of the limit is there again."""
-    limit_tokens: Count
-    remaining_tokens: Count
-    reset_tokens_s: Seconds
 
 
 class Accepted(Message, frozen=True):
@@ -238,13 +229,6 @@ class Prefill(Message, frozen=True):
     block_hashes: BlockHashes = b""
     cached_tokens: Tokens_ = 0
     """So many of the prompt's first tokens are believed to be in this worker's cache; chunks start behind them."""
-
-
-class Chunk(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    request_id: RequestId
-    attempt: Attempt
-    start: Tokens_
-    length: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
 
 
 class Step(Message, frozen=True):
@@ -352,21 +336,6 @@ class WorkFailed(Message, frozen=True):
 
 
 # --- worker → gateway --------------------------------------------------------------------------------------------------------
-
-
-class TokenItem(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """Consecutive tokens of one choice, `tokens[0]` being number `index` of the answer."""
-
-    request_id: RequestId
-    attempt: Attempt
-    choice: ChoiceIndex
-    index: Tokens_
-    tokens: Annotated[tuple[TokenId, ...], Meta(max_length=limits.MAX_TOKENS_PER_ITEM)]
-    finish: FinishReason | None = None
-    """Set with the last token. A stop token is the last token and is not text."""
-    logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=limits.MAX_TOKENS_PER_ITEM)] = ()
-    cached_tokens: Tokens_ = 0
-    """With an attempt's first token: how many of the prompt's tokens came from the prefix cache and were not computed."""
 
 
 class Tokens(Message, frozen=True):

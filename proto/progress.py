@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from proto.fields import Attempt, Count, DurationMs, RequestId
 from proto.messages import Message
-from proto.prefix import PrefixParts
+from proto.parts import PrefixParts
 
 
 class Joined(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):

@@ -7,10 +7,48 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.test_tidy import EVERYTHING, ROOT
 
 FILES_MAX = 15
 LINES_MAX = 350
+
+FOLDERS_MAY_IMPORT = {
+    "coordinator": {
+        "accounting": "",
+        "admission": "accounting placement reporting waiting workers",
+        "event_log": "fairness placement waiting workers",
+        "fairness": "",
+        "kv_admission": "",
+        "placement": "fairness kv_admission waiting workers",
+        "recovery": "reporting waiting workers",
+        "reporting": "accounting waiting",
+        "waiting": "fairness kv_admission",
+        "workers": "fairness kv_admission waiting",
+    },
+    "gateway": {"http": "streams", "openai": "http streams text", "streams": "text", "text": ""},
+    "kvtransfer": {"memory": "", "session": "", "transports": "memory session"},
+    "launcher": {
+        "admin": "local",
+        "bench": "admin http load local models",
+        "cluster": "load local models",
+        "http": "",
+        "load": "http",
+        "local": "models",
+        "models": "",
+        "reference": "cluster local",
+    },
+    "runtime": {
+        "link": "process settings",
+        "metrics": "link process settings",
+        "process": "",
+        "settings": "process",
+        "tenancy": "process",
+        "worker": "link metrics process settings",
+    },
+}
+"""Which folders of a package each of its folders may import. Files beside the folders are not in the table."""
 
 Imports = Mapping[str, set[str]]
 
@@ -111,6 +149,34 @@ def test_a_cycle_is_seen() -> None:
     folders = imports({"a.b.y": "import a.c.v", "a.c.v": "", "a.c.z": "import a.b.w", "a.b.w": ""})
     assert not cycles(folders)
     assert cycles(children(folders, "a")) == [["b", "c"]]
+
+
+def folder_problems(graph: Imports, package: str, table: Mapping[str, str]) -> list[str]:
+    """Where the imports between the folders of a package differ from its table."""
+    found = children({name: others for name, others in graph.items() if name.startswith(f"{package}.")}, package)
+    folders = {name.split(".")[1] for name in graph if name.startswith(f"{package}.") and name.count(".") > 1}
+    problems = [f"{package}/{folder} is not in the table" for folder in sorted(folders - table.keys())]
+    for folder, allowed in table.items():
+        used = found.get(folder, set()) & folders
+        problems += [f"{package}/{folder} may not import {other}" for other in sorted(used - set(allowed.split()))]
+        problems += [f"{package}/{folder} does not import {other}" for other in sorted(set(allowed.split()) - used)]
+    return problems
+
+
+@pytest.mark.parametrize("package", FOLDERS_MAY_IMPORT)
+def test_folders_import_what_their_table_allows(package: str) -> None:
+    assert not folder_problems(_graph(), package, FOLDERS_MAY_IMPORT[package])
+
+
+def test_a_forbidden_import_between_folders_is_seen() -> None:
+    sources = {"a.fair.x": "from a.money import y", "a.money.y": "", "a.new.z": ""}
+    graph = {name: imports(sources).get(name, set()) for name in sources}
+    table = {"fair": "", "money": "fair"}
+    assert folder_problems(graph, "a", table) == [
+        "a/new is not in the table",
+        "a/fair may not import money",
+        "a/money does not import fair",
+    ]
 
 
 def test_folders_and_files_stay_small() -> None:

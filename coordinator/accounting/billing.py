@@ -22,9 +22,9 @@ finished meanwhile. So a bill that it held is not closed as cancelled before `DO
 
 from collections import OrderedDict
 
-import msgspec
-
-from coordinator.accounting.quota import NO_RATES, Ask, Denial, Grant, Quotas
+from coordinator.accounting.account import Grant
+from coordinator.accounting.bill import Bill
+from coordinator.accounting.quota import NO_RATES, Ask, Denial, Quotas
 from coordinator.accounting.tombstones import Remembered
 from coordinator.accounting.usage import Closed, Past, Settled
 from coordinator.lifecycle import State
@@ -44,85 +44,6 @@ def whole_of(submit: Submit) -> str:
     """The request that this one is the rest of, as one of several choices that had begun; empty where it is none."""
     end = f".c{submit.first_choice}"
     return submit.request_id.removesuffix(end) if submit.choices == 1 and submit.request_id.endswith(end) else ""
-
-
-class UsageCounters(msgspec.Struct, eq=False, gc=False):
-    """What has come of a bill so far."""
-
-    attempt: int = 0
-    computed_tokens: int = 0
-    """Of the prompt, in this attempt."""
-    prompt_tokens: int = 0
-    """To be charged."""
-    prompt_done: bool = False
-    """All of the prompt was computed or cached, in some attempt: what a later one computes of it again is not charged."""
-    output_tokens: int = 0
-    """Of the answer, known to be emitted, summed over choices."""
-    from_token: int = 0
-    """Of the answer: those before it are on another bill."""
-    charged_tokens: int = 0
-    """By an earlier bill of this request."""
-    again: bool = False
-    """Its row in the ledger may be closed."""
-    adopted: bool = False
-    """It was an orphan, and its row is in the journal."""
-    held: int = 0
-    """Reservations on workers, and chunks dispatched and not heard of."""
-    doubt_until: float = 0.0
-    """A worker that was lost with it may say more of it until then."""
-    outcome: str = ""
-    ended: str = ""
-    """Its outcome before it was reopened."""
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    decode_s: float = 0.0
-
-    @property
-    def used_tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens - self.from_token
-
-
-class _Nothing(UsageCounters, frozen=True):  # type: ignore[misc]
-    """Writing to it is an error."""
-
-
-_NOTHING = _Nothing()
-
-
-class Bill(Grant, eq=False, gc=False):
-    request_id: str
-    prompt_tokens_max: int
-    choices: int = 1
-    counters: UsageCounters = _NOTHING
-    """To be read. Its own is made by `begin`: most requests wait before anything comes of them, and there are many."""
-
-    def begin(self) -> UsageCounters:
-        """Its tally, to be written to."""
-        counters = self.counters
-        if counters is _NOTHING:
-            counters = self.counters = UsageCounters()
-        return counters
-
-    @property
-    def estimate(self) -> Ask:
-        """What was reserved, with what was charged before."""
-        counters = self.counters
-        prompt_tokens = counters.prompt_tokens if counters.prompt_done else self.prompt_tokens_max
-        return Ask(prompt_tokens, counters.charged_tokens + self.tokens - prompt_tokens, self.kv_blocks)
-
-    def spend(self, state: State, seconds: float) -> None:
-        """Time passed in a state of the request."""
-        counters = self.begin()
-        match state:
-            case State.PREFILLING:
-                counters.prefill_s += seconds
-            case State.HANDING_OVER:
-                counters.transfer_s += seconds
-            case State.DECODING:
-                counters.decode_s += seconds
-            case _:
-                counters.queue_s += seconds
 
 
 class Billing:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from coordinator.accounting.account import NS, PER_MIN, Account, Bucket, Grant
 from proto.messages import RateState
 from runtime.tenancy.tenants import Level, QuotaLimits, Tenants
 
@@ -31,10 +32,6 @@ _Left = tuple[int, int, float]
 _NONE: _Left = (0, 0, 0.0)
 NO_RATES = RateState(0, 0, 0.0, 0, 0, 0.0)
 DAY_S = 86_400
-_NS = 1_000_000_000
-_NO_LIMITS = QuotaLimits()
-_PER_MIN = 60 * _NS
-"""A limit of n per minute is n units per nanosecond when one token is this many."""
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
@@ -63,92 +60,6 @@ class Denial:
     def __str__(self) -> str:
         what = "the limit is reached" if self.retry_after_s else "this request alone is over the limit"
         return f"{self.limit} of {self.level}: {what}"
-
-
-class _Bucket:
-    """A rate as a token bucket with integer content; refilled when looked at."""
-
-    def __init__(self, per_min: int, now_ns: int) -> None:
-        self.per_min = per_min
-        self.content = per_min * _PER_MIN
-        self._at_ns = now_ns
-
-    def refill(self, now_ns: int) -> None:
-        if now_ns > self._at_ns:
-            full = self.per_min * _PER_MIN
-            self.content = min(full, self.content + (now_ns - self._at_ns) * self.per_min)
-            self._at_ns = now_ns
-
-    def take(self, amount: int) -> None:
-        """Negative to give back; never fuller than full."""
-        self.content = min(self.per_min * _PER_MIN, self.content - amount * _PER_MIN)
-
-    def wait_ns(self, amount: int) -> int:
-        """Until so much can be taken; the caller has seen that it is not more than the bucket holds."""
-        return -(-max(amount * _PER_MIN - self.content, 0) // self.per_min)
-
-    def resize(self, per_min: int) -> None:
-        """To another limit; what was used stays used."""
-        self.content += (per_min - self.per_min) * _PER_MIN
-        self.per_min = per_min
-
-
-class Account:
-    """One level: its limits, and what is taken of them."""
-
-    def __init__(self, level: Level, now_ns: int) -> None:
-        self.name = level.name
-        self.limits = QuotaLimits()
-        self.borrow = self.limited = False
-        self.requests: _Bucket | None = None
-        self.tokens: _Bucket | None = None
-        self.concurrency = self.tokens_in_flight = self.kv_blocks = 0
-        self.day = 0
-        self.day_tokens = 0
-        """Of `day`: settled, and reserved on estimates."""
-        self.set(level, now_ns)
-
-    def set(self, level: Level, now_ns: int) -> None:
-        self.limits, self.borrow = level.limits, level.borrow
-        self.limited = level.limits != _NO_LIMITS
-        self.requests = self._bucket(self.requests, level.limits.requests_per_min, now_ns)
-        self.tokens = self._bucket(self.tokens, level.limits.tokens_per_min, now_ns)
-
-    @staticmethod
-    def _bucket(bucket: _Bucket | None, per_min: int | None, now_ns: int) -> _Bucket | None:
-        if per_min is None:
-            return None
-        if bucket is None:
-            return _Bucket(per_min, now_ns)
-        bucket.refill(now_ns)
-        bucket.resize(per_min)
-        return bucket
-
-    def refresh(self, now_ns: int, day: int) -> None:
-        if self.requests is not None:
-            self.requests.refill(now_ns)
-        if self.tokens is not None:
-            self.tokens.refill(now_ns)
-        if day > self.day:
-            self.day, self.day_tokens = day, 0
-
-    @property
-    def idle(self) -> bool:
-        return not (self.concurrency or self.tokens_in_flight or self.kv_blocks)
-
-
-class Grant(msgspec.Struct, eq=False, gc=False):
-    """What one request has taken. There are as many as requests, hence small."""
-
-    accounts: tuple[Account, ...]
-    """Empty once it is settled."""
-    tokens: int
-    kv_blocks: int
-    day: int
-    rated: int
-    """Bits 2i and 2i + 1: the request rate and the token rate of account i were charged; not where there was no such limit, or
-    where it was borrowed over."""
-    borrowed: bool
 
 
 @dataclass
@@ -245,7 +156,7 @@ class Quotas:
         """A new tenants file: limits change, what is used and held stays, also of tenants that are gone."""
         self.tenants, self.utc_offset_s = tenants, utc_offset_s
         self._of.clear()
-        now_ns, day = round(now * _NS), self.day(now)
+        now_ns, day = round(now * NS), self.day(now)
         levels = {level.name: level for policy in tenants.policies.values() for level in policy.levels}
         self._level_names = set(levels)
         for name, account in list(self.accounts.items()):
@@ -285,7 +196,7 @@ class Quotas:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _accounts(self, tenant: str, now: float) -> tuple[Account, ...]:
-        now_ns, day = round(now * _NS), self.day(now)
+        now_ns, day = round(now * NS), self.day(now)
         found = self._of.get(tenant)
         if found is None:
             policy = self.tenants.policy(tenant)
@@ -349,7 +260,7 @@ class Quotas:
 
     def _close(self, grant: Grant, used_tokens: int, now: float, undo: bool) -> None:
         assert grant.accounts, "a grant is settled once"
-        more, now_ns, day = used_tokens - grant.tokens, round(now * _NS), self.day(now)
+        more, now_ns, day = used_tokens - grant.tokens, round(now * NS), self.day(now)
         for index, account in enumerate(grant.accounts):
             account.refresh(now_ns, day)
             account.concurrency -= 1
@@ -382,9 +293,9 @@ def _seconds(wait_ns: int) -> float:
     return min((wait_ns // 1000 + 2) / 1e6, float(DAY_S))
 
 
-def _left(bucket: _Bucket) -> _Left:
+def _left(bucket: Bucket) -> _Left:
     missing_ns = bucket.wait_ns(bucket.per_min)
-    return bucket.per_min, max(bucket.content // _PER_MIN, 0), min(missing_ns / _NS, float(DAY_S))
+    return bucket.per_min, max(bucket.content // PER_MIN, 0), min(missing_ns / NS, float(DAY_S))
 
 
 def _remaining(left: _Left) -> int:

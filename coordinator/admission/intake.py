@@ -5,12 +5,12 @@ from coordinator.admission import checks as admission
 from coordinator.admission import tenancy
 from coordinator.events import ProtocolViolation, Received, StateChanged
 from coordinator.lifecycle import ON_WORKERS, Trigger
-from coordinator.lifecycle import State as Life
+from coordinator.lifecycle import State as RequestState
 from coordinator.placement.choice import uncached_tokens
 from coordinator.placement.preemption import expected_left
 from coordinator.reporting import report
-from coordinator.request import Request, share
-from coordinator.state import NONE_ENDED, State
+from coordinator.request import Request
+from coordinator.state import State
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
@@ -31,7 +31,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     if malformed := _malformed(submit, event.blob):
         state.out.append(ProtocolViolation(incarnation, malformed))
         return
-    ended = (state.ended.get(submit.request_id) or NONE_ENDED).attempt
+    ended = state.last_attempt(submit.request_id)
     if submit.attempt <= ended:
         if submit.attempt == ended:
             why = "this attempt has ended; its tokens were lost on their way if they have not come"
@@ -64,7 +64,6 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         return
     assert request is not None
     if known is None:
-        share(submit)
         state.requests[request.id] = request
         request.pay_for_drained(0)
         state.record_usage(tenancy.opened(state, request))
@@ -87,11 +86,11 @@ def _comes_back(state: State, submit: Submit) -> bool:
     known = state.requests.get(submit.request_id)
     if known is not None:
         drained = submit.drained_attempts > known.submit.drained_attempts
-        return known.state is Life.INTERRUPTED and not drained
+        return known.state is RequestState.INTERRUPTED and not drained
     if submit.attempt == 1:
         return False
     # A choice may have been put off and cancelled: of itself it was never accepted then.
-    earlier = ((state.ended.get(name) or NONE_ENDED).drained for name in (submit.request_id, whole_of(submit)))
+    earlier = (state.last_drained(name) for name in (submit.request_id, whole_of(submit)))
     return submit.drained_attempts <= max(earlier)
 
 
@@ -180,13 +179,13 @@ def _reject(
     now: float,
     retry_after_s: float | None = None,
 ) -> None:
-    state.outcomes[Life.REJECTED] += 1
+    state.outcomes[RequestState.REJECTED] += 1
     state.counters[f"rejected_{reason}"] += 1
     if retry_after_s is None:
         retry_after_s = report.retry_after_s(state, submit, now) if reason in _WORTH_ANOTHER_TRY else 0.0
     rates = state.billing.rates(submit.tenant, now)
     state.send(incarnation, Rejected(submit.request_id, submit.attempt, reason, why, retry_after_s, rates))
-    state.out.append(StateChanged(submit.request_id, submit.attempt, Life.REJECTED, reason))
+    state.out.append(StateChanged(submit.request_id, submit.attempt, RequestState.REJECTED, reason))
 
 
 _WHOLE_ANSWER = frozenset({CancelReason.STOP_STRING, CancelReason.ANSWERED})
@@ -201,7 +200,7 @@ def cancel(state: State, incarnation: int, event: Received, now: float) -> None:
         state.emitted(request.submit.model, request.path, request.id, cancel.output_tokens, 0)
         if cancel.reason in _WHOLE_ANSWER and cancel.output_tokens:
             state.queues[request.submit.model].learn(request, cancel.output_tokens)
-        whole = cancel.reason is CancelReason.ANSWERED and request.state is Life.INTERRUPTED
+        whole = cancel.reason is CancelReason.ANSWERED and request.state is RequestState.INTERRUPTED
         state.end(request, Trigger.FINISH if whole else Trigger.CANCEL, cancel.reason, now)
     elif request is None:
         # Accepted by an earlier coordinator: the workers know it, and so do their holdings.
@@ -211,7 +210,7 @@ def cancel(state: State, incarnation: int, event: Received, now: float) -> None:
         state.remember(cancel.request_id, cancel.attempt)
         state.billing.emitted(cancel.request_id, cancel.output_tokens, 0)
         if cancel.reason is CancelReason.ANSWERED:
-            state.record_usage(state.billing.end_orphan(cancel.request_id, Life.FINISHED, now))
+            state.record_usage(state.billing.end_orphan(cancel.request_id, RequestState.FINISHED, now))
         else:
             state.record_usage(state.billing.give_up(cancel.request_id, now))
 

@@ -179,7 +179,7 @@ def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | No
     theirs: Entry[Any] | None = winner.entry
     assert mine is not None and theirs is not None
     if theirs.leaf is mine.leaf:
-        ours, other = mine.lane.order(mine), theirs.lane.order(theirs)
+        ours, other = mine.queue.order(mine), theirs.queue.order(theirs)
         if other > ours:
             return None
         return SameTenant(by(winner), _order(other, ours), round(mine.due - theirs.due, 6))

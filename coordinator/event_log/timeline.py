@@ -3,7 +3,6 @@
 Both are observers of a `coordinator.event_log.replay.Replay`. Times are seconds since the request was first submitted.
 """
 
-from heapq import heappush, heappushpop
 from typing import Final
 
 import msgspec
@@ -18,14 +17,12 @@ from coordinator.event_log.reasons import (
     Reason,
     RoomKept,
     SameTenant,
-    by,
     why_not,
 )
 from coordinator.events import Action, Event, Received, Send, StateChanged
 from coordinator.lifecycle import TERMINAL
-from coordinator.lifecycle import State as Life
+from coordinator.lifecycle import State as RequestState
 from coordinator.observer import Decision, Looked, Outcome
-from coordinator.request import Request
 from proto.messages import HandedOver, Rejected, Reserve, Step, Submit
 
 NAMED_MAX: Final = 3
@@ -230,24 +227,24 @@ class Timeline:
                     self._blocks = blocks
         self._seen = len(actions)
 
-    def _moved(self, state: Life, why: str) -> None:
-        if self._came is not None and state in (Life.QUEUED, Life.REJECTED):
+    def _moved(self, state: RequestState, why: str) -> None:
+        if self._came is not None and state in (RequestState.QUEUED, RequestState.REJECTED):
             self._add(self._came)
         if state in TERMINAL:
             told, retry_after_s = self._rejection()
             why = why if told in ("", why) else f"{why}: {told}"
             self._add(Ended(self._at_s, state.value, why, retry_after_s, self._made_room_for(why)))
-        elif state is Life.PLACED:
+        elif state is RequestState.PLACED:
             assert self._core is not None
             cached_tokens = self._core.requests[self.request_id].cached_tokens
             self._add(Placed(self._at_s, why, self._blocks, cached_tokens, self._kept))
-        elif state is Life.DECODING:
+        elif state is RequestState.DECODING:
             done = self._event.message if isinstance(self._event, Received) else None
             transfer_ms = done.transfer_ms if isinstance(done, HandedOver) else 0.0
             self._add(Changed(self._at_s, state.value, why, transfer_ms))
-        elif state in (Life.HANDING_OVER, Life.INTERRUPTED):
+        elif state in (RequestState.HANDING_OVER, RequestState.INTERRUPTED):
             self._add(Changed(self._at_s, state.value, why))
-        if state in TERMINAL or state in (Life.QUEUED, Life.INTERRUPTED):
+        if state in TERMINAL or state in (RequestState.QUEUED, RequestState.INTERRUPTED):
             self._in_step = False
 
     def _step(self, incarnation: int, step: Step) -> None:
@@ -285,94 +282,3 @@ class Timeline:
     def _close_passing(self) -> None:
         self.entries += [passing.entry() for passing in self._passing.values()]
         self._passing.clear()
-
-
-class Named:
-    """The ids that begin so, of all requests that came. An `Observer`."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self.found: dict[str, None] = {}
-
-    def before(self, core: Core, event: Event, now: float) -> None:
-        pass
-
-    def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, StateChanged) and action.request_id.startswith(self._prefix):
-                self.found[action.request_id] = None
-
-
-class Waited(msgspec.Struct, frozen=True, order=True):
-    """How long one request was queued, all its attempts together."""
-
-    waited_s: float
-    submitted_s: float
-    """Since the recording began."""
-    request: str
-    priority_class: str
-    tenant: str
-    prompt_tokens: int
-    outcome: str
-    """Or its state at the end of the journal."""
-
-
-class Longest:
-    """The requests that waited longest. An `Observer`."""
-
-    def __init__(self, started: float, most: int) -> None:
-        self._started, self._most = started, most
-        self._since: dict[str, float] = {}
-        self._live: dict[str, tuple[Request, float]] = {}
-        """With the seconds waited so far."""
-        self._top: list[Waited] = []
-        self._now = started
-        self.requests = 0
-
-    def before(self, core: Core, event: Event, now: float) -> None:
-        self._now = now
-
-    def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, StateChanged):
-                self._moved(core, action, now)
-
-    def finish(self) -> list[Waited]:
-        for request_id in list(self._live):
-            self._leave(request_id, self._live[request_id][0].state.value, self._now)
-        return sorted(self._top, reverse=True)
-
-    def _moved(self, core: Core, moved: StateChanged, now: float) -> None:
-        request_id = moved.request_id
-        if moved.state is Life.QUEUED:
-            request = core.requests.get(request_id)
-            if request is not None and request_id not in self._live:
-                self._live[request_id] = (request, 0.0)
-                self.requests += 1
-            self._since[request_id] = now
-        elif moved.state in TERMINAL:
-            self._leave(request_id, moved.state.value, now)
-        elif request_id in self._since:
-            request, waited_s = self._live[request_id]
-            self._live[request_id] = (request, waited_s + now - self._since.pop(request_id))
-
-    def _leave(self, request_id: str, outcome: str, now: float) -> None:
-        found = self._live.pop(request_id, None)
-        if found is None:
-            return  # It was rejected at once.
-        request, waited_s = found
-        waited_s += now - self._since.pop(request_id, now)
-        told = by(request)
-        row = Waited(
-            round(waited_s, 6),
-            request.arrived - self._started,
-            request_id,
-            told.priority_class,
-            told.tenant,
-            request.submit.prompt_tokens,
-            outcome,
-        )
-        if len(self._top) < self._most:
-            heappush(self._top, row)
-        else:
-            heappushpop(self._top, row)

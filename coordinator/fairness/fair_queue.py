@@ -28,49 +28,19 @@ is not named costs nothing, however many entries wait under it. The caller answe
 So a pop makes at most `len(keys) + MOVES_MAX + 1` offers, whoever waits: no tenant can hide others behind requests that
 cannot run. A descent to one offer costs O(levels * (keys + log n)).
 
-Inside one tenant `lanes` decides. Pure; costs are in weighted tokens.
+Inside one tenant its `TenantQueue` decides. Pure; costs are in weighted tokens.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple
 
+from coordinator.fairness.offers import Close, Offer, T, Terms
 from coordinator.fairness.scheduling_class import Path, Ring, SchedulingClass
 from coordinator.fairness.sorted_row import SortedRow
 from coordinator.fairness.tenant_queue import Entry, TenantQueue
 
-T = TypeVar("T")
 MOVES_MAX = 64
 """Entries that one pop may move to another key."""
-
-
-class Terms(NamedTuple):
-    """The entry can run."""
-
-    cost: float
-    """Of its next chunk."""
-    last: bool
-    """The chunk is its last one: the entry leaves the queue."""
-    key: int
-    """Under which it waits for its further chunks; of no account after the last one."""
-
-
-class Close(NamedTuple):
-    """Nothing under the entry's key can run now, nor under `also`."""
-
-    also: Sequence[int] = ()
-
-
-class MoveTo(NamedTuple):
-    """The entry is to wait under another key, as the newest there. Its deadline and its arrival stay."""
-
-    key: int
-
-
-CLOSED = Close()
-Answer = Terms | Close | MoveTo
-Offer = Callable[[T], Answer]
-"""Asked for the item of one entry after the other, in fair order. It must not change the queue; `peek` and `goes_before` are
-allowed."""
 
 
 class Popped(NamedTuple, Generic[T]):
@@ -90,7 +60,7 @@ class FairQueue(Generic[T]):
         self, quantum: float = 0.0, weights: Mapping[str, float] | None = None, overtaken_max: int = 16
     ) -> None:
         """`quantum`: cost per weight that an idle tenant may save up. `weights` by path joined with "/", 1 where none is
-        given. `overtaken_max`: see `lanes`."""
+        given. `overtaken_max`: see `TenantQueue`."""
         assert quantum >= 0 and overtaken_max >= 1
         self.quantum = quantum
         self.weights = dict(weights or {})
@@ -118,7 +88,7 @@ class FairQueue(Generic[T]):
 
     def has(self, key: int) -> bool:
         """Whether anything waits under a key."""
-        return key in self._root.lines
+        return key in self._root.rows
 
     def forget(self, path: Path) -> None:
         """Let go of a tenant that has no entries, and of what was above it for its sake; with them go its debts."""
@@ -136,18 +106,18 @@ class FairQueue(Generic[T]):
         """Add a request with about `chunks` chunks to run; `deadline` in the seconds of whoever calls."""
         leaf = self._leaf(path)
         self._joins += 1
-        lane = self._lane(leaf, key)
-        entry: Entry[T] = Entry(item, lane, deadline, chunks, self._joins)
-        lane.join(entry)
+        queue = self._tenant_queue(leaf, key)
+        entry: Entry[T] = Entry(item, queue, deadline, chunks, self._joins)
+        queue.join(entry)
         self.size += 1
         return entry
 
     def remove(self, entry: Entry[T]) -> None:
         """Take a request out, whether it is cancelled or has no chunk left."""
-        lane = entry.lane
-        lane.leave(entry)
-        if not lane.size:
-            self._end(lane)
+        queue = entry.queue
+        queue.leave(entry)
+        if not queue.size:
+            self._end(queue)
         self.size -= 1
 
     def move(self, entry: Entry[T], key: int) -> None:
@@ -156,7 +126,7 @@ class FairQueue(Generic[T]):
 
     def pop(self, keys: Iterable[int], offer: Offer[T]) -> Popped[T]:
         """Charge the next chunk that can run under one of the keys. With its last chunk a request leaves the queue."""
-        there = self._root.lines
+        there = self._root.rows
         open_keys = [key for key in keys if key in there]
         closed: list[int] = []
         moves = 0
@@ -166,16 +136,16 @@ class FairQueue(Generic[T]):
                 break
             answer = offer(entry.item)
             if isinstance(answer, Terms):
-                self._charge(entry.lane.node, answer.cost)
+                self._charge(entry.queue.node, answer.cost)
                 self._count_turn(entry, open_keys)
                 self._go_on(entry, answer)
                 return Popped(entry, answer.cost, tuple(closed), False)
             if isinstance(answer, Close):
-                shut = {entry.lane.key, *answer.also}
+                shut = {entry.queue.key, *answer.also}
                 closed += [key for key in open_keys if key in shut]
                 open_keys = [key for key in open_keys if key not in shut]
                 continue
-            assert answer.key != entry.lane.key, "it is there already"
+            assert answer.key != entry.queue.key, "it is there already"
             if moves == MOVES_MAX:
                 return Popped(None, 0.0, tuple(closed), True)
             moves += 1
@@ -206,9 +176,9 @@ class FairQueue(Generic[T]):
 
     def goes_before(self, one: Entry[T], other: Entry[T]) -> bool:
         """Whether `one` comes first in the fair order."""
-        mine, theirs = one.lane.node, other.lane.node
+        mine, theirs = one.queue.node, other.queue.node
         if mine is theirs:
-            return one.lane.order(one) < other.lane.order(other)
+            return one.queue.order(one) < other.queue.order(other)
         mine, theirs = where_they_part(mine, theirs)
         return (mine.round, mine.position) < (theirs.round, theirs.position)
 
@@ -224,10 +194,10 @@ class FairQueue(Generic[T]):
                 ahead = node.round - ring.now
                 node.set_round(ring.now + max(ahead + node.owed / node.weight, 0.0))
                 node.owed = min(node.owed + ahead * node.weight, 0.0)
-                for line in node.lines.values():
+                for row in node.rows.values():
                     # A rank that is too early is brought up to date when it comes first.
-                    if line.rank is not None and line.rank[0] > node.round and line.above.size > 1:
-                        line.above.refresh(line)
+                    if row.rank is not None and row.rank[0] > node.round and row.above.size > 1:
+                        row.above.refresh(row)
             node = ring
 
     def charge(self, path: Path, cost: float) -> None:
@@ -249,17 +219,17 @@ class FairQueue(Generic[T]):
     def _first(self, keys: Iterable[int]) -> Entry[T] | None:
         """The next entry under these keys. Serves nothing."""
         node = self._root
-        there = [key for key in keys if key in node.lines]
+        there = [key for key in keys if key in node.rows]
         if not there:
             return None
-        while type(node.lines[there[0]]) is Ring:  # all lines of a node are of one kind
+        while type(node.rows[there[0]]) is Ring:  # all rows of a node are of one kind
             node = node.first(there)
             if len(there) > 1:
-                there = [key for key in there if key in node.lines]
-        lanes: list[TenantQueue[T]] = [node.lines[key] for key in there]  # type: ignore[misc]
-        if len(lanes) == 1:
-            return lanes[0].first()
-        return min((lane.first() for lane in lanes), key=lambda entry: entry.lane.order(entry))
+                there = [key for key in there if key in node.rows]
+        queues: list[TenantQueue[T]] = [node.rows[key] for key in there]  # type: ignore[misc]
+        if len(queues) == 1:
+            return queues[0].first()
+        return min((queue.first() for queue in queues), key=lambda entry: entry.queue.order(entry))
 
     def _go_on(self, entry: Entry[T], terms: Terms) -> None:
         if terms.last:
@@ -288,14 +258,14 @@ class FairQueue(Generic[T]):
     def _count_turn(self, entry: Entry[T], open_keys: Sequence[int]) -> None:
         """`entry` gets a chunk: whoever of its tenant joined before it and could have run is overtaken. Under other keys the
         newer ones are counted too, as long as the oldest there is older than `entry`."""
-        lane = entry.lane
-        lane.overtake(entry)
-        lines = lane.node.lines
-        if len(lines) == 1:
+        queue = entry.queue
+        queue.overtake(entry)
+        rows = queue.node.rows
+        if len(rows) == 1:
             return
         for key in open_keys:
-            other = lines.get(key)
-            if other is None or other is lane:
+            other = rows.get(key)
+            if other is None or other is queue:
                 continue
             assert isinstance(other, TenantQueue) and other.oldest is not None
             if other.oldest.joined < entry.joined:
@@ -304,52 +274,52 @@ class FairQueue(Generic[T]):
     # --- idle and busy --------------------------------------------------------------------------------------------------
 
     def _move(self, entry: Entry[T], key: int, chunks: int) -> None:
-        before = entry.lane
+        before = entry.queue
         self._joins += 1
         before.leave(entry)
-        lane = before if before.key == key else self._lane(before.node, key)
-        entry.lane, entry.chunks, entry.joined = lane, chunks, self._joins
-        lane.join(entry)
+        queue = before if before.key == key else self._tenant_queue(before.node, key)
+        entry.queue, entry.chunks, entry.joined = queue, chunks, self._joins
+        queue.join(entry)
         if not before.size:
             self._end(before)
 
-    def _lane(self, leaf: SchedulingClass, key: int) -> TenantQueue[T]:
-        """The tenant's lane for a key; made where it has none, with the rings above it that are missing."""
-        there = leaf.lines.get(key)
+    def _tenant_queue(self, leaf: SchedulingClass, key: int) -> TenantQueue[T]:
+        """The tenant's queue for a key; made where it has none, with the rings above it that are missing."""
+        there = leaf.rows.get(key)
         if there is not None:
             assert isinstance(there, TenantQueue)
             return there
-        lane: TenantQueue[T] = TenantQueue(leaf, key, self._overtaken_max)
-        line: SortedRow = lane
+        queue: TenantQueue[T] = TenantQueue(leaf, key, self._overtaken_max)
+        row: SortedRow = queue
         node = leaf
         while True:
-            if not node.lines and node.parent is not None:
+            if not node.rows and node.parent is not None:
                 node.round = max(node.round + node.owed / node.weight, node.parent.now - self.quantum)
                 node.owed = 0.0
-            node.add_line(key, line)
+            node.add_row(key, row)
             if node.parent is None:
-                return lane
+                return queue
             node = node.parent
-            ring = node.lines.get(key)
+            ring = node.rows.get(key)
             if ring is not None:
                 assert isinstance(ring, Ring)
-                ring.enter(line)
-                return lane
+                ring.enter(row)
+                return queue
             ring = Ring(node, key)
-            ring.enter(line)
-            line = ring
+            ring.enter(row)
+            row = ring
 
-    def _end(self, line: SortedRow) -> None:
+    def _end(self, row: SortedRow) -> None:
         """Nothing is left in it, nor in the rings above that have no other."""
         while True:
-            line.node.drop_line(line.key)
-            above = line.above
+            row.node.drop_row(row.key)
+            above = row.above
             if above is None:
                 return
-            above.discard(line)
+            above.discard(row)
             if above.size:
                 return
-            line = above
+            row = above
 
     def _leaf(self, path: Path) -> SchedulingClass:
         found = self._leaves.get(path)

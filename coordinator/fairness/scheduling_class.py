@@ -15,7 +15,7 @@ SCANNED_MAX = 16
 class Ring(SortedRow):
     """The children of one node that have something under one queue key, in the order of their turns.
 
-    Its members are the children's lines under that key. A child's turn only makes its round grow, so its rank here is brought
+    Its members are the children's rows under that key. A child's turn only makes its round grow, so its rank here is brought
     up to date when it comes first.
     """
 
@@ -25,11 +25,11 @@ class Ring(SortedRow):
         super().__init__(node, key)
         self._ranks = 0
 
-    def enter(self, line: SortedRow) -> None:
-        line.above = self
+    def enter(self, row: SortedRow) -> None:
+        row.above = self
         alone: SortedRow | None = self.heap[0][3] if self.size == 1 else None
         self._ranks += 1
-        self.add((line.node.round, line.node.position, self._ranks, line))
+        self.add((row.node.round, row.node.position, self._ranks, row))
         if alone is not None:
             self.refresh(alone)
 
@@ -38,31 +38,31 @@ class Ring(SortedRow):
         heap = self.heap
         while True:
             rank = heap[0]
-            line: SortedRow = rank[3]
-            node: SchedulingClass = line.node
+            row: SortedRow = rank[3]
+            node: SchedulingClass = row.node
             if rank[0] == node.round:
-                return line
+                return row
             # As in `refresh`, without the calls: this runs for every outdated rank.
             self._ranks += 1
-            line.rank = (node.round, node.position, self._ranks, line)
-            heapreplace(heap, line.rank)
+            row.rank = (node.round, node.position, self._ranks, row)
+            heapreplace(heap, row.rank)
             while heap[0][3].rank is not heap[0]:
                 heappop(heap)
 
-    def refresh(self, line: SortedRow) -> None:
+    def refresh(self, row: SortedRow) -> None:
         """Put it where it belongs by its node's round. Alone, it may stay: the next one that enters makes up for it. A
         priority class has a ring for each prefill worker, and mostly stands there alone."""
         if self.size == 1:
             return
         self._ranks += 1
-        self.replace((line.node.round, line.node.position, self._ranks, line))
+        self.replace((row.node.round, row.node.position, self._ranks, row))
 
 
 class SchedulingClass:
-    """A tenant at some level: a priority class, an organisation or a user. At the bottom its lines are lanes of entries;
-    above, rings of its children's lines."""
+    """A tenant at some level: a priority class, an organisation or a user. At the bottom its rows are queues of entries;
+    above, rings of its children's rows."""
 
-    __slots__ = ("children", "lines", "now", "order", "owed", "parent", "path", "position", "round", "weight")
+    __slots__ = ("children", "now", "order", "owed", "parent", "path", "position", "round", "rows", "weight")
 
     def __init__(self, path: Path, weight: float, parent: "SchedulingClass | None", position: int) -> None:
         assert weight > 0, path
@@ -73,7 +73,7 @@ class SchedulingClass:
         """Corrections not yet charged: they count with the next chunk."""
         self.now = 0.0
         """The round this node's own ring has come to."""
-        self.lines: dict[int, SortedRow] = {}
+        self.rows: dict[int, SortedRow] = {}
         """By queue key, where it has something to run."""
         self.children: dict[str, SchedulingClass] = {}
         self.order: list[tuple[float, int, SchedulingClass]] = []
@@ -82,13 +82,13 @@ class SchedulingClass:
     @property
     def busy(self) -> bool:
         """Whether it has something to run somewhere."""
-        return bool(self.lines)
+        return bool(self.rows)
 
     def set_round(self, turn: float) -> None:
         """Its turn comes at another time."""
         if turn == self.round:
             return
-        if self.parent is None or not self.lines:
+        if self.parent is None or not self.rows:
             self.round = turn
             return
         order = self.parent.order
@@ -96,14 +96,14 @@ class SchedulingClass:
         self.round = turn
         insort(order, (turn, self.position, self))
 
-    def add_line(self, key: int, line: SortedRow) -> None:
-        if not self.lines and self.parent is not None:
+    def add_row(self, key: int, row: SortedRow) -> None:
+        if not self.rows and self.parent is not None:
             insort(self.parent.order, (self.round, self.position, self))
-        self.lines[key] = line
+        self.rows[key] = row
 
-    def drop_line(self, key: int) -> None:
-        del self.lines[key]
-        if not self.lines and self.parent is not None:
+    def drop_row(self, key: int) -> None:
+        del self.rows[key]
+        if not self.rows and self.parent is not None:
             order = self.parent.order
             del order[bisect_left(order, (self.round, self.position))]
 
@@ -117,7 +117,7 @@ class SchedulingClass:
         order = self.order
         if len(order) == 1:
             return order[0][2]
-        rings: list[Any] = [self.lines[key] for key in keys]
+        rings: list[Any] = [self.rows[key] for key in keys]
         lowest = order[-1][0]
         for ring in rings:
             rank = ring.heap[0]
@@ -127,9 +127,9 @@ class SchedulingClass:
                 lowest = turn
         at = bisect_left(order, (lowest,)) if lowest > order[0][0] else 0
         for _, _, child in order[at : at + SCANNED_MAX]:
-            lines = child.lines
+            rows = child.rows
             for key in keys:
-                if key in lines:
+                if key in rows:
                     return child
         nodes: list[SchedulingClass] = [ring.first().node for ring in rings]
         return min(nodes, key=lambda node: (node.round, node.position))

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 Rank = tuple[Any, ...]
-"""What members are compared by, with a number that is unique in the line, and then the member itself."""
+"""What members are compared by, with a number that is unique in the row, and then the member itself."""
 SPARE = 64
 """A heap may hold so many dead ranks more than live ones."""
 

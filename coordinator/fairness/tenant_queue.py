@@ -1,9 +1,9 @@
 """The order of one tenant's requests: earliest deadline, then fewest chunks left, then arrival; and none overtaken for ever.
 
-A lane holds the entries of one tenant that have the same queue key (see `fairqueue`).
+A queue holds the entries of one tenant that have the same queue key (see `fair_queue`).
 
 Ageing counts overtakings, not seconds: once `overtaken_max` chunks of requests that joined later (a request joins anew with
-each chunk it gets) have gone first, the one that waited longest goes next. Counting is O(1) for a whole lane: the oldest's
+each chunk it gets) have gone first, the one that waited longest goes next. Counting is O(1) for a whole queue: the oldest's
 count is the greatest, and each entry stores only by how much its own exceeds that of the next newer one.
 """
 
@@ -22,11 +22,11 @@ AGED = 0
 class Entry(Generic[T]):
     """A request with chunks left to dispatch."""
 
-    __slots__ = ("chunks", "due", "excess", "item", "joined", "lane", "newer", "older", "rank", "seq")
+    __slots__ = ("chunks", "due", "excess", "item", "joined", "newer", "older", "queue", "rank", "seq")
 
-    def __init__(self, item: T, lane: "TenantQueue[T]", deadline: float, chunks: int, seq: int) -> None:
+    def __init__(self, item: T, queue: "TenantQueue[T]", deadline: float, chunks: int, seq: int) -> None:
         assert chunks >= 1
-        self.item, self.lane, self.due, self.chunks, self.seq = item, lane, deadline, chunks, seq
+        self.item, self.queue, self.due, self.chunks, self.seq = item, queue, deadline, chunks, seq
         self.joined = seq
         self.older: Entry[T] | None = None
         self.newer: Entry[T] | None = None
@@ -36,13 +36,13 @@ class Entry(Generic[T]):
     @property
     def leaf(self) -> "SchedulingClass":
         """Its tenant's node in the fair queue."""
-        node: SchedulingClass = self.lane.node
+        node: SchedulingClass = self.queue.node
         return node
 
     @property
     def key(self) -> int:
         """The queue key under which it waits."""
-        return self.lane.key
+        return self.queue.key
 
 
 class TenantQueue(SortedRow, Generic[T]):

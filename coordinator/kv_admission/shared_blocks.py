@@ -9,7 +9,7 @@ step is then the longest part among them, whoever has ended by then.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from proto.prefix import PrefixPart
+from proto.parts import PrefixPart
 
 Key = tuple[str, int]
 _NO_PARTS: Mapping[int, int] = {}

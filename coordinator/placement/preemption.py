@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from math import ceil
 from typing import NamedTuple
 
-from coordinator.kv_admission.admission import NEVER, Key
+from coordinator.kv_admission.admission import Key
+from coordinator.kv_admission.demand import NEVER
 from coordinator.lifecycle import ON_WORKERS
 from coordinator.request import CLAIM, Request
 from coordinator.state import State

@@ -7,7 +7,7 @@ events, like the progress of running streams, make no work here.
 
 from itertools import islice
 
-from coordinator.lifecycle import State as KvDemand
+from coordinator.lifecycle import State as RequestState
 from coordinator.lifecycle import Trigger
 from coordinator.observer import NothingRuns
 from coordinator.placement.choice import better_than_bound, expect_cached
@@ -99,7 +99,11 @@ def _place_claims(state: State, pool: Pool, queue: WaitQueue, now: float) -> Non
     prefill worker has room. (While its last attempt is not yet out of the decode worker, it may be placed in its turn.)"""
     for request in list(pool.claims.values()):
         decode = state.workers[request.attempt_progress.carried_reservation[0]]
-        if request.entry is None or request.state is not KvDemand.QUEUED or (request.id, CLAIM) not in decode.holdings:
+        if (
+            request.entry is None
+            or request.state is not RequestState.QUEUED
+            or (request.id, CLAIM) not in decode.holdings
+        ):
             continue
         prefill = prefill_for(request, decode, pool, now)
         if prefill is None:
@@ -158,7 +162,7 @@ def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float
     state.send(worker.incarnation, step)
     for request in worker.steps[step.step_id][1]:
         state.billing.hold(request.id)
-        if request.state is KvDemand.PLACED:
+        if request.state is RequestState.PLACED:
             state.move(request, Trigger.DISPATCH, now)
     return True
 

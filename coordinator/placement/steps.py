@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from coordinator.events import Limits
-from coordinator.fairness.fair_queue import Close, MoveTo
+from coordinator.fairness.offers import Close, MoveTo
 from coordinator.lifecycle import State
 from coordinator.observer import NothingRuns, Watch, watched
 from coordinator.placement.choice import better_prefill, expect_cached

@@ -9,7 +9,7 @@ from math import inf
 
 from coordinator.events import Received
 from coordinator.lifecycle import ON_WORKERS
-from coordinator.lifecycle import State as Life
+from coordinator.lifecycle import State as RequestState
 from coordinator.reporting import report
 from coordinator.request import Request
 from coordinator.state import State
@@ -27,7 +27,7 @@ def needs(request: Request, worker: Worker) -> bool:
         return False
     if worker.hello.role is Role.DECODE:
         return request.decode_incarnation == worker.incarnation
-    return request.prefill_incarnation == worker.incarnation and request.state is not Life.DECODING
+    return request.prefill_incarnation == worker.incarnation and request.state is not RequestState.DECODING
 
 
 def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None:

@@ -1,7 +1,7 @@
 """Processes come and go: what that means for the requests they hold."""
 
 from coordinator.events import ProtocolViolation, Received
-from coordinator.lifecycle import State as Life
+from coordinator.lifecycle import State as RequestState
 from coordinator.lifecycle import Trigger
 from coordinator.recovery import draining
 from coordinator.state import State
@@ -100,7 +100,7 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
     for held in hello.held:
         key = (held.request_id, held.attempt)
         request = state.current(*key)
-        if request is not None and request.state is Life.QUEUED:
+        if request is not None and request.state is RequestState.QUEUED:
             state.out.append(ProtocolViolation(worker.incarnation, "holds an attempt that was not placed yet"))
             return
         if not worker.adopt(held, state.limits.kv_overcommit):

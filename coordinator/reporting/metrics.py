@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import StateChanged
-from coordinator.lifecycle import State as Life
+from coordinator.lifecycle import State as RequestState
 from coordinator.reporting.recent import RecentTimes
 from coordinator.reporting.served import Service, evenness, services
 from coordinator.state import State
@@ -91,7 +91,7 @@ class CoordinatorMetrics:
         self._cancelled_at.pop(entry.request_id, None)
 
     def moved(self, entry: StateChanged) -> None:
-        if entry.state is Life.CANCELLED and entry.request_id in self._core.billing.bills:
+        if entry.state is RequestState.CANCELLED and entry.request_id in self._core.billing.bills:
             self._cancelled_at[entry.request_id] = self._clock()
 
     def closed(self, entry: Closed) -> None:
@@ -134,7 +134,7 @@ class CoordinatorMetrics:
 
         def live() -> Iterator[tuple[Labels, float]]:
             for model, queue in core.queues.items():
-                yield (model, Life.QUEUED), len(queue)
+                yield (model, RequestState.QUEUED), len(queue)
             states: Counter[Labels] = Counter()
             for request in core.interrupted.values():
                 states[request.submit.model, request.state] += 1
@@ -148,7 +148,7 @@ class CoordinatorMetrics:
 
         def ended() -> Iterator[tuple[Labels, float]]:
             for outcome, count in core.outcomes.items():
-                if outcome != Life.REJECTED:
+                if outcome != RequestState.REJECTED:
                     yield (outcome,), count
             yield ("shed",), core.counters["rejected_shed"]
 

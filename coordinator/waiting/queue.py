@@ -7,7 +7,8 @@ from typing import NamedTuple, cast
 
 from coordinator.events import Limits
 from coordinator.fairness.cost import OutputLength
-from coordinator.fairness.fair_queue import Answer, Close, FairQueue, MoveTo, Terms
+from coordinator.fairness.fair_queue import FairQueue
+from coordinator.fairness.offers import Answer, Close, MoveTo, Terms
 from coordinator.fairness.priority_classes import ring_weights
 from coordinator.fairness.scheduling_class import Path
 from coordinator.fairness.sorted_row import SPARE

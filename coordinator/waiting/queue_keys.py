@@ -13,7 +13,7 @@ request holds up those of about its own size, and no smaller ones.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from coordinator.kv_admission.admission import NEVER, KvDemand
+from coordinator.kv_admission.demand import NEVER, KvDemand
 from proto.messages import Submit
 
 _TOKENS_MIN = 2

@@ -21,7 +21,7 @@ class Ordered:
         return incarnation in self._keys
 
     def __iter__(self) -> Iterator[int]:
-        """Epochs, least key first. Not to be changed meanwhile."""
+        """Incarnations, least key first. Not to be changed meanwhile."""
         return (row[2] for row in self._rows)
 
     def put(self, incarnation: int, first: float, second: float) -> None:

@@ -4,7 +4,7 @@ Requests that are not placed wait under a queue key for their class of KV demand
 request found no room on any decode worker that was looked at. It costs nothing then, until a decode worker lets go of
 something and that request would fit there.
 
-**Kept room.** A large request could wait for ever while small ones take whatever comes free. So each time somebody else is
+**Reservation.** A large request could wait for ever while small ones take whatever comes free. So each time somebody else is
 placed although its turn came before, it counts as bypassed. After `bypasses_max` times, one decode worker is closed to all
 other requests until this one fits there; all other workers go on as before. Should it fit there while no prefill worker has
 room for its prompt, one prefill worker is closed in the same way. Room is kept for one request of a pool at a time. Its tenant
@@ -21,7 +21,7 @@ class RoomClasses:
         """Classes without room, with the request that found none."""
         self.reservation: Request | None = None
         self.kept_on = self.kept_prefill = 0
-        """Epochs of the workers that are closed to others."""
+        """Incarnations of the workers that are closed to others."""
         self.rents: dict[tuple[str, int], tuple[float, float, float]] = {}
         """Attempts that have got such room: the cost of keeping it, since when they have it, and its cost per second."""
         self._kept_since = 0.0

@@ -7,7 +7,8 @@ from math import ceil, inf
 import msgspec
 
 from coordinator.fairness.scheduling_class import Path
-from coordinator.kv_admission.admission import NEVER, KvAdmission, KvDemand
+from coordinator.kv_admission.admission import KvAdmission
+from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import chains
 from coordinator.request import Request
 from proto.held import Capacity, Held

@@ -9,8 +9,7 @@ Rules:
 - Every stream ends exactly once: `Ended`, unless the client itself went away.
 """
 
-from heapq import heapify, heappop, heappush
-
+from gateway.streams.deadlines import StreamDeadlines
 from gateway.streams.final_messages import LastWords
 from gateway.streams.state import Choice, Phase, Stream, Submission
 from gateway.streams.types import (
@@ -42,6 +41,8 @@ from gateway.streams.types import (
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Accepted, Interrupted, RateState, Rejected, TokenItem
 
+SHUTTING_DOWN = Failure(FailKind.SHUTTING_DOWN, "this gateway is shutting down")
+
 
 class StreamKeeper:
     def __init__(self, limits: StreamLimits | None = None) -> None:
@@ -54,7 +55,7 @@ class StreamKeeper:
         self._draining = False
         self._words = LastWords(self.limits.last_words_max)
         self._now = 0.0
-        self._heap: list[tuple[float, str]] = []
+        self._deadlines = StreamDeadlines(self.streams)
         self._out: list[Action] = []
 
     # --- the interface ----------------------------------------------------------------------------------------------
@@ -67,8 +68,9 @@ class StreamKeeper:
                     self._item(item, decoder, now)
             case Open(spec):
                 self._open(spec, now)
-            case Accepted():
-                self._accepted(event)
+            case Accepted(request_id, attempt, rates):
+                if (submission := self._current(request_id, attempt)) is not None:
+                    self._runs(submission, rates)
             case Rejected():
                 self._rejected(event, now)
             case Interrupted():
@@ -89,31 +91,21 @@ class StreamKeeper:
                 self._draining = True
             case Shutdown():
                 for stream in list(self.streams.values()):
-                    self._fail(stream, Failure(FailKind.SHUTTING_DOWN, "this gateway is shutting down"))
+                    self._fail(stream, SHUTTING_DOWN)
             case Tick():
                 self._tick(now)
         return self._out
 
     def next_deadline(self) -> float | None:
-        while self._heap:
-            at, stream_id = self._heap[0]
-            stream = self.streams.get(stream_id)
-            if stream is not None and stream.scheduled_at == at:
-                return at
-            heappop(self._heap)
-        return None
+        return self._deadlines.next()
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
     def _open(self, spec: StreamSpec, now: float) -> None:
         assert spec.stream_id not in self.streams and spec.prompt and spec.choices >= 1
-        refusal = None
-        if self._draining:
-            refusal = Failure(FailKind.SHUTTING_DOWN, "this gateway is shutting down")
-        elif len(self.streams) >= self.limits.streams_max:
-            refusal = Failure(FailKind.OVERLOADED, f"{self.limits.streams_max} requests are being served already")
-        if refusal is not None:
-            self._out.append(Ended(spec.stream_id, refusal))
+        if self._draining or len(self.streams) >= self.limits.streams_max:
+            overloaded = Failure(FailKind.OVERLOADED, f"{self.limits.streams_max} requests are being served already")
+            self._out.append(Ended(spec.stream_id, SHUTTING_DOWN if self._draining else overloaded))
             return
         stream = Stream(spec, now, now, [Choice(index, spec.make_text()) for index in range(spec.choices)])
         self.streams[stream.id] = stream
@@ -150,10 +142,6 @@ class StreamKeeper:
             return None
         return submission
 
-    def _accepted(self, event: Accepted) -> None:
-        if (submission := self._current(event.request_id, event.attempt)) is not None:
-            self._runs(submission, event.rates)
-
     def _runs(self, submission: Submission, rates: RateState | None = None) -> None:
         if not submission.resuming:
             submission.phase = Phase.RUNNING
@@ -165,16 +153,8 @@ class StreamKeeper:
         submission = self._current(event.request_id, event.attempt)
         if submission is None:
             return
-        if submission.is_new:
-            # Workers may be on their way back: to a coordinator that has just started, or after a moment of silence.
-            until = max(submission.wait_until or 0.0, self._settled_at)
-        else:
-            until = submission.interrupted_at + self.limits.resume_wait_s
-        if event.reason in submission.passing and now < until:
-            # An attempt that had been accepted, and was shed since, is spent.
-            submission.resuming |= submission.phase is Phase.RUNNING
-            submission.phase = Phase.PENDING
-            submission.not_before = now + submission.retry_s(event.retry_after_s, settling=now < self._settled_at)
+        if event.reason in submission.passing and now < submission.patient_until(self._settled_at, self.limits):
+            submission.put_off(now + submission.retry_s(event.retry_after_s, settling=now < self._settled_at))
             self._schedule(submission.stream)
             return
         if submission.is_new:
@@ -198,11 +178,7 @@ class StreamKeeper:
             message = f"interrupted {submission.tries} times, at last by {why}"
             self._fail(submission.stream, Failure(FailKind.INTERRUPTED, message))
             return
-        submission.phase = Phase.PENDING
-        submission.resuming = True
-        submission.interrupted_at = now
-        submission.not_before = now if drained else now + submission.backoff_s(self.limits)
-        submission.stall_at = None
+        submission.interrupted(now, 0.0 if drained else submission.backoff_s(self.limits))
         if drained:
             self._send_if_due(submission, now)
         self._schedule(submission.stream)
@@ -213,32 +189,21 @@ class StreamKeeper:
         self._drop(submission)
         for choice in submission.choices:
             if not choice.done:
-                part = Submission(submission.stream, f"{submission.stream.id}.c{choice.index}", [choice])
-                part.attempt, part.sent, part.resuming = submission.attempt, True, True
-                part.drained = submission.drained
-                part.not_before, part.interrupted_at = now, submission.interrupted_at
-                self._add(part, now)
+                self._add(submission.part(choice, now), now)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
     def _item(self, item: TokenItem, decoder: int, now: float) -> None:
         submission = self.submissions.get(item.request_id)
-        first = submission.choices[0].index if submission is not None else 0
-        if (
-            submission is None
-            or submission.attempt != item.attempt
-            or not submission.sent
-            or not 0 <= item.choice - first < len(submission.choices)
-        ):
+        choice = submission.choice_of(item) if submission is not None else None
+        if submission is None or choice is None:
             self._out.append(Noticed(Why.STALE_TOKENS, item.request_id))
             return
-        choice = submission.choices[item.choice - first]
         have, end = len(choice.tokens), item.index + len(item.tokens)
         if choice.done or end < have or (end == have and item.finish is None):
             self._out.append(Noticed(Why.DUPLICATE_TOKENS, item.request_id))
             return
-        wants_logprobs = submission.stream.spec.sampling.logprobs >= 0
-        if item.index > have or (wants_logprobs and len(item.logprobs) != len(item.tokens)):
+        if item.index > have or submission.lacks_logprobs(item):
             self._broken(submission, f"token {have} of choice {choice.index} expected, {item.index} came", now)
             return
         submission.stream.progress_at = now
@@ -258,14 +223,11 @@ class StreamKeeper:
         """Turn an item's tokens from number `skip` on into text, and end the choice where they say so."""
         stream = submission.stream
         fresh, logprobs = item.tokens[skip:], item.logprobs[skip:]
-        room = stream.spec.sampling.max_tokens - len(choice.tokens)
         finish = None if item.finish is None else Finish(item.finish.value)
-        if len(fresh) > room or (finish is None and len(fresh) == room):
-            fresh, finish = fresh[:room], Finish.LENGTH
-        text, used, finish = choice.read(fresh, finish)
-        cached = choice.found_cached(item)
-        choice.tokens.extend(fresh[:used])
-        self._out.append(Deliver(stream.id, choice.index, text, fresh[:used], logprobs[:used], finish, cached))
+        text, used, finish = choice.read(fresh, finish, stream.spec.sampling.max_tokens)
+        cached, fresh = choice.found_cached(item), fresh[:used]
+        choice.tokens.extend(fresh)
+        self._out.append(Deliver(stream.id, choice.index, text, fresh, logprobs[:used], finish, cached))
         if finish is not None:
             choice.done = True
             submission.ended_early |= item.finish is None or submission.phase is Phase.PENDING
@@ -310,9 +272,7 @@ class StreamKeeper:
             if submission.phase is Phase.SENT:
                 # Whether it arrived is not known: the next is a new attempt, which cannot be taken for the old one.
                 self._cancel(submission, CancelReason.ABANDONED)
-                submission.phase, submission.resuming = Phase.PENDING, True
-                submission.not_before = submission.interrupted_at = now
-                submission.wait_until = None
+                submission.lost_before_answer(now)
             if submission.phase is Phase.PENDING and submission.wait_until is None:
                 submission.wait_until = now + self.limits.link_wait_s
             self._schedule(submission.stream)
@@ -335,18 +295,10 @@ class StreamKeeper:
         """Have `_tick` look at the stream at its deadline, or earlier: deadlines that move back are found out then."""
         if stream.id not in self.streams:
             return
-        at = stream.deadline(self.limits, self.link_up, self._coordinator_incarnation)
-        if stream.scheduled_at is None or at < stream.scheduled_at:
-            stream.scheduled_at = at
-            if len(self._heap) > 4 * len(self.streams) + 64:
-                self._heap = [(s.scheduled_at, s.id) for s in self.streams.values() if s.scheduled_at is not None]
-                heapify(self._heap)
-            else:
-                heappush(self._heap, (at, stream.id))
+        self._deadlines.set(stream, stream.deadline(self.limits, self.link_up, self._coordinator_incarnation))
 
     def _tick(self, now: float) -> None:
-        while (at := self.next_deadline()) is not None and at <= now:
-            (stream := self.streams[heappop(self._heap)[1]]).scheduled_at = None
+        while (stream := self._deadlines.pop_due(now)) is not None:
             self._look(stream, now)
             self._schedule(stream)
 

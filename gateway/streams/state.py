@@ -30,8 +30,12 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     done: bool = False
 
-    def read(self, fresh: tuple[int, ...], finish: Finish | None) -> tuple[str, int, Finish | None]:
-        """Their text, how many of them belong to the answer, and how it ends with them: a stop string may end it earlier."""
+    def read(self, fresh: tuple[int, ...], finish: Finish | None, max_tokens: int) -> tuple[str, int, Finish | None]:
+        """Their text, how many of them belong to the answer, and how it ends with them: a stop string or the limit of the
+        whole answer, `max_tokens`, may end it earlier."""
+        room = max_tokens - len(self.tokens)
+        if len(fresh) > room or (finish is None and len(fresh) == room):
+            fresh, finish = fresh[:room], Finish.LENGTH
         texts: list[str] = []
         used, stopped = len(fresh), False
         for count, token in enumerate(fresh[:-1] if finish is Finish.STOP else fresh, 1):  # a stop token is not text
@@ -103,6 +107,54 @@ class Submission:
     @property
     def has_begun(self) -> bool:
         return any(choice.tokens for choice in self.choices)
+
+    def choice_of(self, item: TokenItem) -> Choice | None:
+        """Whose tokens these are; None where they belong to another attempt."""
+        number = item.choice - self.choices[0].index
+        if self.attempt != item.attempt or not self.sent or not 0 <= number < len(self.choices):
+            return None
+        return self.choices[number]
+
+    def lacks_logprobs(self, item: TokenItem) -> bool:
+        return self.stream.spec.sampling.logprobs >= 0 and len(item.logprobs) != len(item.tokens)
+
+    def part(self, choice: Choice, now: float) -> "Submission":
+        """One of several choices, to be resumed by itself."""
+        return Submission(
+            self.stream,
+            f"{self.stream.id}.c{choice.index}",
+            [choice],
+            attempt=self.attempt,
+            drained=self.drained,
+            sent=True,
+            resuming=True,
+            not_before=now,
+            interrupted_at=self.interrupted_at,
+        )
+
+    def patient_until(self, settled_at: float, limits: StreamLimits) -> float:
+        """Until when a rejection that may pass is tried again."""
+        if self.is_new:
+            # Workers may be on their way back: to a coordinator that has just started, or after a moment of silence.
+            return max(self.wait_until or 0.0, settled_at)
+        return self.interrupted_at + limits.resume_wait_s
+
+    def put_off(self, not_before: float) -> None:
+        """It was rejected for a while. An attempt that had been accepted, and was shed since, is spent."""
+        self.resuming |= self.phase is Phase.RUNNING
+        self.phase, self.not_before = Phase.PENDING, not_before
+
+    def interrupted(self, now: float, backoff_s: float) -> None:
+        """The next attempt begins after so long."""
+        self.phase, self.resuming = Phase.PENDING, True
+        self.interrupted_at, self.not_before = now, now + backoff_s
+        self.stall_at = None
+
+    def lost_before_answer(self, now: float) -> None:
+        """The link went down before the coordinator answered."""
+        self.phase, self.resuming = Phase.PENDING, True
+        self.not_before = self.interrupted_at = now
+        self.wait_until = None
 
     def waits_in_vain(self, now: float) -> bool:
         return self.is_new and self.wait_until is not None and now >= self.wait_until

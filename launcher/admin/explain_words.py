@@ -7,6 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.markup import escape
 
+from coordinator.event_log.longest_waits import Waited
 from coordinator.event_log.reasons import (
     BehindNoRoom,
     By,
@@ -18,7 +19,7 @@ from coordinator.event_log.reasons import (
     RoomKept,
     SameTenant,
 )
-from coordinator.event_log.timeline import Changed, ChunkSent, Ended, Entry, KeptFor, Passed, Placed, Submitted, Waited
+from coordinator.event_log.timeline import Changed, ChunkSent, Ended, Entry, KeptFor, Passed, Placed, Submitted
 from coordinator.events import Action, Event, Received, Send
 from launcher import tables
 

@@ -45,6 +45,8 @@ class CoreDriver(Generic[E, A]):
         self._tick = tick
         self._pending: deque[E] = deque()
         self._busy = False
+        self.events = 0
+        """Handled so far."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
@@ -55,6 +57,7 @@ class CoreDriver(Generic[E, A]):
         self._busy = True
         try:
             while self._pending:
+                self.events += 1
                 for action in self._core.handle(self._pending.popleft(), clock.now()):
                     self._perform(action)
         finally:

@@ -32,12 +32,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from pydantic_core import ErrorDetails
 
 from proto.errors import CrossdockError
+from runtime.tenancy.faults import explain
 
 DEFAULT_TENANT: Final = "default"
 FILE_BYTES_MAX: Final = 32 << 20
@@ -51,7 +51,7 @@ class TenantsError(CrossdockError):
 
 @dataclass(frozen=True)
 class PriorityClass:
-    """A priority priority class: weighted, with a share it never falls below; none is strict."""
+    """A priority class: weighted, with a share it never falls below; none is strict."""
 
     weight: float = 1.0
     floor_share: float = 0.0
@@ -148,8 +148,7 @@ class Tenants:
         return self.policies.get(tenant) or (self.policies[DEFAULT_TENANT] if self.open else None)
 
     def weights(self) -> dict[str, float]:
-        """Of the fair queue's nodes below its priority classes: `priority class/organisation` and `priority
-        class/organisation/user`."""
+        """By path in the fair queue: `priority_class/organisation` and `priority_class/organisation/user`."""
         weights: dict[str, float] = {}
         for policy in self.policies.values():
             for priority_class in policy.priority_classes:
@@ -171,7 +170,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class _BandPart(_Part):
+class _PriorityClassPart(_Part):
     weight: _Weight
     floor_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     ttft_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 2.0
@@ -205,7 +204,7 @@ class _OrganisationPart(_TenantPart):
 
 
 class _FilePart(_Part):
-    priority_classes: Annotated[dict[_Name, _BandPart], Field(min_length=1)] | None = None
+    priority_classes: Annotated[dict[_Name, _PriorityClassPart], Field(min_length=1)] | None = None
     tenants: dict[_Name, _OrganisationPart] = {}
 
 
@@ -218,7 +217,7 @@ def parse(text: str) -> Tenants:
     try:
         part = _FilePart.model_validate(content)
     except ValidationError as error:
-        raise _faults([_explain(details) for details in error.errors(include_url=False)]) from None
+        raise _faults([explain(details) for details in error.errors(include_url=False)]) from None
     priority_classes = DEFAULT_PRIORITY_CLASSES
     if part.priority_classes is not None:
         priority_classes = {name: PriorityClass(**dict(values)) for name, values in part.priority_classes.items()}
@@ -342,50 +341,8 @@ def _limits(part: _LimitsPart) -> QuotaLimits:
     return QuotaLimits(**dict(part))
 
 
-# --- faults in words --------------------------------------------------------------------------------------------------
-
-
 def _faults(lines: list[str]) -> TenantsError:
     shown = lines[:_ERRORS_SHOWN]
     if len(lines) > len(shown):
         shown.append(f"and {len(lines) - len(shown)} more")
     return TenantsError("\n".join(shown))
-
-
-def _explain(details: ErrorDetails) -> str:
-    """`tenants.acme.users.ann.weight: must be over 0, not -1`."""
-    loc = [str(part) for part in details["loc"]]
-    is_name = loc[-1:] == ["[key]"]
-    where = ".".join(loc[:-1] if is_name else loc)
-    if is_name:
-        return f"{where}: a name is 1 to 64 of A-Z, a-z, 0-9, '_', '.' and '-'"
-    return f"{where}: {_what_is_wrong(details)}"
-
-
-def _what_is_wrong(details: ErrorDetails) -> str:
-    context: dict[str, Any] = details.get("ctx", {})
-    value, kind = details["input"], details["type"]
-    shown = repr(value)[:60]
-    match kind:
-        case "extra_forbidden":
-            return "there is no such setting"
-        case "missing":
-            return "is needed"
-        case "greater_than":
-            return f"must be > {context['gt']:g}, not {shown}"
-        case "greater_than_equal":
-            return f"must be >= {context['ge']:g}, not {shown}"
-        case "less_than":
-            return f"must be < {context['lt']:g}, not {shown}"
-        case "less_than_equal":
-            return f"must be <= {context['le']:g}, not {shown}"
-        case "string_pattern_mismatch" if "keys" in details["loc"]:
-            return "must be a SHA-256 in 64 lower-case hex digits; make a key with: crossdock tenants key"
-        case "too_short":
-            return "must not be empty"
-        case _ if kind.endswith("_type"):
-            wanted = {"int": "a whole number", "float": "a number", "bool": "true or false", "dict": "a table"}
-            name = kind.removesuffix("_type")
-            return f"must be {wanted.get(name, 'a table' if name == 'model' else f'a {name}')}, not {shown}"
-        case _:
-            return details["msg"][0].lower() + details["msg"][1:]

@@ -29,7 +29,9 @@ from simulation.faults.surroundings import Surroundings
 from simulation.transfers.connections import PoolProcess
 from simulation.transfers.receiver import Receiver
 from simulation.transfers.sender import Sender
-from simulation.world.links import ConnectionPool, Link, Registration, Server
+from simulation.world.connection_pool import ConnectionPool
+from simulation.world.links import Link, Server
+from simulation.world.registration import Registration
 from simulation.world.toy_model import VOCAB, Toy, ToyState
 from simulation.world.world import Violation
 

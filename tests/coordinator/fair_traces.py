@@ -4,7 +4,8 @@ import random
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from coordinator.fairness.fair_queue import CLOSED, Answer, FairQueue, MoveTo, Terms
+from coordinator.fairness.fair_queue import FairQueue
+from coordinator.fairness.offers import CLOSED, Answer, MoveTo, Terms
 from coordinator.fairness.tenant_queue import Entry
 
 Path = tuple[str, ...]
@@ -192,7 +193,7 @@ class Trace:
         able = [entry for entries in self.entries.values() for entry in entries if self.runs(entry, worker, keys)]
 
         def order(entry: Entry[Job]) -> list[tuple[float, ...]]:
-            node, orders = entry.leaf, [entry.lane.order(entry)]
+            node, orders = entry.leaf, [entry.queue.order(entry)]
             while node.parent is not None:
                 orders.append((node.round, node.position))
                 node = node.parent

@@ -8,7 +8,8 @@ import pytest
 
 from coordinator import invariants
 from coordinator.events import Limits
-from coordinator.fairness.fair_queue import FairQueue, Offer, Popped, Terms
+from coordinator.fairness.fair_queue import FairQueue, Popped
+from coordinator.fairness.offers import Offer, Terms
 from coordinator.fairness.scheduling_class import Path
 from coordinator.fairness.tenant_queue import Entry
 from coordinator.request import Request

@@ -9,7 +9,7 @@ from launcher.bench.dev.kv_utilization_world import DECODE, GATEWAY, PREFILL, Jo
 from proto.held import Capacity, Held
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Interrupted, Reserve, Role
-from proto.prefix import PrefixPart
+from proto.parts import PrefixPart
 from proto.progress import DecodeProgress, Joined
 from tests.coordinator.world import Harness, submit, worker_hello
 

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.fairness.fair_queue import CLOSED, MOVES_MAX, Answer, Close, FairQueue, MoveTo, Terms
+from coordinator.fairness.fair_queue import MOVES_MAX, FairQueue
+from coordinator.fairness.offers import CLOSED, Answer, Close, MoveTo, Terms
 from coordinator.fairness.priority_classes import ring_weights
 from coordinator.fairness.scheduling_class import Ring
 from coordinator.fairness.sorted_row import SortedRow
@@ -20,9 +21,9 @@ class InArrivalOrder(FairQueue[Job]):
     """The negative control: whoever's request came first is next, whatever it has had already."""
 
     def _first(self, keys: Iterable[int]) -> Entry[Job] | None:
-        lanes = [leaf.lines[key] for leaf in self._leaves.values() for key in keys if key in leaf.lines]
+        queues = [leaf.rows[key] for leaf in self._leaves.values() for key in keys if key in leaf.rows]
         return min(
-            (lane.first() for lane in lanes if isinstance(lane, TenantQueue)),
+            (queue.first() for queue in queues if isinstance(queue, TenantQueue)),
             key=lambda e: e.item.arrival,
             default=None,
         )

@@ -12,7 +12,7 @@ the longest wait, and one chunk more, for each request of i that waited.
 
 import random
 
-from coordinator.fairness.fair_queue import Answer, MoveTo, Terms
+from coordinator.fairness.offers import Answer, MoveTo, Terms
 from tests.coordinator.fair_traces import Job, Path, Trace
 
 WAITS = 1000

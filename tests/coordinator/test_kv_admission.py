@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.kv_admission.admission import NEVER, KvAdmission, KvDemand
+from coordinator.kv_admission.admission import KvAdmission
+from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.placement.preemption import Candidate, choose
 from tests.coordinator.world import submit
 from tests.helpers import first

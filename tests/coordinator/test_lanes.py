@@ -1,4 +1,4 @@
-"""A lane beside a naive twin: whatever joins and leaves, the same entry is next."""
+"""A tenant's queue beside a naive twin: whatever joins and leaves, the same entry is next."""
 
 import random
 
@@ -33,16 +33,16 @@ class Naive:
 def test_a_lane_gives_what_its_naive_twin_gives(seed: int) -> None:
     rnd = random.Random(seed)
     overtaken_max = rnd.choice([1, 3, 10**9])
-    lane, naive = TenantQueue[int](SchedulingClass(("t",), 1.0, None, 0), -1, overtaken_max), Naive(overtaken_max)
+    queue, naive = TenantQueue[int](SchedulingClass(("t",), 1.0, None, 0), -1, overtaken_max), Naive(overtaken_max)
     deadlines = rnd.choice([3, 50, 10**9])  # few: many ties
     most, joins = rnd.choice([10, 200]), 0
 
     def join(entry: Entry[int]) -> None:
-        lane.join(entry)
+        queue.join(entry)
         naive.counts[entry] = 0
 
     def leave(entry: Entry[int]) -> None:
-        lane.leave(entry)
+        queue.leave(entry)
         del naive.counts[entry]
 
     for step in range(1500):
@@ -50,10 +50,10 @@ def test_a_lane_gives_what_its_naive_twin_gives(seed: int) -> None:
         growing = step % 600 < 400
         if not naive.counts or (dice < (0.6 if growing else 0.2) and len(naive.counts) < most):
             joins += 1
-            join(Entry(joins, lane, float(rnd.randrange(deadlines)), rnd.randint(1, 3), joins))
+            join(Entry(joins, queue, float(rnd.randrange(deadlines)), rnd.randint(1, 3), joins))
         elif dice < 0.75:
-            entry = lane.first()
-            lane.overtake(entry)
+            entry = queue.first()
+            queue.overtake(entry)
             naive.overtake(entry)
             leave(entry)
             if rnd.random() < 0.3:
@@ -63,8 +63,8 @@ def test_a_lane_gives_what_its_naive_twin_gives(seed: int) -> None:
         elif dice < 0.9:
             leave(rnd.choice(list(naive.counts)))
         else:
-            lane.overtake(None)
+            queue.overtake(None)
             naive.overtake(None)
-        assert lane.size == len(naive.counts), seed
-        assert len(lane.heap) <= 2 * lane.size + SPARE, seed
-        assert not naive.counts or lane.first() is naive.first(), (seed, step)
+        assert queue.size == len(naive.counts), seed
+        assert len(queue.heap) <= 2 * queue.size + SPARE, seed
+        assert not naive.counts or queue.first() is naive.first(), (seed, step)

@@ -23,8 +23,8 @@ class FirstCome(FairQueue[Request]):
     """First come, first served, over all tenants: what fairness must not cost throughput against."""
 
     def _first(self, keys: Iterable[int]) -> Entry[Request] | None:
-        lanes = [leaf.lines[key] for leaf in self._leaves.values() for key in keys if key in leaf.lines]
-        heads = [lane.first() for lane in lanes if isinstance(lane, TenantQueue)]
+        queues = [leaf.rows[key] for leaf in self._leaves.values() for key in keys if key in leaf.rows]
+        heads = [queue.first() for queue in queues if isinstance(queue, TenantQueue)]
         return min(heads, key=lambda entry: (entry.item.arrived, entry.item.id), default=None)
 
 

@@ -204,9 +204,7 @@ def test_what_was_cancelled_behind_one_that_waits_does_not_stay(tenant):
     gc.collect()
     assert sum(isinstance(thing, Request) and thing.id[0] == "r" for thing in gc.get_objects()) < 300
     queue = world.core.queues[MODEL]
-    assert (
-        sum(line.size for node in queue.fair._leaves.values() for line in node.lines.values()) == len(queue.fair) == 1
-    )
+    assert sum(row.size for node in queue.fair._leaves.values() for row in node.rows.values()) == len(queue.fair) == 1
 
 
 def test_no_request_is_bypassed_more_often_than_allowed_though_several_wait_for_room() -> None:

@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.events import PeerDown, Received
-from coordinator.kv_admission.admission import NEVER, KvAdmission, KvDemand
+from coordinator.kv_admission.admission import KvAdmission
+from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import SharedBlocks
 from launcher.bench.dev.kv_utilization_world import DECODE, GATEWAY, Job, RoomWorld
 from proto.errors import CancelReason
 from proto.messages import Cancel, Released
-from proto.prefix import PrefixPart
+from proto.parts import PrefixPart
 from proto.progress import DecodeProgress, SharedPrefix
 from tests.coordinator.test_kv_admission import key
 from tests.coordinator.world import MODEL, Harness, submit

@@ -6,6 +6,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 
+from coordinator.event_log.longest_waits import Longest
 from coordinator.event_log.reasons import (
     BehindNoRoom,
     CachedElsewhere,
@@ -22,7 +23,6 @@ from coordinator.event_log.timeline import (
     Ended,
     Entry,
     KeptFor,
-    Longest,
     Passed,
     Placed,
     Submitted,

@@ -429,5 +429,5 @@ def test_timers_of_streams_that_ended_are_forgotten() -> None:
     for number in range(1000):
         bench.open(f"r{number}")
         bench.tokens(0, 0, name=f"r{number}", finish=FinishReason.STOP)
-    assert len(bench.keeper._heap) < 200
+    assert len(bench.keeper._deadlines) < 200
     assert bench.keeper.next_deadline() is None

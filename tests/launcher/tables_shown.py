@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from coordinator.event_log.longest_waits import Waited
 from coordinator.event_log.reasons import By, OtherTurn
-from coordinator.event_log.timeline import ChunkSent, Ended, Entry, Passed, Placed, Submitted, Waited
+from coordinator.event_log.timeline import ChunkSent, Ended, Entry, Passed, Placed, Submitted
 from launcher.bench import ratio as bench_ratio
 from launcher.bench.dev import coordinator as bench_coordinator
 from launcher.bench.dev import kv_utilization as bench_room

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proto import drain, kv, limits, messages, prefix, progress, status
+from proto import drain, kv, limits, messages, parts, progress, status
 from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, split_hashes, to_frames, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
 from proto.held import Capacity, Held
@@ -61,7 +61,7 @@ SAMPLES: list[Message] = [
     messages.CacheEvents(HASHES, b""),
     messages.HandedOver(*ID, 1 << 30, 2.5),
     progress.DecodeProgress(
-        900, 40, 0, (progress.Joined(*ID, 890),), (progress.SharedPrefix(*ID, (prefix.PrefixPart(3, 128),)),)
+        900, 40, 0, (progress.Joined(*ID, 890),), (progress.SharedPrefix(*ID, (parts.PrefixPart(3, 128),)),)
     ),
     progress.Hung(31_000.0),
     messages.Finished(*ID, 9, 8),

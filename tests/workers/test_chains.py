@@ -6,7 +6,7 @@ from decode_worker.requests import AttemptTable
 from engine.kv.allocator import BlockAllocator
 from proto.held import Held
 from proto.messages import Released
-from proto.prefix import PrefixPart
+from proto.parts import PrefixPart
 from proto.progress import SharedPrefix
 from tests.workers.test_batch import BLOCK, World, reserve
 

@@ -9,7 +9,7 @@
 The time of the clock itself is taken off.
 
 The floor, for one thread of CPython at about 50 ns per simple operation: a pop takes the ends of two rings (the organisations',
-the users') and of one lane, and finds places for the two anew, about 60 operations, so 3 µs where all of it is in the core's
+the users') and of one tenant, and finds places for the two anew, about 60 operations, so 3 µs where all of it is in the core's
 cache. Where 10,000 tenants wait it is not: each visit finds its organisation, user, entry and the entry's neighbours elsewhere,
 some 15-20 lines at 0.1-0.2 µs each. A life is seven messages with about 300 operations each.
 
@@ -29,7 +29,8 @@ from typing import Any
 
 from coordinator.core import Core
 from coordinator.events import Action, Limits, PeerUp, Received, Send
-from coordinator.fairness.fair_queue import FairQueue, Terms
+from coordinator.fairness.fair_queue import FairQueue
+from coordinator.fairness.offers import Terms
 from launcher import tables
 from launcher.bench.dev.coordinator_scale import LIMITS, measure, scale_table
 from launcher.bench.settings import CoordinatorBenchSettings

@@ -20,7 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from coordinator.kv_admission.admission import KvAdmission, KvDemand
+from coordinator.kv_admission.admission import KvAdmission
+from coordinator.kv_admission.demand import KvDemand
 from launcher import tables
 from launcher.bench.dev.kv_utilization_world import Figures, Job, RoomWorld
 from launcher.bench.settings import RoomBenchSettings

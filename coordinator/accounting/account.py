@@ -1,0 +1,100 @@
+"""One level of a tenant's quotas: its limits, what is taken of them, and what one request has taken. Pure."""
+
+import msgspec
+
+from runtime.tenancy.tenants import Level, QuotaLimits
+
+NS = 1_000_000_000
+
+
+NO_LIMITS = QuotaLimits()
+
+
+PER_MIN = 60 * NS
+"""A limit of n per minute is n units per nanosecond when one token is this many."""
+
+
+class Bucket:
+    """A rate as a token bucket with integer content; refilled when looked at."""
+
+    def __init__(self, per_min: int, now_ns: int) -> None:
+        self.per_min = per_min
+        self.content = per_min * PER_MIN
+        self._at_ns = now_ns
+
+    def refill(self, now_ns: int) -> None:
+        if now_ns > self._at_ns:
+            full = self.per_min * PER_MIN
+            self.content = min(full, self.content + (now_ns - self._at_ns) * self.per_min)
+            self._at_ns = now_ns
+
+    def take(self, amount: int) -> None:
+        """Negative to give back; never fuller than full."""
+        self.content = min(self.per_min * PER_MIN, self.content - amount * PER_MIN)
+
+    def wait_ns(self, amount: int) -> int:
+        """Until so much can be taken; the caller has seen that it is not more than the bucket holds."""
+        return -(-max(amount * PER_MIN - self.content, 0) // self.per_min)
+
+    def resize(self, per_min: int) -> None:
+        """To another limit; what was used stays used."""
+        self.content += (per_min - self.per_min) * PER_MIN
+        self.per_min = per_min
+
+
+class Account:
+    """One level: its limits, and what is taken of them."""
+
+    def __init__(self, level: Level, now_ns: int) -> None:
+        self.name = level.name
+        self.limits = QuotaLimits()
+        self.borrow = self.limited = False
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.concurrency = self.tokens_in_flight = self.kv_blocks = 0
+        self.day = 0
+        self.day_tokens = 0
+        """Of `day`: settled, and reserved on estimates."""
+        self.set(level, now_ns)
+
+    def set(self, level: Level, now_ns: int) -> None:
+        self.limits, self.borrow = level.limits, level.borrow
+        self.limited = level.limits != NO_LIMITS
+        self.requests = self._bucket(self.requests, level.limits.requests_per_min, now_ns)
+        self.tokens = self._bucket(self.tokens, level.limits.tokens_per_min, now_ns)
+
+    @staticmethod
+    def _bucket(bucket: Bucket | None, per_min: int | None, now_ns: int) -> Bucket | None:
+        if per_min is None:
+            return None
+        if bucket is None:
+            return Bucket(per_min, now_ns)
+        bucket.refill(now_ns)
+        bucket.resize(per_min)
+        return bucket
+
+    def refresh(self, now_ns: int, day: int) -> None:
+        if self.requests is not None:
+            self.requests.refill(now_ns)
+        if self.tokens is not None:
+            self.tokens.refill(now_ns)
+        if day > self.day:
+            self.day, self.day_tokens = day, 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.concurrency or self.tokens_in_flight or self.kv_blocks)
+
+
+class Grant(msgspec.Struct, eq=False, gc=False):
+    """What one request has taken. There are as many as requests, hence small."""
+
+    accounts: tuple[Account, ...]
+    """Empty once it is settled."""
+    tokens: int
+    kv_blocks: int
+    day: int
+    rated: int
+    """Bits 2i and 2i + 1: the request rate and the token rate of account i were charged; not where there was no such limit, or
+    where it was borrowed over."""
+    borrowed: bool

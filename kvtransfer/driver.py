@@ -5,9 +5,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Generic, TypeVar
+from typing import Generic
 
 import torch
 
@@ -16,6 +15,7 @@ from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.rate_limiter import RateLimiter
+from kvtransfer.route import Key, Live, R, S
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import (
     Action,
@@ -25,7 +25,6 @@ from kvtransfer.session.session import (
     SegmentDone,
     SegmentDropped,
     Send,
-    Session,
     Tick,
     Violation,
 )
@@ -35,53 +34,6 @@ from kvtransfer.transports.tcp.listener import TcpListener
 from kvtransfer.transports.transport import Local, PoolMemory, Rendezvous, SegmentJob
 from proto.kv import PairClosed
 from proto.messages import Message
-
-Key = tuple[str, int]
-"""(request_id, attempt)"""
-
-
-@dataclass(slots=True, eq=False)
-class Route:
-    """The current or a dying way to one peer. `pair` is None until its thread has been started; where meeting by one transport
-    fails, another one takes its place, of the same id."""
-
-    peer_incarnation: int
-    pair_id: int
-    rows: PoolRows
-    """Our pool in the blocks that cross between the two."""
-    offered: tuple[str, ...]
-    """Transports that are still in question, best first."""
-    pair: Pair | None = None
-    transport: str = ""
-    """That it uses, or tries to meet by; empty until that is known."""
-    why: str = ""
-    """What spoke against better ones."""
-    ready: bool = False
-    """The two have met."""
-    sessions: "dict[Key, Live[Any, Any]]" = field(default_factory=dict)
-    timer: asyncio.TimerHandle | None = None
-    """Until when the two must have met."""
-    dropped: bool = False
-    used_at: float = 0.0
-    """When its last session began or ended."""
-    encrypt: bool = False
-    """By `tcp`, KV crosses encrypted."""
-
-
-S = TypeVar("S", bound=Session)
-R = TypeVar("R", bound=Route)
-
-
-@dataclass(slots=True, eq=False)
-class Live(Generic[S, R]):
-    """A session and what belongs to it on the loop. Its blocks are the route's: sub-blocks, where those are smaller."""
-
-    key: Key
-    session: S
-    route: R
-    timer: asyncio.TimerHandle | None = None
-    timer_at: float = 0.0
-    ended_at: float = 0.0
 
 
 class Driver(ABC, Generic[S, R]):

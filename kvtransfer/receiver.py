@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from kvtransfer.driver import Driver, Live, Route
+from kvtransfer.driver import Driver
 from kvtransfer.memory.layout import KvLayout, blocks_of, sub_blocks_of
 from kvtransfer.rate_limiter import Bucket, RateLimiter
+from kvtransfer.route import Live, Route
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.receiver import DECLINED, FAILED, ReceiverSession
 from kvtransfer.session.session import (

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvtransfer.driver import Driver, Live, Route
+from kvtransfer.driver import Driver
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout, sub_blocks_of
+from kvtransfer.route import Live, Route
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX, KvSettings
 from kvtransfer.session.sender import SenderSession, announcement, next_parts
 from kvtransfer.session.session import (

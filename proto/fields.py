@@ -7,7 +7,7 @@ from msgspec import Meta
 from proto import limits
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=limits.MAX_ID_CHARS, pattern=r"^[A-Za-z0-9_.:-]+$")]
-Epoch = Annotated[int, Meta(gt=0, le=(1 << 63) - 1)]
+Incarnation = Annotated[int, Meta(gt=0, le=(1 << 63) - 1)]
 """One incarnation of one process: drawn at random when it starts, never used again."""
 Attempt = Annotated[int, Meta(ge=1, le=1_000)]
 Name = Annotated[str, Meta(min_length=1, max_length=limits.MAX_ID_CHARS, pattern=r"^[A-Za-z0-9_.:-]+$")]

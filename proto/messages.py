@@ -33,8 +33,8 @@ from proto.fields import (
     Choices,
     Count,
     DurationMs,
-    Epoch,
     HandOverMs,
+    Incarnation,
     Name,
     RequestId,
     Seconds,
@@ -70,7 +70,7 @@ class Hello(Message, frozen=True):
 
     version: int
     role: Role
-    incarnation: Epoch
+    incarnation: Incarnation
     name: Name
     """For people: `prefill-0`."""
     model: Text = ""
@@ -93,7 +93,7 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Its three fields never change: a client reads them before it knows the server's version."""
 
-    incarnation: Epoch
+    incarnation: Incarnation
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)]
     version: int = 8
     """Of the server; version 8 does not say it."""
@@ -210,7 +210,7 @@ class Peer(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknow
     """Where another process is and which incarnation of it is meant."""
 
     address: Text
-    incarnation: Epoch
+    incarnation: Incarnation
 
 
 class Prefill(Message, frozen=True):
@@ -253,7 +253,7 @@ class Reserve(Message, frozen=True):
     resumed_tokens: Tokens_
     kv_blocks: Count
     gateway: Peer
-    prefill_incarnation: Epoch
+    prefill_incarnation: Incarnation
     block_hashes: BlockHashes = b""
 
 

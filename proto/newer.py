@@ -20,7 +20,7 @@ import msgspec
 from proto import limits
 from proto.codec import ALL_MESSAGES, blob_of, check_frames, decode, unreadable
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
-from proto.fields import Epoch, Name, Text
+from proto.fields import Incarnation, Name, Text
 from proto.messages import Hello, Message, Refused, Welcome
 
 UNKNOWN_AS: dict[type[Enum], Enum] = {
@@ -41,7 +41,7 @@ class HelloPrefix(msgspec.Struct, frozen=True, array_like=True, tag="Hello"):
 
     version: int
     role: Annotated[str, msgspec.Meta(pattern="^[a-z_]{1,32}$")]
-    incarnation: Epoch
+    incarnation: Incarnation
     name: Name
 
     @property

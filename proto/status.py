@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from proto.fields import Count, Epoch, Text
+from proto.fields import Count, Incarnation, Text
 from proto.kv import TransportName
 from proto.messages import Message, Role
 
@@ -13,7 +13,7 @@ from proto.messages import Message, Role
 class KvPair(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How a prefill worker reaches one decode worker."""
 
-    decode_incarnation: Epoch
+    decode_incarnation: Incarnation
     transport: TransportName
     why: Text
     """What spoke against better transports; empty: nothing."""

@@ -1,10 +1,11 @@
 """Workers, and what is reserved on them. A pool is the workers of one model.
 
-Room on workers is kept in three ways. A *holding* (`Worker.holdings`) is what an attempt has on a worker; it lasts until the
-worker says that it has let go. A *carried reservation* (`Candidates.claims`) is the holding of a decode worker that goes over to
-a request whose prefill worker was lost, so that nobody else gets it before the next attempt; it lasts until the request is
-placed or ends. A *reservation* (`RoomClasses.reservation`) has no blocks: it closes one worker to everybody but one large request
-that was passed over too often, until that request fits there. The first two are counted in blocks, the third is not.
+Room on workers is kept in three ways. A *holding* (`Worker.holdings`) is what an attempt has on a worker; it lasts until
+the worker says that it has let go. A *carried reservation* (`Candidates.claims`) is the holding of a decode worker that
+goes over to a request whose prefill worker was lost, so that nobody else gets it before the next attempt; it lasts until
+the request is placed or ends. A *reservation* (`RoomClasses.reservation`) has no blocks: it closes one worker to everybody
+but one large request that was passed over too often, until that request fits there. The first two are counted in blocks,
+the third is not.
 """
 
 from coordinator.score import Weights

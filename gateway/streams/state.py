@@ -76,9 +76,9 @@ class Submission:
     got_tokens: bool = False
     """In this attempt."""
     coordinator: int = 0
-    """Epoch of the one that this attempt was submitted to."""
+    """Incarnation of the one that this attempt was submitted to."""
     decoder: int = 0
-    """Epoch of the decode worker that its tokens come from; 0: none has come from one yet."""
+    """Incarnation of the decode worker that its tokens come from; 0: none has come from one yet."""
     cut_at: float | None = None
     """When that worker's connection ended, or any while it is not known whose they would be; None once more have come."""
     stall_at: float | None = None

@@ -8,7 +8,7 @@ from typing import Final, cast
 
 from aiohttp import web
 
-from runtime.metrics.server import BACKLOG, CONNECTIONS_MAX, Reply
+from runtime.metrics.reply import BACKLOG, CONNECTIONS_MAX, Reply
 
 EXCHANGE_S: Final = 10.0
 _HEAD_BYTES_MAX: Final = 4096

@@ -2,43 +2,31 @@
 `/live` is for who would start the process again: it fails with the checks that feed the watchdog (`runtime.process.notify`).
 
 It must never be in the way: each connection is for one request and cut off after `EXCHANGE_S`, there are `CONNECTIONS_MAX` of
-them at most (`metrics_http.py`), and the page is made at most every `FRESH_S` seconds, however often it is asked for.
+them at most (`runtime.metrics.http`), and the page is made at most every `FRESH_S` seconds, however often it is asked for.
 """
 
 import asyncio
 import socket
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from proto.errors import CrossdockError
 from runtime.metrics.instruments import Page
+from runtime.metrics.reply import BACKLOG, Reply, Serving
 from runtime.process import clock, log, notify
 from runtime.settings import machine
 from runtime.settings.addresses import METRICS_OFF, advertised_metrics, split_metrics
 
-if TYPE_CHECKING:
-    from runtime.metrics.http import Serving
-
 FRESH_S: Final = 0.25
-CONNECTIONS_MAX: Final = 64
-"""One more takes the place of the oldest: idle strangers must not keep a scraper out."""
-BACKLOG: Final = 1_024
-"""Connections that the kernel keeps until they are accepted."""
 _JSON: Final = "application/json"
 
 
 class PortTaken(CrossdockError):
     """Somebody else listens there, perhaps this process's predecessor: another start may do better."""
-
-
-class Reply(NamedTuple):
-    status: int
-    body: bytes = b""
-    content_type: str = "text/plain; charset=utf-8"
 
 
 class MetricsServer:

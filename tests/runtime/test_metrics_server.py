@@ -16,7 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from runtime.metrics import http as metrics_http
 from runtime.metrics import server as metrics_server
 from runtime.metrics.instruments import Page
-from runtime.metrics.server import CONNECTIONS_MAX, MetricsServer, PortTaken
+from runtime.metrics.reply import CONNECTIONS_MAX
+from runtime.metrics.server import MetricsServer, PortTaken
 from runtime.process import notify
 from runtime.settings.addresses import MetricsAddress, advertised_metrics
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from coordinator.core import Core
-from coordinator.lifecycle import TERMINAL, State
+from coordinator.lifecycle import ON_WORKERS, TERMINAL, State
 from coordinator.request import CLAIM
 from coordinator.waiting.queue_keys import bound_key
 
@@ -49,7 +49,7 @@ def check(core: Core) -> None:
         assert request.state not in TERMINAL
         assert (request.id in queued) == (request.state is State.QUEUED)
         assert (request.id in core.interrupted) == (request.state is State.INTERRUPTED)
-        if request.state in (State.PLACED, State.PREFILLING):
+        if request.state in ON_WORKERS and request.state is not State.DECODING:
             assert request.key in core.workers[request.prefill_incarnation].holdings
         if request.state is State.DECODING:
             assert request.key in core.workers[request.decode_incarnation].holdings

@@ -222,4 +222,6 @@ def _record_failure(state: State, request: Request, worker: Worker, reason: Inte
         pool.record_failure(worker)
     elif reason is Interrupt.TRANSFER_FAILED:
         pair = request.prefill_incarnation, request.decode_incarnation
-        state.counters["pairs_left_out"] += pool.breakers.failed(pair, request.attempt_progress.placed_at, now)
+        if pool.breakers.failed(pair, request.attempt_progress.placed_at, now):
+            state.counters["pairs_left_out"] += 1
+            state.unbind_without_pair(pool)

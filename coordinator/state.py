@@ -239,6 +239,13 @@ class State:
             pool.unbind(request)
             queue.unsettle(request)
 
+    def unbind_without_pair(self, pool: Pool) -> None:
+        """What waits for a prefill worker from which no KV may go at present may run anywhere again."""
+        for prefill in [pool.prefill[incarnation] for incarnation in pool.hosts]:
+            if not pool.has_pair(prefill, self.now):
+                self.unbind_all(prefill)
+                pool.news = True
+
     def emitted(
         self, model: str, path: Path, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False
     ) -> None:
@@ -253,8 +260,13 @@ class State:
 
     def refresh_eligibility(self, model: str) -> None:
         """Workers have come or gone, or take work or none: which requests can have a turn."""
-        self.pools[model].reopen()
-        self.queues[model].refresh_eligibility(self.can_run)
+        pool = self.pools[model]
+        pool.reopen()
+        self.unbind_without_pair(pool)
+        capacities = pool.capacities()
+        if capacities != pool.eligible_for:  # one of many equal workers makes no difference to what waits
+            pool.eligible_for = capacities
+            self.queues[model].refresh_eligibility(self.can_run)
 
     def can_run(self, request: Request) -> bool:
         """Whether some worker that takes work could hold it; where there is none, all wait alike, for whatever comes back."""

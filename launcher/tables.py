@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, Final
 
 from rich import box
-from rich.cells import cell_len
+from rich.cells import cell_len as width_of
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -52,10 +52,10 @@ class Table:
         ]
         self.rows: list[tuple[tuple[str, ...], str]] = []
 
-    def row(self, *cells: str, style: str = "") -> None:
+    def row(self, *texts: str, style: str = "") -> None:
         """`style`: as rich has it, for terminals."""
-        assert len(cells) == len(self.columns)
-        self.rows.append((cells, style))
+        assert len(texts) == len(self.columns)
+        self.rows.append((texts, style))
 
     def show(self, console: Console) -> None:
         if not console.is_terminal:
@@ -98,8 +98,8 @@ class Table:
         for index, wide in zip(part, self._widths(part, width), strict=True):
             column = self.columns[index]
             made.add_column(Text(column.heading), justify="right" if column.right else "left", width=wide)
-        for cells, style in self.rows:
-            made.add_row(*(Text(cells[index]) for index in part), style=style)
+        for texts, style in self.rows:
+            made.add_row(*(Text(texts[index]) for index in part), style=style)
         return made
 
     def _widths(self, part: Sequence[int], width: int) -> list[int]:
@@ -113,24 +113,24 @@ class Table:
         return widths
 
     def _whole(self, index: int) -> int:
-        texts = (self.columns[index].heading, *(cells[index] for cells, _ in self.rows))
-        return max(map(cell_len, texts))
+        every = (self.columns[index].heading, *(texts[index] for texts, _ in self.rows))
+        return max(map(width_of, every))
 
     def _least(self, index: int) -> int:
-        """Headings and texts fold at blanks, other cells never do."""
-        column, cells = self.columns[index], [cells[index] for cells, _ in self.rows]
+        """Headings and prose fold at blanks, other texts never do."""
+        column, parts = self.columns[index], [texts[index] for texts, _ in self.rows]
         if column.folds:
-            cells = list(chain.from_iterable(cell.split() for cell in cells))
-        return max(map(cell_len, (*column.heading.split(), *cells)), default=0)
+            parts = list(chain.from_iterable(part.split() for part in parts))
+        return max(map(width_of, (*column.heading.split(), *parts)), default=0)
 
     def _stacked(self, console: Console) -> None:
         """A row is a field a line, which the terminal itself breaks if it must."""
-        named = max(cell_len(column.heading) for column in self.columns)
-        for number, (cells, style) in enumerate(self.rows):
+        named = max(width_of(column.heading) for column in self.columns)
+        for number, (texts, style) in enumerate(self.rows):
             if number:
                 console.print()
-            for column, cell in zip(self.columns, cells, strict=True):
-                console.print(Text(_padded(column.heading, named) + " " * GAP + cell, style=style), soft_wrap=True)
+            for column, text in zip(self.columns, texts, strict=True):
+                console.print(Text(_padded(column.heading, named) + " " * GAP + text, style=style), soft_wrap=True)
 
     # --- anywhere else --------------------------------------------------------------------------------------------------
 
@@ -138,10 +138,10 @@ class Table:
         headings = tuple(column.heading for column in self.columns)
         widths = [self._whole(index) for index in range(len(self.columns))]
         lines = [self.title] if self.title else []
-        for cells in (*([headings] if any(headings) else []), *(cells for cells, _ in self.rows)):
+        for texts in (*([headings] if any(headings) else []), *(texts for texts, _ in self.rows)):
             padded = [
-                _padded(cell, width, right=column.right)
-                for cell, width, column in zip(cells, widths, self.columns, strict=True)
+                _padded(text, width, right=column.right)
+                for text, width, column in zip(texts, widths, self.columns, strict=True)
             ]
             lines.append((" " * GAP).join(padded).rstrip())
         for line in lines:
@@ -149,7 +149,7 @@ class Table:
 
 
 def _padded(text: str, width: int, *, right: bool = False) -> str:
-    blanks = " " * (width - cell_len(text))
+    blanks = " " * (width - width_of(text))
     return blanks + text if right else text + blanks
 
 

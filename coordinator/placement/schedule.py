@@ -71,7 +71,7 @@ def _next_to_ask(pool: Pool, queue: WaitQueue) -> Worker | None:
 
 def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
     """It finds nothing to do: of what is bound to another worker, it takes what came last, if that starts earlier here."""
-    if not pool.may_place_on(worker):
+    if not pool.may_place_on(worker) or not pool.has_pair(worker, now):
         return False
     hosts = [
         pool.prefill[incarnation]

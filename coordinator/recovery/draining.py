@@ -30,6 +30,17 @@ def needs(request: Request, worker: Worker) -> bool:
     return request.prefill_incarnation == worker.incarnation and request.state is not RequestState.DECODING
 
 
+def dependents(state: State, worker: Worker) -> list[Request]:
+    """Requests whose attempts cannot go on without this worker. Until it decodes, an attempt has a holding on its prefill
+    worker, and then on its decode worker, so those that wait need not be looked at."""
+    keys = dict.fromkeys(worker.holdings)
+    if worker.hello.role is Role.DECODE:
+        for prefill in state.pools[worker.hello.model].prefill.values():
+            keys.update(dict.fromkeys(prefill.holdings))
+    found = (state.current(*key) for key in keys)
+    return [request for request in found if request is not None and needs(request, worker)]
+
+
 def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None:
     worker.draining, worker.dismissed = True, False
     worker.hand_over_at = now + hand_over_ms / 1000
@@ -113,7 +124,7 @@ def hand_over(state: State, now: float) -> None:
         if now < worker.hand_over_at:
             continue
         worker.hand_over_at = inf
-        for request in [request for request in state.requests.values() if needs(request, worker)]:
+        for request in dependents(state, worker):
             state.interrupt(request, Interrupt.DRAINED, f"{worker.hello.name} is drained", now)
             if worker.hello.role is Role.PREFILL:
                 state.claim_room(request)

@@ -73,7 +73,7 @@ def down(state: State, incarnation: int, reason: str, now: float) -> None:
             state.emitted(hello.model, holding.path, key[0], holding.resumed_tokens, emitted, first=emitted > 0)
             state.record_usage(release(key[0], now))
         state.drop_claims_on(worker)
-        for request in [request for request in state.requests.values() if draining.needs(request, worker)]:
+        for request in draining.dependents(state, worker):
             state.interrupt(request, why, f"{hello.name}: {reason}"[:500], now)
             if hello.role is Role.PREFILL:
                 state.claim_room(request)

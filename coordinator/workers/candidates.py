@@ -157,9 +157,8 @@ class Candidates:
             return
         if self.claims or worker.incarnation == rooms.kept_on:
             self.news = True
-        if self.breakers.pairs and self.stuck:
-            self.stuck.clear()
-            self.news = True
+        if self.breakers.pairs:
+            self._ask_stuck()
         if worker.draining or worker.incarnation == rooms.kept_on:
             return
         fits: dict[str, bool] = {}
@@ -180,8 +179,14 @@ class Candidates:
     def reopen(self) -> None:
         """Workers have come or gone, or take work or none, or may be paired again: look at everything anew."""
         self.rooms.closed.clear()
-        self.stuck.clear()
+        self._ask_stuck()
         self.news = True
+
+    def _ask_stuck(self) -> None:
+        """Some may have nothing but what is bound to them, so it is not enough that there is news for all."""
+        self.news = self.news or bool(self.stuck)
+        self.ready.update((incarnation, None) for incarnation in self.stuck if incarnation in self.idle)
+        self.stuck.clear()
 
     def keep_room(self, request: Request, served_per_s: Callable[[float], float], now: float) -> None:
         """For a request that was bypassed too often, on the decode worker with the most room.

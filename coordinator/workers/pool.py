@@ -11,6 +11,7 @@ the third is not.
 from coordinator.score import Weights
 from coordinator.workers.candidates import Candidates
 from coordinator.workers.worker import Worker
+from proto.held import Capacity
 from proto.messages import Role, Submit
 
 
@@ -27,6 +28,8 @@ class Pool(Candidates):
         """Turns that passed a request over: without room for it, or for a worker that has more of it cached."""
         self.finished = 0
         """Requests."""
+        self.eligible_for: tuple[frozenset[Capacity], ...] | None = None
+        """The `capacities` for which the requests that wait were last looked through."""
 
     def add(self, worker: Worker) -> None:
         self._side(worker)[worker.incarnation] = worker
@@ -98,6 +101,11 @@ class Pool(Candidates):
             return 0.0
         takers = (worker for worker in self.prefill.values() if not worker.draining)
         return min((w.tokens_in_flight + tokens) / (w.tokens_per_s if w.has_run_full else fastest) for w in takers)
+
+    def capacities(self) -> tuple[frozenset[Capacity], ...]:
+        """Of prefill and decode workers that take work: all on which it depends what can run at all."""
+        sides = (self.prefill, self.decode)
+        return tuple(frozenset(w.capacity for w in side.values() if not w.draining) for side in sides)
 
     def could_ever_fit(self, submit: Submit) -> bool:
         for side in (self.prefill, self.decode):

@@ -1,4 +1,4 @@
-"""A request's story in plain words."""
+"""A request's timeline in plain words."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -133,9 +133,9 @@ def explain(settings: ExplainSettings) -> int:
     """Raises `EventLogError`."""
     console = tables.console(highlight=False)
     if settings.request:
-        request, entries = _story(settings.file, settings.request)
+        request, entries = _timeline(settings.file, settings.request)
         if settings.as_json:
-            _print_json({"request": request, "story": entries})
+            _print_json({"request": request, "timeline": entries})
         else:
             explain_words.show_timeline(request, entries, console)
         return 0
@@ -148,7 +148,7 @@ def explain(settings: ExplainSettings) -> int:
     return 0
 
 
-def _story(file: str, wanted: str) -> tuple[str, list[Entry]]:
+def _timeline(file: str, wanted: str) -> tuple[str, list[Entry]]:
     """Of the request of this id, or else of the only one whose id begins so. Raises `EventLogError`."""
     if entries := _replayed(file, lambda _: Timeline(wanted)).finish():
         return wanted, entries

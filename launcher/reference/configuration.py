@@ -74,8 +74,8 @@ def _row(key: str, field: FieldInfo) -> str:
     extra, option = field.json_schema_extra, f"`{option_name(key, field)}`"
     if isinstance(extra, dict) and "also_argument" in extra:
         option = f"`{extra['also_argument']}`, {option}"
-    cells = (option, f"`{ENV_PREFIX}{key.upper()}`", _default(field), meaning)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+    columns = (option, f"`{ENV_PREFIX}{key.upper()}`", _default(field), meaning)
+    return "| " + " | ".join(text.replace("|", "\\|") for text in columns) + " |\n"
 
 
 def _default(field: FieldInfo) -> str:

@@ -206,6 +206,32 @@ def test_a_prompt_does_not_wait_for_a_worker_from_which_no_kv_may_go() -> None:
     assert h.core.requests["a"].prefill_incarnation == 11
 
 
+def test_a_worker_from_which_no_kv_may_go_takes_over_nothing() -> None:
+    h = make(prefill=2, steps_in_flight=1)
+    h.receive(10, CacheEvents(hashes(200), b""))
+    for failure in range(3):
+        h.core.pools["m"].breakers.failed((11, 20), float(failure), float(failure))
+    [busy] = ask(h, "busy", 816)
+    ask(h, "a", 816)
+    h.receive(11, CacheEvents(hashes(200), b""))
+    assert h.core.requests["a"].prefill_incarnation != 11 and not bound(h, 11)
+    h.receive(10, StepDone(busy.step_id, busy.chunks, 16.0, 0))
+    assert h.core.requests["a"].prefill_incarnation == 10
+
+
+def test_what_waits_for_a_worker_goes_back_to_all_when_no_kv_may_go_from_there() -> None:
+    h = make(prefill=2, decode=2, steps_in_flight=1)
+    h.receive(10, CacheEvents(hashes(200), b""))
+    for decode, failures in ((20, 2), (21, 3)):
+        for _ in range(failures):
+            h.core.pools["m"].breakers.failed((10, decode), h.now, h.now)
+    ask(h, "busy", 816)
+    ask(h, "a", 816)
+    assert h.core.requests["busy"].decode_incarnation == 20 and bound(h, 10) == ["a"]
+    h.receive(10, WorkFailed("busy", 1, Interrupt.TRANSFER_FAILED, "planted"))
+    assert h.core.requests["a"].prefill_incarnation == 11
+
+
 def test_a_worker_in_trouble_is_avoided_until_others_have_done_well() -> None:
     h = make(decode=2)
 

@@ -4,13 +4,15 @@ import cProfile
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
-from coordinator.events import Action, Event, Received
+from coordinator.events import Action, Event, PeerDown, PeerUp, Received
 from coordinator.placement import choice
 from coordinator.workers.candidates import EXAMINED_MAX
 from coordinator.workers.worker import Worker
 from launcher.bench.dev.coordinator_scale import LIMITS, Cluster
+from proto.held import Capacity
 from proto.messages import CacheEvents, StepDone
 from proto.progress import DecodeProgress
 from proto.status import KvHeld
@@ -121,3 +123,22 @@ def test_progress_of_streams_asks_no_worker(monkeypatch: pytest.MonkeyPatch) -> 
     for prefill in cluster.steps:
         cluster.handle(Received(prefill, CacheEvents(b"", b"")))
     assert not asked
+
+
+def test_one_of_many_equal_workers_comes_and_goes_without_a_look_at_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(4, tenants=10, limited_by="prefill")
+    for _ in range(500):
+        cluster.submit()
+    examined: list[str] = []
+    can_run = cluster.core.can_run
+    monkeypatch.setattr(cluster.core, "can_run", lambda request: examined.append(request.id) or can_run(request))
+    hellos = {incarnation: cluster.core.peers[incarnation] for incarnation in (100, 10_000)}
+    for incarnation, hello in hellos.items():
+        cluster.handle(PeerDown(incarnation, "killed"))
+        cluster.handle(PeerUp(incarnation, hello))
+    assert not examined
+    larger = Capacity(10**6, 16, 1000, 100_000)
+    cluster.core.handle(
+        PeerUp(500, msgspec.structs.replace(hellos[100], incarnation=500, name="larger", capacity=larger)), cluster.now
+    )
+    assert len(set(examined)) == len(examined) > 400, "what waits may run there now, so each is looked at once"

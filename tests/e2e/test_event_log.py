@@ -40,8 +40,8 @@ def test_the_journal_of_a_killed_coordinator_replays_and_so_does_the_next_ones(
     assert ended.pop(path) == "stopped" and set(ended.values()) <= {"", "was away"}
     (earlier,) = (each for each, how in ended.items() if how == "")
     assert commands.explain(ExplainSettings(file=str(earlier), request=answer_id, as_json=True)) == 0
-    story = json.loads(capsys.readouterr().out)["story"]
-    chunks = [entry for entry in story if entry["what"] == "chunk"]
-    assert sum(chunk["tokens"] for chunk in chunks) == story[0]["prompt_tokens"] == 201
-    assert [entry["state"] for entry in story if entry["what"] == "state"] == ["handing_over", "decoding"]
-    assert story[-1]["what"] == "ended" and story[-1]["outcome"] == "finished"
+    timeline = json.loads(capsys.readouterr().out)["timeline"]
+    chunks = [entry for entry in timeline if entry["what"] == "chunk"]
+    assert sum(chunk["tokens"] for chunk in chunks) == timeline[0]["prompt_tokens"] == 201
+    assert [entry["state"] for entry in timeline if entry["what"] == "state"] == ["handing_over", "decoding"]
+    assert timeline[-1]["what"] == "ended" and timeline[-1]["outcome"] == "finished"

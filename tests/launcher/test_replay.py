@@ -108,7 +108,7 @@ def test_the_longest_waits_as_a_table_and_as_json(tmp_path: Path, capsys: pytest
     shown = capsys.readouterr().out
     assert all(row["request"] in shown and row["tenant"] in shown for row in rows)
     assert commands.explain(ExplainSettings(file=str(path), request=rows[0]["request"], as_json=True)) == 0
-    timeline = json.loads(capsys.readouterr().out)["story"]
+    timeline = json.loads(capsys.readouterr().out)["timeline"]
     assert timeline[0]["what"] == "submitted" and timeline[-1]["what"] == "ended"
     assert {entry["reason"]["kind"] for entry in timeline if entry["what"] == "passed_over"}
 

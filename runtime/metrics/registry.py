@@ -29,7 +29,8 @@ values.ValueClass = values.MutexValue
 """Not that of the library's multi-process mode, which the environment could ask for: each process has its own port."""
 
 Labels = tuple[str, ...]
-Kind = Literal["counter", "gauge", "histogram"]
+KindRead = Literal["counter", "gauge"]
+Kind = KindRead | Literal["histogram"]
 Values = Callable[[], Iterable[tuple[Labels, float]]]
 """Label values and a number, for each series there is now."""
 
@@ -97,7 +98,7 @@ class MetricsRegistry(CollectorRegistry):
         self.families.append(Family(name, "histogram", help_, labels))
         return Histogram(name, help_, labels, buckets=bounds, registry=self)
 
-    def read(self, kind: Literal["counter", "gauge"], name: str, help_: str, labels: Labels, values: Values) -> None:
+    def read(self, kind: KindRead, name: str, help_: str, labels: Labels, values: Values) -> None:
         """A counter or gauge that somebody else keeps."""
         self.families.append(Family(name, kind, help_, labels))
         self.register(_StateCollector(self.families[-1], values))
@@ -110,14 +111,7 @@ class MetricsRegistry(CollectorRegistry):
         """A counter without labels that somebody else keeps."""
         self.read("counter", name, help_, (), lambda: [((), value())])
 
-    def by(
-        self,
-        kind: Literal["counter", "gauge"],
-        name: str,
-        help_: str,
-        label: str,
-        values: Callable[[], Mapping[str, float]],
-    ) -> None:
+    def by(self, kind: KindRead, name: str, help_: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
         """One series for each entry of a mapping that somebody else keeps."""
         self.read(kind, name, help_, (label,), lambda: [((key,), value) for key, value in values().items()])
 

@@ -83,7 +83,7 @@ class Coordinator:
         )
         self.metrics = CoordinatorMetrics(self.core, clock.now)
         self.metrics.stalls = stalls
-        self.metrics.page.introduce(name=name)
+        self.metrics.registry.introduce(name=name)
         self.observed = MetricsServer(settings.metrics)
         self.peers: dict[int, Peer] = {}
         self.tenants: TenantsFile | None = None
@@ -138,8 +138,8 @@ class Coordinator:
         self.stall_detector.begin(clock.now())
         watching.append(watched(garbage_collector.collect_seldom(self._load, clock.now)))
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
-        link_counters(self.metrics.page, {"control": self.server.counters})
-        self.observed.show(self.metrics.page, lambda: None, {"/targets": self._targets})
+        link_counters(self.metrics.registry, {"control": self.server.counters})
+        self.observed.show(self.metrics.registry, lambda: None, {"/targets": self._targets})
         self.log.info("listening", address=address)
         notify.ready(f"listening on {address}")
         await self.observed.serve()

@@ -7,51 +7,51 @@ from typing import TypeVar
 from decode_worker.batch import StepOutcome
 from decode_worker.requests import AttemptTable, Phase
 from runtime.metrics.common import kv_blocks, kv_transfers, prefix_cache
-from runtime.metrics.instruments import COUNTS, STEP_S, Page
+from runtime.metrics.registry import COUNTS, STEP_S, MetricsRegistry
 
 PREFIX = "crossdock_decode_"
 S = TypeVar("S")
 
 
 class DecodeMetrics:
-    def __init__(self, table: AttemptTable[S], transfers: Mapping[str, int], page: Page | None = None) -> None:
+    def __init__(self, table: AttemptTable[S], transfers: Mapping[str, int]) -> None:
         """`transfers`: the KV receiver's counters."""
-        self.page = page = page or Page("decode")
-        self._seconds = page.histogram(PREFIX + "step_seconds", "Time of one forward pass.", STEP_S).of()
-        self._sequences = page.histogram(
+        self.registry = registry = MetricsRegistry("decode")
+        self._seconds = registry.histogram(PREFIX + "step_seconds", "Time of one forward pass.", STEP_S)
+        self._sequences = registry.histogram(
             PREFIX + "step_sequences", "Sequences that one forward pass moved on by a token.", COUNTS
-        ).of()
-        self._tokens = page.counter(PREFIX + "tokens", "Tokens passed on to gateways, first ones aside.")
-        self._failed = page.counter(PREFIX + "steps_failed", "Forward passes that the model failed in.")
+        )
+        self._tokens = registry.counter(PREFIX + "tokens", "Tokens passed on to gateways, first ones aside.")
+        self._failed = registry.counter(PREFIX + "steps_failed", "Forward passes that the model failed in.")
 
         def attempts() -> dict[str, float]:
             phases = Counter(attempt.phase for attempt in table.attempts.values())
             return {phase.value: phases[phase] for phase in Phase}
 
         batch = table.batch
-        page.by(
+        registry.by(
             "gauge", PREFIX + "attempts", "Requests that are expected, received or running here.", "phase", attempts
         )
-        page.gauge(PREFIX + "batch_sequences", "Sequences in the running batch.", lambda: len(batch.running))
-        page.gauge(
+        registry.gauge(PREFIX + "batch_sequences", "Sequences in the running batch.", lambda: len(batch.running))
+        registry.gauge(
             PREFIX + "batch_tokens",
             "Tokens of context in the running batch, prompts included.",
             lambda: sum(sequence.blocks.length for sequence in batch.running),
         )
-        page.total(PREFIX + "forwarded_tokens", "Tokens forwarded by the model.", table.tokens_forwarded)
-        kv_blocks(page, table.allocator, table.block_size)
-        kv_transfers(page, "received", transfers)
-        page.total(
+        registry.total(PREFIX + "forwarded_tokens", "Tokens forwarded by the model.", table.tokens_forwarded)
+        kv_blocks(registry, table.allocator, table.block_size)
+        kv_transfers(registry, "received", transfers)
+        registry.total(
             "crossdock_kv_strangers",
             "Connections to the port of tcp that were closed because they did not prove the key of a pair.",
             lambda: transfers.get("strangers", 0),
         )
-        prefix_cache(page, lambda: table.taken_tokens, lambda: table.found_tokens)
+        prefix_cache(registry, lambda: table.taken_tokens, lambda: table.found_tokens)
 
     def step_done(self, step_ms: float, sequences: int, outcome: StepOutcome[S]) -> None:
         self._seconds.observe(step_ms / 1000)
         self._sequences.observe(sequences)
-        self._tokens.inc(by=sum(len(items) for _, items in outcome.by_gateway.values()))
+        self._tokens.inc(sum(len(items) for _, items in outcome.by_gateway.values()))
 
     def step_failed(self) -> None:
         self._failed.inc()

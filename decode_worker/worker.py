@@ -91,7 +91,7 @@ class DecodeWorker:
         self.strangers_log = RateLimitedLog(self.log.warning)
         self.receiver = self._make_receiver(memory)
         self.metrics = DecodeMetrics(table, self.receiver.counters)
-        self.metrics.page.introduce(name=name, model=settings.served_model_id)
+        self.metrics.registry.introduce(name=name, model=settings.served_model_id)
         self.registration: Registration
         """Made by `run`, when the KV port's address is known."""
 
@@ -144,8 +144,8 @@ class DecodeWorker:
             links=self.links,
         )
         ends = {"kv": self.server.counters, "coordinator": self.registration.counters}
-        link_counters(self.metrics.page, ends, lambda: self.registration.up)
-        self.observed.show(self.metrics.page, self.registration.not_ready)
+        link_counters(self.metrics.registry, ends, lambda: self.registration.up)
+        self.observed.show(self.metrics.registry, self.registration.not_ready)
         try:
             await work_until_stopped(
                 self._run_steps(),

@@ -235,7 +235,7 @@ class Backend:
                 if self._coordinator is not None:
                     self._coordinator.send(cancel)
             case Noticed(why, stream_id, detail):
-                self.metrics.noticed.inc(why.value)
+                self.metrics.noticed.labels(why.value).inc()
                 emit = _log.debug if why is Why.STALE_TOKENS else _log.info
                 emit("stream", request_id=stream_id, what=why.value, detail=detail)
 

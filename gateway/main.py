@@ -51,7 +51,7 @@ class GatewayProcess:
         stream_limits = StreamLimits(link_wait_s=settings.queue_wait_s, idle_s=settings.stream_idle_ms / 1000)
         model = settings.served_model_id
         self.metrics = GatewayMetrics(model)
-        self.metrics.page.introduce(name=name, model=model)
+        self.metrics.registry.introduce(name=name, model=model)
         self.backend = Backend(model=model, limits=stream_limits, metrics=self.metrics)
         self.hello = Hello(
             limits.PROTOCOL_VERSION,
@@ -148,8 +148,8 @@ class GatewayProcess:
         )
         self.metrics.slo_of = keys.slo_of
         ends = {"tokens": self.tokens.counters, "coordinator": coordinator.counters}
-        link_counters(self.metrics.page, ends, lambda: self.backend.coordinator_is_up)
-        self.observed.show(self.metrics.page, lambda: self.backend.not_ready)
+        link_counters(self.metrics.registry, ends, lambda: self.backend.coordinator_is_up)
+        self.observed.show(self.metrics.registry, lambda: self.backend.not_ready)
         watching = [watched(tenants.watch(keys.replace))] if tenants else []
         try:
             return await self._serve(gateway, listener, stop)

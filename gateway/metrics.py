@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable
 
 from gateway.streams.types import FailKind, Failure
-from runtime.metrics.instruments import LATENCY_S, STEP_S, Page, TenantLabels
+from runtime.metrics.registry import LATENCY_S, STEP_S, MetricsRegistry
+from runtime.metrics.tenant_labels import TenantLabels
 from runtime.tenancy.tenants import Slo
 
 PREFIX = "crossdock_gateway_"
@@ -13,40 +14,40 @@ _GAPS_OVER_MAX = 0.01
 
 
 class GatewayMetrics:
-    def __init__(self, model: str = "", page: Page | None = None) -> None:
-        self.page = page = page or Page("gateway")
+    def __init__(self, model: str = "") -> None:
+        self.registry = registry = MetricsRegistry("gateway")
         self.slo_of: Callable[[str], Slo | None] = lambda tenant: None
         """Set by whoever knows the tenants."""
-        self.requests = page.counter(
+        self.requests = registry.counter(
             PREFIX + "requests", "Generation requests by endpoint and outcome: ok, disconnected, or an error's code.",
             "endpoint", "outcome",
         )  # fmt: skip
-        self.ttft = page.histogram(
+        self.ttft = registry.histogram(
             PREFIX + "time_to_first_token_seconds", "From submission to a prompt's first token.", LATENCY_S, "model"
-        ).of(model)
-        self.itl = page.histogram(
+        ).labels(model)
+        self.itl = registry.histogram(
             PREFIX + "inter_token_latency_seconds", "Between two deliveries of one choice.", STEP_S, "model"
-        ).of(model)
-        self.tpot = page.histogram(
+        ).labels(model)
+        self.tpot = registry.histogram(
             PREFIX + "time_per_output_token_seconds",
             "Mean time per token after the first, of each stream that came to its end.",
             STEP_S,
             "model",
-        ).of(model)
-        self.duration = page.histogram(
+        ).labels(model)
+        self.duration = registry.histogram(
             PREFIX + "stream_duration_seconds",
             "From submission to the end, of each stream that came to it.",
             LATENCY_S,
             "model",
-        ).of(model)
-        self.retry_after = page.histogram(
+        ).labels(model)
+        self.retry_after = registry.histogram(
             PREFIX + "retry_after_seconds", "What clients were told in Retry-After, by status.", LATENCY_S, "status"
         )
-        self.streams = page.counter(
+        self.streams = registry.counter(
             PREFIX + "streams", "Streams (one for each prompt) that are over, by outcome: ok, left, or why they failed.",
             "outcome",
         )  # fmt: skip
-        self.slo = page.counter(
+        self.slo = registry.counter(
             PREFIX + "slo_streams",
             "Streams of tenants with an SLO by result: met, missed for its ttft or itl, rejected, or failed. Those whose client"
             " left are not judged.",
@@ -54,24 +55,22 @@ class GatewayMetrics:
             "result",
         )
         self.tenants = TenantLabels(self.slo)
-        self.prompt_tokens = page.counter(PREFIX + "prompt_tokens", "Prompt tokens submitted.", "model")
-        self.cached_tokens = page.counter(
+        self.prompt_tokens = registry.counter(PREFIX + "prompt_tokens", "Prompt tokens submitted.", "model").labels(
+            model
+        )
+        self.cached_tokens = registry.counter(
             PREFIX + "cached_prompt_tokens",
             "Those of them that were not computed, but found in a prefix cache.",
             "model",
-        )
-        self.output_tokens = page.counter(PREFIX + "output_tokens", "Tokens delivered.", "model")
-        self.noticed = page.counter(
+        ).labels(model)
+        self.output_tokens = registry.counter(PREFIX + "output_tokens", "Tokens delivered.", "model").labels(model)
+        self.noticed = registry.counter(
             PREFIX + "stream_events", "Streams resumed, and tokens that were dropped, by kind.", "kind"
         )
         self.active: Callable[[], int] = int
         """Set by the owner of the streams."""
-        page.gauge(PREFIX + "active_streams", "Prompts being answered.", lambda: self.active())
-        page.gauge(PREFIX + "tasks", "asyncio tasks that have not ended.", lambda: len(asyncio.all_tasks()))
-        self.model = model
-
-    def render(self) -> bytes:
-        return self.page.render()
+        registry.gauge(PREFIX + "active_streams", "Prompts being answered.", lambda: self.active())
+        registry.gauge(PREFIX + "tasks", "asyncio tasks that have not ended.", lambda: len(asyncio.all_tasks()))
 
 
 class StreamTimes:
@@ -87,16 +86,16 @@ class StreamTimes:
         self._last_at: dict[int, float] = {}
         """When each choice last got tokens."""
         self._tokens = self._gaps = self._gaps_over = 0
-        metrics.prompt_tokens.inc(metrics.model, by=prompt_tokens)
+        metrics.prompt_tokens.inc(prompt_tokens)
 
     def delivered(self, choice: int, tokens: int, cached_tokens: int, now: float) -> None:
         metrics = self._metrics
-        metrics.output_tokens.inc(metrics.model, by=tokens)
+        metrics.output_tokens.inc(tokens)
         self._tokens += tokens
         if self._first_at is None:
             self._first_at = now
             metrics.ttft.observe(now - self._opened_at)
-            metrics.cached_tokens.inc(metrics.model, by=cached_tokens)
+            metrics.cached_tokens.inc(cached_tokens)
         earlier = self._last_at.get(choice)
         if earlier is not None:
             gap_s = now - earlier
@@ -108,7 +107,7 @@ class StreamTimes:
 
     def ended(self, failure: Failure | None, now: float) -> None:
         metrics = self._metrics
-        metrics.streams.inc("ok" if failure is None else failure.kind.value)
+        metrics.streams.labels("ok" if failure is None else failure.kind.value).inc()
         if failure is None:
             metrics.duration.observe(now - self._opened_at)
             later = self._tokens - len(self._last_at)
@@ -118,11 +117,11 @@ class StreamTimes:
         if self._slo is not None:
             metrics.tenants.rank(now)
             metrics.tenants.served(self._tenant, self._tokens + 1)
-            metrics.slo.inc(metrics.tenants.label(self._tenant), self._result(self._slo, failure))
+            metrics.slo.labels(metrics.tenants.label(self._tenant), self._result(self._slo, failure)).inc()
 
     def left(self) -> None:
         """The client did not wait for the end."""
-        self._metrics.streams.inc("left")
+        self._metrics.streams.labels("left").inc()
 
     def _result(self, slo: Slo, failure: Failure | None) -> str:
         if failure is not None:

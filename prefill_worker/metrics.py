@@ -7,7 +7,7 @@ from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.core import StepResult, Work
 from prefill_worker.prompts import PromptTable
 from runtime.metrics.common import kv_blocks, kv_transfers, prefix_cache
-from runtime.metrics.instruments import COUNTS, LATENCY_S, STEP_S, Page
+from runtime.metrics.registry import COUNTS, LATENCY_S, STEP_S, MetricsRegistry
 
 PREFIX = "crossdock_prefill_"
 
@@ -25,39 +25,36 @@ class PrefillMetrics:
         steps: Queue,
         transfers: Mapping[str, int],
         tokens_forwarded: Callable[[], int],
-        page: Page | None = None,
     ) -> None:
         """`transfers`: the KV sender's counters."""
-        self.page = page = page or Page("prefill")
-        self._seconds = page.histogram(PREFIX + "step_seconds", "Time of one forward pass.", STEP_S).of()
-        self._tokens = page.histogram(PREFIX + "step_tokens", "Prompt tokens in one forward pass.", COUNTS).of()
-        self._prompts = page.histogram(
-            PREFIX + "step_prompts", "Prompts with a chunk in one forward pass.", COUNTS
-        ).of()
-        self._first_tokens = page.counter(PREFIX + "first_tokens", "First tokens drawn, one for each choice.")
-        self._failed = page.counter(PREFIX + "steps_failed", "Forward passes that the model failed in.")
-        self._exposed = page.histogram(
+        self.registry = registry = MetricsRegistry("prefill")
+        self._seconds = registry.histogram(PREFIX + "step_seconds", "Time of one forward pass.", STEP_S)
+        self._tokens = registry.histogram(PREFIX + "step_tokens", "Prompt tokens in one forward pass.", COUNTS)
+        self._prompts = registry.histogram(PREFIX + "step_prompts", "Prompts with a chunk in one forward pass.", COUNTS)
+        self._first_tokens = registry.counter(PREFIX + "first_tokens", "First tokens drawn, one for each choice.")
+        self._failed = registry.counter(PREFIX + "steps_failed", "Forward passes that the model failed in.")
+        self._exposed = registry.histogram(
             PREFIX + "transfer_exposed_seconds",
             "From the end of a prompt's computation until its KV was acknowledged: what prefill did not hide.",
             LATENCY_S,
-        ).of()
-        page.gauge(
+        )
+        registry.gauge(
             PREFIX + "prompts",
             "Prompts held: in computation, or on their way.",
             lambda: len(table.prompts),
         )
-        page.gauge(PREFIX + "steps_queued", "Steps ordered and not begun.", lambda: len(steps))
-        page.total(PREFIX + "forwarded_tokens", "Tokens forwarded by the model.", tokens_forwarded)
-        kv_blocks(page, table.allocator, table.block_size)
-        kv_transfers(page, "sent", transfers)
-        prefix_cache(page, lambda: table.taken_tokens, lambda: table.found_tokens)
+        registry.gauge(PREFIX + "steps_queued", "Steps ordered and not begun.", lambda: len(steps))
+        registry.total(PREFIX + "forwarded_tokens", "Tokens forwarded by the model.", tokens_forwarded)
+        kv_blocks(registry, table.allocator, table.block_size)
+        kv_transfers(registry, "sent", transfers)
+        prefix_cache(registry, lambda: table.taken_tokens, lambda: table.found_tokens)
 
     def step_done(self, work: Work, result: StepResult) -> None:
         self._seconds.observe(result.step_ms / 1000)
         self._tokens.observe(sum(chunk.length for _, chunk in work))
         self._prompts.observe(len(work))
         if result.first_tokens:
-            self._first_tokens.inc(by=sum(map(len, result.first_tokens.values())))
+            self._first_tokens.inc(sum(map(len, result.first_tokens.values())))
 
     def step_failed(self) -> None:
         self._failed.inc()

@@ -109,10 +109,10 @@ class PrefillWorker:
         )
 
     def _show(self, observed: MetricsServer, name: str, model: str) -> None:
-        page = self.metrics.page
-        page.introduce(name=name, model=model)
-        link_counters(page, {"coordinator": self.registration.counters}, lambda: self.registration.up)
-        observed.show(page, self.registration.not_ready)
+        registry = self.metrics.registry
+        registry.introduce(name=name, model=model)
+        link_counters(registry, {"coordinator": self.registration.counters}, lambda: self.registration.up)
+        observed.show(registry, self.registration.not_ready)
 
     async def run(self, stop: Stop) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Metrics of the coordinator. What the core's state knows is read when the page is asked for; the driver tells the rest, once
+"""Metrics of the coordinator. What the core's state knows is read when somebody asks; the driver tells the rest, once
 or twice in a request's life. Pure.
 
 A part of the core that counts something new in `State.counters` needs no line here: under the prefixes below it gets the label
@@ -15,7 +15,8 @@ from coordinator.reporting.recent import RecentTimes
 from coordinator.reporting.served import Service, evenness, services
 from coordinator.state import State
 from proto.messages import Role
-from runtime.metrics.instruments import LATENCY_S, OTHER, Labels, Page, TenantLabels
+from runtime.metrics.registry import LATENCY_S, Labels, MetricsRegistry
+from runtime.metrics.tenant_labels import OTHER, TenantLabels
 
 PREFIX = "crossdock_coordinator_"
 _BY_REASON = {
@@ -30,8 +31,8 @@ _LOST = "_lost"
 
 
 class CoordinatorMetrics:
-    def __init__(self, core: State, clock: Callable[[], float], page: Page | None = None) -> None:
-        self.page = page = page or Page("coordinator")
+    def __init__(self, core: State, clock: Callable[[], float]) -> None:
+        self.registry = registry = MetricsRegistry("coordinator")
         self.recent = RecentTimes()
         self._core, self._clock = core, clock
         self._accepted: dict[str, tuple[str, str, str]] = {}
@@ -44,25 +45,25 @@ class CoordinatorMetrics:
         self.stalls = 0
         """After which this process began anew."""
         self._services: list[tuple[str, Service]] = []
-        self._admitted = page.counter(
+        self._admitted = registry.counter(
             PREFIX + "requests_admitted", "Requests accepted into the queue.", "model", "priority_class"
         )
-        self._tenant_tokens = page.counter(
+        self._tenant_tokens = registry.counter(
             PREFIX + "tenant_charged_tokens",
             "Prompt and output tokens charged, when a request's bill is closed.",
             "tenant",
         )
-        self._tenant_requests = page.counter(
+        self._tenant_requests = registry.counter(
             PREFIX + "tenant_requests", "Requests whose bill was closed, by outcome.", "tenant", "outcome"
         )
-        self._prompt_tokens = page.counter(
+        self._prompt_tokens = registry.counter(
             PREFIX + "prompt_tokens",
             "Prompt tokens of requests that are over, computed for them or found in a prefix cache.",
             "model",
             "source",
         )
-        self._output_tokens = page.counter(PREFIX + "output_tokens", "Tokens emitted, likewise.", "model")
-        self._phases = page.histogram(
+        self._output_tokens = registry.counter(PREFIX + "output_tokens", "Tokens emitted, likewise.", "model")
+        self._phases = registry.histogram(
             PREFIX + "phase_seconds",
             "Time of each request in the queue, in prefill, in transfer (prompt computed, KV not yet there) and in decode, over"
             " all its attempts.",
@@ -70,24 +71,24 @@ class CoordinatorMetrics:
             "model",
             "phase",
         )
-        self._release = page.histogram(
+        self._release = registry.histogram(
             PREFIX + "cancel_to_release_seconds",
             "From the cancellation of a request that has something on workers until all of it is free.",
             LATENCY_S,
         )
         self._tenants = TenantLabels(self._tenant_tokens, self._tenant_requests)
-        page.before.append(self._prepare)
-        self._read_requests(page)
-        self._read_fairness(page)
-        self._read_workers(page)
-        self._read_faults(page)
+        registry.before.append(self._prepare)
+        self._read_requests(registry)
+        self._read_fairness(registry)
+        self._read_workers(registry)
+        self._read_faults(registry)
 
     # --- what the driver sees -------------------------------------------------------------------------------------------
 
     def opened(self, entry: Opened) -> None:
         kind = (entry.tenant, entry.model, entry.priority_class)
         self._accepted[entry.request_id] = self._kinds.setdefault(kind, kind)
-        self._admitted.inc(entry.model, entry.priority_class)
+        self._admitted.labels(entry.model, entry.priority_class).inc()
         self._cancelled_at.pop(entry.request_id, None)
 
     def moved(self, entry: StateChanged) -> None:
@@ -101,11 +102,11 @@ class CoordinatorMetrics:
         label = self._tenants.label(tenant)
         settled = self._core.billing.settled.get(entry.request_id)
         charged_before = settled.charged_tokens if settled is not None else 0
-        self._tenant_tokens.inc(label, by=max(entry.charged_tokens - charged_before, 0))
-        self._tenant_requests.inc(label, entry.outcome)
-        self._prompt_tokens.inc(model, "computed", by=entry.prompt_tokens)
-        self._prompt_tokens.inc(model, "cached", by=entry.cached_tokens)
-        self._output_tokens.inc(model, by=entry.output_tokens)
+        self._tenant_tokens.labels(label).inc(max(entry.charged_tokens - charged_before, 0))
+        self._tenant_requests.labels(label, entry.outcome).inc()
+        self._prompt_tokens.labels(model, "computed").inc(entry.prompt_tokens)
+        self._prompt_tokens.labels(model, "cached").inc(entry.cached_tokens)
+        self._output_tokens.labels(model).inc(entry.output_tokens)
         phases = self._phases
         for phase, spent_ms in (
             ("queue", entry.queue_ms),
@@ -114,11 +115,11 @@ class CoordinatorMetrics:
             ("decode", entry.decode_ms),
         ):
             if spent_ms > 0.0:
-                phases.of(model, phase).observe(spent_ms / 1000)
+                phases.labels(model, phase).observe(spent_ms / 1000)
         self.recent.closed(entry)
         cancelled_at = self._cancelled_at.pop(entry.request_id, None)
         if cancelled_at is not None:
-            self._release.of().observe(self._clock() - cancelled_at)
+            self._release.observe(self._clock() - cancelled_at)
 
     # --- what is read -----------------------------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class CoordinatorMetrics:
             self._kinds = {kind: kind for kind in self._accepted.values()}
         self._services = [(model, one) for model, queue in self._core.queues.items() for one in services(queue, now)]
 
-    def _read_requests(self, page: Page) -> None:
+    def _read_requests(self, registry: MetricsRegistry) -> None:
         core = self._core
 
         def live() -> Iterator[tuple[Labels, float]]:
@@ -157,29 +158,31 @@ class CoordinatorMetrics:
                 yield (model, "no_room"), pool.no_room
                 yield (model, "waits_for_cache"), pool.cache_waits
 
-        page.read("gauge", PREFIX + "requests", "Requests that live now, by state.", ("model", "state"), live)
-        page.read("counter", PREFIX + "requests_ended", "Accepted requests that came to an end.", ("outcome",), ended)
-        page.read(
+        registry.read("gauge", PREFIX + "requests", "Requests that live now, by state.", ("model", "state"), live)
+        registry.read(
+            "counter", PREFIX + "requests_ended", "Accepted requests that came to an end.", ("outcome",), ended
+        )
+        registry.read(
             "counter",
             PREFIX + "deferrals",
             "Turns in which a request was passed over: there was no room for it, or another worker has more of it cached.",
             ("model", "reason"),
             deferred,
         )
-        page.read(
+        registry.read(
             "gauge",
             PREFIX + "queue_tokens",
             "Prompt tokens that wait.",
             ("model",),
             lambda: [((model,), queue.backlog.tokens) for model, queue in core.queues.items()],
         )
-        page.total(
+        registry.total(
             PREFIX + "requests_refused_behind",
             "Requests refused since usage could not be recorded as fast as they came.",
             lambda: self.refused_behind,
         )
 
-    def _read_fairness(self, page: Page) -> None:
+    def _read_fairness(self, registry: MetricsRegistry) -> None:
         core = self._core
 
         def summed(values: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -195,21 +198,21 @@ class CoordinatorMetrics:
                 for priority_class, value in evenness(queue, own).items():
                     yield (model, priority_class), value
 
-        page.by(
+        registry.by(
             "gauge",
             PREFIX + "tenant_service_rate",
             "Cost (weighted tokens) per second dispatched over about the last ten seconds, answers as estimated.",
             "tenant",
             lambda: summed((one.tenant, one.cost_per_s) for _, one in self._services),
         )
-        page.by(
+        registry.by(
             "gauge",
             PREFIX + "tenant_waiting_requests",
             "Requests that wait.",
             "tenant",
             lambda: summed((one.tenant, one.waiting) for _, one in self._services),
         )
-        page.read(
+        registry.read(
             "gauge",
             PREFIX + "fairness_jain_ratio",
             "Jain's index of that cost per weight, over organisations with requests waiting: 1 is even.",
@@ -217,7 +220,7 @@ class CoordinatorMetrics:
             index,
         )
 
-    def _read_workers(self, page: Page) -> None:
+    def _read_workers(self, registry: MetricsRegistry) -> None:
         core = self._core
 
         def workers() -> Iterator[tuple[Labels, float]]:
@@ -232,15 +235,15 @@ class CoordinatorMetrics:
                         name = f"{worker.hello.name}/{decode.hello.name}"
                         yield (name, pair.transport, pair.why[:120]), 1.0
 
-        page.read("gauge", PREFIX + "workers", "Workers that are registered.", ("model", "role"), workers)
-        page.read(
+        registry.read("gauge", PREFIX + "workers", "Workers that are registered.", ("model", "role"), workers)
+        registry.read(
             "gauge",
             PREFIX + "kv_free_ratio",
             "Part of a worker's KV blocks that nothing placed there will ever need.",
             ("worker",),
             lambda: [((w.hello.name,), w.free_blocks / w.capacity.kv_blocks) for w in core.workers.values()],
         )
-        page.read(
+        registry.read(
             "gauge",
             "crossdock_kv_transport",
             "1 for each pair of a prefill and a decode worker that has met: by which transport KV crosses, and what spoke"
@@ -248,14 +251,14 @@ class CoordinatorMetrics:
             ("pair", "transport", "why"),
             pairs,
         )
-        page.total(PREFIX + "kv_moved_bytes", "KV handed over.", lambda: core.counters["kv_bytes_moved"])
-        page.total(
+        registry.total(PREFIX + "kv_moved_bytes", "KV handed over.", lambda: core.counters["kv_bytes_moved"])
+        registry.total(
             PREFIX + "kv_exposed_seconds",
             "Time between the end of prompts' computation and their KV's arrival: what prefill did not hide.",
             lambda: core.counters["kv_exposed_us"] / 1e6,
         )
 
-    def _read_faults(self, page: Page) -> None:
+    def _read_faults(self, registry: MetricsRegistry) -> None:
         counters = self._core.counters
 
         def reader(prefix: str) -> Callable[[], dict[str, float]]:
@@ -264,19 +267,19 @@ class CoordinatorMetrics:
             }
 
         for prefix, (name, label, help_) in _BY_REASON.items():
-            page.by("counter", PREFIX + name, help_, label, reader(prefix))
-        page.total(
+            registry.by("counter", PREFIX + name, help_, label, reader(prefix))
+        registry.total(
             PREFIX + "absences",
             "Times that this process did not run for longer than its peers wait, and began anew.",
             lambda: self.stalls,
         )
-        page.total(
+        registry.total(
             PREFIX + "remembered_dropped",
             "Ended requests forgotten before their ten minutes were over, because there were too many: one of them that is"
             " submitted again runs and is charged once more.",
             lambda: self._core.ended.dropped_early,
         )
-        page.by(
+        registry.by(
             "counter",
             PREFIX + "workers_lost",
             "Workers that went, in order or not, by role.",
@@ -285,7 +288,7 @@ class CoordinatorMetrics:
                 key.removesuffix(_LOST): n for key, n in counters.items() if key.endswith(_LOST) and _is_event(key)
             },
         )
-        page.by(
+        registry.by(
             "counter",
             PREFIX + "events",
             "Whatever else the core counts.",

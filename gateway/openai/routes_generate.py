@@ -52,7 +52,7 @@ async def _generate(
     gateway = gateway_of(request)
     info = info_of(request.scope)
     answer_id = info.internal_id = f"{prefix}-{info.token}"
-    count = gateway.metrics.requests.inc
+    requests = gateway.metrics.requests
     try:
         async with AsyncExitStack() as stack:
             owner = _owner(gateway, request)
@@ -81,7 +81,7 @@ async def _generate(
             await stack.enter_async_context(_watched(request.receive, exchange.subscription))
             if not prepared.stream:
                 content = await exchange.whole()
-                count(endpoint, "ok")
+                requests.labels(endpoint, "ok").inc()
                 return Response(content, media_type="application/json", headers=rate_headers(exchange.rates))
             begun = await exchange.accepted()
             stream = EventStream(
@@ -93,18 +93,18 @@ async def _generate(
                 keep_alive_s=gateway.keep_alive_s,
             )
             # From here on the response owns the exchange, its watcher and its place.
-            return _Owning(stream, stack.pop_all(), lambda: count(endpoint, stream.outcome))
+            return _Owning(stream, stack.pop_all(), lambda: requests.labels(endpoint, stream.outcome).inc())
     except ApiError as error:
-        count(endpoint, error.code)
+        requests.labels(endpoint, error.code).inc()
         if error.retry_after_s:
-            gateway.metrics.retry_after.of(str(error.status)).observe(error.retry_after_s)
+            gateway.metrics.retry_after.labels(str(error.status)).observe(error.retry_after_s)
         raise
     except ClientLeft:
-        count(endpoint, "disconnected")
+        requests.labels(endpoint, "disconnected").inc()
         info.error = "disconnected"
         return Response(status_code=CLIENT_LEFT)
     except Exception:
-        count(endpoint, "internal_error")
+        requests.labels(endpoint, "internal_error").inc()
         raise
 
 

@@ -132,7 +132,7 @@ class Supervisor:
         self._observing = asyncio.get_running_loop().create_task(self._observe(address))
 
     async def _observe(self, address: str) -> None:
-        shown = supervisor_metrics.page(self.states)
+        shown = supervisor_metrics.registry_of(self.states)
         self._metrics = await supervisor_metrics.serve(address, shown, self._say)
         self._publish()
 

@@ -1,50 +1,50 @@
-"""The metrics page of `crossdock serve` and `up`: whether each child process runs, and how often it was started again."""
+"""The metrics of `crossdock serve` and `up`: whether each child process runs, and how often it was started again."""
 
 from collections.abc import Callable, Iterable
 
 from launcher.local.process_states import ProcessState
 from proto.errors import CrossdockError
-from runtime.metrics.instruments import Labels, Page
+from runtime.metrics.registry import Labels, MetricsRegistry
 from runtime.metrics.server import MetricsServer
 from runtime.process import clock, log
 
 
-def page(states: Callable[[], Iterable[ProcessState]]) -> Page:
-    made = Page("supervisor")
+def registry_of(states: Callable[[], Iterable[ProcessState]]) -> MetricsRegistry:
+    registry = MetricsRegistry("supervisor")
 
     def each(of: Callable[[ProcessState], float | None]) -> Callable[[], list[tuple[Labels, float]]]:
         return lambda: [((one.name,), float(value)) for one in states() if (value := of(one)) is not None]
 
-    made.read(
+    registry.read(
         "gauge", "crossdock_supervisor_process_up", "1 while it runs.", ("process",), each(lambda one: one.pid > 0)
     )
-    made.read(
+    registry.read(
         "gauge", "crossdock_supervisor_process_ready", "1 once it has said that it is ready.", ("process",),
         each(lambda one: one.ready),
     )  # fmt: skip
-    made.read(
+    registry.read(
         "counter", "crossdock_supervisor_restarts", "Times it was started again.", ("process",),
         each(lambda one: one.restarts),
     )  # fmt: skip
-    made.read(
+    registry.read(
         "gauge",
         "crossdock_supervisor_next_start_seconds",
         "Seconds until it is started again; only while it does not run.",
         ("process",),
         each(lambda one: None if one.starts_at is None else max(one.starts_at - clock.unix_time(), 0.0)),
     )
-    made.read(
+    registry.read(
         "gauge",
         "crossdock_supervisor_last_exit_status",
         "How it last ended: its exit status, or minus the number of the signal; only after an end.",
         ("process",),
         each(lambda one: one.exit_status),
     )
-    return made
+    return registry
 
 
-async def serve(address: str, shown: Page, say: Callable[[str, str, str], None]) -> MetricsServer | None:
-    """None where that address cannot be listened on, which is said: the cluster serves without this page."""
+async def serve(address: str, registry: MetricsRegistry, say: Callable[[str, str, str], None]) -> MetricsServer | None:
+    """None where that address cannot be listened on, which is said: the cluster serves without these metrics."""
     log.configure(level="warning", fmt="auto", process="supervisor")
     server = MetricsServer(address)
     try:
@@ -52,6 +52,6 @@ async def serve(address: str, shown: Page, say: Callable[[str, str, str], None])
     except CrossdockError as error:
         say("warning", "supervisor", str(error))
         return None
-    shown.introduce(name="supervisor")
-    server.show(shown, lambda: None)
+    registry.introduce(name="supervisor")
+    server.show(registry, lambda: None)
     return server

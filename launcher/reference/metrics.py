@@ -15,7 +15,7 @@ from launcher.local import supervisor_metrics
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.prompts import PromptTable
 from runtime.metrics.common import link_counters
-from runtime.metrics.instruments import Family, Page
+from runtime.metrics.registry import Family, MetricsRegistry
 
 UNITS = ("seconds", "bytes", "tokens", "ratio")
 ELSEWHERE = (
@@ -80,32 +80,32 @@ _ROLES = {"coordinator": "Coordinator", "gateway": "Gateway", "prefill": "Prefil
           "supervisor": "`crossdock serve` and `up`"}  # fmt: skip
 
 
-def pages() -> dict[str, Page]:
+def registries() -> dict[str, MetricsRegistry]:
     """What each role exports, of processes that have done nothing."""
     found = {
-        "coordinator": CoordinatorMetrics(Core(), lambda: 0.0).page,
-        "gateway": GatewayMetrics().page,
-        "prefill": PrefillMetrics(PromptTable(BlockAllocator(1), 1), [], {}, int).page,
-        "decode": DecodeMetrics(AttemptTable[None](BlockAllocator(1), 1, Batch()), {}).page,
+        "coordinator": CoordinatorMetrics(Core(), lambda: 0.0).registry,
+        "gateway": GatewayMetrics().registry,
+        "prefill": PrefillMetrics(PromptTable(BlockAllocator(1), 1), [], {}, int).registry,
+        "decode": DecodeMetrics(AttemptTable[None](BlockAllocator(1), 1, Batch()), {}).registry,
     }
-    for role, page in found.items():
-        page.introduce(name=role)
-        link_counters(page, {}, None if role == "coordinator" else bool)
-    found["supervisor"] = supervisor_metrics.page(list)
+    for role, registry in found.items():
+        registry.introduce(name=role)
+        link_counters(registry, {}, None if role == "coordinator" else bool)
+    found["supervisor"] = supervisor_metrics.registry_of(list)
     found["supervisor"].introduce(name="supervisor")
     return found
 
 
 def families() -> dict[str, Family]:
     """By exported name."""
-    return {family.exported: family for page in pages().values() for family in page.families}
+    return {family.exported: family for registry in registries().values() for family in registry.families}
 
 
 def text() -> str:
     """In Markdown."""
     roles: dict[Family, list[str]] = {}
-    for role, page in pages().items():
-        for family in page.families:
+    for role, registry in registries().items():
+        for family in registry.families:
             roles.setdefault(family, []).append(role)
     parts = [_HEAD]
     for role, title in _ROLES.items():

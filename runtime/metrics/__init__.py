@@ -1,4 +1,4 @@
 """Prometheus metrics of a process, and the port on which they are read.
 
-Start with `instruments`.
+Start with `registry`.
 """

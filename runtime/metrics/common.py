@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from runtime.link.peer import LinkCounters
-from runtime.metrics.instruments import Labels, Page
+from runtime.metrics.registry import Labels, MetricsRegistry
 
 
 class Blocks(Protocol):
@@ -21,28 +21,28 @@ class Blocks(Protocol):
 
 
 def link_counters(
-    page: Page, ends: Mapping[str, LinkCounters], coordinator_up: Callable[[], bool] | None = None
+    registry: MetricsRegistry, ends: Mapping[str, LinkCounters], coordinator_up: Callable[[], bool] | None = None
 ) -> None:
     """`ends`: ports of this process, and its link to the coordinator, by name."""
 
     def each(what: str) -> Callable[[], dict[str, float]]:
         return lambda: {name: getattr(counters, what) for name, counters in ends.items()}
 
-    page.by(
+    registry.by(
         "counter",
         "crossdock_link_protocol_errors",
         "Frames that were no valid messages, or not allowed; each ended its peer's link.",
         "port",
         each("protocol_errors"),
     )
-    page.by(
+    registry.by(
         "counter",
         "crossdock_link_unknown_messages",
         "Messages of a peer of a newer version that this one does not know; they were ignored.",
         "port",
         each("unknown_messages"),
     )
-    page.read(
+    registry.read(
         "counter",
         "crossdock_link_turned_away",
         "Processes that were not let in: plain (without a key), with an unknown key, or posing as another role.",
@@ -53,22 +53,22 @@ def link_counters(
             for reason, count in counters.turned_away().items()
         ],
     )
-    page.by("counter", "crossdock_link_refused", "Handshakes that were refused.", "port", each("refused"))
-    page.by(
+    registry.by("counter", "crossdock_link_refused", "Handshakes that were refused.", "port", each("refused"))
+    registry.by(
         "counter",
         "crossdock_link_lost",
         "Links that ended without a goodbye, or were ended here.",
         "port",
         each("lost"),
     )
-    page.by("counter", "crossdock_link_received_messages", "Messages received.", "port", each("messages_in"))
-    page.by("counter", "crossdock_link_sent_messages", "Messages sent.", "port", each("messages_out"))
+    registry.by("counter", "crossdock_link_received_messages", "Messages received.", "port", each("messages_in"))
+    registry.by("counter", "crossdock_link_sent_messages", "Messages sent.", "port", each("messages_out"))
     if coordinator_up is not None:
-        page.gauge("crossdock_link_coordinator_up", "1 while the coordinator's link is up.", coordinator_up)
+        registry.gauge("crossdock_link_coordinator_up", "1 while the coordinator's link is up.", coordinator_up)
 
 
-def kv_blocks(page: Page, blocks: Blocks, block_size: int) -> None:
-    page.by(
+def kv_blocks(registry: MetricsRegistry, blocks: Blocks, block_size: int) -> None:
+    registry.by(
         "gauge",
         "crossdock_kv_blocks",
         "KV blocks of this worker: free, held by requests, cached (room, if needed), or quarantined after a failed transfer.",
@@ -80,10 +80,10 @@ def kv_blocks(page: Page, blocks: Blocks, block_size: int) -> None:
             "quarantined": blocks.quarantined_count,
         },
     )
-    page.gauge("crossdock_kv_block_tokens", "Tokens that one of its KV blocks holds.", lambda: block_size)
+    registry.gauge("crossdock_kv_block_tokens", "Tokens that one of its KV blocks holds.", lambda: block_size)
 
 
-def kv_transfers(page: Page, direction: str, counters: Mapping[str, int]) -> None:
+def kv_transfers(registry: MetricsRegistry, direction: str, counters: Mapping[str, int]) -> None:
     """`counters`: of a driver of `kvtransfer`; `direction`: sent or received."""
 
     def of(prefix: str) -> Callable[[], Iterable[tuple[Labels, float]]]:
@@ -97,9 +97,9 @@ def kv_transfers(page: Page, direction: str, counters: Mapping[str, int]) -> Non
         return lambda: [((direction,), sum(counters.get(key, 0) for key in keys))]
 
     labels = ("direction", "transport")
-    page.read("counter", "crossdock_kv_bytes", "KV that crossed and was digested.", labels, of("bytes_"))
-    page.read("counter", "crossdock_kv_pairs", "Times a pair of workers has met.", labels, of("pairs_"))
-    page.read(
+    registry.read("counter", "crossdock_kv_bytes", "KV that crossed and was digested.", labels, of("bytes_"))
+    registry.read("counter", "crossdock_kv_pairs", "Times a pair of workers has met.", labels, of("pairs_"))
+    registry.read(
         "counter",
         "crossdock_kv_pairs_broken",
         "Times a transport failed a pair. A sender then leaves it out there, for longer each time.",
@@ -114,9 +114,11 @@ def kv_transfers(page: Page, direction: str, counters: Mapping[str, int]) -> Non
         ("stale_frames", "Frames for hand-overs or pairs that are over.", ("stale_frames",)),
         ("violations", "Frames that broke the hand-over's protocol.", ("violations",)),
     ):
-        page.read("counter", f"crossdock_kv_{name}", help_, ("direction",), total(*keys))
+        registry.read("counter", f"crossdock_kv_{name}", help_, ("direction",), total(*keys))
 
 
-def prefix_cache(page: Page, asked: Callable[[], int], found: Callable[[], int]) -> None:
-    page.total("crossdock_prefix_cache_queried_tokens", "Prompt tokens looked up in this worker's prefix cache.", asked)
-    page.total("crossdock_prefix_cache_hit_tokens", "Those of them that were there.", found)
+def prefix_cache(registry: MetricsRegistry, asked: Callable[[], int], found: Callable[[], int]) -> None:
+    registry.total(
+        "crossdock_prefix_cache_queried_tokens", "Prompt tokens looked up in this worker's prefix cache.", asked
+    )
+    registry.total("crossdock_prefix_cache_hit_tokens", "Those of them that were there.", found)

@@ -1,78 +1,91 @@
-"""HTTP for the metrics port, apart from it, since what this imports is 15 % of what a coordinator takes to start."""
+"""uvicorn for the metrics port, which must never be in the way: each connection is for one request and cut off after
+`EXCHANGE_S`, and there are `CONNECTIONS_MAX` of them at most.
+
+Apart from `server`, since what this imports is a part of the time that a coordinator takes to start.
+"""
 
 import asyncio
-import socket
+import logging
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Final, cast
+from typing import ClassVar, Final
 
-from aiohttp import web
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from runtime.metrics.reply import BACKLOG, CONNECTIONS_MAX, Reply
-
+CONNECTIONS_MAX: Final = 64
+"""One more takes the place of the oldest: idle strangers must not keep a scraper out."""
 EXCHANGE_S: Final = 10.0
-_HEAD_BYTES_MAX: Final = 4096
-_CLOSE_S: Final = 1.0
+_REQUEST_BYTES_MAX: Final = 16_384
 
 
-class _Exchange(web.RequestHandler):
-    """One connection. One that takes too long is cut off; so is the oldest where there are too many."""
+class Server(uvicorn.Server):
+    """Answers on the sockets that `startup` gets, which listen, and owns them."""
 
-    def __init__(
-        self, server: web.Server, loop: asyncio.AbstractEventLoop, open_: "OrderedDict[_Exchange, asyncio.Transport]"
-    ) -> None:
-        super().__init__(
-            server,
-            loop=loop,
-            access_log=None,  # type: ignore[arg-type] # none is kept
-            lingering_time=0.0,
-            max_line_size=_HEAD_BYTES_MAX,
-            max_field_size=_HEAD_BYTES_MAX,
+    def __init__(self, app: ASGIApp) -> None:
+        # What garbage on the port makes it say says nothing, as often as there is some.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+
+        class Connection(_Connection):
+            oldest_first: ClassVar[OrderedDict[_Connection, None]] = OrderedDict()
+
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
         )
-        self._open = open_
-        self._cut: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
-        self._open[self] = transport
-        if len(self._open) > CONNECTIONS_MAX:
-            self._open.popitem(last=False)[1].abort()
-        self._cut = asyncio.get_running_loop().call_later(EXCHANGE_S, transport.abort)
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._open.pop(self, None)
-        if self._cut is not None:
-            self._cut.cancel()
-        super().connection_lost(exc)
-
-
-class Serving:
-    """Answers on sockets that listen, and owns them. `answer` gets a method and a path."""
-
-    def __init__(self, answer: Callable[[str, str], Reply]) -> None:
-        self._server = web.Server(self._handle)
-        self._answer = answer
-        self._open: OrderedDict[_Exchange, asyncio.Transport] = OrderedDict()
-        self._listeners: list[asyncio.Server] = []
-
-    async def start(self, listening: list[socket.socket]) -> None:
-        server, loop, open_ = self._server, asyncio.get_running_loop(), self._open
-        for one in listening:
-            self._listeners.append(
-                await loop.create_server(lambda: _Exchange(server, loop, open_), sock=one, backlog=BACKLOG)
-            )
+        super().__init__(config)
+        config.load()
+        self.lifespan = config.lifespan_class(config)
 
     async def close(self) -> None:
-        for listener in self._listeners:
+        """At once, where uvicorn's own `shutdown` waits for connections and looks every 100 ms."""
+        for listener in self.servers:
             listener.close()
-        await self._server.shutdown(_CLOSE_S)
-        for listener in self._listeners:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        for listener in self.servers:
             await listener.wait_closed()
 
-    async def _handle(self, request: web.BaseRequest) -> web.Response:
-        status, body, content_type = self._answer(request.method, request.path)
-        headers = {"Content-Type": content_type} | ({"Allow": "GET, HEAD"} if status == 405 else {})
-        response = web.Response(status=status, body=body, headers=headers)
-        response.force_close()
-        return response
+
+class _Connection(HttpToolsProtocol):
+    """One request. A connection that takes too long is cut off; so is the oldest where there are too many."""
+
+    oldest_first: ClassVar["OrderedDict[_Connection, None]"]
+    """Those of this server."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._received_bytes = 0
+        self._cut = self.loop.call_later(EXCHANGE_S, transport.abort)
+        self.oldest_first[self] = None
+        if len(self.oldest_first) > CONNECTIONS_MAX:
+            oldest, _ = self.oldest_first.popitem(last=False)
+            oldest.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.oldest_first.pop(self, None)
+        self._cut.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._received_bytes += len(data)
+        if self._received_bytes > _REQUEST_BYTES_MAX:
+            self.send_400_response("The request is too large.")
+        else:
+            super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        if self.cycle is None:
+            super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What follows the first request does not matter: its answer closes the connection."""
+        if self.cycle is None:
+            super().send_400_response(msg)

@@ -1,28 +1,38 @@
 """The port on which one process is observed: `/metrics`, `/health`, `/live`, `/ready`, and whatever else its role adds.
 `/live` is for who would start the process again: it fails with the checks that feed the watchdog (`runtime.process.notify`).
 
-It must never be in the way: each connection is for one request and cut off after `EXCHANGE_S`, there are `CONNECTIONS_MAX` of
-them at most (`runtime.metrics.http`), and the page is made at most every `FRESH_S` seconds, however often it is asked for.
+It must never be in the way: connections are bounded (`runtime.metrics.http`), and the page is made at most every `FRESH_S`
+seconds, however often it is asked for.
 """
 
 import asyncio
 import socket
 from collections.abc import Callable
-from importlib import import_module
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.types import Receive, Scope, Send
 
 from proto.errors import CrossdockError
-from runtime.metrics.instruments import Page
-from runtime.metrics.reply import BACKLOG, Reply, Serving
+from runtime.metrics.registry import MetricsRegistry
 from runtime.process import clock, log, notify
 from runtime.settings import machine
 from runtime.settings.addresses import METRICS_OFF, advertised_metrics, split_metrics
 
+if TYPE_CHECKING:
+    from runtime.metrics.http import Server
+
 FRESH_S: Final = 0.25
 _JSON: Final = "application/json"
+_BACKLOG: Final = 2_048
+"""Connections that the kernel keeps until they are accepted; uvicorn's own number."""
+
+
+class Reply(NamedTuple):
+    status: int
+    body: bytes = b""
+    content_type: str = "text/plain; charset=utf-8"
 
 
 class PortTaken(CrossdockError):
@@ -30,17 +40,18 @@ class PortTaken(CrossdockError):
 
 
 class MetricsServer:
-    """`asked` is the option's value, `advertise` what others are told of this process, if anything."""
+    """The port, and the ASGI app on it. `asked` is the option's value, `advertise` what others are told of this process, if
+    anything."""
 
     def __init__(self, asked: str, advertise: str = "") -> None:
         self.address = ""
         """HOST:PORT for others, once it listens; empty where it does not."""
         self._asked, self._advertise = asked, advertise
-        self._page: Page | None = None
+        self._registry: MetricsRegistry | None = None
         self._not_ready: Callable[[], str | None] = lambda: "it is starting"
         self._more: dict[str, Callable[[], Any]] = {}
         self._listening: list[socket.socket] = []
-        self._serving: Serving | None = None
+        self._serving: Server | None = None
         self._made: tuple[float, bytes] = (-FRESH_S, b"")
 
     async def start(self) -> None:
@@ -65,17 +76,19 @@ class MetricsServer:
     async def serve(self) -> None:
         """Imports the HTTP library beside the loop: what a coordinator's peers wait for goes first."""
         if self._listening:
-            http = await asyncio.to_thread(load)
-            serving: Serving = http.Serving(self._answer)
-            await serving.start(self._listening)
-            self._serving = serving
+            server = (await asyncio.to_thread(load))(self)
+            await server.startup(self._listening)
+            self._serving = server
 
     def show(
-        self, page: Page, not_ready: Callable[[], str | None], more: dict[str, Callable[[], Any]] | None = None
+        self,
+        registry: MetricsRegistry,
+        not_ready: Callable[[], str | None],
+        more: dict[str, Callable[[], Any]] | None = None,
     ) -> None:
         """From now on there is something to see. `not_ready`: why this process cannot serve now, or None; `more`: what is
         answered at other paths, as JSON."""
-        self._page, self._not_ready, self._more = page, not_ready, more or {}
+        self._registry, self._not_ready, self._more = registry, not_ready, more or {}
 
     async def close(self) -> None:
         if self._serving is not None:
@@ -83,11 +96,20 @@ class MetricsServer:
         else:
             _close(self._listening)
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status, body, content_type = self._answer(scope["method"], scope["path"])
+        headers = {"content-type": content_type, "content-length": str(len(body)), "connection": "close"}
+        if status == 405:
+            headers["allow"] = "GET, HEAD"
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": encoded})
+        await send({"type": "http.response.body", "body": body})
+
     def _answer(self, method: str, path: str) -> Reply:
         if method not in ("GET", "HEAD"):
             return Reply(405)
-        if path == "/metrics" and self._page is not None:
-            return Reply(200, self._text(self._page), CONTENT_TYPE_LATEST)
+        if path == "/metrics" and self._registry is not None:
+            return Reply(200, self._text(self._registry), CONTENT_TYPE_LATEST)
         if path == "/health":
             return Reply(200, b'{"status": "ok"}', _JSON)
         if path == "/live":
@@ -102,18 +124,20 @@ class MetricsServer:
             return Reply(200, msgspec.json.encode(self._more[path]()), _JSON)
         return Reply(503 if path == "/metrics" else 404)
 
-    def _text(self, page: Page) -> bytes:
+    def _text(self, registry: MetricsRegistry) -> bytes:
         made_at, text = self._made
         now = clock.now()
         if now - made_at >= FRESH_S:
-            text = page.render()
+            text = generate_latest(registry)
             self._made = (clock.now(), text)
         return text
 
 
-def load() -> Any:
-    """The module with the HTTP library; who has time imports it before it is needed."""
-    return import_module("runtime.metrics.http")
+def load() -> "type[Server]":
+    """Imports uvicorn; who has time does so before it is needed."""
+    from runtime.metrics.http import Server
+
+    return Server
 
 
 async def _listen(host: str, port: int) -> list[socket.socket]:
@@ -122,7 +146,7 @@ async def _listen(host: str, port: int) -> list[socket.socket]:
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     try:
         for family, address in dict.fromkeys((one[0], one[4][:2]) for one in found):
-            listening.append(socket.create_server(address, family=family, backlog=BACKLOG))
+            listening.append(socket.create_server(address, family=family, backlog=_BACKLOG))
             listening[-1].setblocking(False)
     except OSError:
         _close(listening)

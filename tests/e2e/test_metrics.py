@@ -65,14 +65,14 @@ def leave_early(up: Live) -> None:
 
 
 def test_each_role_exports_what_the_reference_says(up: Live) -> None:
-    pages = metrics_reference.pages()
+    registries = metrics_reference.registries()
     where = up.status().metrics
     assert set(where) == set(ROLES)
     for name, role in ROLES.items():
         assert httpx.get(f"http://{where[name]}/ready", trust_env=False).status_code == 200
         text = httpx.get(f"http://{where[name]}/metrics", trust_env=False).text
         exported = {(f.name, f.type) for f in text_string_to_metric_families(text) if f.name.startswith("crossdock_")}
-        assert exported == {(family.name, family.kind) for family in pages[role].families}, name
+        assert exported == {(family.name, family.kind) for family in registries[role].families}, name
     assert httpx.get(f"{up.base_url}/metrics", trust_env=False).status_code == 404, "not on the port of the API"
     targets = httpx.get(f"http://{where['coordinator']}/targets", trust_env=False).json()
     assert {(one["labels"]["crossdock_name"], *one["targets"]) for one in targets} == set(where.items())

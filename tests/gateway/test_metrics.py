@@ -4,7 +4,7 @@ import pytest
 
 from gateway.metrics import GatewayMetrics, StreamTimes
 from gateway.streams.types import FailKind, Failure
-from runtime.metrics.instruments import TENANTS_MAX
+from runtime.metrics.tenant_labels import TENANTS_MAX
 from runtime.tenancy.tenants import Slo, TenantsError, parse
 
 SLO = Slo(1000.0, 100.0)
@@ -15,8 +15,14 @@ def stream(metrics: GatewayMetrics) -> StreamTimes:
     return StreamTimes(metrics, "acme", 10, 0.0)
 
 
+def read(metrics: GatewayMetrics, name: str, label: str = "model") -> dict[str, float]:
+    """The series that are not zero, by the value of one label."""
+    families = metrics.registry.restricted_registry([f"crossdock_gateway_{name}"]).collect()
+    return {one.labels[label]: one.value for family in families for one in family.samples if one.value}
+
+
 def results(metrics: GatewayMetrics) -> dict[str, float]:
-    return {result: count for (_, result), count in metrics.slo.values.items()}
+    return read(metrics, "slo_streams_total", "result")
 
 
 @pytest.mark.parametrize(
@@ -31,7 +37,7 @@ def results(metrics: GatewayMetrics) -> dict[str, float]:
     ],
 )
 def test_a_stream_is_judged(first_s: float, gaps_s: list[float], result: str) -> None:
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics("m")
     times, now = stream(metrics), first_s
     times.delivered(0, 1, 4, now)
     for gap_s in gaps_s:
@@ -39,44 +45,47 @@ def test_a_stream_is_judged(first_s: float, gaps_s: list[float], result: str) ->
         times.delivered(0, 1, 0, now)
     times.ended(None, now)
     assert results(metrics) == {result: 1.0}
-    assert metrics.ttft.sum == pytest.approx(first_s) and sum(metrics.itl.counts) == len(gaps_s)
+    assert read(metrics, "time_to_first_token_seconds_sum") == {"m": pytest.approx(first_s)}
     if gaps_s:
-        assert metrics.tpot.sum == pytest.approx(sum(gaps_s) / len(gaps_s))
-    assert metrics.cached_tokens.values == {("",): 4.0}
+        assert read(metrics, "inter_token_latency_seconds_count") == {"m": len(gaps_s)}
+        assert read(metrics, "time_per_output_token_seconds_sum") == {"m": pytest.approx(sum(gaps_s) / len(gaps_s))}
+    assert read(metrics, "cached_prompt_tokens_total") == {"m": 4.0}
 
 
 def test_failures_rejections_and_those_who_left() -> None:
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics("m")
     stream(metrics).ended(Failure(FailKind.REJECTED, "full"), 1.0)
     stream(metrics).ended(Failure(FailKind.INTERRUPTED, "lost"), 1.0)
     stream(metrics).left()
     StreamTimes(metrics, "nobody", 1, 0.0).ended(None, 1.0)
     assert results(metrics) == {"rejected": 1.0, "failed": 1.0}
-    assert metrics.streams.values == {("rejected",): 1.0, ("interrupted",): 1.0, ("left",): 1.0, ("ok",): 1.0}
-    assert sum(metrics.tpot.counts) == 0 and sum(metrics.duration.counts) == 1
+    ends = {"rejected": 1.0, "interrupted": 1.0, "left": 1.0, "ok": 1.0}
+    assert read(metrics, "streams_total", "outcome") == ends
+    assert read(metrics, "time_per_output_token_seconds_count") == {}
+    assert read(metrics, "stream_duration_seconds_count") == {"m": 1.0}
 
 
 def test_tenants_of_their_own_series_are_those_served_lately_not_those_who_came_first() -> None:
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics("m")
     metrics.slo_of = lambda tenant: SLO
     for now in (100.0, 200.0, 300.0):
         for number in range(TENANTS_MAX + 1):
             times = StreamTimes(metrics, f"t{number}", 1, now)
             times.delivered(0, 1 + number, 0, now)
             times.ended(None, now)
-    known = {tenant for tenant, _ in metrics.slo.values}
+    known = read(metrics, "slo_streams_total", "tenant")
     assert f"t{TENANTS_MAX}" in known and "t0" not in known
 
 
 def test_time_per_token_counts_every_choice_from_the_first_token() -> None:
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics("m")
     times = stream(metrics)
     times.delivered(0, 1, 0, 1.0)
     times.delivered(1, 1, 0, 1.0)
     times.delivered(0, 4, 0, 3.0)
     times.delivered(1, 4, 0, 3.0)
     times.ended(None, 3.0)
-    assert metrics.tpot.sum == pytest.approx(0.5)
+    assert read(metrics, "time_per_output_token_seconds_sum") == {"m": pytest.approx(0.5)}
 
 
 def test_slo_of_the_tenants_file() -> None:

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import openai
 import pytest
+from prometheus_client import generate_latest
 
 from gateway.main import GatewayProcess, _listen
 from gateway.text.tokenizer import ModelFilesError, ModelTokenizer, load
@@ -128,7 +129,7 @@ def test_a_disconnect_cancels(stream: bool, hold: bool) -> None:
         assert {cancel.reason for cancel in site.cluster.cancels} == {CancelReason.DISCONNECTED}
         await until(lambda: site.gateway.intake.idle)
         assert not site.gateway.backend.keeper.streams
-        assert b'outcome="disconnected"} 1.0' in site.gateway.metrics.render()
+        assert b'outcome="disconnected"} 1.0' in generate_latest(site.gateway.metrics.registry)
 
     on_port(test)
 

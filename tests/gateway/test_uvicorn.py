@@ -1,4 +1,5 @@
-"""`gateway.http.server` extends classes of uvicorn that are not its public interface: what it relies on is there."""
+"""`gateway.http.server` and `runtime.metrics.http` extend classes of uvicorn that are not its public interface: what they
+rely on is there."""
 
 import asyncio
 import inspect
@@ -12,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from gateway.http.server import _Connection, make_server
+from runtime.metrics import http as metrics_http
 
 ROOT = Path(__file__).parents[2]
 OVERRIDDEN = {
@@ -25,6 +27,13 @@ OVERRIDDEN = {
     "on_body": ["body"],
     "on_message_complete": [],
 }
+OVERRIDDEN_FOR_METRICS = (
+    "connection_made",
+    "connection_lost",
+    "data_received",
+    "on_headers_complete",
+    "send_400_response",
+)
 
 
 async def _app(_scope: object, _receive: object, _send: object) -> None:
@@ -37,6 +46,9 @@ def test_the_methods_that_are_overridden_are_there_with_their_parameters() -> No
             found = list(inspect.signature(getattr(cls, name)).parameters)[1:]
             assert found == parameters, (cls, name)
         assert name in vars(_Connection), "overridden no more: take it out of this list"
+    for name in OVERRIDDEN_FOR_METRICS:
+        found = list(inspect.signature(getattr(metrics_http._Connection, name)).parameters)[1:]
+        assert found == OVERRIDDEN[name] and name in vars(metrics_http._Connection)
     assert inspect.iscoroutinefunction(uvicorn.Server.startup)
     assert list(inspect.signature(uvicorn.Server.startup).parameters) == ["self", "sockets"]
     assert hasattr(uvicorn.Server.capture_signals, "__wrapped__"), "a context manager"

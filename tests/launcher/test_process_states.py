@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from prometheus_client import generate_latest
+
 from launcher.local import process_states, supervisor_metrics
 from launcher.local.process_states import WINDOW_S, ProcessState, ProcessStates, lines
 from runtime.process import clock
@@ -31,7 +33,7 @@ def test_the_file_says_what_was_written(tmp_path: Path) -> None:
 
 def test_metrics_say_the_same() -> None:
     soon = ProcessState("decode-0", 0, False, 7, (), clock.unix_time() + 30, "ended with status 1", 1)
-    text = supervisor_metrics.page(lambda: [soon, BACK]).render().decode()
+    text = generate_latest(supervisor_metrics.registry_of(lambda: [soon, BACK])).decode()
     for line in (
         'crossdock_supervisor_process_up{process="decode-0"} 0.0',
         'crossdock_supervisor_process_up{process="prefill-0"} 1.0',

@@ -1,86 +1,103 @@
-"""Instruments, as Prometheus reads them; and which tenants have series of their own."""
+"""What is registered, as Prometheus reads it; and which tenants have series of their own."""
 
-from bisect import bisect_left
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import DuplicateTimeseries
 
-from runtime.metrics.instruments import OTHER, SERIES_MAX, STEP_S, Page, TenantLabels
+from runtime.metrics.registry import SERIES_MAX, STEP_S, MetricsRegistry
+from runtime.metrics.tenant_labels import OTHER, TenantLabels
+
+ROOT = Path(__file__).parents[2]
 
 
-def read(page: Page, prefix: str = "x") -> dict[str, float]:
+def read(registry: MetricsRegistry, prefix: str = "x") -> dict[str, float]:
     return {
         sample.name + "".join(f"/{value}" for _, value in sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(page.render().decode())
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
         for sample in family.samples
         if sample.name.startswith(prefix)
     }
 
 
-@settings(deadline=None)  # the machine may be busy
-@given(st.lists(st.one_of(st.floats(0, 20), st.sampled_from(STEP_S)), max_size=50))
-def test_a_histogram_is_that_of_the_library(values: list[float]) -> None:
-    page, registry = Page("gateway"), CollectorRegistry()
-    ours = page.histogram("x_seconds", "x", STEP_S).of()
-    theirs = Histogram("x_seconds", "x", buckets=STEP_S, registry=registry)
-    for value in values:
-        ours.observe(value)
-        theirs.observe(value)
-    expected = {
-        sample.name + "".join(f"/{value}" for value in sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(generate_latest(registry).decode())
-        for sample in family.samples
-        if not sample.name.endswith("_created")
+def test_what_is_counted_and_what_is_read_are_exported_without_the_times_of_creation() -> None:
+    registry, state = MetricsRegistry("gateway"), {"a": 1.0}
+    registry.counter("x_counted", "x").inc(3)
+    registry.histogram("x_seconds", "x", (1.0, 2.0)).observe(1.0)
+    registry.gauge("x_up", "x", lambda: True)
+    registry.total("x_told", "x", lambda: 2)
+    registry.by("counter", "x_state", "x", "key", lambda: state)
+    registry.before.append(lambda: state.update(b=2.0))
+    assert read(registry) == {
+        "x_counted_total": 3.0,
+        "x_seconds_bucket/1.0": 1.0,
+        "x_seconds_bucket/2.0": 1.0,
+        "x_seconds_bucket/+Inf": 1.0,
+        "x_seconds_count": 1.0,
+        "x_seconds_sum": 1.0,
+        "x_up": 1.0,
+        "x_told_total": 2.0,
+        "x_state_total/a": 1.0,
+        "x_state_total/b": 2.0,
     }
-    assert {_plain(name): value for name, value in read(page).items()} == {_plain(n): v for n, v in expected.items()}
 
 
-def _plain(name: str) -> str:
-    """Bounds are written 1 or 1.0."""
-    base, slash, bound = name.partition("/")
-    return base + slash + (str(float(bound)) if bound else "")
+def test_a_process_says_which_one_it_is() -> None:
+    registry = MetricsRegistry("gateway")
+    registry.introduce(name="g", model="m")
+    (sample,) = read(registry, "crossdock_process_info")
+    assert sample.startswith("crossdock_process_info/m/g/gateway/")
+
+
+def test_a_name_cannot_be_taken_twice() -> None:
+    registry = MetricsRegistry("gateway")
+    registry.histogram("x_seconds", "x", STEP_S)
+    with pytest.raises(DuplicateTimeseries):
+        registry.gauge("x_seconds", "x", lambda: 1)
 
 
 def test_labels_are_bounded_and_escaped() -> None:
-    page = Page("gateway")
-    count = page.counter("x", "x", "who")
-    for number in range(2 * SERIES_MAX):
-        count.inc(f"n{number}")
-    found = read(page)
-    assert len(found) <= SERIES_MAX + 1
-    assert found[f"x_total/{OTHER}"] == SERIES_MAX and sum(found.values()) == 2 * SERIES_MAX
-    odd = Page("gateway")
-    odd.counter("x", "x", "why").inc('a"b\\c\nd')
+    registry = MetricsRegistry("gateway")
+    registry.by("gauge", "x", "x", "who", lambda: {f"n{number}": 1.0 for number in range(2 * SERIES_MAX)})
+    assert len(read(registry)) == SERIES_MAX
+    odd = MetricsRegistry("gateway")
+    odd.counter("x", "x", "why").labels('a"b\\c\nd').inc()
     assert read(odd) == {'x_total/a"b\\c\nd': 1.0}
 
 
+def test_an_environment_of_multi_process_mode_changes_nothing(tmp_path: Path) -> None:
+    made = "from runtime.metrics.registry import MetricsRegistry as M; M('gateway').counter('x', 'x').inc()"
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", made], cwd=ROOT, env=environment, timeout=60, check=True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_tenants_with_most_service_have_their_own_series() -> None:
-    page = Page("gateway")
-    count = page.counter("x", "x", "tenant")
-    tenants = TenantLabels(count, most=3)
+    registry = MetricsRegistry("gateway")
+    counter = registry.counter("x", "x", "tenant")
+    tenants = TenantLabels(counter, most=3)
 
     def serve(name: str, amount: float) -> None:
         tenants.served(name, amount)
-        count.inc(tenants.label(name))
+        counter.labels(tenants.label(name)).inc()
 
     for name in ("a", "b", "c", "big", "c"):
         serve(name, 1000.0 if name == "big" else 10.0)
     tenants.rank(100.0)
-    assert read(page)[f"x_total/{OTHER}"] == 1.0, "it came when all places were taken"
+    assert read(registry)[f"x_total/{OTHER}"] == 1.0, "it came when all places were taken"
     assert tenants.label("big") == "big" and sum(tenants.label(n) == n for n in "abc") == 2
-    before = read(page)
+    before = read(registry)
     for _ in range(50):
         serve("a", 50.0)
         serve("d", 1.0)
     tenants.rank(120.0)
     assert tenants.label("d") == OTHER, "once a minute is enough"
     tenants.rank(161.0)
-    after = read(page)
+    after = read(registry)
     assert all(after.get(name, value) >= value for name, value in before.items()), "no series ever falls"
     assert len([name for name in after if OTHER not in name]) <= 3
-
-
-def test_a_bound_belongs_to_its_bucket() -> None:
-    assert bisect_left(STEP_S, STEP_S[3]) == 3

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from runtime.metrics import http as metrics_http
 from runtime.metrics import server as metrics_server
-from runtime.metrics.instruments import Page
-from runtime.metrics.reply import CONNECTIONS_MAX
+from runtime.metrics.http import CONNECTIONS_MAX
+from runtime.metrics.registry import MetricsRegistry
 from runtime.metrics.server import MetricsServer, PortTaken
 from runtime.process import notify
 from runtime.settings.addresses import MetricsAddress, advertised_metrics
@@ -51,12 +51,12 @@ async def ask(host: str, port: int, request: bytes = b"GET /metrics HTTP/1.1\r\n
 
 def test_what_is_where() -> None:
     async def test(server: MetricsServer, host: str, port: int) -> None:
-        page, not_ready = Page("gateway"), ["no worker"]
+        registry, not_ready = MetricsRegistry("gateway"), ["no worker"]
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
             assert (await client.get("/health")).status_code == 200
             assert (await client.get("/ready")).status_code == 503, "it is starting"
             assert (await client.get("/metrics")).status_code == 503
-            server.show(page, lambda: next(iter(not_ready), None), {"/targets": lambda: [1]})
+            server.show(registry, lambda: next(iter(not_ready), None), {"/targets": lambda: [1]})
             assert "no worker" in (await client.get("/ready")).text
             not_ready.clear()
             assert (await client.get("/ready")).status_code == 200
@@ -89,12 +89,11 @@ def test_slow_and_idle_connections_are_cut_off_and_others_served(monkeypatch: py
     monkeypatch.setattr(metrics_http, "EXCHANGE_S", 1.0)
 
     async def test(server: MetricsServer, host: str, port: int) -> None:
-        page = Page("gateway")
-        big = page.counter("crossdock_x", "x" * BIG)
-        big.inc()
+        registry = MetricsRegistry("gateway")
+        registry.counter("crossdock_x", "x" * BIG)
         monkeypatch.setattr(metrics_server, "FRESH_S", 1e9)
-        server._text(page)
-        server.show(page, lambda: None)
+        server._text(registry)
+        server.show(registry, lambda: None)
         idle = [await asyncio.open_connection(host, port) for _ in range(3)]
         for _, writer in idle[:2]:
             writer.write(b"GET /metrics HTTP/1.1\r\nX: ")  # a head that never ends
@@ -122,7 +121,7 @@ def test_one_connection_too_many_takes_the_place_of_the_oldest() -> None:
     """So strangers who hold all of them cannot keep a scraper out."""
 
     async def test(server: MetricsServer, host: str, port: int) -> None:
-        server.show(Page("gateway"), lambda: None)
+        server.show(MetricsRegistry("gateway"), lambda: None)
         held = [await asyncio.open_connection(host, port) for _ in range(CONNECTIONS_MAX)]
         assert b"200 OK" in await ask(host, port)
         assert await _all(held[0][0]) == b"", "the oldest was given up"
@@ -137,9 +136,9 @@ def test_one_connection_too_many_takes_the_place_of_the_oldest() -> None:
 
 def test_a_flood_of_readers_costs_one_page() -> None:
     async def test(server: MetricsServer, host: str, port: int) -> None:
-        page, made = Page("gateway"), []
-        page.before.append(lambda: made.append(1))
-        server.show(page, lambda: None)
+        registry, made = MetricsRegistry("gateway"), []
+        registry.before.append(lambda: made.append(1))
+        server.show(registry, lambda: None)
         for _ in range(5):
             await asyncio.gather(*(ask(host, port) for _ in range(10)))
         assert 1 <= len(made) <= 10
@@ -164,7 +163,7 @@ def test_garbage_is_answered_or_cut_off_and_nobody_notices() -> None:
     odd += [generator.randbytes(generator.randrange(300)) for _ in range(100)]
 
     async def test(server: MetricsServer, host: str, port: int) -> None:
-        server.show(Page("gateway"), lambda: None)
+        server.show(MetricsRegistry("gateway"), lambda: None)
         loose: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: loose.append(context))
         for bytes_ in odd:
@@ -179,6 +178,18 @@ def test_garbage_is_answered_or_cut_off_and_nobody_notices() -> None:
             writer.close()
         assert b"200 OK" in await ask(host, port)
         assert not loose, "in a process of ours that would be its end"
+
+    served(test)
+
+
+def test_a_connection_is_for_one_request_of_bounded_size() -> None:
+    get = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def test(_: MetricsServer, host: str, port: int) -> None:
+        assert (await ask(host, port, get * 50)).count(b"HTTP/1.1 200") == 1
+        assert (await ask(host, port, get + b"\0")).startswith(b"HTTP/1.1 200")
+        large = await ask(host, port, b"GET /health HTTP/1.1\r\nX: " + b"a" * 20_000)
+        assert large.startswith(b"HTTP/1.1 400"), "before it is all there"
 
     served(test)
 
@@ -214,7 +225,9 @@ def test_off_is_off_and_a_taken_port_is_named() -> None:
 
 def test_targets_are_json() -> None:
     async def test(server: MetricsServer, host: str, port: int) -> None:
-        server.show(Page("coordinator"), lambda: None, {"/targets": lambda: [{"targets": ["h:1"], "labels": {}}]})
+        server.show(
+            MetricsRegistry("coordinator"), lambda: None, {"/targets": lambda: [{"targets": ["h:1"], "labels": {}}]}
+        )
         head, _, body = (await ask(host, port, b"GET /targets HTTP/1.1\r\nHost: x\r\n\r\n")).partition(b"\r\n\r\n")
         assert b"application/json" in head and json.loads(body)[0]["targets"] == ["h:1"]
 
@@ -242,5 +255,5 @@ def test_who_connects_before_it_serves_waits_for_it() -> None:
 
 def test_a_coordinator_is_back_before_its_metrics_are() -> None:
     """Peers are not to wait for the import of the HTTP library."""
-    found = "import sys, coordinator.main; sys.exit('aiohttp' in sys.modules)"
+    found = "import sys, coordinator.main; sys.exit('uvicorn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", found], cwd=ROOT, timeout=120, check=False).returncode == 0

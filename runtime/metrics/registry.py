@@ -1,0 +1,130 @@
+"""The Prometheus metrics of one process: instruments of `prometheus_client` for what passes, and figures that are read from
+state when somebody asks.
+
+Label values are names that the operator gave, or members of enums: never text of a client, a key, or an id of a request. Who
+observes often keeps the child that `labels` returns.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Final, Literal, NamedTuple
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    values,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from runtime.process.version import version_of
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
+values.ValueClass = values.MutexValue
+"""Not that of the library's multi-process mode, which the environment could ask for: each process has its own port."""
+
+Labels = tuple[str, ...]
+KindRead = Literal["counter", "gauge"]
+Kind = KindRead | Literal["histogram"]
+Values = Callable[[], Iterable[tuple[Labels, float]]]
+"""Label values and a number, for each series there is now."""
+
+SERIES_MAX: Final = 500
+"""Of a family that is read from state."""
+
+LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+"""Buckets for waits that end with a request."""
+STEP_S: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Buckets for a token's or a step's time."""
+COUNTS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
+
+
+class Family(NamedTuple):
+    """What the reference says of a metric. Counters are named without their `_total`."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: Labels
+
+    @property
+    def exported(self) -> str:
+        """As in a query, but for the suffixes of a histogram's series."""
+        return self.name + ("_total" if self.kind == "counter" else "")
+
+
+class _StateCollector(Collector):
+    """A counter or gauge that somebody else keeps."""
+
+    def __init__(self, family: Family, read: Values) -> None:
+        self._family, self._read = family, read
+
+    def describe(self) -> list[Metric]:
+        """An empty family: the registry refuses a name that it has already."""
+        make = CounterMetricFamily if self._family.kind == "counter" else GaugeMetricFamily
+        return [make(self._family.name, self._family.help, labels=self._family.labels)]
+
+    def collect(self) -> list[Metric]:
+        (metric,) = self.describe()
+        assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
+        for labels, value in islice(self._read(), SERIES_MAX):
+            metric.add_metric(labels, value)
+        return [metric]
+
+
+class MetricsRegistry(CollectorRegistry):
+    """All metrics of one process, with those of the process as the operating system counts them.
+
+    `role`: of this process; every name begins with `crossdock_`."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self.role = role
+        self.families: list[Family] = []
+        self.before: list[Callable[[], None]] = []
+        """Called before each reading."""
+        ProcessCollector(registry=self)
+
+    def counter(self, name: str, help_: str, *labels: str) -> Counter:
+        self.families.append(Family(name, "counter", help_, labels))
+        return Counter(name, help_, labels, registry=self)
+
+    def histogram(self, name: str, help_: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
+        self.families.append(Family(name, "histogram", help_, labels))
+        return Histogram(name, help_, labels, buckets=bounds, registry=self)
+
+    def read(self, kind: KindRead, name: str, help_: str, labels: Labels, values: Values) -> None:
+        """A counter or gauge that somebody else keeps."""
+        self.families.append(Family(name, kind, help_, labels))
+        self.register(_StateCollector(self.families[-1], values))
+
+    def gauge(self, name: str, help_: str, value: Callable[[], float]) -> None:
+        """Without labels, and somebody else keeps it."""
+        self.read("gauge", name, help_, (), lambda: [((), value())])
+
+    def total(self, name: str, help_: str, value: Callable[[], float]) -> None:
+        """A counter without labels that somebody else keeps."""
+        self.read("counter", name, help_, (), lambda: [((), value())])
+
+    def by(self, kind: KindRead, name: str, help_: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
+        """One series for each entry of a mapping that somebody else keeps."""
+        self.read(kind, name, help_, (label,), lambda: [((key,), value) for key, value in values().items()])
+
+    def introduce(self, *, name: str, model: str = "") -> None:
+        """Who this is, to be joined with everything else by `instance`."""
+        family = Family(
+            "crossdock_process_info", "gauge", "1; which process this is.", ("role", "name", "model", "version")
+        )
+        self.families.append(family)
+        info = Gauge(family.name, family.help, family.labels, registry=self)
+        info.labels(self.role, name, model, version_of()).set(1)
+
+    def collect(self) -> Iterator[Metric]:
+        for prepare in self.before:
+            prepare()
+        yield from super().collect()

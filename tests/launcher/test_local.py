@@ -24,8 +24,10 @@ from launcher.process import child_environment
 supervisors.STOP_GRACE_S = 600.0
 CODE = '''
 import os, signal
-signal.signal(signal.SIGTERM, lambda *_: print('{"event": "asked", "level": "error"}', flush=True))
-print('{"event": "%d", "level": "error"}' % os.getpid(), flush=True)
+def say(text):  # not by print, during which a handler may not print
+    os.write(1, ('{"event": "%s", "level": "error"}\\\\n' % text).encode())
+signal.signal(signal.SIGTERM, lambda *_: say("asked"))
+say(os.getpid())
 while True:
     signal.pause()
 '''

@@ -26,6 +26,7 @@ CODE = '''
 import os, signal
 def say(text):  # not by print, during which a handler may not print
     os.write(1, ('{"event": "%s", "level": "error"}\\\\n' % text).encode())
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, lambda *_: say("asked"))
 say(os.getpid())
 while True:

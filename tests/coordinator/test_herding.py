@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.coordinator.herding import POLICIES, Cell, measure, one_shared_prefix, run_cell, verdict
+from tests.coordinator.herding import POLICIES, Cell, judge, measure, one_shared_prefix
 from tests.helpers import first
 
 CORNER = [Cell(1, 0.7, 2), Cell(8, 0.5, 4), Cell(64, 0.5, 4, requests=900), Cell(8, 0.7, 8)]
@@ -19,7 +19,7 @@ def test_one_shared_prefix_does_not_herd_all_requests_to_one_worker() -> None:
 
 @pytest.mark.parametrize("cell", first(2, CORNER), ids=str)
 def test_a_corner_of_the_grid(cell: Cell) -> None:
-    slower, hits, ok = verdict(cell, run_cell(cell))
+    slower, hits, ok = judge(cell)
     assert ok, (slower, hits)
 
 
@@ -27,5 +27,5 @@ def test_a_corner_of_the_grid(cell: Cell) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("cell", FULL, ids=str)
 def test_the_grid(cell: Cell) -> None:
-    slower, hits, ok = verdict(cell, run_cell(cell))
+    slower, hits, ok = judge(cell)
     assert ok, (slower, hits)

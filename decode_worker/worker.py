@@ -55,7 +55,7 @@ class DecodeWorker:
         info = engine.info
         self.settings = settings
         self.log = log
-        log.info("loaded", kv_blocks=engine.blocks, batch_invariant=engine.is_steady)
+        log.info("loaded", kv_blocks=engine.blocks, batch_invariant=engine.is_batch_invariant)
         self.engine = engine
         self.thread = thread
         batch: Batch[SamplerState] = Batch()

@@ -1,14 +1,13 @@
 """One forward pass over packed chunks of many sequences, over a paged KV pool."""
 
-import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 
-from engine.attention.forward_batch import ForwardBatch, PoolViews, SeqChunk
-from engine.attention.paged import forward_context
+from engine.attention.forward_batch import SeqChunk
 
 __all__ = ["Engine", "ModelInfo", "SeqChunk"]
 
@@ -36,21 +35,31 @@ class ModelInfo:
     """Equal between two workers exactly when one may decode on the other's KV, block sizes apart."""
 
 
+class Runner(Protocol):
+    """What computes a forward pass. `TransformersRunner` runs any model; `engine.cpu.decoder` those of the common shape."""
+
+    backend: str
+    """For people."""
+    is_batch_invariant: bool
+    """Whether a token's bits do not depend on how many others are computed with it, or where its prompt is cut."""
+
+    def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor: ...
+
+    def short_windows(self, window: int) -> AbstractContextManager[None]:
+        """Sliding windows are this short for a while: for the check after load."""
+
+
 class Engine:
     """A model and its KV pool. Made by `engine.model.loader.load_engine`; belongs to one thread."""
 
-    def __init__(self, model: Any, info: ModelInfo, pool: torch.Tensor, min_rows: int = 0) -> None:
-        """`min_rows`: as of `PoolViews`."""
+    def __init__(self, runner: Runner, info: ModelInfo, pool: torch.Tensor) -> None:
         self.info = info
         self.pool = pool
         """[blocks, layers, 2, block_size, kv_heads, head_dim], block-major, zeroed at start."""
         self.blocks = pool.shape[0]
         self.tokens_forwarded = 0
         """Token positions ever forwarded."""
-        self._model = model
-        self._views = PoolViews(pool, min_rows)
-        # Where the model supports it, its output layer runs for the wanted rows only.
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.runner = runner
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
@@ -59,21 +68,14 @@ class Engine:
         Returns [chunks wanting logits, vocab_size] float32, on the model's device. A sequence appears at most once.
         """
         assert chunks, "a forward has at least one chunk"
-        plan = ForwardBatch(self._views, chunks, self.pool.device)
-        reset = forward_context.set(plan)
-        try:
-            rows = {"logits_to_keep": plan.wanted} if self._keeps_rows else {}
-            output = self._model(input_ids=plan.input_ids, position_ids=plan.position_ids, use_cache=False, **rows)
-        finally:
-            forward_context.reset(reset)
-        self.tokens_forwarded += plan.tokens
-        logits: torch.Tensor = output.logits[0] if self._keeps_rows else output.logits[0, plan.wanted]
-        return logits.float()
+        logits = self.runner.forward(chunks)
+        self.tokens_forwarded += sum(len(chunk.tokens) for chunk in chunks)
+        return logits
 
     @property
-    def is_steady(self) -> bool:
-        """Whether a token's numbers do not depend on how it is computed: a resumed stream is then exact."""
-        return self._views.min_rows > 0
+    def is_batch_invariant(self) -> bool:
+        """A resumed stream is then exact."""
+        return self.runner.is_batch_invariant
 
     def finish(self) -> None:
         """Wait until all that was enqueued on a GPU is done. From then on other threads, on streams of their own, may read what

@@ -45,7 +45,7 @@ class PrefillWorker:
     ) -> None:
         info = engine.info
         self.settings, self.log, self.engine, self.thread = settings, log, engine, thread
-        log.info("loaded", kv_blocks=engine.blocks, batch_invariant=engine.is_steady)
+        log.info("loaded", kv_blocks=engine.blocks, batch_invariant=engine.is_batch_invariant)
         self.core = PrefillCore(
             self,
             PromptTable(BlockAllocator(engine.blocks), info.block_size, settings.prefix_cache),

@@ -7,6 +7,7 @@ No mask function is registered under the name, so that the models build none.
 """
 
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,15 @@ class UnsupportedAttention(CrossdockError):
     """A layer's attention is not plain causal softmax attention over K and V of one shape."""
 
 
+@dataclass(frozen=True)
+class AttentionCall:
+    """With what a layer calls its attention."""
+
+    window: int | None
+    scaling: float | None
+    softcap: float | None
+
+
 class Recorder:
     """Stands in for a plan during the first forward of a model: notes the shape of each layer's K, computes nothing."""
 
@@ -38,9 +48,10 @@ class Recorder:
         self.shapes: dict[int, tuple[int, int]] = {}
         """Layer → (kv_heads, head_dim)."""
         self.dtypes: set[torch.dtype] = set()
-        self.windows: set[int] = set()
+        self.calls: dict[int, AttentionCall] = {}
+        """Layer → what it is called with."""
 
-    def record(self, module: Any, key: torch.Tensor, value: torch.Tensor, window: int | None) -> None:
+    def record(self, module: Any, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> None:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise UnsupportedAttention(f"{type(module).__name__} does not say which layer it is")
@@ -48,8 +59,7 @@ class Recorder:
             raise UnsupportedAttention(f"layer {layer} has more than one attention")
         if key.shape != value.shape:
             raise UnsupportedAttention(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in shape")
-        if window is not None:
-            self.windows.add(window)
+        self.calls[layer] = call
         self.dtypes |= {key.dtype, value.dtype}
         self.shapes[layer] = (key.shape[1], key.shape[3])
 
@@ -73,7 +83,7 @@ def paged_attention(
     current = forward_context.get()
     if isinstance(current, Recorder):
         _refuse_unknown(attention_mask, dropout, others)
-        current.record(module, key, value, sliding_window)
+        current.record(module, key, value, AttentionCall(sliding_window, scaling, softcap))
         return torch.zeros_like(query).transpose(1, 2), None
     layer, tokens, views = module.layer_idx, current.tokens, current.views
     assert isinstance(layer, int)

@@ -14,10 +14,14 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention import batch_invariant as batch_invariant
 from engine.attention import paged as attention
-from engine.attention.paged import Recorder, UnsupportedAttention, forward_context
+from engine.attention.paged import AttentionCall, Recorder, UnsupportedAttention, forward_context
+from engine.cpu.decoder import CpuDecoder
+from engine.cpu.library import KernelsUnavailable
+from engine.cpu.recognise import NotRecognised, recognise
 from engine.engine import Engine, ModelInfo
 from engine.model import linear, selfcheck
 from engine.model.fingerprint import model_fingerprint
+from engine.model.runner import TransformersRunner
 from proto.errors import BadOption
 
 MIN_BLOCKS = 8
@@ -64,7 +68,8 @@ def load_engine(
     text_config = loaded.config.get_text_config()
     attention.register()
     progress("checking the model")
-    layers, kv_heads, head_dim, windows = _examine(loaded, model, text_config)
+    calls, kv_heads, head_dim = _examine(loaded, model, text_config)
+    layers = len(calls)
     weights_dtype: torch.dtype = loaded.dtype
     kv_dtype = str(weights_dtype).removeprefix("torch.")
     block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
@@ -83,20 +88,38 @@ def load_engine(
         eos_token_ids=_eos_token_ids(folder, text_config),
         fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim)),
     )
+    windows = {call.window for call in calls if call.window is not None}
     check = selfcheck.SelfCheck(loaded, info, text_config, windows)
     check.compute_reference()
+    pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device, allocate)
+    if device == "cpu" and weights_dtype == torch.float32:
+        fused = _fused(loaded, info, calls, pool, progress)
+        if fused is not None and check.compare(engine := Engine(fused, info, pool)) is None:
+            return engine
     loaded.set_attn_implementation(attention.NAME)
     min_rows = 0
     if device == "cpu" and weights_dtype == torch.float32:
         progress("packing the weights")
         min_rows = _packed(loaded, text_config, kv_heads, head_dim)
-    pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device, allocate)
-    engine = Engine(loaded, info, pool, min_rows)
+    engine = Engine(TransformersRunner(loaded, text_config, pool, min_rows), info, pool)
     progress("comparing the paged forward with the model's own")
     difference = check.compare(engine)
     if difference is not None:
         raise ModelUnsupported(f"{model}: {difference}")
     return engine
+
+
+def _fused(
+    loaded: Any, info: ModelInfo, calls: list[AttentionCall], pool: torch.Tensor, progress: Callable[[str], None]
+) -> CpuDecoder | None:
+    """The model on the CPU kernels; None where it has not their shape, or they cannot be built here."""
+    try:
+        parts = recognise(loaded, info.kv_heads, info.head_dim, calls)
+        progress("preparing the CPU kernels")
+        return CpuDecoder(parts, pool, info.context_tokens, "float32", torch.get_num_threads())
+    except (NotRecognised, KernelsUnavailable) as error:
+        progress(f"without the CPU kernels: {error}")
+        return None
 
 
 def _packed(loaded: Any, text_config: Any, kv_heads: int, head_dim: int) -> int:
@@ -179,8 +202,8 @@ def _load_weights(
 
 
 @torch.inference_mode()
-def _examine(loaded: Any, model: str, text_config: Any) -> tuple[int, int, int, set[int]]:
-    """(layers, kv_heads, head_dim, sliding windows) as the attention of a first forward shows them."""
+def _examine(loaded: Any, model: str, text_config: Any) -> tuple[list[AttentionCall], int, int]:
+    """(how each layer calls its attention, kv_heads, head_dim) as a first forward shows them."""
     parameters = inspect.signature(loaded.forward).parameters
     if "position_ids" not in parameters:
         raise ModelUnsupported(f"{model}: {text_config.model_type} takes no position_ids, so prompts cannot be packed")
@@ -214,7 +237,7 @@ def _examine(loaded: Any, model: str, text_config: Any) -> tuple[int, int, int, 
     if recorder.dtypes != {loaded.dtype}:
         raise ModelUnsupported(f"{model}: its KV is of {recorder.dtypes}, its weights of {loaded.dtype}")
     kv_heads, head_dim = shapes.pop()
-    return layers, kv_heads, head_dim, recorder.windows
+    return [recorder.calls[layer] for layer in range(layers)], kv_heads, head_dim
 
 
 def _context_tokens(text_config: Any, model: str) -> int:

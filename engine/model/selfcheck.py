@@ -5,13 +5,13 @@ model computes by itself, with its own eager attention and masks. Where layers h
 windows shorter than the prompt, set for the time of the check.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from engine.engine import Engine, ModelInfo, SeqChunk
+from engine.model.runner import short_windows
 
 _TOLERANCE = {"float32": 2e-3, "float16": 5e-2, "bfloat16": 1e-1}
 """Largest ‖paged - plain‖ / ‖plain‖ of one position's logits."""
@@ -39,13 +39,13 @@ class SelfCheck:
     def compute_reference(self) -> None:
         """Plain logits [2, vocab] of each prompt, for its last two positions, for each window setting."""
         for window in self._windows:
-            with _sliding_window(self._model, self._config, window):
+            with nullcontext() if window is None else short_windows(self._model, self._config, window):
                 self._references.append([self._plain(prompt) for prompt in self._prompts])
 
     def compare(self, engine: Engine) -> str | None:
         """None when all is well, otherwise what differs. Leaves the pool zeroed and no tokens counted."""
         for window, references in zip(self._windows, self._references, strict=True):
-            with _sliding_window(self._model, self._config, window):
+            with nullcontext() if window is None else engine.runner.short_windows(window):
                 paged = self._paged(engine)
             for reference, logits in zip(references, paged, strict=True):
                 difference = ((logits - reference).norm(dim=-1) / reference.norm(dim=-1)).max().item()
@@ -87,25 +87,6 @@ class SelfCheck:
         ]
         outputs = [engine.forward([chunk for chunk in chunks if chunk.tokens]) for chunks in passes]
         return [torch.stack((outputs[1][row], outputs[2][row])) for row in range(2)]
-
-
-@contextmanager
-def _sliding_window(model: Any, text_config: Any, window: int | None) -> Iterator[None]:
-    """Sets every sliding window of the model to `window` for a while; None leaves them."""
-    if window is None:
-        yield
-        return
-    owners = [text_config, *model.modules()]
-    saved = [
-        (owner, owner.sliding_window) for owner in owners if isinstance(getattr(owner, "sliding_window", None), int)
-    ]
-    for owner, _ in saved:
-        owner.sliding_window = window
-    try:
-        yield
-    finally:
-        for owner, before in saved:
-            owner.sliding_window = before
 
 
 def _random_tokens(vocab_size: int, text_config: Any, count: int, seed: int) -> list[int]:

@@ -1,0 +1,160 @@
+"""Runs a recognised model through the kernels, over the paged KV pool."""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.attention.forward_batch import SeqChunk
+from engine.cpu import library
+from engine.cpu.recognise import LayerParts, ModelParts
+from engine.cpu.weights import PackedWeights
+
+_POSITIONS: Final = 1024
+"""Rotary embeddings are computed for so many positions at once, always the same ones, so that their bits are."""
+_ALIGNMENT: Final = 64
+"""Bytes of a cache line."""
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+class CpuDecoder:
+    """Holds the weights in the kernels' layout, and nothing of the model that they came from."""
+
+    is_batch_invariant = True
+
+    def __init__(self, parts: ModelParts, pool: torch.Tensor, context_tokens: int, format: str, threads: int) -> None:
+        """`pool` [blocks, layers, 2, block_size, kv_heads, head_dim] float32."""
+        self._library = library.load()
+        self._library.start_threads(threads)
+        self.backend = f"cpu ({library.instruction_set()}, {format} weights)"
+        self._pool = pool
+        self._block_size = pool.shape[3]
+        self._context_tokens = context_tokens
+        self._rotary = _RotaryTable(parts.rotary, context_tokens)
+        self._head = PackedWeights([parts.head], format)
+        self._vocab_size = self._head.rows
+        tied = parts.embedding.data_ptr() == parts.head.weight.data_ptr()
+        self._embedding = None if tied else parts.embedding.detach().float()
+        self._kept: list[object] = [pool, parts.norm]
+        self._layers = (library.Layer * len(parts.layers))(*(self._layer(layer, format) for layer in parts.layers))
+        self._model = library.Model(
+            self._layers, self._head.described(), parts.norm.data_ptr(), len(parts.layers), parts.norm.numel(),
+            parts.heads, parts.kv_heads, parts.head_dim, parts.inner, parts.activation, self._block_size,
+            parts.epsilon, parts.scaling, parts.softcap,
+        )  # fmt: skip
+        first = self._layers[0]
+        self._widths = {
+            "x": parts.norm.numel(),
+            "normed": parts.norm.numel(),
+            "qkv": max(first.qkv.outputs, first.down.outputs),
+            "attended": parts.heads * parts.head_dim,
+            "gate_up": max(first.gate_up.outputs, first.out.outputs),
+            "gated": parts.inner,
+        }
+        self._buffers: dict[str, Floats] = {}
+        self._rows = 0
+
+    def _layer(self, parts: LayerParts, format: str) -> library.Layer:
+        products = [PackedWeights(group, format) for group in (parts.qkv, [parts.out], parts.gate_up, [parts.down])]
+        norms = [parts.attention_norm, parts.mlp_norm, parts.query_norm, parts.key_norm]
+        self._kept += [*products, *norms]
+        pointers = [0 if norm is None else norm.data_ptr() for norm in norms]
+        return library.Layer(*(product.described() for product in products), *pointers, parts.window)
+
+    def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
+        """Writes the chunks' K and V to the pool; logits [chunks wanting them, vocab] float32."""
+        arrays = _Arrays(chunks, self._block_size, self._pool.shape[0], self._context_tokens)
+        rows = len(arrays.positions)
+        self._make_room(rows)
+        self._embed(arrays.tokens)
+        cosine, sine = self._rotary.rows(arrays.positions)
+        logits = np.empty((len(arrays.wanted), self._head.outputs), dtype=np.float32)
+        items = np.empty(len(chunks) + 1, dtype=np.int64)
+        buffers = [self._buffers[name].ctypes.data for name in self._widths]
+        batch = library.Batch(
+            cosine.ctypes.data, sine.ctypes.data, cosine.shape[1], rows, arrays.positions.ctypes.data,
+            arrays.tables.ctypes.data, arrays.blocks.ctypes.data, arrays.chunks.ctypes.data, len(chunks),
+            arrays.wanted.ctypes.data, len(arrays.wanted), self._pool.data_ptr(), *buffers, logits.ctypes.data,
+        )  # fmt: skip
+        self._library.forward(ctypes.byref(self._model), ctypes.byref(batch), items.ctypes.data)
+        return torch.from_numpy(logits)[:, : self._vocab_size]
+
+    @contextmanager
+    def short_windows(self, window: int) -> Iterator[None]:
+        """Layers with a sliding window have this one for a while."""
+        saved = [layer.window for layer in self._layers]
+        for layer in self._layers:
+            layer.window = window if layer.window else 0
+        try:
+            yield
+        finally:
+            for layer, before in zip(self._layers, saved, strict=True):
+                layer.window = before
+
+    def _make_room(self, rows: int) -> None:
+        if rows > self._rows:
+            self._rows = rows
+            self._buffers = {name: _aligned(rows * width) for name, width in self._widths.items()}
+
+    def _embed(self, tokens: Ints) -> None:
+        ids = torch.from_numpy(tokens)
+        rows = self._head.row(ids) if self._embedding is None else self._embedding[ids]
+        self._buffers["x"][: rows.numel()] = rows.flatten().numpy()
+
+
+class _Arrays:
+    """A batch as the kernels take it. Raises ValueError for what would make them read or write where they must not."""
+
+    def __init__(self, chunks: Sequence[SeqChunk], block_size: int, blocks: int, context_tokens: int) -> None:
+        starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
+        lengths = np.fromiter((len(chunk.tokens) for chunk in chunks), np.int64, len(chunks))
+        tables = np.fromiter((len(chunk.blocks) for chunk in chunks), np.int64, len(chunks))
+        self.chunks: Ints = np.concatenate(([0], np.cumsum(lengths)))
+        self.blocks: Ints = np.concatenate([np.asarray(chunk.blocks, np.int64) for chunk in chunks])
+        self.tokens: Ints = np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks])
+        firsts = np.concatenate(([0], np.cumsum(tables)[:-1]))
+        self.tables: Ints = np.repeat(firsts, lengths)
+        self.positions: Ints = np.arange(self.chunks[-1]) + np.repeat(starts - self.chunks[:-1], lengths)
+        wants = np.fromiter((chunk.wants_logits for chunk in chunks), bool, len(chunks))
+        self.wanted: Ints = np.ascontiguousarray(self.chunks[1:][wants] - 1)
+        if lengths.min() < 1 or starts.min() < 0 or (starts + lengths).max() > context_tokens:
+            raise ValueError("a chunk is empty or outside of the context")
+        if (tables * block_size < starts + lengths).any():
+            raise ValueError("a block table does not cover its chunk")
+        if self.blocks.min() < 0 or self.blocks.max() >= blocks:
+            raise ValueError("a block table names a block that the pool does not have")
+
+
+class _RotaryTable:
+    """Cosines and sines by position, as the model's own module computes them."""
+
+    def __init__(self, rotary: torch.nn.Module, context_tokens: int) -> None:
+        self._rotary = rotary
+        self._context_tokens = context_tokens
+        self._tables: tuple[Floats, Floats] | None = None
+
+    def rows(self, positions: Ints) -> tuple[Floats, Floats]:
+        """[positions, rotary] each."""
+        end = int(positions.max()) + 1
+        while self._tables is None or len(self._tables[0]) < end:
+            self._grow()
+        return self._tables[0][positions], self._tables[1][positions]
+
+    def _grow(self) -> None:
+        start = 0 if self._tables is None else len(self._tables[0])
+        places = torch.arange(start, min(start + _POSITIONS, self._context_tokens))[None]
+        cosine, sine = (table[0].float().numpy() for table in self._rotary(torch.zeros(1, 1, 1), places))
+        if self._tables is not None:
+            cosine, sine = (np.concatenate(both) for both in zip(self._tables, (cosine, sine), strict=True))
+        self._tables = np.ascontiguousarray(cosine), np.ascontiguousarray(sine)
+
+
+def _aligned(count: int) -> Floats:
+    raw = np.zeros(4 * count + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + 4 * count].view(np.float32)

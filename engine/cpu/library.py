@@ -1,0 +1,176 @@
+"""Builds `kernels.c` for this CPU, once, and loads it.
+
+The compiler is the one in the package `ziglang` (clang), so that nothing has to be installed on a host and all hosts have the
+same. What it made is kept in the user's cache folder, under a name that depends on the source, the compiler and the CPU.
+"""
+
+import ctypes
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import platformdirs
+from filelock import FileLock
+
+from proto.errors import CrossdockError
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
+_TIMEOUT_S = 120.0
+
+PANEL = 64
+"""Outputs of a linear layer that lie side by side, as in `kernels.c`."""
+LANES = 16
+"""Sizes of a model's vectors must be multiples of this."""
+QUERIES_MAX, HEAD_DIM_MAX = 48, 256
+
+
+class KernelsUnavailable(CrossdockError):
+    """The CPU kernels cannot be built or loaded here. Models then run as transformers has them."""
+
+
+class Linear(Structure):
+    _fields_ = [
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("format", c_int64),
+    ]
+
+
+class Layer(Structure):
+    _fields_ = [
+        ("qkv", Linear),
+        ("out", Linear),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("window", c_int64),
+    ]
+
+
+class Model(Structure):
+    _fields_ = [
+        ("layers", POINTER(Layer)),
+        ("head", Linear),
+        ("norm", c_void_p),
+        *((name, c_int64) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "inner")),
+        ("activation", c_int64),
+        ("block_size", c_int64),
+        ("epsilon", c_float),
+        ("scaling", c_float),
+        ("softcap", c_float),
+    ]
+
+
+class Batch(Structure):
+    _fields_ = [
+        ("cosine", c_void_p),
+        ("sine", c_void_p),
+        ("rotary", c_int64),
+        ("rows", c_int64),
+        ("positions", c_void_p),
+        ("tables", c_void_p),
+        ("blocks", c_void_p),
+        ("chunks", c_void_p),
+        ("chunk_count", c_int64),
+        ("wanted", c_void_p),
+        ("wanted_count", c_int64),
+        ("kv", c_void_p),
+        *((name, c_void_p) for name in ("x", "normed", "qkv", "attended", "gate_up", "gated", "logits")),
+    ]
+
+
+def instruction_set() -> str:
+    """What the kernels are built for: `avx512`, `avx2` or `neon`. Raises KernelsUnavailable where there is none of them.
+
+    As torch does, it obeys ATEN_CPU_CAPABILITY=avx2.
+    """
+    if platform.system() != "Linux":
+        raise KernelsUnavailable(f"the CPU kernels are built for Linux, not for {platform.system()}")
+    if platform.machine() == "aarch64":
+        return "neon"
+    flags = set(_cpu_flags())
+    if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags and os.environ.get("ATEN_CPU_CAPABILITY") != "avx2":
+        return "avx512"
+    if {"avx2", "fma"} <= flags:
+        return "avx2"
+    raise KernelsUnavailable("the CPU kernels need AVX2 and FMA")
+
+
+def _cpu_flags() -> list[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return line.split(":", 1)[1].split()
+    return []
+
+
+_TARGETS = {
+    "avx512": ("-target", "x86_64-linux-gnu.2.17", "-mcpu=x86_64_v4"),
+    "avx2": ("-target", "x86_64-linux-gnu.2.17", "-mcpu=x86_64_v3"),
+    "neon": ("-target", "aarch64-linux-gnu.2.17"),
+}
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The kernels. Builds them first where that was not done before: a few seconds. Raises KernelsUnavailable."""
+    library = ctypes.CDLL(str(_built()))
+    library.start_threads.restype, library.start_threads.argtypes = c_int64, [c_int64]
+    library.forward.restype, library.forward.argtypes = None, [POINTER(Model), POINTER(Batch), c_void_p]
+    library.multiply.restype = None
+    library.multiply.argtypes = [POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_int64]
+    return library
+
+
+def _built() -> Path:
+    if find_spec("ziglang") is None:
+        raise KernelsUnavailable("the package ziglang, which has the compiler, is not installed")
+    target = _TARGETS[instruction_set()]
+    source, compiler = _SOURCE.read_bytes(), importlib.metadata.version("ziglang")
+    name = hashlib.sha256(b"\0".join([source, compiler.encode(), *(flag.encode() for flag in (*_FLAGS, *target))]))
+    for folder in (Path(platformdirs.user_cache_dir("crossdock")) / "kernels", Path(tempfile.gettempdir())):
+        path = folder / f"crossdock-{name.hexdigest()[:32]}.so"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{path}.lock", timeout=_TIMEOUT_S):
+                if not _is_ours(path):
+                    _compile(target, path)
+            return path
+        except OSError:
+            continue  # a service that may not write to its home
+    raise KernelsUnavailable("neither the user's cache folder nor that for temporary files can be written to")
+
+
+def _is_ours(path: Path) -> bool:
+    """It is code that this process will run: nobody else may have put it there."""
+    return path.is_file() and not path.is_symlink() and path.stat().st_uid == os.geteuid()
+
+
+def _compile(target: tuple[str, ...], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch) / "kernels.so"
+        command = [sys.executable, "-m", "ziglang", "cc", *_FLAGS, *target, "-o", str(made), str(_SOURCE)]
+        caches = {"ZIG_GLOBAL_CACHE_DIR": f"{scratch}/zig", "ZIG_LOCAL_CACHE_DIR": f"{scratch}/zig"}
+        try:
+            done = subprocess.run(
+                command, env={**os.environ, **caches}, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise KernelsUnavailable(f"the compiler was not done within {_TIMEOUT_S:.0f} s") from error
+        if done.returncode:
+            raise KernelsUnavailable(f"the compiler failed: {done.stderr.strip()[:500]}")
+        made.replace(path)

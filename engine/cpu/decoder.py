@@ -39,7 +39,7 @@ class CpuDecoder:
         self._head = PackedWeights([parts.head], format)
         self._vocab_size = self._head.rows
         tied = parts.embedding.data_ptr() == parts.head.weight.data_ptr()
-        self._embedding = None if tied else parts.embedding.detach().float()
+        self._embedding = None if tied else parts.embedding.detach().float().clone()
         self._kept: list[object] = [pool, parts.norm]
         self._layers = (library.Layer * len(parts.layers))(*(self._layer(layer, format) for layer in parts.layers))
         self._model = library.Model(

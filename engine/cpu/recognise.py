@@ -135,7 +135,7 @@ def _norm(norm: nn.Module, epsilons: set[float], size: int | None = None) -> tor
     for candidate in (weight, 1.0 + weight):
         if torch.allclose(norm(x), plain * candidate, rtol=1e-4, atol=1e-5):
             epsilons.add(epsilon)
-            return candidate.detach().float().contiguous()
+            return candidate.detach().float().clone()  # a view would keep the whole file mapped
     raise NotRecognised(f"{type(norm).__name__} is not an RMSNorm")
 
 

@@ -1,4 +1,4 @@
-"""What a decode worker does with its orders, offers and steps. Pure: the driver in `worker` runs steps and owns links."""
+"""What a decode worker does with its orders, offers and steps. Pure: the driver of the worker runs steps and owns links."""
 
 from collections.abc import Callable
 from typing import Generic, Protocol
@@ -25,7 +25,7 @@ class KvIn(Protocol):
 
 
 class Ports(Protocol):
-    """What the driver has for the core."""
+    """What `decode_worker.worker` has for the core."""
 
     @property
     def registration(self) -> Coordinator: ...

@@ -1,6 +1,8 @@
-"""Drives a decode worker: reservations and KV in, steps to the engine thread, tokens to gateways."""
+"""What a decode worker does of its own: KV in, orders to its core, steps of its batch."""
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 
 from decode_worker.batch import Batch
 from decode_worker.compute import StepResult, run_step
@@ -12,45 +14,32 @@ from decode_worker.senders import Senders
 from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from engine.sampling.sampler import SamplerState
-from engine.thread import EngineThread
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.session.limits import DIGEST_EVERY, KvSettings, segment_bytes_on
-from kvtransfer.transports.registry import allowed_on
 from kvtransfer.transports.transport import PoolMemory
 from proto.compatible import mismatch
-from proto.errors import CrossdockError, RemoteProtocolError
-from proto.held import Capacity
 from proto.kv import Commit, FirstToken
-from proto.messages import Hello, Message, Reserve, Role, StatusRequest
-from runtime.link.connection_pool import ConnectionPool
-from runtime.link.server import LinkServer, LinkSettings
-from runtime.link.server import Peer as LinkPeer
-from runtime.metrics.common import link_counters
-from runtime.metrics.server import MetricsServer
+from proto.messages import Hello, Message, Reserve, Role
+from proto.status import KvHeld
+from runtime.link.peer import Peer
+from runtime.link.server import LinkServer
 from runtime.process import clock
-from runtime.process.driver import Stop
-from runtime.process.log import Log
 from runtime.process.rate_limited_log import RateLimitedLog
 from runtime.settings.addresses import advertised
 from runtime.settings.workers import WorkerSettings
-from runtime.worker.process import end_if_gpu_is_lost, kv_held, work_until_stopped
-from runtime.worker.registration import Registration, worker_hello
-from runtime.worker.step_watch import StepWatch
+from runtime.worker.driver import WorkerDriver
+from runtime.worker.gpu_faults import end_if_gpu_is_lost
+from runtime.worker.role import ComputeStep
 
 
 class DecodeWorker:
+    """A `WorkerRole`."""
+
     def __init__(
-        self,
-        settings: WorkerSettings,
-        engine: Engine,
-        thread: EngineThread,
-        log: Log,
-        name: str,
-        links: LinkSettings,
-        memory: PoolMemory | None,
-        observed: MetricsServer,
+        self, engine: Engine, driver: WorkerDriver, transports: tuple[str, ...], memory: PoolMemory | None
     ) -> None:
+<<<<<<< HEAD
         """`memory` is what the KV pool lies in, if other processes may map it."""
         info = engine.info
         self.settings = settings
@@ -58,49 +47,33 @@ class DecodeWorker:
         log.info("loaded", kv_blocks=engine.blocks, batch_invariant=engine.is_batch_invariant)
         self.engine = engine
         self.thread = thread
+=======
+        """`transports` are those that KV may come by; `memory` is what the KV pool lies in, if other processes may map it."""
+        settings, info = driver.settings, engine.info
+        self.engine, self.driver, self.log = engine, driver, driver.log
+        self.registration, self.gateways = driver.registration, driver.gateways
+>>>>>>> main
         batch: Batch[SamplerState] = Batch()
         blocks, forwarded = BlockAllocator(engine.blocks), lambda: engine.tokens_forwarded
-        table = AttemptTable(blocks, info.block_size, batch, forwarded, settings.prefix_cache)
-        self.core = DecodeCore(self, table, vocab_size=info.vocab_size, make_state=self._sampler_state)
-        self.work = asyncio.Event()
-        """Set when there may be something to run."""
-        self.watch = StepWatch(settings.step_timeout_ms / 1000)
-        self.name = name
-        self.observed = observed
-        self.incarnation = clock.new_incarnation()
-        self.links = links
-        hello = self._hello("")
-        self.gateways = ConnectionPool(
-            hello=hello,
-            to=Role.GATEWAY,
-            on_message=_unexpected,
-            on_lost=self.core.gateway_lost,
-            on_idle=lambda: self.registration.look(),
-            settings=links,
-        )
+        self.table = AttemptTable(blocks, info.block_size, batch, forwarded, settings.prefix_cache)
+        self.core = DecodeCore(self, self.table, vocab_size=info.vocab_size, make_state=self._sampler_state)
+        self.held, self.gateway_lost = self.table.held, self.core.gateway_lost
+        self.senders: Senders[Peer] = Senders()
         self.server = LinkServer(
             bind=settings.kv_bind,
-            hello=hello,
+            hello=driver.hello,
             accept=self._refusal,
             on_up=lambda peer: None,
             on_message=self._kv_message,
             on_down=self._sender_down,
-            settings=links,
+            settings=driver.links,
         )
-        self.senders: Senders[LinkPeer] = Senders()
+        self.ports = {"kv": self.server.counters}
         self.strangers_log = RateLimitedLog(self.log.warning)
-        self.receiver = self._make_receiver(memory)
-        self.metrics = DecodeMetrics(table, self.receiver.counters)
-        self.metrics.registry.introduce(name=name, model=settings.served_model_id)
-        self.registration: Registration
-        """Made by `run`, when the KV port's address is known."""
-
-    def _make_receiver(self, memory: PoolMemory | None) -> KvReceiver:
-        info, pool, settings = self.engine.info, self.engine.pool, self.settings
-        return KvReceiver(
+        self.receiver = KvReceiver(
             layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
-            pool=pool,
-            incarnation=self.incarnation,
+            pool=engine.pool,
+            incarnation=driver.hello.incarnation,
             clock=clock.now,
             send=self._send_kv,
             listen_host=settings.transfer_host,
@@ -108,70 +81,36 @@ class DecodeWorker:
             on_committed=self._committed,
             on_failed=self._not_received,
             on_quarantined=self._in_doubt,
-            settings=_kv_settings(settings, pool.device.type),
+            settings=_kv_settings(settings, transports, engine.pool.device.type),
             memory=memory,
-            is_busy=lambda: bool(self.core.batch.running),
+            is_busy=lambda: bool(batch.running),
             on_stranger=self._stranger,
-            on_pair_error=lambda error: end_if_gpu_is_lost(error, self.log),
+            on_pair_error=lambda error: end_if_gpu_is_lost(error, driver.log),
         )
+        self.close_transfers = self.receiver.close
+        self.metrics = DecodeMetrics(self.table, self.receiver.counters)
+        self.registry = self.metrics.registry
 
-    def _stranger(self, reason: str) -> None:
-        """In another thread."""
-        self.strangers_log("a connection to the KV port was turned away", reason=reason)
+    async def start(self) -> str:
+        return advertised(self.driver.settings.advertise, await self.server.start())
 
-    def _hello(self, address: str) -> Hello:
-        info = self.engine.info
-        return worker_hello(
-            self.settings,
-            incarnation=self.incarnation,
-            name=self.name,
-            fingerprint=info.fingerprint,
-            capacity=Capacity(self.engine.blocks, info.block_size, self.settings.max_seqs, info.context_tokens),
-            address=address,
-            metrics=self.observed.address,
-        )
+    async def close(self) -> None:
+        await self.server.close()
 
-    async def run(self, stop: Stop) -> None:
-        bound = await self.server.start()
-        self.registration = Registration(
-            settings=self.settings,
-            hello=self._hello(advertised(self.settings.advertise, bound)),
-            held=self.core.table.held,
-            on_message=self._order,
-            on_lost=self._coordinator_lost,
-            log=self.log,
-            is_idle=lambda: self.gateways.idle,
-            links=self.links,
-        )
-        ends = {"kv": self.server.counters, "coordinator": self.registration.counters}
-        link_counters(self.metrics.registry, ends, lambda: self.registration.up)
-        self.observed.show(self.metrics.registry, self.registration.not_ready)
-        try:
-            await work_until_stopped(
-                self._run_steps(),
-                registration=self.registration,
-                thread=self.thread,
-                watch=self.watch,
-                stop=stop,
-                drain_timeout_s=self.settings.drain_timeout_s,
-                close_transfers=self.receiver.close,
-                logger=self.log,
-            )
-        finally:
-            await self.server.close()
-            await self.gateways.close()
+    def registered(self) -> None:
+        """Its Hello has said all there is to say."""
 
-    def _order(self, _: LinkPeer, message: Message, __: bytes) -> None:
-        if isinstance(message, StatusRequest):
-            self.registration.send(kv_held(self.core.table.allocator, self.receiver.sessions))
-        else:
-            self.core.order(message)
+    def kv_held(self) -> KvHeld:
+        return KvHeld(self.table.allocator.held_count, self.table.allocator.quarantined_count, self.receiver.sessions)
 
-    def _coordinator_lost(self, _: str) -> None:
+    def order(self, message: Message, _: bytes) -> None:
+        self.core.order(message)
+
+    def coordinator_lost(self, _: str) -> None:
         now, loop = clock.now(), asyncio.get_running_loop()
         self.core.coordinator_lost(now)
         # A transfer that stood still for so long would be given up too.
-        loop.call_later(self.settings.kv_timeout_ms / 1000, self.core.expire, now)
+        loop.call_later(self.driver.settings.kv_timeout_ms / 1000, self.core.expire, now)
 
     # --- KV in ----------------------------------------------------------------------------------------------------------
 
@@ -180,15 +119,15 @@ class DecodeWorker:
             return f"this is a KV port; a {hello.role} has no business here"
         if hello.capacity is None:
             return "a prefill worker must state its capacity"
-        info = self.engine.info
-        return (
-            mismatch(
-                self.name, info.fingerprint, info.block_size, hello.name, hello.fingerprint, hello.capacity.block_size
-            )
-            or None
-        )
+        own, size = self.engine.info, hello.capacity.block_size
+        name = self.driver.name
+        return mismatch(name, own.fingerprint, own.block_size, hello.name, hello.fingerprint, size) or None
 
-    def _sender_down(self, peer: LinkPeer, reason: str) -> None:
+    def _stranger(self, reason: str) -> None:
+        """In another thread."""
+        self.strangers_log("a connection to the KV port was turned away", reason=reason)
+
+    def _sender_down(self, peer: Peer, reason: str) -> None:
         if self.senders.lost(peer.incarnation, peer):
             self.receiver.peer_lost(peer.incarnation, reason)
 
@@ -197,13 +136,13 @@ class DecodeWorker:
         if peer is not None:
             peer.send(message, blob)
 
-    def _kv_message(self, peer: LinkPeer, message: Message, blob: bytes) -> None:
+    def _kv_message(self, peer: Peer, message: Message, blob: bytes) -> None:
         self.senders.heard(peer.incarnation, peer)
         self.receiver.handle(peer.incarnation, message, blob)
 
     def _committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
         self.core.committed(incarnation, commit, blocks, prompt_tokens)
-        self.work.set()
+        self.driver.wake()
 
     def _not_received(self, request_id: str, attempt: int, blocks: list[int], reason: str) -> None:
         self.log.debug("KV not received", request_id=request_id, attempt=attempt, reason=reason)
@@ -243,51 +182,33 @@ class DecodeWorker:
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 
-    async def _run_steps(self) -> None:
-        """One step after the other while anything runs. The next step starts before the last one's tokens are sent."""
-        while True:
-            step = self._start_step()
-            if step is None:
-                self.work.clear()
-                await self.work.wait()
-            while step is not None:
-                step = await self._finish_step(step)
-
-    def _start_step(self) -> "asyncio.Future[StepResult] | None":
+    def next_step(self) -> ComputeStep[StepResult] | None:
         plan = self.core.plan()
         if plan is None:
             return None
-        self.watch.begin(len(plan.rows), clock.now())
-        return asyncio.get_running_loop().run_in_executor(self.thread, run_step, self.engine, plan)
+        compute = partial(run_step, self.engine, plan)
+        return ComputeStep(len(plan.rows), compute, done=self._step_done, failed=self._step_failed)
 
-    async def _finish_step(self, step: "asyncio.Future[StepResult]") -> "asyncio.Future[StepResult] | None":
-        try:
-            result = await step
-        except (CrossdockError, RuntimeError, ValueError, IndexError) as error:
-            self.log.exception("step failed")
-            self.metrics.step_failed()
-            self.core.step_failed(str(error))
-            end_if_gpu_is_lost(error, self.log)
-            return None
-        finally:
-            self.watch.end(clock.now())
+    def _step_done(self, result: StepResult) -> Callable[[], None]:
         outcome, final_reports = self.core.apply(result.drawn)
-        following = self._start_step()
-        self.core.pass_on(outcome, final_reports, clock.now())
-        self.metrics.step_done(result.step_ms, len(result.drawn), outcome)
-        return following
+
+        def pass_on() -> None:
+            self.core.pass_on(outcome, final_reports, clock.now())
+            self.metrics.step_done(result.step_ms, len(result.drawn), outcome)
+
+        return pass_on
+
+    def _step_failed(self, error: str) -> None:
+        self.metrics.step_failed()
+        self.core.step_failed(error)
 
 
-def _kv_settings(settings: WorkerSettings, device: str) -> KvSettings:
+def _kv_settings(settings: WorkerSettings, transports: tuple[str, ...], device: str) -> KvSettings:
     return KvSettings(
-        transports=allowed_on(settings.kv_transport, device, settings.transfer_encryption == "on"),
+        transports=transports,
         encrypt=settings.encrypts_transfers,
         rendezvous_timeout_ms=settings.kv_timeout_ms,
         segment_bytes=segment_bytes_on(device),
         digest_every=DIGEST_EVERY[settings.kv_digest],
         bytes_per_s=settings.kv_mib_per_s << 20 if device == "cpu" else 0,
     )
-
-
-def _unexpected(_: LinkPeer, message: Message, __: bytes) -> None:
-    raise RemoteProtocolError(f"a gateway sent {type(message).__name__}")

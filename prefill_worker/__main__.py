@@ -1,19 +1,6 @@
 """`python -m prefill_worker`: this role alone, for unit files and launchers."""
 
-from runtime.process import garbage_collector as collector
-from runtime.process.exits import leave
-from runtime.settings import machine
-from runtime.settings.command_line import run_role
-from runtime.settings.workers import WorkerSettings
-
-
-def _run(settings: WorkerSettings) -> int:
-    settings = machine.prepare(settings)
-    with collector.at_rest():
-        from prefill_worker.main import run  # here, so that --help and a wrong option answer at once
-
-    return run(settings)
-
+from runtime.worker.command import run_alone
 
 if __name__ == "__main__":
-    leave(run_role("prefill_worker", WorkerSettings, _run, fixed={"role": "prefill"}))
+    run_alone("prefill", "prefill_worker")

@@ -1,5 +1,5 @@
-"""What a prefill worker does with its orders, its steps and the results of its transfers. Pure: the driver in `worker` runs
-the steps and owns the links.
+"""What a prefill worker does with its orders, its steps and the results of its transfers. Pure: the driver of
+the worker runs the steps and owns the links.
 """
 
 from collections import deque
@@ -69,7 +69,7 @@ class KvOut(Protocol):
 
 
 class Ports(Protocol):
-    """What the driver has for the core."""
+    """What `prefill_worker.worker` has for the core."""
 
     @property
     def registration(self) -> Coordinator: ...

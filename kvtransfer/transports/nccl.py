@@ -72,10 +72,10 @@ class _NcclChannel(Channel):
         self._communicator = communicator
         self._thread = thread
         self._every = digest_every
-        self._timeout_s = local.settings.rendezvous_timeout_ms / 1e3
-        """For the other's word. Longer than one segment takes: its device may be setting up other pairs. If it dies, the line
-        ends."""
-        self._timeout_s = local.settings.segment_timeout_ms / 1e3
+        self._peer_timeout_s = local.settings.rendezvous_timeout_ms / 1e3
+        """How long the peer may say nothing. Longer than one segment takes: its device may be setting up other pairs. If it
+        dies, the line ends."""
+        self._segment_timeout_s = local.settings.segment_timeout_ms / 1e3
         self._buffer = local.rows.device_buffer(local.segment_blocks)
         self._wakeup = WakeupFd()
         self._jobs: deque[SegmentJob] = deque()
@@ -88,9 +88,9 @@ class _NcclChannel(Channel):
             poll.register(source, select.POLLIN)
         moved_at = 0.0
         while not inbox.closed:
-            left_s = moved_at + self._timeout_s - time.monotonic()
+            left_s = moved_at + self._peer_timeout_s - time.monotonic()
             if not poll.poll(max(0.0, left_s) * 1e3 if self._jobs else None):
-                raise PairBroken(f"the peer said nothing in {self._timeout_s:g} s")
+                raise PairBroken(f"the peer said nothing in {self._peer_timeout_s:g} s")
             if not self._jobs:
                 moved_at = time.monotonic()
             self._jobs += inbox.take()
@@ -103,7 +103,9 @@ class _NcclChannel(Channel):
         raise NotImplementedError
 
     def _ask(self, tensor: torch.Tensor, sending: bool) -> TransferHandle:
-        return self._thread.submit(Message(self._communicator, tensor, sending), self._timeout_s, self._wakeup.ring)
+        return self._thread.submit(
+            Message(self._communicator, tensor, sending), self._segment_timeout_s, self._wakeup.ring
+        )
 
     def _has_crossed(self) -> bool:
         if self._handle is None or not self._handle.ended:
@@ -119,11 +121,13 @@ class _NcclChannel(Channel):
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
         # Nothing here is touched by the peer: messages land in a buffer, and that is let go of by whoever ends last.
-        deadline = time.monotonic() + 2 * ABORT_S + self._timeout_s
+        deadline = time.monotonic() + 2 * ABORT_S + self._peer_timeout_s
         if self._handle is not None:
             self._handle.cancel()
         self._await_end(self._handle, deadline)
-        self._await_end(self._thread.submit(End(self._communicator), self._timeout_s, self._wakeup.ring), deadline)
+        self._await_end(
+            self._thread.submit(End(self._communicator), self._segment_timeout_s, self._wakeup.ring), deadline
+        )
         self._wakeup.close()
         self._line.close()
 

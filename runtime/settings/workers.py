@@ -118,6 +118,10 @@ class WorkerSettings(ClientSettings):
     )
 
     @property
+    def kv_bytes(self) -> int:
+        return int(self.kv_gib * (1 << 30))
+
+    @property
     def cores(self) -> tuple[int, ...]:
         return parse_cores(self.cpu_cores)
 

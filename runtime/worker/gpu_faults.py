@@ -6,8 +6,14 @@ memory, an argument that is wrong, a kernel that the GPU does not have. They are
 Python from torch, Triton, NCCL and the driver.
 """
 
+import logging
+import os
 import re
 from collections.abc import Iterator
+
+from runtime.process.exits import GPU_EXIT
+from runtime.process.log import Log
+from runtime.process.zmq_sockets import close_sockets
 
 _CHAIN_MAX = 8
 _CUDA_ERROR = re.compile(r"(?:CUDA error|HIP error|Triton Error \[(?:CUDA|HIP)\]):\s*(?P<why>[^\n]*)", re.IGNORECASE)
@@ -29,6 +35,22 @@ _BREAKING_DRIVER_ERRORS = frozenset(
     " ASSERT HARDWARE_STACK_ERROR ECC_UNCORRECTABLE NVLINK_UNCORRECTABLE CONTEXT_IS_DESTROYED CONTAINED"
     " DEINITIALIZED UNKNOWN".split()
 )
+
+
+def end_if_gpu_is_lost(error: BaseException, logger: Log) -> None:
+    """End with a status of its own where after this error, of the model or a transfer, every CUDA call of this process fails.
+
+    To be called on the event loop, when those whose work failed have been told. What runs here goes on elsewhere; a worker that
+    stayed would fail all that it is given.
+    """
+    if not breaks_cuda_context(error):
+        return
+    logger.critical(
+        "this process cannot use its GPU any more; ending", error=(str(error).splitlines() or [""])[0][:300]
+    )
+    logging.shutdown()
+    close_sockets()
+    os._exit(GPU_EXIT)
 
 
 def breaks_cuda_context(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ class Coordinator(Protocol):
 
 
 class Gateways(Protocol):
-    """`runtime.link.connection_pool.Outbound` is the real one."""
+    """`runtime.link.connection_pool.ConnectionPool` is the real one."""
 
     def connect(self, to: Peer) -> None: ...
 

@@ -1,8 +1,6 @@
 """A worker's standing link to the coordinator: registers, registers again after a loss, passes orders on, takes leave."""
 
 import asyncio
-import os
-import socket
 from collections import deque
 from collections.abc import Callable
 
@@ -10,8 +8,8 @@ import msgspec
 
 from proto import limits
 from proto.drain import Drained, Draining
-from proto.held import Capacity, Held
-from proto.messages import CacheEvents, Finished, Hello, Message, Role, Welcome
+from proto.held import Held
+from proto.messages import CacheEvents, Finished, Hello, Message, Welcome
 from runtime.link.client import LinkClient
 from runtime.link.peer import LinkCounters
 from runtime.link.server import LinkSettings, OnMessage, Peer, is_orderly
@@ -29,7 +27,8 @@ IN_DOUBT_S = 5.0
 
 class Registration:
     """`held()` is asked at each registration; `on_lost` is called when the coordinator goes. `is_idle`: nothing but what is
-    `held` waits to be done or sent; when that changes, `look` is to be called."""
+    `held` waits to be done or sent; when that changes, `look` is to be called. `on_registered` is called after each
+    registration."""
 
     def __init__(
         self,
@@ -42,6 +41,7 @@ class Registration:
         log: Log,
         links: LinkSettings,
         is_idle: Callable[[], bool] = lambda: True,
+        on_registered: Callable[[], None] = lambda: None,
     ) -> None:
         self._service = Service()
         self._may_go = asyncio.Event()
@@ -50,6 +50,7 @@ class Registration:
         self._held = held
         self._hello = hello
         self._on_lost = on_lost
+        self._on_registered = on_registered
         self._log = log
         self._peer: Peer | None = None
         self._unsaid: list[Message] = []
@@ -75,7 +76,9 @@ class Registration:
         if inserted or evicted:
             self._peer.send(CacheEvents(inserted, evicted))
 
-    async def start(self) -> None:
+    async def start(self, address: str) -> None:
+        """`address` is where other workers reach this one; empty if they need not."""
+        self._hello = msgspec.structs.replace(self._hello, address=address)
         self._waiting.begin()
         await self._client.start()
 
@@ -158,6 +161,7 @@ class Registration:
         self._lost_at = float("inf")
         self._log.info("registered", coordinator_incarnation=welcome.incarnation)
         notify.ready("registered")
+        self._on_registered()
 
     def _down(self, _: Peer, reason: str) -> None:
         self._peer = None
@@ -170,29 +174,3 @@ class Registration:
         self._service.link_lost()
         self._on_lost(reason)
         self.look()
-
-
-def worker_hello(
-    settings: WorkerSettings,
-    *,
-    incarnation: int,
-    name: str,
-    fingerprint: str,
-    capacity: Capacity,
-    address: str = "",
-    metrics: str = "",
-) -> Hello:
-    """A worker's Hello; `address` is where it can be reached, if it can, `metrics` where it can be observed."""
-    return Hello(
-        version=limits.PROTOCOL_VERSION,
-        role=Role(settings.role),
-        incarnation=incarnation,
-        name=name,
-        model=settings.served_model_id,
-        fingerprint=fingerprint,
-        address=address,
-        capacity=capacity,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        metrics=metrics,
-    )

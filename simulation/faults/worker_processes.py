@@ -82,7 +82,7 @@ class WorkerProcess(PoolProcess):
         self.after(self.watch.look_every_s, self._look)
 
     def _look(self) -> None:
-        """As `runtime.worker.process.end_if_hung`."""
+        """As `runtime.worker.driver`."""
         ran_s = self.watch.hung_for(self.now())
         if ran_s is None:
             self.after(self.watch.look_every_s, self._look)

@@ -78,7 +78,7 @@ def _segments(message: Message) -> int:
 
 
 class Node:
-    """What both roles share. `incarnation` is also the incarnation."""
+    """What both roles share."""
 
     def __init__(self, role: Role, incarnation: int, pipe: Connection, transport: str) -> None:
         self.incarnation = incarnation

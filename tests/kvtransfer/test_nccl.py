@@ -86,6 +86,10 @@ class End:
             assert self._changed.wait_for(lambda: condition() or bool(self.fault), 30)
         assert condition(), self.fault
 
+    def breaks_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self.fault), seconds)
+
     def join(self) -> None:
         self._thread.join(30)
         assert not self._thread.is_alive()
@@ -185,6 +189,15 @@ def test_a_message_that_hangs_is_aborted_and_its_blocks_are_not_touched():
         assert "0.4 s" in w.sender.fault or "0.4 s" in w.receiver.fault, (w.sender.fault, w.receiver.fault)
         assert w.wire.aborted == {True, False}
         assert w.sender.answers == w.receiver.answers == [] and same_bytes(w.target, before)
+
+
+def test_a_peer_that_says_nothing_for_longer_than_a_segment_may_take_is_waited_for():
+    with world() as w:
+        w.receiver.inbox.put(SegmentJob(None, 0, 0, 2, (3, 4)))
+        assert not w.receiver.breaks_within(1.5 * SETTINGS.segment_timeout_ms / 1e3), w.receiver.fault
+        w.sender.inbox.put(SegmentJob(None, 0, 0, 2, (1, 2)))
+        w.receiver.until(lambda: len(w.receiver.answers) == 1)
+        assert same_bytes(w.target[[3, 4]], w.source[[1, 2]])
 
 
 def test_the_end_of_the_line_is_the_end_of_the_pair_at_once():

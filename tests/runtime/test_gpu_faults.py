@@ -101,6 +101,7 @@ from types import SimpleNamespace
 import torch
 from runtime.process import log
 from runtime.process.driver import run_process
+from runtime.worker.driver import WorkerDriver
 from runtime.worker.step_watch import StepWatch
 from {role}_worker import worker
 
@@ -121,18 +122,20 @@ begun = SimpleNamespace(work=[(None, SimpleNamespace(length=3))], step=SimpleNam
 async def main(stop):
     from concurrent.futures import ThreadPoolExecutor
     plan = SimpleNamespace(rows=[1, 2], copies=())
-    fake = SimpleNamespace(
+    role = SimpleNamespace(
         core=SimpleNamespace(step_failed=step_failed, begin_step=lambda: begun, plan=lambda: plan),
-        log=log.configure(level="info", fmt="json", process="w"), watch=StepWatch(1.0), work=asyncio.Event(),
-        metrics=SimpleNamespace(step_failed=lambda: None), engine=Engine(), thread=ThreadPoolExecutor(1),
-        sender=SimpleNamespace(digest=None),
+        metrics=SimpleNamespace(step_failed=lambda: None), engine=Engine(), sender=SimpleNamespace(digest=None),
     )
     worker.run_step = lambda engine, *_: engine.forward()
-    kind = worker.{kind}
+    for name in ("next_step", "_step_done", "_step_failed"):
+        setattr(role, name, getattr(worker.{kind}, name).__get__(role))
+    driver = SimpleNamespace(
+        role=role, log=log.configure(level="info", fmt="json", process="w"), _watch=StepWatch(1.0),
+        _work=asyncio.Event(), _thread=ThreadPoolExecutor(1),
+    )
     for name in ("_start_step", "_finish_step"):
-        if hasattr(kind, name):
-            setattr(fake, name, getattr(kind, name).__get__(fake))
-    await kind._run_steps(fake)
+        setattr(driver, name, getattr(WorkerDriver, name).__get__(driver))
+    await WorkerDriver._run_steps(driver)
     return 0
 sys.exit(run_process(main))
 """

@@ -11,6 +11,7 @@ from proto.codec import decode
 from proto.held import Capacity, Held
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Finished, Hello, Message, Released, Role, Welcome
+from proto.status import KvPair, KvPairs
 from runtime.link import waiting
 from runtime.link.server import LinkServer, LinkSettings, Peer, is_orderly
 from runtime.process import clock, log
@@ -144,6 +145,37 @@ def test_what_finished_is_kept_only_while_it_may_have_to_be_told_again(monkeypat
     uvloop.run(body())
 
 
+def test_what_a_coordinator_is_to_know_of_a_new_worker_is_told_to_each_one() -> None:
+    """What is said while it is away is dropped, since the next Hello counts it; what no Hello says needs the callback."""
+
+    def send(_peer: Peer, frames: list[bytes]) -> bool:
+        return bool(told.append(decode(frames)[0])) or True
+
+    told: list[Message] = []
+    pairs = KvPairs((KvPair(9, "shm", ""),))
+
+    async def body() -> None:
+        registration = Registration(
+            settings=WorkerSettings(role="prefill", model="m", coordinator="tcp://127.0.0.1:9"),
+            hello=HELLO,
+            held=lambda: (),
+            on_registered=lambda: registration.send(pairs),
+            on_message=lambda *_: None,
+            on_lost=lambda _: None,
+            log=log.get("crossdock"),
+            links=LinkSettings(),
+        )
+        peer = Peer(7, HELLO, send)
+        registration._up(peer, Welcome(7, 50))
+        registration._down(peer, "lost")
+        registration.send(pairs)
+        registration._hello_now()
+        registration._up(peer, Welcome(8, 50))
+        assert told == [pairs, pairs]
+
+    uvloop.run(body())
+
+
 class HeardLog:
     """What was logged, as it comes."""
 
@@ -192,7 +224,7 @@ def test_waiting_is_said_until_the_coordinator_is_there_and_its_goodbye_is_no_lo
             log=heard,
             links=LinkSettings(heartbeat_ms=50),
         )
-        await one.start()
+        await one.start(HELLO.address)
         assert [await heard.next() for _ in range(3)] == [("info", said), ("warning", said), ("warning", said)]
         server = coordinator(address)
         await server.start()

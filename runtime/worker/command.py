@@ -1,0 +1,23 @@
+"""`python -m prefill_worker` and `python -m decode_worker`."""
+
+from importlib import import_module
+from typing import NoReturn
+
+from runtime.process import garbage_collector as collector
+from runtime.process.exits import leave
+from runtime.settings import machine
+from runtime.settings.command_line import run_role
+from runtime.settings.workers import WorkerSettings
+
+
+def run_alone(role: str, package: str) -> NoReturn:
+    """Run `package.main.run` with the process's arguments."""
+
+    def run(settings: WorkerSettings) -> int:
+        settings = machine.prepare(settings)
+        with collector.at_rest():
+            main = import_module(f"{package}.main")  # not before, so that --help and a wrong option answer at once
+        status: int = main.run(settings)
+        return status
+
+    leave(run_role(package, WorkerSettings, run, fixed={"role": role}))

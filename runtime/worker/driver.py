@@ -1,0 +1,205 @@
+"""Drives a worker of either role: its link to the coordinator, its links to gateways, its steps, its metrics, its end.
+
+What a role does of its own is a `WorkerRole`. The driver asks it for steps, runs them on the compute thread one after the
+other, and hands the results back.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from proto import limits
+from proto.errors import CrossdockError, RemoteProtocolError
+from proto.held import Capacity
+from proto.messages import Hello, Message, Role, StatusRequest
+from proto.progress import Hung
+from runtime.link.connection_pool import ConnectionPool
+from runtime.link.peer import LinkSettings, Peer
+from runtime.metrics.common import link_counters
+from runtime.metrics.server import MetricsServer
+from runtime.process import clock, notify
+from runtime.process.driver import Stop, watched
+from runtime.process.exits import HUNG_EXIT
+from runtime.process.log import Log
+from runtime.process.zmq_sockets import close_sockets
+from runtime.settings.workers import WorkerSettings
+from runtime.worker.gpu_faults import end_if_gpu_is_lost
+from runtime.worker.registration import Registration
+from runtime.worker.role import ComputeStep, LoadedEngine, WorkerRole
+from runtime.worker.step_watch import StepWatch
+
+_STEP_END_S = 5.0
+
+ResultT = TypeVar("ResultT")
+EngineT = TypeVar("EngineT", bound=LoadedEngine)
+
+
+class WorkerDriver:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: EngineT,
+        make_role: "Callable[[EngineT, WorkerDriver], WorkerRole]",
+        *,
+        thread: Executor,
+        name: str,
+        log: Log,
+        links: LinkSettings,
+        metrics_server: MetricsServer,
+    ) -> None:
+        """`thread` is the compute thread, on which `engine` was loaded."""
+        log.info("loaded", kv_blocks=engine.blocks, batch_invariant=engine.is_batch_invariant)
+        self.settings, self.log, self.name, self.links = settings, log, name, links
+        self.hello = _hello(settings, engine, name, metrics_server.address)
+        """Without the address of a port, which is known when the role has started."""
+        self.registration = Registration(
+            settings=settings,
+            hello=self.hello,
+            held=lambda: self.role.held(),
+            on_registered=lambda: self.role.registered(),
+            on_message=self._order,
+            on_lost=lambda reason: self.role.coordinator_lost(reason),
+            log=log,
+            is_idle=lambda: self.gateways.idle,
+            links=links,
+        )
+        self.gateways = ConnectionPool(
+            hello=self.hello,
+            to=Role.GATEWAY,
+            on_message=_unexpected,
+            on_lost=lambda incarnation, reason: self.role.gateway_lost(incarnation, reason),
+            on_idle=self.registration.look,
+            settings=links,
+        )
+        self._thread = thread
+        self._watch = StepWatch(settings.step_timeout_ms / 1000)
+        self._work = asyncio.Event()
+        self._metrics_server = metrics_server
+        self.role = make_role(engine, self)
+
+    def wake(self) -> None:
+        """There may be a step to run."""
+        self._work.set()
+
+    async def run(self, stop: Stop) -> None:
+        """Register, then run steps until told to stop; then take leave of what runs. Raises `CannotBind`, and what a step
+        raised that is no failure of the model."""
+        address = await self.role.start()
+        self._show_metrics()
+        try:
+            await self._work_until_stopped(address, stop)
+        finally:
+            await self.role.close()
+            await self.gateways.close()
+
+    def _show_metrics(self) -> None:
+        registry = self.role.registry
+        registry.introduce(name=self.name, model=self.settings.served_model_id)
+        ends = {**self.role.ports, "coordinator": self.registration.counters}
+        link_counters(registry, ends, lambda: self.registration.up)
+        self._metrics_server.show(registry, self.registration.not_ready)
+
+    async def _work_until_stopped(self, address: str, stop: Stop) -> None:
+        notify.only_while(notify.Pulse(self._thread, clock.now, lambda: self._watch.longest_s))
+        await self.registration.start(address)
+        stepping, stopping = watched(self._run_steps()), asyncio.get_running_loop().create_task(stop.wait())
+        watching = watched(self._end_if_hung())
+        try:
+            await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not stepping.done():
+                await self.registration.leave(self.settings.drain_timeout_s, stop)
+        finally:
+            stopping.cancel()
+            stepping.cancel()
+            watching.cancel()
+            await asyncio.wait({stepping}, timeout=_STEP_END_S)
+            await self.registration.close()
+            # Late: a transfer thread is stuck with a dead peer; the process ends anyway.
+            with contextlib.suppress(TimeoutError):
+                await self.role.close_transfers()
+        if stepping.done() and not stepping.cancelled():
+            stepping.result()
+
+    def _order(self, _: Peer, message: Message, blob: bytes) -> None:
+        if isinstance(message, StatusRequest):
+            self.registration.send(self.role.kv_held())
+        else:
+            self.role.order(message, blob)
+
+    # --- steps ----------------------------------------------------------------------------------------------------------
+
+    async def _run_steps(self) -> None:
+        while True:
+            running = self._start_step()
+            if running is None:
+                self._work.clear()
+                await self._work.wait()
+            while running is not None:
+                running = await self._finish_step(*running)
+
+    def _start_step(self) -> "tuple[ComputeStep[Any], asyncio.Future[Any]] | None":
+        step = self.role.next_step()
+        if step is None:
+            return None
+        self._watch.begin(step.tokens, clock.now())
+        return step, asyncio.get_running_loop().run_in_executor(self._thread, step.compute)
+
+    async def _finish_step(
+        self, step: ComputeStep[ResultT], computing: "asyncio.Future[ResultT]"
+    ) -> "tuple[ComputeStep[Any], asyncio.Future[Any]] | None":
+        """Returns the step that has started next, if any."""
+        try:
+            result = await computing
+        except (CrossdockError, RuntimeError, ValueError, IndexError) as error:
+            self.log.exception("step failed", **step.log_fields)
+            step.failed(str(error))
+            end_if_gpu_is_lost(error, self.log)
+            return None
+        finally:
+            self._watch.end(clock.now())
+        finish_later = step.done(result)
+        following = self._start_step()
+        finish_later()
+        return following
+
+    async def _end_if_hung(self) -> None:
+        """Look after the compute thread, which cannot be interrupted: where its step hangs, tell the coordinator, and end."""
+        while self._watch.timeout_s:
+            await asyncio.sleep(self._watch.look_every_s)
+            ran_s = self._watch.hung_for(clock.now())
+            if ran_s is None:
+                continue
+            self.log.critical("a step hangs (--step-timeout-ms); ending", ran_s=round(ran_s, 1))
+            self.registration.send(Hung(1000 * ran_s))
+            faulthandler.dump_traceback(sys.stderr)
+            logging.shutdown()
+            close_sockets()
+            os._exit(HUNG_EXIT)
+
+
+def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: str) -> Hello:
+    """`metrics` is where this worker can be observed."""
+    info = engine.info
+    return Hello(
+        version=limits.PROTOCOL_VERSION,
+        role=Role(settings.role),
+        incarnation=clock.new_incarnation(),
+        name=name,
+        model=settings.served_model_id,
+        fingerprint=info.fingerprint,
+        capacity=Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        metrics=metrics,
+    )
+
+
+def _unexpected(_: Peer, message: Message, __: bytes) -> None:
+    raise RemoteProtocolError(f"a gateway sent {type(message).__name__}")

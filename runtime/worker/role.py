@@ -1,0 +1,81 @@
+"""What the driver of a worker needs of its role and of its engine."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from proto.held import Held
+from proto.messages import Message
+from proto.status import KvHeld
+from runtime.link.peer import LinkCounters
+from runtime.metrics.registry import MetricsRegistry
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStep(Generic[ResultT]):
+    """One step of the model."""
+
+    tokens: int
+    compute: Callable[[], ResultT]
+    """Called on the compute thread."""
+    done: Callable[[ResultT], Callable[[], None]]
+    """Takes the result; returns what can wait until the next step runs."""
+    failed: Callable[[str], None]
+    log_fields: Mapping[str, object] = field(default_factory=dict)
+
+
+class WorkerRole(Protocol):
+    """What prefill and decode do differently: `prefill_worker.worker.PrefillWorker`, `decode_worker.worker.DecodeWorker`."""
+
+    @property
+    def registry(self) -> MetricsRegistry: ...
+    @property
+    def ports(self) -> Mapping[str, LinkCounters]:
+        """Counters of the ports that this role listens on, by name."""
+
+    async def start(self) -> str:
+        """Open those ports. Returns the address that others connect to; empty if there is none. Raises `CannotBind`."""
+
+    def registered(self) -> None:
+        """The coordinator knows this worker, for the first time or again."""
+
+    def order(self, message: Message, blob: bytes) -> None:
+        """From the coordinator. Raises `RemoteProtocolError`."""
+
+    def held(self) -> tuple[Held, ...]: ...
+    def kv_held(self) -> KvHeld: ...
+    def coordinator_lost(self, reason: str) -> None: ...
+    def gateway_lost(self, incarnation: int, reason: str) -> None: ...
+
+    def next_step(self) -> ComputeStep[Any] | None:
+        """The next step to run; None while there is none. `WorkerDriver.wake` says when that changes."""
+
+    async def close_transfers(self) -> None:
+        """Ends what is under way. May raise `TimeoutError`."""
+
+    async def close(self) -> None:
+        """Close the role's own links."""
+
+
+class ModelInfo(Protocol):
+    """`engine.engine.ModelInfo` is the real one."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def context_tokens(self) -> int: ...
+
+
+class LoadedEngine(Protocol):
+    """`engine.engine.Engine` is the real one."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def is_batch_invariant(self) -> bool: ...

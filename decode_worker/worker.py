@@ -39,20 +39,10 @@ class DecodeWorker:
     def __init__(
         self, engine: Engine, driver: WorkerDriver, transports: tuple[str, ...], memory: PoolMemory | None
     ) -> None:
-<<<<<<< HEAD
-        """`memory` is what the KV pool lies in, if other processes may map it."""
-        info = engine.info
-        self.settings = settings
-        self.log = log
-        log.info("loaded", kv_blocks=engine.blocks, batch_invariant=engine.is_batch_invariant)
-        self.engine = engine
-        self.thread = thread
-=======
         """`transports` are those that KV may come by; `memory` is what the KV pool lies in, if other processes may map it."""
         settings, info = driver.settings, engine.info
         self.engine, self.driver, self.log = engine, driver, driver.log
         self.registration, self.gateways = driver.registration, driver.gateways
->>>>>>> main
         batch: Batch[SamplerState] = Batch()
         blocks, forwarded = BlockAllocator(engine.blocks), lambda: engine.tokens_forwarded
         self.table = AttemptTable(blocks, info.block_size, batch, forwarded, settings.prefix_cache)

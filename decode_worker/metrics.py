@@ -18,11 +18,9 @@ class DecodeMetrics:
         """`transfers`: the KV receiver's counters."""
         self.registry = registry = MetricsRegistry("decode")
         self._seconds = registry.histogram(PREFIX + "step_seconds", "Time of one forward pass.", STEP_S)
-        self._sequences = registry.histogram(
-            PREFIX + "step_sequences", "Sequences that one forward pass moved on by a token.", COUNTS
-        )
-        self._tokens = registry.counter(PREFIX + "tokens", "Tokens passed on to gateways, first ones aside.")
-        self._failed = registry.counter(PREFIX + "steps_failed", "Forward passes that the model failed in.")
+        self._sequences = registry.histogram(PREFIX + "step_sequences", "Sequences in one forward pass.", COUNTS)
+        self._tokens = registry.counter(PREFIX + "tokens", "Tokens sent to gateways, without first tokens.")
+        self._failed = registry.counter(PREFIX + "steps_failed", "Forward passes that failed.")
 
         def attempts() -> dict[str, float]:
             phases = Counter(attempt.phase for attempt in table.attempts.values())
@@ -30,7 +28,7 @@ class DecodeMetrics:
 
         batch = table.batch
         registry.by(
-            "gauge", PREFIX + "attempts", "Requests that are expected, received or running here.", "phase", attempts
+            "gauge", PREFIX + "attempts", "Requests with a reservation, in transfer or running.", "phase", attempts
         )
         registry.gauge(PREFIX + "batch_sequences", "Sequences in the running batch.", lambda: len(batch.running))
         registry.gauge(

@@ -31,19 +31,19 @@ class PrefillMetrics:
         self._seconds = registry.histogram(PREFIX + "step_seconds", "Time of one forward pass.", STEP_S)
         self._tokens = registry.histogram(PREFIX + "step_tokens", "Prompt tokens in one forward pass.", COUNTS)
         self._prompts = registry.histogram(PREFIX + "step_prompts", "Prompts with a chunk in one forward pass.", COUNTS)
-        self._first_tokens = registry.counter(PREFIX + "first_tokens", "First tokens drawn, one for each choice.")
-        self._failed = registry.counter(PREFIX + "steps_failed", "Forward passes that the model failed in.")
+        self._first_tokens = registry.counter(PREFIX + "first_tokens", "First tokens sampled, one for each choice.")
+        self._failed = registry.counter(PREFIX + "steps_failed", "Forward passes that failed.")
         self._exposed = registry.histogram(
             PREFIX + "transfer_exposed_seconds",
-            "From the end of a prompt's computation until its KV was acknowledged: what prefill did not hide.",
+            "From the end of a prompt's computation until its KV was acknowledged: transfer that prefill did not hide.",
             LATENCY_S,
         )
         registry.gauge(
             PREFIX + "prompts",
-            "Prompts held: in computation, or on their way.",
+            "Prompts held: being computed or transferred.",
             lambda: len(table.prompts),
         )
-        registry.gauge(PREFIX + "steps_queued", "Steps ordered and not begun.", lambda: len(steps))
+        registry.gauge(PREFIX + "steps_queued", "Steps received and not begun.", lambda: len(steps))
         registry.total(PREFIX + "forwarded_tokens", "Tokens forwarded by the model.", tokens_forwarded)
         kv_blocks(registry, table.allocator, table.block_size)
         kv_transfers(registry, "sent", transfers)

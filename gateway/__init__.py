@@ -1,11 +1,7 @@
-"""The OpenAI-compatible HTTP front door, and the owner of every stream.
+"""The OpenAI-compatible HTTP server, and the owner of every stream.
 
-- `streams` (pure): each live answer from submission to its end: resumes, duplicates, gaps, waits. `stream_types` has
-  its events, actions and options, `stream_state` what it remembers.
-- `detokenize` (pure): tokens to text as they come, and stop strings.
-- `api_types`, `prepare`: what a client may ask, checked, templated and tokenized. `tokenizer` loads what that needs.
-- `backend`: drives `streams` over the links to the coordinator and from the workers.
-- `answers`, `responses`: events of streams to OpenAI's JSON and server-sent events.
-- `app`, `routes_generate`, `routes_info`, `body`, `errors`, `metrics`: the HTTP surface.
-- `main`: the process.
+- `streams` (pure): each live answer from its submission to its end. Start with `streams.keeper`.
+- `openai`: request types, routes and answers. `text`: tokenizer, chat templates and detokenizer.
+- `http`: the server and its bounds. `app` puts routes and errors together.
+- `backend`: drives the stream keeper over links to the coordinator and the workers. `main`: the process.
 """

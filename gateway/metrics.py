@@ -30,13 +30,13 @@ class GatewayMetrics:
         ).labels(model)
         self.tpot = registry.histogram(
             PREFIX + "time_per_output_token_seconds",
-            "Mean time per token after the first, of each stream that came to its end.",
+            "Mean time per token after the first, for each stream that has finished.",
             STEP_S,
             "model",
         ).labels(model)
         self.duration = registry.histogram(
             PREFIX + "stream_duration_seconds",
-            "From submission to the end, of each stream that came to it.",
+            "From submission to the end, for each stream that has finished.",
             LATENCY_S,
             "model",
         ).labels(model)
@@ -60,7 +60,7 @@ class GatewayMetrics:
         )
         self.cached_tokens = registry.counter(
             PREFIX + "cached_prompt_tokens",
-            "Those of them that were not computed, but found in a prefix cache.",
+            "Prompt tokens that were not computed but found in a prefix cache.",
             "model",
         ).labels(model)
         self.output_tokens = registry.counter(PREFIX + "output_tokens", "Tokens delivered.", "model").labels(model)

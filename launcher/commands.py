@@ -20,7 +20,7 @@ _DEV: Final[Table] = {
         "launcher.bench.dev.isolation:run",
     ),
     "handover": Command(
-        "What does moving a prompt's KV to decode cost the one who waits for it?",
+        "How much does moving a prompt's KV to decode delay its stream?",
         "launcher.bench.settings:HandoverSettings",
         "launcher.bench.dev.handover:run",
     ),
@@ -87,7 +87,7 @@ TABLE: Final[Table] = {
         "A cluster on several machines, described in one file.",
         {
             "check": Command(
-                "What is wrong with a cluster.toml, or what it comes to",
+                "Show every process that a cluster.toml describes, or its mistakes",
                 "launcher.cluster.settings:ClusterCheckSettings",
                 "launcher.cluster.check:run",
             )
@@ -119,7 +119,7 @@ TABLE: Final[Table] = {
         "Check a tenants file, or make a key for it.",
         {
             "check": Command(
-                "Say what is wrong with a tenants file, or what is in it.",
+                "Check a tenants file: show its content or its mistakes.",
                 "launcher.admin.tenants:CheckSettings",
                 "launcher.admin.tenants:check",
             ),
@@ -131,7 +131,7 @@ TABLE: Final[Table] = {
         },
     ),
     "keys": Group(
-        "Make the keys with which the processes of a cluster know each other.",
+        "Make the keys with which the processes of a cluster authenticate each other.",
         {
             "new": Command(
                 "Make a pair of keys for each role", "launcher.admin.keys:NewKeysSettings", "launcher.admin.keys:run"
@@ -139,7 +139,7 @@ TABLE: Final[Table] = {
         },
     ),
     "explain": Command(
-        "Say why a request waited and behind whom",
+        "Show why a request waited, and for which others",
         "launcher.admin.event_log_settings:ExplainSettings",
         "launcher.admin.replay:explain",
     ),
@@ -149,7 +149,7 @@ TABLE: Final[Table] = {
         "launcher.admin.replay:replay",
     ),
     "simulate": Command(
-        "Run the cluster's own code in a simulated world that breaks it",
+        "Run the cluster's own code in a simulation that injects faults",
         "launcher.admin.simulate_settings:SimulateSettings",
         "launcher.admin.simulate:run",
     ),

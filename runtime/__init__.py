@@ -1,8 +1,7 @@
-"""What every process runs on: one clock, one driver, ZeroMQ links, logs, settings. Decides nothing about requests.
+"""What every process runs on. Decides nothing about requests.
 
-- `clock`: the one place that reads time.
-- `driver`: runs a process on uvloop with orderly signals, and drives a pure core.
-- `link`: handshaken, heart-beating, bounded ZeroMQ connections that carry `proto` messages.
-- `log`: structlog for people or for machines.
-- `settings`: every option, validated once.
+- `process`: the clock, the log, exit statuses, and `driver`, which runs a process and its pure core.
+- `link`: ZeroMQ connections with handshake and heartbeats that carry `proto` messages.
+- `settings`: every option, validated once. `metrics`: Prometheus metrics and their port.
+- `tenancy`: the tenants file. `worker`: what both kinds of workers share.
 """

@@ -1,4 +1,4 @@
-"""The commands and other blocks of README.md and docs/, as tests take them."""
+"""The pages of the repository, and their commands and other blocks as tests take them."""
 
 import re
 import shlex
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+"""Those whose commands are checked."""
+ALL_PAGES = [*PAGES, ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ASSIGNMENT = re.compile(r"^[A-Z_]+=")
 

@@ -20,9 +20,9 @@ from runtime.metrics.tenant_labels import OTHER, TenantLabels
 
 PREFIX = "crossdock_coordinator_"
 _BY_REASON = {
-    "rejected": ("requests_rejected", "reason", "Requests turned away, at once or after waiting, by reason."),
-    "interrupted": ("interruptions", "reason", "Attempts cut short, whose requests go on elsewhere, by reason."),
-    "work_failed": ("work_failed", "reason", "Attempts that a worker gave up, by its reason."),
+    "rejected": ("requests_rejected", "reason", "Requests rejected, at once or after waiting, by reason."),
+    "interrupted": ("interruptions", "reason", "Attempts cut short, whose requests continue elsewhere, by reason."),
+    "work_failed": ("work_failed", "reason", "Attempts that failed on a worker, by reason."),
 }
 """Prefixes of `State.counters`."""
 _TOKENS = ("prompt_tokens_cached", "output_tokens", "kv_bytes_moved", "kv_exposed_us")
@@ -58,11 +58,13 @@ class CoordinatorMetrics:
         )
         self._prompt_tokens = registry.counter(
             PREFIX + "prompt_tokens",
-            "Prompt tokens of requests that are over, computed for them or found in a prefix cache.",
+            "Prompt tokens of requests that have ended, computed or found in a prefix cache.",
             "model",
             "source",
         )
-        self._output_tokens = registry.counter(PREFIX + "output_tokens", "Tokens emitted, likewise.", "model")
+        self._output_tokens = registry.counter(
+            PREFIX + "output_tokens", "Output tokens of requests that have ended.", "model"
+        )
         self._phases = registry.histogram(
             PREFIX + "phase_seconds",
             "Time of each request in the queue, in prefill, in transfer (prompt computed, KV not yet there) and in decode, over"
@@ -73,7 +75,7 @@ class CoordinatorMetrics:
         )
         self._release = registry.histogram(
             PREFIX + "cancel_to_release_seconds",
-            "From the cancellation of a request that has something on workers until all of it is free.",
+            "Time from the cancellation of a request until its workers have released it.",
             LATENCY_S,
         )
         self._tenants = TenantLabels(self._tenant_tokens, self._tenant_requests)
@@ -158,14 +160,12 @@ class CoordinatorMetrics:
                 yield (model, "no_room"), pool.no_room
                 yield (model, "waits_for_cache"), pool.cache_waits
 
-        registry.read("gauge", PREFIX + "requests", "Requests that live now, by state.", ("model", "state"), live)
-        registry.read(
-            "counter", PREFIX + "requests_ended", "Accepted requests that came to an end.", ("outcome",), ended
-        )
+        registry.read("gauge", PREFIX + "requests", "Live requests, by state.", ("model", "state"), live)
+        registry.read("counter", PREFIX + "requests_ended", "Accepted requests that have ended.", ("outcome",), ended)
         registry.read(
             "counter",
             PREFIX + "deferrals",
-            "Turns in which a request was passed over: there was no room for it, or another worker has more of it cached.",
+            "Times that a request was passed over, because there was no room or another worker has more of it cached.",
             ("model", "reason"),
             deferred,
         )
@@ -178,7 +178,7 @@ class CoordinatorMetrics:
         )
         registry.total(
             PREFIX + "requests_refused_behind",
-            "Requests refused since usage could not be recorded as fast as they came.",
+            "Requests refused because usage could not be written fast enough.",
             lambda: self.refused_behind,
         )
 
@@ -201,7 +201,7 @@ class CoordinatorMetrics:
         registry.by(
             "gauge",
             PREFIX + "tenant_service_rate",
-            "Cost (weighted tokens) per second dispatched over about the last ten seconds, answers as estimated.",
+            "Cost in weighted tokens per second, dispatched over about the last ten seconds; answers count as estimated.",
             "tenant",
             lambda: summed((one.tenant, one.cost_per_s) for _, one in self._services),
         )
@@ -239,22 +239,21 @@ class CoordinatorMetrics:
         registry.read(
             "gauge",
             PREFIX + "kv_free_ratio",
-            "Part of a worker's KV blocks that nothing placed there will ever need.",
+            "Share of a worker's KV blocks that the requests placed there will not need.",
             ("worker",),
             lambda: [((w.hello.name,), w.free_blocks / w.capacity.kv_blocks) for w in core.workers.values()],
         )
         registry.read(
             "gauge",
             "crossdock_kv_transport",
-            "1 for each pair of a prefill and a decode worker that has met: by which transport KV crosses, and what spoke"
-            " against better ones.",
+            "1 for each connected pair of a prefill and a decode worker, with its transport and why better ones were not used.",
             ("pair", "transport", "why"),
             pairs,
         )
         registry.total(PREFIX + "kv_moved_bytes", "KV handed over.", lambda: core.counters["kv_bytes_moved"])
         registry.total(
             PREFIX + "kv_exposed_seconds",
-            "Time between the end of prompts' computation and their KV's arrival: what prefill did not hide.",
+            "Time from the end of a prompt's computation until its KV has arrived: transfer that prefill did not hide.",
             lambda: core.counters["kv_exposed_us"] / 1e6,
         )
 
@@ -270,19 +269,19 @@ class CoordinatorMetrics:
             registry.by("counter", PREFIX + name, help_, label, reader(prefix))
         registry.total(
             PREFIX + "absences",
-            "Times that this process did not run for longer than its peers wait, and began anew.",
+            "Times that this process was stopped for longer than its peers wait, and started over.",
             lambda: self.stalls,
         )
         registry.total(
             PREFIX + "remembered_dropped",
-            "Ended requests forgotten before their ten minutes were over, because there were too many: one of them that is"
-            " submitted again runs and is charged once more.",
+            "Ended requests forgotten before ten minutes had passed, because there were too many. If one of them is submitted"
+            " again, it runs and is charged again.",
             lambda: self._core.ended.dropped_early,
         )
         registry.by(
             "counter",
             PREFIX + "workers_lost",
-            "Workers that went, in order or not, by role.",
+            "Workers that left or were lost, by role.",
             "role",
             lambda: {
                 key.removesuffix(_LOST): n for key, n in counters.items() if key.endswith(_LOST) and _is_event(key)
@@ -291,7 +290,7 @@ class CoordinatorMetrics:
         registry.by(
             "counter",
             PREFIX + "events",
-            "Whatever else the core counts.",
+            "Other counters of the core.",
             "event",
             lambda: {key: n for key, n in counters.items() if not key.endswith(_LOST) and _is_event(key)},
         )

@@ -25,7 +25,7 @@ _TIMEOUT_S = 10.0
 
 
 class DrainSettings(KeyOptions):
-    """Place nothing new on a worker. What runs there goes on, and what still does after a while goes on elsewhere.
+    """Place nothing new on a worker. Its requests continue there for a while, then on other workers.
 
     The worker stays up until it is ended or put back with --undo. Ending it with SIGTERM drains it too.
 
@@ -35,17 +35,17 @@ class DrainSettings(KeyOptions):
     worker: str = Field(
         min_length=1,
         max_length=64,
-        description="Its name in crossdock status.",
+        description="Name of the worker, as in crossdock status.",
         json_schema_extra={"argument": "WORKER"},
     )
-    undo: bool = Field(False, description="Place on it again.")
-    wait: bool = Field(False, description="Return when nothing is left on it.")
+    undo: bool = Field(False, description="Put the worker back into service.")
+    wait: bool = Field(False, description="Return when nothing is left on the worker.")
     drain_timeout_s: float = Field(
         20.0,
         ge=0,
         le=86_400,
-        description="Seconds that what runs there has to end by itself, before it is handed over to other workers: 0 empties it"
-        " at once, for a pause of each stream.",
+        description="Seconds that its requests have to end there, before they continue on other workers. With 0 they move at"
+        " once, and each stream pauses.",
     )
     coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
     timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")

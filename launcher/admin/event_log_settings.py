@@ -19,7 +19,7 @@ class ReplaySettings(Options):
 
 
 class ExplainSettings(Options):
-    """Say why a request waited and behind whom; without REQUEST, list those that waited longest.
+    """Show why a request waited, and for which others; without REQUEST, list the requests that waited longest.
 
     It replays the event log and looks on. REQUEST is the id in the answer, like chatcmpl-…, or its beginning.
     """

@@ -9,7 +9,7 @@ _KINDS = "; ".join(f"{name}: {what}" for name, what in FAULTS.items())
 
 
 class SimulateSettings(JsonOption):
-    """Run the cluster's own code in a simulated world that breaks it, and check that nothing is lost.
+    """Run the cluster's own code in a simulation that injects faults, and check that nothing is lost.
 
     Each seed is a small cluster with a few requests, in virtual time: processes are killed, stopped and cut off, then all
     heals, and every token, block, quota and row is checked. No model is needed. Without --seed, many seeds run, and the first
@@ -18,11 +18,13 @@ class SimulateSettings(JsonOption):
     Status 0: all held. 1: a promise was broken.
     """
 
-    seed: int = Field(-1, ge=-1, le=1 << 62, description="Run this one and tell how it went; -1: many.")
+    seed: int = Field(-1, ge=-1, le=1 << 62, description="Run this seed only and print what happened; -1: run many.")
     timeline: str = Field(
-        "", max_length=64, description="With --seed: tell what happened to this request, like r0; all: to all."
+        "",
+        max_length=64,
+        description="With --seed: print what happened to this request, like r0; all: to every request.",
     )
-    seeds: int = Field(1000, ge=1, le=1_000_000_000, description="How many to run.")
+    seeds: int = Field(1000, ge=1, le=1_000_000_000, description="Number of seeds to run.")
     first: int = Field(0, ge=0, le=1 << 62, description="The first of them.")
     faults: CommaList = Field(
         default_factory=lambda: list(FAULTS), description=f"Comma-separated kinds of faults, or none. {_KINDS}."

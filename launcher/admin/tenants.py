@@ -21,7 +21,7 @@ _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64})?")
 
 
 class CheckSettings(Options):
-    """Say what is wrong with a tenants file, or what is in it."""
+    """Check a tenants file: show its content or its mistakes."""
 
     file: str = Field(min_length=1, description="The file.", json_schema_extra={"argument": "FILE"})
 

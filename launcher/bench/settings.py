@@ -48,12 +48,12 @@ class IsolationSettings(JsonOption):
     throughput: bool = Field(
         True, description="Also measure 1, 8 and 16 streams together, and prefill alone; takes about as long again."
     )
-    seed: int = Field(0, ge=0, le=1 << 31, description="Of the words of the prompts.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the words of the prompts.")
     plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
 
 
 class HandoverSettings(KeyOptions, JsonOption):
-    """What does moving a prompt's KV to decode cost the one who waits for it?
+    """How much does moving a prompt's KV to decode delay its stream?
 
     Sends long prompts one by one to a cluster of its own. Measures how much of the transfer prefill did not hide, and the gap
     before the second token beside the gaps that follow.
@@ -74,7 +74,7 @@ class HandoverSettings(KeyOptions, JsonOption):
     prompts: int = Field(10, ge=1, le=10_000, description="Prompts measured; one more comes first and is not counted.")
     prompt_words: int = Field(1400, ge=1, le=100_000, description="Words of each, about one token each.")
     output_tokens: int = Field(32, ge=4, le=100_000, description="Tokens of each answer.")
-    seed: int = Field(0, ge=0, le=1 << 31, description="Of the words.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the words.")
 
 
 class HarmlessSettings(JsonOption):
@@ -159,9 +159,9 @@ class FairnessSettings(JsonOption):
     every_s: float = Field(6.0, gt=0.0, le=3600.0, description="Mean seconds between two of them; times are random.")
     prompt_words: int = Field(250, ge=1, le=100_000, description="Words of each, about one token each.")
     flood_words: int = Field(1200, ge=1, le=100_000, description="Words of the other's prompts.")
-    flood_at_once: int = Field(8, ge=1, le=1024, description="Of these in the server at any time.")
+    flood_at_once: int = Field(8, ge=1, le=1024, description="Its prompts in the server at any time.")
     warmup_s: float = Field(15.0, ge=0.0, le=600.0, description="Seconds of flood before the second phase.")
-    seed: int = Field(0, ge=0, le=1 << 31, description="Of times and words.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of times and words.")
 
 
 class RoomBenchSettings(JsonOption):
@@ -174,7 +174,7 @@ class RoomBenchSettings(JsonOption):
     )
     overload: float = Field(2.0, ge=0.1, le=100.0, description="Offered load, in what a pool always full could carry.")
     steps: int = Field(1500, ge=10, le=1_000_000, description="Decode steps measured, after a warm-up.")
-    seed: int = Field(0, ge=0, le=1 << 31, description="Of arrivals, lengths and delays.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of arrivals, lengths and delays.")
 
 
 class KvBenchSettings(JsonOption):
@@ -205,7 +205,7 @@ class KvBenchSettings(JsonOption):
         "hardly count. The two processes take four times that.",
     )
     scattered: bool = Field(False, description="Blocks in random places, not one after the other.")
-    seed: int = Field(0, ge=0, le=1 << 31, description="Of the places of blocks.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the places of blocks.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -37,7 +37,7 @@ class DownSettings(Options):
 
     cluster_file: str = _ARGUMENT
     on_host: str = _HOST
-    keep_logs: bool = Field(False, description="Leave the logs.")
+    keep_logs: bool = Field(False, description="Keep the logs.")
 
 
 class LaunchSettings(Options):
@@ -70,21 +70,21 @@ class LaunchStatusSettings(LaunchSettings):
 class LaunchLogsSettings(LaunchSettings):
     """The last lines of every process's log, or all from now on."""
 
-    on_host: str = Field("", description="Of this host only.", json_schema_extra={"option": "--host"})
-    lines: int = Field(20, ge=0, le=1_000_000, description="Of each log.")
-    follow: bool = Field(False, description="Go on until Ctrl-C.")
+    on_host: str = Field("", description="Only the logs of this host.", json_schema_extra={"option": "--host"})
+    lines: int = Field(20, ge=0, le=1_000_000, description="Lines of each log.")
+    follow: bool = Field(False, description="Keep printing new lines until Ctrl-C.")
 
 
 class LaunchDownSettings(LaunchSettings):
     """Take the whole cluster down, and remove what was copied to the hosts."""
 
-    keep_logs: bool = Field(False, description="Leave the logs on the hosts.")
+    keep_logs: bool = Field(False, description="Keep the logs on the hosts.")
 
 
 class ClusterCheckSettings(Options):
-    """What is wrong with a cluster.toml, or what it comes to: which processes on which host, with which options.
+    """Show every process that a cluster.toml describes, or its mistakes.
 
-    Nothing is started and no host is asked.
+    It prints hosts and options, starts nothing and contacts no host.
     """
 
     cluster_file: str = _ARGUMENT

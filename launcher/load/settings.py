@@ -104,12 +104,10 @@ class LoadSettings(JsonOption):
         " half at a random time.",
     )  # fmt: skip
     cancel_wait_s: float = Field(2.0, gt=0.0, le=3600.0, description="Latest of these times, in seconds after sending.")
-    slo_ttft_ms: float = Field(
-        2000.0, gt=0.0, le=1e9, description="A request is good with a time to first token within this,"
-    )
-    slo_tpot_ms: float = Field(200.0, gt=0.0, le=1e9, description="and a mean time per later token within this,")
+    slo_ttft_ms: float = Field(2000.0, gt=0.0, le=1e9, description="Limit for goodput: time to first token.")
+    slo_tpot_ms: float = Field(200.0, gt=0.0, le=1e9, description="Limit for goodput: mean time per later token.")
     slo_itl_ms: float = Field(
-        0.0, ge=0.0, le=1e9, description="and 99 of 100 gaps within this; 0: gaps are not judged."
+        0.0, ge=0.0, le=1e9, description="Limit for goodput: 99 of 100 gaps; 0: no limit on gaps."
     )
     timeout_s: float = Field(300.0, gt=0.0, le=86_400.0, description="Seconds after which a request is given up.")
     in_flight_max: int = Field(
@@ -128,7 +126,7 @@ class LoadSettings(JsonOption):
     ready_timeout_s: float = Field(
         180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster started here may take to be ready."
     )
-    seed: int = Field(0, ge=0, le=1 << 31, description="Of times, lengths, words, tenants and cancellations.")
+    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of times, lengths, words, tenants and cancellations.")
     plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
 
     @model_validator(mode="after")
@@ -178,8 +176,8 @@ class CompareSettings(JsonOption):
     first: str = Field(
         min_length=1, description="File from bench serve --json.", json_schema_extra={"argument": "A.json"}
     )
-    second: str = Field(min_length=1, description="Another.", json_schema_extra={"argument": "B.json"})
-    seed: int = Field(0, ge=0, le=1 << 31, description="Of the bootstrap's draws.")
+    second: str = Field(min_length=1, description="File of the other run.", json_schema_extra={"argument": "B.json"})
+    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the bootstrap.")
     resamples: int = Field(1000, ge=100, le=100_000, description="Draws of the bootstrap.")
     plot: str = Field(
         "", description="File for a picture of both (.svg, .png or .pdf); needs the extra crossdock[plot]."

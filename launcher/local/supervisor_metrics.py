@@ -16,27 +16,31 @@ def registry_of(states: Callable[[], Iterable[ProcessState]]) -> MetricsRegistry
         return lambda: [((one.name,), float(value)) for one in states() if (value := of(one)) is not None]
 
     registry.read(
-        "gauge", "crossdock_supervisor_process_up", "1 while it runs.", ("process",), each(lambda one: one.pid > 0)
+        "gauge",
+        "crossdock_supervisor_process_up",
+        "1 while the process runs.",
+        ("process",),
+        each(lambda one: one.pid > 0),
     )
     registry.read(
-        "gauge", "crossdock_supervisor_process_ready", "1 once it has said that it is ready.", ("process",),
+        "gauge", "crossdock_supervisor_process_ready", "1 once the process has reported that it is ready.", ("process",),
         each(lambda one: one.ready),
     )  # fmt: skip
     registry.read(
-        "counter", "crossdock_supervisor_restarts", "Times it was started again.", ("process",),
+        "counter", "crossdock_supervisor_restarts", "Times that the process was restarted.", ("process",),
         each(lambda one: one.restarts),
     )  # fmt: skip
     registry.read(
         "gauge",
         "crossdock_supervisor_next_start_seconds",
-        "Seconds until it is started again; only while it does not run.",
+        "Seconds until the process is restarted; only while it does not run.",
         ("process",),
         each(lambda one: None if one.starts_at is None else max(one.starts_at - clock.unix_time(), 0.0)),
     )
     registry.read(
         "gauge",
         "crossdock_supervisor_last_exit_status",
-        "How it last ended: its exit status, or minus the number of the signal; only after an end.",
+        "Last exit status of the process, or minus the signal's number; only after it has ended.",
         ("process",),
         each(lambda one: one.exit_status),
     )

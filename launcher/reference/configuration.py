@@ -18,10 +18,10 @@ _HEAD = f"""\
 # Configuration
 
 Made by `python -m launcher.reference.configuration docs/configuration.md` from the settings classes; a test fails when it is
-stale. `--help` of each command says the same.
+stale. `--help` of each command shows the same text.
 
-Values come from flags, then the environment, then a TOML file, then the defaults. The file is named by `--config PATH` or
-`{CONFIG_ENV}`, and has a section for each role, whose keys are the options with underscores:
+Flags take precedence over the environment, the environment over a TOML file, and the file over the defaults. `--config PATH` or
+`{CONFIG_ENV}` names the file. It has a section for each role. Its keys are the options with underscores:
 
 ```toml
 [gateway]
@@ -30,13 +30,13 @@ port = 8080
 kv_gib = 4.0
 ```
 
-The sections are `coordinator`, `gateway`, `worker` and `serve`. A list is written with commas. A flag has one form, the
-one that changes its default: `--once` turns on what is off, `--no-access-log` turns off what is on; in the environment and the
-file both are `true` or `false`. What is unknown, malformed or out of bounds is refused, and the message names the option and
-where its value came from.
+The sections are `coordinator`, `gateway`, `worker` and `serve`. Lists are written with commas. A flag has one form, the one
+that changes its default: `--once` turns an option on, `--no-access-log` turns one off. In the environment and the file, write
+`true` or `false`. Unknown, malformed and out-of-bounds values are refused. The message names the option and the source of its
+value.
 
-`cluster.toml`, which `crossdock up FILE`, `scripts/launch_ssh` and `scripts/install_units` read, is another file:
-[multi-node](multi-node.md), and `scripts/cluster.toml`, which explains every key.
+`cluster.toml`, which `crossdock up FILE`, `scripts/launch_ssh` and `scripts/install_units` read, is another file. See
+[multi-node](multi-node.md) and `scripts/cluster.toml`, which explains every key.
 
 """
 

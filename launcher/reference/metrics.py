@@ -57,24 +57,24 @@ _HEAD = """\
 
 Made by `python -m launcher.reference.metrics docs/metrics.md` from what the processes export; a test fails when it is stale.
 
-Each process has a port for itself: `--metrics`, on loopback unless another address is written out, since whoever reaches it can
-read it. There are `/metrics`, `/health`, `/live` (200 only while it makes progress) and `/ready` (200 only while it would
-serve); `crossdock status` says where. The coordinator's has `/targets` too: all processes it knows, for Prometheus to find by
-itself. `crossdock serve` and `up` have a page of their own, on the port after those of their processes:
+Each process has a metrics port (`--metrics`). It is on loopback unless you give another address, because whoever reaches it can
+read it. It serves `/metrics`, `/health`, `/live` (200 only while the process makes progress) and `/ready` (200 only while it
+can serve). `crossdock status` shows the addresses. The coordinator also serves `/targets`, which lists all processes for
+Prometheus. `crossdock serve` and `crossdock up` have metrics of their own, on the port after those of their processes:
 
 ```yaml
 scrape_configs:
   - job_name: crossdock
     http_sd_configs: [{url: "http://127.0.0.1:9400/targets"}]     # crossdock serve --metrics 9400
-    static_configs: [{targets: ["127.0.0.1:9404"]}]               # and itself: after a gateway and two workers
+    static_configs: [{targets: ["127.0.0.1:9404"]}]               # crossdock serve itself: after a gateway and two workers
 ```
 
-`scripts/metrics/grafana-dashboard.json` and `scripts/metrics/alerts.yaml` are made for these names.
+`scripts/metrics/grafana-dashboard.json` and `scripts/metrics/alerts.yaml` use these names.
 
-Units are seconds, bytes, tokens and ratios. Counters end in `_total`; a histogram is `_bucket`, `_sum` and `_count`. Labels are
-names that the operator gave and members of short lists, never text of a client, a key or an id of a request. `tenant` has a
-series for each of the 50 tenants with the most service lately, and `(other)` for the rest. All processes also export
-`process_cpu_seconds_total`, `process_resident_memory_bytes` and what else their operating system counts.
+Units are seconds, bytes, tokens and ratios. Counters end in `_total`; a histogram has `_bucket`, `_sum` and `_count`. Labels
+have names that the operator chose or values from short lists, but no text of a client, no key and no id of a request. `tenant`
+has a series for each of the 50 tenants with the most service lately, and `(other)` for the rest. All processes also export
+`process_cpu_seconds_total`, `process_resident_memory_bytes` and other figures of the operating system.
 """
 _ROLES = {"coordinator": "Coordinator", "gateway": "Gateway", "prefill": "Prefill worker", "decode": "Decode worker",
           "supervisor": "`crossdock serve` and `up`"}  # fmt: skip
@@ -113,10 +113,14 @@ def text() -> str:
         parts.append(f"## {title}\n\n{_table(own)}")
     shared = [family for family, where in roles.items() if len(where) > 1]
     parts.append(f"## Several roles\n\n{_table(shared, {f: ', '.join(roles[f]) for f in shared})}")
-    head = "| here | vLLM (`vllm:`) | SGLang (`sglang:`) | Dynamo | llm-d (`llm_d_epp_`) |\n|---|---|---|---|---|\n"
+    head = (
+        "| crossdock | vLLM (`vllm:`) | SGLang (`sglang:`) | Dynamo | llm-d (`llm_d_epp_`) |\n|---|---|---|---|---|\n"
+    )
     rows = "".join("| " + " | ".join(_code(sub_block) for sub_block in row) + " |\n" for row in ELSEWHERE)
     parts.append(
-        f"## What it is called elsewhere\n\nThe nearest; where and over what they are measured differs.\n\n{head}{rows}"
+        "## Names in other systems\n\nThese are the closest metrics. What exactly they measure may differ.\n\n"
+        + head
+        + rows
     )
     return "\n".join(parts)
 

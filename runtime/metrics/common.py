@@ -31,21 +31,21 @@ def link_counters(
     registry.by(
         "counter",
         "crossdock_link_protocol_errors",
-        "Frames that were no valid messages, or not allowed; each ended its peer's link.",
+        "Frames that were not valid or not allowed; each ended its peer's link.",
         "port",
         each("protocol_errors"),
     )
     registry.by(
         "counter",
         "crossdock_link_unknown_messages",
-        "Messages of a peer of a newer version that this one does not know; they were ignored.",
+        "Unknown messages from peers of a newer version; they were ignored.",
         "port",
         each("unknown_messages"),
     )
     registry.read(
         "counter",
         "crossdock_link_turned_away",
-        "Processes that were not let in: plain (without a key), with an unknown key, or posing as another role.",
+        "Peers rejected, by reason: plain (without a key), with an unknown key, or in a role that is not their key's.",
         ("port", "reason"),
         lambda: [
             ((name, reason), count)
@@ -57,7 +57,7 @@ def link_counters(
     registry.by(
         "counter",
         "crossdock_link_lost",
-        "Links that ended without a goodbye, or were ended here.",
+        "Links that ended without `Bye`, or were ended by this process.",
         "port",
         each("lost"),
     )
@@ -80,7 +80,7 @@ def kv_blocks(registry: MetricsRegistry, blocks: Blocks, block_size: int) -> Non
             "quarantined": blocks.quarantined_count,
         },
     )
-    registry.gauge("crossdock_kv_block_tokens", "Tokens that one of its KV blocks holds.", lambda: block_size)
+    registry.gauge("crossdock_kv_block_tokens", "Tokens in a KV block of this worker.", lambda: block_size)
 
 
 def kv_transfers(registry: MetricsRegistry, direction: str, counters: Mapping[str, int]) -> None:
@@ -97,18 +97,18 @@ def kv_transfers(registry: MetricsRegistry, direction: str, counters: Mapping[st
         return lambda: [((direction,), sum(counters.get(key, 0) for key in keys))]
 
     labels = ("direction", "transport")
-    registry.read("counter", "crossdock_kv_bytes", "KV that crossed and was digested.", labels, of("bytes_"))
-    registry.read("counter", "crossdock_kv_pairs", "Times a pair of workers has met.", labels, of("pairs_"))
+    registry.read("counter", "crossdock_kv_bytes", "KV transferred and digested.", labels, of("bytes_"))
+    registry.read("counter", "crossdock_kv_pairs", "Connections made between pairs of workers.", labels, of("pairs_"))
     registry.read(
         "counter",
         "crossdock_kv_pairs_broken",
-        "Times a transport failed a pair. A sender then leaves it out there, for longer each time.",
+        "Connections that broke. The sender then avoids that transport with that peer, for longer each time.",
         labels,
         of("broken_"),
     )
     for name, help_, keys in (
-        ("pairs_refused", "Pairs that were not made: no descriptor or thread was left.", ("refused_pairs",)),
-        ("segments", "Segments that crossed.", ("segments",)),
+        ("pairs_refused", "Connections not made, because no descriptor or thread was left.", ("refused_pairs",)),
+        ("segments", "Segments transferred.", ("segments",)),
         ("transfers", "Hand-overs that began.", ("sessions",)),
         ("transfers_failed", "Hand-overs that failed.", ("sessions_failed",)),
         ("stale_frames", "Frames for hand-overs or pairs that are over.", ("stale_frames",)),
@@ -121,4 +121,4 @@ def prefix_cache(registry: MetricsRegistry, asked: Callable[[], int], found: Cal
     registry.total(
         "crossdock_prefix_cache_queried_tokens", "Prompt tokens looked up in this worker's prefix cache.", asked
     )
-    registry.total("crossdock_prefix_cache_hit_tokens", "Those of them that were there.", found)
+    registry.total("crossdock_prefix_cache_hit_tokens", "Prompt tokens that were found there.", found)

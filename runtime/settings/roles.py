@@ -70,55 +70,55 @@ class CoordinatorSettings(CommonSettings):
         1024,
         ge=1,
         le=1_000_000,
-        description="Most requests waiting for a place. One more makes the newest of the largest backlog give way, in the"
-        " lowest priority class first, or is answered with 429 if that is its own tenant's.",
+        description="Most requests that wait. When one more comes, the newest request of the largest backlog in the lowest"
+        " priority class gets 429; if that backlog is its own tenant's, the new request does.",
     )
     queue_tokens_max: int = Field(
-        4_000_000, ge=1, le=1 << 40, description="Most prompt tokens waiting for a place; likewise."
+        4_000_000, ge=1, le=1 << 40, description="Most prompt tokens that wait; with the same consequence."
     )
     tenant_queue_max: int = Field(
-        1024, ge=1, le=1_000_000, description="Most requests of one tenant waiting for a place; one more gets 429."
+        1024, ge=1, le=1_000_000, description="Most requests of one tenant that wait; one more gets 429."
     )
     queue_wait_s_max: float = Field(
         120.0,
         gt=0,
         le=86_400.0,
-        description="Seconds after which a request that found no place is answered with 503, where its priority class in"
-        " --tenants gives no queue_wait_s.",
+        description="Seconds after which a request that still waits gets 503, unless its priority class in --tenants sets"
+        " queue_wait_s.",
     )
     resumed_wait_s_max: float = Field(
         600.0,
         gt=0,
         le=86_400.0,
-        description="Seconds after which a stream that was interrupted, and found no place again, fails.",
+        description="Seconds after which an interrupted stream that still waits fails.",
     )
     quantum_tokens: int = Field(
         1024,
         ge=0,
         le=1 << 24,
-        description="Prompt tokens that an idle tenant of weight 1 saves up and has computed before others' when it comes"
-        " back: about the prompt whose first token should not wait for other tenants. It widens the fairness bound.",
+        description="Prompt tokens that an idle tenant of weight 1 saves up. When it returns, so many are computed before"
+        " those of other tenants. Set it to the length of a prompt that should not wait. It widens the fairness bound.",
     )
     bypasses_max: int = Field(
         64,
         ge=1,
         le=1_000_000,
-        description="After so many smaller requests got KV room before a large one in turn, room is kept for that one:"
-        " lower keeps large requests from starving, higher keeps the pool fuller.",
+        description="Smaller requests that may get KV room before a larger one that was next; then room is kept for the larger"
+        " one. Lower values keep large requests from starving, higher values keep the pool fuller.",
     )
     step_tokens: int = Field(
         256,
         ge=1,
         le=65_536,
-        description="Token budget of one prefill step. Larger is faster for one prompt; smaller lets others, and"
-        " cancels, in sooner. At most the prefill workers' --step-tokens-max.",
+        description="Token budget of one prefill step. A larger budget is faster for one prompt; with a smaller one, other"
+        " prompts and cancellations wait less. At most the prefill workers' --step-tokens-max.",
     )
     steps_in_flight: int = Field(
         2,
         ge=1,
         le=16,
         description="Steps sent ahead to one prefill worker. With 1 it idles for a round trip after each step; more"
-        " than 2 delays cancels for nothing.",
+        " than 2 delays cancellations and gains nothing.",
     )
     tenants: str = Field(
         "",
@@ -128,12 +128,12 @@ class CoordinatorSettings(CommonSettings):
     usage_db: str = Field(
         "",
         description="SQLite file to which every request is written before it is acknowledged, for budgets that outlive a"
-        " restart and for crossdock usage. Empty: no record, and budgets begin anew at each start.",
+        " restart and for crossdock usage. Empty: no record, and budgets are reset at each start.",
     )
     standby: bool = Field(
         False,
-        description="Wait while another coordinator of this --usage-db serves on this host, and take over when it ends: new"
-        " requests wait a fraction of a second then, not that of a start.",
+        description="Wait while another coordinator of this --usage-db serves on this host, and take over when it ends."
+        " New requests then wait for a fraction of a second, not for a start.",
     )
     usage_keep_days: int = Field(
         400, ge=0, le=36_500, description="Days after which a request's row is deleted from --usage-db; 0: never."
@@ -145,19 +145,19 @@ class CoordinatorSettings(CommonSettings):
         100,
         ge=1,
         le=1_000_000,
-        description="Interrupted requests that may come back within ten seconds, beside --retry-share. More wait for their"
-        " turn: lower shields a cluster whose workers keep dying, higher lets a large one recover from a loss at once.",
+        description="Interrupted requests that may return within ten seconds, besides those of --retry-share. Others wait."
+        " Lower values protect a cluster whose workers keep dying; with higher values a large cluster recovers at once.",
     )
     retry_share: float = Field(
         1.0,
         ge=0.0,
         le=100.0,
-        description="And so many more for each live request: with 1, each may come back once in that time.",
+        description="Interrupted requests that may return in addition, for each live request.",
     )
     event_log: str = Field(
         "",
-        description="File to record decisions in, for crossdock replay and crossdock explain; never a prompt or a key. The"
-        " last three of earlier processes stay beside it as FILE.1 to FILE.3. Empty: none.",
+        description="File to record decisions in, for crossdock replay and crossdock explain; without prompts and keys. The"
+        " last three files of earlier processes are kept as FILE.1 to FILE.3. Empty: none.",
     )
     event_log_max_mib: int = Field(
         1024, ge=1, le=1 << 20, description="Size in MiB at which recording stops, with a warning. Serving goes on."
@@ -166,15 +166,15 @@ class CoordinatorSettings(CommonSettings):
         1.0,
         ge=1.0,
         le=16.0,
-        description="How far the KV pools of decode workers may be overcommitted: answers are counted with their tenant's"
-        " usual length, but at least max_tokens divided by this. 1: with max_tokens, and no answer ever has to make room"
-        " for others; with more, those that must are computed again from where they were.",
+        description="How far the KV pools of decode workers may be overcommitted: answers are counted with their tenant's usual"
+        " length, but at least max_tokens divided by this. With 1 they are counted with max_tokens and never preempted. With"
+        " more, a preempted answer is computed again and continues where it was.",
     )
 
     @model_validator(mode="after")
     def _standby_needs_a_ledger(self) -> Self:
         if self.standby and not self.usage_db:
-            raise ValueError("--standby: needs --usage-db, whose lock says whose turn it is")
+            raise ValueError("--standby: needs --usage-db, whose lock decides which coordinator serves")
         return self
 
 
@@ -192,8 +192,8 @@ class ClientSettings(CommonSettings):
     )
     advertise: AdvertisedAddress = Field(
         "",
-        description="Address others are told to reach this process at, like 10.0.0.5 or tcp://10.0.0.5:7070; without a port,"
-        " the bound one. Empty: the bound address. Needed where it binds all interfaces, or is reached through another.",
+        description="Address at which others reach this process, like 10.0.0.5 or tcp://10.0.0.5:7070; without a port,"
+        " the bound one. Empty: the bound address. Needed if it binds all interfaces, or is reached through another address.",
     )
 
     drain_timeout_s: float = Field(
@@ -201,7 +201,7 @@ class ClientSettings(CommonSettings):
         ge=0,
         le=86_400,
         description="Seconds that running streams have to end by themselves after SIGTERM or Ctrl-C; a second one ends at once."
-        " What a worker runs longer goes on elsewhere, in up to 5 s more; a gateway's fails.",
+        " After that, a worker's streams continue on other workers (it takes up to 5 s more), and a gateway's fail.",
     )
 
     @property

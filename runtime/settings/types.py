@@ -74,8 +74,8 @@ class KeyOptions(Options):
 
     keys: str = Field(
         "",
-        description="Folder with the secret keys of what runs here and everyone's public ones (crossdock keys new DIR): links"
-        " are encrypted, and only processes with a listed key are let in, as the role their key is of. Empty: no keys.",
+        description="Folder with the secret keys of the roles that run here and all public keys (crossdock keys new DIR)."
+        " Links are encrypted, and only processes with a listed key are admitted, in their key's role. Empty: no keys.",
     )
 
 

@@ -45,8 +45,8 @@ class WorkerSettings(ClientSettings):
     )
     prefix_cache: bool = Field(
         True,
-        description="Keep the KV of prompts that are done, as long as nobody needs the room, and do not compute (prefill)"
-        " or receive (decode) again what a new prompt of the same tenant begins with.",
+        description="Keep the KV of finished prompts until its room is needed. If a new prompt of the same tenant begins"
+        " alike, that part is not computed (prefill) or received (decode) again.",
     )
     max_seqs: int = Field(64, ge=1, le=65_536, description="Most sequences at once. More slow each stream down.")
     step_tokens_max: int = Field(

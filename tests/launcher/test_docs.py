@@ -3,7 +3,7 @@ here do so in `tests/e2e/test_docs.py`."""
 
 import argparse
 import ast
-import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -66,6 +66,9 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         _understands(launch_ssh.build_app(), words)
     elif program == "scripts/install_units":
         _understands(install_units.build_app(), words)
+    elif program == ".venv/bin/python" and words[:1] == ("-m",):
+        assert importlib.util.find_spec(words[1]) is not None
+        assert all((ROOT / word).is_file() for word in words[2:])
     elif program.startswith("scripts/"):
         _check_script(ROOT / program, words, monkeypatch)
     elif name in ("systemctl", "journalctl"):
@@ -80,7 +83,8 @@ def _check_script(script: Path, words: tuple[str, ...], monkeypatch: pytest.Monk
     if found := re.search(r"bin/crossdock (\w+)", last):
         _understands(crossdock.build_app(), (found[1], *words))
     elif script.name == "test":
-        assert words[:2] in ((), ("unit",), ("-m", "long")) and all((ROOT / word).is_file() for word in words[2:])
+        tier = next((tier for tier in (("unit",), ("-m", "long")) if words[: len(tier)] == tier), ())
+        assert all(_is_test(word) for word in words[len(tier) :])
     else:
         found = re.search(r"-m (tests\.[\w.]+) ", last)
         assert found is not None, "what does it run?"
@@ -88,6 +92,12 @@ def _check_script(script: Path, words: tuple[str, ...], monkeypatch: pytest.Monk
         monkeypatch.setattr(sys, "argv", [script.name, *words])
         with pytest.raises(Understood):
             importlib.import_module(name).main()
+
+
+def _is_test(word: str) -> bool:
+    """A file of tests, or one test of it."""
+    name, _, test = word.partition("::")
+    return (ROOT / name).is_file() and (not test or f"\ndef {test}(" in (ROOT / name).read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -112,6 +122,9 @@ def test_every_command_has_options_that_exist(command: Command, understanding: p
         "crossdock serve --prefill 0",
         "./scripts/serve --fast",
         "./scripts/none",
+        "./scripts/test tests/none.py",
+        "./scripts/test tests/test_tiers.py::test_none",
+        ".venv/bin/python -m launcher.reference.none",
         "./scripts/chaos --fault 3x",
         "scripts/launch_ssh left cluster.toml",
         "kubectl apply -f scripts/nothing.yaml",

@@ -16,7 +16,7 @@ _NICE_LOADING = 5
 """More, and on a busy machine it takes half a minute, in which nobody stands by."""
 
 
-def _journal(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+def _usage_db(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """The usage ledger as far as it is told without loading what reads settings: a wrong guess costs only time."""
     for number, argument in enumerate(arguments):
         name, given, value = argument.partition("=")
@@ -26,8 +26,8 @@ def _journal(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def _main() -> int:
-    journal = _journal(sys.argv[1:], os.environ)
-    if journal and is_taken(journal):
+    usage_db = _usage_db(sys.argv[1:], os.environ)
+    if usage_db and is_taken(usage_db):
         with collector.at_rest():
             import_nicely("coordinator.main", _NICE_LOADING)
     from runtime.settings.command_line import run_role

@@ -304,7 +304,7 @@ class Coordinator:
 
 
 async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
-    """In our turn: others may write the same journal."""
+    """In our turn: others may write the same ledger."""
     if not settings.usage_db:
         return await _serve_anew(settings, stop, 0.0)
     process = settings.name or f"coordinator-{os.getpid()}"

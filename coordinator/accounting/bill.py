@@ -26,7 +26,7 @@ class UsageCounters(msgspec.Struct, eq=False, gc=False):
     again: bool = False
     """Its row in the ledger may be closed."""
     adopted: bool = False
-    """It was an orphan, and its row is in the journal."""
+    """It was an orphan, and its row is in the ledger."""
     held: int = 0
     """Reservations on workers, and chunks dispatched and not heard of."""
     doubt_until: float = 0.0

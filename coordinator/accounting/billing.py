@@ -1,4 +1,4 @@
-"""What each request has cost so far, from its acceptance until nothing of it is left; settled and journalled once. Pure.
+"""What each request has cost so far, from its acceptance until nothing of it is left; settled once, in the ledger. Pure.
 
 A bill stays open while the request lives, and after its end while a worker still holds blocks for it or computes a chunk of
 it: what a cancelled attempt has emitted is only known when its worker lets go (`Released`). Until then its concurrency and its

@@ -26,7 +26,7 @@ from proto.errors import CrossdockError, RemoteProtocolError
 from proto.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
 from proto.messages import Hello, Message
 
-MAGIC: Final = "crossdock-journal"
+MAGIC: Final = "crossdock-event-log"
 VERSION: Final = 1
 END: Final = "end"
 FAILED: Final = -1

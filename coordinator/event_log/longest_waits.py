@@ -42,7 +42,7 @@ class Waited(msgspec.Struct, frozen=True, order=True):
     tenant: str
     prompt_tokens: int
     outcome: str
-    """Or its state at the end of the journal."""
+    """Or its state at the end of the event log."""
 
 
 class Longest:

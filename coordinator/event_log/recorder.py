@@ -37,7 +37,7 @@ class EventLog:
     def __init__(self, path: str, bytes_max: int) -> None:
         self.path = Path(path).expanduser()
         self._bytes_max = bytes_max
-        self._log = log.get("crossdock.journal")
+        self._log = log.get("crossdock.event_log")
         self._fd = -1
         self._buffer = bytearray()
         self._bytes = 0
@@ -87,12 +87,12 @@ class EventLog:
             self._log.warning("the end of the event log is lost", path=str(self.path), error=str(error) or "timeout")
 
     def fail(self, error: BaseException) -> None:
-        self._log.error("journalling is off", path=str(self.path), error=str(error))
+        self._log.error("the event log is off", path=str(self.path), error=str(error))
         if self._fd >= 0:
             self._release(bytearray())
 
     def _give_up(self, why: str) -> None:
-        self._log.warning("journalling is off", path=str(self.path), why=why)
+        self._log.warning("the event log is off", path=str(self.path), why=why)
         self._finish(why)
 
     def _finish(self, reason: str) -> None:
@@ -131,7 +131,7 @@ class RecordedCore:
     """The core, with each event and a digest of its actions written down."""
 
     def __init__(self, core: Core, event_log: EventLog, process: str = "") -> None:
-        self._core, self._journal = core, event_log
+        self._core, self._event_log = core, event_log
         self._header = Header(
             core.limits,
             software=version_of(),
@@ -145,27 +145,27 @@ class RecordedCore:
     def open(self) -> None:
         """Raises `OSError` where the path cannot be meant; of a disk that is full it is said that nothing is recorded."""
         try:
-            self._journal.open(self._header)
+            self._event_log.open(self._header)
         except _MISTAKES:
             raise
         except OSError as error:
-            self._journal.fail(error)
+            self._event_log.fail(error)
 
     def next_deadline(self) -> float | None:
         return self._core.next_deadline()
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        if not self._journal.recording:
+        if not self._event_log.recording:
             return self._core.handle(event, now)
         chain = self._chain
         chain.event(event_bytes(event, now))
         try:
             actions = self._core.handle(event, now)
         except Exception as error:
-            self._journal.write(chain.record(FAILED, repr(error)[:ERROR_CHARS_MAX]))
-            self._journal.close("the core failed")
+            self._event_log.write(chain.record(FAILED, repr(error)[:ERROR_CHARS_MAX]))
+            self._event_log.close("the core failed")
             raise
-        self._journal.write(chain.record(len(actions), chain.actions(actions)))
+        self._event_log.write(chain.record(len(actions), chain.actions(actions)))
         return actions
 
 

@@ -159,7 +159,7 @@ def _timeline(file: str, wanted: str) -> tuple[str, list[Entry]]:
 
 
 def _replayed(file: str, make: Callable[[Replay], Seen]) -> Seen:
-    """An observer that has seen all of the journal. Raises `EventLogError`."""
+    """An observer that has seen all of the event log. Raises `EventLogError`."""
     with _opened(file) as again:
         observer = make(again)
         difference = again.run(observer)

@@ -25,7 +25,7 @@ STATE: Final = "/var/lib/crossdock"
 TARGET: Final = "crossdock.target"
 STOP_SLACK_S: Final = 15
 _HIDDEN: Final = ("/home/", "/root/", "/run/user/")
-_WRITES: Final = ("usage_db", "journal")
+_WRITES: Final = ("usage_db", "event_log")
 _READS: Final = ("model", "tenants")
 _DESCRIPTIONS: Final = {
     "coordinator": "crossdock coordinator",

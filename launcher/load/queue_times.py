@@ -1,4 +1,4 @@
-"""How long requests waited in the coordinator's queue, read from its journal."""
+"""How long requests waited in the coordinator's queue, read from its event log."""
 
 from collections.abc import Sequence
 from pathlib import Path

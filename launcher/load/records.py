@@ -46,7 +46,7 @@ class Record(msgspec.Struct):
     retry_after_s: float | None = None
     request_id: str = ""
     queue_ms: float | None = None
-    """From the coordinator's journal."""
+    """From the coordinator's event log."""
 
     @property
     def ttft_ms(self) -> float | None:

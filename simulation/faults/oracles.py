@@ -214,11 +214,11 @@ class Oracles:
     # --- the coordinator ------------------------------------------------------------------------------------------------
 
     def said(self, message: Message) -> None:
-        """To a gateway or a worker: nothing of a request before its row is in the journal."""
+        """To a gateway or a worker: nothing of a request before its row is in the ledger."""
         if isinstance(message, Accepted | Prefill | Reserve):
             if message.request_id not in self.ledger.rows:
                 why = f"{type(message).__name__} leaves before its row is in the ledger"
-                raise Violation("journalled first", why, stream_of(message.request_id))
+                raise Violation("ledger first", why, stream_of(message.request_id))
             if isinstance(message, Accepted):
                 self.accepted.add(message.request_id)
 

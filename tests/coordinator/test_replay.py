@@ -275,8 +275,8 @@ def test_options_come_back() -> None:
     [
         (b"", "no whole record"),
         (b"hello, this is text", "not an event log"),
-        (msgpack.packb(["crossdock-journal", 99, {}]), "format 99"),
-        (msgpack.packb(["crossdock-journal", 1, {"limits": 3}]), "header cannot be read"),
+        (msgpack.packb(["crossdock-event-log", 99, {}]), "format 99"),
+        (msgpack.packb(["crossdock-event-log", 1, {"limits": 3}]), "header cannot be read"),
         (encode_header(Header(Limits(), protocol=1)), "protocol 1"),
         (b"\xc1" * 9, "no record"),
     ],

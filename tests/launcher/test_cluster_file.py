@@ -184,12 +184,13 @@ def test_arguments_make_the_same_settings_again() -> None:
 
 def test_relative_paths_are_beside_the_file_and_travel_with_it() -> None:
     text = (
-        'keys = "keys"\nmodel = "org/name"\n[gateway]\ntenants = "t.toml"\n[coordinator]\nusage_db = "/var/u.db"\n'
-        + FRONT
+        'keys = "keys"\nmodel = "org/name"\n[gateway]\ntenants = "t.toml"\n'
+        '[coordinator]\nusage_db = "/var/u.db"\nevent_log = "e.log"\n' + FRONT
     )
     file = read(text)
     assert (file.keys, file.model) == ("/conf/keys", "org/name")
     assert (file.gateway["tenants"], file.coordinator["usage_db"]) == ("/conf/t.toml", "/var/u.db")
+    assert file.coordinator["event_log"] == "/conf/e.log"
     assert travels(text) == ["keys", "t.toml"]
     text += '[hosts.a.gateway]\ntenants = "own.toml"\n'
     assert read(text).hosts["a"].gateway["tenants"] == "/conf/own.toml"

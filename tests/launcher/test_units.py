@@ -150,6 +150,8 @@ def test_what_a_unit_could_not_do_is_refused() -> None:
         ClusterError, match=re.escape("[coordinator] usage_db: a unit can write to /var/lib/crossdock only")
     ):
         units.render(plan("a", TEXT.replace("/var/lib/crossdock", "/tmp")), ON)
+    with pytest.raises(ClusterError, match=re.escape("[coordinator] event_log: a unit can write to")):
+        units.render(plan("a", TEXT.replace("usage_db =", "event_log = '/tmp/events'\nusage_db =")), ON)
     with pytest.raises(ClusterError, match=re.escape("[gateway] tenants: ~/t.toml means another folder")):
         units.render(plan("a", TEXT.replace("[gateway]", "[gateway]\ntenants = '~/t.toml'")), ON)
     with pytest.raises(ClusterError, match="cannot stand in a unit"):

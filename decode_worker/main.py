@@ -22,6 +22,7 @@ def run(settings: WorkerSettings) -> int:
             settings.model,
             device=device,
             dtype=settings.dtype,
+            weights=settings.weights,
             block_size=settings.block_size,
             kv_bytes=settings.kv_bytes,
             allocate=memory.allocate if memory is not None else None,

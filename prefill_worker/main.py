@@ -21,6 +21,7 @@ def run(settings: WorkerSettings) -> int:
             settings.model,
             device=device,
             dtype=settings.dtype,
+            weights=settings.weights,
             block_size=settings.block_size,
             kv_bytes=settings.kv_bytes,
         ),

@@ -102,6 +102,8 @@ class CpuDecoder:
             self._buffers = {name: _aligned(rows * width) for name, width in self._widths.items()}
 
     def _embed(self, tokens: Ints) -> None:
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            raise ValueError("a token is not in the vocabulary")
         ids = torch.from_numpy(tokens)
         rows = self._head.row(ids) if self._embedding is None else self._embedding[ids]
         self._buffers["x"][: rows.numel()] = rows.flatten().numpy()

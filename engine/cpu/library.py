@@ -1,4 +1,4 @@
-"""Builds `kernels.c` for this CPU, once, and loads it.
+"""Builds the kernels for this CPU, once, and loads them.
 
 The compiler is the one in the package `ziglang` (clang), so that nothing has to be installed on a host and all hosts have the
 same. What it made is kept in the user's cache folder, under a name that depends on the source, the compiler and the CPU.
@@ -22,12 +22,12 @@ from filelock import FileLock
 
 from proto.errors import CrossdockError
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_SOURCES = Path(__file__).with_name("kernels")
 _FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 _TIMEOUT_S = 120.0
 
 PANEL = 64
-"""Outputs of a linear layer that lie side by side, as in `kernels.c`."""
+"""Outputs of a linear layer that lie side by side, as in `kernels/linear.c`."""
 LANES = 16
 """Sizes of a model's vectors must be multiples of this."""
 QUERIES_MAX, HEAD_DIM_MAX = 48, 256
@@ -140,8 +140,9 @@ def _built() -> Path:
     if find_spec("ziglang") is None:
         raise KernelsUnavailable("the package ziglang, which has the compiler, is not installed")
     target = _TARGETS[instruction_set()]
-    source, compiler = _SOURCE.read_bytes(), importlib.metadata.version("ziglang")
-    name = hashlib.sha256(b"\0".join([source, compiler.encode(), *(flag.encode() for flag in (*_FLAGS, *target))]))
+    name = hashlib.sha256(" ".join([importlib.metadata.version("ziglang"), *_FLAGS, *target]).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        name.update(source.read_bytes())
     for folder in (Path(platformdirs.user_cache_dir("crossdock")) / "kernels", Path(tempfile.gettempdir())):
         path = folder / f"crossdock-{name.hexdigest()[:32]}.so"
         try:
@@ -163,7 +164,8 @@ def _is_ours(path: Path) -> bool:
 def _compile(target: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         made = Path(scratch) / "kernels.so"
-        command = [sys.executable, "-m", "ziglang", "cc", *_FLAGS, *target, "-o", str(made), str(_SOURCE)]
+        command = [sys.executable, "-m", "ziglang", "cc", *_FLAGS, *target, "-o", str(made)]
+        command += map(str, sorted(_SOURCES.glob("*.c")))
         caches = {"ZIG_GLOBAL_CACHE_DIR": f"{scratch}/zig", "ZIG_LOCAL_CACHE_DIR": f"{scratch}/zig"}
         try:
             done = subprocess.run(

@@ -1,11 +1,11 @@
-"""Whether a model has the shape that `kernels.c` knows, told by its parts and not by its name.
+"""Whether a model has the shape that the kernels knows, told by its parts and not by its name.
 
 The shape is that of Llama (Touvron et al. 2023, arXiv:2302.13971): RMSNorm, attention with rotary embedding, RMSNorm, gated
 MLP; with or without biases, norms of queries and keys, sliding windows, joined projections. Parts that look alike may compute
 something else, so norms and activations are tried here, and the whole model is compared after load (`model.selfcheck`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from engine.attention.paged import AttentionCall
 from engine.cpu.library import HEAD_DIM_MAX, LANES, QUERIES_MAX
 
 ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (F.silu, lambda x: F.gelu(x, approximate="tanh"))
-"""By their numbers in `kernels.c`."""
+"""By their numbers in the kernels."""
 _IGNORED = (nn.Dropout, nn.Identity)
 
 
@@ -55,6 +55,11 @@ class ModelParts:
     epsilon: float
     scaling: float
     softcap: float
+
+    def linears(self) -> Iterator[nn.Linear]:
+        for layer in self.layers:
+            yield from (*layer.qkv, layer.out, *layer.gate_up, layer.down)
+        yield self.head
 
 
 def recognise(model: Any, kv_heads: int, head_dim: int, calls: list[AttentionCall]) -> ModelParts:

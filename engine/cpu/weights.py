@@ -1,6 +1,6 @@
-"""Weights as `kernels.c` reads them: outputs in panels of 64, side by side for each input."""
+"""Weights as the kernels read them: outputs in panels of 64, side by side for each input."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -23,8 +23,7 @@ class PackedWeights:
         self.inputs, self.outputs, self.format = weight.shape[1], weight.shape[0], format
         self.scale: torch.Tensor | None = None
         if format == "int8":
-            self.scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127
-            weight = torch.round(weight / self.scale[:, None]).to(torch.int8)
+            weight, self.scale = _as_int8(weight)
         elif format == "bfloat16":
             weight = weight.to(torch.bfloat16)
         self.panels = weight.view(-1, PANEL, self.inputs).transpose(1, 2).contiguous()
@@ -44,6 +43,19 @@ class PackedWeights:
         rows = self.panels[outputs // PANEL, :, outputs % PANEL].float()
         return rows if self.scale is None else rows * self.scale[outputs, None]
 
-    def dequantised(self) -> torch.Tensor:
-        """[outputs, inputs] float32, as the kernels take it."""
-        return self.row(torch.arange(self.rows))
+
+def _as_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 numbers, and the scale of each output: its largest weight is 127."""
+    scale = weight.abs().amax(dim=1).clamp(min=1e-12) / 127
+    return torch.round(weight / scale[:, None]).to(torch.int8), scale
+
+
+@torch.inference_mode()
+def round_weights(layers: Iterable[nn.Linear], format: str) -> None:
+    """Weights become what `format` keeps of them, in place: a model as it is to be compared with."""
+    for layer in layers:
+        if format == "int8":
+            numbers, scale = _as_int8(layer.weight)
+            layer.weight.copy_(numbers.float() * scale[:, None])
+        else:
+            layer.weight.copy_(layer.weight.to(torch.bfloat16).float())

@@ -16,9 +16,12 @@ _MAX_HEADER_BYTES = 100 << 20
 _TENSOR_PARALLEL = 1
 
 
-def model_fingerprint(folder: Path, config: dict[str, Any], dtype: str, shape: tuple[int, int, int]) -> str:
-    """The fields of `proto.compatible`: XXH3 of the configuration (`model`) and of the weight files (`revision`), dtype and
-    shape (layers, KV heads, size of a head) of the KV, and the rotary embedding.
+def model_fingerprint(
+    folder: Path, config: dict[str, Any], dtype: str, shape: tuple[int, int, int], weights: str = "float32"
+) -> str:
+    """The fields of `proto.compatible`: XXH3 of the configuration (`model`) and of the weight files (`revision`, with the
+    format that a worker keeps them in, if it is another), dtype and shape (layers, KV heads, size of a head) of the KV, and
+    the rotary embedding.
 
     Of each safetensors file: name, size, header, and 64 samples of 4 KiB spread over the data, so that a large model costs
     milliseconds. It tells models apart; it is no protection against a forger.
@@ -28,7 +31,7 @@ def model_fingerprint(folder: Path, config: dict[str, Any], dtype: str, shape: t
     return join_fields(
         {
             "model": f"{config.get('model_type', '')} {xxhash.xxh3_64_hexdigest(_json(kept).encode())}",
-            "revision": _weights_digest(folder),
+            "revision": _weights_digest(folder) + ("" if weights == "float32" else f" {weights}"),
             "dtype": dtype,
             **dict(zip(("layers", "kv_heads", "head_dim"), shape, strict=True)),
             "tensor_parallel": _TENSOR_PARALLEL,

@@ -15,14 +15,10 @@ from transformers.utils import logging as transformers_logging
 from engine.attention import batch_invariant as batch_invariant
 from engine.attention import paged as attention
 from engine.attention.paged import AttentionCall, Recorder, UnsupportedAttention, forward_context
-from engine.cpu.decoder import CpuDecoder
-from engine.cpu.library import KernelsUnavailable
-from engine.cpu.recognise import NotRecognised, recognise
 from engine.engine import Engine, ModelInfo
-from engine.model import linear, selfcheck
+from engine.model.backend import Candidate, make_engine
+from engine.model.errors import ModelUnsupported, PoolTooSmall, WeightsUnsupported
 from engine.model.fingerprint import model_fingerprint
-from engine.model.runner import TransformersRunner
-from proto.errors import BadOption
 
 MIN_BLOCKS = 8
 _ALIGNMENT = 64
@@ -31,23 +27,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
-class ModelUnsupported(BadOption):
-    """This model or these settings cannot be served."""
-
-    option = "--model"
-
-
-class PoolTooSmall(ModelUnsupported):
-    """The KV pool asked for holds next to nothing of this model."""
-
-    option = "--kv-gib"
-
-
 def load_engine(
     model: str,
     *,
     device: str = "cpu",
     dtype: str = "auto",
+    weights: str = "float32",
     block_size: int = 16,
     kv_bytes: int,
     allocate: Callable[[int], torch.Tensor] | None = None,
@@ -55,12 +40,14 @@ def load_engine(
 ) -> Engine:
     """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`; `allocate(bytes)` may
     provide its memory, as a tensor of zero bytes on the device.
-    `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `block_size` is in tokens.
-    Raises ModelUnsupported.
+    `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `weights` says how the CPU
+    kernels keep the weights: `float32`, `bfloat16` or `int8`. `block_size` is in tokens. Raises ModelUnsupported.
     """
     progress = on_progress or (lambda _: None)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ModelUnsupported(f"dtype {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    if weights != "float32" and (device != "cpu" or dtype not in ("auto", "float32")):
+        raise WeightsUnsupported(f"{weights} weights are for the CPU, with a dtype of float32")
     if block_size < 1:
         raise ModelUnsupported(f"block_size {block_size} must be at least 1")
     folder = _resolve(model, progress)
@@ -86,49 +73,14 @@ def load_engine(
         block_size=block_size,
         block_bytes=block_bytes,
         eos_token_ids=_eos_token_ids(folder, text_config),
-        fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim)),
+        fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim), weights),
     )
-    windows = {call.window for call in calls if call.window is not None}
-    check = selfcheck.SelfCheck(loaded, info, text_config, windows)
-    check.compute_reference()
-    pool = _make_pool((blocks, layers, 2, block_size, kv_heads, head_dim), weights_dtype, loaded.device, allocate)
-    if device == "cpu" and weights_dtype == torch.float32:
-        fused = _fused(loaded, info, calls, pool, progress)
-        if fused is not None and check.compare(engine := Engine(fused, info, pool)) is None:
-            return engine
-    loaded.set_attn_implementation(attention.NAME)
-    min_rows = 0
-    if device == "cpu" and weights_dtype == torch.float32:
-        progress("packing the weights")
-        min_rows = _packed(loaded, text_config, kv_heads, head_dim)
-    engine = Engine(TransformersRunner(loaded, text_config, pool, min_rows), info, pool)
-    progress("comparing the paged forward with the model's own")
-    difference = check.compare(engine)
-    if difference is not None:
-        raise ModelUnsupported(f"{model}: {difference}")
-    return engine
-
-
-def _fused(
-    loaded: Any, info: ModelInfo, calls: list[AttentionCall], pool: torch.Tensor, progress: Callable[[str], None]
-) -> CpuDecoder | None:
-    """The model on the CPU kernels; None where it has not their shape, or they cannot be built here."""
-    try:
-        parts = recognise(loaded, info.kv_heads, info.head_dim, calls)
-        progress("preparing the CPU kernels")
-        return CpuDecoder(parts, pool, info.context_tokens, "float32", torch.get_num_threads())
-    except (NotRecognised, KernelsUnavailable) as error:
-        progress(f"without the CPU kernels: {error}")
-        return None
-
-
-def _packed(loaded: Any, text_config: Any, kv_heads: int, head_dim: int) -> int:
-    """Makes the most of a CPU; returns the rows for `engine.attention.batch_invariant`, or 0."""
-    if not linear.pack_linears(loaded):
-        return 0
-    linear.warm_up(loaded)
-    heads = getattr(text_config, "num_attention_heads", kv_heads)
-    return batch_invariant.min_rows(kv_heads, heads // kv_heads, head_dim) if heads % kv_heads == 0 else 0
+    pool_shape = (blocks, layers, 2, block_size, kv_heads, head_dim)
+    return make_engine(
+        Candidate(loaded, text_config, info, calls, weights),
+        lambda: _make_pool(pool_shape, weights_dtype, loaded.device, allocate),
+        progress,
+    )
 
 
 def _pool_blocks(kv_bytes: int, block_bytes: int) -> int:

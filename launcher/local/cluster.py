@@ -209,7 +209,8 @@ def worker_spec(
         "cpu_cores": cores_text(seat.cores),
     }
     # What the user left open here, the [worker] section or the environment may still say.
-    asked = {key: getattr(settings, key) for key in ("device", "dtype", "kv_gib") if key in settings.model_fields_set}
+    open_keys = ("device", "dtype", "weights", "kv_gib")
+    asked = {key: getattr(settings, key) for key in open_keys if key in settings.model_fields_set}
     worker = WorkerSettings.model_validate(options | asked | shared)
     return _spec(
         role,

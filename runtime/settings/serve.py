@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from runtime.settings.addresses import MetricsAddress
-from runtime.settings.types import CommaList, Device, Dtype, KeyOptions, Panels, Port
+from runtime.settings.types import WEIGHTS_HELP, CommaList, Device, Dtype, KeyOptions, Panels, Port, Weights
 
 
 class ServeSettings(KeyOptions):
@@ -13,7 +13,7 @@ class ServeSettings(KeyOptions):
 
     section = "serve"
     panels: ClassVar[Panels] = {
-        "Model": "model model_id device dtype threads kv_gib",
+        "Model": "model model_id device dtype weights threads kv_gib",
         "Processes": "prefill decode gateways ready_timeout_s",
         "Network and keys": "host port api_keys keys metrics",
         "Tenants and records": "tenants usage_db event_log",
@@ -54,6 +54,7 @@ class ServeSettings(KeyOptions):
     )
     device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
     dtype: Dtype = Field("auto", description="Type of weights and KV cache; auto: float32 on CPU, as stored on a GPU.")
+    weights: Weights = Field("float32", description=WEIGHTS_HELP)
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads of each worker; 0: as many as its share of the cores."
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -27,6 +27,11 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Panels = Mapping[str, str]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Weights = Literal["float32", "bfloat16", "int8"]
+WEIGHTS_HELP: Final = (
+    "How the CPU kernels keep the weights. bfloat16 and int8 read less memory for each token, and change what the model says"
+    " a little."
+)
 
 
 def model_id_of(model: str, model_id: str) -> str:

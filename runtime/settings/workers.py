@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from runtime.settings.addresses import EVERY_INTERFACE, Address
 from runtime.settings.cores import parse_cores
 from runtime.settings.roles import ClientSettings
-from runtime.settings.types import Cores, Device, Dtype, Panels
+from runtime.settings.types import WEIGHTS_HELP, Cores, Device, Dtype, Panels, Weights
 
 
 class WorkerSettings(ClientSettings):
@@ -15,7 +15,7 @@ class WorkerSettings(ClientSettings):
 
     section = "worker"
     panels: ClassVar[Panels] = {
-        "Model": "role model model_id device dtype",
+        "Model": "role model model_id device dtype weights",
         "Compute": "threads cpu_cores nice max_seqs step_tokens_max step_timeout_ms",
         "KV cache": "kv_gib block_size prefix_cache",
         "KV transfer": "kv_bind transfer_host kv_interface kv_transport transfer_encryption kv_digest kv_mib_per_s"
@@ -27,6 +27,7 @@ class WorkerSettings(ClientSettings):
         "auto",
         description="Type of weights and KV cache. auto: float32 on CPU, as stored on a GPU. Workers must agree.",
     )
+    weights: Weights = Field("float32", description=WEIGHTS_HELP + " Workers must agree.")
     threads: int = Field(
         1,
         ge=1,

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
 from engine.attention.forward_batch import ForwardBatch
+from engine.model import backend
 from engine.model.loader import ModelUnsupported, load_engine
 from tests import tiny_models
 from tests.engine import support
@@ -98,6 +99,7 @@ def test_a_wrong_paged_forward_is_caught(tmp_path: Path, monkeypatch: pytest.Mon
     path = tiny_models.make("mistral", tmp_path, sliding_window=200)
     real = ForwardBatch.work
     monkeypatch.setattr(ForwardBatch, "work", lambda plan, window: real(plan, None))
+    monkeypatch.setattr(backend, "_recognised", lambda *_: None)
     with pytest.raises(ModelUnsupported, match="sliding window"):
         support.load(path)
 

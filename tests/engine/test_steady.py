@@ -61,12 +61,17 @@ def kv_and_logits(
     return kv[: len(tokens)].clone(), logits[0].clone()
 
 
-@needs_steady
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2", "gemma3", "smollm3"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "gemma2", "gemma3", "smollm3", "mixtral"]
+)
 def test_a_token_computed_again_has_the_same_bits(kind: str, tmp_path: Path) -> None:
     window = {"sliding_window": 300} if "sliding_window" in tiny_models.KINDS[kind][1] else {}
     path = tiny_models.make(kind, tmp_path, max_position_embeddings=1024, **window)
     engine = support.load(path)
+    if not engine.is_batch_invariant:
+        pytest.skip(
+            "the matrix products of this machine round rows differently, and the CPU kernels do not run this model"
+        )
     source = random.Random(7)
     tokens = [source.randrange(6, tiny_models.VOCAB) for _ in range(TOKENS)]
     one_by_one = kv_and_logits(engine, tokens, random.Random(0), 1)

@@ -1,0 +1,170 @@
+"""The CPU kernels: the same bits in every batch, with any threads and instruction set. Other models run without them."""
+
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from engine.cpu import library
+from engine.cpu.weights import PackedWeights, round_weights
+from engine.engine import SeqChunk
+from engine.kv.allocator import BlockAllocator
+from engine.model import backend
+from engine.model.errors import ModelUnsupported, WeightsUnsupported
+from engine.model.loader import load_engine
+from tests import tiny_models
+from tests.engine import support
+from tests.engine.test_steady import kv_and_logits
+
+KNOWN = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite")
+
+
+def kernels_are_here() -> bool:
+    try:
+        library.load()
+    except library.KernelsUnavailable:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not kernels_are_here(), reason="the CPU kernels cannot be built here")
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_models_of_the_common_shape_run_on_them(kind: str, tmp_path: Path) -> None:
+    engine = support.load(tiny_models.make(kind, tmp_path))
+    assert engine.runner.backend.startswith("cpu") and engine.is_batch_invariant
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("gemma2", {}),
+        ("mixtral", {}),
+        ("gpt2", {}),
+        ("granite", {"residual_multiplier": 0.5}),
+        ("llama", {"head_dim": 24}),
+    ],
+)
+def test_others_run_as_transformers_has_them(kind: str, overrides: dict[str, object], tmp_path: Path) -> None:
+    """The second granite looks like the common shape, and only the comparison after load can tell."""
+    path = tiny_models.make(kind, tmp_path, **overrides)
+    engine = support.load(path)
+    assert engine.runner.backend == "torch"
+    prompts = [[7, 8, 9, 10], [30, 20, 10]]
+    assert support.engine_greedy(engine, prompts, 8, 3) == support.plain_greedy(path, prompts, 8)
+
+
+def test_without_a_compiler_models_run_as_transformers_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise library.KernelsUnavailable("planted")
+
+    monkeypatch.setattr(backend, "load_kernels", fails)
+    said: list[str] = []
+    path = tiny_models.make("llama", tmp_path)
+    engine = load_engine(str(path), kv_bytes=support.KV_BYTES, on_progress=said.append)
+    assert engine.runner.backend == "torch" and "without the CPU kernels: planted" in said
+    with pytest.raises(WeightsUnsupported, match="planted"):
+        load_engine(str(path), kv_bytes=support.KV_BYTES, weights="int8")
+
+
+def digest(path: Path) -> str:
+    """Of KV and logits of a prompt, computed in chunks beside another."""
+    engine = support.load(path)
+    source = random.Random(5)
+    tokens = [source.randrange(6, tiny_models.VOCAB) for _ in range(150)]
+    kv, logits = kv_and_logits(engine, tokens, random.Random(1), 40)
+    return hashlib.sha256(kv.numpy().tobytes() + logits.numpy().tobytes()).hexdigest()
+
+
+CHILD = """
+import sys, torch
+from pathlib import Path
+from engine.cpu import library
+from tests.engine.test_cpu_kernels import digest
+torch.set_num_threads(int(sys.argv[2]))
+print(library.instruction_set(), digest(Path(sys.argv[1])))
+"""
+
+
+def digest_elsewhere(path: Path, threads: int, capability: str) -> tuple[str, str]:
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    command = [sys.executable, "-c", CHILD, str(path), str(threads)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    kind, found = done.stdout.split()
+    return kind, found
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+def test_bits_do_not_depend_on_the_instruction_set_or_on_threads(kind: str, tmp_path: Path) -> None:
+    path = tiny_models.make(kind, tmp_path, vocab_size=tiny_models.VOCAB)
+    here = digest(path)
+    assert digest_elsewhere(path, 3, "default")[1] == here
+    if library.instruction_set() == "avx512":
+        assert digest_elsewhere(path, 1, "avx2") == ("avx2", here)
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("outputs", [64, 100, 320])
+def test_products_are_those_of_the_rounded_weights(format: str, outputs: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(48, outputs).requires_grad_(False)
+    packed = PackedWeights([layer], format)
+    if format != "float32":
+        round_weights([layer], format)
+    for rows in (1, 5, 6, 7, 250):
+        x = torch.randn(rows, 48)
+        y = np.full((rows, packed.outputs), np.nan, np.float32)
+        described = packed.described()
+        library.load().multiply(described, x.data_ptr(), 48, y.ctypes.data, packed.outputs, rows)
+        torch.testing.assert_close(torch.from_numpy(y[:, :outputs]), layer(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        packed.row(torch.tensor([0, outputs - 1])), layer.weight[[0, outputs - 1]], rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "int8"])
+def test_smaller_weights_serve_and_are_another_model_to_other_workers(format: str, tmp_path: Path) -> None:
+    path = tiny_models.make("qwen2", tmp_path, tie_word_embeddings=True)
+    exact = load_engine(str(path), kv_bytes=support.KV_BYTES)
+    engine = load_engine(str(path), kv_bytes=support.KV_BYTES, weights=format)
+    assert format in engine.runner.backend and engine.info.fingerprint != exact.info.fingerprint
+    prompt = SeqChunk([7, 8, 9, 10, 11], 0, [3], True)
+    difference = (engine.forward([prompt]) - exact.forward([prompt])).norm() / exact.forward([prompt]).norm()
+    assert 0 < difference < 0.2
+
+
+def test_smaller_weights_are_refused_where_the_kernels_cannot_keep_them(tmp_path: Path) -> None:
+    path = tiny_models.make("gpt2", tmp_path)
+    with pytest.raises(WeightsUnsupported, match="int8 weights need the CPU kernels") as refused:
+        load_engine(str(path), kv_bytes=support.KV_BYTES, weights="int8")
+    assert refused.value.option == "--weights"
+    with pytest.raises(ModelUnsupported, match="dtype of float32"):
+        load_engine(str(path), kv_bytes=support.KV_BYTES, weights="int8", dtype="bfloat16")
+
+
+def test_what_would_leave_the_pool_is_refused(tmp_path: Path) -> None:
+    engine = support.load(tiny_models.make("llama", tmp_path))
+    for chunk in (
+        SeqChunk([7] * 17, 0, [1], False),
+        SeqChunk([7], 0, [engine.blocks], False),
+        SeqChunk([7], 0, [-1], False),
+        SeqChunk([7], -1, [1], False),
+        SeqChunk([], 0, [1], False),
+        SeqChunk([7] * 600, 0, list(range(40)), False),
+    ):
+        with pytest.raises(ValueError, match=r"chunk|block"):
+            engine.forward([chunk])
+    for token in (-1, engine.info.vocab_size):
+        with pytest.raises(ValueError, match="token"):
+            engine.forward([SeqChunk([token], 0, [1], True)])
+    assert BlockAllocator(engine.blocks) and engine.tokens_forwarded == 0

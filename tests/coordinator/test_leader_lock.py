@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import main
-from coordinator.__main__ import _journal
+from coordinator.__main__ import _usage_db
 from coordinator.recovery.leader_lock import LeaderLock, NotLeader
 from coordinator.recovery.lock_file import is_taken
 from runtime.process.driver import Stop
@@ -86,7 +86,7 @@ def test_a_second_coordinator_of_a_journal_ends_with_a_word_on_the_option(
 def test_whose_journal_it_is_is_known_before_anything_is_loaded(
     arguments: list[str], environment: dict[str, str], journal: str
 ) -> None:
-    assert _journal(arguments, environment) == journal
+    assert _usage_db(arguments, environment) == journal
 
 
 def test_a_lock_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ class VirtualCluster(Surroundings):
             prompt_tokens=submit.prompt_tokens - submit.resumed_tokens + emitted,
             resumed_tokens=emitted,
         )
+        request.recomputed_tokens += request.submit.prompt_tokens
         self.receive(GATEWAY, request.submit, request.prompt + bytes(4 * emitted))
 
     def _ended(self, request: ClientRequest, state: State) -> None:

@@ -59,6 +59,8 @@ class ClientRequest:
     state: State | None = None
     """Once it has ended."""
     rejected: Rejected | None = None
+    recomputed_tokens: int = 0
+    """Prompt tokens of attempts after the first."""
 
 
 class Surroundings(ABC):

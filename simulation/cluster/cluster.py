@@ -174,8 +174,8 @@ class VirtualCluster(Surroundings):
         self.advance(until_s)
 
     def step(self) -> None:
-        """What is due next, or a deadline of the coordinator's before it."""
-        deadline = self.core.next_deadline()
+        """What is due next, or a deadline of the coordinator's before time goes on to it."""
+        deadline = self.core.next_deadline() if self.next_s > self.now else None
         if deadline is not None and deadline < self.next_s:
             self.advance(deadline)
             self.post(Tick())

@@ -44,6 +44,9 @@ class Cell:
     """KV blocks of 16 tokens of each worker: the caches' capacity. A prefix takes 64."""
     requests: int = 0
     """0: enough to warm the caches up, and as many again."""
+    seeds: int = 1
+    """Runs, of which the median counts: where the caches just hold all prefixes once, one run thrashes by chance and another
+    does not, with each of the policies."""
 
 
 @dataclass
@@ -150,12 +153,16 @@ def run_cell(cell: Cell, seed: int = 0) -> dict[str, Found]:
     return {name: measure(cell.workers, traffic, weights, cell.blocks) for name, weights in POLICIES.items()}
 
 
-def verdict(cell: Cell, found: dict[str, Found]) -> tuple[float, float, bool]:
+def verdict(cell: Cell) -> tuple[float, float, bool]:
     """TTFT p50 against the better of the two, hit share against "cache only", and whether both are as they must be."""
-    ours, cache, load = found["ours"], found["cache"], found["load"]
-    slower = ours.ttft_p50_s / min(cache.ttft_p50_s, load.ttft_p50_s)
-    hits = ours.hit_share / cache.hit_share if cache.hit_share else 1.0
-    return slower, hits, slower <= 1.2 and (cell.load > 0.7 or hits >= 0.95)
+    slower, hits = [], []
+    for seed in range(cell.seeds):
+        found = run_cell(cell, seed)
+        ours, cache, load = found["ours"], found["cache"], found["load"]
+        slower.append(ours.ttft_p50_s / min(cache.ttft_p50_s, load.ttft_p50_s))
+        hits.append(ours.hit_share / cache.hit_share if cache.hit_share else 1.0)
+    ok = median(slower) <= 1.2 and (cell.load > 0.7 or median(hits) >= 0.95)
+    return median(slower), median(hits), ok
 
 
 def one_shared_prefix(requests: int = 211) -> list[Arrival]:

@@ -18,6 +18,10 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError(f"not in {_LOOKS * _PAUSE_S:.0f} s")
 
 
+def p99(values: list[float]) -> float:
+    return sorted(values)[int(len(values) * 0.99)]
+
+
 def first(count: int, values: Iterable[Any]) -> list[Any]:
     """Values for `parametrize`, tuples for several names, of which all but the first `count` are left to `-m long`."""
     rest = [pytest.mark.long, pytest.mark.timeout(600)]

@@ -32,10 +32,10 @@ FOLDERS_MAY_IMPORT = {
     "launcher": {
         "admin": "local",
         "bench": "admin http load local models",
-        "cluster": "load local models",
+        "cluster": "http load local models",
         "http": "",
         "load": "http",
-        "local": "models",
+        "local": "http models",
         "models": "",
         "reference": "cluster local",
     },

@@ -86,7 +86,7 @@ DRIVERS = frozenset(
 )
 """Files that turn decisions into I/O, where the rest of their folder decides."""
 IMPURE_MODULES = frozenset(
-    "asyncio zmq torch time random secrets threading multiprocessing socket subprocess structlog logging uvloop httpx".split()
+    "asyncio zmq torch time random secrets threading multiprocessing socket subprocess structlog logging uvloop aiohttp".split()
 )
 BANNED_MODULES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"})
 BANNED_CALLS = re.compile(

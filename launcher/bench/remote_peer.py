@@ -8,7 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from launcher.http.sse_client import BenchFailed
+from launcher.http.streams import BenchFailed
 from launcher.process import ROOT, child_environment, python_command
 
 ANSWER_TIMEOUT_S = 120.0

@@ -17,12 +17,12 @@ import uvloop
 from rich.console import Console
 
 from launcher import report as bench_report
-from launcher.http.sse_client import BenchFailed
+from launcher.http.client import new_session
+from launcher.http.streams import BenchFailed
 from launcher.load import plan as load_plan
 from launcher.load import plot as load_plot
 from launcher.load import queue_times as load_queue
 from launcher.load import records as load_records
-from launcher.load import run as load_run
 from launcher.load import show as load_show
 from launcher.load.figures import Slo, figures
 from launcher.load.plan import Plan
@@ -151,7 +151,7 @@ def _tenants_toml(tenants: Sequence[Tenant]) -> str:
 
 async def measure(settings: LoadSettings, site: Site, model_id: str, console: Console) -> RunFile:
     """One run of the load. Raises `BenchFailed` where nothing can be measured; ended by Ctrl-C it returns what there is."""
-    async with load_run.new_session() as session:
+    async with new_session(silence_s=None) as session:
         probed = await probe(session, site.base_url, site.key, model_id, settings)
         plan = load_plan.make(settings, site.tenants, probed.target.context_tokens)
         prompts = probed.prompts(settings, plan)

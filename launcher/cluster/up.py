@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.markup import escape
 
 from launcher.cluster.file import ClusterError, ClusterFile, parse
 from launcher.cluster.plan import HostPlan, Planned, coordinator_address, plan_host
 from launcher.cluster.settings import DownSettings, UpSettings
+from launcher.http.client import answers_ready, new_session
 from launcher.local import registry as here
-from launcher.local.lifetime import answers_ready, run_until_stopped, sayer, wait_ready
+from launcher.local.lifetime import run_until_stopped, sayer, wait_ready
 from launcher.local.notify_listener import NotifySocket
 from launcher.local.supervisor import ProcessSpec, Supervisor
 from launcher.local.watchdog import WATCHDOG_S
@@ -165,11 +165,11 @@ def _check_wanted(settings: UpSettings, at: Place) -> None:
 
 async def _wait(settings: UpSettings, plan: HostPlan, supervisor: Supervisor, console: Console) -> None:
     """Until every process here has said that it is ready, and the gateways have workers of both kinds, wherever those are."""
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with new_session() as session:
 
         async def is_ready() -> bool:
             return supervisor.all_ready() and all(
-                [await answers_ready(client, f"{url}/ready") for url in plan.base_urls]
+                [await answers_ready(session, f"{url}/ready") for url in plan.base_urls]
             )
 
         await wait_ready(is_ready, supervisor, settings.ready_timeout_s, console)

@@ -1,4 +1,4 @@
 """What the load generator and the benchmarks use to talk to a server.
 
-Start with `sse_client`.
+Start with `client`.
 """

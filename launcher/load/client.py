@@ -6,84 +6,46 @@ What counts is when bytes arrive: each read is stamped once, before it is taken 
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import aiohttp
 import msgspec
 
+from launcher.http.client import (
+    ERROR_BYTES_MAX,
+    Event,
+    RequestFailed,
+    SseReader,
+    Usage,
+    drain,
+    headers,
+    read_whole,
+    reason,
+)
 from launcher.load.plan import NEVER, Planned
 from launcher.load.prompts import Prompt
 from launcher.load.records import CANCELLED, OK, Record
 from runtime.process import clock
-
-LINE_BYTES_MAX: Final = 1 << 20
-EVENTS_MAX: Final = 1 << 20
-ERROR_BYTES_MAX: Final = 1 << 16
-DRAIN_S: Final = 1.0
-"""For the end of the connection's use behind [DONE], so that it can be used again."""
-_DONE: Final = b"[DONE]"
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-
-
-class _Cached(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Cached | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_DECODER: Final = msgspec.json.Decoder(_Event)
-
-
-class StreamFailed(Exception):
-    """`kind` is the outcome."""
-
-    def __init__(self, kind: str, detail: str) -> None:
-        super().__init__(detail)
-        self.kind = kind
 
 
 class StreamReader:
     """Bytes of a server-sent event stream → arrivals in a record. Pure."""
 
     def __init__(self, record: Record, origin: float) -> None:
-        self.done = False
         self._record, self._origin = record, origin
-        self._rest = b""
-        self._events = 0
+        self._sse = SseReader()
         self._last = 0.0
         self._chunks = self._ids = 0
-        self._usage: _Usage | None = None
+        self._usage: Usage | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._sse.done
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises `StreamFailed` at an error event, or what is none."""
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > LINE_BYTES_MAX:
-            raise StreamFailed("garbage", "a line without end")
-        for line in lines:
-            if line.startswith(b"data:") and not self.done:
-                self._take(line[5:].strip(), now)
+        """Raises `RequestFailed` at an error event, or what is none."""
+        for event in self._sse.feed(data):
+            self._take(event, now)
         self.settle()
 
     @property
@@ -99,19 +61,7 @@ class StreamReader:
             record.prompt_tokens = usage.prompt_tokens
             record.cached_tokens = (usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens) or 0
 
-    def _take(self, data: bytes, now: float) -> None:
-        self._events += 1
-        if data == _DONE:
-            self.done = True
-            return
-        if self._events > EVENTS_MAX:
-            raise StreamFailed("garbage", f"more than {EVENTS_MAX} events")
-        try:
-            event = _DECODER.decode(data)
-        except msgspec.DecodeError as error:
-            raise StreamFailed("garbage", f"an event that is none of OpenAI's: {error}") from None
-        if event.error is not None:
-            raise StreamFailed("error_event", _words(event.error))
+    def _take(self, event: Event, now: float) -> None:
         self._usage = event.usage or self._usage
         carries = False
         for choice in event.choices or ():
@@ -166,11 +116,6 @@ class Target:
         return msgspec.json.encode(fields)
 
 
-def headers(key: str) -> dict[str, str]:
-    common = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-    return common | ({"Authorization": f"Bearer {key}"} if key else {})
-
-
 async def send(
     session: aiohttp.ClientSession, target: Target, planned: Planned, body: bytes, record: Record, origin: float
 ) -> None:
@@ -184,7 +129,7 @@ async def send(
                 await _answer(response, reader, planned, record, origin)
     except TimeoutError:
         record.outcome = CANCELLED if leaves else "timeout"
-    except StreamFailed as error:
+    except RequestFailed as error:
         record.outcome, record.detail = error.kind, str(error)
     except aiohttp.ClientConnectorError as error:
         record.outcome, record.detail = "connect", str(error)[:200]
@@ -203,10 +148,10 @@ async def _answer(
     if response.status != 200:
         record.outcome = f"http_{response.status}"
         record.retry_after_s = _seconds(response.headers.get("Retry-After", ""))
-        record.detail = _reason(await read_whole(response, ERROR_BYTES_MAX))
+        record.detail = reason(await read_whole(response, ERROR_BYTES_MAX))
         return
     if response.content_type != "text/event-stream":
-        raise StreamFailed("garbage", f"an answer of type {response.content_type}"[:200])
+        raise RequestFailed("garbage", f"an answer of type {response.content_type}"[:200])
     async for data in response.content.iter_any():
         reader.feed(data, clock.now())
         if planned.cancel_tokens != NEVER and reader.carried >= planned.cancel_tokens:
@@ -217,40 +162,12 @@ async def _answer(
             break
     record.ended_s = clock.now() - origin
     if not reader.done:
-        raise StreamFailed("cut_short", "the stream ended without [DONE]")
+        raise RequestFailed("cut_short", "the stream ended without [DONE]")
     if record.first_s is None:
-        raise StreamFailed("empty", "no token came")
+        raise RequestFailed("empty", "no token came")
     record.outcome = OK
-    try:
-        async with asyncio.timeout(DRAIN_S):
-            async for _ in response.content.iter_any():
-                pass
-    except (TimeoutError, aiohttp.ClientError):
-        response.close()
-
-
-async def read_whole(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """The body, or its first `most` bytes and a little more."""
-    found = b""
-    async for data in response.content.iter_any():
-        found += data
-        if len(found) >= most:
-            response.close()
-            break
-    return found
+    await drain(response)
 
 
 def _seconds(text: str) -> float | None:
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
-
-
-def _words(error: Any) -> str:
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:200]
-
-
-def _reason(body: bytes) -> str:
-    try:
-        found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return body[:200].decode("utf-8", "replace")
-    return _words(found["error"]) if isinstance(found, dict) and "error" in found else str(found)[:200]

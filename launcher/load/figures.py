@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from launcher.http.sse_client import percentile
+from launcher.http.streams import percentile
 from launcher.load.records import CANCELLED, INTERRUPTED, OK, Record
 
 RANKS: Final = (50, 90, 95, 99)

@@ -6,8 +6,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from launcher.http.sse_client import WORDS, BenchFailed
-from launcher.load.client import Target, headers, read_whole
+from launcher.http.client import headers, read_whole
+from launcher.http.streams import WORDS, BenchFailed
+from launcher.load.client import Target
 from launcher.load.plan import Plan
 from launcher.load.prompts import Prompts, words_with_a_tokenizer
 from launcher.load.settings import LoadSettings

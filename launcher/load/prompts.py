@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from launcher.http.sse_client import WORDS
+from launcher.http.streams import WORDS
 from launcher.load.plan import NEVER, Planned
 from runtime.settings.options import SettingsError
 

@@ -16,16 +16,7 @@ from launcher.load.prompts import Prompts
 from launcher.load.records import INTERRUPTED, NOT_SENT, Record
 from runtime.process import clock
 
-KEEPALIVE_S: Final = 3.0
-"""Shorter than servers keep idle connections, so that none is used that the server is about to close."""
 SHOW_EVERY_S: Final = 0.5
-
-
-def new_session() -> aiohttp.ClientSession:
-    """No limit of connections: what bounds them is `--in-flight-max`."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-    timeout = aiohttp.ClientTimeout(total=None)
-    return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False, trust_env=False)
 
 
 @dataclass

@@ -12,12 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import uvloop
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from launcher.http.client import answers_ready, new_session
 from launcher.local import cluster as clusters
 from launcher.local import registry as here
 from launcher.local.cluster import Cluster
@@ -36,7 +37,7 @@ _COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 class Running:
     cluster: Cluster
     supervisor: Supervisor
-    client: httpx.AsyncClient
+    client: aiohttp.ClientSession
     """Speaks to the gateway, with a key if one is needed."""
     log_dir: Path
 
@@ -53,11 +54,7 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
         console.print(f"[yellow]note[/yellow] {escape(cluster.plan.note)}")
     log_dir = new_log_dir()
     supervisor = Supervisor(log_dir=log_dir, say=sayer(console), verbose=settings.verbose)
-    headers = {"Authorization": f"Bearer {cluster.key}"} if cluster.key else {}
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=cluster.base_url, headers=headers, timeout=60.0, trust_env=False, limits=limits
-    ) as client:
+    async with new_session(cluster.base_url, cluster.key) as client:
         try:
             with here.noted(
                 log_dir, model_id=model.model_id, base_url=cluster.base_url, coordinator=cluster.coordinator
@@ -159,15 +156,8 @@ async def wait_ready(
             await asyncio.wait({failed})
 
 
-async def _all_ready(client: httpx.AsyncClient, cluster: Cluster) -> bool:
+async def _all_ready(client: aiohttp.ClientSession, cluster: Cluster) -> bool:
     return all([await answers_ready(client, f"{url}/ready") for url in cluster.base_urls])
-
-
-async def answers_ready(client: httpx.AsyncClient, url: str) -> bool:
-    try:
-        return (await client.get(url, timeout=2.0)).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def _state(child: Child) -> str:

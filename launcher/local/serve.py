@@ -3,13 +3,14 @@
 import asyncio
 import json
 import shlex
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
-import httpx
+import aiohttp
 from rich.console import Console
 from rich.markup import escape
 
+from launcher.http.client import RequestFailed, events
 from launcher.local import cluster as clusters
 from launcher.local.lifetime import Running, run_until_stopped, running
 from launcher.models import resolve as models
@@ -52,7 +53,7 @@ async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, s
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await _ask(up, model, settings.question, console)
-        except (AnswerFailed, httpx.HTTPError, TimeoutError) as error:
+        except (AnswerFailed, RequestFailed, aiohttp.ClientError, TimeoutError) as error:
             why = str(error) or f"no answer within {ANSWER_TIMEOUT_S:.0f} s; see the logs in {up.log_dir}"
             if settings.once:
                 raise AnswerFailed(f"the first question failed: {why}") from None
@@ -78,30 +79,14 @@ async def _ask(up: Running, model: ReadyModel, question: str, console: Console) 
         "stream": True,
     }
     text = ""
-    async with up.client.stream("POST", "/v1/chat/completions", json=body, timeout=ANSWER_TIMEOUT_S) as response:
-        if response.status_code != 200:
-            raise AnswerFailed(f"HTTP {response.status_code}: {(await response.aread()).decode()[:500]}")
-        async for event in sse_events(response):
-            piece = event["choices"][0]["delta"].get("content") or "" if event.get("choices") else ""
+    async with up.client.post("/v1/chat/completions", json=body) as response:
+        async for event, _ in events(response):
+            piece = "".join(choice.delta.content or "" for choice in event.choices or () if choice.delta)
             text += piece
             console.print(escape(piece), end="", highlight=False, soft_wrap=True)
     console.print("\n")
     if not text.strip():
         raise AnswerFailed("the answer was empty")
-
-
-async def sse_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON events of a stream up to `[DONE]`. Raises `AnswerFailed` on an error event or a stream cut short."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data: "):
-            continue
-        if line == "data: [DONE]":
-            return
-        event = json.loads(line.removeprefix("data: "))
-        if "error" in event:
-            raise AnswerFailed(str(event["error"].get("message", event["error"])))
-        yield event
-    raise AnswerFailed("the stream ended before [DONE]")
 
 
 def _invite(up: Running, model: ReadyModel, settings: ServeSettings, console: Console) -> None:

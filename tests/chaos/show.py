@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from launcher.http.sse_client import percentile
+from launcher.http.streams import percentile
 from tests.chaos.gaps import Fault
 from tests.chaos.orders import IS_STEADY
 from tests.chaos.run import Result

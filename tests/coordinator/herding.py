@@ -7,11 +7,24 @@ the least to do, whatever it has cached. Both are weights of the same score, so 
 import random
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median, quantiles
 
+from coordinator.events import Limits
+from coordinator.fairness.cost import Prices
 from coordinator.score import Weights
-from tests.coordinator.cache_world import LOAD_ONLY, LONGEST_PREFIX_FIRST, RATE, Arrival, CacheWorld
+from gateway.text.block_hashes import block_hashes
+from proto.codec import pack_tokens
+from simulation.cluster.cluster import MODEL, VirtualCluster
+from simulation.cluster.surroundings import Timing
+from tests.coordinator.billed import Billed
 
+BLOCK_SIZE = 16
+TOKENS_PER_S = 2000.0
+"""Of one prefill worker."""
+OUTPUT_TOKENS = 8
+LONGEST_PREFIX_FIRST = Weights(queue=0.0, compute=1.0, room_s=0.0)
+LOAD_ONLY = Weights(compute=0.0, room_s=0.0)
 PREFIX_TOKENS = 1024
 TAIL_TOKENS = (20, 200)
 HOT_SHARE = 0.9
@@ -33,6 +46,13 @@ class Cell:
     """0: enough to warm the caches up, and as many again."""
 
 
+@dataclass
+class Arrival:
+    at_s: float
+    prompt: list[int]
+    tenant: str = "default"
+
+
 @dataclass(frozen=True)
 class Found:
     """Of the second half of a run, so that caches are warm."""
@@ -45,32 +65,83 @@ class Found:
     """Share of the requests that ran on the busiest worker."""
 
 
-def arrivals(cell: Cell, seed: int = 0) -> list[Arrival]:
+def hot_traffic(seed: int, requests: int, per_s: float, hot: int) -> list[Arrival]:
+    """90 % of the prompts begin with one of `hot` texts of 1,024 tokens; what follows, and the others, are new."""
     rnd = random.Random(seed)
 
     def text(tokens: int) -> list[int]:
         return [rnd.randrange(1 << 16) for _ in range(tokens)]
 
-    prefixes = [text(PREFIX_TOKENS) for _ in range(cell.hot)]
-    mean_tokens = sum(TAIL_TOKENS) / 2 + (1 - HOT_SHARE) * PREFIX_TOKENS
-    per_s = cell.load * cell.workers * RATE / mean_tokens
-    requests = cell.requests or 300 + 8 * cell.hot + 60 * cell.workers
-    at, found = 0.0, []
+    prefixes = [text(PREFIX_TOKENS) for _ in range(hot)]
+    at_s, found = 0.0, []
     for _ in range(requests):
-        at += rnd.expovariate(per_s)
+        at_s += rnd.expovariate(per_s)
         begin = rnd.choice(prefixes) if rnd.random() < HOT_SHARE else text(PREFIX_TOKENS)
-        found.append(Arrival(at, begin + text(rnd.randint(*TAIL_TOKENS))))
+        found.append(Arrival(at_s, begin + text(rnd.randint(*TAIL_TOKENS))))
     return found
 
 
+def arrivals(cell: Cell, seed: int = 0) -> list[Arrival]:
+    mean_tokens = sum(TAIL_TOKENS) / 2 + (1 - HOT_SHARE) * PREFIX_TOKENS
+    per_s = cell.load * cell.workers * TOKENS_PER_S / mean_tokens
+    requests = cell.requests or 300 + 8 * cell.hot + 60 * cell.workers
+    return hot_traffic(seed, requests, per_s, cell.hot)
+
+
+def cluster(workers: int, weights: Weights | None = None, blocks: int = 2000) -> tuple[VirtualCluster, Billed]:
+    """Its queues never overflow. Output is free, so that what tenants are charged can be compared with what was computed."""
+    many = 10**9
+    limits = Limits(
+        placement=weights or Weights(),
+        prices=Prices(1.0, 0.0),
+        queue_requests_max=100_000,
+        queue_tokens_max=many,
+        tenant_queue_max=many,
+        queue_wait_s_max=many,
+        step_tokens=512,
+    )
+    timing = Timing(prefill_tokens_per_s=TOKENS_PER_S, decode_step_s=0.001)
+    made = VirtualCluster(limits, timing, prefill=workers, prefill_blocks=blocks, block_size=BLOCK_SIZE)
+    bill = made.core.queues[MODEL].fair = Billed()
+    return made, bill
+
+
+def serve(made: VirtualCluster, traffic: list[Arrival]) -> None:
+    """All of it, to its end; the requests are named by their numbers."""
+    for number, arrival in enumerate(traffic):
+        prompt = pack_tokens(arrival.prompt)
+        made.at(
+            arrival.at_s,
+            partial(
+                made.submit,
+                str(number),
+                arrival.tenant,
+                len(arrival.prompt),
+                OUTPUT_TOKENS,
+                prompt=prompt,
+                block_hashes=block_hashes(prompt, BLOCK_SIZE, f"tenant:{arrival.tenant}"),
+            ),
+        )
+    while made.core.requests or len(made.requests) < len(traffic):
+        made.step()
+    made.run(made.now + 1.0)
+    for worker in made.prefill.values():
+        assert not worker.core.table.prompts
+        worker.core.table.allocator.check_invariants()
+
+
 def measure(workers: int, traffic: list[Arrival], weights: Weights, blocks: int = 2000, skip: float = 0.5) -> Found:
-    world = CacheWorld(workers, blocks=blocks, weights=weights)
-    world.run(traffic)
-    names = [f"r{number}" for number in range(int(len(traffic) * skip), len(traffic))]
-    ttft_s = [world.ttft_s[name] for name in names]
-    cached = sum(world.cached_of[name] for name in names)
-    tokens = sum(len(arrival.prompt) for arrival in traffic[int(len(traffic) * skip) :])
-    most = max(Counter(world.worker_of[name] for name in names).values()) / len(names)
+    made, _ = cluster(workers, weights, blocks)
+    serve(made, traffic)
+    names = [str(number) for number in range(int(len(traffic) * skip), len(traffic))]
+    ttft_s = [made.ttft_s[name] for name in names]
+    cached = sum(made.requests[name].cached_tokens for name in names)
+    tokens = sum(made.requests[name].submit.prompt_tokens for name in names)
+    measured = set(names)
+    by_worker = Counter(
+        incarnation for incarnation, worker in made.prefill.items() for name, _ in worker.computed if name in measured
+    )
+    most = max(by_worker.values()) / len(names)
     return Found(median(ttft_s), quantiles(ttft_s, n=100)[98], cached / tokens, most)
 
 

@@ -1,10 +1,14 @@
 """The prefix cache seen from the coordinator: what is cached is not dispatched and not charged, and is found again."""
 
+import random
+
 import pytest
 
 from coordinator.core import Core
 from coordinator.events import Limits, PeerDown, PeerUp, Received
 from coordinator.score import Weights
+from gateway.text.block_hashes import block_hashes
+from proto.codec import pack_tokens
 from proto.drain import Draining
 from proto.errors import CancelReason, Interrupt
 from proto.messages import (
@@ -22,7 +26,7 @@ from proto.messages import (
     Submit,
     WorkFailed,
 )
-from tests.coordinator.cache_world import LONGEST_PREFIX_FIRST, Arrival, CacheWorld, hot_traffic
+from tests.coordinator.herding import BLOCK_SIZE, LONGEST_PREFIX_FIRST, Arrival, cluster, hot_traffic, serve
 from tests.coordinator.world import Harness, RandomWorld, named, submit, worker_hello
 from tests.helpers import first
 
@@ -261,32 +265,41 @@ def test_a_worker_in_trouble_is_avoided_until_others_have_done_well() -> None:
 def test_hot_prefixes_are_hit_as_by_longest_prefix_first(seed: int, blocks: int, hot: int, per_s: float) -> None:
     """From a light load to an overload, with room for every hot prefix everywhere, and with room for less than two of each."""
     hit = {}
+    traffic = hot_traffic(seed, 300, per_s, hot)
+    prompt_tokens = sum(len(arrival.prompt) for arrival in traffic)
     for name, weights in (("longest", LONGEST_PREFIX_FIRST), ("score", Weights())):
-        world = CacheWorld(4, blocks=blocks, weights=weights)
-        world.run(hot_traffic(seed, 300, per_s, hot))
-        hit[name] = 1 - world.computed_tokens / world.prompt_tokens
-        assert world.charged == pytest.approx(world.computed_tokens), "charged is what was computed"
-        assert sum(world.cached_of.values()) == world.prompt_tokens - world.computed_tokens
-        assert world.core.counters["prompt_tokens_cached"] == sum(world.cached_of.values())
+        made, queue = cluster(4, weights, blocks)
+        serve(made, traffic)
+        computed_tokens = sum(worker.computed_tokens for worker in made.prefill.values())
+        cached_tokens = sum(request.cached_tokens for request in made.requests.values())
+        hit[name] = cached_tokens / prompt_tokens
+        assert queue.bill.total() == pytest.approx(computed_tokens), "charged is what was computed"
+        assert cached_tokens == prompt_tokens - computed_tokens == made.core.counters["prompt_tokens_cached"]
     assert hit["score"] >= 0.95 * hit["longest"] > 0.5, (seed, hit)
 
 
 def test_charged_is_computed_also_where_beliefs_are_wrong() -> None:
     """Prompts are missed, what had been dispatched is skipped and dispatched again, and charged once."""
-    world = CacheWorld(3, blocks=600, false_beliefs=0.3)
-    world.run(hot_traffic(5, 300, 6.0, 12))
-    assert world.misses > 10
-    assert world.charged == pytest.approx(world.computed_tokens)
+    made, queue = cluster(3, blocks=600)
+    traffic, rnd = hot_traffic(5, 300, 6.0, 12), random.Random(0)
+    for arrival in traffic:
+        if rnd.random() < 0.3:
+            hashes = block_hashes(pack_tokens(arrival.prompt), BLOCK_SIZE, f"tenant:{arrival.tenant}")
+            half = hashes[: len(hashes) // 32 * 16]
+            made.at(arrival.at_s, made.receive, rnd.choice(list(made.prefill)), CacheEvents(half, b""))
+    serve(made, traffic)
+    assert made.core.counters["cache_misses"] > 10
+    assert queue.bill.total() == pytest.approx(sum(worker.computed_tokens for worker in made.prefill.values()))
 
 
 def test_no_tenant_gets_a_hit_from_anothers_prompt() -> None:
     """All tenants send the very same prompts; each computes each of them once, and then only what must be."""
     prompts = [[text * 1000 + token for token in range(160)] for text in range(3)]
     tenants = [f"org/u{number}" for number in range(4)]
-    world = CacheWorld(1)
-    world.run([Arrival(10.0 * n, prompt, tenant) for n, (tenant, prompt) in enumerate(
+    made, _ = cluster(1)
+    serve(made, [Arrival(10.0 * n, prompt, tenant) for n, (tenant, prompt) in enumerate(
         (tenant, prompt) for _ in range(2) for tenant in tenants for prompt in prompts)])  # fmt: skip
-    found = list(world.cached_of.values())
+    found = [request.cached_tokens for request in made.requests.values()]
     assert found[: len(found) // 2] == [0] * 12, "a first time for each tenant"
     assert found[len(found) // 2 :] == [144] * 12
 

@@ -12,31 +12,34 @@ from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 from proto.errors import Reject
 from proto.messages import Role, Submit
-from tests.coordinator.virtual import Virtual
+from simulation.cluster.cluster import VirtualCluster
+from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import MODEL, submit, worker_hello
 
+TIMING = Timing(prefill_step_s=0.01)
 
-def refused(world: Virtual) -> list[tuple[str, Reject]]:
-    return [(message.request_id, message.reason) for _, message in world.rejected]
+
+def refused(world: VirtualCluster) -> list[tuple[str, Reject]]:
+    return [(message.request_id, message.reason) for message in world.rejected]
 
 
 @pytest.mark.parametrize("first_tokens", [8, 100, 300])
 def test_the_first_deadlines_after_a_start_are_not_refused(first_tokens: int) -> None:
     """Whatever ran first: the first step counted for a fifth of its rate, and a short one shows a worker slower than it is."""
-    world = Virtual(tokens_per_s=8192.0, step_s=0.01)
+    world = VirtualCluster(timing=TIMING)
     world.submit("unmeasured", "o", 4000, deadline_ms=550.0)
     world.cancel("unmeasured")
     world.run(10.0)
-    world = Virtual(tokens_per_s=8192.0, step_s=0.01)
+    world = VirtualCluster(timing=TIMING)
     world.submit("first", "o", first_tokens)
     world.run(10.0)
     world.submit("second", "o", 4000, deadline_ms=900.0)  # 650 ms alone
     world.run(20.0)
-    assert refused(world) == [] and world.ended["second"] == "finished"
+    assert refused(world) == [] and world.requests["second"].state == "finished"
 
 
 def test_short_steps_do_not_make_a_worker_slow() -> None:
-    world = Virtual(tokens_per_s=8192.0, step_s=0.01)
+    world = VirtualCluster(timing=TIMING)
     world.submit("long", "o", 4096)
     world.run(5.0)
     measured = world.core.pools[MODEL].fastest_tokens_per_s()
@@ -61,7 +64,8 @@ def test_a_worker_that_has_just_joined_is_not_why_a_deadline_is_refused() -> Non
 
 def test_one_prompt_runs_on_one_worker_however_many_there_are() -> None:
     """A full queue sheds the one that no single worker can finish in time, and not one that waits without a deadline."""
-    world = Virtual(Limits(queue_requests_max=3), prefill=8, tokens_per_s=1000.0, max_seqs=1, decode=8)
+    timing = Timing(prefill_tokens_per_s=1000.0)
+    world = VirtualCluster(Limits(queue_requests_max=3), timing, prefill=8, decode=8, max_seqs=1)
     for number in range(8):
         world.submit(f"run{number}", "o", 1000)
     world.run(2.5)

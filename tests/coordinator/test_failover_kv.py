@@ -1,63 +1,57 @@
 """After a failover the streams that went on count with what is left of them, so that a busy pool goes on placing."""
 
+from random import Random
+
 import msgspec
 import pytest
 
 from coordinator.core import Core
 from coordinator.events import Limits, PeerUp
-from launcher.bench.dev.kv_utilization_world import DECODE, GATEWAY, PREFILL, Job, RoomWorld
-from proto.held import Capacity, Held
-from proto.limits import PROTOCOL_VERSION
-from proto.messages import Hello, Interrupted, Reserve, Role
+from launcher.bench.dev.kv_utilization_load import Job, OverloadedCluster
+from proto.held import Held
+from proto.messages import Interrupted, Reserve, Role
 from proto.parts import PrefixPart
 from proto.progress import DecodeProgress, Joined
+from simulation.cluster.cluster import FIRST_DECODE
 from tests.coordinator.world import Harness, submit, worker_hello
 
 KV_BLOCKS, BLOCK = 512, 16
 
 
-def busy(text: str = "") -> RoomWorld:
-    """A pool that has been full for a while."""
-    world = RoomWorld(lambda random: Job(128, 256, (random.randint(1, 256),), text, 96), KV_BLOCKS, BLOCK, overload=3.0)
+def busy(text: str = "") -> OverloadedCluster:
+    """A pool that has been full for a while; of its reports none is on its way."""
+
+    def draw(random: Random) -> Job:
+        return Job(128, 256, (random.randint(1, 256),), text, 96)
+
+    world = OverloadedCluster(draw, KV_BLOCKS, BLOCK, overload=3.0, report_s=0.0)
     world.run(0, 600)
     return world
 
 
-def successor(world: RoomWorld, held: tuple[Held, ...]) -> Core:
+def successor(world: OverloadedCluster, held: tuple[Held, ...]) -> Core:
     """A coordinator that knows of the streams only what their worker says when it registers."""
     core = Core(Limits(queue_wait_s_max=1e6))
-    core.handle(PeerUp(GATEWAY, Hello(PROTOCOL_VERSION, Role.GATEWAY, GATEWAY, "gateway", address="tcp://g")), 0.0)
-    for role, incarnation in ((Role.DECODE, DECODE), *((Role.PREFILL, incarnation) for incarnation in PREFILL)):
-        hello = Hello(
-            PROTOCOL_VERSION,
-            role,
-            incarnation,
-            f"w{incarnation}",
-            "m",
-            "f",
-            "tcp://w",
-            Capacity(KV_BLOCKS, BLOCK, 1 << 16, 1 << 20),
-        )
-        core.handle(PeerUp(incarnation, msgspec.structs.replace(hello, held=held if role is Role.DECODE else ())), 0.0)
+    for incarnation, registered in world.cluster.core.peers.items():
+        if registered.role is Role.DECODE:
+            registered = msgspec.structs.replace(registered, held=held)
+        core.handle(PeerUp(incarnation, registered), 0.0)
     return core
 
 
 @pytest.mark.parametrize("text", ["", "system prompt"])
 def test_a_busy_pool_has_as_much_room_after_a_failover_as_before(text: str) -> None:
     world = busy(text)
-    while world.reports:  # what is on its way has arrived
-        world.run(0, 1)
-        world.due = float("inf")
-    before = world.core.workers[DECODE]
-    held = world.table.held()
+    before = world.cluster.core.workers[FIRST_DECODE]
+    held = world.decode.table.held()
     assert len(held) > 5 and before.free_blocks < 0.1 * KV_BLOCKS
-    after = successor(world, held).workers[DECODE]
+    after = successor(world, held).workers[FIRST_DECODE]
     assert after.room is not None and before.room is not None
     after.room.check_invariants()
     assert before.free_blocks <= after.free_blocks < 0.2 * KV_BLOCKS
     assert after.room.shared >= before.room.shared and bool(text) == (after.room.shared > 0)
     only_blocks = tuple(Held(one.request_id, one.attempt, one.kv_blocks, one.seqs) for one in held)
-    assert successor(world, only_blocks).workers[DECODE].free_blocks == 0
+    assert successor(world, only_blocks).workers[FIRST_DECODE].free_blocks == 0
 
 
 def test_adopted_streams_are_counted_by_what_is_left_of_them() -> None:

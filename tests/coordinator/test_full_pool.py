@@ -2,14 +2,15 @@
 
 import random
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
 from coordinator.events import Limits
-from tests.coordinator.virtual import Virtual, p99
+from simulation.cluster.cluster import VirtualCluster
+from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import MODEL
-from tests.helpers import first
+from tests.helpers import first, p99
 
 SECONDS, ATTACK_S = 25.0, 5.0
 VICTIMS = 9
@@ -31,14 +32,13 @@ class Found:
 @cache
 def run(users: int, bypasses_max: int) -> Found:
     """Each user of the attacking organisation has always one request that fills a decode worker and runs for a second."""
-    world = Virtual(
+    world = VirtualCluster(
         Limits(bypasses_max=bypasses_max, queue_requests_max=4096),
+        Timing(prefill_step_s=0.002, decode_step_s=0.01),
         prefill=2,
         decode=6,
-        step_s=0.002,
-        itl_s=0.01,
-        kv_blocks=320,
-        output=lambda submit: 100 if submit.tenant.startswith("attacker") else submit.sampling.max_tokens // 2,
+        decode_blocks=320,
+        progress=False,
     )
     rnd, now, victims, attacks = random.Random(1), 0.0, 0, 0
     pool = world.core.pools[MODEL]
@@ -47,7 +47,7 @@ def run(users: int, bypasses_max: int) -> Found:
     def attack(user: int) -> None:
         nonlocal attacks
         attacks += 1
-        world.submit(f"a{user}-{attacks}", f"attacker/user{user}", 64, max_tokens=5000)
+        world.submit(f"a{user}-{attacks}", f"attacker/user{user}", 64, 5000, output_tokens=(100,))
 
     def again() -> None:
         alive = {request.path[2] for request in world.core.requests.values() if request.path[1] == "attacker"}
@@ -61,13 +61,13 @@ def run(users: int, bypasses_max: int) -> Found:
     while (now := now + rnd.expovariate(PER_S)) < SECONDS:
         victims += 1
         who, length = f"v{victims % VICTIMS}", rnd.choice([100, 200, 300])
-        world.at(now, lambda n=victims, who=who, length=length: world.submit(f"v{n}", who, 64, max_tokens=length))  # type: ignore[misc]
+        world.at(now, partial(world.submit, f"v{victims}", who, 64, length, output_tokens=(length // 2,)))
     for tick in range(int((SECONDS - ATTACK_S) / 0.05)) if users else ():
         world.at(ATTACK_S + 0.05 * tick, again)
     world.run(SECONDS)
     served = sum(name.startswith("a") for name in world.ttft_s)
     world.run(SECONDS + 10.0)
-    assert not [rejected for _, rejected in world.rejected if rejected.request_id.startswith("v")]
+    assert not [rejected for rejected in world.rejected if rejected.request_id.startswith("v")]
     ttft_s = [t for name, t in world.ttft_s.items() if name.startswith("v")]
     assert len(ttft_s) == victims, "each of them is served"
     return Found(ttft_s, served, sum(shares) / max(len(shares), 1))

@@ -6,9 +6,11 @@ from tests.coordinator.herding import POLICIES, Cell, judge, measure, one_shared
 from tests.helpers import first
 
 CORNER = [Cell(1, 0.7, 2), Cell(8, 0.5, 4), Cell(64, 0.5, 4, requests=900), Cell(8, 0.7, 8)]
+FEW = 775
+"""KV blocks that are less than two caches of each hot prefix: about 700, and those of the prompt that is computed."""
 FULL = [
     Cell(hot, load, workers) for hot in (1, 4, 16, 64) for load in (0.2, 0.5, 0.7, 0.95) for workers in (2, 4, 8, 16)
-] + [Cell(24, 0.5, 4, blocks=700), Cell(24, 0.95, 4, blocks=700)]
+] + [Cell(24, 0.5, 4, blocks=FEW), Cell(24, 0.95, 4, blocks=FEW)]
 
 
 def test_one_shared_prefix_does_not_herd_all_requests_to_one_worker() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.events import Limits, PeerUp
 from launcher.bench.dev.kv_utilization import most_use, workloads
-from launcher.bench.dev.kv_utilization_world import Job, RoomWorld
+from launcher.bench.dev.kv_utilization_load import Job, OverloadedCluster
 from proto.errors import Interrupt
 from proto.held import Held
 from proto.messages import HandedOver, Interrupted, Message, Release, Released, Reserve, Role, Step, StepDone
@@ -104,7 +104,7 @@ def test_without_overcommit_nobody_is_interrupted_whatever_the_worker_says() -> 
 
 @pytest.mark.parametrize("name", first(4, sorted(workloads(64))))
 def test_under_overload_nothing_is_refused_after_prefill_and_nothing_runs_out(name: str) -> None:
-    figures = RoomWorld(workloads(64)[name], 512, 16, overload=2.0, seed=3).run(128, 200)
+    figures = OverloadedCluster(workloads(64)[name], 512, 16, overload=2.0, seed=3).run(128, 200)
     assert figures.refused_after_prefill == figures.out_of_memory == figures.preempted == 0
     assert figures.finished > 20
 
@@ -115,8 +115,8 @@ def test_the_pool_is_used_to_85_percent_when_answers_average_half_of_max_tokens(
     def draw(random: Random) -> Job:
         return Job(256, 256, (random.randint(1, 256),))
 
-    peak = RoomWorld(draw, 2048, 16, overload=2.0).run(512, 400)
-    whole = RoomWorld(draw, 2048, 16, overload=2.0, whole_life=True).run(512, 400)
+    peak = OverloadedCluster(draw, 2048, 16, overload=2.0).run(512, 400)
+    whole = OverloadedCluster(draw, 2048, 16, overload=2.0, whole_life=True).run(512, 400)
     assert peak.refused_after_prefill == peak.out_of_memory == 0
     assert most_use(1.0) > peak.kv_use >= 0.85 > 0.75 > whole.kv_use
     assert peak.output_tokens > 1.15 * whole.output_tokens
@@ -133,19 +133,16 @@ def test_overcommit_uses_more_and_every_victim_comes_to_its_end() -> None:
     def draw(random: Random) -> Job:
         return Job(32, 128, (random.randint(1, 128),))
 
-    world = RoomWorld(draw, 512, 16, overload=2.0, overcommit=2.0)
+    world = OverloadedCluster(draw, 512, 16, overload=2.0, overcommit=2.0)
     over = world.run(256, 300)
-    careful = RoomWorld(draw, 512, 16, overload=2.0).run(256, 300)
+    careful = OverloadedCluster(draw, 512, 16, overload=2.0).run(256, 300)
     assert over.preempted > 0 and over.kv_use > careful.kv_use
     assert over.out_of_memory <= over.preempted / 50
-    world.rate = 1e-9
-    world.due = float("inf")
+    world.arriving = False
     for _ in range(40):
         world.run(0, 100)
-        if not world.core.requests:
+        if not world.cluster.core.requests:
             break
-    assert (
-        not world.core.requests
-        and world.allocator.held_count == 0
-        and not world.core.counters["work_failed_engine_error"]
-    )
+    core = world.cluster.core
+    assert not core.requests and world.decode.allocator.held_count == 0
+    assert not core.counters["work_failed_engine_error"]

@@ -4,6 +4,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Iterable
+from math import inf
 
 import pytest
 
@@ -14,7 +15,8 @@ from coordinator.request import Request
 from coordinator.waiting.overload import Rate
 from proto.errors import Reject
 from proto.messages import Rejected, Submit
-from tests.coordinator.virtual import Virtual
+from simulation.cluster.cluster import VirtualCluster
+from simulation.cluster.surroundings import ClientRequest, Timing
 from tests.coordinator.world import MODEL, Harness, submit
 from tests.helpers import first
 
@@ -28,9 +30,21 @@ class FirstCome(FairQueue[Request]):
         return min(heads, key=lambda entry: (entry.item.arrived, entry.item.id), default=None)
 
 
-def work(seed: int, first_come: bool) -> Virtual:
+class Watched(VirtualCluster):
+    """Counts the seconds of prefill workers that are idle while something waits."""
+
+    idle_with_work_s = 0.0
+
+    def advance(self, to_s: float) -> None:
+        if to_s > self.now and any(len(queue) for queue in self.core.queues.values()):
+            self.idle_with_work_s += (to_s - self.now) * sum(not worker.computing for worker in self.prefill.values())
+        super().advance(to_s)
+
+
+def work(seed: int, first_come: bool) -> Watched:
     """Twenty seconds of a mixed load, somewhat more than two workers do."""
-    world = Virtual(prefill=2, decode=2, step_s=0.002, itl_s=0.01)
+    timing = Timing(prefill_step_s=0.002, decode_step_s=0.01)
+    world = Watched(timing=timing, prefill=2, decode=2, progress=False)
     if first_come:
         world.core.queues[MODEL].fair = FirstCome()
     rnd, now, n = random.Random(seed), 0.0, 0
@@ -38,7 +52,7 @@ def work(seed: int, first_come: bool) -> Virtual:
         n += 1
         tokens = min(int(rnd.lognormvariate(6.6, 1.0)) + 1, 16_000)
         who = f"o{rnd.randrange(4)}/u{rnd.randrange(5)}"
-        world.at(now, lambda n=n, who=who, tokens=tokens: world.submit(f"r{n}", who, tokens, max_tokens=64))  # type: ignore[misc]
+        world.at(now, world.submit, f"r{n}", who, tokens, 64)
     world.run(20.0)
     return world
 
@@ -47,24 +61,24 @@ def work(seed: int, first_come: bool) -> Virtual:
 def test_fairness_costs_no_throughput_and_nobody_idles_while_something_could_run(seed: int) -> None:
     fair, first_come = work(seed, False), work(seed, True)
     assert computed_tokens(fair) >= 0.99 * computed_tokens(first_come) > 0.8 * 2 * 20 * 8192
-    busy_s = sum(machine.busy_s for machine in fair.machines.values())
+    busy_s = sum(worker.busy_s for worker in fair.prefill.values())
     assert fair.idle_with_work_s <= 0.005 * busy_s, (fair.idle_with_work_s, busy_s)
 
 
-def computed_tokens(world: Virtual) -> int:
-    return sum(sum(machine.computed.values()) for machine in world.machines.values())
+def computed_tokens(world: VirtualCluster) -> int:
+    return sum(worker.computed_tokens for worker in world.prefill.values())
 
 
 def goodput(times: float, seed: int) -> tuple[float, int]:
     """Requests of ten tenants with a first token within 4 s, per second, at so many times what one worker does; and the
     greatest number known to the coordinator."""
-    world = Virtual(Limits(queue_requests_max=16), tokens_per_s=8192.0, step_s=0.002)
+    world = VirtualCluster(Limits(queue_requests_max=16), Timing(prefill_step_s=0.002))
     rnd, now, most, n = random.Random(seed), 0.0, 0, 0
     while (now := now + rnd.expovariate(times * 8192 / 1024)) < 60.0:
         n += 1
-        world.at(now, lambda n=n: world.submit(f"r{n}", f"o{n % 10}", 1024))  # type: ignore[misc]
-    while world.agenda:
-        world.run(world.agenda[0][0])
+        world.at(now, world.submit, f"r{n}", f"o{n % 10}", 1024)
+    while world.next_s < inf:
+        world.step()
         most = max(most, len(world.core.requests))
     return sum(ttft_s <= 4.0 for ttft_s in world.ttft_s.values()) / 60.0, most
 
@@ -79,24 +93,26 @@ def test_five_times_the_load_takes_nothing_from_goodput(seed: int) -> None:
 
 def fleet(seed: int, clients: int = 1000) -> tuple[list[float], list[float]]:
     """All come at once and come back when told: times of the first retries, and of those that failed again."""
-    world = Virtual(Limits(queue_requests_max=64), tokens_per_s=16384.0)
+    world = VirtualCluster(Limits(queue_requests_max=64), Timing(prefill_tokens_per_s=16384.0))
     retries: list[float] = []
     failed: list[float] = []
 
-    def again(request: Submit, rejected: Rejected) -> None:
+    def again(request: ClientRequest) -> None:
+        submit, rejected = request.submit, request.rejected
+        if rejected is None:
+            return
         assert rejected.reason in (Reject.QUEUE_FULL, Reject.SHED) and rejected.retry_after_s >= 1.0
-        name = request.request_id + "+"
-        if "+" in request.request_id:
+        if "+" in submit.request_id:
             failed.append(world.now)
             return
         retries.append(world.now + rejected.retry_after_s)
-        world.at(world.now + rejected.retry_after_s, lambda: world.submit(name, request.tenant, request.prompt_tokens))
+        world.at(retries[-1], world.submit, submit.request_id + "+", submit.tenant, submit.prompt_tokens)
 
-    world.on_rejected = again
+    world.on_end = again
     for n in range(16):
-        world.at(0.1 * n, lambda n=n: world.submit(f"warm{n}", "o", 512))  # type: ignore[misc]
+        world.at(0.1 * n, world.submit, f"warm{n}", "o", 512)
     for n in range(clients):
-        world.at(5.0, lambda n=n: world.submit(f"c{seed}-{n}", "o", 512))  # type: ignore[misc]
+        world.at(5.0, world.submit, f"c{seed}-{n}", "o", 512)
     world.run(1000.0)
     return retries, failed
 
@@ -159,25 +175,25 @@ def with_tenant(name: str, tenant: str, priority_class: str = "", tokens: int = 
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_and_one_that_passes_costs_no_prefill() -> None:
-    world = Virtual(tokens_per_s=1000.0)
+    world = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0))
     world.submit("measured", "o", 1000)
     world.run(5.0)
     world.submit("never", "o", 1000, deadline_ms=500)
-    [(_, refused)] = world.rejected
+    [refused] = world.rejected
     assert (refused.request_id, refused.reason, refused.retry_after_s) == ("never", Reject.DEADLINE, 0.0)
     for n in range(10):
         world.submit(f"long{n}", f"o{n}", 1000)
     world.submit("late", "a/late", 1000, deadline_ms=3000)
     world.submit("soon", "b/soon", 100, deadline_ms=3000)
     world.run(100.0)
-    assert world.ended["late"] == "expired" and world.ended["soon"] == "finished"
-    computed = sum(machine.computed.get(("late", 1), 0) for machine in world.machines.values())
+    assert world.requests["late"].state == "expired" and world.requests["soon"].state == "finished"
+    computed = sum(worker.computed[("late", 1)] for worker in world.prefill.values())
     assert computed < 1000, "its last chunk was never computed"
-    assert [r.request_id for _, r in world.rejected] == ["never", "late"]
+    assert [r.request_id for r in world.rejected] == ["never", "late"]
 
 
 def test_the_earliest_deadline_of_a_tenant_goes_first() -> None:
-    world = Virtual(Limits(steps_in_flight=1), tokens_per_s=1000.0)
+    world = VirtualCluster(Limits(steps_in_flight=1), Timing(prefill_tokens_per_s=1000.0))
     world.submit("running", "o", 256)
     for name, deadline_ms in (("third", 30_000), ("first", 10_000), ("second", 20_000)):
         world.submit(name, "o", 256, deadline_ms=deadline_ms)

@@ -22,8 +22,9 @@ from proto.errors import CancelReason
 from proto.held import Held
 from proto.messages import Cancel, Ping, Role, StatusRequest, Step, StepDone
 from runtime.tenancy.tenants import PriorityClass, Tenants, parse
+from simulation.cluster.cluster import VirtualCluster
+from simulation.cluster.surroundings import Timing
 from tests.coordinator.tape import TapedCore, replay, taped
-from tests.coordinator.virtual import Virtual
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 from tests.helpers import first
 
@@ -44,7 +45,9 @@ def contended_world(seed: int) -> TapedCore:
     """Many tenants, priority classes, deadlines, cancels, decode workers that are full, and queues that run over."""
     rnd = random.Random(seed)
     limits = Limits(queue_requests_max=12, weights={"standard/t1": 3.0}, bypasses_max=3, overtaken_max=3)
-    world = Virtual(limits, prefill=2, decode=2, kv_blocks=300, max_seqs=8, itl_s=0.01, make=TapedCore)
+    world = VirtualCluster(
+        limits, Timing(decode_step_s=0.01), prefill=2, decode=2, decode_blocks=300, max_seqs=8, core=TapedCore
+    )
     for number in range(120):
         name, tenant = f"r{number}", f"t{rnd.randrange(4)}/u{rnd.randrange(2)}"
         tokens, deadline_ms = rnd.choice([40, 600, 3000]), rnd.choice([0.0, 0.0, 300.0])
@@ -58,7 +61,7 @@ def contended_world(seed: int) -> TapedCore:
         if rnd.random() < 0.1:
             world.at(rnd.uniform(0, 8), lambda name=name: world.cancel(name))  # type: ignore[misc]
     world.run(30)
-    assert {"finished", "rejected"} <= set(world.ended.values()), seed
+    assert {"finished", "rejected"} <= {request.state for request in world.requests.values()}, seed
     return taped(world.core)
 
 

@@ -2,13 +2,15 @@
 
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
 from coordinator.events import Limits
 from coordinator.waiting.queue import WaitQueue
-from tests.coordinator.virtual import Virtual, p99
-from tests.coordinator.world import MODEL
+from simulation.cluster.cluster import MODEL, VirtualCluster
+from simulation.cluster.surroundings import Timing
+from tests.helpers import p99
 
 SECONDS = 80.0
 TENANTS = 9
@@ -26,13 +28,8 @@ class Found:
 def run(seed: int, attack: str = "") -> Found:
     """Nine tenants use most of a decode worker. The attacker's requests would fill it each, and run for a second; "back to
     back" has always three of them here, "cancel" leaves while room is kept for it."""
-    world = Virtual(
-        Limits(bypasses_max=16),
-        step_s=0.002,
-        itl_s=0.01,
-        kv_blocks=320,
-        output=lambda submit: 100 if submit.tenant == "attacker" else submit.sampling.max_tokens // 2,
-    )
+    timing = Timing(prefill_step_s=0.002, decode_step_s=0.01)
+    world = VirtualCluster(Limits(bypasses_max=16), timing, decode_blocks=320, progress=False)
     rnd, now, sent, held = random.Random(seed), 0.0, 0, []
     pool = world.core.pools[MODEL]
 
@@ -41,7 +38,7 @@ def run(seed: int, attack: str = "") -> Found:
         alive = [r for r in world.core.requests.values() if r.path[1] == "attacker"]
         for _ in range(3 - len(alive)):
             sent += 1
-            world.submit(f"a{sent}", "attacker", 64, max_tokens=5000)
+            world.submit(f"a{sent}", "attacker", 64, 5000, output_tokens=(100,))
         kept = pool.rooms.reservation
         if attack == "cancel" and kept is not None and rnd.random() < 0.2:
             world.cancel(kept.id)
@@ -52,7 +49,7 @@ def run(seed: int, attack: str = "") -> Found:
     while (now := now + rnd.expovariate(PER_S)) < SECONDS:
         n += 1
         who, length = f"v{n % TENANTS}", rnd.choice([100, 200, 300])
-        world.at(now, lambda n=n, who=who, length=length: world.submit(f"v{n}", who, 64, max_tokens=length))  # type: ignore[misc]
+        world.at(now, partial(world.submit, f"v{n}", who, 64, length, output_tokens=(length // 2,)))
     for tick in range(int(SECONDS / 0.02)) if attack else ():
         world.at(0.02 * tick, attacker)
     world.run(SECONDS + 30.0)

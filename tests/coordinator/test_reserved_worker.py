@@ -3,23 +3,25 @@
 import random
 
 from coordinator.events import Limits
-from tests.coordinator.virtual import Virtual, p99
-from tests.coordinator.world import MODEL
+from simulation.cluster.cluster import MODEL, VirtualCluster
+from simulation.cluster.surroundings import Timing
+from tests.helpers import p99
 
 SECONDS = 30.0
 SMALL_PER_S = 30.0
 
 
-def run(large: int) -> tuple[Virtual, int]:
+def run(large: int) -> tuple[VirtualCluster, int]:
     """Six decode workers, nearly full of small streams; `large` requests that need one of them nearly alone."""
-    world = Virtual(Limits(bypasses_max=16), prefill=2, decode=6, step_s=0.002, itl_s=0.01, kv_blocks=200)
+    timing = Timing(prefill_step_s=0.002, decode_step_s=0.01)
+    world = VirtualCluster(Limits(bypasses_max=16), timing, prefill=2, decode=6, decode_blocks=200, progress=False)
     rnd, now, number, kept = random.Random(3), 0.0, 0, 0
     pool = world.core.pools[MODEL]
     while (now := now + rnd.expovariate(SMALL_PER_S)) < SECONDS:
         number += 1
-        world.at(now, lambda n=number: world.submit(f"s{n}", f"t{n % 20}", 64, max_tokens=100))  # type: ignore[misc]
+        world.at(now, world.submit, f"s{number}", f"t{number % 20}", 64, 100)
     for n in range(large):
-        world.at(5.0 + 0.01 * n, lambda n=n: world.submit(f"large{n}", f"big{n}", 64, max_tokens=3000))  # type: ignore[misc]
+        world.at(5.0 + 0.01 * n, world.submit, f"large{n}", f"big{n}", 64, 3000)
 
     def look() -> None:
         nonlocal kept
@@ -31,7 +33,7 @@ def run(large: int) -> tuple[Virtual, int]:
     return world, kept
 
 
-def small_p99(world: Virtual) -> float:
+def small_p99(world: VirtualCluster) -> float:
     return p99([ttft_s for name, ttft_s in world.ttft_s.items() if name.startswith("s")])
 
 
@@ -39,5 +41,5 @@ def test_small_requests_go_on_while_room_is_kept_for_large_ones() -> None:
     alone, _ = run(0)
     beside, kept = run(3)
     assert kept > 0 and all(f"large{n}" in beside.ttft_s for n in range(3)), "room was kept, and each got some"
-    assert len(beside.ttft_s) == len(beside.submitted)
+    assert len(beside.ttft_s) == len(beside.requests)
     assert small_p99(beside) <= small_p99(alone) + 0.05, (small_p99(alone), small_p99(beside))

@@ -11,9 +11,9 @@ from coordinator.events import Action, Event, PeerDown, PeerUp, Received
 from coordinator.placement import choice
 from coordinator.workers.candidates import EXAMINED_MAX
 from coordinator.workers.worker import Worker
-from launcher.bench.dev.coordinator_scale import LIMITS, Cluster
+from launcher.bench.dev.coordinator_scale import LIMITS, ScaledCluster
 from proto.held import Capacity
-from proto.messages import CacheEvents, StepDone
+from proto.messages import CacheEvents, Role, StepDone
 from proto.progress import DecodeProgress
 from proto.status import KvHeld
 
@@ -42,14 +42,15 @@ class Watched(dict[int, Any]):
 
 def work(monkeypatch: pytest.MonkeyPatch, pairs: int, limited_by: str) -> Counter[str]:
     """Per request, once workers are busy: workers asked for room, looked up in caches, and gone through with all others."""
-    cluster = Cluster(pairs, tenants=100, limited_by=limited_by)
+    cluster = ScaledCluster(pairs, tenants=100, limited_by=limited_by)
     for _ in range(50 * pairs):
         cluster.submit()
     warm = 20 * pairs
     cluster.run(warm, refill=True)
     counts: Counter[str] = Counter()
     fits, looked_up = Worker.fits, choice.cached_tokens
-    pool, core = cluster.core.pools["m"], cluster.core
+    core = cluster.cluster.core
+    pool = core.pools["m"]
     for owner, name in ((pool, "prefill"), (pool, "decode"), (core, "workers")):
         watched = Watched(getattr(owner, name))
         watched.counts = counts
@@ -80,12 +81,13 @@ def test_work_per_request_does_not_grow_with_workers(monkeypatch: pytest.MonkeyP
 
 def calls(pairs: int) -> float:
     """Function calls of the core per request, with thousands of tenants waiting."""
-    cluster = Cluster(pairs, tenants=2_000, limited_by="prefill")
+    cluster = ScaledCluster(pairs, tenants=2_000, limited_by="prefill")
     for _ in range(4_000 + 20 * pairs):
         cluster.submit()
     served = 600
     cluster.run(4 * pairs, refill=True)
-    profiler, handle = cProfile.Profile(), cluster.core.handle
+    core = cluster.cluster.core
+    profiler, handle = cProfile.Profile(), core.handle
     steps = 0
 
     def counted(event: Event, now: float) -> list[Action]:
@@ -97,7 +99,7 @@ def calls(pairs: int) -> float:
         finally:
             profiler.disable()
 
-    cluster.core.handle = counted  # type: ignore[method-assign]
+    core.handle = counted  # type: ignore[method-assign]
     cluster.run(4 * pairs + served, refill=True)
     assert steps < 3 * served, "prompts of two chunks do not pile up half computed"
     return sum(row.callcount for row in profiler.getstats()) / served
@@ -110,35 +112,39 @@ def test_calls_per_request_with_256_pairs_of_workers_are_about_those_with_one() 
 
 def test_progress_of_streams_asks_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is freed by it, so nothing is scheduled."""
-    cluster = Cluster(4, tenants=10, limited_by="prefill")
+    scaled = ScaledCluster(4, tenants=10, limited_by="prefill")
     for _ in range(100):
-        cluster.submit()
+        scaled.submit()
     asked: list[int] = []
     monkeypatch.setattr(
         "coordinator.placement.schedule._fill", lambda state, worker, *_: asked.append(worker.incarnation)
     )
-    for decode in cluster.progress:
-        cluster.handle(Received(decode, DecodeProgress(5, 0, 0)))
-        cluster.handle(Received(decode, KvHeld(0, 0, 0)))
-    for prefill in cluster.steps:
-        cluster.handle(Received(prefill, CacheEvents(b"", b"")))
+    cluster = scaled.cluster
+    for decode in cluster.decode:
+        cluster.receive(decode, DecodeProgress(5, 0, 0))
+        cluster.receive(decode, KvHeld(0, 0, 0))
+    for prefill in cluster.prefill:
+        cluster.receive(prefill, CacheEvents(b"", b""))
     assert not asked
 
 
 def test_one_of_many_equal_workers_comes_and_goes_without_a_look_at_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(4, tenants=10, limited_by="prefill")
+    scaled = ScaledCluster(4, tenants=10, limited_by="prefill")
     for _ in range(500):
-        cluster.submit()
+        scaled.submit()
+    core, now = scaled.cluster.core, scaled.cluster.now
     examined: list[str] = []
-    can_run = cluster.core.can_run
-    monkeypatch.setattr(cluster.core, "can_run", lambda request: examined.append(request.id) or can_run(request))
-    hellos = {incarnation: cluster.core.peers[incarnation] for incarnation in (100, 10_000)}
+    can_run = core.can_run
+    monkeypatch.setattr(core, "can_run", lambda request: examined.append(request.id) or can_run(request))
+    hellos = {
+        incarnation: core.peers[incarnation] for incarnation in (*list(core.workers)[:1], *list(core.workers)[-1:])
+    }
+    assert {hello.role for hello in hellos.values()} == {Role.PREFILL, Role.DECODE}
     for incarnation, hello in hellos.items():
-        cluster.handle(PeerDown(incarnation, "killed"))
-        cluster.handle(PeerUp(incarnation, hello))
+        core.handle(PeerDown(incarnation, "killed"), now)
+        core.handle(PeerUp(incarnation, hello), now)
     assert not examined
     larger = Capacity(10**6, 16, 1000, 100_000)
-    cluster.core.handle(
-        PeerUp(500, msgspec.structs.replace(hellos[100], incarnation=500, name="larger", capacity=larger)), cluster.now
-    )
+    prefill = next(hello for hello in hellos.values() if hello.role is Role.PREFILL)
+    core.handle(PeerUp(500, msgspec.structs.replace(prefill, incarnation=500, name="larger", capacity=larger)), now)
     assert len(set(examined)) == len(examined) > 400, "what waits may run there now, so each is looked at once"

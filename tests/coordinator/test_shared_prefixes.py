@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.events import PeerDown, Received
+from coordinator.events import PeerDown
 from coordinator.kv_admission.admission import KvAdmission
 from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import SharedBlocks
-from launcher.bench.dev.kv_utilization_world import DECODE, GATEWAY, Job, RoomWorld
-from proto.errors import CancelReason
-from proto.messages import Cancel, Released
+from launcher.bench.dev.kv_utilization_load import Figures, Job, OverloadedCluster
+from proto.messages import Released
 from proto.parts import PrefixPart
 from proto.progress import DecodeProgress, SharedPrefix
+from simulation.cluster.cluster import FIRST_DECODE
 from tests.coordinator.test_kv_admission import key
 from tests.coordinator.world import MODEL, Harness, submit
 from tests.helpers import first
@@ -108,26 +108,25 @@ def test_room_of_an_interrupted_attempt_is_kept_only_where_it_fits_in_full() -> 
     assert "b" not in h.core.pools[MODEL].claims
 
 
-class Sharing(RoomWorld):
+class Sharing(OverloadedCluster):
     """Clients leave at any time; what is really held is compared with what the coordinator counts."""
 
-    leaving = 0.0
     most_taken = most_shared = 0
 
-    def run(self, warmup_steps: int, steps: int):  # type: ignore[no-untyped-def]
-        for _ in range(warmup_steps + steps):
-            figures = super().run(0, 1)
-            room = self.core.workers[DECODE].room
+    def run_steps(self, steps: int, leaving: float) -> Figures:
+        cluster, rnd = self.cluster, Random(1)
+        for step in range(steps):
+            figures = self.run(0, 1)
+            room = cluster.core.workers[FIRST_DECODE].room
             assert room is not None
-            assert self.allocator.held_count <= room.taken <= self.kv_blocks, "more is held than counted"
+            held = self.decode.allocator.held_count
+            assert held <= room.taken <= self.kv_blocks, "more is held than counted"
             self.most_taken = max(self.most_taken, room.taken)
             self.most_shared = max(self.most_shared, room.shared)
-            if self.step % 20 == 0:
+            if step % 20 == 0:
                 room.check_invariants()
-            if self.random.random() < self.leaving and self.core.requests:
-                name = self.random.choice(sorted(self.core.requests))
-                request = self.core.requests[name]
-                self._core(Received(GATEWAY, Cancel(name, request.attempt, CancelReason.DISCONNECTED)))
+            if rnd.random() < leaving and cluster.core.requests:
+                cluster.cancel(rnd.choice(sorted(cluster.core.requests)))
         return figures
 
 
@@ -143,8 +142,7 @@ def load(seed: int) -> Sharing:
         return Job(prompt, most, outputs, str(random.randrange(texts)), random.randint(0, prompt))
 
     world = Sharing(draw, (12 * most) // block_size + 8, block_size, overload=3.0, seed=seed)
-    world.leaving = rnd.choice([0.0, 0.1, 0.5])
-    figures = world.run(0, 250)
+    figures = world.run_steps(250, rnd.choice([0.0, 0.1, 0.5]))
     assert figures.refused_after_prefill == figures.out_of_memory == 0
     return world
 
@@ -154,7 +152,7 @@ def test_nothing_runs_out_whatever_is_shared_cancelled_and_given_up(seed: int) -
     world = load(seed)
     assert world.most_taken > 0.8 * world.kv_blocks, "the pool was never under pressure"
     assert world.most_shared > 0
-    world.table.allocator.check_invariants()
+    world.decode.allocator.check_invariants()
 
 
 def streams(shared: bool) -> float:
@@ -163,7 +161,7 @@ def streams(shared: bool) -> float:
     def draw(random: Random) -> Job:
         return Job(SHARED + 64, 512, (random.randint(1, 512),), "system prompt" if shared else "", SHARED)
 
-    world = RoomWorld(draw, 2048, 16, overload=8.0)
+    world = OverloadedCluster(draw, 2048, 16, overload=8.0)
     figures = world.run(400, 300)
     assert figures.refused_after_prefill == figures.out_of_memory == 0
     return figures.output_tokens / figures.steps

@@ -5,52 +5,55 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.coordinator.virtual import Virtual, p99
-from tests.helpers import first
+from simulation.cluster.cluster import VirtualCluster
+from simulation.cluster.surroundings import Timing
+from tests.helpers import first, p99
 
 SECONDS = 40.0
-Attack = Callable[[Virtual, random.Random], None]
+PREFILL_BLOCKS = 10**6
+"""Enough for every prompt that an attacker can have half computed."""
+Attack = Callable[[VirtualCluster, random.Random], None]
 
 
-def poisson(world: Virtual, rnd: random.Random, per_s: float, what: Callable[[int], None]) -> None:
+def poisson(world: VirtualCluster, rnd: random.Random, per_s: float, what: Callable[[int], None]) -> None:
     """`what(number)` at random times."""
     now, number = 0.0, 0
     while (now := now + rnd.expovariate(per_s)) < SECONDS:
-        world.at(now, lambda number=number: what(number))  # type: ignore[misc]
+        world.at(now, what, number)
         number += 1
 
 
-def flood_of_long_prompts(world: Virtual, rnd: random.Random) -> None:
+def flood_of_long_prompts(world: VirtualCluster, rnd: random.Random) -> None:
     """A hundred times the victim's tokens."""
     poisson(world, rnd, 0.5 * 512 * 100 / 8192, lambda n: world.submit(f"a{n}", "abuser", 8192))
 
 
-def cancel_spam(world: Virtual, rnd: random.Random) -> None:
+def cancel_spam(world: VirtualCluster, rnd: random.Random) -> None:
     """Long prompts, each cancelled soon after it came."""
 
     def come_and_go(n: int) -> None:
         world.submit(f"a{n}", "abuser", 8192, max_tokens=4096)
-        world.at(world.now + rnd.uniform(0, 1.0), lambda: world.cancel(f"a{n}"))
+        world.at(world.now + rnd.uniform(0, 1.0), world.cancel, f"a{n}")
 
     poisson(world, rnd, 40, come_and_go)
 
 
-def flood_of_one_token_requests(world: Virtual, rnd: random.Random) -> None:
+def flood_of_one_token_requests(world: VirtualCluster, rnd: random.Random) -> None:
     poisson(world, rnd, 400, lambda n: world.submit(f"a{n}", "abuser", 1, max_tokens=1))
 
 
-def a_thousand_keys_of_one_organisation(world: Virtual, rnd: random.Random) -> None:
+def a_thousand_keys_of_one_organisation(world: VirtualCluster, rnd: random.Random) -> None:
     poisson(world, rnd, 30, lambda n: world.submit(f"a{n}", f"abuser/user{n % 1000}", 2048))
 
 
 def victims_ttft_s(seed: int, attack: Attack | None) -> list[float]:
-    world = Virtual(step_s=0.002)
+    world = VirtualCluster(timing=Timing(prefill_step_s=0.002), prefill_blocks=PREFILL_BLOCKS)
     rnd = random.Random(seed)
     poisson(world, rnd, 0.5, lambda n: world.submit(f"v{n}", "victim", 512))
     if attack is not None:
         attack(world, random.Random(seed + 1000))
     world.run(SECONDS + 5.0)
-    assert not [r for _, r in world.rejected if r.request_id.startswith("v")], seed
+    assert not [r for r in world.rejected if r.request_id.startswith("v")], seed
     return [ttft_s for name, ttft_s in world.ttft_s.items() if name.startswith("v")]
 
 
@@ -87,7 +90,7 @@ def test_an_attack_hardly_moves_the_victims_ttft_over_twenty_seeds(attack: Attac
 
 @pytest.mark.parametrize("users", first(2, [1, 1000, 10, 100]))
 def test_users_of_one_organisation_are_felt_no_more_for_being_many(users: int) -> None:
-    def attack(world: Virtual, rnd: random.Random) -> None:
+    def attack(world: VirtualCluster, rnd: random.Random) -> None:
         poisson(world, rnd, 30, lambda n: world.submit(f"a{n}", f"abuser/user{n % users}", 2048))
 
     compare(range(2), attack, 1.5)

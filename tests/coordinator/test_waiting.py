@@ -5,8 +5,9 @@ import msgspec
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from proto.errors import Reject
 from proto.messages import Prefill, Rejected, Role
+from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster
+from simulation.cluster.surroundings import Timing
 from tests.coordinator.test_seams import one_of, run_prefill
-from tests.coordinator.virtual import Virtual
 from tests.coordinator.world import MODEL, Harness, submit, worker_hello
 
 
@@ -45,13 +46,13 @@ def test_nobody_is_shed_for_a_newcomer_that_is_refused_all_the_same() -> None:
 
 def test_a_deadline_counts_what_is_not_cached() -> None:
     for cached in (False, True):
-        world = Virtual(tokens_per_s=1000.0)
+        world = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0))
         world.submit("measured", "o", 1000)
         world.run(5.0)
         size = next(iter(world.core.workers.values())).capacity.block_size
         names = b"".join(bytes([n]) * 16 for n in range(1000 // size))
         if cached:
-            world.core.pools[MODEL].locality.learn(100, names, b"")
+            world.core.pools[MODEL].locality.learn(FIRST_PREFILL, names, b"")
         wanted = msgspec.structs.replace(submit("r", 1000), deadline_ms=500.0, block_hashes=names, hash_block_size=size)
         harness = Harness(world.core, world.now)
         harness.receive(1, wanted)

@@ -8,7 +8,8 @@ import openai
 import pytest
 
 from gateway.streams.types import StreamLimits
-from launcher.http.sse_client import stream_completion
+from launcher.http.client import new_session
+from launcher.http.streams import stream_completion
 from launcher.load.client import StreamReader
 from launcher.load.records import Record
 from proto.errors import Reject
@@ -68,8 +69,9 @@ def test_the_official_client_and_our_own_ignore_comments() -> None:
                 parts = await client.completions.create(model=MODEL, prompt="a", stream=True, max_tokens=20)
                 assert "".join([part.choices[0].text async for part in parts]) == ANSWER[:20]
             usage = {"stream_options": {"include_usage": True}, "ignore_eos": True}
-            async with httpx.AsyncClient(base_url=url, timeout=60) as plain:
-                content = (await plain.post("/v1/completions", json=BODY | usage)).content
+            async with new_session(url) as plain:
+                async with plain.post("/v1/completions", json=BODY | usage) as answer:
+                    content = await answer.read()
                 stream = await stream_completion(plain, MODEL, "a", 20)
         assert content.count(COMMENT.encode()) > 10
         record = Record(0, "t", 0.0, 9, 3)

@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, model_validator
 from rich.console import Console
 
+from launcher.http.client import new_session
 from launcher.load import plan as load_plan
 from launcher.load import run as load_run
 from launcher.load import show as load_show
@@ -89,7 +90,7 @@ async def timed_server() -> AsyncIterator[str]:
 
 
 async def ours(probed: Probed, plan: Plan, prompts: Prompts, console: Console) -> Measured:
-    async with load_run.new_session() as session:
+    async with new_session(silence_s=None) as session:
         run = await load_run.drive(session, probed.target, plan.requests, prompts, 10_000, console)
     bad = [record for record in run.records if record.outcome != "ok"]
     if bad:
@@ -158,7 +159,7 @@ def _read_export(file: Path, plan: Plan) -> Measured:
 
 
 async def _agree(settings: AgreeSettings, base_url: str, console: Console) -> int:
-    async with load_run.new_session() as session:
+    async with new_session(silence_s=None) as session:
         probed = await probe(session, base_url, settings.api_key, "", settings)
     plan = load_plan.make(settings, [Tenant("default", settings.api_key)], probed.target.context_tokens)
     rounds: list[dict[str, Measured]] = []

@@ -57,8 +57,8 @@ class Scripted:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if b": " in line)
-                length = next(int(value) for name, value in fields.items() if name.lower() == b"content-length")
-                self.bodies.append(json.loads(await reader.readexactly(length)))
+                length = next((int(value) for name, value in fields.items() if name.lower() == b"content-length"), 0)
+                self.bodies.append(json.loads(await reader.readexactly(length) or b"{}"))
                 self.came.append(clock.now())
                 if not await self._play(reader, writer):
                     return

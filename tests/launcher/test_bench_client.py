@@ -1,63 +1,48 @@
 """The measuring client: what counts as a gap, and which streams count as failed."""
 
 import asyncio
-import json
 import random
-from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 
-from launcher.http.sse_client import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
+from launcher.http.client import RequestFailed, new_session
+from launcher.http.streams import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
+from tests.launcher.scripted_server import DONE, STREAM, event, refusal, serving, token, usage
+
+TOKENS = b"".join(token(word) for word in ("a", '"error"', "data: {"))
+USAGE = usage(7, 3)
 
 
-def _server(body: bytes, status: int = 200) -> httpx.AsyncClient:
-    async def pieces() -> AsyncIterator[bytes]:
-        for start in range(0, len(body), 50):
-            yield body[start : start + 50]
-
-    transport = httpx.MockTransport(lambda request: httpx.Response(status, content=pieces()))
-    return httpx.AsyncClient(transport=transport, base_url="http://test")
-
-
-def _event(content: dict[str, object]) -> bytes:
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
-
-
-def _complete(body: bytes, status: int = 200) -> Stream:
+def _complete(body: bytes, head: bytes = STREAM) -> Stream:
     async def scene() -> Stream:
-        async with _server(body, status) as client:
-            return await stream_completion(client, "m", "p", 3)
+        pieces = [(0.0, body[start : start + 50]) for start in range(0, len(body), 50)]
+        async with serving([(0.0, head), *pieces]) as server, new_session(server.url) as session:
+            return await stream_completion(session, "m", "p", 3)
 
     return asyncio.run(scene())
 
 
-TOKENS = b"".join(_event({"choices": [{"text": word}]}) for word in ("a", '"error"', "data: {"))
-USAGE = _event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}})
-DONE = b"data: [DONE]\n\n"
-
-
 def test_arrivals_are_tokens_not_the_events_after_them() -> None:
-    finish = _event({"choices": [{"text": "", "finish_reason": "length"}]})
+    finish = token("", finish_reason="length")
     stream = _complete(TOKENS + finish + USAGE + DONE)
     assert len(stream.arrivals) == 3
     assert stream.prompt_tokens == 7
 
 
 @pytest.mark.parametrize(
-    ("body", "status"),
+    ("body", "head"),
     [
-        (TOKENS + USAGE, 200),
-        (TOKENS + DONE, 200),
-        (TOKENS + _event({"error": {"message": "lost"}}), 200),
-        (TOKENS + _event({"error": {"message": "lost"}}) + DONE, 200),
-        (b"no", 503),
-        (b"", 200),
+        (TOKENS + USAGE, STREAM),
+        (TOKENS + DONE, STREAM),
+        (TOKENS + event({"error": {"message": "lost"}}), STREAM),
+        (TOKENS + event({"error": {"message": "lost"}}) + DONE, STREAM),
+        (b"", refusal(503)),
+        (b"", STREAM),
     ],
 )
-def test_streams_that_do_not_end_cleanly_fail_the_measurement(body: bytes, status: int) -> None:
-    with pytest.raises(BenchFailed):
-        _complete(body, status)
+def test_streams_that_do_not_end_cleanly_fail_the_measurement(body: bytes, head: bytes) -> None:
+    with pytest.raises((BenchFailed, RequestFailed)):
+        _complete(body, head)
 
 
 def test_gaps_are_within_one_stream_and_within_the_window() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from launcher.bench.dev.handover import Handover, figures
-from launcher.http.sse_client import Stream
+from launcher.http.streams import Stream
 
 
 def test_figures_set_what_was_not_hidden_against_the_wait_and_the_steady_gap() -> None:

@@ -93,7 +93,7 @@ def test_help_imports_no_command() -> None:
     code += "print(*[name for name in sys.modules], file=sys.stderr)"
     loaded = in_python(code).stderr.split()
     assert "launcher.commands" in loaded
-    assert not {"torch", "numpy", "zmq", "httpx", "launcher.bench.settings", "launcher.local.serve"} & set(loaded)
+    assert not {"torch", "numpy", "zmq", "aiohttp", "launcher.bench.settings", "launcher.local.serve"} & set(loaded)
 
 
 def test_a_group_without_a_command_shows_its_help() -> None:

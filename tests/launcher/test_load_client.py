@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from launcher.http.client import RequestFailed, new_session
 from launcher.load import client as load_client
 from launcher.load import run as load_run
-from launcher.load.client import StreamFailed, StreamReader, Target
+from launcher.load.client import StreamReader, Target
 from launcher.load.plan import Planned
 from launcher.load.prompts import Prompts
 from launcher.load.records import Record
@@ -48,7 +49,7 @@ def ask(script: list[tuple[float, bytes]], one: Planned | None = None, **more: A
     """One request, and what became of it."""
 
     async def scene() -> tuple[Record, Scripted]:
-        async with serving(script) as server, load_run.new_session() as session:
+        async with serving(script) as server, new_session(silence_s=None) as session:
             where, record = target(server.url, **more), Record(0, "t", 0.0, 9, 3)
             wish = one or planned()
             body = where.body(wish, [1, 2])
@@ -134,7 +135,7 @@ def test_every_end_has_its_name(script: list[tuple[float, bytes]], outcome: str)
 
 def test_nobody_listening_is_a_kind_of_its_own() -> None:
     async def scene() -> Record:
-        async with load_run.new_session() as session:
+        async with new_session(silence_s=None) as session:
             record, where = Record(0, "t", 0.0, 9, 3), target("http://127.0.0.1:1")
             await load_client.send(session, where, planned(), where.body(planned(), "x"), record, clock.now())
             return record
@@ -146,7 +147,7 @@ def test_a_line_without_end_is_not_kept() -> None:
     reader = StreamReader(Record(0, "t", 0.0, 9, 3), 0.0)
     for _ in range(16):
         reader.feed(b"x" * (1 << 16), 1.0)
-    with pytest.raises(StreamFailed, match="without end"):
+    with pytest.raises(RequestFailed, match="without end"):
         reader.feed(b"x", 1.0)
 
 
@@ -165,7 +166,7 @@ def drive(
     server_script: list[tuple[float, bytes]], requests: list[Planned], in_flight: int, cancel_s: float = 0.0
 ) -> Any:
     async def scene() -> Any:
-        async with serving(server_script) as server, load_run.new_session() as session:
+        async with serving(server_script) as server, new_session(silence_s=None) as session:
             prompts = Prompts(0, (1, 2, 3), 512, 4)
             console = Console(file=io.StringIO())
             work = load_run.drive(session, target(server.url), requests, prompts, in_flight, console)

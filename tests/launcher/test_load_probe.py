@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from launcher.http.sse_client import BenchFailed
+from launcher.http.client import new_session
+from launcher.http.streams import BenchFailed
 from launcher.load import plan as load_plan
-from launcher.load import run as load_run
 from launcher.load.probe import Probed, probe
 from launcher.load.settings import LoadSettings
 
@@ -44,7 +44,7 @@ def learn(
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         try:
-            async with load_run.new_session() as session:
+            async with new_session(silence_s=None) as session:
                 url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/"
                 return await probe(session, url, "sk-1", "", LoadSettings(**values))
         finally:
@@ -89,7 +89,7 @@ def test_a_server_that_answers_nothing_useful_is_told() -> None:
         learn(set(), status=503)
 
     async def nobody() -> None:
-        async with load_run.new_session() as session:
+        async with new_session(silence_s=None) as session:
             await probe(session, "http://127.0.0.1:1", "", "", LoadSettings())
 
     with pytest.raises(BenchFailed, match="cannot be reached"):

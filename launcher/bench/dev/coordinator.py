@@ -4,7 +4,7 @@
   as the core sets them (nearly in order of arrival) and, for the worst case inside a tenant, at random;
 - the whole core: one request's life of four chunks, from `Submit` to `Finished`, seven messages in and seven out;
 - memory of one waiting request, its message included;
-- the whole core with many workers against one pair: see `bench_scale`.
+- the whole core with many workers against one pair: see `coordinator_scale`.
 
 The time of the clock itself is taken off.
 
@@ -21,25 +21,23 @@ import gc
 import random
 import resource
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from itertools import count, product
-from statistics import fmean, median, quantiles
+from statistics import fmean, quantiles
 from typing import Any
 
-from coordinator.core import Core
-from coordinator.events import Action, Limits, PeerUp, Received, Send
+from coordinator.events import Limits, PeerUp, Received, Send
 from coordinator.fairness.fair_queue import FairQueue
 from coordinator.fairness.offers import Terms
 from launcher import tables
-from launcher.bench.dev.coordinator_scale import LIMITS, measure, scale_table
+from launcher.bench.dev.coordinator_scale import LIMITS, TimedCore, clock_ns, measure, scale_table
 from launcher.bench.settings import CoordinatorBenchSettings
 from launcher.report import console_for, write_json
 from proto.codec import decode, encode
 from proto.held import Capacity
-from proto.limits import PROTOCOL_VERSION
-from proto.messages import Chunk, Finished, HandedOver, Hello, Role, Step, StepDone, Submit
+from proto.messages import Chunk, Finished, HandedOver, Role, Step, StepDone, Submit
 from proto.sampling import Sampling
+from simulation.cluster.cluster import hello
 
 _TENANTS = (100, 1_000, 10_000)
 _DEADLINES = ("core's own", "random")
@@ -120,7 +118,7 @@ def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]
     for _ in range(requests):
         cost = rnd.randint(1, 512)
         queue.push(cost, paths[rnd.randrange(tenants)], _KEY, due(cost), 1)
-    pops, pushes, clock_ns = [], [], _clock_ns()
+    pops, pushes, look_ns = [], [], clock_ns()
     with _Steady():
         for _ in range(_SAMPLES):
             cost, path = rnd.randint(1, 512), paths[rnd.randrange(tenants)]
@@ -129,8 +127,8 @@ def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]
             queue.pop((1, _KEY), _whole)
             middle = time.thread_time_ns()
             queue.push(cost, path, _KEY, deadline, 1)
-            pops.append((middle - begin - clock_ns) / 1000)
-            pushes.append((time.thread_time_ns() - middle - clock_ns) / 1000)
+            pops.append((middle - begin - look_ns) / 1000)
+            pushes.append((time.thread_time_ns() - middle - look_ns) / 1000)
     pop, push = quantiles(pops, n=100), quantiles(pushes, n=100)
     return {"pop_p50": pop[49], "pop_p99": pop[98], "enqueue_p50": push[49], "enqueue_p99": push[98]}
 
@@ -147,11 +145,12 @@ class _Steady:
 
 
 class _World:
-    """A core with one pair of workers that has room for everything, and the CPU time it has used."""
+    """A core with one pair of workers that has room for everything. No virtual cluster: between two events nothing else is
+    computed, so that what the core needs stays in the processor's caches."""
 
     def __init__(self, steps_in_flight: int = 2) -> None:
         many = 10**7
-        self.core = Core(
+        self.core = TimedCore(
             Limits(
                 queue_requests_max=many,
                 queue_tokens_max=many * 4096,
@@ -160,28 +159,16 @@ class _World:
                 steps_in_flight=steps_in_flight,
             )
         )
-        self.cpu_ns = 0
-        self._clock_ns = _clock_ns()
         self.now = 0.0
         self.steps: list[Step] = []
-        self._add(Role.GATEWAY, 1, None)
-        self._add(Role.PREFILL, 2, Capacity(10**6, 16, 10**4, 100_000))
-        self._add(Role.DECODE, 3, Capacity(10**6, 16, 10**4, 100_000))
-
-    def _add(self, role: Role, incarnation: int, capacity: Capacity | None) -> None:
-        hello = Hello(
-            PROTOCOL_VERSION, role, incarnation, f"{role}-{incarnation}", "m", "f", "tcp://127.0.0.1:1", capacity
-        )
-        self._handle(lambda: self.core.handle(PeerUp(incarnation, hello), self.now))
+        capacity = Capacity(10**6, 16, 10**4, 100_000)
+        for incarnation, role in ((1, Role.GATEWAY), (2, Role.PREFILL), (3, Role.DECODE)):
+            has = None if role is Role.GATEWAY else capacity
+            self.core.handle(PeerUp(incarnation, hello(role, incarnation, has)), self.now)
 
     def receive(self, incarnation: int, message: Any, blob: bytes = b"") -> None:
         self.now += 0.0001
-        self._handle(lambda: self.core.handle(Received(incarnation, message, blob), self.now))
-
-    def _handle(self, work: Callable[[], list[Action]]) -> None:
-        begin = time.thread_time_ns()
-        actions = work()
-        self.cpu_ns += time.thread_time_ns() - begin - self._clock_ns
+        actions = self.core.handle(Received(incarnation, message, blob), self.now)
         self.steps += [
             action.message for action in actions if isinstance(action, Send) and isinstance(action.message, Step)
         ]
@@ -190,15 +177,6 @@ class _World:
 def _submit(number: int, prompt_tokens: int) -> Submit:
     tenant = f"org{number % 1000 // 10}/user{number % 1000}"
     return Submit(f"req-{number:08d}", 1, "m", prompt_tokens, Sampling(max_tokens=64), tenant=tenant)
-
-
-def _clock_ns() -> int:
-    """What a look at the clock adds to each measurement: 0.3 µs or more, since it is a system call."""
-    gaps = []
-    for _ in range(1_000):
-        begin = time.thread_time_ns()
-        gaps.append(time.thread_time_ns() - begin)
-    return round(median(gaps))
 
 
 def _loop_ns() -> float:
@@ -217,7 +195,8 @@ def _lives() -> tuple[float, float]:
     computed: dict[str, int] = {}
     for number in range(1000):
         world.receive(1, _submit(number, tokens), bytes(4 * tokens))
-    ended, world.cpu_ns = 0, 0
+    ended = 0
+    world.core.reset()
     loops_ns: list[float] = []
     with _Steady():
         for number in range(1000, 1000 + _LIVES):
@@ -226,7 +205,7 @@ def _lives() -> tuple[float, float]:
             world.receive(1, _submit(number, tokens), bytes(4 * tokens))
             for _ in range(_CHUNKS):
                 ended += _compute(world, world.steps.pop(0), computed, tokens)
-    return world.cpu_ns / 1000 / ended, fmean(loops_ns)
+    return world.core.cpu_ns / 1000 / ended, fmean(loops_ns)
 
 
 def _compute(world: _World, step: Step, computed: dict[str, int], prompt_tokens: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -22,7 +22,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from launcher import report as bench_report
 from launcher import tables
 from launcher.bench.settings import FairnessSettings
-from launcher.http.sse_client import BenchFailed, Stream, long_prompt, percentile, stream_completion
+from launcher.http.client import new_session
+from launcher.http.streams import BenchFailed, Stream, long_prompt, percentile, stream_completion
 from launcher.local.lifetime import running, until_interrupted
 from launcher.models import resolve as models
 from runtime.process import clock
@@ -49,7 +50,7 @@ async def _run(settings: FairnessSettings, console: Console) -> int:
         try:
             async with running(serve, model, console) as up:
                 result = await _measure(up.cluster.base_url, model.model_id, keys, settings, console)
-        except httpx.HTTPError as error:
+        except aiohttp.ClientError as error:
             raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
     _show(result, console)
     bench_report.write_json(settings, result | {"settings": settings.model_dump()})
@@ -65,7 +66,7 @@ async def _measure(
 ) -> dict[str, Any]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        async with _client(base_url, keys["small"]) as small, _client(base_url, keys["flood"]) as flood:
+        async with new_session(base_url, keys["small"]) as small, new_session(base_url, keys["flood"]) as flood:
             await stream_completion(small, model, "Once upon a time", _TOKENS)
             alone = await _arrivals(small, model, settings, progress, "small tenant alone")
             begun: list[Stream] = []
@@ -91,14 +92,8 @@ async def _measure(
     return {"model": model, "alone": _figures(alone), "beside": _figures(beside), "flood_prompts": len(begun)}
 
 
-def _client(base_url: str, key: str) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None)
-    headers = {"Authorization": f"Bearer {key}"}
-    return httpx.AsyncClient(base_url=base_url, headers=headers, timeout=300.0, trust_env=False, limits=limits)
-
-
 async def _arrivals(
-    client: httpx.AsyncClient, model: str, settings: FairnessSettings, progress: Progress, what: str
+    client: aiohttp.ClientSession, model: str, settings: FairnessSettings, progress: Progress, what: str
 ) -> list[Stream]:
     """The small tenant's requests of one phase, at the same times in each. Raises `BenchFailed` if one is refused."""
     source = random.Random(settings.seed)
@@ -116,7 +111,9 @@ async def _arrivals(
     return await asyncio.gather(*tasks)
 
 
-async def _keep_asking(client: httpx.AsyncClient, model: str, prompt: Callable[[], str], begun: list[Stream]) -> None:
+async def _keep_asking(
+    client: aiohttp.ClientSession, model: str, prompt: Callable[[], str], begun: list[Stream]
+) -> None:
     while True:
         begun.append(Stream(0.0))
         await stream_completion(client, model, prompt(), _TOKENS, into=begun[-1])

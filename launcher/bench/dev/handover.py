@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 import uvloop
 from rich.console import Console
 from rich.progress import Progress
@@ -19,7 +19,7 @@ from launcher import report as bench_report
 from launcher import tables
 from launcher.admin.status import ask
 from launcher.bench.settings import HandoverSettings
-from launcher.http.sse_client import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
+from launcher.http.streams import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
 from launcher.local.lifetime import Running, running, until_interrupted
 from launcher.models import resolve as models
 from proto.messages import Role
@@ -60,9 +60,8 @@ async def _run(settings: HandoverSettings, console: Console) -> int:
     serve = ServeSettings(port=0, device=settings.device, threads=settings.threads, keys=settings.keys)
     try:
         async with running(serve, model, console) as up:
-            up.client.timeout = httpx.Timeout(300.0)
             done = await _measure(up, model.model_id, settings, keys, console)
-    except httpx.HTTPError as error:
+    except aiohttp.ClientError as error:
         raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
     result = {"model": model.model_id, "settings": settings.model_dump(), **figures(done)}
     _show(result, console)

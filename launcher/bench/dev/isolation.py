@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -20,7 +20,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from launcher import report as bench_report
 from launcher import tables
 from launcher.bench.settings import IsolationSettings
-from launcher.http.sse_client import (
+from launcher.http.client import new_session
+from launcher.http.streams import (
     BenchFailed,
     SteadyStreams,
     Stream,
@@ -65,7 +66,7 @@ async def _run(settings: IsolationSettings, console: Console) -> int:
         async with _server(settings, console) as client:
             model = await _model_id(client)
             result = await _measure(client, model, settings, console)
-    except httpx.HTTPError as error:
+    except aiohttp.ClientError as error:
         raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
     result["settings"] = settings.model_dump(exclude={"api_key", "plot"})
     show_isolation(result, console)
@@ -76,15 +77,11 @@ async def _run(settings: IsolationSettings, console: Console) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _server(settings: IsolationSettings, console: Console) -> AsyncIterator[httpx.AsyncClient]:
+async def _server(settings: IsolationSettings, console: Console) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of the server named, or of a cluster started for the time of the measurement."""
     if settings.url:
         base_url = settings.url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=base_url, headers=headers, timeout=300.0, trust_env=False, limits=limits
-        ) as client:
+        async with new_session(base_url, settings.api_key) as client:
             yield client
         return
     model = models.ready(settings.model, "", console)
@@ -95,19 +92,18 @@ async def _server(settings: IsolationSettings, console: Console) -> AsyncIterato
         if up.cluster.plan.control:
             # The client must not take time from the streams it measures.
             os.sched_setaffinity(0, up.cluster.plan.control)
-        up.client.timeout = httpx.Timeout(300.0)
         yield up.client
 
 
-async def _model_id(client: httpx.AsyncClient) -> str:
-    response = await client.get("/v1/models")
-    if response.status_code != 200:
-        raise BenchFailed(f"GET /v1/models: HTTP {response.status_code}")
-    return str(response.json()["data"][0]["id"])
+async def _model_id(client: aiohttp.ClientSession) -> str:
+    async with client.get("/v1/models") as response:
+        if response.status != 200:
+            raise BenchFailed(f"GET /v1/models: HTTP {response.status}")
+        return str((await response.json())["data"][0]["id"])
 
 
 async def _measure(
-    client: httpx.AsyncClient, model: str, settings: IsolationSettings, console: Console
+    client: aiohttp.ClientSession, model: str, settings: IsolationSettings, console: Console
 ) -> dict[str, Any]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     result: dict[str, Any] = {"model": model}
@@ -130,7 +126,7 @@ async def _measure(
 
 
 async def _isolation(
-    client: httpx.AsyncClient, model: str, settings: IsolationSettings, source: random.Random, progress: Progress
+    client: aiohttp.ClientSession, model: str, settings: IsolationSettings, source: random.Random, progress: Progress
 ) -> dict[str, Any]:
     batch_invariant = SteadyStreams(client, model, settings.streams, settings.stream_tokens)
     arriving = LongPrompts(client, model, settings, source)
@@ -177,7 +173,7 @@ async def _watch(
 
 
 async def _prefill_alone(
-    client: httpx.AsyncClient, model: str, settings: IsolationSettings, source: random.Random, progress: Progress
+    client: aiohttp.ClientSession, model: str, settings: IsolationSettings, source: random.Random, progress: Progress
 ) -> dict[str, float]:
     """Long prompts one after the other on an idle server."""
     done: list[Stream] = []
@@ -192,7 +188,7 @@ class LongPrompts:
     """Long prompts back to back: each of `prompts_at_once` arrives when the one before it has its answer."""
 
     def __init__(
-        self, client: httpx.AsyncClient, model: str, settings: IsolationSettings, source: random.Random
+        self, client: aiohttp.ClientSession, model: str, settings: IsolationSettings, source: random.Random
     ) -> None:
         self.finished: list[Stream] = []
         self._client, self._model, self._settings, self._source = client, model, settings, source

@@ -40,7 +40,7 @@ from launcher.bench.dev import kv_floor as bench_kv_bare
 from launcher.bench.dev.kv_peer import PLAIN_TCP, RECEIVER_EPOCH, filled, settings_of
 from launcher.bench.remote_peer import Far
 from launcher.bench.settings import KvBenchSettings
-from launcher.http.sse_client import BenchFailed
+from launcher.http.streams import BenchFailed
 from launcher.report import console_for, write_json
 from proto import limits
 from proto.messages import Hello, Message, Role

@@ -20,7 +20,7 @@ import xxhash
 from kvtransfer.memory.shared import SharedMemory, map_shared
 from kvtransfer.transports import rendezvous
 from launcher.bench.remote_peer import Far
-from launcher.http.sse_client import BenchFailed
+from launcher.http.streams import BenchFailed
 
 _PIECE_BYTES = 4 << 20
 """Told of at once in a bare copy: little enough that what is digested last does not count."""

@@ -21,7 +21,7 @@ from launcher import report as bench_report
 from launcher import tables
 from launcher.bench.remote_peer import Far
 from launcher.bench.settings import HarmlessSettings
-from launcher.http.sse_client import BenchFailed, Stream, gaps_between, percentile
+from launcher.http.streams import BenchFailed, Stream, gaps_between, percentile
 from launcher.local import cluster as clusters
 from launcher.local.core_plan import plan_cpu
 from launcher.local.lifetime import new_log_dir, sayer, until_interrupted

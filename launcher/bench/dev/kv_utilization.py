@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from coordinator.kv_admission.admission import KvAdmission
 from coordinator.kv_admission.demand import KvDemand
 from launcher import tables
-from launcher.bench.dev.kv_utilization_world import Figures, Job, RoomWorld
+from launcher.bench.dev.kv_utilization_load import Figures, Job, OverloadedCluster
 from launcher.bench.settings import RoomBenchSettings
 from launcher.report import console_for, write_json
 
@@ -64,10 +64,16 @@ def most_use(prompt: float) -> float:
 
 
 def measure(settings: RoomBenchSettings, draw: Draw, *, whole_life: bool = False, overcommit: float = 1.0) -> Figures:
-    world = RoomWorld(
-        draw, settings.kv_blocks, settings.block_size, settings.overload, whole_life, overcommit, settings.seed
+    cluster = OverloadedCluster(
+        draw,
+        settings.kv_blocks,
+        settings.block_size,
+        settings.overload,
+        whole_life=whole_life,
+        overcommit=overcommit,
+        seed=settings.seed,
     )
-    return world.run(2 * settings.max_tokens, settings.steps)
+    return cluster.run(2 * settings.max_tokens, settings.steps)
 
 
 def decision_costs(attempts: int, block_size: int) -> dict[str, float]:

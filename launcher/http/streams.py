@@ -1,14 +1,14 @@
-"""The measuring client: streams completions and notes when each token arrives. It does as little else as it can."""
+"""What benchmarks measure with: completions that are streamed, with the time at which each token arrived."""
 
 import asyncio
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import httpx
+import aiohttp
 
+from launcher.http.client import events
 from proto.errors import CrossdockError
 from runtime.process import clock
 
@@ -22,7 +22,6 @@ WORDS = tuple(
     guy moment air teacher force education
     """.split()
 )
-_EVENT = b"\ndata: {"
 
 
 class BenchFailed(CrossdockError):
@@ -48,11 +47,11 @@ def long_prompt(source: random.Random, words_min: int, words_max: int) -> str:
 
 
 async def stream_completion(
-    client: httpx.AsyncClient, model: str, prompt: str, max_tokens: int, into: Stream | None = None
+    session: aiohttp.ClientSession, model: str, prompt: str, max_tokens: int, into: Stream | None = None
 ) -> Stream:
     """One completion with exactly `max_tokens` tokens; arrivals are noted as they come, also if it is cancelled midway.
 
-    Raises `BenchFailed` on anything but a clean end.
+    Raises `RequestFailed` on anything but a clean end, and `BenchFailed` where the usage is missing.
     """
     body = {
         "model": model,
@@ -65,37 +64,18 @@ async def stream_completion(
     }
     stream = into or Stream(0.0)
     stream.sent_at = clock.now()
-    last = b"\n"
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            raise BenchFailed(f"HTTP {response.status_code}: {(await response.aread()).decode()[:300]}")
-        async for data in response.aiter_raw():
-            now = clock.now()
-            # Nothing is parsed here but the number of events; the one with usage alone is no token and comes off below.
-            # An event's mark may be cut by the end of a read: the next one begins with the bytes that could be its part.
-            stream.arrivals += [now] * (last[1 - len(_EVENT) :] + data).count(_EVENT)
-            last = (last + data)[-4096:]
+    usage = None
+    async with session.post("/v1/completions", json=body) as response:
+        async for event, now in events(response):
+            if event.choices:
+                stream.arrivals.append(now)
+            usage = event.usage or usage
     stream.ended_at = clock.now()
-    if b"data: [DONE]" not in last or b'"error"' in last:
-        raise BenchFailed(f"a stream did not end cleanly: {last[-300:].decode('utf-8', 'replace')}")
-    return _settle(stream, last)
-
-
-def _settle(stream: Stream, last: bytes) -> Stream:
-    """Take the final events apart: usage is read, and events that carried no token are dropped from the arrivals."""
-    for part in reversed(last.split(b"data: ")):
-        try:
-            event = json.loads(part.split(b"\n", 1)[0])
-        except ValueError:
-            continue
-        usage = event.get("usage")
-        if usage:
-            stream.prompt_tokens = usage["prompt_tokens"]
-            extra = len(stream.arrivals) - usage["completion_tokens"]
-            if extra > 0:
-                del stream.arrivals[-extra:]
-            return stream
-    raise BenchFailed("the server sent no usage, though stream_options asked for it")
+    if usage is None:
+        raise BenchFailed("the server sent no usage, though stream_options asked for it")
+    stream.prompt_tokens = usage.prompt_tokens
+    del stream.arrivals[usage.completion_tokens :]  # an event with the finish reason alone is no token
+    return stream
 
 
 def gaps_between(streams: Sequence[Stream], start: float, end: float) -> list[float]:
@@ -117,11 +97,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 class SteadyStreams:
     """Keeps `count` streams running, each started again when it ends, until `close`."""
 
-    def __init__(self, client: httpx.AsyncClient, model: str, count: int, tokens: int) -> None:
+    def __init__(self, session: aiohttp.ClientSession, model: str, count: int, tokens: int) -> None:
         self.finished: list[Stream] = []
         self._open: dict[int, Stream] = {}
         self._tasks = [
-            asyncio.get_running_loop().create_task(self._run(client, model, index, tokens)) for index in range(count)
+            asyncio.get_running_loop().create_task(self._run(session, model, index, tokens)) for index in range(count)
         ]
 
     @property
@@ -143,13 +123,13 @@ class SteadyStreams:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _run(self, client: httpx.AsyncClient, model: str, index: int, tokens: int) -> None:
+    async def _run(self, session: aiohttp.ClientSession, model: str, index: int, tokens: int) -> None:
         turn = 0
         while True:
             # Staggered lengths keep the streams from ending, and starting, all at once.
             length = tokens if turn else max(8, tokens * (index + 1) // len(self._tasks))
             stream = self._open[index] = Stream(0.0)
             prompt = f"Story number {index}.{turn}: once upon a time"
-            await stream_completion(client, model, prompt, length, into=stream)
+            await stream_completion(session, model, prompt, length, into=stream)
             self.finished.append(self._open.pop(index))
             turn += 1

@@ -1,0 +1,183 @@
+"""The virtual cluster: production code decides, and time, clients and models are played.
+
+    cluster = VirtualCluster(Limits(), Timing(prefill_tokens_per_s=2000), prefill=4)
+    cluster.at(1.0, cluster.submit, "name", "tenant", 500)
+    cluster.run(10.0)                           read cluster.requests, cluster.ttft_s, cluster.core
+
+| production code                                              | played                                             |
+|--------------------------------------------------------------|----------------------------------------------------|
+| the coordinator's `Core`                                     | its links: in order, never lost, delayed by Timing |
+| `PrefillCore`, `PromptTable`, prefix cache, block allocator  | what a prefill step computes; Timing says how long |
+| `DecodeCore`, `AttemptTable`, `Batch`, allocator (`batched`) | what it draws; or the whole worker (`PacedDecode`) |
+|                                                              | KV hand-overs, the one gateway and its clients     |
+
+Nothing fails here but for want of KV blocks; `simulation.faults` is for the rest.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from coordinator.core import Core
+from coordinator.events import Event, Limits, PeerUp, Received, Send, StateChanged, Tick
+from coordinator.lifecycle import TERMINAL, State
+from proto.errors import CancelReason
+from proto.held import Capacity
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Cancel, Hello, Interrupted, Message, Rejected, Role, Submit
+from proto.sampling import Sampling
+from simulation.cluster.decode import BatchedDecode, PacedDecode
+from simulation.cluster.prefill import PrefillWorker
+from simulation.cluster.surroundings import STOP, ClientRequest, Surroundings, Timing
+from simulation.cluster.transfers import Transfers
+
+MODEL = "m"
+GATEWAY, FIRST_PREFILL, FIRST_DECODE = 1, 100, 10_000
+"""Incarnations: workers of a kind are numbered from theirs."""
+
+
+def hello(role: Role, incarnation: int, capacity: Capacity | None = None) -> Hello:
+    """What each process of the cluster registers with."""
+    name, model, fingerprint = f"{role}-{incarnation}", MODEL if capacity else "", "f" if capacity else ""
+    return Hello(PROTOCOL_VERSION, role, incarnation, name, model, fingerprint, "tcp://w:1", capacity)
+
+
+class VirtualCluster(Surroundings):
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        timing: Timing | None = None,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        prefill_blocks: int = 1 << 16,
+        decode_blocks: int = 10**6,
+        block_size: int = 16,
+        max_seqs: int = 10**4,
+        batched: bool = False,
+        progress: bool = True,
+        core: type[Core] = Core,
+        seed: int = 0,
+    ) -> None:
+        """With `batched` decode workers run the production batch. Without `progress` they do not say how far they are."""
+        super().__init__(timing or Timing(), seed)
+        self.core = core(limits)
+        self.block_size = block_size
+        self.on_end: Callable[[ClientRequest], None] = lambda request: None
+        """Called at the time when a request ends."""
+        self.rejected: list[Rejected] = []
+        self.transfers = Transfers(self)
+        self.prefill: dict[int, PrefillWorker] = {}
+        self.decode: dict[int, BatchedDecode | PacedDecode] = {}
+        self.post(PeerUp(GATEWAY, hello(Role.GATEWAY, GATEWAY)))
+        capacity = Capacity(decode_blocks, block_size, max_seqs, 1 << 20)
+        for incarnation in range(FIRST_DECODE, FIRST_DECODE + decode):
+            self.decode[incarnation] = worker = (
+                BatchedDecode(self, self.transfers, incarnation, capacity, progress)
+                if batched
+                else PacedDecode(self, incarnation, progress)
+            )
+            self.transfers.receivers[incarnation] = worker
+            self.post(PeerUp(incarnation, hello(Role.DECODE, incarnation, capacity)))
+        capacity = Capacity(prefill_blocks, block_size, max_seqs, 1 << 20)
+        for incarnation in range(FIRST_PREFILL, FIRST_PREFILL + prefill):
+            self.prefill[incarnation] = PrefillWorker(self, self.transfers, incarnation, capacity)
+            self.post(PeerUp(incarnation, hello(Role.PREFILL, incarnation, capacity)))
+
+    # --- clients --------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        name: str,
+        tenant: str,
+        prompt_tokens: int,
+        max_tokens: int = 2,
+        *,
+        output_tokens: tuple[int, ...] = (),
+        prompt: bytes = b"",
+        block_hashes: bytes = b"",
+        deadline_ms: float = 0.0,
+    ) -> None:
+        """A request comes now. `output_tokens`: where each choice stops; one choice that goes on to max_tokens if empty.
+        `prompt`: packed token ids; zeros if empty."""
+        output_tokens = output_tokens or (max_tokens,)
+        submit = Submit(
+            name,
+            1,
+            MODEL,
+            prompt_tokens,
+            Sampling(max_tokens=max_tokens, stop_token_ids=(STOP,)),
+            len(output_tokens),
+            tenant=tenant,
+            deadline_ms=deadline_ms,
+            block_hashes=block_hashes,
+            hash_block_size=self.block_size if block_hashes else 0,
+        )
+        prompt = prompt or bytes(4 * prompt_tokens)
+        self.requests[name] = ClientRequest(submit, prompt, output_tokens, self.now, [0] * len(output_tokens))
+        self.receive(GATEWAY, submit, prompt)
+
+    def cancel(self, name: str) -> None:
+        """Its client leaves, if it has not ended. One that was never submitted is cancelled all the same."""
+        request = self.requests.get(name)
+        if request is None or request.state is None:
+            attempt = request.submit.attempt if request else 1
+            self.receive(GATEWAY, Cancel(name, attempt, CancelReason.DISCONNECTED))
+
+    def _gateway(self, message: Message) -> None:
+        if isinstance(message, Rejected):
+            request = self.requests[message.request_id]
+            request.rejected = message
+            self.rejected.append(message)
+            self._ended(request, request.state or State.REJECTED)
+        elif isinstance(message, Interrupted):
+            self.at(self.now, self._resubmit, self.requests[message.request_id])
+
+    def _resubmit(self, request: ClientRequest) -> None:
+        submit = request.submit
+        assert submit.choices == 1, "several choices come back one by one: not modelled"
+        [emitted] = request.emitted_tokens
+        request.submit = msgspec.structs.replace(
+            submit,
+            attempt=submit.attempt + 1,
+            prompt_tokens=submit.prompt_tokens - submit.resumed_tokens + emitted,
+            resumed_tokens=emitted,
+        )
+        request.recomputed_tokens += request.submit.prompt_tokens
+        self.receive(GATEWAY, request.submit, request.prompt + bytes(4 * emitted))
+
+    def _ended(self, request: ClientRequest, state: State) -> None:
+        if request.state is None:
+            self.at(self.now, self.on_end, request)
+        request.state, request.prompt = state, b""
+
+    # --- the coordinator ------------------------------------------------------------------------------------------------
+
+    def receive(self, incarnation: int, message: Message, blob: bytes = b"") -> None:
+        self.post(Received(incarnation, message, blob))
+
+    def post(self, event: Event) -> None:
+        for action in self.core.handle(event, self.now):
+            match action:
+                case Send(incarnation, message, blob):
+                    worker = self.prefill.get(incarnation) or self.decode.get(incarnation)
+                    if worker is not None:
+                        worker.order(message, blob)
+                    else:
+                        self._gateway(message)
+                case StateChanged(request_id, _, state, _) if state in TERMINAL:
+                    self._ended(self.requests[request_id], state)
+
+    def run(self, until_s: float) -> None:
+        while self.next_s <= until_s:
+            self.step()
+        self.advance(until_s)
+
+    def step(self) -> None:
+        """What is due next, or a deadline of the coordinator's before time goes on to it."""
+        deadline = self.core.next_deadline() if self.next_s > self.now else None
+        if deadline is not None and deadline < self.next_s:
+            self.advance(deadline)
+            self.post(Tick())
+        else:
+            self.take_next()

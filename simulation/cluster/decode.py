@@ -1,0 +1,150 @@
+"""Two kinds of decode workers.
+
+`BatchedDecode` runs the production core, batch and block allocator, one step after the other. `PacedDecode` only counts:
+every stream gets a token each `decode_step_s`, whatever else runs, and ends in one event. It is for long runs in which it
+does not matter how decode works.
+"""
+
+from dataclasses import dataclass
+
+from decode_worker.batch import Batch, Draw, StepPlan
+from decode_worker.core import DecodeCore
+from decode_worker.progress import REPORT_S
+from decode_worker.requests import AttemptTable
+from engine.kv.allocator import BlockAllocator
+from kvtransfer.session.session import Accepted
+from proto.held import Capacity
+from proto.kv import Commit, Offer
+from proto.limits import MAX_VOCAB
+from proto.messages import Finished, Message, Release, Released, Reserve
+from proto.progress import DecodeProgress, Joined
+from simulation.cluster.surroundings import Gateways, Registration, Surroundings
+from simulation.cluster.transfers import Key, Transfers
+
+
+class BatchedDecode:
+    def __init__(
+        self, cluster: Surroundings, transfers: Transfers, incarnation: int, capacity: Capacity, progress: bool
+    ) -> None:
+        self.registration = Registration(cluster, incarnation, progress)
+        self.gateways = Gateways(cluster)
+        self.receiver = transfers
+        self.allocator = BlockAllocator(capacity.kv_blocks)
+        self.table: AttemptTable[None] = AttemptTable(self.allocator, capacity.block_size, Batch())
+        self.core: DecodeCore[None] = DecodeCore(
+            self, self.table, vocab_size=MAX_VOCAB, make_state=lambda order, first, prompt_tokens: None
+        )
+        self.offered, self.not_received = self.core.offered, self.core.not_received
+        self.held_block_s = 0.0
+        """KV blocks that were held, times seconds of steps."""
+        self._cluster = cluster
+        self._stepping = False
+
+    def order(self, message: Message, blob: bytes) -> None:
+        self.core.order(message)
+
+    def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
+        self.core.committed(incarnation, commit, blocks, prompt_tokens)
+        if not self._stepping:
+            self._cluster.at(self._cluster.now, self._start_step)
+
+    def _start_step(self) -> None:
+        plan = None if self._stepping else self.core.plan()
+        if plan is not None:
+            self._stepping = True
+            took_s = self._cluster.timing.decode_s(len(plan.rows))
+            self.held_block_s += self.allocator.held_count * took_s
+            self._cluster.at(self._cluster.now + took_s, self._step_ended, plan)
+
+    def _step_ended(self, plan: StepPlan[None]) -> None:
+        self._stepping = False
+        drawn: list[Draw] = []
+        for row in plan.rows:
+            running = row.running
+            drawn.append((self._cluster.draw(running.key[0], running.choice, running.index), None))
+        outcome, final_reports = self.core.apply(drawn)
+        self._start_step()
+        self.core.pass_on(outcome, final_reports, self._cluster.now)
+
+
+@dataclass(eq=False)
+class _Stream:
+    order: Reserve
+    began_s: float | None = None
+    """None while its KV is not here."""
+
+
+class PacedDecode:
+    def __init__(self, cluster: Surroundings, incarnation: int, progress: bool) -> None:
+        self.registration = Registration(cluster, incarnation, progress)
+        self._cluster = cluster
+        self._streams: dict[Key, _Stream] = {}
+        self._progress = progress and cluster.timing.decode_step_s > 0
+        self._joined: list[Joined] = []
+        self._reporting = False
+
+    def order(self, message: Message, blob: bytes) -> None:
+        if isinstance(message, Reserve):
+            self._streams[(message.request_id, message.attempt)] = _Stream(message)
+        elif isinstance(message, Release):
+            key = (message.request_id, message.attempt)
+            stream = self._streams.pop(key, None)
+            # First tokens are counted in prefill.
+            tokens = self._emitted(stream) - stream.order.choices if stream and stream.began_s is not None else 0
+            self.registration.send(Released(*key, tokens))
+
+    def offered(self, incarnation: int, offer: Offer) -> Accepted | str | None:
+        return Accepted(())
+
+    def not_received(self, request_id: str, attempt: int, blocks: list[int]) -> None:
+        if self._streams.pop((request_id, attempt), None) is not None:
+            self.registration.send(Released(request_id, attempt))
+
+    def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
+        key = (commit.request_id, commit.attempt)
+        stream = self._streams.get(key)
+        if stream is None:
+            return
+        cluster = self._cluster
+        stream.began_s = cluster.now
+        cluster.at(cluster.now + max(self._to_come(stream)) * cluster.timing.decode_step_s, self._ended, key, stream)
+        if self._progress:
+            self._joined.append(Joined(*key, self._steps))
+            if not self._reporting:
+                self._reporting = True
+                cluster.at(cluster.now + REPORT_S, self._report)
+
+    def _ended(self, key: Key, stream: _Stream) -> None:
+        if self._streams.get(key) is stream:
+            del self._streams[key]
+            self.registration.send(Finished(*key, self._emitted(stream), 0, stream.order.resumed_tokens))
+
+    def _to_come(self, stream: _Stream) -> list[int]:
+        """Tokens of each choice in this attempt."""
+        order = stream.order
+        output_tokens = self._cluster.requests[order.request_id].output_tokens
+        chosen = output_tokens[order.first_choice : order.first_choice + order.choices]
+        return [tokens - order.resumed_tokens for tokens in chosen]
+
+    def _emitted(self, stream: _Stream) -> int:
+        """Tokens of an attempt that ends now, first ones included; the gateway gets them."""
+        assert stream.began_s is not None
+        step_s, order, total = self._cluster.timing.decode_step_s, stream.order, 0
+        for choice, tokens in enumerate(self._to_come(stream), order.first_choice):
+            passed = max(round((self._cluster.now - stream.began_s) / step_s), 1) if step_s else tokens
+            total += min(passed, tokens)
+            self._cluster.emitted(order.request_id, order.attempt, choice, order.resumed_tokens + min(passed, tokens))
+        return total
+
+    # --- progress -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _steps(self) -> int:
+        return int(self._cluster.now / self._cluster.timing.decode_step_s)
+
+    def _report(self) -> None:
+        joined, self._joined = tuple(self._joined), []
+        self.registration.send(DecodeProgress(self._steps, 0, 0, joined))
+        self._reporting = bool(self._streams)
+        if self._reporting:
+            self._cluster.at(self._cluster.now + REPORT_S, self._report)

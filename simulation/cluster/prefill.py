@@ -1,0 +1,66 @@
+"""A prefill worker: the production core, prompt table and prefix cache; its steps take the time that `Timing` says."""
+
+from collections import Counter
+
+from engine.kv.allocator import BlockAllocator
+from engine.sampling.finish import finish_reason
+from prefill_worker.core import Begun, PrefillCore, StepResult
+from prefill_worker.prompts import Key, PrefillRequest, PromptTable
+from proto.held import Capacity
+from proto.limits import MAX_VOCAB
+from proto.messages import Message, TokenItem
+from simulation.cluster.surroundings import Gateways, Registration, Surroundings
+from simulation.cluster.transfers import KvSender, Transfers
+
+
+class PrefillWorker:
+    def __init__(self, cluster: Surroundings, transfers: Transfers, incarnation: int, capacity: Capacity) -> None:
+        self.computed_tokens = 0
+        self.computed: Counter[Key] = Counter()
+        """Tokens of each attempt."""
+        self.registration = Registration(cluster, incarnation)
+        self.gateways = Gateways(cluster)
+        self.core = PrefillCore(
+            self,
+            PromptTable(BlockAllocator(capacity.kv_blocks), capacity.block_size),
+            vocab_size=MAX_VOCAB,
+            step_tokens_max=capacity.context_tokens,
+            tokens_forwarded=lambda: self.computed_tokens,
+        )
+        self.sender = KvSender(transfers, incarnation, self.core.kv_result)
+        self.computing = False
+        self.busy_s = 0.0
+        self._cluster = cluster
+
+    def order(self, message: Message, blob: bytes) -> None:
+        self.core.order(message, blob)
+        self._start_step()
+
+    def _start_step(self) -> None:
+        begun = None if self.computing else self.core.begin_step()
+        if begun is not None:
+            self.computing = True
+            took_s = self._cluster.timing.prefill_s(sum(chunk.length for _, chunk in begun.work))
+            self.busy_s += took_s
+            self._cluster.at(self._cluster.now + took_s, self._step_ended, begun, took_s)
+
+    def _step_ended(self, begun: Begun, took_s: float) -> None:
+        self.computing = False
+        first: dict[Key, list[TokenItem]] = {}
+        for prompt, chunk in begun.work:
+            self.computed[prompt.key] += chunk.length
+            self.computed_tokens += chunk.length
+            if chunk.start + chunk.length == prompt.order.prompt_tokens:
+                first[prompt.key] = self._first_tokens(prompt)
+        self.core.step_done(begun, StepResult(1000 * took_s, first, frozenset()))
+        self._start_step()
+
+    def _first_tokens(self, prompt: PrefillRequest) -> list[TokenItem]:
+        order, found = prompt.order, []
+        for choice in range(order.first_choice, order.first_choice + order.choices):
+            token = self._cluster.draw(order.request_id, choice, order.resumed_tokens)
+            finish = finish_reason(token, order.resumed_tokens + 1, order.sampling)
+            found.append(
+                TokenItem(*prompt.key, choice, order.resumed_tokens, (token,), finish, (), prompt.cached_tokens)
+            )
+        return found

@@ -1,0 +1,150 @@
+"""What everything in the virtual cluster shares: the clock with what is due, how long things take, and the requests."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from random import Random
+from typing import Any
+
+from coordinator.lifecycle import State
+from proto.limits import MAX_CACHE_CHANGES
+from proto.messages import CacheEvents, Message, Peer, Rejected, Submit, Tokens
+from proto.progress import DecodeProgress
+from runtime.worker.ports import TakeChanges
+
+STOP, OTHER = 1, 2
+"""The token that ends an answer before its max_tokens, and all others."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long things take. A cost model overrides the methods."""
+
+    prefill_tokens_per_s: float = 8192.0
+    prefill_step_s: float = 0.0
+    """Of each prefill step, whatever is in it."""
+    decode_step_s: float = 0.0
+    """Between two tokens of a stream."""
+    hand_over_s: tuple[float, float] = (0.0, 0.0)
+    """From a prompt's last step to its KV on the decode worker: drawn evenly between these."""
+    report_s: float = 0.0
+    """From a worker to the coordinator. Orders take no time."""
+
+    def prefill_s(self, tokens: int) -> float:
+        """One step of so many prompt tokens."""
+        return self.prefill_step_s + tokens / self.prefill_tokens_per_s
+
+    def decode_s(self, streams: int) -> float:
+        """One step of so many streams."""
+        return self.decode_step_s
+
+
+@dataclass(eq=False)
+class ClientRequest:
+    """A request as its client and its gateway see it."""
+
+    submit: Submit
+    """Its latest attempt."""
+    prompt: bytes
+    """Packed token ids; empty once it has ended."""
+    output_tokens: tuple[int, ...]
+    """Each choice stops with so many tokens."""
+    submitted_s: float
+    emitted_tokens: list[int]
+    """Of each choice, as far as they have come."""
+    cached_tokens: int = 0
+    """Of the prompt, found in the prefill worker's cache."""
+    state: State | None = None
+    """Once it has ended."""
+    rejected: Rejected | None = None
+    recomputed_tokens: int = 0
+    """Prompt tokens of attempts after the first."""
+
+
+class Surroundings(ABC):
+    def __init__(self, timing: Timing, seed: int) -> None:
+        self.now = 0.0
+        self.timing = timing
+        self.random = Random(seed)
+        self.requests: dict[str, ClientRequest] = {}
+        self.ttft_s: dict[str, float] = {}
+        """In the order in which first tokens came."""
+        self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._asked = 0
+
+    @abstractmethod
+    def receive(self, incarnation: int, message: Message, blob: bytes = b"") -> None:
+        """The coordinator gets a message now."""
+
+    # --- time -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def next_s(self) -> float:
+        """When something is due next; infinite if nothing is."""
+        return self._due[0][0] if self._due else inf
+
+    def at(self, when_s: float, what: Callable[..., object], *arguments: Any) -> None:
+        """Things of one time happen in the order in which they were asked for."""
+        self._asked += 1
+        heappush(self._due, (when_s, self._asked, what, arguments))
+
+    def take_next(self) -> None:
+        when_s, _, what, arguments = heappop(self._due)
+        self.advance(when_s)
+        what(*arguments)
+
+    def advance(self, to_s: float) -> None:
+        self.now = max(self.now, to_s)
+
+    # --- answers --------------------------------------------------------------------------------------------------------
+
+    def draw(self, request_id: str, choice: int, index: int) -> int:
+        """Token number `index` of an answer, counted from 0."""
+        return STOP if index + 1 >= self.requests[request_id].output_tokens[choice] else OTHER
+
+    def emitted(self, request_id: str, attempt: int, choice: int, tokens: int) -> None:
+        """So many tokens of a choice have come to the gateway."""
+        request = self.requests[request_id]
+        if request.submit.attempt == attempt:
+            request.emitted_tokens[choice] = tokens
+            if request_id not in self.ttft_s:
+                self.ttft_s[request_id] = self.now - request.submitted_s
+
+
+class Registration:
+    """A worker's link to the coordinator, which keeps the order and is never lost; as `runtime.worker.ports.Coordinator`."""
+
+    up = True
+
+    def __init__(self, cluster: Surroundings, incarnation: int, progress: bool = True) -> None:
+        self._cluster, self._incarnation, self._progress = cluster, incarnation, progress
+
+    def send(self, message: Message) -> None:
+        if self._progress or not isinstance(message, DecodeProgress):
+            cluster = self._cluster
+            cluster.at(cluster.now + cluster.timing.report_s, cluster.receive, self._incarnation, message)
+
+    def report_cache(self, take_changes: TakeChanges) -> None:
+        inserted, evicted = take_changes(MAX_CACHE_CHANGES)
+        if inserted or evicted:
+            self.send(CacheEvents(inserted, evicted))
+
+
+class Gateways:
+    """A worker's links to gateways; as `runtime.worker.ports.Gateways`."""
+
+    def __init__(self, cluster: Surroundings) -> None:
+        self._cluster = cluster
+
+    def connect(self, to: Peer) -> None:
+        """There is no link to open."""
+
+    def send(self, to: Peer, message: Message) -> None:
+        assert isinstance(message, Tokens)
+        cluster = self._cluster
+        for item in message.items:
+            if item.cached_tokens:
+                cluster.requests[item.request_id].cached_tokens = item.cached_tokens
+            cluster.emitted(item.request_id, item.attempt, item.choice, item.index + len(item.tokens))

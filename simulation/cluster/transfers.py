@@ -1,0 +1,107 @@
+"""KV hand-overs, played: each takes the time that `Timing` says, and none fails but by the word of one of its ends."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from proto.kv import Commit, FirstToken, Offer
+from simulation.cluster.surroundings import Surroundings
+
+Key = tuple[str, int]
+
+
+class Receiver(Protocol):
+    """A decode worker, as its `DecodeCore`."""
+
+    def offered(self, incarnation: int, offer: Offer) -> Accepted | str | None: ...
+
+    def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None: ...
+
+    def not_received(self, request_id: str, attempt: int, blocks: list[int]) -> None: ...
+
+
+@dataclass(eq=False)
+class _Transfer:
+    key: Key
+    prefill_incarnation: int
+    on_result: Callable[[KvSent | KvFailed], None]
+    receiver: Receiver
+    answer: Accepted | str | None = None
+
+
+class Transfers:
+    """All that are open, and the decode workers' end of them; as `decode_worker.core.KvIn`."""
+
+    def __init__(self, cluster: Surroundings) -> None:
+        self.cluster = cluster
+        self.receivers: dict[int, Receiver] = {}
+        self._open: dict[Key, _Transfer] = {}
+
+    def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
+        self._answered(self._open[(request_id, attempt)], answer)
+
+    def abort(self, request_id: str, attempt: int, reason: str) -> None:
+        transfer = self._open.pop((request_id, attempt), None)
+        if transfer is not None:
+            blocks = list(transfer.answer.block_ids) if isinstance(transfer.answer, Accepted) else []
+            self.cluster.at(self.cluster.now, self._over, transfer, reason, blocks)
+
+    def open(
+        self,
+        key: Key,
+        prefill_incarnation: int,
+        decode_incarnation: int,
+        blocks: int,
+        on_result: Callable[[KvSent | KvFailed], None],
+    ) -> None:
+        receiver = self.receivers[decode_incarnation]
+        transfer = self._open[key] = _Transfer(key, prefill_incarnation, on_result, receiver)
+        self._answered(transfer, receiver.offered(prefill_incarnation, Offer(*key, 0, blocks)))
+
+    def commit(self, commit: Commit, prompt_tokens: Sequence[int]) -> None:
+        cluster, transfer = self.cluster, self._open.get((commit.request_id, commit.attempt))
+        if transfer is not None:
+            took_s = cluster.random.uniform(*cluster.timing.hand_over_s)
+            cluster.at(cluster.now + took_s, self._arrived, transfer, commit, list(prompt_tokens), took_s)
+
+    def _answered(self, transfer: _Transfer, answer: Accepted | str | None) -> None:
+        transfer.answer = answer
+        if isinstance(answer, str):
+            del self._open[transfer.key]
+            self.cluster.at(self.cluster.now, transfer.on_result, KvFailed(*transfer.key, answer))
+
+    def _arrived(self, transfer: _Transfer, commit: Commit, prompt_tokens: list[int], took_s: float) -> None:
+        if self._open.get(transfer.key) is not transfer:
+            return
+        assert isinstance(transfer.answer, Accepted), "orders to both workers of a request come together"
+        del self._open[transfer.key]
+        blocks = list(transfer.answer.block_ids)
+        transfer.receiver.committed(transfer.prefill_incarnation, commit, blocks, prompt_tokens)
+        transfer.on_result(KvSent(*transfer.key, 0, 1000 * took_s))
+
+    def _over(self, transfer: _Transfer, reason: str, blocks: list[int]) -> None:
+        transfer.receiver.not_received(*transfer.key, blocks)
+        transfer.on_result(KvFailed(*transfer.key, reason))
+
+
+class KvSender:
+    """A prefill worker's end; as `prefill_worker.core.KvOut`."""
+
+    def __init__(
+        self, transfers: Transfers, prefill_incarnation: int, on_result: Callable[[KvSent | KvFailed], None]
+    ) -> None:
+        self._transfers, self._incarnation, self._on_result = transfers, prefill_incarnation, on_result
+        self.abort = transfers.abort
+
+    def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int) -> None:
+        self._transfers.open((request_id, attempt), self._incarnation, peer_incarnation, blocks, self._on_result)
+
+    def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None:
+        """How they go over is not modelled."""
+
+    def commit(
+        self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
+    ) -> None:
+        commit = Commit(request_id, attempt, (), len(prompt_tokens), tuple(first_tokens))
+        self._transfers.commit(commit, prompt_tokens)

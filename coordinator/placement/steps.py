@@ -21,9 +21,10 @@ MOVES_MAX = 4
 """How often a request is bound to a worker for what that one has cached; after that it runs where its turn comes."""
 
 BEGUN_MAX = 8
-"""Prompts half computed on a prefill worker. Where there are more, one whose rest fits a step is finished in the next step,
-unless an organisation waits that has had much less than its share. With thousands of tenants, prompts would otherwise wait half
-computed while all others have a turn, and take up room in prefill and decode."""
+"""Prompts half computed on a prefill worker. Where there are more, one whose rest fits a step is finished in the next step. A
+longer one goes before later ones of its user and before those of other users of its organisation, unless an organisation waits that has
+had much less than its share. With thousands of users, prompts would otherwise wait half computed while all others have a turn,
+and take up room in prefill and decode."""
 
 
 def compose(
@@ -62,12 +63,12 @@ def compose(
                 return _refuse(request, worker, pool, queue)
             expect_cached(request, worker, pool)
             _count_bypass(request, worker, pool, queue, options.bypasses_max, now)
-        remaining = request.submit.prompt_tokens - request.dispatched_tokens
-        return remaining if remaining <= left else left - left % block_size
+        return _fitting(request, left, block_size)
 
     begun, worker.begun = worker.begun, None
-    if begun is not None and _may_finish(begun, left, worker, pool, queue):
-        length = queue.finish(begun, worker.incarnation, now)
+    if begun is not None and _may_go_on(begun, left, worker, pool, queue):
+        length = _fitting(begun, left, block_size)
+        queue.go_on(begun, length, worker.incarnation, now)
         _add(begun, length, worker, chunks, requests)
         left -= length
     look = length_of if watch is None else watched(length_of, watch, worker, pool)
@@ -98,13 +99,25 @@ def _add(request: Request, length: int, worker: Worker, chunks: list[Chunk], req
         worker.begun = request if len(worker.placed) > BEGUN_MAX else None
 
 
-def _may_finish(begun: Request, left: int, worker: Worker, pool: Pool, queue: WaitQueue) -> bool:
-    """Whether the last chunk of a prompt comes before all others: not while somebody waits who has had less than its share."""
+def _fitting(request: Request, left: int, block_size: int) -> int:
+    """Tokens of its prompt for a step in which so many are left."""
+    remaining = request.submit.prompt_tokens - request.dispatched_tokens
+    return remaining if remaining <= left else left - left % block_size
+
+
+def _may_go_on(begun: Request, left: int, worker: Worker, pool: Pool, queue: WaitQueue) -> bool:
+    """Whether the next chunk of a prompt comes before all others: not while somebody waits who has had less than its share."""
     if begun.entry is None or worker.placed.get(begun.id) is not begun:
         return False
-    if begun.submit.prompt_tokens - begun.dispatched_tokens > left:
+    keys = (worker.incarnation, *pool.open_keys(worker, queue.classes()))
+    if queue.fair.has_late(keys):
         return False
-    return not queue.fair.has_late((worker.incarnation, *pool.open_keys(worker, queue.classes())))
+    if begun.submit.prompt_tokens - begun.dispatched_tokens <= left:
+        return True
+    following = queue.peek(keys)
+    if following is None or following.entry is None or following.path[:2] != begun.path[:2]:
+        return False
+    return following.path != begun.path or following.entry.due >= begun.entry.due
 
 
 def _refuse(request: Request, worker: Worker, pool: Pool, queue: WaitQueue) -> Close | MoveTo:

@@ -214,14 +214,12 @@ class WaitQueue:
         self._dispatched(entry.item, length, cost, now)
         return NextChunk(entry.item, length, closed, False)
 
-    def finish(self, request: Request, incarnation: int, now: float) -> int:
-        """Charge all that is left of a prompt of which this prefill worker has just had a chunk; returns its tokens."""
+    def go_on(self, request: Request, length: int, incarnation: int, now: float) -> None:
+        """Charge so much more of a prompt of which this prefill worker has just had a chunk."""
         assert request.entry is not None
-        length = request.submit.prompt_tokens - request.dispatched_tokens
         terms = self._terms(request, length, incarnation)
         self.fair.go_on(request.entry, terms)
         self._dispatched(request, length, terms.cost, now)
-        return length
 
     def _terms(self, request: Request, length: int, incarnation: int) -> Terms:
         prices = self._limits.prices

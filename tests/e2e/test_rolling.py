@@ -16,9 +16,9 @@ from tests.e2e.balancer import Balancer, Load
 from tests.e2e.live import READY_S
 from tests.e2e.parts import ROOT, STOP_S, Parts, parts
 
-TOKENS = 200
+TOKENS = 400
 STREAMS = 4
-GRACE_S = "0.2"
+GRACE_S = "0.1"
 """Less than a stream takes, so that some are handed over; several times that of a prompt."""
 TIERS: tuple[tuple[str, ...], ...] = (
     ("prefill-0", "decode-0", "gateway-0"),

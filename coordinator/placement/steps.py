@@ -21,10 +21,12 @@ MOVES_MAX = 4
 """How often a request is bound to a worker for what that one has cached; after that it runs where its turn comes."""
 
 BEGUN_MAX = 8
-"""Prompts half computed on a prefill worker. Where there are more, one whose rest fits a step is finished in the next step. A
-longer one goes before later ones of its user and before those of other users of its organisation, unless an organisation waits that has
-had much less than its share. With thousands of users, prompts would otherwise wait half computed while all others have a turn,
-and take up room in prefill and decode."""
+"""Prompts half computed on a prefill worker. Where there are more, one whose rest fits a step is finished in the next step.
+
+A longer one goes before later ones of its user and before those of other users of its organisation, unless an organisation
+waits that has had much less than its share. With thousands of users, prompts would otherwise wait half computed while all
+others have a turn, and take up room in prefill and decode.
+"""
 
 
 def compose(

@@ -74,6 +74,28 @@ def draw_isolation(path: str, result: dict[str, Any]) -> None:
     figure.savefig(Path(path).expanduser())
 
 
+def draw_peers(path: str, results: dict[str, dict[str, Any]]) -> None:
+    """A row for each server: the p99 gap of its streams alone, and while long prompts arrive."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.2 + 0.7 * len(results)), layout="constrained")
+    axes = figure.subplots()
+    for row, result in enumerate(results.values()):
+        alone, loaded = result["alone"]["p99_ms"], result["loaded"]["p99_ms"]
+        axes.plot([alone, loaded], [row, row], color="lightgrey", linewidth=4, zorder=1)
+        axes.scatter(alone, row, color="tab:blue", zorder=2, label="streams alone" if row == 0 else None)
+        axes.scatter(loaded, row, color="tab:red", zorder=2, label="while long prompts arrive" if row == 0 else None)
+        axes.annotate(f"{loaded:,.0f} ms", (loaded, row), xytext=(8, -4), textcoords="offset points")
+        axes.annotate(f"{alone:,.0f} ms", (alone, row), xytext=(-8, -4), textcoords="offset points", ha="right")
+    axes.set(xscale="log", xlabel="p99 gap between two tokens of a stream, ms (logarithmic)")
+    axes.set_yticks(range(len(results)), list(results))
+    axes.set_ylim(len(results) - 0.5, -0.5)
+    axes.margins(x=0.2)
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=2)
+    figure.savefig(Path(path).expanduser())
+
+
 def timeline(run: RunFile) -> tuple[list[float], list[float]]:
     """Beginnings of equal spans of the run, and chunks with tokens per second in each."""
     arrivals: list[float] = []

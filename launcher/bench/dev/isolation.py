@@ -114,12 +114,12 @@ async def _measure(
             result["prefill"] = await _prefill_alone(client, model, settings, source, progress)
             result["throughput"] = {}
             for count in BATCHES:
-                batch_invariant = SteadyStreams(client, model, count, settings.stream_tokens)
+                steady = SteadyStreams(client, model, count, settings.stream_tokens)
                 try:
                     what = f"{count} stream{'s' if count > 1 else ''}"
-                    window = await _watch(batch_invariant, settings.warmup_s, settings.seconds / 2, what, progress)
+                    window = await _watch(steady, settings.warmup_s, settings.seconds / 2, what, progress)
                 finally:
-                    await batch_invariant.close()
+                    await steady.close()
                 result["throughput"][str(count)] = window.tokens_per_s
         result |= await _isolation(client, model, settings, source, progress)
     return result
@@ -128,18 +128,18 @@ async def _measure(
 async def _isolation(
     client: aiohttp.ClientSession, model: str, settings: IsolationSettings, source: random.Random, progress: Progress
 ) -> dict[str, Any]:
-    batch_invariant = SteadyStreams(client, model, settings.streams, settings.stream_tokens)
+    steady = SteadyStreams(client, model, settings.streams, settings.stream_tokens)
     arriving = LongPrompts(client, model, settings, source)
     try:
         what = f"{settings.streams} streams alone"
-        alone = await _watch(batch_invariant, settings.warmup_s, settings.seconds, what, progress)
+        alone = await _watch(steady, settings.warmup_s, settings.seconds, what, progress)
         arriving.start()
         what = f"{settings.streams} streams and long prompts"
-        loaded = await _watch(batch_invariant, settings.warmup_s, settings.seconds, what, progress)
+        loaded = await _watch(steady, settings.warmup_s, settings.seconds, what, progress)
         arriving.check()
     finally:
         await arriving.close()
-        await batch_invariant.close()
+        await steady.close()
     if not alone.gaps_s or not loaded.gaps_s:
         raise BenchFailed("no gap was measured: --seconds is too short for this model")
     if not arriving.finished:
@@ -151,23 +151,21 @@ async def _isolation(
     }
 
 
-async def _watch(
-    batch_invariant: SteadyStreams, warmup_s: float, seconds: float, what: str, progress: Progress
-) -> Window:
+async def _watch(steady: SteadyStreams, warmup_s: float, seconds: float, what: str, progress: Progress) -> Window:
     """Let all streams deliver, then the warm-up pass, then measure."""
     task = progress.add_task(f"{what}: warming up", total=None)
     async with asyncio.timeout(FIRST_TOKENS_TIMEOUT_S):
-        while not all(stream.arrivals for stream in batch_invariant.streams):
-            await batch_invariant.run_for(0.2)
-    await batch_invariant.run_for(warmup_s)
+        while not all(stream.arrivals for stream in steady.streams):
+            await steady.run_for(0.2)
+    await steady.run_for(warmup_s)
     progress.update(task, description=what, total=seconds)
     start = clock.now()
     while (elapsed := clock.now() - start) < seconds:
         progress.update(task, completed=elapsed)
-        await batch_invariant.run_for(min(1.0, seconds - elapsed))
+        await steady.run_for(min(1.0, seconds - elapsed))
     progress.update(task, completed=seconds)
     end = clock.now()
-    streams = batch_invariant.streams
+    streams = steady.streams
     tokens = sum(1 for stream in streams for at in stream.arrivals if start <= at <= end)
     return Window(gaps_between(streams, start, end), tokens / (end - start), end - start)
 

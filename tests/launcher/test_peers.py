@@ -1,0 +1,70 @@
+"""`scripts/compare_peers`: which servers it measures, how it starts and stops them, and its picture."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launcher.bench.peers import Peer, PeerFailed, PeersSettings, find_peers, started
+from launcher.load import plot
+from launcher.local.cluster import free_port
+from runtime.settings.options import SettingsError
+
+SERVER = """
+import http.server, sys, subprocess
+child = subprocess.Popen(["sleep", "600"])
+print(child.pid, flush=True)
+class Models(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers(); self.wfile.write(b"{}")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Models).serve_forever()
+"""
+
+
+def test_what_is_not_installed_is_left_out_and_what_is_named_must_be_there(tmp_path: Path) -> None:
+    assert find_peers(PeersSettings(), "m", 1)[0] == Peer("crossdock 1P1D", ())
+    with pytest.raises(SettingsError, match="--vllm"):
+        find_peers(PeersSettings(vllm="/no/such/vllm"), "m", 1)
+    with pytest.raises(SettingsError, match="--llama-server"):
+        find_peers(PeersSettings(llama_server="/no/such/server", gguf="m.gguf"), "m", 1)
+    with pytest.raises(SettingsError, match="--gguf"):
+        find_peers(PeersSettings(llama_server=sys.executable, gguf=str(tmp_path / "m.gguf")), "m", 1)
+    (tmp_path / "m.gguf").touch()
+    found = find_peers(PeersSettings(llama_server=sys.executable, gguf=str(tmp_path / "m.gguf")), "m", 8123)
+    assert found[-1].name.startswith("llama.cpp") and "8123" in found[-1].command
+
+
+def test_a_server_is_stopped_with_all_its_processes(tmp_path: Path) -> None:
+    port, log = free_port("127.0.0.1"), tmp_path / "log"
+
+    async def scene() -> int:
+        peer = Peer("it", (sys.executable, "-c", SERVER, str(port)))
+        async with started(peer, port, log, Console()) as url:
+            assert url.endswith(str(port))
+            return int(log.read_text().split()[0])
+
+    child = asyncio.run(scene())
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_one_that_ends_at_its_start_says_why(tmp_path: Path) -> None:
+    async def scene() -> None:
+        peer = Peer("it", (sys.executable, "-c", "raise SystemExit('no such model')"))
+        async with started(peer, free_port("127.0.0.1"), tmp_path / "log", Console()):
+            pass
+
+    with pytest.raises(PeerFailed, match="no such model"):
+        asyncio.run(scene())
+
+
+def test_the_picture_has_a_row_for_each_server(tmp_path: Path) -> None:
+    def result(alone: float, loaded: float) -> dict[str, object]:
+        return {"alone": {"p99_ms": alone}, "loaded": {"p99_ms": loaded}}
+
+    plot.draw_peers(str(tmp_path / "peers.svg"), {"crossdock 1P1D": result(70.0, 80.0), "other": result(40.0, 2000.0)})
+    picture = (tmp_path / "peers.svg").read_text()
+    assert picture.count("<svg") == 1 and len(picture) > 5000

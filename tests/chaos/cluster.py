@@ -259,6 +259,8 @@ class Watcher:
     def __init__(self, coordinator: str) -> None:
         self.report: StatusReport | None = None
         self.incarnation_known = False
+        self.coordinators = 0
+        """How often one has let us in: more after a fault, and it has begun anew meanwhile."""
         self._stalls: deque[tuple[float, float]] = deque(maxlen=4096)
         """When we were late, and by how much: it is the machine that stood still."""
         self._peer: Peer | None = None
@@ -321,6 +323,7 @@ class Watcher:
 
     def _up(self, peer: Peer, _: Welcome) -> None:
         self._peer = peer
+        self.coordinators += 1
 
     def _message(self, _: Peer, message: Message, __: bytes) -> None:
         if isinstance(message, StatusReport):

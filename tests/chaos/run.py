@@ -304,16 +304,16 @@ class Run:
             fault.detected_s = await self.cluster.until("its link is gone", lambda: not watcher.incarnation_known)
         else:
             # Beside an absent coordinator nobody can tell; one that was lost and is back again shows in the count alone.
-            lost = watcher.lost(member.role)
+            lost, coordinators = watcher.lost(member.role), watcher.coordinators
 
             def missed() -> bool:
                 return watcher.incarnation_known and (name not in watcher.names() or watcher.lost(member.role) > lost)
 
             def overlooked() -> bool:
-                # The machine stood still with it, and the coordinator does not hold that against it.
+                # The machine stood still with it, and the coordinator does not hold that against it; or there is another one.
                 if fault.stopped_s is None or time.monotonic() < fault.at + fault.stopped_s + OVERLOOKED_S:
                     return False
-                return watcher.stood_still_s(fault.at) > STALL_S
+                return watcher.stood_still_s(fault.at) > STALL_S or watcher.coordinators > coordinators
 
             await self.cluster.until(f"{name} is missed", lambda: missed() or overlooked())
             if missed():

@@ -102,7 +102,8 @@ def show(result: Result, console: Console) -> None:
     overlooked = sum(fault.kind == "stop" and fault.detected_s is None for fault in result.faults)
     if overlooked:
         console.print(
-            f"{overlooked} stopped processes were missed by nobody: the machine itself had stood still meanwhile."
+            f"{overlooked} stopped processes were missed by nobody: the machine itself had stood still meanwhile,"
+            " or the coordinator began anew."
         )
     if not IS_STEADY:
         console.print(

@@ -73,6 +73,10 @@ class Engine:
         return logits
 
     @property
+    def backend(self) -> str:
+        return self.runner.backend
+
+    @property
     def is_batch_invariant(self) -> bool:
         """A resumed stream is then exact."""
         return self.runner.is_batch_invariant

@@ -11,7 +11,7 @@
 - `attention`, `plan`: the attention function registered with transformers, and what one forward prepares for it once.
 - `batch_invariant`: attention on the CPU whose numbers for a token do not depend on what else is computed with it.
 - `linear`: prepacked weights for small batches on the CPU.
-- `sampler`: `SamplerState`, `sample`; random numbers are a function of (seed, choice, token index).
+- `sampler`, `draw`: `SamplerState`, `sample`; random numbers are a function of (seed, choice, token index).
 - `blocks`, `prefix`, `sequence`, `finish`: pure bookkeeping: `BlockAllocator` with its prefix cache, `SequenceBlocks`,
   `finish_reason`.
 

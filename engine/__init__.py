@@ -8,6 +8,7 @@
   model's own.
 - `thread`: the one thread that computes.
 - `engine`: `Engine.forward` over packed chunks; the pool `[blocks, layers, 2, block_size, kv_heads, head_dim]`.
+- `cpu`: a forward pass in C for models of Llama's shape.
 - `attention`: the attention function registered with transformers, and what one forward pass prepares for it.
 - `sampling`: `SamplerState`, `sample` and `finish_reason`; random numbers are a function of (seed, choice, token index).
 - `kv` (pure): `BlockAllocator` with its prefix cache, and block tables.

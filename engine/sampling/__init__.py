@@ -1,4 +1,4 @@
 """From logits to tokens, and when a sequence ends.
 
-Start with `sampler`.
+Start with `sampler`; `draw` is what a row with a temperature goes through; `finish` says when a choice ends.
 """

@@ -30,9 +30,9 @@ _DEV: Final[Table] = {
         "launcher.bench.dev.kv_interference:run",
     ),
     "engine": Command(
-        "The engine alone against plain transformers",
+        "How near does the engine come to what this machine allows?",
         "launcher.bench.settings:EngineBenchSettings",
-        "launcher.bench.dev.engine:run",
+        "launcher.bench.dev.engine.command:run",
     ),
     "fairness": Command(
         "Does a small tenant wait when another floods the service?",

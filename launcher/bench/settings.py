@@ -108,14 +108,35 @@ class HarmlessSettings(JsonOption):
 
 
 class EngineBenchSettings(JsonOption):
-    """The engine alone against plain transformers: single-stream decode, and prefill of 1,000 tokens."""
+    """How near does the engine come to what this machine allows?
 
+    The engine alone decodes 1 to 16 streams, one long stream and streams with sampling, and computes prompts of 1,000 and
+    1,400 tokens, beside plain transformers. The floor of each is what it must read over the bandwidth
+    of memory, or what it must compute over the rate of a large matrix product, both measured in between.
+    """
+
+    panels: ClassVar[Panels] = {
+        "Engine": "model device threads",
+        "Measurement": "rounds llama_bench gguf",
+        "Output": "as_json",
+    }
     model: str = Field(
         "",
         description="Folder or ORG/NAME; empty: the embedded default.",
         json_schema_extra={"also_argument": "MODEL"},
     )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where to compute.")
     threads: int = Field(1, ge=1, le=1024, description="CPU threads.")
+    rounds: int = Field(5, ge=1, le=1000, description="Rounds measured; one more comes first and is not counted.")
+    llama_bench: str = Field("", description="llama.cpp's program llama-bench, to run as well; needs --gguf.")
+    gguf: str = Field("", description="The model for it, a GGUF file.")
+
+    @model_validator(mode="after")
+    def _check_llama_bench(self) -> Self:
+        if bool(self.llama_bench) != bool(self.gguf):
+            given, other = ("--llama-bench", "--gguf") if self.llama_bench else ("--gguf", "--llama-bench")
+            raise ValueError(f"{given}: needs {other}, too")
+        return self
 
 
 class CoordinatorBenchSettings(JsonOption):

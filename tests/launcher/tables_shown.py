@@ -91,7 +91,19 @@ QUEUE = {
     for kind in bench_coordinator._DEADLINES
 }
 COSTS = [Cost(workers, "prefill", 1234.5, 99.9, "HandedOver", 123.4, 9.0) for workers in (1, 128)]
-ROUNDS = {name: [1234.5, 12.5, 99_999.9] for name in ("decode, 16 streams", "decode, 16 streams, transformers")}
+_CASE = {"tokens_per_s": 1234.5, "lowest": 12.5, "highest": 99_999.9, "ms": 1234.5}
+ENGINE: dict[str, Any] = {
+    "settings": {"device": "cuda", "threads": 16, "rounds": 100},
+    "model_type": "qwen2", "dtype": "float32", "backend": "cpu (avx512, float32 weights)",
+    "floor": {"read_gb_per_s": {"sum": 4123.4, "engine": 42.1}, "gflop_per_s": {"torch": 751_234.5, "engine": 263.1}},
+    "rows": [
+        {**_CASE, "name": "decode, 16 streams, temperature 1, top_p 0.9", "floor_ms": 1234.5, "time_over_floor": 12.34,
+         "against_transformers": None},
+        {**_CASE, "name": "prefill of 1,000", "floor_ms": 12.5, "time_over_floor": 1.1, "against_transformers": 12.34},
+        {**_CASE, "name": "prefill of 1,000, llama-bench (llama 7B all F32)", "floor_ms": None, "time_over_floor": None,
+         "against_transformers": None},
+    ],
+}  # fmt: skip
 _GAPS = {f"{rank}_ms": 123_456.7 for rank in ("p50", "p95", "p99", "max")} | {
     "gaps": 1_234_567,
     "tokens_per_s": 99_999.9,

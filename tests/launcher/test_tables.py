@@ -16,13 +16,13 @@ from launcher.bench import compare as bench_compare
 from launcher.bench import ratio as bench_ratio
 from launcher.bench.dev import coordinator as bench_coordinator
 from launcher.bench.dev import coordinator_scale as bench_scale
-from launcher.bench.dev import engine_rounds as bench_engine
 from launcher.bench.dev import fairness as bench_fairness
 from launcher.bench.dev import handover as bench_handover
 from launcher.bench.dev import isolation as bench_isolation
 from launcher.bench.dev import kv as bench_kv
 from launcher.bench.dev import kv_interference as bench_harmless
 from launcher.bench.dev import kv_utilization as bench_room
+from launcher.bench.dev.engine import rounds as bench_engine
 from launcher.cluster import check as cluster_check
 from launcher.load import show as load_show
 from launcher.tables import Table
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 SHOWN: dict[str, Callable[[Console], Any]] = {
     "bench.compare": lambda c: bench_compare.show(shown.DIFFERENCES, shown.COMPARED, c),
     "bench.dev.coordinator": lambda c: bench_coordinator._queue_table(shown.QUEUE, 1_000_000).show(c),
-    "bench.dev.engine_rounds": lambda c: bench_engine._show("qwen2, float32, 2 thread(s)", shown.ROUNDS, c),
+    "bench.dev.engine.rounds": lambda c: bench_engine.show(shown.ENGINE, c),
     "bench.dev.fairness": lambda c: bench_fairness._show(shown.FAIRNESS, c),
     "bench.dev.handover": lambda c: bench_handover._show(shown.HANDOVER, c),
     "bench.dev.kv_interference": lambda c: bench_harmless._show(shown.HARMLESS, c),

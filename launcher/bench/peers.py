@@ -160,14 +160,14 @@ async def _run(settings: PeersSettings, console: Console) -> int:
                 continue
             async with started(peer, port, Path(logs) / "peer.log", console) as url:
                 results[peer.name] = await measure(url, settings)
-    _show(results, console)
+    show(results, console)
     bench_report.write_json(settings, {"servers": results, "seconds": settings.seconds})
     if settings.plot:
         load_plot.draw_peers(settings.plot, results)
     return 0
 
 
-def _show(results: dict[str, Any], console: Console) -> None:
+def show(results: dict[str, Any], console: Console) -> None:
     gaps = ("alone p50", "alone p99", "beside p50", "beside p99", "longest")
     headings = (*gaps, "TTFT p50, s", "1 / 8 / 16 streams", "prefill")
     table = tables.Table("Gaps of 4 streams, ms, alone and beside long prompts; speeds in tokens/s", "", *headings)

@@ -13,6 +13,7 @@ from rich.console import Console
 from launcher import tables
 from launcher.admin import explain_words, simulate, status, tenants, usage
 from launcher.bench import compare as bench_compare
+from launcher.bench import peers as bench_peers
 from launcher.bench import ratio as bench_ratio
 from launcher.bench.dev import coordinator as bench_coordinator
 from launcher.bench.dev import coordinator_scale as bench_scale
@@ -37,6 +38,7 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     "bench.dev.handover": lambda c: bench_handover._show(shown.HANDOVER, c),
     "bench.dev.kv_interference": lambda c: bench_harmless._show(shown.HARMLESS, c),
     "bench.dev.kv": lambda c: bench_kv.show(shown.KV, shown.KV_SETTINGS, c),
+    "bench.peers": lambda c: bench_peers.show({"crossdock 1P1D": shown.ISOLATION, "llama.cpp": shown.ISOLATION}, c),
     "bench.ratio": lambda c: bench_ratio.show(shown.RATIOS, c),
     "bench.dev.isolation": lambda c: bench_isolation.show_isolation(shown.ISOLATION, c),
     "bench.dev.kv_utilization": lambda c: (

@@ -38,7 +38,7 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     "bench.dev.handover": lambda c: bench_handover._show(shown.HANDOVER, c),
     "bench.dev.kv_interference": lambda c: bench_harmless._show(shown.HARMLESS, c),
     "bench.dev.kv": lambda c: bench_kv.show(shown.KV, shown.KV_SETTINGS, c),
-    "bench.peers": lambda c: bench_peers.show({"crossdock 1P1D": shown.ISOLATION, "llama.cpp": shown.ISOLATION}, c),
+    "bench.peers": lambda c: bench_peers.show(shown.PEERS, c),
     "bench.ratio": lambda c: bench_ratio.show(shown.RATIOS, c),
     "bench.dev.isolation": lambda c: bench_isolation.show_isolation(shown.ISOLATION, c),
     "bench.dev.kv_utilization": lambda c: (

@@ -113,7 +113,7 @@ ISOLATION: dict[str, Any] = {
     "long_prompts": {"finished": 12, "prompt_tokens_mean": 123_456.0, "ttft_p50_s": 99.0, "ttft_max_s": 999.0},
 }  # fmt: skip
 _SPEEDS = {"throughput": {"1": 1234.5, "8": 9999.9, "16": 99_999.9}, "prefill": {"tokens_per_s": 123_456.7}}
-PEERS = {name: ISOLATION | _SPEEDS for name in ("crossdock 1P1D", "llama.cpp, colocated")}
+PEERS = dict.fromkeys(("crossdock 1P1D", "llama.cpp, colocated"), ISOLATION | _SPEEDS)
 HARMLESS: dict[str, Any] = {
     "alone": _GAPS, "beside": _GAPS, "p50_ratio": 1.0, "p99_ratio": 1.1, "transfers": 12, "kv_mib": 99.0,
     "transfer_p50_ms": 9.0, "transfer_gb_per_s": 1.0, "gb_per_s": 1.0, "joined": 3,

@@ -111,8 +111,8 @@ class EngineBenchSettings(JsonOption):
     """How near does the engine come to what this machine allows?
 
     The engine alone decodes 1 to 16 streams, one long stream and streams with sampling, and computes prompts of 1,000 and
-    1,400 tokens, beside plain transformers. The floor of each is what it must read over the bandwidth
-    of memory, or what it must compute over the rate of a large matrix product, both measured in between.
+    1,400 tokens, beside plain transformers. The floor of each is what it must read over the bandwidth of
+    memory, or what it must compute over the rate of a large matrix product, both measured in between.
     """
 
     panels: ClassVar[Panels] = {

@@ -1,11 +1,18 @@
 """The tiers of the tests, which `scripts/test` runs one after the other."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 CLUSTER_FOLDERS = ("e2e",)
 HERE = Path(__file__).parent
+
+
+def pytest_configure() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, and children inherit that: no Ctrl-C would reach them."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

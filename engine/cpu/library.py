@@ -128,7 +128,10 @@ _TARGETS = {
 @cache
 def load() -> ctypes.CDLL:
     """The kernels. Builds them first where that was not done before: a few seconds. Raises KernelsUnavailable."""
-    library = ctypes.CDLL(str(_built()))
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except OSError as error:  # as where files of that folder may not be executed
+        raise KernelsUnavailable(f"the CPU kernels cannot be loaded: {error}") from error
     library.start_threads.restype, library.start_threads.argtypes = c_int64, [c_int64]
     library.forward.restype, library.forward.argtypes = None, [POINTER(Model), POINTER(Batch), c_void_p]
     library.multiply.restype = None

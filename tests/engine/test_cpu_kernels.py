@@ -77,6 +77,24 @@ def test_without_a_compiler_models_run_as_transformers_has_them(
         load_engine(str(path), kv_bytes=support.KV_BYTES, weights="int8")
 
 
+def test_kernels_that_cannot_be_loaded_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels.so").write_text("no library")
+    monkeypatch.setattr(library, "_built", lambda: tmp_path / "kernels.so")
+    with pytest.raises(library.KernelsUnavailable, match="cannot be loaded"):
+        library.load.__wrapped__()
+
+
+def test_kernels_of_somebody_else_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the cache folder is one that everybody may write to."""
+    monkeypatch.setattr(library.platformdirs, "user_cache_dir", lambda _: str(tmp_path))
+    built = library._built()
+    assert built.is_relative_to(tmp_path)
+    planted = tmp_path / "planted.so"
+    built.rename(planted)
+    built.symlink_to(planted)
+    assert library._built() == built and not built.is_symlink()
+
+
 def digest(path: Path) -> str:
     """Of KV and logits of a prompt, computed in chunks beside another."""
     engine = support.load(path)

@@ -173,13 +173,12 @@ class Cluster(Surroundings):
         process.start()
 
     def _flip_back(self) -> None:
-        """A person gives every worker its own role again, and tries until that is done."""
+        """A person gives every worker its own role again, and looks again: one may be changing over."""
         changed = [worker for worker in self.workers if worker.role is not role_of(worker.name)]
         for worker in changed:
             worker.flip_ends = ""
             self._order_flip(worker, 0.0, force=True)
-        if changed:
-            self.after(0.5, self._flip_back)
+        self.after(0.5, self._flip_back)
 
     def begins_anew(self, coordinator: Process) -> None:
         """After a stall: in one process, with a new incarnation."""

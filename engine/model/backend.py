@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from engine.attention import batch_invariant
 from engine.attention import paged as attention
 from engine.attention.paged import AttentionCall
+from engine.attention.torch_backend import TorchAttention
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.library import KernelsUnavailable
 from engine.cpu.library import load as load_kernels
@@ -89,18 +89,8 @@ def _without_kernels(candidate: Candidate, why: str, progress: Progress) -> None
 
 def _transformers_runner(candidate: Candidate, pool: torch.Tensor, progress: Progress) -> TransformersRunner:
     candidate.model.set_attn_implementation(attention.NAME)
-    min_rows = 0
     if candidate.on_cpu:
         progress("packing the weights")
-        min_rows = _packed(candidate)
-    return TransformersRunner(candidate.model, candidate.text_config, pool, min_rows)
-
-
-def _packed(candidate: Candidate) -> int:
-    """Makes the most of a CPU; returns the rows for `engine.attention.batch_invariant`, or 0."""
-    if not linear.pack_linears(candidate.model):
-        return 0
-    linear.warm_up(candidate.model)
-    kv_heads, head_dim = candidate.info.kv_heads, candidate.info.head_dim
-    heads = getattr(candidate.text_config, "num_attention_heads", kv_heads)
-    return batch_invariant.min_rows(kv_heads, heads // kv_heads, head_dim) if heads % kv_heads == 0 else 0
+        if linear.pack_linears(candidate.model):
+            linear.warm_up(candidate.model)
+    return TransformersRunner(candidate.model, candidate.text_config, pool, TorchAttention(pool))

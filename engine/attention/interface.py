@@ -58,6 +58,12 @@ class AttentionBackend(Protocol):
         """Causal attention of q [tokens, heads, head_dim] over what the pool has for their sequences; of q's shape."""
 
     def attend(
-        self, layer: int, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
+        self,
+        layer: int,
+        call: AttentionCall,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """`write`, then `read`."""

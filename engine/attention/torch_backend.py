@@ -52,7 +52,13 @@ class TorchAttention:
         return out
 
     def attend(
-        self, layer: int, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
+        self,
+        layer: int,
+        call: AttentionCall,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: AttentionMetadata,
     ) -> torch.Tensor:
         self.write(layer, k, v, metadata)
         return self.read(layer, call, q, metadata)

@@ -128,6 +128,10 @@ class Capacity(msgspec.Struct, frozen=True):
     seqs_max: int = 1024
     context_tokens: int = 1 << 20
 
+    @property
+    def kv_tokens(self) -> int:
+        return self.kv_blocks * self.block_size
+
 
 class Profile(msgspec.Struct, frozen=True):
     prefill: PrefillCost

@@ -146,6 +146,10 @@ class Profile(msgspec.Struct, frozen=True):
     """Cores that all prefill workers of the host share, one worker being able to fill one; 0: each has its own …"""
     decode_cores: int = 0
     """… and the same of decode workers."""
+    beside_decode: float = 1.0
+    """How many times as long prefill steps take while decode workers of the host are busy …"""
+    beside_prefill: float = 1.0
+    """… and decode steps while prefill workers are."""
     run_sigma: float = 0.03
     """How much step times differ from one run to another, as the standard deviation of their logarithm."""
     step_tokens: int = 256

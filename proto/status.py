@@ -96,6 +96,21 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
     """From then until its first step was done; 0: none has run yet."""
 
 
+class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
+    """The last requests for one model, oldest first."""
+
+    model: Text
+    ages_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
+    """Since each came, as the next three."""
+    prompt_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
+    cached_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
+    """Of the prompt, as far as is known."""
+    output_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
+    """Of the answer, as it was or as it is expected."""
+    waiting_tokens: Count
+    """Prompt tokens that wait for their turn."""
+
+
 class StatusReport(Message, frozen=True):
     workers: tuple[WorkerStatus, ...]
     gateways: tuple[Text, ...]
@@ -118,3 +133,4 @@ class StatusReport(Message, frozen=True):
     """Workers that were given up in a step without an end, the last ones, latest last."""
     flips: tuple[FlipStatus, ...] = ()
     """The last ones, latest last."""
+    traffic: Annotated[tuple[TrafficStatus, ...], Meta(max_length=64)] = ()

@@ -10,7 +10,7 @@ import msgspec
 from proto.messages import Submit
 from proto.status import TrafficStatus
 
-ARRIVALS_MAX = 128
+ARRIVALS_MAX = 512
 
 
 class _Arrival(msgspec.Struct, gc=False):

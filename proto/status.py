@@ -97,11 +97,13 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
-    """The last requests for one model, oldest first."""
+    """A sample of the last requests for one model, oldest first."""
 
     model: Text
     ages_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
-    """Since each came, as the next three."""
+    """Since each came."""
+    stands_for: Annotated[tuple[Count, ...], Meta(max_length=1024)]
+    """How many came since the one before, itself included."""
     prompt_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
     cached_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
     """Of the prompt, as far as is known."""

@@ -7,7 +7,8 @@ Each time it compares the goodput that the profile's model expects of the presen
 change when all of this holds:
 
 - another ratio gains at least `gain_min`, and more requests within `horizon_s` than the change costs;
-- it does so even if fewer requests come than it seems: of a sample, as many as chance may have added are left out;
+- it does so even if fewer requests come than it seems: of a sample, as many as chance may have added are left out. Not so for
+  `FOLLOWS_S` after a change in the same direction, by which the traffic is known to have changed;
 - so it was `confirmations` times in a row, in the same direction;
 - the last change in the other direction was `dwell_s` ago or more;
 - no worker was lost for `calm_s`, none is drained or changing its role, and each role keeps one.
@@ -33,6 +34,7 @@ SIGMAS: Final = 2.0
 """How far the number of requests in a sample may be above the expected one by chance."""
 WINDOW_S_MAX: Final = 120.0
 """What is older than this is left out."""
+FOLLOWS_S: Final = 180.0
 CANDIDATES_MAX: Final = 64
 
 
@@ -110,7 +112,7 @@ class Autopilot:
             self._agreed = 0
             what = "too few requests" if seen.traffic is None else f"{present} lacks a role"
             return Decision(present, present, None, 0.0, f"{what}: nothing is compared")
-        traffic, is_now, best = self._compared(seen, present)
+        traffic, is_now, best = self._compared(seen, present, now)
         gain = _gain(is_now, best)
         why = _reason(is_now, best, traffic)
         direction = _sign(best.workers.prefill - present.prefill) if gain >= self.rules.gain_min else 0
@@ -125,18 +127,24 @@ class Autopilot:
             Role.PREFILL if direction > 0 else Role.DECODE,
         )  # fmt: skip
 
-    def _compared(self, seen: Observation, present: Workers) -> tuple[Traffic, Estimate, Estimate]:
+    def _compared(self, seen: Observation, present: Workers, now: float) -> tuple[Traffic, Estimate, Estimate]:
         """(traffic, what is expected of the present ratio, and of the best one): by the latest requests if another ratio gains
         enough for them, else by those of a longer time."""
         assert seen.traffic is not None
-        found = []
-        for traffic in filter(None, (seen.traffic, seen.longer)):
-            surely = replace(traffic, requests_per_s=traffic.requests_per_s * _at_least(len(traffic.prompt_tokens)))
-            model = Model(self.profile, surely, self.rules.slo, self.rules.horizon_s)
-            found.append((traffic, model.estimate(present), _best(model, present)))
-            if _gain(*found[-1][1:]) >= self.rules.gain_min:
+        samples = [one for one in (seen.traffic, seen.longer) if one is not None]
+        looked = [(one, _at_least(len(one.prompt_tokens)), 0) for one in samples]
+        if now < self._flipped_at + FOLLOWS_S:
+            looked.insert(0, (seen.traffic, 1.0, self._direction))
+        for traffic, share, direction in looked:
+            model = Model(
+                self.profile, replace(traffic, requests_per_s=share * traffic.requests_per_s), self.rules.slo,
+                self.rules.horizon_s,
+            )  # fmt: skip
+            is_now, best = model.estimate(present), _best(model, present)
+            found = _sign(best.workers.prefill - present.prefill)
+            if _gain(is_now, best) >= self.rules.gain_min and direction in (0, found):
                 break
-        return found[-1]
+        return traffic, is_now, best
 
     def _watch_losses(self, seen: Observation, now: float) -> None:
         if self._lost is not None and seen.lost != self._lost:  # fewer: another coordinator, which counts anew
@@ -184,15 +192,16 @@ def _traffic(status: TrafficStatus, most: int) -> Traffic | None:
     recent = [at for at, age_ms in enumerate(status.ages_ms) if age_ms <= 1000 * WINDOW_S_MAX][-most:]
     if len(recent) < SAMPLE_MIN:
         return None
+    came = sum(status.stands_for[at] for at in recent)
     prompts = [status.prompt_tokens[at] for at in recent]
     cached = sum(min(status.cached_tokens[at], status.prompt_tokens[at]) for at in recent)
     times_s = [-status.ages_ms[at] / 1000 for at in recent]
     return Traffic(
-        requests_per_s=len(recent) / max(-times_s[0], 1e-3),
+        requests_per_s=came / max(-times_s[0], 1e-3),
         prompt_tokens=prompts,
         output_tokens=[status.output_tokens[at] for at in recent],
         hit_rate=cached / max(sum(prompts), 1),
-        arrival_cv=interarrival_cv(times_s),
+        arrival_cv=interarrival_cv(times_s) if came == len(recent) else 1.0,
         waiting_tokens=status.waiting_tokens,
     )
 

@@ -5,6 +5,7 @@ of it.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 from coordinator.events import Limits
@@ -18,6 +19,8 @@ from tuning.autopilot import Autopilot, Decision, Rules, observation_of
 from tuning.profile import Profile
 
 EVERY_S = 2.0
+OUTPUT_TOKENS_MAX = 1_000
+"""That a client asks for: it says nothing of how long its answer will be."""
 HAND_OVER_MS = 2_000.0
 
 
@@ -102,7 +105,8 @@ def drive(
         found.asked, phase_of[name] = found.asked + 1, number
         prompt_tokens = max(1, round(phase.prompt_tokens * source.uniform(0.5, 1.5)))
         output_tokens = max(2, round(phase.output_tokens * source.uniform(0.5, 1.5)))
-        cluster.at(at, cluster.submit, name, "tenant", prompt_tokens, output_tokens)
+        ask = partial(cluster.submit, output_tokens=(output_tokens,))
+        cluster.at(at, ask, name, "tenant", prompt_tokens, OUTPUT_TOKENS_MAX)
     if rules is not None:
         pilot = Autopilot(profile, rules)
         cluster.at(EVERY_S, _look, cluster, pilot, found, log)

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
+from gateway.http.errors import ApiError
 from gateway.openai.prepare import Prepared
 from gateway.streams.types import Deliver, Finish
 from gateway.text.token_texts import TokenTexts
@@ -11,6 +14,7 @@ from gateway.text.tokenizer import ModelTokenizer
 from proto.sampling import TokenLogprobs
 
 Json = dict[str, Any]
+_DONE = b"data: [DONE]\n\n"
 _LOGPROB_MIN = -9999.0
 """JSON has no minus infinity."""
 
@@ -51,8 +55,23 @@ class Answer(Protocol):
     """One kind of endpoint's way of writing."""
 
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
-    def usage_chunk(self, completion_tokens: int, cached_tokens: int) -> Json: ...
+    def usage(self, completion_tokens: int, cached_tokens: int) -> Json: ...
     def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json: ...
+    def event(self, content: Json) -> bytes:
+        """A chunk as it is sent."""
+        ...
+
+    def opening(self) -> bytes:
+        """What is sent as soon as the request is accepted."""
+        ...
+
+    def closing(self, completion_tokens: int, cached_tokens: int) -> bytes:
+        """The end of a stream whose choices have all ended."""
+        ...
+
+    def failing(self, error: ApiError, request_id: str) -> bytes:
+        """The end of a stream that fails."""
+        ...
 
 
 class _Base:
@@ -72,9 +91,21 @@ class _Base:
             chunk["usage"] = None
         return chunk
 
-    def usage_chunk(self, completion_tokens: int, cached_tokens: int) -> Json:
-        usage = self._usage(completion_tokens, cached_tokens)
-        return {**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}
+    def event(self, content: Json) -> bytes:
+        return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+    def opening(self) -> bytes:
+        return b""
+
+    def closing(self, completion_tokens: int, cached_tokens: int) -> bytes:
+        if not self.prepared.include_usage:
+            return _DONE
+        usage = self.usage(completion_tokens, cached_tokens)
+        return self.event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}) + _DONE
+
+    def failing(self, error: ApiError, request_id: str) -> bytes:
+        """Without `[DONE]`."""
+        return self.event(error.body(request_id))
 
     def _shown(
         self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
@@ -89,7 +120,7 @@ class _Base:
             text, own_bytes = texts.push(token, is_last=is_last, is_text=is_text)
             yield _Shown(text, own_bytes, offset, _finite(entry.logprob), top)
 
-    def _usage(self, completion_tokens: int, cached_tokens: int) -> Json:
+    def usage(self, completion_tokens: int, cached_tokens: int) -> Json:
         prompt_tokens = sum(len(prompt) for prompt in self.prepared.prompts)
         return {
             "prompt_tokens": prompt_tokens,
@@ -132,7 +163,7 @@ class CompletionAnswer(_Base):
                 body["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
                 body["token_ids"] = choice.tokens
             bodies.append(body)
-        usage = self._usage(completion_tokens, cached_tokens)
+        usage = self.usage(completion_tokens, cached_tokens)
         return {**self._head, "object": self.whole_kind, "choices": bodies, "usage": usage}
 
     def _logprobs(
@@ -187,7 +218,7 @@ class ChatAnswer(_Base):
             if self.prepared.return_token_ids:
                 body["token_ids"] = choice.tokens
             bodies.append(body)
-        usage = self._usage(completion_tokens, cached_tokens)
+        usage = self.usage(completion_tokens, cached_tokens)
         answer = {**self._head, "object": self.whole_kind, "choices": bodies, "usage": usage}
         if self.prepared.return_token_ids:
             answer["prompt_token_ids"] = self.prepared.prompts[0]

@@ -1,5 +1,6 @@
 """One forward pass over packed chunks of many sequences, over a paged KV pool."""
 
+import platform
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -75,6 +76,12 @@ class Engine:
     @property
     def backend(self) -> str:
         return self.runner.backend
+
+    @property
+    def numerics(self) -> str:
+        """What decides, beside the model, which tokens come out: two engines that say the same draw the same."""
+        device = torch.cuda.get_device_name(self.pool.device) if self.pool.is_cuda else platform.machine()
+        return f"{self.backend}; {self.info.dtype}; torch {torch.__version__}; {device}"[:512]
 
     @property
     def is_batch_invariant(self) -> bool:

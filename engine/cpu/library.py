@@ -48,17 +48,20 @@ class Linear(Structure):
     ]
 
 
+class Mlp(Structure):
+    _fields_ = [("gate_up", Linear), ("down", Linear)]
+
+
 class Layer(Structure):
     _fields_ = [
         ("qkv", Linear),
         ("out", Linear),
-        ("gate_up", Linear),
-        ("down", Linear),
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("window", c_int64),
+        ("router", Linear),
+        ("mlps", POINTER(Mlp)),
+        ("experts", c_int64),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm")),
+        *((name, c_int64) for name in ("query_norm_size", "key_norm_size", "window", "rotary")),
     ]
 
 
@@ -67,12 +70,9 @@ class Model(Structure):
         ("layers", POINTER(Layer)),
         ("head", Linear),
         ("norm", c_void_p),
-        *((name, c_int64) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "inner")),
-        ("activation", c_int64),
-        ("block_size", c_int64),
-        ("epsilon", c_float),
-        ("scaling", c_float),
-        ("softcap", c_float),
+        *((name, c_int64) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "activation")),
+        *((name, c_int64) for name in ("block_size", "experts_per_token", "normalises")),
+        *((name, c_float) for name in ("epsilon", "scaling", "softcap", "residual", "logit_scale", "logit_softcap")),
     ]
 
 
@@ -90,7 +90,8 @@ class Batch(Structure):
         ("wanted", c_void_p),
         ("wanted_count", c_int64),
         ("kv", c_void_p),
-        *((name, c_void_p) for name in ("x", "normed", "qkv", "attended", "gate_up", "gated", "logits")),
+        *((name, c_void_p) for name in ("x", "normed", "qkv", "attended", "gate_up", "gated")),
+        *((name, c_void_p) for name in ("routed", "expert_out", "mixed", "shares", "chosen", "expert_rows", "logits")),
     ]
 
 

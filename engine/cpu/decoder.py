@@ -125,10 +125,9 @@ class CpuDecoder:
         for on_logits, start, row, rows in rows_of_logits(chunks):
             if room is None:
                 room = np.empty((LOGITS_ROWS, self._head.outputs), dtype=np.float32)
-            self._library.multiply(
-                ctypes.byref(self._model.head), normed.ctypes.data + 4 * row * hidden, hidden,
-                room.ctypes.data, self._head.outputs, rows,
-            )  # fmt: skip
+            self._library.project(
+                ctypes.byref(self._model), normed.ctypes.data + 4 * row * hidden, room.ctypes.data, rows
+            )
             on_logits(start, torch.from_numpy(room)[:rows, : self._vocab_size])
 
     @contextmanager

@@ -14,7 +14,6 @@ import torch
 
 from engine.attention.batch_invariant import KEYS_MIN, TILE, OneRow
 
-
 OnLogits = Callable[[int, torch.Tensor], None]
 LOGITS_ROWS: Final = 64
 """Rows of logits that `on_logits` is given at once: 40 MB with a vocabulary of 150,000."""

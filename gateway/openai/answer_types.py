@@ -64,6 +64,15 @@ class CompletionLogprobs(AnswerType):
     text_offset: list[int]
 
 
+class PromptLogprob(AnswerType):
+    logprob: float
+    rank: int = Field(description="Its place among all tokens at its place; 1 is the likeliest.")
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(AnswerType):
     index: int
     text: str
@@ -71,6 +80,7 @@ class CompletionChoice(AnswerType):
     finish_reason: Literal["stop", "length"] | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="By token id. vLLM's.")
 
 
 class Completion(AnswerType):
@@ -121,6 +131,7 @@ class ChatCompletion(AnswerType):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="By token id. vLLM's.")
 
 
 class ChatDelta(AnswerType):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import msgspec
 from starlette.responses import Response
@@ -11,7 +12,7 @@ from gateway.backend import ClientLeft, Subscription
 from gateway.http.errors import ApiError, of_failure
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
-from gateway.streams.types import Admitted, Deliver, Ended
+from gateway.streams.types import Admitted, Deliver, Ended, Finish
 from proto.messages import RateState
 from runtime.process import clock
 
@@ -30,8 +31,10 @@ class Exchange:
         choices_each: int,
         *,
         continuous_usage: bool,
+        no_output: bool,
         info: RequestInfo,
     ) -> None:
+        """`no_output`: the one token that is drawn is not shown."""
         self.subscription = subscription
         self.answer = answer
         self.info = info
@@ -45,6 +48,7 @@ class Exchange:
         self.rates: RateState | None = None
         """As the coordinator last told it."""
         self.continuous_usage = continuous_usage
+        self.no_output = no_output
         self.choices = [
             ChoiceState(number * choices_each + index, number)
             for number in range(len(stream_ids))
@@ -57,6 +61,8 @@ class Exchange:
         delivered = []
         for event in events:
             if isinstance(event, Deliver):
+                if self.no_output:
+                    event = replace(event, text="", tokens=(), logprobs=(), finish=Finish.LENGTH)
                 self.completion_tokens += len(event.tokens)
                 self.info.delivered(len(event.tokens), clock.now())
                 if event.cached_tokens:

@@ -21,6 +21,7 @@ from gateway.openai.dependencies import Call
 from gateway.openai.exchange import EventStream, Exchange
 from gateway.openai.prepare import Prepared, Rules
 from gateway.openai.request_types import GenerationRequest
+from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import StreamSpec
 from gateway.tenancy import priority_class_of
 from gateway.text.block_hashes import BlockNames
@@ -114,7 +115,10 @@ def _prepare(
 ) -> tuple[Prepared, list[BlockNames | None]]:
     """A request's prompts and the names of their KV blocks. Runs on a thread of its own: both take time."""
     prepared = prepare(generation, gateway.tokenizer, gateway.rules)
-    block_size = gateway.backend.hash_block_size
+    # Log-probabilities of a prompt need all of it computed, so that none of it is looked up.
+    block_size = gateway.backend.hash_block_size if prepared.sampling.prompt_logprobs < 0 else 0
+    if prepared.cache_salt:
+        cache_group = f"{cache_group}\0{prepared.cache_salt}"
     return prepared, [
         BlockNames.of(pack_tokens(prompt), block_size, cache_group) if block_size else None
         for prompt in prepared.prompts
@@ -150,6 +154,7 @@ def _submit(
 ) -> Exchange:
     several, answer_id = len(prepared.prompts) > 1, info.internal_id
     info.prompt_tokens = sum(map(len, prepared.prompts))
+    wanted = prepared.sampling.prompt_logprobs
     specs = [
         StreamSpec(
             stream_id=f"{answer_id}.p{number}" if several else answer_id,
@@ -157,20 +162,28 @@ def _submit(
             prompt=prompt,
             sampling=prepared.sampling,
             choices=prepared.choices,
-            make_text=gateway.tokenizer.text_sink(prepared.stops),
+            make_text=gateway.tokenizer.text_sink(
+                prepared.stops,
+                keeps_stop=prepared.keeps_stop,
+                min_tokens=prepared.sampling.min_tokens,
+                keeps_special=prepared.keeps_special,
+            ),
             names=named,
             tenant=identity.tenant,
             priority_class=identity.priority_class,
             deadline_ms=identity.deadline_ms,
+            prompt_scores=PromptScores(len(prompt), wanted) if wanted >= 0 else None,
         )
         for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))
     ]
+    answer.prompt_scores = [spec.prompt_scores for spec in specs]
     return Exchange(
         gateway.backend.open(specs),
         [spec.stream_id for spec in specs],
         answer,
         prepared.choices,
         continuous_usage=prepared.continuous_usage,
+        no_output=prepared.no_output,
         info=info,
     )
 

@@ -1,6 +1,6 @@
 """Every bound on what a peer may put on the wire. Receivers enforce them before anything is allocated."""
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Grows by one with every release that changes a message. Processes whose versions differ by one work together (`proto.newer`).
 `docs/protocol.md` says how to change a message."""
 MIN_PROTOCOL_VERSION = 9

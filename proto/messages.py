@@ -88,6 +88,8 @@ class Hello(Message, frozen=True):
     """As in `drain.Draining`."""
     metrics: Text = ""
     """HOST:PORT where this process is observed; empty: nowhere."""
+    numerics: Text = ""
+    """What decides the last bits of what a worker computes. A stream is resumed exactly where it is equal; empty: not known."""
 
 
 class Welcome(Message, frozen=True):

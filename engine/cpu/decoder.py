@@ -33,6 +33,7 @@ class CpuDecoder:
         self._library = library.load()
         self._library.start_threads(threads)
         self.backend = f"cpu ({library.instruction_set()}, {format} weights)"
+        self.numerics = f"cpu kernels {library.source_hash()[:8]}, {format} weights"  # on any instruction set
         self._pool = pool
         self._block_size = pool.shape[3]
         self._context_tokens = context_tokens

@@ -21,6 +21,8 @@ class TransformersRunner:
         self._pool = pool
         self._attention = attention
         self.backend = f"transformers ({attention.name} attention)"
+        device = torch.cuda.get_device_name(pool.device) if pool.is_cuda else torch.backends.cpu.get_cpu_capability()
+        self.numerics = f"torch {torch.__version__}, {attention.name} attention, {device}"
         # Where the model supports it, its output layer runs for the wanted rows only.
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 

@@ -55,7 +55,13 @@ class WorkerDriver:
         metrics_server: MetricsServer,
     ) -> None:
         """`thread` is the compute thread, on which `engine` was loaded."""
-        log.info("loaded", kv_blocks=engine.blocks, backend=engine.backend, batch_invariant=engine.is_batch_invariant)
+        log.info(
+            "loaded",
+            kv_blocks=engine.blocks,
+            backend=engine.backend,
+            numerics=engine.numerics,
+            batch_invariant=engine.is_batch_invariant,
+        )
         self.settings, self.log, self.name, self.links = settings, log, name, links
         self.hello = _hello(settings, engine, name, metrics_server.address)
         """Without the address of a port, which is known when the role has started."""
@@ -198,6 +204,7 @@ def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: s
         host=socket.gethostname(),
         pid=os.getpid(),
         metrics=metrics,
+        numerics=engine.numerics,
     )
 
 

@@ -1,6 +1,5 @@
 """One forward pass over packed chunks of many sequences, over a paged KV pool."""
 
-import platform
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,6 +40,8 @@ class Runner(Protocol):
 
     backend: str
     """For people."""
+    numerics: str
+    """What decides the last bits of what it computes: equal between two workers that compute the same bits."""
     is_batch_invariant: bool
     """Whether a token's bits do not depend on how many others are computed with it, or where its prompt is cut."""
 
@@ -79,9 +80,7 @@ class Engine:
 
     @property
     def numerics(self) -> str:
-        """What decides, beside the model, which tokens come out: two engines that say the same draw the same."""
-        device = torch.cuda.get_device_name(self.pool.device) if self.pool.is_cuda else platform.machine()
-        return f"{self.backend}; {self.info.dtype}; torch {torch.__version__}; {device}"[:512]
+        return self.runner.numerics
 
     @property
     def is_batch_invariant(self) -> bool:

@@ -33,6 +33,7 @@ class CpuDecoder:
         self._library = library.load()
         self._library.start_threads(threads)
         self.backend = f"cpu ({library.instruction_set()}, {format} weights)"
+        self.numerics = f"cpu kernels {library.source_hash()[:8]}, {format} weights"  # on any instruction set
         self._pool = pool
         self._block_size = pool.shape[3]
         self._context_tokens = context_tokens
@@ -62,9 +63,8 @@ class CpuDecoder:
         mlps = (library.Mlp * len(parts.mlps))(
             *(library.Mlp(self._packed(mlp.gate_up, format), self._packed([mlp.down], format)) for mlp in parts.mlps)
         )
-        norms = [
-            parts.attention_norm, parts.mlp_norm, parts.attention_out_norm, parts.mlp_out_norm, parts.query_norm, parts.key_norm,
-        ]  # fmt: skip
+        norms = [parts.attention_norm, parts.mlp_norm, parts.attention_out_norm, parts.mlp_out_norm]
+        norms += [parts.query_norm, parts.key_norm]
         self._kept += [mlps, *norms]
         pointers = [0 if norm is None else norm.data_ptr() for norm in norms]
         sizes = [0 if norm is None else norm.numel() for norm in norms[-2:]]

@@ -77,6 +77,13 @@ class LayerParts:
     rotary: int
     """Number of its table of cosines and sines; -1: it rotates nothing."""
 
+    def is_plain(self, head_dim: int) -> bool:
+        """As of `ModelParts`."""
+        pre_normed = self.attention_norm is not None and self.mlp_norm is not None
+        post_normed = self.attention_out_norm is not None or self.mlp_out_norm is not None
+        by_head = all(norm is None or norm.numel() == head_dim for norm in (self.query_norm, self.key_norm))
+        return self.router is None and self.rotary == 0 and pre_normed and not post_normed and by_head
+
 
 @dataclass(frozen=True)
 class ModelParts:
@@ -100,6 +107,16 @@ class ModelParts:
     """What a part adds is multiplied by it."""
     logit_scale: float
     logit_softcap: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing beyond Llama's shape with biases, head norms, windows and soft caps of scores: what runners other than the CPU
+        kernels may rely on."""
+        return (
+            self.rotary_types == (None,)
+            and ((self.embedding_scale, self.residual, self.logit_scale, self.logit_softcap) == (1.0, 1.0, 1.0, 0.0))
+            and all(layer.is_plain(self.head_dim) for layer in self.layers)
+        )
 
     def linears(self) -> Iterator[nn.Linear]:
         for layer in self.layers:
@@ -179,9 +196,7 @@ def _embedding_scale(body: Any, embedding: nn.Embedding) -> float:
     return float(own) * float(getattr(body, "embedding_multiplier", 1.0))
 
 
-def _layer(
-    layer: nn.Module, call: AttentionCall, sizes: tuple[int, int, int], rotary: int, seen: _Seen
-) -> LayerParts:
+def _layer(layer: nn.Module, call: AttentionCall, sizes: tuple[int, int, int], rotary: int, seen: _Seen) -> LayerParts:
     names = {name for name, child in layer.named_children() if not isinstance(child, _IGNORED)}
     norms = _LAYERS.get(frozenset(names - {"self_attn", "mlp"}))
     if norms is None:
@@ -192,11 +207,15 @@ def _layer(
     heads, kv_heads, head_dim = sizes
     if sum(part.out_features for part in qkv) != (heads + 2 * kv_heads) * head_dim:
         raise NotRecognised("its projections have other sizes")
-    mlps, router = _mixture(parts["mlp"], seen) if hasattr(parts["mlp"], "experts") else ((_mlp(parts["mlp"], seen),), None)
+    mlps, router = (
+        _mixture(parts["mlp"], seen) if hasattr(parts["mlp"], "experts") else ((_mlp(parts["mlp"], seen),), None)
+    )
     seen.residuals.add(float(getattr(layer, "residual_multiplier", 1.0)))
     read, added, mlp_read, mlp_added = (None if name is None else seen.norm(parts[name]) for name in norms)
     query_norm, key_norm = (
-        None if getattr(attention, name, None) is None else seen.norm(getattr(attention, name), (head_dim, count * head_dim))
+        None
+        if getattr(attention, name, None) is None
+        else seen.norm(getattr(attention, name), (head_dim, count * head_dim))
         for name, count in (("q_norm", heads), ("k_norm", kv_heads))
     )
     return LayerParts(
@@ -230,7 +249,9 @@ def _mixture(mlp: Any, seen: _Seen) -> tuple[tuple[MlpParts, ...], RouterParts]:
     experts, router = own["experts"], own["gate"]
     gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
     weight = getattr(router, "weight", None)
-    if not all(isinstance(tensor, nn.Parameter) for tensor in (gate_up, down, weight)) or gate_up.dim() != 3:
+    if not (isinstance(gate_up, nn.Parameter) and isinstance(down, nn.Parameter) and isinstance(weight, nn.Parameter)):
+        raise NotRecognised("its experts are of another kind")
+    if gate_up.dim() != 3:
         raise NotRecognised("its experts are of another kind")
     count, inner2, hidden = gate_up.shape
     if down.shape != (count, hidden, inner2 // 2) or weight.shape != (count, hidden):

@@ -58,6 +58,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     own_blocks_quarantined: Count = 0
     own_sessions: Count = 0
     draining: bool = False
+    numerics: Text = ""
+    """As in `Hello`."""
     steps: Count = 0
     """That it has run in its present role, as last heard."""
 

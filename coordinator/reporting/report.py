@@ -41,6 +41,7 @@ def workers(state: State) -> tuple[WorkerStatus, ...]:
             own_blocks_quarantined=worker.kv_held.blocks_quarantined,
             own_sessions=worker.kv_held.sessions,
             draining=worker.draining,
+            numerics=worker.hello.numerics,
             steps=worker.steps_done,
         )
         for worker in state.workers.values()

@@ -112,6 +112,11 @@ def instruction_set() -> str:
     raise KernelsUnavailable("the CPU kernels need AVX2 and FMA")
 
 
+def source_hash() -> str:
+    """Of the kernels' source, which decides what they compute."""
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sorted(_SOURCES.iterdir()))).hexdigest()
+
+
 def _cpu_flags() -> list[str]:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):
@@ -135,6 +140,7 @@ def load() -> ctypes.CDLL:
         raise KernelsUnavailable(f"the CPU kernels cannot be loaded: {error}") from error
     library.start_threads.restype, library.start_threads.argtypes = c_int64, [c_int64]
     library.forward.restype, library.forward.argtypes = None, [POINTER(Model), POINTER(Batch), c_void_p]
+    library.project.restype, library.project.argtypes = None, [POINTER(Model), c_void_p, c_void_p, c_int64]
     library.multiply.restype = None
     library.multiply.argtypes = [POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_int64]
     return library
@@ -144,11 +150,10 @@ def _built() -> Path:
     if find_spec("ziglang") is None:
         raise KernelsUnavailable("the package ziglang, which has the compiler, is not installed")
     target = _TARGETS[instruction_set()]
-    name = hashlib.sha256(" ".join([importlib.metadata.version("ziglang"), *_FLAGS, *target]).encode())
-    for source in sorted(_SOURCES.iterdir()):
-        name.update(source.read_bytes())
+    made_by = " ".join([importlib.metadata.version("ziglang"), *_FLAGS, *target, source_hash()])
+    name = hashlib.sha256(made_by.encode()).hexdigest()[:32]
     for folder in (Path(platformdirs.user_cache_dir("crossdock")) / "kernels", Path(tempfile.gettempdir())):
-        path = folder / f"crossdock-{name.hexdigest()[:32]}.so"
+        path = folder / f"crossdock-{name}.so"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{path}.lock", timeout=_TIMEOUT_S):

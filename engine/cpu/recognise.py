@@ -77,6 +77,13 @@ class LayerParts:
     rotary: int
     """Number of its table of cosines and sines; -1: it rotates nothing."""
 
+    def is_plain(self, head_dim: int) -> bool:
+        """As of `ModelParts`."""
+        pre_normed = self.attention_norm is not None and self.mlp_norm is not None
+        post_normed = self.attention_out_norm is not None or self.mlp_out_norm is not None
+        by_head = all(norm is None or norm.numel() == head_dim for norm in (self.query_norm, self.key_norm))
+        return self.router is None and self.rotary == 0 and pre_normed and not post_normed and by_head
+
 
 @dataclass(frozen=True)
 class ModelParts:
@@ -100,6 +107,16 @@ class ModelParts:
     """What a part adds is multiplied by it."""
     logit_scale: float
     logit_softcap: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing beyond Llama's shape with biases, head norms, windows and soft caps of scores: what other runners than the
+        CPU kernels may rely on."""
+        return (
+            self.rotary_types == (None,)
+            and ((self.embedding_scale, self.residual, self.logit_scale, self.logit_softcap) == (1.0, 1.0, 1.0, 0.0))
+            and all(layer.is_plain(self.head_dim) for layer in self.layers)
+        )
 
     def linears(self) -> Iterator[nn.Linear]:
         for layer in self.layers:

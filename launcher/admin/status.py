@@ -170,6 +170,8 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
         (_wide_table(report) if wide else _table(report)).show(console)
     else:
         console.print("No workers are connected.")
+    for line in _numerics(report):
+        console.print(line, highlight=False, soft_wrap=True)
     for pair in report.kv_pairs:
         why = f" ({escape(pair.why)})" if pair.why else ""
         console.print(f"KV {escape(pair.prefill)} → {escape(pair.decode)}: {pair.transport}{why}", highlight=False)
@@ -226,6 +228,24 @@ def _title(report: StatusReport) -> str:
     which = f"{len(models)} models" if len(models) > 1 else escape(*models)
     where = f"{len(hosts)} hosts" if len(hosts) > 1 else escape(*hosts)
     return f"Workers of {which} on {where}"
+
+
+def _numerics(report: StatusReport) -> list[str]:
+    """What the workers of each model compute with; where it differs, a resumed stream may go on with other tokens."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for worker in report.workers:
+        if worker.numerics:
+            found.setdefault(worker.model, {}).setdefault(worker.numerics, []).append(worker.name)
+    lines = []
+    for model, kinds in found.items():
+        if len(kinds) == 1:
+            lines.append(f"Numerics of {escape(model)}: {escape(next(iter(kinds)))}")
+            continue
+        who = "; ".join(f"{escape(', '.join(names))}: {escape(kind)}" for kind, names in kinds.items())
+        lines.append(
+            f"[yellow]Numerics of {escape(model)} differ[/yellow], so a resumed stream may go on with other tokens. {who}"
+        )
+    return lines
 
 
 def _table(report: StatusReport) -> tables.Table:

@@ -270,6 +270,7 @@ def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: s
         host=socket.gethostname(),
         pid=os.getpid(),
         metrics=metrics,
+        numerics=engine.numerics,
     )
 
 

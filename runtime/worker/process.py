@@ -21,7 +21,7 @@ from runtime.process.niceness import be_nice_as_group
 from runtime.settings import machine
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.driver import EngineT, WorkerDriver
-from runtime.worker.role import WorkerRole
+from runtime.worker.role import LoadedEngine, WorkerRole
 from runtime.worker.step_watch import StepWatch
 
 
@@ -71,9 +71,7 @@ def run_worker(
             return 1
         if engine is not None:
             leave_cores(settings.cores)
-            logger.info(
-                "loaded", kv_blocks=engine.blocks, backend=engine.backend, batch_invariant=engine.is_batch_invariant
-            )
+            _log_loaded(logger, engine)
             watch = StepWatch(settings.step_timeout_ms / 1000)
             notify.only_while(notify.Pulse(thread, clock.now, lambda: watch.longest_s))
 
@@ -94,6 +92,16 @@ def run_worker(
         return run_process(main)
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _log_loaded(logger: Log, engine: LoadedEngine) -> None:
+    logger.info(
+        "loaded",
+        kv_blocks=engine.blocks,
+        backend=engine.backend,
+        numerics=engine.numerics,
+        batch_invariant=engine.is_batch_invariant,
+    )
 
 
 def _links(settings: WorkerSettings) -> LinkSettings:

@@ -1,4 +1,4 @@
-"""`crossdock autopilot`: asks the coordinator for the traffic, and changes workers' roles where another ratio serves it better."""
+"""`crossdock autopilot`: asks the coordinator for its traffic, and changes roles where another ratio serves it better."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -153,6 +153,11 @@ TABLE: Final[Table] = {
         "launcher.admin.simulate_settings:SimulateSettings",
         "launcher.admin.simulate:run",
     ),
+    "calibrate": Command(
+        "Measure how long prefill, decode and KV transfer take on this installation.",
+        "launcher.tuning.settings:CalibrateSettings",
+        "launcher.tuning.calibrate:run",
+    ),
     "bench": Group("Send a load to a server, compare runs, and compare ratios of workers.", _BENCH),
 }
 

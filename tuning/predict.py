@@ -11,7 +11,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tuning.advise import Slo, Workers
+from tuning.advise import Workers
+from tuning.goals import Limits
 from tuning.profile import Profile
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
@@ -52,7 +53,7 @@ def predict(
     profile: Profile,
     workers: Workers,
     sent: Sequence[Sent],
-    slo: Slo,
+    slo: Limits,
     options: Options | None = None,
     *,
     from_s: float = 0.0,

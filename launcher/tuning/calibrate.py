@@ -50,7 +50,9 @@ def run(settings: CalibrateSettings) -> int:
 
 async def _run(settings: CalibrateSettings, console: Console) -> int:
     model = models.ready(settings.model, "", console)
-    load = LoadSettings(model=settings.model, device=settings.device, ready_timeout_s=settings.ready_timeout_s)
+    load = LoadSettings(
+        model=settings.model, device=settings.device, ready_timeout_s=settings.ready_timeout_s, token_ids=True
+    )
     tenant = Tenant("default")
     async with started(load, Ratio(1, 1), [tenant], model, console) as site, new_session(silence_s=None) as session:
         probed = await probe(session, site.base_url, site.key, "", load)

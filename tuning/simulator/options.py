@@ -24,6 +24,8 @@ class Options:
     """0: the profile's."""
     seqs_max: int = 0
     """Of a decode batch; 0: the profile's."""
+    hit_rate: float = 0.0
+    """Share of each prompt that prefill workers have cached, where the trace does not say by block ids."""
     block_tokens: int = CACHE_BLOCK_TOKENS
     """Of each of `Sent.blocks`."""
     slow: tuple[tuple[int, float], ...] = ()

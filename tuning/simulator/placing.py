@@ -36,6 +36,7 @@ class Placing(ABC):
         """Something may be possible that was not."""
         self._waiting = 0
         """Requests that are not placed."""
+        self._hit_rate = options.hit_rate
         self._wait_s_max = limits.queue_wait_s_max
         self._steps_max = limits.steps_in_flight
         self._weights = limits.placement
@@ -120,6 +121,9 @@ class Placing(ABC):
         self._leaves_class(job.key)
         if job.blocks:
             job.cached = job.dispatched = cached_tokens(job, worker, self.options.block_tokens)
+        elif self._hit_rate:
+            tokens = min(int(self._hit_rate * job.prompt), job.prompt - 1)
+            job.cached = job.dispatched = tokens - tokens % worker.block_size
         job.prefill, job.decode, job.placed_s = worker, decode, self.now
         worker.hold(job)
         decode.room.place(

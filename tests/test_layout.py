@@ -38,7 +38,9 @@ FOLDERS_MAY_IMPORT = {
         "local": "http models",
         "models": "",
         "reference": "cluster local",
+        "tuning": "bench http load local models",
     },
+    "tuning": {"simulator": ""},
     "runtime": {
         "link": "process settings",
         "metrics": "link process settings",

@@ -15,7 +15,7 @@ from tuning.simulator.job import Sent
 from tuning.simulator.options import Options
 from tuning.traffic import Change, excerpt
 
-REQUESTS: Final = 600
+REQUESTS: Final = 1200
 MAP_SIDE_MAX: Final = 10
 UP: Final = (1.25, 1.6, 2.0, 3.0)
 DOWN: Final = (0.8, 0.6, 0.45, 0.3)

@@ -11,6 +11,8 @@ from tuning.simulator.job import Sent
 PAUSE_S = 120.0
 """Between the windows of an excerpt: queues drain."""
 PARTS_MAX = 12
+WINDOW_REQUESTS = 400
+"""Shorter windows end before a queue has grown."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def excerpt(sent: Sequence[Sent], requests: int) -> list[Sent]:
     """About so many requests: windows from all over the trace, one behind the other with pauses between."""
     if requests >= len(sent):
         return list(sent)
-    parts = min(max(requests // 100, 1), PARTS_MAX)
+    parts = min(max(requests // WINDOW_REQUESTS, 1), PARTS_MAX)
     each, every = requests // parts, len(sent) / parts
     found: list[Sent] = []
     begin_s = 0.0

@@ -114,7 +114,10 @@ class Placing(ABC):
             return False
         if job.blocks and is_class(job.key) and job.moves < MOVES_MAX and self._binds(job, worker):
             return False
-        decode = self._decode_for(job, worker) if worker.fits(job) else None
+        late = self.options.late_room
+        decode = None
+        if worker.fits(job):
+            decode = min(self.batches, key=_load) if late else self._decode_for(job, worker)
         if decode is None:
             self._refuse(job, worker)
             return False
@@ -126,10 +129,25 @@ class Placing(ABC):
             job.cached = job.dispatched = tokens - tokens % worker.block_size
         job.prefill, job.decode, job.placed_s = worker, decode, self.now
         worker.hold(job)
-        decode.room.place(
-            job.number, job.prompt, job.output_max, decode.steps_begun(self.now) if decode.room.exact else 0
-        )
+        if late:
+            decode.promised += 1
+        else:
+            self._reserve(job, decode)
+        return True
+
+    def _reserve(self, job: Job, decode: Batch) -> None:
+        steps = decode.steps_begun(self.now) if decode.room.exact else 0
+        decode.room.place(job.number, job.prompt, job.output_max, steps)
         decode.held_seqs += 1
+
+    def reserve_late(self, job: Job) -> bool:
+        """Its prompt is computed; False if there is no room yet."""
+        batch: Batch = job.decode
+        if not self._has_room(batch, job):
+            job.no_room = True
+            return False
+        batch.promised -= 1
+        self._reserve(job, batch)
         return True
 
     def _refuse(self, job: Job, worker: PrefillWorker) -> None:
@@ -192,3 +210,7 @@ class Placing(ABC):
             if fits[job.number]:
                 del self.closed[key]
                 self.news = True
+
+
+def _load(batch: Batch) -> tuple[int, int]:
+    return batch.held_seqs + batch.promised, batch.number

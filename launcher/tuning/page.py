@@ -50,6 +50,7 @@ def rendered(report: Mapping[str, Any]) -> str:
         side=side,
         cells=[shown[row * side : (row + 1) * side] for row in range(side)],
         key=[(name or "keeps the SLO", COLOURS[name]) for name in used],
+        profile=report["about"]["profile"],
         machine=machine.get("cpu", ""),
     )
 

@@ -1,10 +1,11 @@
 """The simulator against measured runs of another system: OPT-13B on A100 with DistServe, one prefill and one decode instance.
 
-Six numbers (prefill and decode steps as lines, two KV pools) are fitted to the runs at 3, 6, 9 and 12 requests/s and predict those
-at 4.5, 7.5 and 10.5. That system computes a prompt before it looks for room in decode (`Options.late_room`).
+Six numbers (prefill and decode steps as lines, two KV pools) are fitted to the runs at 3, 6, 9 and 12 requests/s and predict
+those at 4.5, 7.5 and 10.5. That system computes a prompt before it looks for room in decode (`Options.late_room`).
 
-The file is not part of the project: per-request latencies from DistServe's published history (LLMServe/DistServe, Apache-2.0),
-with the columns requests, rate_per_s, arrival_s, prompt_tokens, output_tokens, ttft_ms, tpot_ms. CROSSDOCK_DATA names its folder.
+The file is not part of the project: per-request latencies from DistServe's published history (LLMServe/DistServe,
+Apache-2.0), with the columns requests, rate_per_s, arrival_s, prompt_tokens, output_tokens, ttft_ms, tpot_ms.
+CROSSDOCK_DATA names its folder.
 """
 
 import csv
@@ -65,7 +66,7 @@ def runs() -> tuple[Run, ...]:
 
 
 def profile(numbers: tuple[float, ...]) -> Profile:
-    """Fixed part and ms per token of a prefill step, the same per sequence of a decode step, KV blocks in decode and prefill."""
+    """Of a prefill step the fixed part and ms per token, of a decode step that and ms per sequence; KV blocks of both."""
     fixed, token, base, sequence, decode_blocks, prefill_blocks = numbers
     return Profile(
         PrefillCost(Curve((1.0, 2048.0), (fixed + token, fixed + 2048 * token))),

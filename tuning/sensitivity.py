@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from tuning.advise import Workers
 from tuning.goals import Goals
 from tuning.profile import Profile
@@ -19,6 +17,8 @@ REQUESTS: Final = 1200
 MAP_SIDE_MAX: Final = 10
 UP: Final = (1.25, 1.6, 2.0, 3.0)
 DOWN: Final = (0.8, 0.6, 0.45, 0.3)
+SERVED_MIN: Final = 0.2
+"""Where even the best ratio keeps the SLO for fewer requests, it does not matter which one is best."""
 HITS: Final = (0.2, 0.4, 0.6, 0.8)
 
 
@@ -72,13 +72,20 @@ def turns(
     turned = []
     for done, (what, factors, make) in enumerate(changes):
         tell("what would turn it", done, len(changes))
+        reached = 0.0
         for factor in factors:
-            other = _best(profile, part, goals, make(factor), layouts, best, options)
+            other, kept = _best(profile, part, goals, make(factor), layouts, best, options)
+            if kept < SERVED_MIN:
+                break
+            reached = factor
             if other is not None:
                 turned.append(Turn(what, factor, str(other)))
                 break
         else:
             turned.append(Turn(what, factors[-1], ""))
+            continue
+        if reached and not (turned and turned[-1][:2] == (what, reached)):
+            turned.append(Turn(what, reached, ""))
     return turned
 
 
@@ -96,12 +103,13 @@ def _best(
     layouts: Sequence[Workers],
     best: Candidate,
     options: Options,
-) -> Workers | None:
-    """Another one that keeps the SLO for clearly more requests; None where the best stays within 1 %."""
+) -> tuple[Workers | None, float]:
+    """Another one that keeps the SLO for clearly more requests, None where the best stays within 1 %; and what is kept at
+    most."""
     changed = change.applied(part)
     chosen = replace(
         options, step_tokens=best.step_tokens, seqs_max=best.seqs_max, hit_rate=change.hit_rate or options.hit_rate
     )
     kept = {one: Simulator(profile, one, changed, chosen).run().attainment(goals) for one in layouts}
     first = max(kept, key=lambda one: kept[one])
-    return first if kept[first] > kept.get(best.workers, 0.0) + 0.01 and not np.isclose(kept[first], 0.0) else None
+    return (first if kept[first] > kept.get(best.workers, 0.0) + 0.01 else None), kept[first]

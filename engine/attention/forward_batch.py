@@ -49,8 +49,8 @@ class ForwardBatch:
     """[sequences] int32: tokens of each sequence, those of this forward included."""
     tables: torch.Tensor
     """[sequences, blocks] int32; what is past a sequence's own blocks is any valid block."""
-    wanted: torch.Tensor
-    """Rows whose logits are wanted."""
+    wanted: torch.Tensor | None
+    """Rows whose logits are wanted; None: all."""
     counts: tuple[int, ...]
     """Rows of each sequence."""
     blocks: tuple[int, ...]

@@ -7,7 +7,7 @@ import torch
 from triton import next_power_of_2
 
 from engine.attention import triton_kernels as kernels
-from engine.attention import triton_launch
+from engine import triton_launch
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.interface import AttentionCall, AttentionMetadata
 

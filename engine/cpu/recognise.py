@@ -135,10 +135,11 @@ def _norm(norm: nn.Module, epsilons: set[float], size: int | None = None) -> tor
         raise NotRecognised(f"{type(norm).__name__} is not an RMSNorm")
     if size is not None and weight.numel() != size:
         raise NotRecognised("its queries and keys are not normed head by head")
-    x = torch.randn(2, weight.numel(), generator=torch.Generator().manual_seed(0)) * 0.01
-    plain = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-    for candidate in (weight, 1.0 + weight):
-        if torch.allclose(norm(x), plain * candidate, rtol=1e-4, atol=1e-5):
+    x = (torch.randn(2, weight.numel(), generator=torch.Generator().manual_seed(0)) * 0.01).to(weight)
+    plain = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
+    for candidate in (weight.float(), 1.0 + weight.float()):
+        if torch.allclose(norm(x).float(), plain * candidate, rtol=tolerance, atol=tolerance / 10):
             epsilons.add(epsilon)
             return candidate.detach().float().clone()  # a view would keep the whole file mapped
     raise NotRecognised(f"{type(norm).__name__} is not an RMSNorm")

@@ -26,6 +26,7 @@ class TransformersRunner:
 
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
         batch = pack(chunks, self._pool)
+        assert batch.wanted is not None
         reset = forward_context.set(PagedForward(self._attention, self._attention.plan(batch)))
         try:
             rows = {"logits_to_keep": batch.wanted} if self._keeps_rows else {}

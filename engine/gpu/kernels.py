@@ -12,7 +12,9 @@ def add_norm(x, delta, weight, out, epsilon, SIZE: tl.constexpr, PADDED: tl.cons
     row = tl.program_id(0).to(tl.int64) * SIZE + at
     values = tl.load(x + row, mask=keep, other=0.0)
     if ADDS:
-        values = (values.to(tl.float32) + tl.load(delta + row, mask=keep, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+        values = (values.to(tl.float32) + tl.load(delta + row, mask=keep, other=0.0).to(tl.float32)).to(
+            x.dtype.element_ty
+        )
         tl.store(x + row, values, mask=keep)
     values = values.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / SIZE + epsilon)
@@ -21,7 +23,9 @@ def add_norm(x, delta, weight, out, epsilon, SIZE: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
-def _rotated_head(head, norm, cosine, sine, epsilon, dims, DIM: tl.constexpr, ROTARY: tl.constexpr, NORMS: tl.constexpr):
+def _rotated_head(
+    head, norm, cosine, sine, epsilon, dims, DIM: tl.constexpr, ROTARY: tl.constexpr, NORMS: tl.constexpr
+):
     """One head [DIM], normed and rotated. Each dimension is computed from two, which are both loaded."""
     half = ROTARY // 2
     is_rotated = dims < ROTARY

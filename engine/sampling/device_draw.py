@@ -45,7 +45,9 @@ def draw_rows(logits: torch.Tensor, parameters: DrawParameters, filters: bool) -
     total = sums[:, -1:].contiguous()
     at = torch.searchsorted(sums, parameters.uniform[:, None] * total, right=True)
     last = torch.searchsorted(sums, total)  # where uniform * total was rounded up to the total
-    return torch.where(is_greedy, greedy, torch.minimum(at, last))[:, 0]
+    # A penalty can take a huge logit beyond float32. Whatever the logits are, the token is in the vocabulary.
+    is_sure = is_greedy | ~torch.isfinite(highest)
+    return torch.where(is_sure, greedy, torch.minimum(at, last))[:, 0]
 
 
 def ordered(logits: torch.Tensor) -> torch.Tensor:

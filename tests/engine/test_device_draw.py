@@ -67,6 +67,7 @@ def test_random_numbers_are_those_of_the_generator(seed: int) -> None:
     got = uniforms(np.full(4, seed, np.uint64), np.array([0, 1, 2, 3], np.uint64), indices)
     sampling = Sampling(max_tokens=9, temperature=1.0, seed=seed)
     want = [
-        SamplerState(sampling, choice, VOCAB, [], start_index=int(index)).uniform() for choice, index in enumerate(indices)
+        SamplerState(sampling, choice, VOCAB, [], start_index=int(index)).uniform()
+        for choice, index in enumerate(indices)
     ]
     assert got.tolist() == want

@@ -19,7 +19,7 @@ class Adjustments:
     def join(self, slot: int, state: SamplerState) -> None:
         sampling = state.sampling
         penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-        self._penalties[slot] = torch.tensor(penalties).to(self._penalties.device)
+        self._penalties[slot].copy_(torch.tensor(penalties))
         for target, found in zip((self._seen, self._counts, self._bias), state.adjustments(), strict=True):
             target[slot].zero_() if found is None else target[slot].copy_(found)
 

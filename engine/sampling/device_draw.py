@@ -46,7 +46,7 @@ def draw_rows(logits: torch.Tensor, parameters: DrawParameters, filters: bool) -
     at = torch.searchsorted(sums, parameters.uniform[:, None] * total, right=True)
     last = torch.searchsorted(sums, total)  # where uniform * total was rounded up to the total
     # A penalty can take a huge logit beyond float32. Whatever the logits are, the token is in the vocabulary.
-    is_sure = is_greedy | ~torch.isfinite(highest)
+    is_sure = is_greedy | torch.isfinite(highest).logical_not()
     return torch.where(is_sure, greedy, torch.minimum(at, last))[:, 0]
 
 

@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 from engine.kv.allocator import OutOfBlocks
 from engine.kv.sequence import BlockCopy, SequenceBlocks
 from engine.sampling.finish import finish_reason
-from proto.errors import FinishReason
 from proto.messages import Peer, TokenItem
 from proto.sampling import Sampling, TokenLogprobs
 

@@ -32,8 +32,8 @@ class DecodePipeline(Protocol):
         """Enqueues a step; `copies` of KV blocks, (source, target), come first. At most two steps may be under way."""
 
     def collect(self) -> list[Sampled | None]:
-        """Waits for the oldest step that is under way: one result for each of its rows, which its state has accepted; None where
-        the logits were not finite."""
+        """Waits for the oldest step that is under way: one result for each of its rows, which its state has accepted; None
+        where the logits were not finite."""
 
     def abandon(self) -> None:
         """Waits until nothing is under way, and forgets the steps: one of them failed."""

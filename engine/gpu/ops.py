@@ -13,7 +13,8 @@ from engine.gpu.weights import DecoderWeights, LayerWeights
 class Ops(Protocol):
     """`TorchOps`, or `engine.gpu.triton_ops.TritonOps`."""
 
-    attention: AttentionBackend
+    @property
+    def attention(self) -> AttentionBackend: ...
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
@@ -45,7 +46,7 @@ class TorchOps:
         self, number: int, layer: LayerWeights, model: DecoderWeights, qkv: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         heads = qkv.view(qkv.shape[0], -1, model.head_dim)
-        q, k, v = heads.split((model.heads, model.kv_heads, model.kv_heads), dim=1)
+        q, k, v = torch.split(heads, [model.heads, model.kv_heads, model.kv_heads], dim=1)
         if layer.query_norm is not None:
             q = rms_norm(q, layer.query_norm, model.epsilon)
         if layer.key_norm is not None:

@@ -1,8 +1,8 @@
 """Decode steps on the device, one ahead of what the host has seen.
 
-A step's tokens stay on the device, where the next step forwards them; the host gets a copy, and sees the end of a stream one step
-late. The forward pass reads only buffers in fixed places, so it is a CUDA graph for each number of rows; drawing follows as plain
-calls. Nothing that is launched makes the host wait: only `collect` does.
+A step's tokens stay on the device, where the next step forwards them; the host gets a copy, and sees the end of a stream one
+step late. The forward pass reads only buffers in fixed places, so it is a CUDA graph for each number of rows; drawing follows as
+plain calls. Nothing that is launched makes the host wait: only `collect` does.
 """
 
 from collections import deque
@@ -127,14 +127,18 @@ class GpuPipeline:
             tokens = logits.argmax(dim=-1)
         if shape.samples:
             tokens = draw_rows(logits, self._parameters(shape.rows), shape.filters)
-        if adjusted is not None:
+        if adjusted is not None and self._adjustments is not None:
             self._adjustments.accept(adjusted, tokens[rows])
         self._drawn.index_copy_(0, self._input.integers(Field.SLOT, shape.rows), tokens)
-        logprobs = None if shape.logprobs < 0 else self._to_host(top_logprobs(logits, tokens, shape.logprobs))
+        logprobs = (
+            None
+            if shape.logprobs < 0
+            else self._to_host(top_logprobs(logits, tokens, min(shape.logprobs, self._vocab_size)))
+        )
         on_host = self._to_host(torch.stack((tokens, finite.long())))
         done = None
         if self._pool.is_cuda:
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return _Step(states, on_host, logprobs, done)
 

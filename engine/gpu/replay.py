@@ -33,7 +33,7 @@ class Replay:
         """On a GPU, from the largest on, so that the smaller ones use its memory. Raises RuntimeError."""
         memory = torch.cuda.graph_pool_handle()
         for rows in reversed(self._buckets):
-            self._function(rows)  # compiles kernels, and lets libraries allocate, which must not happen inside
+            self._function(rows)  # compiles kernels, and lets libraries allocate, which a graph cannot
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory):

@@ -92,19 +92,20 @@ def _joined(layers: Sequence[nn.Linear]) -> Product:
     if len(layers) == 1:
         bias = layers[0].bias
         return Product(layers[0].weight.detach(), None if bias is None else bias.detach())
-    weight, bias = torch.cat([layer.weight.detach() for layer in layers]), None
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    joined_bias: torch.Tensor | None = None
     if any(layer.bias is not None for layer in layers):
         none = [weight.new_zeros(layer.out_features) for layer in layers]
         biases = [zeros if layer.bias is None else layer.bias for layer, zeros in zip(layers, none, strict=True)]
-        bias = torch.cat([one.detach() for one in biases])
+        joined_bias = torch.cat([one.detach() for one in biases])
     first = 0
     for layer in layers:
         rows = slice(first, first + layer.out_features)
         layer.weight = nn.Parameter(weight[rows], requires_grad=False)
-        if layer.bias is not None and bias is not None:
-            layer.bias = nn.Parameter(bias[rows], requires_grad=False)
+        if layer.bias is not None and joined_bias is not None:
+            layer.bias = nn.Parameter(joined_bias[rows], requires_grad=False)
         first += layer.out_features
-    return Product(weight, bias)
+    return Product(weight, joined_bias)
 
 
 def _rotary_tables(rotary: nn.Module, context_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

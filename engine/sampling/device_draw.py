@@ -1,8 +1,8 @@
 """Draws one token for each row of logits on their device, with no value read on the host: what `draw` does row by row on a CPU.
 
-The steps and their order are those of `sampler` and `draw`, and so are the numbers, up to the rounding of sums in float64. Instead
-of sorting a vocabulary, the thresholds of top_k and top_p are found bit by bit: floats are ordered as integers are, and how many
-logits, or how much weight, lies at or above a number can be summed at once.
+The steps and their order are those of `sampler` and `draw`, and so are the numbers, up to the rounding of sums in float64. The
+thresholds of top_k and top_p are found bit by bit, without sorting a vocabulary: floats are ordered as integers are, and how
+many logits, or how much weight, lies at or above a number can be summed at once.
 """
 
 from dataclasses import dataclass

@@ -2,13 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy.typing as npt
 
 from engine.engine import Engine, SeqChunk
 from engine.sampling.finish import finish_reason
+from engine.sampling.prompt_logprobs import PromptScorer
 from engine.sampling.sampler import SamplerState, sample
 from prefill_worker.core import StepResult
 from prefill_worker.prompts import PrefillRequest
-from proto.messages import Chunk, TokenItem
+from proto.limits import MAX_PROMPT_LOGPROBS
+from proto.messages import Chunk, PromptLogprobs, TokenItem
 
 
 def run_step(
@@ -16,6 +21,15 @@ def run_step(
 ) -> StepResult:
     """`on_final` is told of the blocks that are full now, or are a complete prompt's last."""
     started = time.perf_counter()
+    scorers = {
+        prompt.key: PromptScorer(
+            prompt.tokens[: len(prompt.tokens) - prompt.order.resumed_tokens],
+            chunk.start,
+            prompt.order.sampling.prompt_logprobs,
+        )
+        for prompt, chunk in work
+        if prompt.order.sampling.prompt_logprobs >= 0
+    }
     completing = [prompt for prompt, chunk in work if chunk.start + chunk.length == prompt.order.prompt_tokens]
     logits = engine.forward(
         [
@@ -24,6 +38,7 @@ def run_step(
                 start=chunk.start,
                 blocks=prompt.blocks,
                 wants_logits=chunk.start + chunk.length == prompt.order.prompt_tokens,
+                on_logits=scorers.get(prompt.key),
             )
             for prompt, chunk in work
         ]
@@ -57,7 +72,21 @@ def run_step(
     engine.finish()  # a step that completes no prompt draws nothing, and so has not waited for its KV yet
     for prompt, chunk in work:
         on_final(final_blocks(prompt, chunk, engine.info.block_size))
-    return StepResult((time.perf_counter() - started) * 1000, first, frozenset(broken))
+    scores = {key: score_messages(key, scorer) for key, scorer in scorers.items()}
+    return StepResult((time.perf_counter() - started) * 1000, first, frozenset(broken), scores)
+
+
+def score_messages(key: tuple[str, int], scorer: PromptScorer) -> list[PromptLogprobs]:
+    """Of the prompt tokens behind those of one chunk."""
+    return [
+        PromptLogprobs(
+            *key,
+            rows.start,
+            rows.top_ids.shape[1],
+            *map(_packed, (rows.logprobs, rows.ranks, rows.top_ids, rows.top_logprobs)),
+        )
+        for rows in scorer.joined(MAX_PROMPT_LOGPROBS)
+    ]
 
 
 def final_blocks(prompt: PrefillRequest, chunk: Chunk, block_size: int) -> list[int]:
@@ -71,3 +100,8 @@ def first_state(prompt: PrefillRequest, choice: int, vocab_size: int) -> Sampler
     """The sampler as it stands before the first token of this attempt: resumed tokens are output, not prompt."""
     split = len(prompt.tokens) - prompt.order.resumed_tokens
     return SamplerState(prompt.order.sampling, choice, vocab_size, prompt.tokens[:split], prompt.tokens[split:])
+
+
+def _packed(numbers: npt.NDArray[Any]) -> bytes:
+    """Little-endian."""
+    return numbers.astype(numbers.dtype.newbyteorder("<")).tobytes()

@@ -4,7 +4,7 @@ the worker runs the steps and owns the links.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvtransfer.session.session import KvFailed, KvSent
@@ -20,6 +20,7 @@ from proto.messages import (
     Message,
     Peer,
     Prefill,
+    PromptLogprobs,
     Release,
     Released,
     Step,
@@ -42,6 +43,8 @@ class StepResult:
     """For each prompt that is complete now: the first token of each choice."""
     broken: frozenset[Key]
     """Prompts whose logits were not finite, so that nothing could be drawn."""
+    prompt_logprobs: dict[Key, list[PromptLogprobs]] = field(default_factory=dict)
+    """Of the prompts that want them: what this step computed."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,8 @@ class PrefillCore:
                 self._fail(prompt, Interrupt.ENGINE_ERROR, "the model's logits are not finite")
                 continue
             first, blocks = self.table.fresh_blocks(prompt)
+            for scores in result.prompt_logprobs.get(prompt.key, ()):
+                self._ports.gateways.send(prompt.order.gateway, scores)
             items = result.first_tokens.get(prompt.key)
             if items is not None:
                 prompt.output_tokens = len(items)
@@ -254,5 +259,5 @@ class PrefillCore:
 
 def penalised(sampling: Sampling, resumed_tokens: int) -> bool:
     """Whether decode must know the prompt's ids (or the resumed output among them) to sample."""
-    output = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+    output = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or bool(sampling.bad_words)
     return sampling.repetition_penalty != 1.0 or (output and resumed_tokens > 0)

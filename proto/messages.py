@@ -3,8 +3,8 @@
     gateway  ⇄ coordinator      Submit, Cancel              →   ← Accepted, Rejected, Interrupted
     coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, Released,
                                                                       WorkFailed, CacheMiss, CacheEvents
-                                Draining                    →   ← Draining; Drained →
-    worker   → gateway          Tokens
+                                Draining, Flip              →   ← Draining; Drained →
+    worker   → gateway          Tokens, PromptLogprobs
     anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong;  Bye
 
 Rules that hold for all of them:
@@ -54,7 +54,7 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     OBSERVER = "observer"
-    """`crossdock status` and `crossdock drain`: asks, and may stop placement on a worker."""
+    """`crossdock status`, `drain` and `flip`: asks, and may stop placement on a worker or change its role."""
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -88,6 +88,10 @@ class Hello(Message, frozen=True):
     """As in `drain.Draining`."""
     metrics: Text = ""
     """HOST:PORT where this process is observed; empty: nowhere."""
+    numerics: Text = ""
+    """What decides the last bits of what a worker computes. A stream is resumed exactly where it is equal; empty: not known."""
+    flipped_from: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    """The incarnation under which this process had the other role until now; 0: it had none."""
 
 
 class Welcome(Message, frozen=True):
@@ -342,3 +346,23 @@ class Tokens(Message, frozen=True):
     """All that one step produced for one gateway."""
 
     items: Annotated[tuple[TokenItem, ...], Meta(max_length=limits.MAX_TOKEN_ITEMS)]
+
+
+class PromptLogprobs(Message, frozen=True):
+    """Log-probabilities of consecutive tokens of an attempt's prompt, where its sampling asks for them: all those of the
+    prompt come, in order, before its first token. Numbers are packed, little-endian; rows are tokens."""
+
+    request_id: RequestId
+    attempt: Attempt
+    start: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
+    """Position in the prompt of the first of these tokens. The prompt's own first token has no probability."""
+    top: Annotated[int, Meta(ge=0, le=limits.MAX_TOP_LOGPROBS)]
+    """How many of the likeliest tokens there are for each."""
+    logprobs: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.MAX_PROMPT_LOGPROBS)]
+    """float32 [rows], of the prompt's tokens."""
+    ranks: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.MAX_PROMPT_LOGPROBS)]
+    """int32 [rows]: the place of each among all tokens, likeliest first; 1 is the likeliest."""
+    top_ids: Annotated[bytes, Meta(max_length=4 * limits.MAX_PROMPT_LOGPROBS * limits.MAX_TOP_LOGPROBS)] = b""
+    """int32 [rows, top], likeliest first."""
+    top_logprobs: Annotated[bytes, Meta(max_length=4 * limits.MAX_PROMPT_LOGPROBS * limits.MAX_TOP_LOGPROBS)] = b""
+    """float32 [rows, top]."""

@@ -27,7 +27,11 @@ class Decoder:
         return self._ops.attention.name
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Writes K and V of the batch to the pool; returns logits [wanted rows, vocab] float32."""
+        """Logits [tokens, vocab] float32 of all rows."""
+        return self.logits(self.hidden(batch))
+
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Writes K and V of the batch to the pool; [tokens, hidden], as the output layer reads it."""
         model, ops = self.weights, self._ops
         metadata = ops.attention.plan(batch)
         x, delta = F.embedding(batch.token_ids, model.embedding), None
@@ -37,10 +41,10 @@ class Decoder:
             attended = ops.attention.read(number, call, q, metadata)
             x, normed = ops.add_norm(x, _times(attended.flatten(1), layer.out), layer.mlp_norm, model.epsilon)
             delta = _times(ops.activate(_times(normed, layer.gate_up), model.activation), layer.down)
-        _, normed = ops.add_norm(x, delta, model.norm, model.epsilon)
-        if batch.wanted is not None:
-            normed = normed[batch.wanted]
-        return _times(normed, model.head).float()
+        return ops.add_norm(x, delta, model.norm, model.epsilon)[1]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _times(hidden, self.weights.head).float()
 
     @contextmanager
     def short_windows(self, window: int) -> Iterator[None]:

@@ -109,7 +109,7 @@ class GpuPipeline:
             row_starts=torch.arange(rows + 1, dtype=torch.int32, device=slot.device),
             lengths=(position + 1).int(),
             tables=self._tables[slot],
-            wanted=None,
+            wanted=position,  # of no meaning here: all rows are
             counts=(1,) * rows,
             blocks=(self._blocks_max,) * rows,
         )

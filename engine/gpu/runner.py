@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from engine.attention.forward_batch import SeqChunk, pack
+from engine.attention.forward_batch import SeqChunk, pack, rows_of_logits
 from engine.gpu.decoder import Decoder
 from engine.gpu.ops import Ops
 from engine.gpu.pipeline import GpuPipeline
@@ -25,10 +25,16 @@ class GpuRunner:
         self._pool = pool
         self._decoder = Decoder(weights, ops)
         self.backend = f"gpu ({ops.attention.name} kernels)"
+        device = torch.cuda.get_device_name(pool.device) if pool.is_cuda else "cpu"
+        self.numerics = f"gpu, torch {torch.__version__}, {ops.attention.name} kernels, {device}"
         self.pipeline = GpuPipeline(self._decoder, pool, context_tokens, decode_rows) if decode_rows else None
 
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
-        return self._decoder.forward(pack(chunks, self._pool))
+        batch = pack(chunks, self._pool)
+        hidden = self._decoder.hidden(batch)
+        for on_logits, start, row, count in rows_of_logits(chunks):
+            on_logits(start, self._decoder.logits(hidden[row : row + count]))
+        return self._decoder.logits(hidden[batch.wanted])
 
     def short_windows(self, window: int) -> AbstractContextManager[None]:
         return self._decoder.short_windows(window)

@@ -4,8 +4,8 @@ The model's own layers become views of the joined matrices, so that weights are 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
@@ -15,10 +15,6 @@ from engine.cpu.recognise import LayerParts, ModelParts, NotRecognised
 
 _POSITIONS: Final = 4096
 """Rotary embeddings are computed for so many positions at once."""
-_KNOWN: Final = {
-    ModelParts: "layers embedding head norm rotary heads kv_heads head_dim inner activation epsilon scaling softcap",
-    LayerParts: "qkv out gate_up down attention_norm mlp_norm query_norm key_norm window",
-}
 
 
 @dataclass(frozen=True)
@@ -61,10 +57,9 @@ class DecoderWeights:
 
 @torch.inference_mode()
 def fuse(parts: ModelParts, context_tokens: int) -> DecoderWeights:
-    """Joins the matrices, one layer after the other. Raises NotRecognised for a model that has parts unknown here."""
-    _refuse_unknown(parts)
-    for layer in parts.layers:
-        _refuse_unknown(layer)
+    """Joins the matrices, one layer after the other. Raises NotRecognised for a model that has more than Llama's shape."""
+    if not parts.is_plain:
+        raise NotRecognised("it has parts that the GPU kernels do not know")
     cosine, sine = _rotary_tables(parts.rotary, context_tokens, parts.embedding.device)
     return DecoderWeights(
         tuple(_layer(layer, parts) for layer in parts.layers), parts.embedding.detach(), _joined([parts.head]), parts.norm,
@@ -72,17 +67,11 @@ def fuse(parts: ModelParts, context_tokens: int) -> DecoderWeights:
     )  # fmt: skip
 
 
-def _refuse_unknown(parts: Any) -> None:
-    """What `engine.cpu` recognises may grow; what this backend would leave out must not be there."""
-    known = _KNOWN[type(parts)].split()
-    for field in fields(parts):
-        if field.name not in known and getattr(parts, field.name):
-            raise NotRecognised(f"the GPU backend does not know its {field.name}")
-
-
 def _layer(layer: LayerParts, parts: ModelParts) -> LayerWeights:
+    [mlp] = layer.mlps
+    assert layer.attention_norm is not None and layer.mlp_norm is not None
     return LayerWeights(
-        _joined(layer.qkv), _joined([layer.out]), _joined(layer.gate_up), _joined([layer.down]),
+        _joined(layer.qkv), _joined([layer.out]), _joined(mlp.gate_up), _joined([mlp.down]),
         layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm,
         AttentionCall(layer.window or None, parts.scaling, parts.softcap or None),
     )  # fmt: skip

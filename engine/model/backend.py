@@ -18,7 +18,7 @@ from engine.cpu.library import load as load_kernels
 from engine.cpu.recognise import ModelParts, NotRecognised, recognise
 from engine.cpu.weights import round_weights
 from engine.engine import Engine, ModelInfo
-from engine.model import linear, selfcheck
+from engine.model import selfcheck
 from engine.model.errors import ModelUnsupported, WeightsUnsupported
 from engine.model.runner import TransformersRunner
 
@@ -58,7 +58,7 @@ def make_engine(candidate: Candidate, make_pool: Callable[[], torch.Tensor], pro
         if difference is None:
             return engine
         _without_kernels(candidate, difference, progress)
-    engine = Engine(_transformers_runner(candidate, pool, progress), info, pool)
+    engine = Engine(_transformers_runner(candidate, pool), info, pool)
     progress("comparing the paged forward with the model's own")
     difference = check.compare(engine)
     if difference is not None:
@@ -92,10 +92,6 @@ def _without_kernels(candidate: Candidate, why: str, progress: Progress) -> None
     progress(f"without the CPU kernels: {why}")
 
 
-def _transformers_runner(candidate: Candidate, pool: torch.Tensor, progress: Progress) -> TransformersRunner:
+def _transformers_runner(candidate: Candidate, pool: torch.Tensor) -> TransformersRunner:
     candidate.model.set_attn_implementation(attention.NAME)
-    if candidate.on_cpu:
-        progress("packing the weights")
-        if linear.pack_linears(candidate.model):
-            linear.warm_up(candidate.model)
     return TransformersRunner(candidate.model, candidate.text_config, pool, TorchAttention(pool))

@@ -79,13 +79,29 @@ class ModelTokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def token_texts(self) -> TokenTexts:
-        """For the log probabilities of one choice."""
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """As text, special tokens included."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def token_texts(self, *, keeps_special: bool = False) -> TokenTexts:
+        """For the log probabilities of one choice. `keeps_special`: as of its text."""
+        if keeps_special:
+            return TokenTexts(self._pieces, self.decode_all, frozenset())
         return TokenTexts(self._pieces, self.decode, self.special_ids)
 
-    def text_sink(self, stops: Sequence[str]) -> Callable[[], Assembler]:
-        """A maker of assemblers, one for each choice."""
-        return lambda: Assembler(Detokenizer(self.decode, self.special_ids), stops)
+    def token_name(self, token: int) -> str:
+        """As the vocabulary writes it; empty for an id that the tokenizer does not know."""
+        name: str | None = self._backend.id_to_token(token)
+        return name or ""
+
+    def text_sink(
+        self, stops: Sequence[str], *, keeps_stop: bool = False, min_tokens: int = 0, keeps_special: bool = False
+    ) -> Callable[[], Assembler]:
+        """A maker of assemblers, one for each choice. `keeps_special`: special tokens are part of the text."""
+        decode = self.decode_all if keeps_special else self.decode
+        skipped: frozenset[int] = frozenset() if keeps_special else self.special_ids
+        return lambda: Assembler(Detokenizer(decode, skipped), stops, keeps_stop=keeps_stop, min_tokens=min_tokens)
 
     def surely_too_long(self, text_bytes: int, context_tokens: int) -> bool:
         """Whether a text of so many bytes has more tokens than the context for certain, without tokenizing it."""

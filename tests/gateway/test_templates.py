@@ -4,7 +4,7 @@ import pytest
 
 from gateway.text import tokenizer as tokenizers
 from gateway.text.tokenizer import TemplateError
-from tests.gateway.fakes import tokenizer
+from tests.gateway.tokenizers import byte_level
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
     ],
 )
 def test_a_template_that_reaches_out_or_fails_is_an_error_of_the_template(template: str) -> None:
-    one = tokenizer()
+    one = byte_level()
     one._hf.chat_template = template
     with pytest.raises(TemplateError):
         one.apply_template(MESSAGES)
@@ -33,7 +33,7 @@ def test_a_template_that_reaches_out_or_fails_is_an_error_of_the_template(templa
 
 def test_what_a_template_makes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizers, "_TEMPLATE_CHARS_MAX", 1_000)
-    one = tokenizer()
+    one = byte_level()
     one._hf.chat_template = "{% for _ in range(500) %}{{ messages[0].content }}{% endfor %}"
     assert len(one.apply_template(MESSAGES)) == 1_000
     one._hf.chat_template += "!"

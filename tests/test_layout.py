@@ -37,7 +37,7 @@ FOLDERS_MAY_IMPORT = {
         "load": "http",
         "local": "http models",
         "models": "",
-        "reference": "cluster local",
+        "reference": "admin cluster local",
     },
     "runtime": {
         "link": "process settings",

@@ -1,6 +1,6 @@
 """Every bound on what a peer may put on the wire. Receivers enforce them before anything is allocated."""
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Grows by one with every release that changes a message. Processes whose versions differ by one work together (`proto.newer`).
 `docs/protocol.md` says how to change a message."""
 MIN_PROTOCOL_VERSION = 9
@@ -18,6 +18,7 @@ MAX_CONTEXT_TOKENS = 1 << 20
 MAX_CHOICES = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
+MAX_GRAMMAR_CHARS = 1 << 16
 MAX_TOP_LOGPROBS = 20
 MAX_CHUNKS_PER_STEP = 256
 MAX_PREFIX_PARTS = 16

@@ -38,6 +38,8 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     after penalties and bias."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)] = ()
     """The model's end-of-sequence ids are among them unless the user asked to ignore them."""
+    grammar: Annotated[str, Meta(max_length=limits.MAX_GRAMMAR_CHARS)] = ""
+    """What the answer must match, as a grammar of llguidance; empty: anything."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):

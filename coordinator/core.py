@@ -8,6 +8,7 @@ counted here are never more than those the worker has.
     intake    what gateways ask for
     progress  what workers report
     draining  workers that leave on purpose
+    flips     workers that change their role
     schedule  what runs where and when, after each of these
 """
 
@@ -19,11 +20,11 @@ from coordinator.admission import checks as admission
 from coordinator.admission import intake, tenancy
 from coordinator.events import Action, Configured, Event, PeerDown, PeerUp, ProtocolViolation, Received, Tick
 from coordinator.placement.schedule import schedule
-from coordinator.recovery import draining, members
+from coordinator.recovery import draining, flips, members
 from coordinator.reporting import report
 from coordinator.state import State
 from coordinator.workers.worker import WORKERS
-from proto.drain import Draining, DrainRequest
+from proto.drain import Draining, DrainRequest, FlipFailed, FlipRequest
 from proto.messages import (
     CacheEvents,
     CacheMiss,
@@ -66,6 +67,8 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
     KvHeld: (WORKERS, progress.kv_held),
     Draining: (WORKERS, draining.said),
     DrainRequest: ((Role.OBSERVER,), draining.asked),
+    FlipRequest: ((Role.OBSERVER,), flips.asked),
+    FlipFailed: (WORKERS, flips.failed),
     StatusRequest: ((Role.OBSERVER, Role.GATEWAY), _status),
 }
 """Who may send what, and who takes it."""
@@ -95,6 +98,8 @@ class Core(State):
         if self.draining:
             draining.hand_over(self, now)
         schedule(self, now)
+        if self.flip is not None:
+            flips.look(self, now)
         if self.draining:
             draining.dismiss(self)
         return self.out
@@ -108,6 +113,8 @@ class Core(State):
             waiting.append(write_off)
         if (hand_over := draining.next_hand_over(self)) < inf:
             waiting.append(hand_over)
+        if (flip_deadline := flips.next_deadline(self)) < inf:
+            waiting.append(flip_deadline)
         return min(waiting, default=None)
 
     def _received(self, event: Received, now: float) -> None:

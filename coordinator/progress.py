@@ -37,6 +37,9 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
             done = StepDone(done.step_id, (), 0.0, done.tokens_forwarded)
         _refund_skipped(state, worker, asked, requests, done.computed)
     worker.tokens_forwarded = done.tokens_forwarded
+    if done.computed:
+        worker.steps_done += 1
+        state.stepped(incarnation)
     pool = state.pools[worker.hello.model]
     pool.changed(worker)
     pool.ask(worker)
@@ -151,6 +154,9 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
     for joined in done.joined:
         room.joined((joined.request_id, joined.attempt), joined.step)
     room.reached(done.steps)
+    worker.steps_done = done.steps
+    if done.steps:
+        state.stepped(incarnation)
     for shared in done.prefixes:
         if not room.shares((shared.request_id, shared.attempt), chains(shared.parts)):
             state.out.append(

@@ -70,6 +70,8 @@ class Request(msgspec.Struct, eq=False):
     bill: Bill | None = None
     expected_left: int = NEVER
     """Tokens its answer is counted with on a decode worker, if less than it may have."""
+    numerics: str = ""
+    """Of the first decode worker it had: what its stream goes on with, if there is a choice."""
     attempt_progress: AttemptProgress = _NOTHING
     """To be read. Its own is made by `begin`: there are many requests, and most wait before anything happens to them."""
 

@@ -4,6 +4,7 @@
                 + compute * (prompt tokens not cached on p / rate of p)
                 + transfer * (blocks not cached on d)   [+ remote * (the same), where p and d are on different hosts]
                 + room * (fullness of p squared) + load * (fullness of d)
+                + numerics                      where an interrupted stream began on a worker that computes other bits than d
                 + trouble * (share of recent work that failed on p + the same of d, or of what went from p to d if that is more)
 
 The first two are what the prompt waits for; the others are set against them in seconds too, so that each weight says how much
@@ -33,6 +34,9 @@ class Weights:
     """For a full decode worker, less in proportion: each stream more slows all others there, all the time it runs."""
     trouble_s: float = 5.0
     """For a worker on which everything failed lately: avoided, as long as there is another."""
+    numerics_s: float = 1000.0
+    """For a decode worker that computes other last bits than the one where an interrupted stream began: only if there is no
+    other, since the stream may then go on with other tokens."""
     margin_s: float = 0.0
     """A request waits for another worker than the one that could take it now only if the score is better by more than this."""
 
@@ -63,6 +67,8 @@ class DecodeSide:
     """Of its blocks or its sequences, whichever is more."""
     failure_rate: float
     host: str
+    other_numerics: bool = False
+    """It computes other bits than the worker where this stream began."""
 
 
 def prefill_s(prompt_tokens: int, side: PrefillSide, weights: Weights, waiting: float = 0.0) -> float:
@@ -75,7 +81,8 @@ def prefill_s(prompt_tokens: int, side: PrefillSide, weights: Weights, waiting: 
 def decode_s(side: DecodeSide, prefill_host: str, weights: Weights) -> float:
     """The part of the score that the decode worker decides, given where the prompt is computed."""
     per_block = weights.transfer_s + (weights.remote_s if side.host != prefill_host else 0.0)
-    return per_block * side.missing_blocks + weights.load_s * side.fullness + weights.trouble_s * side.failure_rate
+    own = per_block * side.missing_blocks + weights.load_s * side.fullness + weights.trouble_s * side.failure_rate
+    return own + (weights.numerics_s if side.other_numerics else 0.0)
 
 
 def best_decode(decode: Iterable[tuple[int, DecodeSide]], prefill_host: str, weights: Weights) -> int | None:

@@ -1,6 +1,6 @@
 """What the core knows, and the moves that every part of it makes: a request changes state, ends, or leaves its workers."""
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 
 import msgspec
@@ -16,11 +16,14 @@ from coordinator.observer import Watch
 from coordinator.request import CLAIM, NO_CLAIM, Request
 from coordinator.waiting.queue import WaitQueue
 from coordinator.waiting.retries import RetryBudget
+from coordinator.workers.flip import Flip
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Holding, Where, Worker
 from proto.errors import Interrupt
 from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role, Submit
 from runtime.tenancy.tenants import open_tenants
+
+FLIPS_SHOWN = 64
 
 
 class Last(msgspec.Struct, frozen=True, gc=False):
@@ -65,6 +68,12 @@ class State:
         self.drain_orders: OrderedDict[int, float | None] = OrderedDict()
         """What people said last of workers, by incarnation: when what still runs there is handed over, or None for not at
         all."""
+        self.flip: Flip | None = None
+        """The worker that is changing its role."""
+        self.flips: deque[Flip] = deque(maxlen=FLIPS_SHOWN)
+        """The last changes of roles, that one included."""
+        self.unproven: dict[int, Flip] = {}
+        """Those that are done, by the worker's new incarnation, until its first step in the new role."""
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
         """What the event in hand has led to so far."""
@@ -83,6 +92,12 @@ class State:
                 else self.priority_classes_lowest_first[0]
             )
         return priority_class, organisation, user
+
+    def stepped(self, incarnation: int) -> None:
+        """A worker has run a step: if it has changed its role, that is proven."""
+        flip = self.unproven.pop(incarnation, None)
+        if flip is not None:
+            flip.first_step_at = self.now
 
     def current(self, request_id: str, attempt: int) -> Request | None:
         request = self.requests.get(request_id)

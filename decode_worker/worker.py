@@ -39,15 +39,22 @@ class DecodeWorker:
     """A `WorkerRole`."""
 
     def __init__(
-        self, engine: Engine, driver: WorkerDriver, transports: tuple[str, ...], memory: PoolMemory | None
+        self,
+        engine: Engine,
+        blocks: BlockAllocator,
+        driver: WorkerDriver,
+        transports: tuple[str, ...],
+        memory: PoolMemory | None,
     ) -> None:
-        """`transports` are those that KV may come by; `memory` is what the KV pool lies in, if other processes may map it."""
+        """`blocks` are those of the engine's pool, all free or cached. `transports` are those that KV may come by; `memory` is
+        what the KV pool lies in, if other processes may map it."""
         settings, info = driver.settings, engine.info
         self.engine, self.driver, self.log = engine, driver, driver.log
         self.registration, self.gateways = driver.registration, driver.gateways
         batch: Batch[SamplerState] = Batch()
-        blocks, forwarded = BlockAllocator(engine.blocks), lambda: engine.tokens_forwarded
-        self.table = AttemptTable(blocks, info.block_size, batch, forwarded, settings.prefix_cache)
+        self.table = AttemptTable(
+            blocks, info.block_size, batch, lambda: engine.tokens_forwarded, settings.prefix_cache
+        )
         self.core = DecodeCore(self, self.table, vocab_size=info.vocab_size, make_state=self._sampler_state)
         self.grammars = GrammarThread(info.model_path, info.vocab_size, info.eos_token_ids)
         self._matchers: list[Matcher] = []
@@ -94,7 +101,7 @@ class DecodeWorker:
         await self.server.close()
 
     def registered(self) -> None:
-        """Its Hello has said all there is to say."""
+        self.registration.report_cache(self.table.allocator.take_changes)
 
     def kv_held(self) -> KvHeld:
         return KvHeld(self.table.allocator.held_count, self.table.allocator.quarantined_count, self.receiver.sessions)

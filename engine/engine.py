@@ -40,6 +40,8 @@ class Runner(Protocol):
 
     backend: str
     """For people."""
+    numerics: str
+    """What decides the last bits of what it computes: equal between two workers that compute the same bits."""
     is_batch_invariant: bool
     """Whether a token's bits do not depend on how many others are computed with it, or where its prompt is cut."""
 
@@ -75,6 +77,10 @@ class Engine:
     @property
     def backend(self) -> str:
         return self.runner.backend
+
+    @property
+    def numerics(self) -> str:
+        return self.runner.numerics
 
     @property
     def is_batch_invariant(self) -> bool:

@@ -112,6 +112,7 @@ TABLE: Final[Table] = {
     "drain": Command(
         "Place nothing new on a worker.", "launcher.admin.drain:DrainSettings", "launcher.admin.drain:run"
     ),
+    "flip": Command("Change a worker's role", "launcher.admin.flip:FlipSettings", "launcher.admin.flip:run"),
     "usage": Command(
         "Show what tenants used, by day (UTC)", "launcher.admin.usage:UsageSettings", "launcher.admin.usage:run"
     ),

@@ -1,16 +1,16 @@
-"""`crossdock worker`: one process of either role."""
+"""`crossdock worker`: one process over one engine, KV pool and prefix cache, in either role.
+
+Both roles' modules are here, as a worker can change its role while it runs (`crossdock flip`).
+"""
 
 from runtime.settings import machine
 from runtime.settings.workers import WorkerSettings
 
 
 def run(settings: WorkerSettings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
     settings = machine.prepare(settings)
-    # Each imports torch, which must not come before the environment that `prepare` sets.
-    if settings.role == "prefill":
-        from prefill_worker.main import run as run_prefill
+    # It imports torch, which must not come before the environment that `prepare` sets.
+    from launcher.worker_roles import run as run_prepared
 
-        return run_prefill(settings)
-    from decode_worker.main import run as run_decode
-
-    return run_decode(settings)
+    return run_prepared(settings)

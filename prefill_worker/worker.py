@@ -30,12 +30,14 @@ class PrefillWorker:
 
     ports: Mapping[str, LinkCounters] = {}
 
-    def __init__(self, engine: Engine, driver: WorkerDriver, transports: tuple[str, ...]) -> None:
-        """`transports` are those that KV may be sent by."""
+    def __init__(
+        self, engine: Engine, blocks: BlockAllocator, driver: WorkerDriver, transports: tuple[str, ...]
+    ) -> None:
+        """`blocks` are those of the engine's pool, all free or cached; `transports` are those that KV may be sent by."""
         settings, info = driver.settings, engine.info
         self.engine, self.driver = engine, driver
         self.registration, self.gateways = driver.registration, driver.gateways
-        self.table = PromptTable(BlockAllocator(engine.blocks), info.block_size, settings.prefix_cache)
+        self.table = PromptTable(blocks, info.block_size, settings.prefix_cache)
         self.core = PrefillCore(
             self,
             self.table,
@@ -85,6 +87,7 @@ class PrefillWorker:
         await self.receivers.close()
 
     def registered(self) -> None:
+        self.registration.report_cache(self.table.allocator.take_changes)
         if self.core.links_lost:
             self._report_pairs()  # a coordinator that has started anew does not know them
 

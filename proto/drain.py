@@ -1,12 +1,15 @@
-"""A worker is taken out of service: because it is to end (SIGTERM), or because a person asked for it.
+"""A worker is taken out of service: because it is to end (SIGTERM), because a person asked for it, or to change its role.
 
 worker that is to end → coordinator    Draining          ← Drained, when it holds nothing more
 crossdock drain       → coordinator    DrainRequest      ← DrainAnswer
 coordinator           → worker         Draining          what a person asked for, to be repeated in the next `Hello`
+crossdock flip        → coordinator    FlipRequest       ← FlipAnswer
+coordinator           → worker         Flip              then Drained, and the worker registers anew, in its new role
+worker                → coordinator    FlipFailed        it keeps its role
 """
 
 from proto.fields import DurationMs, HandOverMs, Text
-from proto.messages import Message
+from proto.messages import Message, Role
 from proto.status import WorkerStatus
 
 
@@ -36,4 +39,38 @@ class DrainAnswer(Message, frozen=True):
     refusal: Text
     """Empty: it is done."""
     workers: tuple[WorkerStatus, ...]
+    """All there are."""
+
+
+class Flip(Message, frozen=True):
+    """Take this role. Nothing new is placed on the worker from now on, and what runs there is handed over in `hand_over_ms`.
+
+    The worker gets ready meanwhile, and changes over when it holds nothing and has been told `Drained`. `Draining` without a
+    time takes the order back."""
+
+    role: Role
+    hand_over_ms: DurationMs
+
+
+class FlipFailed(Message, frozen=True):
+    """The worker cannot take the role that it was ordered to take, and stays in its own."""
+
+    why: Text
+
+
+class FlipRequest(Message, frozen=True):
+    """Give the worker of this name that role. `force`: also if no other worker has its present one."""
+
+    worker: Text
+    role: Role
+    hand_over_ms: DurationMs
+    force: bool = False
+    why: Text = ""
+    """For the event log and `crossdock status`: the autopilot's reason."""
+
+
+class FlipAnswer(Message, frozen=True):
+    refusal: Text
+    """Empty: it has begun."""
+    workers: tuple[WorkerStatus, ...] = ()
     """All there are."""

@@ -3,7 +3,7 @@
     gateway  ⇄ coordinator      Submit, Cancel              →   ← Accepted, Rejected, Interrupted
     coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, Released,
                                                                       WorkFailed, CacheMiss, CacheEvents
-                                Draining                    →   ← Draining; Drained →
+                                Draining, Flip              →   ← Draining; Drained →
     worker   → gateway          Tokens
     anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong;  Bye
 
@@ -54,7 +54,7 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     OBSERVER = "observer"
-    """`crossdock status` and `crossdock drain`: asks, and may stop placement on a worker."""
+    """`crossdock status`, `drain` and `flip`: asks, and may stop placement on a worker or change its role."""
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -88,6 +88,10 @@ class Hello(Message, frozen=True):
     """As in `drain.Draining`."""
     metrics: Text = ""
     """HOST:PORT where this process is observed; empty: nowhere."""
+    numerics: Text = ""
+    """What decides the last bits of what a worker computes. A stream is resumed exactly where it is equal; empty: not known."""
+    flipped_from: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    """The incarnation under which this process had the other role until now; 0: it had none."""
 
 
 class Welcome(Message, frozen=True):

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from proto.fields import Count, Incarnation, Text
+from proto.fields import Count, DurationMs, Incarnation, Text
 from proto.kv import TransportName
 from proto.messages import Message, Role
 
@@ -58,6 +58,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     own_blocks_quarantined: Count = 0
     own_sessions: Count = 0
     draining: bool = False
+    numerics: Text = ""
+    """As in `Hello`."""
+    steps: Count = 0
+    """That it has run in its present role, as last heard."""
 
 
 class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -71,6 +75,27 @@ class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
 class Process(msgspec.Struct, frozen=True, array_like=True):
     name: Text
     pid: Count
+
+
+class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's change of role."""
+
+    worker: Text
+    pid: Count
+    before: Role
+    role: Role
+    """The one it takes."""
+    state: Text
+    """`draining`, `registering`, `done` or `failed`."""
+    why: Text = ""
+    """Who wanted it, or for what reason; empty: a person, who did not say."""
+    failure: Text = ""
+    drained_ms: DurationMs = 0.0
+    """From the order until nothing was left on it."""
+    commit_ms: DurationMs = 0.0
+    """From then until it was registered in its new role: it served in neither."""
+    first_step_ms: DurationMs = 0.0
+    """From then until its first step was done; 0: none has run yet."""
 
 
 class StatusReport(Message, frozen=True):
@@ -93,3 +118,5 @@ class StatusReport(Message, frozen=True):
     """Times of the last requests, in ms, and how many they are."""
     hung: tuple[Process, ...] = ()
     """Workers that were given up in a step without an end, the last ones, latest last."""
+    flips: tuple[FlipStatus, ...] = ()
+    """The last ones, latest last."""

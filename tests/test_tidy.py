@@ -17,7 +17,7 @@ LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 
 EVERYTHING = frozenset(
-    "proto runtime kvtransfer engine coordinator gateway prefill_worker decode_worker simulation launcher".split()
+    "proto runtime kvtransfer engine coordinator gateway prefill_worker decode_worker simulation tuning launcher".split()
 )
 MAY_IMPORT = {
     "proto": frozenset[str](),
@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "gateway": frozenset({"proto", "runtime"}),
     "prefill_worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
     "decode_worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
-    "simulation": EVERYTHING - {"launcher"},
+    "simulation": EVERYTHING - {"launcher", "tuning"},
+    "tuning": EVERYTHING - {"launcher"},
     "launcher": EVERYTHING,
 }
 
@@ -73,6 +74,8 @@ PURE = (
     "launcher/local/core_plan.py",
     "launcher/cluster/units.py",
     "launcher/local/restart.py",
+    "tuning/*.py",
+    "tuning/*/*.py",
 )
 """Files that decide. Each pattern must match a file."""
 DRIVERS = frozenset(
@@ -137,18 +140,20 @@ def check_pure(path: str, source: str) -> list[str]:
 
 
 def check_only_pure(path: str, source: str) -> list[str]:
-    """The simulation runs what decides, and nothing that does: no socket, thread or tensor comes in with an import."""
-    if PurePosixPath(path).parts[0] != "simulation":
+    """The simulation runs what decides, and nothing that does: no socket, thread or tensor comes in with an import. The ratio
+    lab may import the simulation, too."""
+    package = PurePosixPath(path).parts[0]
+    if package not in ("simulation", "tuning"):
         return []
     found = []
     for line, name in _imports(ast.parse(source)):
         module = name.replace(".", "/") + ".py"
-        if name.split(".")[0] in EVERYTHING - {"simulation"} and (
+        if name.split(".")[0] in EVERYTHING - {"simulation", package} and (
             module in DRIVERS or not any(PurePosixPath(module).match(pattern) for pattern in PURE)
         ):
-            found.append(f"{path}:{line}: the simulation may import pure modules only, not {name}")
+            found.append(f"{path}:{line}: {package} may import pure modules only, not {name}")
         elif name.split(".")[0] in IMPURE_MODULES - {"random"}:
-            found.append(f"{path}:{line}: the simulation may not import {name}")
+            found.append(f"{path}:{line}: {package} may not import {name}")
     return found
 
 

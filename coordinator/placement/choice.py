@@ -106,12 +106,12 @@ def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
     return sorted(found.values(), key=order)
 
 
-def choose_decode(submit: Submit, prefill: Worker, decode: Sequence[Worker], pool: Pool, now: float) -> Worker | None:
+def choose_decode(request: Request, prefill: Worker, decode: Sequence[Worker], pool: Pool, now: float) -> Worker | None:
     """The best of these decode workers, which have room for it."""
     if len(decode) < 2:
         return decode[0] if decode else None
     spread = sorted(decode, key=lambda w: (w.tokens_forwarded, w.incarnation))  # of equals, the one that has done least
-    sides = ((worker.incarnation, _decode_side(worker, submit, prefill, pool, now)) for worker in spread)
+    sides = ((worker.incarnation, _decode_side(worker, request, prefill, pool, now)) for worker in spread)
     incarnation = best_decode(sides, prefill.hello.host, pool.weights)
     return None if incarnation is None else pool.decode[incarnation]
 
@@ -127,7 +127,8 @@ def _prefill_side(worker: Worker, cached: int, pool: Pool) -> PrefillSide:
     )
 
 
-def _decode_side(worker: Worker, submit: Submit, prefill: Worker, pool: Pool, now: float) -> DecodeSide:
+def _decode_side(worker: Worker, request: Request, prefill: Worker, pool: Pool, now: float) -> DecodeSide:
+    submit = request.submit
     size, capacity = worker.capacity.block_size, worker.capacity
     blocks = -(-submit.prompt_tokens // size)
     return DecodeSide(
@@ -137,4 +138,5 @@ def _decode_side(worker: Worker, submit: Submit, prefill: Worker, pool: Pool, no
             pool.failure_rate(worker), pool.breakers.failure_rate((prefill.incarnation, worker.incarnation), now)
         ),
         host=worker.hello.host,
+        other_numerics=request.resumed and request.numerics not in ("", worker.hello.numerics),
     )

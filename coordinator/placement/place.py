@@ -14,7 +14,7 @@ def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | 
     if prefill.draining or not prefill.fits(submit):
         return None
     candidates = pool.decode_candidates(submit, prefill, now)
-    return choose_decode(submit, prefill, [w for w in candidates if w.fits(submit, request.expected_left)], pool, now)
+    return choose_decode(request, prefill, [w for w in candidates if w.fits(submit, request.expected_left)], pool, now)
 
 
 def prefill_for(request: Request, decode: Worker, pool: Pool, now: float) -> Worker | None:
@@ -31,6 +31,7 @@ def reserve(request: Request, prefill: Worker, decode: Worker) -> None:
     attempt_progress = request.begin()
     attempt_progress.prefill_incarnation, attempt_progress.decode_incarnation = prefill.incarnation, decode.incarnation
     attempt_progress.computed_tokens = request.cached_tokens
+    request.numerics = request.numerics or decode.hello.numerics
     prefill.placed[request.id] = request
     prefill.expect(request)
 

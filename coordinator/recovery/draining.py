@@ -13,6 +13,7 @@ from coordinator.lifecycle import State as RequestState
 from coordinator.reporting import report
 from coordinator.request import Request
 from coordinator.state import State
+from coordinator.workers.flip import Flip
 from coordinator.workers.worker import Worker
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
 from proto.errors import Interrupt
@@ -93,7 +94,7 @@ def asked(state: State, incarnation: int, event: Received, now: float) -> None:
     request = event.message
     assert isinstance(request, DrainRequest)
     named = [worker for worker in state.workers.values() if worker.hello.name == request.worker]
-    refusal = _refusal(request, named, [worker.hello.name for worker in state.workers.values()])
+    refusal = _refusal(request, named, [worker.hello.name for worker in state.workers.values()], state.flip)
     if not refusal:
         (worker,) = named
         if request.undo:
@@ -108,11 +109,20 @@ def asked(state: State, incarnation: int, event: Received, now: float) -> None:
     state.send(incarnation, DrainAnswer(refusal[:500], report.workers(state)))
 
 
-def _refusal(request: DrainRequest, named: list[Worker], names: list[str]) -> str:
+def unnamed(name: str, named: list[Worker], names: list[str]) -> str:
+    """Why no worker is meant by a name, where `named` have it and `names` are those of all; empty if one is."""
     if not named:
-        return f"no worker is called {request.worker!r}; there are {', '.join(sorted(names)) or 'none'}"
+        return f"no worker is called {name!r}; there are {', '.join(sorted(names)) or 'none'}"
     if len(named) > 1:
-        return f"{len(named)} workers are called {request.worker!r}: give each a --name of its own"
+        return f"{len(named)} workers are called {name!r}: give each a --name of its own"
+    return ""
+
+
+def _refusal(request: DrainRequest, named: list[Worker], names: list[str], flip: Flip | None) -> str:
+    if why := unnamed(request.worker, named, names):
+        return why
+    if flip is not None and flip.hello.incarnation == named[0].incarnation:
+        return f"{request.worker} is changing its role to {flip.role}; wait until that is done"
     if named[0].leaving:
         return f"{request.worker} is about to end, and will be gone when it is drained" if request.undo else ""
     return ""

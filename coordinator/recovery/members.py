@@ -3,7 +3,7 @@
 from coordinator.events import ProtocolViolation, Received
 from coordinator.lifecycle import State as RequestState
 from coordinator.lifecycle import Trigger
-from coordinator.recovery import draining
+from coordinator.recovery import draining, flips
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
@@ -32,6 +32,7 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
         state.workers[incarnation] = worker
         _adopt(state, worker, hello)
         draining.join(state, worker, hello.hand_over_ms, now)
+        flips.worker_joined(state, hello, now)
         state.refresh_eligibility(hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
@@ -42,7 +43,8 @@ def _count_restart(state: State, incarnation: int, hello: Hello) -> None:
     """A process of this name was here before, and it was another one."""
     if hello.role is Role.OBSERVER:
         return
-    state.counters[f"{hello.role}_restarted"] += state.names.pop(hello.name, incarnation) != incarnation
+    before = state.names.pop(hello.name, incarnation)
+    state.counters[f"{hello.role}_restarted"] += before not in (incarnation, hello.flipped_from)
     state.names[hello.name] = incarnation
     if len(state.names) > REMEMBERED_MAX:
         state.names.popitem(last=False)
@@ -60,6 +62,7 @@ def down(state: State, incarnation: int, reason: str, now: float) -> None:
         why = Interrupt.DRAINED if drained else _LOST[hello.role]
         state.counters[f"{hello.role}_{'drained' if drained else 'lost'}"] += 1
         state.draining.pop(incarnation, None)
+        state.unproven.pop(incarnation, None)
         state.unbind_all(worker)
         state.pools[hello.model].remove(worker)
         worker.leave()
@@ -78,6 +81,7 @@ def down(state: State, incarnation: int, reason: str, now: float) -> None:
             if hello.role is Role.PREFILL:
                 state.claim_room(request)
         state.refresh_eligibility(hello.model)
+        flips.worker_lost(state, worker, reason)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
         for request in [r for r in state.requests.values() if r.gateway_incarnation == incarnation]:

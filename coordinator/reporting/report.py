@@ -40,6 +40,8 @@ def workers(state: State) -> tuple[WorkerStatus, ...]:
             own_blocks_quarantined=worker.kv_held.blocks_quarantined,
             own_sessions=worker.kv_held.sessions,
             draining=worker.draining,
+            numerics=worker.hello.numerics,
+            steps=worker.steps_done,
         )
         for worker in state.workers.values()
     ]
@@ -59,6 +61,7 @@ def status(state: State) -> StatusReport:
         tenants=_tenants(state),
         metrics={hello.name: hello.metrics for hello in state.peers.values() if hello.metrics},
         hung=tuple(Process(hello.name, hello.pid) for hello in list(state.fenced.values())[-HUNG_SHOWN:]),
+        flips=tuple(flip.status() for flip in state.flips),
     )
 
 

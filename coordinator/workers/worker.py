@@ -69,6 +69,8 @@ class Worker:
     """As it last reported, for people alone."""
     next_step_id: int = 0
     tokens_forwarded: int = 0
+    steps_done: int = 0
+    """In its present role, as last heard."""
     tokens_per_s: float = 0.0
     """Measured prefill rate, smoothed; 0 until the first step is done."""
     has_run_full: bool = False

@@ -1,4 +1,7 @@
-"""Attention over a paged KV pool.
+"""Attention over the paged KV pool, behind one interface.
 
-`paged` is the function that transformers calls; `batch_invariant` is the exact CPU kernel.
+Start with `interface`: `plan(batch) -> AttentionMetadata` once for a forward pass, `attend(layer, q, k, v, metadata)` for each layer.
+`torch_backend` is the readable reference, `triton_backend` the one for GPUs with its kernels in `triton_decode` and
+`triton_prefill`; `choose` decides between them. `paged` is the function that transformers calls. (The CPU kernels in `engine.cpu`
+compute attention inside their own forward pass.)
 """

@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from engine.attention.forward_batch import SeqChunk
 from engine.cpu import library
@@ -32,39 +33,71 @@ class CpuDecoder:
         self._library = library.load()
         self._library.start_threads(threads)
         self.backend = f"cpu ({library.instruction_set()}, {format} weights)"
+        self.numerics = f"cpu kernels {library.source_hash()[:8]}, {format} weights"  # on any instruction set
         self._pool = pool
         self._block_size = pool.shape[3]
         self._context_tokens = context_tokens
-        self._rotary = _RotaryTable(parts.rotary, context_tokens)
+        self._rotary = _RotaryTables(parts.rotary, parts.rotary_types, context_tokens)
         self._head = PackedWeights([parts.head], format)
         self._vocab_size = self._head.rows
         tied = parts.embedding.data_ptr() == parts.head.weight.data_ptr()
         self._embedding = None if tied else parts.embedding.detach().float().clone()
+        self._embedding_scale = parts.embedding_scale
         self._kept: list[object] = [pool, parts.norm]
         self._layers = (library.Layer * len(parts.layers))(*(self._layer(layer, format) for layer in parts.layers))
+        routers = [layer.router for layer in parts.layers if layer.router is not None]
+        self._experts_per_token = routers[0].experts_per_token if routers else 0
         self._model = library.Model(
             self._layers, self._head.described(), parts.norm.data_ptr(), len(parts.layers), parts.norm.numel(),
-            parts.heads, parts.kv_heads, parts.head_dim, parts.inner, parts.activation, self._block_size,
-            parts.epsilon, parts.scaling, parts.softcap,
+            parts.heads, parts.kv_heads, parts.head_dim, parts.activation, self._block_size,
+            self._experts_per_token, bool(routers) and routers[0].normalises, parts.epsilon, parts.scaling, parts.softcap,
+            parts.residual, parts.logit_scale, parts.logit_softcap,
         )  # fmt: skip
-        first = self._layers[0]
-        self._widths = {
-            "x": parts.norm.numel(),
-            "normed": parts.norm.numel(),
-            "qkv": max(first.qkv.outputs, first.down.outputs),
-            "attended": parts.heads * parts.head_dim,
-            "gate_up": max(first.gate_up.outputs, first.out.outputs),
-            "gated": parts.inner,
-        }
+        self._widths = self._buffer_widths(parts)
         self._buffers: dict[str, Floats] = {}
         self._rows = 0
 
     def _layer(self, parts: LayerParts, format: str) -> library.Layer:
-        products = [PackedWeights(group, format) for group in (parts.qkv, [parts.out], parts.gate_up, [parts.down])]
-        norms = [parts.attention_norm, parts.mlp_norm, parts.query_norm, parts.key_norm]
-        self._kept += [*products, *norms]
+        qkv, out = self._packed(parts.qkv, format), self._packed([parts.out], format)
+        router = library.Linear() if parts.router is None else self._packed([parts.router.linear], "float32")
+        mlps = (library.Mlp * len(parts.mlps))(
+            *(library.Mlp(self._packed(mlp.gate_up, format), self._packed([mlp.down], format)) for mlp in parts.mlps)
+        )
+        norms = [parts.attention_norm, parts.mlp_norm, parts.attention_out_norm, parts.mlp_out_norm]
+        norms += [parts.query_norm, parts.key_norm]
+        self._kept += [mlps, *norms]
         pointers = [0 if norm is None else norm.data_ptr() for norm in norms]
-        return library.Layer(*(product.described() for product in products), *pointers, parts.window)
+        sizes = [0 if norm is None else norm.numel() for norm in norms[-2:]]
+        experts = len(parts.mlps) if parts.router is not None else 0
+        return library.Layer(qkv, out, router, mlps, experts, *pointers, *sizes, parts.window, parts.rotary)
+
+    def _packed(self, parts: Sequence[nn.Linear], format: str) -> library.Linear:
+        weights = PackedWeights(parts, format)
+        self._kept.append(weights)
+        return weights.described()
+
+    def _buffer_widths(self, parts: ModelParts) -> dict[str, int]:
+        """Floats of a row in each buffer, in the order of `library.Batch`; the last two hold int64."""
+        hidden = parts.norm.numel()
+        mlps = [layer.mlps[at] for layer in self._layers for at in range(max(layer.experts, 1))]
+        padded = self._layers[0].out.outputs
+        mixture = self._experts_per_token > 0
+        return {
+            "x": hidden,
+            "normed": hidden,
+            "qkv": max(*(layer.qkv.outputs for layer in self._layers), padded),
+            "attended": parts.heads * parts.head_dim,
+            "gate_up": max(
+                padded, *(mlp.gate_up.outputs for mlp in mlps), *(layer.router.outputs for layer in self._layers)
+            ),
+            "gated": max(mlp.down.inputs for mlp in mlps),
+            "routed": hidden * mixture,
+            "expert_out": padded * mixture,
+            "mixed": padded * mixture,
+            "shares": self._experts_per_token,
+            "chosen": 2 * self._experts_per_token,
+            "expert_rows": 2 * mixture,
+        }
 
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
         """Writes the chunks' K and V to the pool; logits [chunks wanting them, vocab] float32."""
@@ -77,7 +110,7 @@ class CpuDecoder:
         items = np.empty(len(chunks) + 1, dtype=np.int64)
         buffers = [self._buffers[name].ctypes.data for name in self._widths]
         batch = library.Batch(
-            cosine.ctypes.data, sine.ctypes.data, cosine.shape[1], rows, arrays.positions.ctypes.data,
+            cosine.ctypes.data, sine.ctypes.data, cosine.shape[2], rows, arrays.positions.ctypes.data,
             arrays.tables.ctypes.data, arrays.blocks.ctypes.data, arrays.chunks.ctypes.data, len(chunks),
             arrays.wanted.ctypes.data, len(arrays.wanted), self._pool.data_ptr(), *buffers, logits.ctypes.data,
         )  # fmt: skip
@@ -106,6 +139,8 @@ class CpuDecoder:
             raise ValueError("a token is not in the vocabulary")
         ids = torch.from_numpy(tokens)
         rows = self._head.row(ids) if self._embedding is None else self._embedding[ids]
+        if self._embedding_scale != 1.0:
+            rows = rows * self._embedding_scale
         self._buffers["x"][: rows.numel()] = rows.flatten().numpy()
 
 
@@ -132,27 +167,30 @@ class _Arrays:
             raise ValueError("a block table names a block that the pool does not have")
 
 
-class _RotaryTable:
-    """Cosines and sines by position, as the model's own module computes them."""
+class _RotaryTables:
+    """Cosines and sines by position, as the model's own module computes them, for each type of layers."""
 
-    def __init__(self, rotary: torch.nn.Module, context_tokens: int) -> None:
+    def __init__(self, rotary: torch.nn.Module, types: Sequence[str | None], context_tokens: int) -> None:
         self._rotary = rotary
+        self._types = types
         self._context_tokens = context_tokens
         self._tables: tuple[Floats, Floats] | None = None
 
     def rows(self, positions: Ints) -> tuple[Floats, Floats]:
-        """[positions, rotary] each."""
+        """[tables, positions, rotary] each."""
         end = int(positions.max()) + 1
-        while self._tables is None or len(self._tables[0]) < end:
+        while self._tables is None or self._tables[0].shape[1] < end:
             self._grow()
-        return self._tables[0][positions], self._tables[1][positions]
+        return np.ascontiguousarray(self._tables[0][:, positions]), np.ascontiguousarray(self._tables[1][:, positions])
 
     def _grow(self) -> None:
-        start = 0 if self._tables is None else len(self._tables[0])
+        start = 0 if self._tables is None else self._tables[0].shape[1]
         places = torch.arange(start, min(start + _POSITIONS, self._context_tokens))[None]
-        cosine, sine = (table[0].float().numpy() for table in self._rotary(torch.zeros(1, 1, 1), places))
+        x = torch.zeros(1, 1, 1)
+        pairs = [self._rotary(x, places) if kind is None else self._rotary(x, places, kind) for kind in self._types]
+        cosine, sine = (np.stack([pair[part][0].float().numpy() for pair in pairs]) for part in range(2))
         if self._tables is not None:
-            cosine, sine = (np.concatenate(both) for both in zip(self._tables, (cosine, sine), strict=True))
+            cosine, sine = (np.concatenate(both, axis=1) for both in zip(self._tables, (cosine, sine), strict=True))
         self._tables = np.ascontiguousarray(cosine), np.ascontiguousarray(sine)
 
 

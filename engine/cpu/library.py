@@ -48,17 +48,20 @@ class Linear(Structure):
     ]
 
 
+class Mlp(Structure):
+    _fields_ = [("gate_up", Linear), ("down", Linear)]
+
+
 class Layer(Structure):
     _fields_ = [
         ("qkv", Linear),
         ("out", Linear),
-        ("gate_up", Linear),
-        ("down", Linear),
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("window", c_int64),
+        ("router", Linear),
+        ("mlps", POINTER(Mlp)),
+        ("experts", c_int64),
+        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm")),
+        *((name, c_int64) for name in ("query_norm_size", "key_norm_size", "window", "rotary")),
     ]
 
 
@@ -67,12 +70,9 @@ class Model(Structure):
         ("layers", POINTER(Layer)),
         ("head", Linear),
         ("norm", c_void_p),
-        *((name, c_int64) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "inner")),
-        ("activation", c_int64),
-        ("block_size", c_int64),
-        ("epsilon", c_float),
-        ("scaling", c_float),
-        ("softcap", c_float),
+        *((name, c_int64) for name in ("layer_count", "hidden", "heads", "kv_heads", "head_dim", "activation")),
+        *((name, c_int64) for name in ("block_size", "experts_per_token", "normalises")),
+        *((name, c_float) for name in ("epsilon", "scaling", "softcap", "residual", "logit_scale", "logit_softcap")),
     ]
 
 
@@ -90,7 +90,8 @@ class Batch(Structure):
         ("wanted", c_void_p),
         ("wanted_count", c_int64),
         ("kv", c_void_p),
-        *((name, c_void_p) for name in ("x", "normed", "qkv", "attended", "gate_up", "gated", "logits")),
+        *((name, c_void_p) for name in ("x", "normed", "qkv", "attended", "gate_up", "gated")),
+        *((name, c_void_p) for name in ("routed", "expert_out", "mixed", "shares", "chosen", "expert_rows", "logits")),
     ]
 
 
@@ -109,6 +110,11 @@ def instruction_set() -> str:
     if {"avx2", "fma"} <= flags:
         return "avx2"
     raise KernelsUnavailable("the CPU kernels need AVX2 and FMA")
+
+
+def source_hash() -> str:
+    """Of the kernels' source, which decides what they compute."""
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sorted(_SOURCES.iterdir()))).hexdigest()
 
 
 def _cpu_flags() -> list[str]:
@@ -143,11 +149,10 @@ def _built() -> Path:
     if find_spec("ziglang") is None:
         raise KernelsUnavailable("the package ziglang, which has the compiler, is not installed")
     target = _TARGETS[instruction_set()]
-    name = hashlib.sha256(" ".join([importlib.metadata.version("ziglang"), *_FLAGS, *target]).encode())
-    for source in sorted(_SOURCES.iterdir()):
-        name.update(source.read_bytes())
+    made_by = " ".join([importlib.metadata.version("ziglang"), *_FLAGS, *target, source_hash()])
+    name = hashlib.sha256(made_by.encode()).hexdigest()[:32]
     for folder in (Path(platformdirs.user_cache_dir("crossdock")) / "kernels", Path(tempfile.gettempdir())):
-        path = folder / f"crossdock-{name.hexdigest()[:32]}.so"
+        path = folder / f"crossdock-{name}.so"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{path}.lock", timeout=_TIMEOUT_S):

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from engine.attention import batch_invariant
 from engine.attention import paged as attention
 from engine.attention.paged import AttentionCall
+from engine.attention.torch_backend import TorchAttention
 from engine.cpu.decoder import CpuDecoder
 from engine.cpu.library import KernelsUnavailable
 from engine.cpu.library import load as load_kernels
 from engine.cpu.recognise import ModelParts, NotRecognised, recognise
 from engine.cpu.weights import round_weights
 from engine.engine import Engine, ModelInfo
-from engine.model import linear, selfcheck
+from engine.model import selfcheck
 from engine.model.errors import ModelUnsupported, WeightsUnsupported
 from engine.model.runner import TransformersRunner
 
@@ -58,7 +58,7 @@ def make_engine(candidate: Candidate, make_pool: Callable[[], torch.Tensor], pro
         if difference is None:
             return engine
         _without_kernels(candidate, difference, progress)
-    engine = Engine(_transformers_runner(candidate, pool, progress), info, pool)
+    engine = Engine(_transformers_runner(candidate, pool), info, pool)
     progress("comparing the paged forward with the model's own")
     difference = check.compare(engine)
     if difference is not None:
@@ -87,20 +87,6 @@ def _without_kernels(candidate: Candidate, why: str, progress: Progress) -> None
     progress(f"without the CPU kernels: {why}")
 
 
-def _transformers_runner(candidate: Candidate, pool: torch.Tensor, progress: Progress) -> TransformersRunner:
+def _transformers_runner(candidate: Candidate, pool: torch.Tensor) -> TransformersRunner:
     candidate.model.set_attn_implementation(attention.NAME)
-    min_rows = 0
-    if candidate.on_cpu:
-        progress("packing the weights")
-        min_rows = _packed(candidate)
-    return TransformersRunner(candidate.model, candidate.text_config, pool, min_rows)
-
-
-def _packed(candidate: Candidate) -> int:
-    """Makes the most of a CPU; returns the rows for `engine.attention.batch_invariant`, or 0."""
-    if not linear.pack_linears(candidate.model):
-        return 0
-    linear.warm_up(candidate.model)
-    kv_heads, head_dim = candidate.info.kv_heads, candidate.info.head_dim
-    heads = getattr(candidate.text_config, "num_attention_heads", kv_heads)
-    return batch_invariant.min_rows(kv_heads, heads // kv_heads, head_dim) if heads % kv_heads == 0 else 0
+    return TransformersRunner(candidate.model, candidate.text_config, pool, TorchAttention(pool))

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from engine.attention import batch_invariant as batch_invariant
 from engine.attention import paged as attention
 from engine.attention.paged import AttentionCall, Recorder, UnsupportedAttention, forward_context
 from engine.engine import Engine, ModelInfo

@@ -7,32 +7,35 @@ from typing import Any
 
 import torch
 
-from engine.attention.forward_batch import ForwardBatch, PoolViews, SeqChunk
-from engine.attention.paged import forward_context
+from engine.attention.forward_batch import SeqChunk, pack
+from engine.attention.interface import AttentionBackend
+from engine.attention.paged import PagedForward, forward_context
 
 
 class TransformersRunner:
-    backend = "torch"
+    is_batch_invariant = False
 
-    def __init__(self, model: Any, text_config: Any, pool: torch.Tensor, min_rows: int = 0) -> None:
-        """`min_rows`: as of `PoolViews`."""
+    def __init__(self, model: Any, text_config: Any, pool: torch.Tensor, attention: AttentionBackend) -> None:
         self._model = model
         self._config = text_config
-        self._device = pool.device
-        self._views = PoolViews(pool, min_rows)
-        self.is_batch_invariant = min_rows > 0
+        self._pool = pool
+        self._attention = attention
+        self.backend = f"transformers ({attention.name} attention)"
+        device = torch.cuda.get_device_name(pool.device) if pool.is_cuda else torch.backends.cpu.get_cpu_capability()
+        self.numerics = f"torch {torch.__version__}, {attention.name} attention, {device}"
         # Where the model supports it, its output layer runs for the wanted rows only.
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
-        plan = ForwardBatch(self._views, chunks, self._device)
-        reset = forward_context.set(plan)
+        batch = pack(chunks, self._pool)
+        reset = forward_context.set(PagedForward(self._attention, self._attention.plan(batch)))
         try:
-            rows = {"logits_to_keep": plan.wanted} if self._keeps_rows else {}
-            output = self._model(input_ids=plan.input_ids, position_ids=plan.position_ids, use_cache=False, **rows)
+            rows = {"logits_to_keep": batch.wanted} if self._keeps_rows else {}
+            inputs = {"input_ids": batch.token_ids[None], "position_ids": batch.positions[None]}
+            output = self._model(**inputs, use_cache=False, **rows)
         finally:
             forward_context.reset(reset)
-        logits: torch.Tensor = output.logits[0] if self._keeps_rows else output.logits[0, plan.wanted]
+        logits: torch.Tensor = output.logits[0] if self._keeps_rows else output.logits[0, batch.wanted]
         return logits.float()
 
     @contextmanager

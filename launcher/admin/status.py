@@ -22,7 +22,7 @@ from launcher.local.process_states import ProcessStates
 from proto import limits
 from proto.errors import CrossdockError
 from proto.messages import Hello, Message, Role, StatusRequest, Welcome
-from proto.status import StatusReport, WorkerStatus
+from proto.status import FlipStatus, StatusReport, WorkerStatus
 from runtime.link.client import LinkClient
 from runtime.link.keys import Keys, keys_for
 from runtime.link.server import LinkSettings, Peer
@@ -37,6 +37,7 @@ WHICH_COORDINATOR = (
     "Address of the coordinator; empty: the cluster running on this machine, or else the coordinator at"
     f" {DEFAULT_COORDINATOR}."
 )
+FLIPS_SHOWN = 4
 M = TypeVar("M", bound=Message)
 
 
@@ -157,7 +158,8 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     workers = [{name: getattr(worker, name) for name in worker.__struct_fields__} for worker in report.workers]
     pairs = [{name: getattr(pair, name) for name in pair.__struct_fields__} for pair in report.kv_pairs]
     tenants = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.tenants]
-    return fields | {"workers": workers, "kv_pairs": pairs, "tenants": tenants}
+    flips = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.flips]
+    return fields | {"workers": workers, "kv_pairs": pairs, "tenants": tenants, "flips": flips}
 
 
 def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
@@ -167,9 +169,13 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
         (_wide_table(report) if wide else _table(report)).show(console)
     else:
         console.print("No workers are connected.")
+    for line in _numerics(report):
+        console.print(line, highlight=False, soft_wrap=True)
     for pair in report.kv_pairs:
         why = f" ({escape(pair.why)})" if pair.why else ""
         console.print(f"KV {escape(pair.prefill)} → {escape(pair.decode)}: {pair.transport}{why}", highlight=False)
+    for flip in report.flips[-FLIPS_SHOWN:]:
+        console.print(f"Role of {escape(flip_words(flip))}", highlight=False, soft_wrap=True)
     for words in report.circuit_open:
         console.print(f"Left out: {escape(words)}", highlight=False)
     console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
@@ -180,6 +186,16 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
     if report.metrics:
         where = ", ".join(f"{escape(name)} {escape(address)}" for name, address in sorted(report.metrics.items()))
         console.print(f"Metrics: {where}", highlight=False)
+
+
+def flip_words(flip: FlipStatus) -> str:
+    """One line about a change of role."""
+    line = f"{flip.worker}: {flip.before} → {flip.role}, {flip.state}"
+    if flip.failure:
+        line += f" ({flip.failure})"
+    elif flip.commit_ms:
+        line += f" in {flip.drained_ms + flip.commit_ms:.0f} ms"
+    return line + (f"; {flip.why}" if flip.why else "")
 
 
 def _show_essence(report: StatusReport, console: Console) -> None:
@@ -211,6 +227,24 @@ def _title(report: StatusReport) -> str:
     which = f"{len(models)} models" if len(models) > 1 else escape(*models)
     where = f"{len(hosts)} hosts" if len(hosts) > 1 else escape(*hosts)
     return f"Workers of {which} on {where}"
+
+
+def _numerics(report: StatusReport) -> list[str]:
+    """What the workers of each model compute with; where it differs, a resumed stream may go on with other tokens."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for worker in report.workers:
+        if worker.numerics:
+            found.setdefault(worker.model, {}).setdefault(worker.numerics, []).append(worker.name)
+    lines = []
+    for model, kinds in found.items():
+        if len(kinds) == 1:
+            lines.append(f"Numerics of {escape(model)}: {escape(next(iter(kinds)))}")
+            continue
+        who = "; ".join(f"{escape(', '.join(names))}: {escape(kind)}" for kind, names in kinds.items())
+        lines.append(
+            f"[yellow]Numerics of {escape(model)} differ[/yellow], so a resumed stream may go on with other tokens. {who}"
+        )
+    return lines
 
 
 def _table(report: StatusReport) -> tables.Table:

@@ -4,6 +4,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from proto.messages import Role
 from runtime.settings.addresses import EVERY_INTERFACE, Address
 from runtime.settings.cores import parse_cores
 from runtime.settings.roles import ClientSettings
@@ -126,6 +127,16 @@ class WorkerSettings(ClientSettings):
     def cores(self) -> tuple[int, ...]:
         return parse_cores(self.cpu_cores)
 
+    def in_role(self, role: Role) -> Self:
+        """The same process in that role. Raises `ValueError` with the option that does not suit it."""
+        changed = self.model_copy(update={"role": str(role)})
+        changed._check_role()
+        return changed
+
+    def _check_role(self) -> None:
+        if self.role == "decode":
+            self._check_reachable("--kv-bind", self.kv_bind)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.transfer_host in (*EVERY_INTERFACE, "::"):
@@ -134,8 +145,7 @@ class WorkerSettings(ClientSettings):
             raise ValueError(
                 "--transfer-encryption: on needs --keys, since its key travels over the link between the two"
             )
-        if self.role == "decode":
-            self._check_reachable("--kv-bind", self.kv_bind)
+        self._check_role()
         return self
 
     @property

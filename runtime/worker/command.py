@@ -11,12 +11,14 @@ from runtime.settings.workers import WorkerSettings
 
 
 def run_alone(role: str, package: str) -> NoReturn:
-    """Run `package.main.run` with the process's arguments."""
+    """Run a worker that begins in this role, with the process's arguments."""
 
     def run(settings: WorkerSettings) -> int:
         settings = machine.prepare(settings)
         with collector.at_rest():
-            main = import_module(f"{package}.main")  # not before, so that --help and a wrong option answer at once
+            # Not before, so that --help and a wrong option answer at once. It knows both roles, since the process can take
+            # either.
+            main = import_module("launcher.worker_roles")
         status: int = main.run(settings)
         return status
 

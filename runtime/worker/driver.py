@@ -1,7 +1,10 @@
-"""Drives a worker of either role: its link to the coordinator, its links to gateways, its steps, its metrics, its end.
+"""Drives a worker in one role: its link to the coordinator, its links to gateways, its steps, its metrics, its end.
 
 What a role does of its own is a `WorkerRole`. The driver asks it for steps, runs them on the compute thread one after the
 other, and hands the results back.
+
+A change of role makes another driver, with a role and an incarnation of its own, over the same engine and thread. It gets
+ready while this one is drained. Then this one ends and that one registers.
 """
 
 import asyncio
@@ -15,16 +18,19 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
+import msgspec
+
 from proto import limits
 from proto.errors import CrossdockError, RemoteProtocolError
 from proto.held import Capacity
 from proto.messages import Hello, Message, Role, StatusRequest
 from proto.progress import Hung
+from proto.status import KvHeld
 from runtime.link.connection_pool import ConnectionPool
 from runtime.link.peer import LinkSettings, Peer
 from runtime.metrics.common import link_counters
 from runtime.metrics.server import MetricsServer
-from runtime.process import clock, notify
+from runtime.process import clock
 from runtime.process.driver import Stop, watched
 from runtime.process.exits import HUNG_EXIT
 from runtime.process.log import Log
@@ -36,6 +42,8 @@ from runtime.worker.role import ComputeStep, LoadedEngine, WorkerRole
 from runtime.worker.step_watch import StepWatch
 
 _STEP_END_S = 5.0
+
+NOTHING_HELD = KvHeld(0, 0, 0)
 
 ResultT = TypeVar("ResultT")
 EngineT = TypeVar("EngineT", bound=LoadedEngine)
@@ -53,11 +61,16 @@ class WorkerDriver:
         log: Log,
         links: LinkSettings,
         metrics_server: MetricsServer,
+        watch: StepWatch,
+        in_role: "Callable[[Role, WorkerDriver], WorkerDriver]",
+        before: "WorkerDriver | None" = None,
     ) -> None:
-        """`thread` is the compute thread, on which `engine` was loaded."""
-        log.info("loaded", kv_blocks=engine.blocks, backend=engine.backend, batch_invariant=engine.is_batch_invariant)
+        """`thread` is the compute thread, on which `engine` was loaded, and `watch` looks after it. `in_role(role, self)` makes
+        a driver for another role, to which this one is `before`; it may raise what `make_role` raises, and `ConfigError`."""
         self.settings, self.log, self.name, self.links = settings, log, name, links
         self.hello = _hello(settings, engine, name, metrics_server.address)
+        if before is not None:
+            self.hello = msgspec.structs.replace(self.hello, flipped_from=before.hello.incarnation)
         """Without the address of a port, which is known when the role has started."""
         self.registration = Registration(
             settings=settings,
@@ -69,7 +82,11 @@ class WorkerDriver:
             log=log,
             is_idle=lambda: self.gateways.idle,
             links=links,
+            on_flip=self._prepare_flip,
+            is_quiet=lambda: self.role.kv_held() == NOTHING_HELD,
         )
+        if before is not None:
+            self.registration.succeeds(before.registration)
         self.gateways = ConnectionPool(
             hello=self.hello,
             to=Role.GATEWAY,
@@ -79,7 +96,13 @@ class WorkerDriver:
             settings=links,
         )
         self._thread = thread
-        self._watch = StepWatch(settings.step_timeout_ms / 1000)
+        self._watch = watch
+        self._in_role = in_role
+        self._successor: WorkerDriver | None = None
+        """Ready to take over."""
+        self._preparing: asyncio.Task[None] | None = None
+        self._address: str | None = None
+        """Where others reach this role, once it has started; empty if they need not."""
         self._work = asyncio.Event()
         self._metrics_server = metrics_server
         self.role = make_role(engine, self)
@@ -88,16 +111,25 @@ class WorkerDriver:
         """There may be a step to run."""
         self._work.set()
 
-    async def run(self, stop: Stop) -> None:
-        """Register, then run steps until told to stop; then take leave of what runs. Raises `CannotBind`, and what a step
-        raised that is no failure of the model."""
-        address = await self.role.start()
+    async def prepare(self) -> None:
+        """Open what others connect to. Raises `CannotBind`."""
+        self._address = await self.role.start()
+
+    async def run(self, stop: Stop) -> "WorkerDriver | None":
+        """Register, then run steps until told to stop; then take leave of what runs. Returns the driver of the role that this
+        process is to take instead, prepared; None: it is to end. Raises `CannotBind`, what a step raised that is no failure of
+        the model, and `TimeoutError` if a transfer does not end that would have to, before another role may use the pool."""
+        if self._address is None:
+            await self.prepare()
         self._show_metrics()
         try:
-            await self._work_until_stopped(address, stop)
+            return await self._work_until_stopped(self._address or "", stop)
         finally:
-            await self.role.close()
-            await self.gateways.close()
+            await self.close()
+
+    async def close(self) -> None:
+        await self.role.close()
+        await self.gateways.close()
 
     def _show_metrics(self) -> None:
         registry = self.role.registry
@@ -106,26 +138,59 @@ class WorkerDriver:
         link_counters(registry, ends, lambda: self.registration.up)
         self._metrics_server.show(registry, self.registration.not_ready)
 
-    async def _work_until_stopped(self, address: str, stop: Stop) -> None:
-        notify.only_while(notify.Pulse(self._thread, clock.now, lambda: self._watch.longest_s))
+    async def _work_until_stopped(self, address: str, stop: Stop) -> "WorkerDriver | None":
         await self.registration.start(address)
-        stepping, stopping = watched(self._run_steps()), asyncio.get_running_loop().create_task(stop.wait())
-        watching = watched(self._end_if_hung())
+        loop = asyncio.get_running_loop()
+        stepping, stopping = watched(self._run_steps()), loop.create_task(stop.wait())
+        watching, flipping = watched(self._end_if_hung()), loop.create_task(self.registration.may_flip())
+        successor: WorkerDriver | None = None
         try:
-            await asyncio.wait({stepping, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not stepping.done():
+            await asyncio.wait({stepping, stopping, flipping}, return_when=asyncio.FIRST_COMPLETED)
+            if flipping.done():
+                successor, self._successor = self._successor, None
+            elif not stepping.done():
                 await self.registration.leave(self.settings.drain_timeout_s, stop)
         finally:
-            stopping.cancel()
-            stepping.cancel()
-            watching.cancel()
+            for task in (stopping, stepping, watching, flipping):
+                task.cancel()
+            self._prepare_flip(None)
             await asyncio.wait({stepping}, timeout=_STEP_END_S)
             await self.registration.close()
-            # Late: a transfer thread is stuck with a dead peer; the process ends anyway.
-            with contextlib.suppress(TimeoutError):
+            # Late: a transfer thread is stuck with a dead peer; a process that ends may go all the same.
+            with contextlib.suppress(*(() if successor else (TimeoutError,))):
                 await self.role.close_transfers()
         if stepping.done() and not stepping.cancelled():
             stepping.result()
+        return successor
+
+    # --- change of role -------------------------------------------------------------------------------------------------
+
+    def _prepare_flip(self, role: Role | None) -> None:
+        """Make ready to take this role, or, with None, drop what was made ready."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+            self._preparing = None
+        if self._successor is not None:
+            watched(_discard(self._successor))
+            self._successor = None
+        if role is not None:
+            self._preparing = watched(self._prepare_successor(role))
+
+    async def _prepare_successor(self, role: Role) -> None:
+        successor: WorkerDriver | None = None
+        try:
+            successor = self._in_role(role, self)
+            await successor.prepare()
+        except (CrossdockError, OSError, ValueError) as error:
+            self._preparing = None
+            self.registration.cannot_flip(str(error))
+            return
+        except asyncio.CancelledError:
+            if successor is not None:
+                watched(_discard(successor))
+            raise
+        self._preparing, self._successor = None, successor
+        self.registration.ready_to_flip()
 
     def _order(self, _: Peer, message: Message, blob: bytes) -> None:
         if isinstance(message, StatusRequest):
@@ -184,6 +249,13 @@ class WorkerDriver:
             os._exit(HUNG_EXIT)
 
 
+async def _discard(driver: WorkerDriver) -> None:
+    """It has never registered."""
+    with contextlib.suppress(TimeoutError):
+        await driver.role.close_transfers()
+    await driver.close()
+
+
 def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: str) -> Hello:
     """`metrics` is where this worker can be observed."""
     info = engine.info
@@ -198,6 +270,7 @@ def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: s
         host=socket.gethostname(),
         pid=os.getpid(),
         metrics=metrics,
+        numerics=engine.numerics,
     )
 
 

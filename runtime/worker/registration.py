@@ -7,9 +7,9 @@ from collections.abc import Callable
 import msgspec
 
 from proto import limits
-from proto.drain import Drained, Draining
+from proto.drain import Drained, Draining, Flip, FlipFailed
 from proto.held import Held
-from proto.messages import CacheEvents, Finished, Hello, Message, Welcome
+from proto.messages import CacheEvents, Finished, Hello, Message, Role, Welcome
 from runtime.link.client import LinkClient
 from runtime.link.peer import LinkCounters
 from runtime.link.server import LinkSettings, OnMessage, Peer, is_orderly
@@ -18,7 +18,7 @@ from runtime.process import clock, notify
 from runtime.process.driver import Stop
 from runtime.process.log import Log
 from runtime.settings.workers import WorkerSettings
-from runtime.worker.service import GO_AFTER_S, Service
+from runtime.worker.service import FLIP_AFTER_S, GO_AFTER_S, Service
 
 FINISHED_MAX = 4096
 IN_DOUBT_S = 5.0
@@ -28,7 +28,8 @@ IN_DOUBT_S = 5.0
 class Registration:
     """`held()` is asked at each registration; `on_lost` is called when the coordinator goes. `is_idle`: nothing but what is
     `held` waits to be done or sent; when that changes, `look` is to be called. `on_registered` is called after each
-    registration."""
+    registration. `on_flip(role)`: this worker is to change its role, so make ready for it (`ready_to_flip`), or, with None,
+    it is not to any more. `is_quiet`: no transfer can touch a block."""
 
     def __init__(
         self,
@@ -42,9 +43,14 @@ class Registration:
         links: LinkSettings,
         is_idle: Callable[[], bool] = lambda: True,
         on_registered: Callable[[], None] = lambda: None,
+        on_flip: Callable[[Role | None], None] = lambda role: None,
+        is_quiet: Callable[[], bool] = lambda: True,
     ) -> None:
         self._service = Service()
         self._may_go = asyncio.Event()
+        self._may_flip = asyncio.Event()
+        self._on_flip, self._is_quiet = on_flip, is_quiet
+        self._flip_timer: asyncio.TimerHandle | None = None
         self._is_idle = is_idle
         self._on_message = on_message
         self._held = held
@@ -83,6 +89,8 @@ class Registration:
         await self._client.start()
 
     async def close(self) -> None:
+        if self._flip_timer is not None:
+            self._flip_timer.cancel()
         await self._client.close()
         self._waiting.end()
 
@@ -119,6 +127,7 @@ class Registration:
         is handed over. Bounded, and cut short by a second signal."""
         self._log.info("draining", attempts=len(self._held()), within_s=grace_s)
         draining = self._service.leave(grace_s, clock.now())
+        self._keep_role()
         if self._peer is not None:
             self._peer.send(draining)
         self.look()
@@ -133,14 +142,59 @@ class Registration:
             owed = self._in_doubt()
             if service.may_go(up=self.up, empty=not owed and not self._held() and self._is_idle()):
                 self._may_go.set()
+        elif service.may_flip(empty=not self._held() and self._is_idle() and self._is_quiet()):
+            self._may_flip.set()
+
+    # --- change of role -------------------------------------------------------------------------------------------------
+
+    async def may_flip(self) -> None:
+        """Returns when this worker is to register in its new role."""
+        await self._may_flip.wait()
+
+    def ready_to_flip(self) -> None:
+        self._service.is_ready = True
+        self.look()
+
+    def cannot_flip(self, why: str) -> None:
+        """It stays as it is, and says so."""
+        self._service.keep_role()
+        self._keep_role()
+        self._log.error("keeps its role", error=why)
+        self.send(FlipFailed(why[:500]))
+
+    def succeeds(self, earlier: "Registration") -> None:
+        """This one is of the same process after its change of role."""
+        self._finished = earlier._finished
+
+    def _flip(self, order: Flip) -> None:
+        self._log.info("changing role", role=order.role, attempts=len(self._held()), within_ms=order.hand_over_ms)
+        if self._flip_timer is not None:
+            self._flip_timer.cancel()
+        after_s = -self._service.flip_overdue_s(clock.now())
+        self._flip_timer = asyncio.get_running_loop().call_later(after_s, self._flip_overdue)
+        self._on_flip(order.role)
+
+    def _flip_overdue(self) -> None:
+        if self._service.flips_to is not None and not self._may_flip.is_set():
+            what = "its new role is not ready" if not self._service.is_ready else "something is left on it"
+            self.cannot_flip(f"{what} {FLIP_AFTER_S:.0f} s after the hand-over")
+
+    def _keep_role(self) -> None:
+        if not self._may_flip.is_set():  # else it is on its way
+            self._on_flip(None)
 
     def _in_doubt(self) -> list[Finished]:
         """What the coordinator that was lost may not have heard, or not written."""
         return [message for at, message in self._finished if at >= self._lost_at - IN_DOUBT_S]
 
     def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
-        if isinstance(message, Draining | Drained):
+        if isinstance(message, Draining | Drained | Flip):
+            flips = self._service.flips_to is not None
             self._service.ordered(message, clock.now())
+            if isinstance(message, Flip) and self._service.flips_to is not None:
+                self._flip(message)
+            elif flips and self._service.flips_to is None:
+                self._keep_role()
             self.look()
         else:
             self._on_message(peer, message, blob)
@@ -160,7 +214,7 @@ class Registration:
             peer.send(message)
         self._lost_at = float("inf")
         self._log.info("registered", coordinator_incarnation=welcome.incarnation)
-        notify.ready("registered")
+        notify.ready(f"registered as {self._hello.role} worker")
         self._on_registered()
 
     def _down(self, _: Peer, reason: str) -> None:
@@ -171,6 +225,8 @@ class Registration:
             self._log.info("coordinator left", reason=reason)
         else:
             self._log.warning("coordinator lost", reason=reason)
+        if self._service.flips_to is not None:
+            self._keep_role()
         self._service.link_lost()
         self._on_lost(reason)
         self.look()

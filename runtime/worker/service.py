@@ -1,14 +1,20 @@
-"""Whether a worker takes work, as the coordinator is told, and when one that is to end may go. Pure.
+"""Whether a worker takes work, as the coordinator is told, and when one that is to end, or to change its role, may go. Pure.
 
 A worker that is to end says `Draining`. It goes when the coordinator has answered that nothing is placed on it any more
 (`Drained`), or, while the coordinator is away, when it holds nothing. Its driver bounds all that: `GO_AFTER_S` after the end of
 its grace it goes with what it has, which is then resumed elsewhere.
+
+One that is to change its role (`Flip`) goes only if the coordinator that ordered it has said `Drained`: whether others still
+serve in its role is known there alone. With the link, or with `FLIP_AFTER_S` after the hand-over, the order is void.
 """
 
-from proto.drain import Drained, Draining
+from proto.drain import Drained, Draining, Flip
 from proto.fields import HandOverMs
+from proto.messages import Role
 
 GO_AFTER_S = 5.0
+FLIP_AFTER_S = 10.0
+"""Less than a coordinator waits for it, which knows nothing of what goes on here."""
 
 
 class Service:
@@ -18,6 +24,10 @@ class Service:
         self._hand_over_at: float | None = None
         """While it is drained, for whatever reason."""
         self._dismissed = False
+        self.flips_to: Role | None = None
+        """The role to take, while it is drained for that."""
+        self.is_ready = False
+        """All that the new role needs is there."""
 
     def hand_over_ms(self, now: float) -> HandOverMs:
         """For the next `Hello`."""
@@ -26,21 +36,41 @@ class Service:
     def leave(self, grace_s: float, now: float) -> Draining:
         """This process is to end; to be said to the coordinator."""
         self.leaving = True
+        self.flips_to = None
         self._hand_over_at = now + grace_s
         return self.draining(now)
 
     def draining(self, now: float) -> Draining:
         return Draining(self.hand_over_ms(now))
 
-    def ordered(self, order: Draining | Drained, now: float) -> None:
+    def ordered(self, order: Draining | Drained | Flip, now: float) -> None:
         """By the coordinator."""
         self._dismissed = isinstance(order, Drained)  # after any other order it is said anew, if it is so
+        if not isinstance(order, Drained):
+            self.flips_to = order.role if isinstance(order, Flip) and not self.leaving else None
+            self.is_ready = False
+        if isinstance(order, Flip) and not self.leaving:
+            self._hand_over_at = now + order.hand_over_ms / 1000
         if isinstance(order, Draining) and not self.leaving:
             self._hand_over_at = None if order.hand_over_ms is None else now + order.hand_over_ms / 1000
 
     def link_lost(self) -> None:
         """What the coordinator has said holds no longer: there may be another one, which does not know of it."""
         self._dismissed = False
+        self.keep_role()
+
+    def keep_role(self) -> None:
+        """It does not change its role after all, and takes work again."""
+        if self.flips_to is not None:
+            self.flips_to, self._hand_over_at = None, None
+
+    def flip_overdue_s(self, now: float) -> float:
+        """Since when the change should have been over; negative: in how long."""
+        return now - FLIP_AFTER_S - (self._hand_over_at or now)
+
+    def may_flip(self, *, empty: bool) -> bool:
+        """`empty`: as below, and no transfer can touch a block."""
+        return self.flips_to is not None and self.is_ready and empty and self._dismissed
 
     def may_go(self, *, up: bool, empty: bool) -> bool:
         """`up`: the coordinator is there; `empty`: nothing is held, and nothing waits to be sent."""

@@ -30,7 +30,10 @@ class BatchedDecode:
         self.gateways = Gateways(cluster)
         self.receiver = transfers
         self.allocator = BlockAllocator(capacity.kv_blocks)
-        self.table: AttemptTable[None] = AttemptTable(self.allocator, capacity.block_size, Batch())
+        self.tokens_forwarded = 0
+        self.table: AttemptTable[None] = AttemptTable(
+            self.allocator, capacity.block_size, Batch(), lambda: self.tokens_forwarded
+        )
         self.core: DecodeCore[None] = DecodeCore(
             self, self.table, vocab_size=MAX_VOCAB, make_state=lambda order, first, prompt_tokens: None
         )
@@ -58,6 +61,7 @@ class BatchedDecode:
 
     def _step_ended(self, plan: StepPlan[None]) -> None:
         self._stepping = False
+        self.tokens_forwarded += len(plan.rows)
         drawn: list[Draw] = []
         for row in plan.rows:
             running = row.running

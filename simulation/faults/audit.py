@@ -9,7 +9,7 @@ from coordinator.lifecycle import State
 from simulation.faults.cluster import Cluster
 from simulation.faults.ledger import DAY
 from simulation.faults.oracles import stream_of
-from simulation.faults.worker_processes import DecodeProcess, PrefillProcess
+from simulation.faults.worker_processes import DecodeProcess, PrefillProcess, role_of
 from simulation.world.world import Violation
 
 
@@ -28,6 +28,11 @@ def unsettled(cluster: Cluster) -> str:
         return f"not registered: {missing}"
     if core.draining:
         return f"drained still: {[worker.hello.name for worker in core.draining.values()]}"
+    if core.flip is not None:
+        return f"{core.flip.hello.name} is changing its role still"
+    changed = [worker.name for worker in cluster.workers if worker.role is not role_of(worker.name)]
+    if changed:
+        return f"not in their own roles: {changed}"
     for worker in cluster.workers:
         if left := left_on(worker):
             return f"{worker.name} has {left}"

@@ -1,18 +1,21 @@
 """The simulated cluster: its processes, a supervisor that starts them again, and the faults that a plan names."""
 
-from proto.drain import DrainRequest
+from proto.drain import DrainRequest, FlipRequest
+from proto.messages import Role
 from simulation.faults.coordinator_process import CoordinatorProcess
 from simulation.faults.gateway_process import GatewayProcess
 from simulation.faults.ledger import Ledger
 from simulation.faults.oracles import Oracles
 from simulation.faults.plan import Asked, Fault, Plan
 from simulation.faults.surroundings import Surroundings
-from simulation.faults.worker_processes import DecodeProcess, PrefillProcess
+from simulation.faults.worker_processes import DecodeProcess, PrefillProcess, role_of
 from simulation.world.network import Network
 from simulation.world.world import Process
 
 ANEW_S = 0.1
 """In which a coordinator that was away begins anew."""
+FLIP_S_MAX = 0.05
+"""Between the end of one role and the beginning of the other."""
 SLOW_STEPS, SLOW_FRAMES_S, SLOW_DISK_S = 15.0, 0.2, 0.4
 
 
@@ -92,6 +95,10 @@ class Cluster(Surroundings):
                 self.after(fault.for_s, self._slow, process, fault.how, False)
             case "drain":
                 self._drain(process, fault)
+            case "flip":
+                assert isinstance(process, PrefillProcess | DecodeProcess)
+                process.flip_ends = fault.how
+                self._order_flip(process, fault.grace_s)
             case "step":
                 assert isinstance(process, PrefillProcess | DecodeProcess)
                 process.fail_step = fault.how
@@ -141,6 +148,37 @@ class Cluster(Surroundings):
         assert isinstance(worker, PrefillProcess | DecodeProcess)
         self.oracles.goes(worker, worker.registration.held(), why)
         self._end(worker, self._leaving.pop(worker.name))
+
+    # --- changes of role ------------------------------------------------------------------------------------------------
+
+    def _order_flip(self, worker: PrefillProcess | DecodeProcess, hand_over_s: float, force: bool = False) -> None:
+        role = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
+        self.coordinator.ask(FlipRequest(worker.name, role, 1000 * hand_over_s, force))
+
+    def worker_flips(self, worker: Process) -> None:
+        assert isinstance(worker, PrefillProcess | DecodeProcess)
+        self.oracles.flips(worker, worker.registration.held(), worker.allocator, worker.transfers.idle)
+        worker.allocator.report_all()
+        worker.stop()
+        self.network.process_died(worker, in_order=True)
+        self.network.suspect_all()
+        self.after(self.random.uniform(0.0, FLIP_S_MAX), self._start_flipped, worker)
+
+    def _start_flipped(self, worker: PrefillProcess | DecodeProcess) -> None:
+        if self.processes[worker.name] is not worker:
+            return  # it was killed meanwhile, and started again
+        kind = DecodeProcess if isinstance(worker, PrefillProcess) else PrefillProcess
+        process = self.processes[worker.name] = kind(self, worker.name, worker)
+        process.log(f"starts as a {process.role} worker")
+        process.start()
+
+    def _flip_back(self) -> None:
+        """A person gives every worker its own role again, and looks again: one may be changing over."""
+        changed = [worker for worker in self.workers if worker.role is not role_of(worker.name)]
+        for worker in changed:
+            worker.flip_ends = ""
+            self._order_flip(worker, 0.0, force=True)
+        self.after(0.5, self._flip_back)
 
     def begins_anew(self, coordinator: Process) -> None:
         """After a stall: in one process, with a new incarnation."""
@@ -214,5 +252,6 @@ class Cluster(Surroundings):
                 self._restart(process)
             self._resume(process)
         for worker in self.workers:
-            worker.slow, worker.fail_step, worker.hang_s = 1.0, "", 0.0
+            worker.slow, worker.fail_step, worker.hang_s, worker.flip_ends = 1.0, "", 0.0, ""
         self.network.break_robbed()
+        self._flip_back()

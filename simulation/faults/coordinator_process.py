@@ -20,7 +20,7 @@ from coordinator.invariants import check
 from coordinator.lifecycle import TERMINAL, State
 from coordinator.outbox import Outbox
 from coordinator.recovery.stall_detector import StallDetector, StallGuard
-from proto.drain import Draining, DrainRequest
+from proto.drain import Drained, Draining, DrainRequest, Flip, FlipRequest
 from proto.errors import RemoteProtocolError
 from proto.fields import HandOverMs
 from proto.limits import PROTOCOL_VERSION
@@ -167,12 +167,12 @@ class CoordinatorProcess(Process):
 
     # --- drains ---------------------------------------------------------------------------------------------------------
 
-    def ask(self, request: DrainRequest) -> None:
-        """As `crossdock drain`, whose answer is the last that its link brings."""
+    def ask(self, request: DrainRequest | FlipRequest) -> None:
+        """As `crossdock drain` and `flip`, whose answer is the last that its link brings."""
         if self.alive:
             self.call(self._asked, request)
 
-    def _asked(self, request: DrainRequest) -> None:
+    def _asked(self, request: DrainRequest | FlipRequest) -> None:
         observer = Hello(PROTOCOL_VERSION, Role.OBSERVER, 1, "drain")
         self.post(PeerUp(observer.incarnation, observer))
         self.post(Received(observer.incarnation, request))
@@ -186,6 +186,10 @@ class CoordinatorProcess(Process):
         match send.message:
             case Draining(hand_over_ms):
                 self._heard_of_drain(send.incarnation, hand_over_ms)
+            case Flip(_, hand_over_ms):
+                self._heard_of_drain(send.incarnation, hand_over_ms)
+            case Drained() if self.core.flip is not None and self.core.flip.hello.incarnation == send.incarnation:
+                self.cluster.oracles.lets_flip(self.core, send.incarnation)
             case Prefill() | Reserve() if send.incarnation in self.drained:
                 name = self.links[send.incarnation].hello.name if send.incarnation in self.links else send.incarnation
                 raise Violation("draining", f"something new is placed on {name}", stream_of(send.message.request_id))

@@ -3,6 +3,7 @@
 exactly once      each stream's tokens are the known function's, in order, none lost, repeated or changed
 one outcome       each request ends once, for its client and for the coordinator
 draining          no attempt or time is lost by one, nothing is placed on who drains, and it ends as soon as it can
+flipping          who changes its role holds nothing, and leaves another one in its own, unless it is forced
 no stale act      tokens of an older attempt change nothing
 bounded retries   no more attempts than allowed, none sooner than the backoff
 blocks, bills     see `audit`
@@ -17,6 +18,7 @@ from coordinator.core import Core
 from coordinator.events import StateChanged
 from coordinator.lifecycle import State
 from coordinator.waiting.retries import WINDOW_S
+from engine.kv.allocator import BlockAllocator
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import Action, Deliver, Ended, FailKind, Finish, LinkDown
 from proto.errors import FinishReason, Interrupt, Reject
@@ -202,6 +204,13 @@ class Oracles:
         if why != DRAINED and self.plan.only_drains:
             raise Violation("draining", f"{worker.name} goes before it is drained: {why}")
 
+    def flips(self, worker: Process, held: Sequence[Held], allocator: BlockAllocator, no_transfer: bool) -> None:
+        """It is about to leave its role."""
+        blocks = allocator.held_count + allocator.quarantined_count
+        if held or blocks or not no_transfer:
+            why = f"{worker.name} changes its role with {len(held)} attempts, {blocks} blocks, transfers: {not no_transfer}"
+            raise Violation("flipping", why, stream_of(held[0].request_id) if held else "")
+
     def emitted(self, worker: str, message: Tokens) -> None:
         for item in message.items:
             for index in range(item.index, item.index + len(item.tokens)):
@@ -247,6 +256,13 @@ class Oracles:
     def protocol_violation(self, incarnation: int, reason: str) -> None:
         if self.plan.hostility is None:
             raise Violation("peers behave", f"the coordinator says of {incarnation}: {reason}")
+
+    def lets_flip(self, core: Core, incarnation: int) -> None:
+        """A worker is told that it may change its role."""
+        one = core.workers[incarnation].hello
+        others = [w for w in core.workers.values() if w.hello.role is one.role and w.incarnation != incarnation]
+        if core.flip is not None and not core.flip.force and all(other.draining for other in others):
+            raise Violation("flipping", f"{one.name} leaves no {one.role} worker behind")
 
     def after_decision(self, core: Core) -> None:
         for account in core.billing.quotas.accounts.values():

@@ -23,6 +23,7 @@ FAULTS: Final = {
     "transfer": "segments arrive damaged, pairs break",
     "hostile": "single frames of live connections are lost, doubled or swapped",
     "drain": "a worker is drained, to end or because a person asked for it; the coordinator is stopped in order",
+    "flip": "a worker changes its role, cannot, or dies in it",
     "leave": "clients leave early",
 }
 """What `--faults` can name."""
@@ -122,7 +123,8 @@ class Plan:
     @property
     def only_drains(self) -> bool:
         """Nothing goes wrong."""
-        return not self.corrupt and self.hostility is None and all(fault.kind == "drain" for fault in self.faults)
+        in_order = all(fault.kind == "drain" or (fault.kind == "flip" and fault.how != "dies") for fault in self.faults)
+        return not self.corrupt and self.hostility is None and in_order
 
     @property
     def processes(self) -> list[str]:
@@ -168,6 +170,9 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
         plan.faults.sort(key=lambda fault: fault.at_s)
     if "drain" in kinds:
         plan.faults += _drains(plan, Random(seed ^ 0xD4A1))
+        plan.faults.sort(key=lambda fault: fault.at_s)
+    if "flip" in kinds:
+        plan.faults += _flips(plan, Random(seed ^ 0xF11B))
         plan.faults.sort(key=lambda fault: fault.at_s)
     if "pause" in kinds:
         plan.faults += _stalls(plan, Random(seed ^ 0xAB5E))
@@ -216,6 +221,17 @@ def _drains(plan: Plan, random: Random) -> list[Fault]:
         at_s = random.choice(plan.asked).at_s + random.uniform(0.0, 0.3)  # while something runs
         drains.append(Fault(at_s, "drain", who, for_s=for_s, how=how, grace_s=grace_s))
     return drains
+
+
+def _flips(plan: Plan, random: Random) -> list[Fault]:
+    """Of a role that only one worker has, it will be refused."""
+    flips = []
+    for _ in range(random.choice((0, 0, 1, 1, 2, 4))):
+        how = random.choice(("", "", "", "", "dies", "cannot"))
+        grace_s = random.choice((0.0, 0.0, random.uniform(0.0, 0.5)))
+        at_s = random.choice(plan.asked).at_s + random.uniform(0.0, 0.4)
+        flips.append(Fault(at_s, "flip", random.choice(plan.workers), how=how, grace_s=grace_s))
+    return flips
 
 
 def _stalls(plan: Plan, random: Random) -> list[Fault]:

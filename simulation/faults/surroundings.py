@@ -21,6 +21,10 @@ class Surroundings(NetworkedWorld):
         """A worker ends in order."""
         raise NotImplementedError
 
+    def worker_flips(self, worker: Process) -> None:
+        """A worker ends in its role, and begins in the other, in one process."""
+        raise NotImplementedError
+
     def begins_anew(self, coordinator: Process) -> None:
         """The coordinator has stalled for so long that its peers left it: it starts again."""
         raise NotImplementedError

@@ -42,6 +42,11 @@ MODEL, FINGERPRINT = "toy", "f"
 STEP_TOKENS_MAX = 64
 
 
+def role_of(name: str) -> Role:
+    """In which a worker of this name starts."""
+    return Role(name.partition("-")[0])
+
+
 class Gateways(ConnectionPool):
     """Every token a worker sends passes here, so that none is sent twice."""
 
@@ -57,24 +62,32 @@ class WorkerProcess(PoolProcess):
     role: Role
     registration: Registration
     gateways: Gateways
+    transfers: Sender | Receiver
+    toy: Toy
+    allocator: BlockAllocator
 
-    def __init__(self, cluster: Surroundings, name: str) -> None:
+    def __init__(self, cluster: Surroundings, name: str, before: "WorkerProcess | None" = None) -> None:
+        """`before` is the same process in its other role: pool and cache stay."""
         super().__init__(cluster, name)
         self.cluster = cluster
         plan = cluster.plan
-        self.kv_blocks, self.block_size = plan.kv_blocks[self.role], plan.block_size[self.role]
+        configured = role_of(name)
+        self.kv_blocks, self.block_size = plan.kv_blocks[configured], plan.block_size[configured]
+        self.flip_ends = ""
+        """What is wrong with its next change of role: it cannot be prepared (`cannot`), or the process dies in it (`dies`)."""
         self.slow = 1.0
         self.fail_step = ""
         """The next step fails: in the model (`error`), or its logits are not finite (`nan`)."""
         self.hang_s = 0.0
         """So much longer does the next step take."""
         self.watch = StepWatch(STEP_TIMEOUT_S)
-        self._hangs = False
-        self.toy = Toy(self.kv_blocks, self.block_size)
-        self.allocator = BlockAllocator(self.kv_blocks)
+        self._hangs = self._goes_over = False
+        self.toy = before.toy if before is not None else Toy(self.kv_blocks, self.block_size)
+        self.allocator = before.allocator if before is not None else BlockAllocator(self.kv_blocks)
         self.hello = Hello(
             PROTOCOL_VERSION, self.role, self.incarnation, name, MODEL, FINGERPRINT, f"{name}/kv",
             Capacity(self.kv_blocks, self.block_size, plan.max_seqs, plan.context_tokens),
+            flipped_from=before.incarnation if before is not None else 0,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -117,6 +130,36 @@ class WorkerProcess(PoolProcess):
     def may_go(self) -> None:
         self.after(0.0, self._go, DRAINED)
 
+    # --- change of role -------------------------------------------------------------------------------------------------
+
+    def prepare_flip(self, _: Role) -> None:
+        """As `runtime.worker.driver`: ready, or not, after a while."""
+        ready = self.registration.ready_to_flip
+        if self.flip_ends == "cannot":
+            self.after(self.world.random.uniform(0.001, 0.05), self.registration.cannot_flip, "planted")
+        else:
+            self.after(self.world.random.uniform(0.001, 0.05), ready)
+
+    def is_quiet(self) -> bool:
+        return not (self.allocator.held_count or self.allocator.quarantined_count) and self.transfers.idle
+
+    def may_flip(self) -> None:
+        if not self._goes_over:
+            self._goes_over = True
+            self.after(0.0, self._flip)
+
+    def _flip(self) -> None:
+        assert isinstance(self, PrefillProcess | DecodeProcess)
+        if self.flip_ends == "dies":
+            self.log("dies in its change of role")
+            self.cluster.end(self, RESTART_S)
+        else:
+            self.log("changes its role")
+            self.cluster.worker_flips(self)
+
+    def report_cache(self) -> None:
+        self.registration.report_cache(self.allocator.take_changes)
+
     def _go(self, why: str) -> None:
         assert isinstance(self, PrefillProcess | DecodeProcess)
         self.log("goes", why)
@@ -140,8 +183,8 @@ class WorkerProcess(PoolProcess):
 class PrefillProcess(WorkerProcess):
     role = Role.PREFILL
 
-    def __init__(self, cluster: Surroundings, name: str) -> None:
-        super().__init__(cluster, name)
+    def __init__(self, cluster: Surroundings, name: str, before: WorkerProcess | None = None) -> None:
+        super().__init__(cluster, name, before)
         self.core = PrefillCore(
             self,
             PromptTable(self.allocator, self.block_size, cluster.plan.prefix_cache),
@@ -157,6 +200,10 @@ class PrefillProcess(WorkerProcess):
             on_lost=self.core.coordinator_lost,
             is_idle=lambda: self.gateways.idle,
             on_may_go=self.may_go,
+            on_registered=self.report_cache,
+            on_flip=self.prepare_flip,
+            is_quiet=self.is_quiet,
+            on_may_flip=self.may_flip,
         )
         self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost, self.registration.look)
         self.receivers = ConnectionPool(self, self.hello, self._kv_message, self._receiver_lost)
@@ -228,8 +275,8 @@ class PrefillProcess(WorkerProcess):
 class DecodeProcess(WorkerProcess):
     role = Role.DECODE
 
-    def __init__(self, cluster: Surroundings, name: str) -> None:
-        super().__init__(cluster, name)
+    def __init__(self, cluster: Surroundings, name: str, before: WorkerProcess | None = None) -> None:
+        super().__init__(cluster, name, before)
         batch: Batch[ToyState] = Batch()
         table = AttemptTable(
             self.allocator,
@@ -247,6 +294,10 @@ class DecodeProcess(WorkerProcess):
             on_lost=self._coordinator_lost,
             is_idle=lambda: self.gateways.idle,
             on_may_go=self.may_go,
+            on_registered=self.report_cache,
+            on_flip=self.prepare_flip,
+            is_quiet=self.is_quiet,
+            on_may_flip=self.may_flip,
         )
         self.gateways = Gateways(self, self.hello, _unexpected, self.core.gateway_lost, self.registration.look)
         self.senders: Senders[Link] = Senders()

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from proto.drain import Drained, Draining
+from proto.drain import Drained, Draining, Flip, FlipFailed
 from proto.held import Held
 from proto.limits import MAX_CACHE_CHANGES
-from proto.messages import CacheEvents, Hello, Message
+from proto.messages import CacheEvents, Hello, Message, Role
 from runtime.worker.service import Service
 from simulation.world.links import Client, Link, OnMessage
 from simulation.world.world import Process
@@ -26,9 +26,15 @@ class Registration:
         on_lost: Callable[[str], None],
         is_idle: Callable[[], bool],
         on_may_go: Callable[[], None],
+        on_registered: Callable[[], None],
+        on_flip: Callable[[Role], None],
+        is_quiet: Callable[[], bool],
+        on_may_flip: Callable[[], None],
     ) -> None:
         self._process, self._hello, self.held, self._on_lost = process, hello, held, on_lost
         self._on_message, self._is_idle, self._on_may_go = on_message, is_idle, on_may_go
+        self._on_registered, self._on_flip, self._is_quiet = on_registered, on_flip, is_quiet
+        self._on_may_flip = on_may_flip
         self.service = Service()
         self._link: Link | None = None
         self._unsaid: list[Message] = []
@@ -57,10 +63,29 @@ class Registration:
         service = self.service
         if service.leaving and service.may_go(up=self.up, empty=not self.held() and self._is_idle()):
             self._on_may_go()
+        elif service.may_flip(empty=not self.held() and self._is_idle() and self._is_quiet()):
+            self._on_may_flip()
+
+    def ready_to_flip(self) -> None:
+        if self.service.flips_to is not None:
+            self.service.is_ready = True
+            self.look()
+
+    def cannot_flip(self, why: str) -> None:
+        if self.service.flips_to is not None:
+            self.service.keep_role()
+            self.send(FlipFailed(why))
+
+    def _overdue(self) -> None:
+        if self.service.flip_overdue_s(self._process.now()) >= 0.0:
+            self.cannot_flip("overdue")
 
     def _message(self, link: Link, message: Message, blob: bytes) -> None:
-        if isinstance(message, Draining | Drained):
+        if isinstance(message, Draining | Drained | Flip):
             self.service.ordered(message, self._process.now())
+            if isinstance(message, Flip) and self.service.flips_to is not None:
+                self._process.after(-self.service.flip_overdue_s(self._process.now()) + 0.01, self._overdue)
+                self._on_flip(message.role)
             self.look()
         else:
             self._on_message(link, message, blob)
@@ -84,6 +109,7 @@ class Registration:
         unsaid, self._unsaid = self._unsaid, []
         for message in unsaid:
             link.send(message)
+        self._on_registered()
 
     def _down(self, _: Link, reason: str) -> None:
         self._link = None

@@ -43,6 +43,8 @@ class Seen:
     ended_at: float = 0.0
     error: str = ""
     """Empty: a whole answer."""
+    longest_gap_s: float = 0.0
+    """Between two tokens of one choice."""
     broken: bool = False
     """The connection broke, or was refused."""
 
@@ -97,6 +99,7 @@ async def _read(
                 count += len(part.token_ids)
                 seen.first_token_at = seen.first_token_at or now
                 if part.index in last:
+                    seen.longest_gap_s = max(seen.longest_gap_s, now - last[part.index])
                     on_gap(last[part.index], now)
                 last[part.index] = now
         if leave_after is not None and count >= leave_after:

@@ -35,7 +35,7 @@ MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
 START_S = 120.0
 STOP_S = 30.0
 ASK_EVERY_S = 0.05
-_PRELOAD = ["prefill_worker.main", "decode_worker.main", "gateway.main", "transformers.models.llama.modeling_llama"]
+_PRELOAD = ["launcher.worker_roles", "gateway.main", "transformers.models.llama.modeling_llama"]
 _FORK = multiprocessing.get_context("forkserver")
 _PR_SET_PDEATHSIG = 1
 

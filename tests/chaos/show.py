@@ -12,7 +12,7 @@ from rich.table import Table
 
 from launcher.http.streams import percentile
 from tests.chaos.gaps import Fault
-from tests.chaos.orders import IS_STEADY
+from tests.chaos.orders import IS_BATCH_INVARIANT
 from tests.chaos.run import Result
 
 
@@ -105,7 +105,7 @@ def show(result: Result, console: Console) -> None:
             f"{overlooked} stopped processes were missed by nobody: the machine itself had stood still meanwhile,"
             " or the coordinator began anew."
         )
-    if not IS_STEADY:
+    if not IS_BATCH_INVARIANT:
         console.print(
             "Matrix products of this machine round rows differently: a sampled token may change when it is resumed."
         )

@@ -33,6 +33,32 @@ from proto.messages import (
 from proto.progress import Hung
 from tests.coordinator.world import Harness, submit, worker_hello
 
+# --- a stream that is resumed ---------------------------------------------------------------------------------------------
+
+
+def place_again(numerics: dict[int, str]) -> int:
+    """Where a stream goes on that began on decode worker 20, which is gone; those that are left have these numerics."""
+    h = Harness.make(1, 0)
+    h.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), numerics="kernels 1")))
+    h.receive(1, submit("a"))
+    assert h.core.requests["a"].decode_incarnation == 20
+    for incarnation, kind in numerics.items():
+        h.post(PeerUp(incarnation, msgspec.structs.replace(worker_hello(Role.DECODE, incarnation), numerics=kind)))
+    h.post(PeerDown(20, "killed"))
+    h.receive(1, submit("a", attempt=2, resumed=1))
+    return h.core.requests["a"].decode_incarnation
+
+
+@pytest.mark.parametrize("same", [21, 22, 23])
+def test_a_stream_goes_on_where_the_same_bits_are_computed(same: int) -> None:
+    kinds = dict.fromkeys((21, 22, 23), "kernels 2")
+    assert place_again({**kinds, same: "kernels 1"}) == same
+
+
+def test_a_stream_goes_on_with_other_bits_where_there_is_no_choice() -> None:
+    assert place_again({21: "kernels 2", 22: "kernels 3"}) in (21, 22)
+
+
 # --- a worker that hangs -------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,9 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from engine.cpu import library
+from engine.cpu.recognise import ModelParts, recognise
 from engine.cpu.weights import PackedWeights, round_weights
 from engine.engine import SeqChunk
 from engine.kv.allocator import BlockAllocator
@@ -21,9 +24,10 @@ from engine.model.errors import ModelUnsupported, WeightsUnsupported
 from engine.model.loader import load_engine
 from tests import tiny_models
 from tests.engine import support
-from tests.engine.test_steady import kv_and_logits
+from tests.engine.test_batch_invariance import kv_and_logits
 
-KNOWN = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite")
+UNKNOWN = ("gpt2", "gpt_neox", "starcoder2")
+KNOWN = tuple(kind for kind in tiny_models.KINDS if kind not in UNKNOWN)
 
 
 def kernels_are_here() -> bool:
@@ -46,20 +50,37 @@ def test_models_of_the_common_shape_run_on_them(kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
-        ("gemma2", {}),
-        ("mixtral", {}),
-        ("gpt2", {}),
-        ("granite", {"residual_multiplier": 0.5}),
-        ("llama", {"head_dim": 24}),
+        ("granite", {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 4.0}),
+        ("gemma2", {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+        ("qwen3_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "num_experts": 20}),
+        ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     ],
 )
-def test_others_run_as_transformers_has_them(kind: str, overrides: dict[str, object], tmp_path: Path) -> None:
-    """The second granite looks like the common shape, and only the comparison after load can tell."""
+def test_what_a_configuration_changes_is_computed(kind: str, overrides: dict[str, object], tmp_path: Path) -> None:
     path = tiny_models.make(kind, tmp_path, **overrides)
     engine = support.load(path)
-    assert engine.runner.backend == "torch"
+    assert engine.runner.backend.startswith("cpu")
     prompts = [[7, 8, 9, 10], [30, 20, 10]]
     assert support.engine_greedy(engine, prompts, 8, 3) == support.plain_greedy(path, prompts, 8)
+
+
+@pytest.mark.parametrize(("kind", "overrides"), [*((kind, {}) for kind in UNKNOWN), ("llama", {"head_dim": 24})])
+def test_others_run_as_transformers_has_them(kind: str, overrides: dict[str, object], tmp_path: Path) -> None:
+    path = tiny_models.make(kind, tmp_path, **overrides)
+    engine = support.load(path)
+    assert engine.runner.backend.startswith("transformers") and not engine.is_batch_invariant
+    prompts = [[7, 8, 9, 10], [30, 20, 10]]
+    assert support.engine_greedy(engine, prompts, 8, 3) == support.plain_greedy(path, prompts, 8)
+
+
+def test_a_model_that_only_looks_like_a_known_one_runs_as_transformers_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def recognise_wrongly(*arguments: Any) -> ModelParts:
+        return replace(recognise(*arguments), residual=0.5)
+
+    monkeypatch.setattr(backend, "recognise", recognise_wrongly)
+    assert support.load(tiny_models.make("llama", tmp_path)).runner.backend.startswith("transformers")
 
 
 def test_without_a_compiler_models_run_as_transformers_has_them(
@@ -72,7 +93,7 @@ def test_without_a_compiler_models_run_as_transformers_has_them(
     said: list[str] = []
     path = tiny_models.make("llama", tmp_path)
     engine = load_engine(str(path), kv_bytes=support.KV_BYTES, on_progress=said.append)
-    assert engine.runner.backend == "torch" and "without the CPU kernels: planted" in said
+    assert engine.runner.backend.startswith("transformers") and "without the CPU kernels: planted" in said
     with pytest.raises(WeightsUnsupported, match="planted"):
         load_engine(str(path), kv_bytes=support.KV_BYTES, weights="int8")
 
@@ -108,6 +129,7 @@ CHILD = """
 import sys, torch
 from pathlib import Path
 from engine.cpu import library
+from engine.cpu.recognise import ModelParts, recognise
 from tests.engine.test_cpu_kernels import digest
 torch.set_num_threads(int(sys.argv[2]))
 print(library.instruction_set(), digest(Path(sys.argv[1])))
@@ -122,7 +144,7 @@ def digest_elsewhere(path: Path, threads: int, capability: str) -> tuple[str, st
     return kind, found
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma3", "mixtral"])
 def test_bits_do_not_depend_on_the_instruction_set_or_on_threads(kind: str, tmp_path: Path) -> None:
     path = tiny_models.make(kind, tmp_path, vocab_size=tiny_models.VOCAB)
     here = digest(path)

@@ -9,7 +9,6 @@ import torch
 
 from engine.engine import SeqChunk
 from engine.kv.allocator import BlockAllocator
-from engine.model import linear
 from tests import tiny_models
 from tests.engine import support
 
@@ -89,28 +88,6 @@ def test_forks_share_blocks_and_copy_on_write(tmp_path: Path) -> None:
     assert first.blocks.table[1] != second.blocks.table[1], "the partial one was copied"
     assert first.output[1:] == support.engine_greedy(engine, [[*prompt, 50]], 8, chunk=64)[0]
     assert second.output[1:] == support.engine_greedy(engine, [[*prompt, 60]], 8, chunk=64)[0]
-
-
-@pytest.mark.skipif(not linear.packing_works(), reason="this torch lacks oneDNN's prepacked linear")
-def test_what_a_stream_computes_has_the_same_bits_whoever_runs_beside_it(tmp_path: Path) -> None:
-    engine = support.load(tiny_models.make("llama", tmp_path))
-    prompts = prompts_of((37, 5, 20, 64, 9, 16), seed=4)
-
-    def logits_of_first(beside: int) -> torch.Tensor:
-        allocator = BlockAllocator(engine.blocks)
-        streams = [support.Stream(engine, allocator, prompt) for prompt in prompts[: beside + 1]]
-        for stream in streams:
-            engine.forward([stream.next_chunk(512)])
-        seen = []
-        for step in range(40):
-            for stream in streams:
-                stream.known.append(6 + step)
-            seen.append(engine.forward([stream.next_chunk(1) for stream in streams])[0].clone())
-        return torch.stack(seen)
-
-    alone = logits_of_first(0)
-    for beside in (1, 2, 3, 5):
-        assert torch.equal(logits_of_first(beside), alone), f"beside {beside} others"
 
 
 @pytest.mark.skipif(not os.environ.get("CROSSDOCK_TEST_MODEL"), reason="CROSSDOCK_TEST_MODEL names no model folder")

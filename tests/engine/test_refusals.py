@@ -1,6 +1,7 @@
 """What cannot be served is refused at load, with a sentence that says why."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
-from engine.attention.forward_batch import ForwardBatch
+from engine.attention import torch_backend
 from engine.model import backend
 from engine.model.loader import ModelUnsupported, load_engine
 from tests import tiny_models
@@ -97,8 +98,8 @@ def test_the_smallest_pool_is_enough_for_the_check(block_size: int, tmp_path: Pa
 def test_a_wrong_paged_forward_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window is lost: only the check with windows shorter than its prompt can see it, since the real one is longer."""
     path = tiny_models.make("mistral", tmp_path, sliding_window=200)
-    real = ForwardBatch.work
-    monkeypatch.setattr(ForwardBatch, "work", lambda plan, window: real(plan, None))
+    real = torch_backend._attend
+    monkeypatch.setattr(torch_backend, "_attend", lambda *args: real(*args[:-1], replace(args[-1], window=None)))
     monkeypatch.setattr(backend, "_recognised", lambda *_: None)
     with pytest.raises(ModelUnsupported, match="sliding window"):
         support.load(path)

@@ -56,6 +56,22 @@ def test_the_answer_of_the_coordinator_is_what_is_shown() -> None:
     assert roles == [Role.OBSERVER]
 
 
+def _shown(report: StatusReport) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    show(report, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_workers_that_compute_different_bits_are_shown() -> None:
+    alike = msgspec.structs.replace(WORKER, numerics="kernels 1")
+    other = msgspec.structs.replace(WORKER, name="decode-1", numerics="kernels 2")
+    text = _shown(msgspec.structs.replace(REPORT, workers=(alike, msgspec.structs.replace(alike, name="decode-1"))))
+    assert "Numerics of tiny: kernels 1" in text and "differ" not in text
+    text = _shown(msgspec.structs.replace(REPORT, workers=(alike, other)))
+    assert "Numerics of tiny differ" in text and "decode-0: kernels 1; decode-1: kernels 2" in text
+
+
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

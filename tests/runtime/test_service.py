@@ -1,7 +1,10 @@
 """When a worker that is to end may go."""
 
-from proto.drain import Drained, Draining
-from runtime.worker.service import Service
+import pytest
+
+from proto.drain import Drained, Draining, Flip
+from proto.messages import Role
+from runtime.worker.service import FLIP_AFTER_S, Service
 
 
 def test_it_goes_when_it_holds_nothing_and_nothing_can_come() -> None:
@@ -43,3 +46,31 @@ def test_a_drain_that_was_undone_dismisses_nobody() -> None:
     assert not service.may_go(up=True, empty=True), "something may be on its way to it"
     service.ordered(Drained(), 13.0)
     assert service.may_go(up=True, empty=True)
+
+
+def test_it_changes_its_role_when_it_is_ready_holds_nothing_and_may_go() -> None:
+    service = Service()
+    service.ordered(Flip(Role.PREFILL, 500.0), 1.0)
+    assert service.flips_to is Role.PREFILL and service.hand_over_ms(1.0) == 500.0
+    service.ordered(Drained(), 1.2)
+    assert not service.may_flip(empty=True), "what it needs in the new role is not there yet"
+    service.is_ready = True
+    assert not service.may_flip(empty=False) and service.may_flip(empty=True)
+    assert not service.may_go(up=True, empty=True), "the process stays"
+    assert service.flip_overdue_s(1.5 + FLIP_AFTER_S) == 0.0
+
+
+@pytest.mark.parametrize("what", ["the link is lost", "the order is taken back", "it is to end"])
+def test_an_order_to_change_the_role_can_become_void(what: str) -> None:
+    service = Service()
+    service.ordered(Flip(Role.PREFILL, 500.0), 1.0)
+    service.is_ready = True
+    if what == "the link is lost":
+        service.link_lost()
+    elif what == "the order is taken back":
+        service.ordered(Draining(None), 1.1)
+    else:
+        service.leave(20.0, 1.1)
+    service.ordered(Drained(), 1.2)
+    assert not service.may_flip(empty=True) and service.flips_to is None
+    assert (service.hand_over_ms(1.2) is None) is (what != "it is to end")

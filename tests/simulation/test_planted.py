@@ -3,14 +3,16 @@
 import pytest
 
 from simulation.run import run
-from tests.simulation import planted_service, planted_workers
+from tests.simulation import planted_flips, planted_service, planted_workers
 
-BUGS = planted_service.BUGS | planted_workers.BUGS
+BUGS = planted_service.BUGS | planted_workers.BUGS | planted_flips.BUGS
 
 SEEDS = 400
 """Most are found within the first ten."""
 FOUND_BY = {
     "a_client_that_leaves_is_not_cancelled": 147,
+    "a_worker_changes_its_role_with_streams_on_it": 68,
+    "a_worker_that_lost_its_coordinator_waits_for_ever_to_change": 105,
     "a_probe_without_a_verdict_is_never_over": 304,
     "a_process_that_was_stopped_takes_its_step_for_hung": 84,
     "blocks_count_as_free_when_a_release_is_sent": 182,

@@ -103,11 +103,7 @@ INLINE float soften(Softmax *softmax, int64_t begin, int64_t end, float softcap)
     v16 highest = (v16)-__builtin_inff();
     UNROLL for (int c = 0; c < KEYS / LANES; c++) {
         v16 one = LOAD(softmax->score + c * LANES);
-        if (softcap > 0.0f) {
-            v16 twice = one * (2.0f / softcap);
-            twice = select16(twice > (v16)80.0f, (v16)80.0f, select16(twice < (v16)-80.0f, (v16)-80.0f, twice));
-            one = softcap - 2.0f * softcap / (1.0f + exp16(twice));
-        }
+        if (softcap > 0.0f) one = softcap16(one, softcap);
         v16i key = lane + c * LANES;
         score[c] = select16((key >= (int)begin) & (key < (int)end), one, (v16)-__builtin_inff());
         highest = select16(score[c] > highest, score[c], highest);
@@ -151,6 +147,20 @@ static void value_some(int64_t n, const Softmax *s, const float *correction, con
     FOR_COUNT(n, value_tile(N, s, correction, values, keys, dim, out))
 }
 
+// Asks for the keys and values of a tile before they are needed: they lie scattered, so the processor does not foresee them.
+INLINE void prefetch_tile(const Step *s, int64_t row, int64_t base, int64_t end, int64_t kv_head) {
+    const Model *m = s->model;
+    enum { LINE = 64 / sizeof(float) };
+    for (int64_t k = base; k < base + KEYS && k < end; k++) {
+        const float *key = kv_at(s, row, k, 0) + kv_head * m->head_dim;
+        const float *value = key + m->block_size * m->kv_heads * m->head_dim;
+        for (int64_t i = 0; i < m->head_dim; i += LINE) {
+            __builtin_prefetch(key + i, 0, 2);
+            __builtin_prefetch(value + i, 0, 2);
+        }
+    }
+}
+
 // Some rows of one chunk, and the query heads of one key head, over all keys that the rows see.
 static void attend_item(void *context, int64_t item) {
     const Attention *a = context;
@@ -180,6 +190,7 @@ static void attend_item(void *context, int64_t item) {
             key[k] = kv_at(s, first, base + k, 0) + kv_head * dim;
             value[k] = key[k] + m->block_size * m->kv_heads * dim;
         }
+        prefetch_tile(s, first, base + KEYS, end, kv_head);
         transpose_keys(key, seen, dim, keys);
         for (int64_t q = 0; q < count; q += ROWS) {
             int64_t some = count - q < ROWS ? count - q : ROWS;

@@ -12,14 +12,6 @@
 #include "threads.h"
 #include "vectors.h"
 
-// out = x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019, arXiv:1910.07467); size is a multiple of 16.
-INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t size, float *out) {
-    v16 squares = (v16)0.0f;
-    for (int64_t i = 0; i < size; i += LANES) squares = FMA(LOAD(x + i), LOAD(x + i), squares);
-    float scale = 1.0f / __builtin_sqrtf(sum16(squares) / (float)size + epsilon);
-    for (int64_t i = 0; i < size; i += LANES) STORE(out + i, LOAD(x + i) * scale * LOAD(weight + i));
-}
-
 INLINE void rotate(float *head, const float *cosine, const float *sine, int64_t size) {
     int64_t half = size / 2;
     for (int64_t i = 0; i < half; i++) {
@@ -34,12 +26,19 @@ static void add_and_norm(void *context, int64_t row) {
     const Step *s = context;
     const Batch *b = s->batch;
     int64_t hidden = s->model->hidden;
-    float *x = b->x + row * hidden;
+    float *x = b->x + row * hidden, *normed = b->normed + row * hidden;
     if (s->delta) {
-        int64_t stride = (hidden + PANEL - 1) / PANEL * PANEL;
-        for (int64_t i = 0; i < hidden; i += LANES) STORE(x + i, LOAD(x + i) + LOAD(s->delta + row * stride + i));
+        float *delta = s->delta + row * padded(hidden);
+        if (s->out_norm) rms_norm(delta, s->out_norm, s->model->epsilon, hidden, delta);
+        for (int64_t i = 0; i < hidden; i += LANES)
+            STORE(x + i, FMA((v16)s->model->residual, LOAD(delta + i), LOAD(x + i)));
     }
-    if (s->norm_weight) rms_norm(x, s->norm_weight, s->model->epsilon, hidden, b->normed + row * hidden);
+    if (s->norm_weight) rms_norm(x, s->norm_weight, s->model->epsilon, hidden, normed);
+    else memcpy(normed, x, hidden * sizeof(float));
+}
+
+INLINE void norm_heads(float *heads, int64_t numbers, const float *weight, int64_t size, float epsilon) {
+    for (int64_t i = 0; weight && i < numbers; i += size) rms_norm(heads + i, weight, epsilon, size, heads + i);
 }
 
 // Norms and rotates one row's queries and keys, scales the queries, and writes keys and values to the cache.
@@ -50,39 +49,32 @@ static void rotate_and_cache(void *context, int64_t row) {
     const Layer *layer = m->layers + s->layer;
     int64_t dim = m->head_dim, width = m->kv_heads * dim;
     float *query = b->qkv + row * layer->qkv.outputs, *key = query + m->heads * dim, *value = key + width;
-    const float *cosine = b->cosine + row * b->rotary, *sine = b->sine + row * b->rotary;
-    for (int64_t head = 0; head < m->heads; head++) {
-        float *one = query + head * dim;
-        if (layer->query_norm) rms_norm(one, layer->query_norm, m->epsilon, dim, one);
-        rotate(one, cosine, sine, b->rotary);
-        for (int64_t i = 0; i < dim; i += LANES) STORE(one + i, LOAD(one + i) * m->scaling);
+    norm_heads(query, m->heads * dim, layer->query_norm, layer->query_norm_size, m->epsilon);
+    norm_heads(key, width, layer->key_norm, layer->key_norm_size, m->epsilon);
+    if (layer->rotary >= 0) {
+        int64_t at = (layer->rotary * b->rows + row) * b->rotary;
+        for (int64_t head = 0; head < m->heads + m->kv_heads; head++)
+            rotate(query + head * dim, b->cosine + at, b->sine + at, b->rotary);
     }
-    for (int64_t head = 0; head < m->kv_heads; head++) {
-        float *one = key + head * dim;
-        if (layer->key_norm) rms_norm(one, layer->key_norm, m->epsilon, dim, one);
-        rotate(one, cosine, sine, b->rotary);
-    }
+    for (int64_t i = 0; i < m->heads * dim; i += LANES) STORE(query + i, LOAD(query + i) * m->scaling);
     memcpy(kv_at(s, row, b->positions[row], 0), key, width * sizeof(float));
     memcpy(kv_at(s, row, b->positions[row], 1), value, width * sizeof(float));
 }
 
-static void activate(void *context, int64_t row) {
+// Scales one row of logits and bounds them: cap * tanh(x / cap).
+static void finish_logits(void *context, int64_t row) {
     const Step *s = context;
     const Model *m = s->model;
-    int64_t stride = m->layers[s->layer].gate_up.outputs;
-    const float *gate = s->batch->gate_up + row * stride, *up = gate + m->inner;
-    float *out = s->batch->gated + row * m->inner;
-    for (int64_t i = 0; i < m->inner; i += LANES) {
-        v16 x = LOAD(gate + i), slope = x;
-        if (m->activation == GELU_TANH) slope = 1.595769122f * FMA(x * x * x, 0.044715f, x);
-        slope = select16(slope < (v16)(-80.0f), (v16)(-80.0f), slope);
-        STORE(out + i, x / (1.0f + exp16(-slope)) * LOAD(up + i));
+    float *logits = s->batch->logits + row * m->head.outputs;
+    for (int64_t i = 0; i < m->head.outputs; i += LANES) {
+        v16 x = LOAD(logits + i) * m->logit_scale;
+        STORE(logits + i, m->logit_softcap > 0.0f ? softcap16(x, m->logit_softcap) : x);
     }
 }
 
 // `items`: room for chunk_count + 1 numbers. On entry `x` holds the embeddings of the rows.
 void forward(const Model *m, const Batch *b, int64_t *items) {
-    Step step = {m, b, 0, m->layers[0].attention_norm, 0};
+    Step step = {.model = m, .batch = b, .norm_weight = m->layers[0].attention_norm};
     int64_t width = m->heads * m->head_dim;
     parallel(add_and_norm, &step, b->rows);
     for (; step.layer < m->layer_count; step.layer++) {
@@ -90,18 +82,17 @@ void forward(const Model *m, const Batch *b, int64_t *items) {
         multiply(&layer->qkv, b->normed, m->hidden, b->qkv, layer->qkv.outputs, b->rows);
         parallel(rotate_and_cache, &step, b->rows);
         attend(&step, items);
-        // What a part adds to the residual stream lies in `qkv` or `gate_up` while those are free.
+        // What a part adds to the residual stream lies in `gate_up` or `qkv` while those are free.
         multiply(&layer->out, b->attended, width, b->gate_up, layer->out.outputs, b->rows);
-        step.delta = b->gate_up, step.norm_weight = layer->mlp_norm;
+        step.delta = b->gate_up, step.out_norm = layer->attention_out_norm, step.norm_weight = layer->mlp_norm;
         parallel(add_and_norm, &step, b->rows);
-        multiply(&layer->gate_up, b->normed, m->hidden, b->gate_up, layer->gate_up.outputs, b->rows);
-        parallel(activate, &step, b->rows);
-        multiply(&layer->down, b->gated, m->inner, b->qkv, layer->down.outputs, b->rows);
-        step.delta = b->qkv;
+        step.delta = mlp(&step), step.out_norm = layer->mlp_out_norm;
         step.norm_weight = step.layer + 1 < m->layer_count ? m->layers[step.layer + 1].attention_norm : m->norm;
         parallel(add_and_norm, &step, b->rows);
     }
     for (int64_t i = 0; i < b->wanted_count; i++)
         memcpy(b->x + i * m->hidden, b->normed + b->wanted[i] * m->hidden, m->hidden * sizeof(float));
-    if (b->wanted_count) multiply(&m->head, b->x, m->hidden, b->logits, m->head.outputs, b->wanted_count);
+    if (!b->wanted_count) return;
+    multiply(&m->head, b->x, m->hidden, b->logits, m->head.outputs, b->wanted_count);
+    if (m->logit_scale != 1.0f || m->logit_softcap > 0.0f) parallel(finish_logits, &step, b->wanted_count);
 }

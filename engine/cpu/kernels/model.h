@@ -19,22 +19,34 @@ void multiply(const Linear *linear, const float *x, int64_t x_stride, float *y, 
 enum { SILU, GELU_TANH };
 
 typedef struct {
-    Linear qkv, out, gate_up, down;
-    const float *attention_norm, *mlp_norm;
-    const float *query_norm, *key_norm;  // [head_dim] or null
-    int64_t window;                      // tokens that a token sees, itself included; 0: all
+    Linear gate_up, down;
+} Mlp;
+
+typedef struct {
+    Linear qkv, out;
+    Linear router;      // [experts]; of a mixture
+    const Mlp *mlps;    // [experts], or the only one
+    int64_t experts;    // 0: no mixture
+    const float *attention_norm, *mlp_norm;          // of what a part reads; null: it is not normed
+    const float *attention_out_norm, *mlp_out_norm;  // of what a part adds; null: it is not normed
+    const float *query_norm, *key_norm;              // [query_norm_size], [key_norm_size] or null
+    int64_t query_norm_size, key_norm_size;          // of one head, or of all heads together
+    int64_t window;     // tokens that a token sees, itself included; 0: all
+    int64_t rotary;     // which table of cosines and sines; -1: none
 } Layer;
 
 typedef struct {
     const Layer *layers;
     Linear head;
     const float *norm;
-    int64_t layer_count, hidden, heads, kv_heads, head_dim, inner, activation, block_size;
+    int64_t layer_count, hidden, heads, kv_heads, head_dim, activation, block_size;
+    int64_t experts_per_token, normalises;  // whether the shares of a token's experts add up to 1
     float epsilon, scaling, softcap;
+    float residual, logit_scale, logit_softcap;
 } Model;
 
 typedef struct {
-    const float *cosine, *sine;    // [rows][rotary]
+    const float *cosine, *sine;    // [tables][rows][rotary]
     int64_t rotary;                // numbers of a head that are rotated
     int64_t rows;
     const int64_t *positions;      // [rows]
@@ -46,6 +58,10 @@ typedef struct {
     int64_t wanted_count;
     float *kv;                     // [blocks][layers][2][block_size][kv_heads][head_dim]
     float *x, *normed, *qkv, *attended, *gate_up, *gated;  // [rows][...], see `forward`
+    // Of mixtures: inputs and outputs of one expert, and sums [rows][...]; experts and their shares [rows][experts_per_token];
+    // the rows that chose the expert in progress [rows].
+    float *routed, *expert_out, *mixed, *shares;
+    int64_t *chosen, *expert_rows;
     float *logits;                 // [wanted_count][head.outputs]
 } Batch;
 
@@ -53,8 +69,14 @@ typedef struct {
     const Model *model;
     const Batch *batch;
     int64_t layer;
-    const float *norm_weight, *delta;
+    const float *norm_weight;               // of what the next part reads
+    const float *out_norm;                  // of what the last part adds
+    float *delta;                           // what it adds: [rows][padded(hidden)]
+    int64_t expert;                         // the one in progress
 } Step;
+
+// Outputs of a linear layer with so many, which come in whole panels.
+static inline int64_t padded(int64_t outputs) { return (outputs + 63) / 64 * 64; }
 
 static inline float *kv_at(const Step *s, int64_t row, int64_t position, int64_t value) {
     const Model *m = s->model;
@@ -63,6 +85,9 @@ static inline float *kv_at(const Step *s, int64_t row, int64_t position, int64_t
     int64_t plane = (block * m->layer_count + s->layer) * 2 + value;
     return s->batch->kv + (plane * m->block_size + position % m->block_size) * width;
 }
+
+// The layer's MLP, or its mixture of MLPs, over `normed`; returns what it adds, [rows][padded(hidden)].
+float *mlp(Step *step);
 
 // Attention of all rows, over what the cache holds. `items`: room for chunk_count + 1 numbers.
 void attend(Step *step, int64_t *items);

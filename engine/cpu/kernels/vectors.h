@@ -59,3 +59,18 @@ INLINE v16 exp16(v16 x) {
     v16i power = (__builtin_convertvector(n, v16i) + 127) << 23;
     return select16(tiny, (v16)0.0f, p * __builtin_bit_cast(v16, power));
 }
+
+// cap * tanh(x / cap), as cap - 2 cap / (1 + e^(2 x / cap)) (Gemma 2, arXiv:2408.00118).
+INLINE v16 softcap16(v16 x, float cap) {
+    v16 twice = x * (2.0f / cap);
+    twice = select16(twice > (v16)80.0f, (v16)80.0f, select16(twice < (v16)-80.0f, (v16)-80.0f, twice));
+    return cap - 2.0f * cap / (1.0f + exp16(twice));
+}
+
+// out = x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019, arXiv:1910.07467); size is a multiple of 16.
+INLINE void rms_norm(const float *x, const float *weight, float epsilon, int64_t size, float *out) {
+    v16 squares = (v16)0.0f;
+    for (int64_t i = 0; i < size; i += LANES) squares = FMA(LOAD(x + i), LOAD(x + i), squares);
+    float scale = 1.0f / __builtin_sqrtf(sum16(squares) / (float)size + epsilon);
+    for (int64_t i = 0; i < size; i += LANES) STORE(out + i, LOAD(x + i) * scale * LOAD(weight + i));
+}

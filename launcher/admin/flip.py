@@ -1,0 +1,152 @@
+"""`crossdock flip`: change a worker's role while the cluster serves, and see that it has changed."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Literal
+
+import uvloop
+from pydantic import Field
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+
+from launcher.admin.status import WHICH_COORDINATOR, NoAnswer, ask, converse, coordinator_of
+from proto.drain import FlipAnswer, FlipRequest
+from proto.errors import PeerRefused
+from proto.messages import Role
+from proto.status import FlipStatus, StatusReport, WorkerStatus
+from runtime.link.keys import Keys, keys_for
+from runtime.process import clock
+from runtime.settings.addresses import AddressOrEmpty
+from runtime.settings.types import KeyOptions
+
+_LOOK_EVERY_S = 0.1
+_COMMIT_S = 30.0
+"""Beyond the hand-over: what worker and coordinator take to give a change up."""
+
+
+class FlipSettings(KeyOptions):
+    """Change a worker's role, prefill or decode, while the cluster serves.
+
+    The process stays, with its weights and the prompts it has cached. Nothing new is placed on it, what runs there continues
+    on other workers, and then it registers in its new role. Returns when it has run its first step there, or, if no request
+    comes to it, when it is registered.
+
+    A process that is started again begins in the role it was configured with.
+    """
+
+    worker: str = Field(
+        min_length=1,
+        max_length=64,
+        description="Name of the worker, as in crossdock status.",
+        json_schema_extra={"argument": "WORKER"},
+    )
+    role: Literal["prefill", "decode"] = Field(
+        description="The role it takes: prefill or decode.", json_schema_extra={"argument": "ROLE"}
+    )
+    streams: Literal["move", "finish"] = Field(
+        "move",
+        description="What becomes of requests that run on it. move: they continue on other workers at once, and each stream"
+        " pauses. finish: they have --drain-timeout-s to end there, then those that are left move.",
+    )
+    drain_timeout_s: float = Field(
+        20.0, ge=0, le=86_400, description="Seconds that running requests have to end, with --streams finish."
+    )
+    force: bool = Field(
+        False, description="Do it even if no other worker has its present role. New requests are then refused."
+    )
+    first_step_s: float = Field(
+        2.0,
+        ge=0,
+        le=3_600,
+        description="Seconds to wait for the first step in the new role. On an idle cluster none comes.",
+    )
+    why: str = Field("", max_length=200, description="Reason, for the event log and crossdock status.")
+    coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
+    timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
+
+    @property
+    def hand_over_s(self) -> float:
+        return self.drain_timeout_s if self.streams == "finish" else 0.0
+
+
+def run(settings: FlipSettings) -> int:
+    """Raises `NoAnswer`, `SeveralClusters`, `PeerRefused` or `ConfigError`. Status 1: the worker keeps its role."""
+    keys = keys_for(settings, Role.OBSERVER)
+    with coordinator_of(settings.coordinator) as coordinator:
+        return uvloop.run(_flip(settings, coordinator, keys))
+
+
+async def _flip(settings: FlipSettings, coordinator: str, keys: Keys | None) -> int:
+    role = Role(settings.role)
+    request = FlipRequest(settings.worker, role, 1000 * settings.hand_over_s, settings.force, settings.why)
+    answer = await converse(coordinator, request, FlipAnswer, settings.timeout_ms, keys)
+    if answer.refusal:
+        raise PeerRefused(answer.refusal)
+    (worker,) = (worker for worker in answer.workers if worker.name == settings.worker)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task(f"draining {worker.name}")
+        flip = await follow(
+            coordinator, worker, role, settings.hand_over_s, settings.first_step_s, settings.timeout_ms, keys,
+            lambda state: progress.update(bar, description=f"{state} {worker.name}"),
+        )  # fmt: skip
+    if flip.state != "done":
+        sys.stderr.write(f"{worker.name} stays a {worker.role} worker: {flip.failure}\n")
+        return 1
+    sys.stdout.write(_words(flip) + "\n")
+    return 0
+
+
+async def follow(
+    coordinator: str, worker: WorkerStatus, role: Role, hand_over_s: float, first_step_s: float, timeout_ms: int,
+    keys: Keys | None = None, on_state: Callable[[str], None] = lambda state: None,
+) -> FlipStatus:  # fmt: skip
+    """Wait for the end of a change that was ordered, `done` or `failed`, and for the first step after it. The coordinator is
+    asked again and again, as it may be another one by then."""
+    until = clock.now() + hand_over_s + _COMMIT_S
+    done_at: float | None = None
+    flip = FlipStatus(worker.name, worker.pid, worker.role, role, "draining")
+    while clock.now() < until:
+        try:
+            flip = what_became(await ask(coordinator, timeout_ms, keys), worker, role)
+        except NoAnswer:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            continue
+        on_state(flip.state)
+        if flip.state == "failed" or flip.first_step_ms:
+            return flip
+        if flip.state == "done":
+            done_at = done_at or clock.now()
+            if clock.now() >= done_at + first_step_s:
+                return flip
+            until = max(until, done_at + first_step_s + 1.0)
+        await asyncio.sleep(_LOOK_EVERY_S)
+    return FlipStatus(worker.name, worker.pid, worker.role, role, "failed", failure="nothing was heard of it in time")
+
+
+def what_became(report: StatusReport, worker: WorkerStatus, role: Role) -> FlipStatus:
+    """Of the last change of this worker's role, which was ordered to be `role`."""
+    mine = [one for one in report.flips if one.worker == worker.name and one.pid == worker.pid]
+    if mine:
+        return mine[-1]
+    # Another coordinator by now, which knows nothing of it.
+    found = [one for one in report.workers if one.name == worker.name and one.pid == worker.pid]
+    state, failure = "registering", ""
+    if found and found[0].role is role:
+        state = "done"
+    elif found and not found[0].draining:
+        state, failure = "failed", "the coordinator was lost meanwhile; try again"
+    return FlipStatus(worker.name, worker.pid, worker.role, role, state, failure=failure)
+
+
+def _words(flip: FlipStatus) -> str:
+    parts = [f"{flip.worker} is a {flip.role} worker now"]
+    if flip.commit_ms:
+        parts.append(f"nothing was left on it after {flip.drained_ms:.0f} ms")
+        parts.append(f"it was registered {flip.commit_ms:.0f} ms later")
+    if flip.first_step_ms:
+        parts.append(f"its first step was done after another {flip.first_step_ms:.0f} ms")
+    else:
+        parts.append("no request has come to it yet")
+    return f"{parts[0]}: {', '.join(parts[1:])}"

@@ -1,0 +1,207 @@
+"""A worker changes its role: what the coordinator orders, when it lets it go, and when it gives a change up."""
+
+import msgspec
+import pytest
+
+from coordinator.events import PeerDown, PeerUp, Tick
+from coordinator.recovery.flips import REGISTER_S_MAX
+from coordinator.reporting.report import status
+from proto.drain import Drained, Draining, DrainRequest, Flip, FlipAnswer, FlipFailed, FlipRequest
+from proto.errors import Interrupt
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Finished, Hello, Interrupted, Released, Reserve, Role, StepDone
+from proto.progress import DecodeProgress
+from proto.status import FlipStatus
+from tests.coordinator.test_draining import compute, decoding, placed_on
+from tests.coordinator.world import Harness, submit, worker_hello
+
+
+def ask(h: Harness, worker: str, role: Role, *, hand_over_ms: float = 0.0, force: bool = False, why: str = "") -> str:
+    h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "flip-1")))
+    h.receive(5, FlipRequest(worker, role, hand_over_ms, force, why))
+    (answer,) = h.take(FlipAnswer, 5)
+    h.post(PeerDown(5, "said goodbye"))
+    assert isinstance(answer, FlipAnswer)
+    return answer.refusal
+
+
+def come_back(h: Harness, before: int, now: int, role: Role) -> None:
+    """The worker goes as `before`, and registers in its new role."""
+    name = h.core.workers[before].hello.name
+    h.post(PeerDown(before, "said goodbye"))
+    h.post(PeerUp(now, msgspec.structs.replace(worker_hello(role, now), name=name, flipped_from=before)))
+
+
+def last(h: Harness) -> FlipStatus:
+    return status(h.core).flips[-1]
+
+
+def test_streams_move_the_worker_goes_when_it_holds_nothing_and_its_first_step_proves_it() -> None:
+    h = Harness.make(decode=2)
+    decoding(h, submit("a"))
+    name = next(w.hello.name for w in h.core.workers.values() if w.holdings)
+    own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
+    assert not ask(h, name, Role.PREFILL, why="more prompts")
+    assert h.take(Flip, own) == [Flip(Role.PREFILL, 0.0)]
+    assert [i.reason for i in h.take(Interrupted) if isinstance(i, Interrupted)] == [Interrupt.DRAINED]
+    assert not h.take(Drained) and last(h).state == "draining"
+    h.now += 0.1
+    h.receive(own, Released("a", 1, 1))
+    assert h.take(Drained, own) and last(h).state == "registering"
+    h.now += 0.02
+    come_back(h, own, 40, Role.PREFILL)
+    flip = last(h)
+    assert (flip.state, flip.before, flip.role, flip.why) == ("done", Role.DECODE, Role.PREFILL, "more prompts")
+    assert (round(flip.drained_ms), round(flip.commit_ms), flip.first_step_ms) == (100, 20, 0.0)
+    h.post(PeerDown(10, "no heartbeat"))
+    h.now += 0.01
+    h.receive(1, submit("b"))
+    compute(h, 40)
+    assert round(last(h).first_step_ms) == 10 and [w.steps for w in status(h.core).workers if w.name == name] == [1]
+    assert h.core.counters["flips"] == 1 and not h.core.counters["prefill_restarted"]
+
+
+def test_a_prefill_worker_becomes_a_decode_worker_when_its_prompts_are_handed_over() -> None:
+    h = Harness.make(prefill=2)
+    assert not ask(h, "prefill-10", Role.DECODE, hand_over_ms=500.0)
+    assert h.take(Flip, 10) == [Flip(Role.DECODE, 500.0)] and h.take(Drained, 10), "it was idle"
+    come_back(h, 10, 40, Role.DECODE)
+    h.receive(40, DecodeProgress(3, 10, 0))
+    assert last(h).state == "done" and not h.core.unproven
+
+
+def test_requests_have_their_time_to_finish() -> None:
+    h = Harness.make(decode=2)
+    decoding(h, submit("a"))
+    own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
+    assert not ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=2000.0)
+    assert not h.take(Interrupted)
+    h.take(Reserve)
+    h.receive(1, submit("b"))
+    compute(h, 10)
+    assert not placed_on(h.take(Reserve, own))
+    h.receive(own, Finished("a", 1, 4, 4))
+    assert h.take(Drained, own) and not h.take(Interrupted)
+
+
+@pytest.mark.parametrize(
+    ("worker", "role", "why"),
+    [
+        ("decode-9", Role.PREFILL, "no worker is called 'decode-9'; there are decode-20, prefill-10, prefill-11"),
+        ("decode-20", Role.DECODE, "decode-20 is a decode worker already"),
+        ("decode-20", Role.PREFILL, "decode-20 is the only decode worker of m that takes work"),
+        ("prefill-10", Role.GATEWAY, "cannot take the role gateway; the roles are prefill and decode"),
+    ],
+)
+def test_what_cannot_be_is_refused(worker: str, role: Role, why: str) -> None:
+    h = Harness.make(prefill=2)
+    assert why in ask(h, worker, role)
+    assert not h.core.draining and not h.take(Flip) and not h.core.flips
+
+
+def test_the_last_one_goes_only_by_force() -> None:
+    h = Harness.make()
+    assert "--force" in ask(h, "decode-20", Role.PREFILL)
+    assert not ask(h, "decode-20", Role.PREFILL, force=True)
+    assert h.take(Drained, 20)
+
+
+def test_one_changes_at_a_time_and_is_not_drained_meanwhile() -> None:
+    h = Harness.make(prefill=3, decode=2)
+    decoding(h, submit("a"))
+    own = next(w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings)
+    assert not ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
+    assert ask(h, "prefill-10", Role.DECODE).startswith(f"decode-{own} is changing its role to prefill")
+    h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "drain-1")))
+    h.receive(5, DrainRequest(f"decode-{own}", True, 0.0))
+    assert "is changing its role" in str(h.sent[-1].message) and h.core.workers[own].draining
+    h.receive(11, Draining(1e6))
+    h.receive(own, Finished("a", 1, 4, 4))
+    come_back(h, own, 40, Role.PREFILL)
+    assert "is about to end" in ask(h, "prefill-11", Role.DECODE)
+    h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "drain-1")))
+    h.receive(5, DrainRequest("prefill-10", False, 1e6))
+    assert "is drained; crossdock drain prefill-10 --undo first" in ask(h, "prefill-10", Role.DECODE)
+
+
+def test_a_worker_of_an_older_version_is_not_asked() -> None:
+    h = Harness.make()
+    h.post(PeerUp(21, msgspec.structs.replace(worker_hello(Role.DECODE, 21), version=9)))
+    assert "older version" in ask(h, "decode-21", Role.PREFILL)
+
+
+def test_a_change_is_given_up_when_the_other_worker_of_the_role_goes() -> None:
+    h = Harness.make(decode=2)
+    decoding(h, submit("a"))
+    own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
+    ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
+    h.post(PeerDown(41 - own, "no heartbeat"))
+    assert h.take(Draining, own) == [Draining(None)] and not h.core.draining
+    assert last(h).state == "failed" and f"as decode-{41 - own} is gone" in last(h).failure
+    h.receive(own, Finished("a", 1, 4, 4))
+    assert not h.take(Drained, own)
+    h.take(Reserve)
+    h.receive(1, submit("b"))
+    assert placed_on(h.take(Reserve, own)) == {"b"}, "it serves again"
+
+
+def test_it_is_given_up_when_the_other_one_drains_before_it_may_go() -> None:
+    h = Harness.make(decode=2)
+    decoding(h, submit("a"))
+    own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
+    ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
+    h.receive(41 - own, Draining(1e6))
+    h.receive(own, Finished("a", 1, 4, 4))
+    assert h.take(Draining, own) == [Draining(None)] and not h.take(Drained, own)
+    assert "has become the only decode worker" in last(h).failure
+
+
+def test_it_is_given_up_when_the_connection_is_lost_or_the_worker_cannot() -> None:
+    h = Harness.make(decode=2)
+    decoding(h, submit("a"))
+    own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
+    ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
+    h.post(PeerDown(own, "no heartbeat"))
+    assert "the connection to it was lost: no heartbeat" in last(h).failure and h.core.flip is None
+    h.post(PeerUp(own, worker_hello(Role.DECODE, own)))
+    assert not h.core.draining
+    other = 41 - own
+    ask(h, f"decode-{other}", Role.PREFILL)
+    h.receive(other, FlipFailed("--keys: there is no prefill.key_secret"))
+    assert last(h).failure == "--keys: there is no prefill.key_secret" and not h.core.draining
+    assert h.core.counters["flips_failed"] == 2
+
+
+def test_one_that_does_not_come_back_in_time_is_no_longer_waited_for() -> None:
+    h = Harness.make(decode=2)
+    ask(h, "decode-20", Role.PREFILL)
+    assert h.core.next_deadline() == REGISTER_S_MAX
+    h.take(Draining)
+    h.now = REGISTER_S_MAX
+    h.post(Tick())
+    assert "did not register as a prefill worker" in last(h).failure
+    assert h.take(Draining, 20) == [Draining(None)] and not h.core.draining, "it is still there, and serves"
+
+
+def test_one_that_was_killed_and_started_again_is_what_it_was() -> None:
+    h = Harness.make(decode=2)
+    ask(h, "decode-20", Role.PREFILL)
+    h.post(PeerDown(20, "no heartbeat"))
+    h.post(PeerUp(30, msgspec.structs.replace(worker_hello(Role.DECODE, 30), name="decode-20")))
+    assert last(h).failure == "it was started again" and h.core.flip is None
+    assert not h.core.draining and h.core.counters["decode_restarted"] == 1
+
+
+def test_only_operators_tools_may_ask() -> None:
+    h = Harness.make(decode=2)
+    h.receive(1, FlipRequest("decode-20", Role.PREFILL, 0.0))
+    assert h.protocol_violation and not h.core.draining and not h.core.flips
+
+
+def test_step_reports_of_others_prove_nothing() -> None:
+    h = Harness.make(decode=2)
+    ask(h, "decode-20", Role.PREFILL)
+    come_back(h, 20, 40, Role.PREFILL)
+    h.receive(21, DecodeProgress(3, 10, 0))
+    h.receive(40, StepDone(99, (), 1.0, 0))
+    assert not last(h).first_step_ms

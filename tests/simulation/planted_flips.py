@@ -1,0 +1,63 @@
+"""Bugs of changes of role."""
+
+import pytest
+
+from coordinator.recovery import draining, flips
+from coordinator.state import State
+from coordinator.workers.worker import Worker
+from engine.kv.allocator import BlockAllocator
+from runtime.worker.service import Service
+from tests.simulation.planted import Planted
+
+BUGS = Planted()
+bug = BUGS.add
+
+
+@bug
+def a_worker_changes_its_role_with_streams_on_it(m: pytest.MonkeyPatch) -> None:
+    """It does not wait until it holds nothing."""
+    m.setattr(Service, "may_flip", lambda self, empty: self.flips_to is not None and self.is_ready)
+
+
+@bug
+def the_last_worker_of_a_role_leaves_it(m: pytest.MonkeyPatch) -> None:
+    """Nobody looks whether another one serves in it."""
+    m.setattr(flips, "_is_last", lambda state, worker: False)
+
+
+@bug
+def a_worker_that_changes_its_role_gets_more(m: pytest.MonkeyPatch) -> None:
+    """It is told to change and goes on to be placed on."""
+    begin = draining.begin
+
+    def begins(state: State, worker: Worker, hand_over_ms: float, now: float) -> None:
+        begin(state, worker, hand_over_ms, now)
+        if state.flip is not None and state.flip.hello.incarnation == worker.incarnation:
+            worker.draining = False
+
+    m.setattr(draining, "begin", begins)
+
+
+@bug
+def a_worker_that_lost_its_coordinator_waits_for_ever_to_change(m: pytest.MonkeyPatch) -> None:
+    """It says at each registration that it is drained, and nobody knows why."""
+    m.setattr(Service, "keep_role", lambda self: setattr(self, "flips_to", None))
+
+
+@bug
+def what_was_cached_in_the_old_role_is_found_and_written_to(m: pytest.MonkeyPatch) -> None:
+    """The new role takes all blocks for free, and their old names still stand."""
+    report_all = BlockAllocator.report_all
+
+    def all_are_free(self: BlockAllocator) -> None:
+        report_all(self)
+        if not self.held_count:
+            self._free = list(range(self.total))
+
+    m.setattr(BlockAllocator, "report_all", all_are_free)
+
+
+@bug
+def a_worker_that_cannot_is_drained_for_ever(m: pytest.MonkeyPatch) -> None:
+    """Its coordinator does not place on it again."""
+    m.setattr(draining, "end", lambda state, worker: None)

@@ -1,0 +1,325 @@
+"""What another ratio of workers would do to present traffic, in milliseconds: for the autopilot, every few seconds. Pure.
+
+    advice = advise(profile, Traffic(12.0, prompts, outputs), Workers(3, 5), Slo(500, 50))
+    advice.best.workers, advice.gain, advice.reason
+
+Queueing formulas stand in for the simulator. Prompts wait as in an M/G/c queue (Allen and Cunneen's approximation of the mean,
+an exponential tail); a decode batch is a fixed point of arrivals, answer lengths and step time, with a normal spread; a mixed
+worker shares its time between both. What does not fit grows a queue over the horizon, beginning with what waits already.
+The figures are good enough to compare neighbouring ratios; `search` has the simulator for the rest.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import erf, inf, sqrt
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tuning.profile import Profile
+
+Floats = npt.NDArray[np.float64]
+SAMPLES_MAX: Final = 256
+WANTED_MAX: Final = 1024
+_BUSY_MAX: Final = 0.98
+"""Stationary formulas are used up to this load; what is above it is the growing queue's."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of the last minutes."""
+
+    requests_per_s: float
+    prompt_tokens: Sequence[int]
+    """A sample of lengths; of more than `SAMPLES_MAX` some are taken at even distances …"""
+    output_tokens: Sequence[int]
+    """… and the answer of each prompt, as it was or as it is expected."""
+    hit_rate: float = 0.0
+    """Share of prompt tokens that prefill workers had cached."""
+    arrival_cv: float = 1.0
+    """Coefficient of variation of the times between arrivals: 1 is Poisson."""
+    waiting_tokens: int = 0
+    """Prompt tokens that wait already."""
+
+
+class Workers(NamedTuple):
+    prefill: int
+    decode: int
+    mixed: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode + self.mixed
+
+    def __str__(self) -> str:
+        parts = [f"{self.prefill}P{self.decode}D"] if self.prefill or self.decode else []
+        return "+".join(parts + ([f"{self.mixed}M"] if self.mixed else []))
+
+
+@dataclass(frozen=True)
+class Slo:
+    ttft_ms: float
+    tpot_ms: float
+    percentile: float = 0.9
+    """Share of requests that should keep both."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    workers: Workers
+    attainment: float
+    """Share of requests that keep both limits."""
+    goodput: float
+    """Requests per second that do."""
+    prefill_load: float
+    """1 is all that the workers can compute."""
+    decode_load: float
+    ttft_attainment: float
+    tpot_attainment: float
+    binds: str
+    """What limits it: "prefill compute", "decode compute", "decode memory", "queue", or "" where the SLO is kept."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    present: Estimate
+    best: Estimate
+    """Of `present` and `neighbours`."""
+    neighbours: tuple[Estimate, ...]
+    """One worker in another role, best first."""
+    gain: float
+    """Goodput of `best` over that of `present`, less 1; infinite where the present one is 0."""
+    wanted: Workers
+    """The least of each role that keeps the SLO, for who can add machines; `WANTED_MAX` where none does."""
+    reason: str
+
+
+def advise(
+    profile: Profile,
+    traffic: Traffic,
+    workers: Workers,
+    slo: Slo,
+    *,
+    mixed: bool = False,
+    horizon_s: float = 60.0,
+) -> Advice:
+    """`mixed`: whether workers may become mixed. `horizon_s`: how long the traffic goes on like this."""
+    model = Model(profile, traffic, slo, horizon_s)
+    present = model.estimate(workers)
+    others = sorted((model.estimate(other) for other in neighbours(workers, mixed)), key=_rank)
+    best = min((present, *others), key=_rank)
+    if best.goodput <= present.goodput * 1.0001 and best.attainment - present.attainment < 1e-4:
+        best = present
+    gain = best.goodput / present.goodput - 1 if present.goodput > 0 else (inf if best.goodput > 0 else 0.0)
+    return Advice(present, best, tuple(others), gain, model.wanted(), _reason(present, best))
+
+
+def neighbours(workers: Workers, mixed: bool) -> Iterable[Workers]:
+    """All ratios that one worker in another role makes, with prefill and decode left somewhere."""
+    for giver in range(3):
+        for taker in range(3):
+            if giver == taker or not workers[giver] or (taker == 2 and not mixed):
+                continue
+            counts = list(workers)
+            counts[giver] -= 1
+            counts[taker] += 1
+            found = Workers(*counts)
+            if found.mixed or (found.prefill and found.decode):
+                yield found
+
+
+def _rank(one: Estimate) -> tuple[float, float]:
+    return -one.goodput, max(one.prefill_load, one.decode_load)
+
+
+def _reason(present: Estimate, best: Estimate) -> str:
+    state = (
+        f"{present.workers}: {present.attainment:.0%} of requests keep the SLO,"
+        f" prefill load {present.prefill_load:.2f}, decode load {present.decode_load:.2f}"
+    )
+    binds = f", {present.binds} binds" if present.binds else ""
+    if best is present:
+        return f"{state}{binds}; no neighbour is better"
+    return f"{state}{binds}; {best.workers} would keep it for {best.attainment:.0%}"
+
+
+class _Decode(NamedTuple):
+    sequences: float
+    step_ms: float
+    load: float
+    memory: bool
+    """KV memory, not compute, is what the load is counted by."""
+
+
+class Model:
+    """Traffic and SLO against any number of workers."""
+
+    def __init__(self, profile: Profile, traffic: Traffic, slo: Slo, horizon_s: float = 60.0) -> None:
+        assert len(traffic.prompt_tokens) == len(traffic.output_tokens) and horizon_s > 0
+        self.profile, self.slo, self.horizon_ms = profile, slo, 1000 * horizon_s
+        self.per_ms = max(traffic.requests_per_s, 0.0) / 1000
+        self._cv2 = traffic.arrival_cv**2
+        every = max(1, -(-len(traffic.prompt_tokens) // SAMPLES_MAX))
+        prompts = np.asarray(traffic.prompt_tokens[::every] or (1,), dtype=float)
+        self.outputs: Floats = np.maximum(np.asarray(traffic.output_tokens[::every] or (1,), dtype=float), 1.0)
+        cached = [int(traffic.hit_rate * count) for count in prompts]
+        chunk, host = profile.step_tokens, profile.host
+        self.chunks: Floats = np.ceil((prompts - cached) / chunk)
+        self.prefill_ms: Floats = host.step_gap_ms * self.chunks + [
+            profile.prefill.prompt_ms(int(count), hit, chunk) for count, hit in zip(prompts, cached, strict=True)
+        ]
+        self.host_ms: Floats = host.request_ms + host.request_token_ms * prompts
+        last = np.minimum(prompts - cached, chunk)
+        self.join_ms: Floats = np.array([profile.transfer.ms(count) for count in last]) + host.join_ms
+        self.steps: Floats = np.maximum(self.outputs - 1.0, 0.0)
+        share = self.steps / max(self.steps.sum(), 1.0)
+        self.context = float((share * (prompts + self.outputs / 2)).sum())
+        self.tokens = float((prompts + self.outputs).mean())
+        rate = float(prompts.sum()) / max(float(self.prefill_ms.sum()), 1e-9)
+        self.waiting_ms = traffic.waiting_tokens / rate
+        self.slope_ms = profile.decode.kv_token_ms * self.context
+
+    # --- workers --------------------------------------------------------------------------------------------------------
+
+    def estimate(self, workers: Workers) -> Estimate:
+        if not workers.mixed:
+            return self._judged(workers, *self._apart(workers.prefill, workers.decode, 1.0))
+        if not workers.prefill or not workers.decode:
+            return self._judged(workers, *self._together(workers.mixed, 1.0))
+        return max((self._split(workers, share / 8) for share in range(9)), key=lambda one: one.goodput)
+
+    def _split(self, workers: Workers, share: float) -> Estimate:
+        """`share` of the requests goes to mixed workers."""
+        apart, mixed = self._apart(workers.prefill, workers.decode, 1 - share), self._together(workers.mixed, share)
+        ttft = (1 - share) * apart[0] + share * mixed[0]
+        tpot = (1 - share) * apart[1] + share * mixed[1]
+        busier = max(apart, mixed, key=lambda side: max(side[2], side[3].load))
+        return self._judged(workers, ttft, tpot, busier[2], busier[3])
+
+    def _apart(self, prefill: int, decode: int, share: float) -> tuple[Floats, Floats, float, _Decode]:
+        cores = self.profile.prefill_cores, self.profile.decode_cores
+        servers = min(prefill, cores[0] or prefill)
+        batch = self._batch(decode, share, 0.0, max(1.0, decode / (cores[1] or decode or 1)))
+        load = share * self.per_ms * float(self.prefill_ms.mean()) / max(servers, 1e-9)
+        ttft = self._ttft(servers, self.prefill_ms, load, batch.load)
+        return ttft, self._tpot(batch, 0.0), load, batch
+
+    def _together(self, mixed: int, share: float) -> tuple[Floats, Floats, float, _Decode]:
+        busy_ms = self.prefill_ms - self.profile.mixed_saved_ms * self.chunks
+        load = share * self.per_ms * float(busy_ms.mean()) / mixed
+        batch = self._batch(mixed, share, min(load, _BUSY_MAX))
+        ttft = self._ttft(mixed, busy_ms + self.chunks * batch.step_ms, load, batch.load)
+        work = share * self.per_ms / mixed * float((busy_ms**2).mean())
+        return ttft, self._tpot(batch, min(load, _BUSY_MAX), work), load, batch
+
+    def _judged(self, workers: Workers, ttft: Floats, tpot: Floats, load: float, batch: _Decode) -> Estimate:
+        attainment, first, each = float((ttft * tpot).mean()), float(ttft.mean()), float(tpot.mean())
+        binds = ""
+        if attainment < self.slo.percentile:
+            if batch.load >= 1 and batch.load >= load:
+                binds = "decode memory" if batch.memory else "decode compute"
+            elif first < each:
+                binds = "prefill compute" if load > 0.7 else "queue"
+            else:
+                binds = "decode compute"
+        goodput = 1000 * self.per_ms * attainment
+        return Estimate(workers, attainment, goodput, load, batch.load, first, each, binds)
+
+    def wanted(self) -> Workers:
+        """The least of each role that keeps its limit for so many that both together keep the SLO."""
+        target = sqrt(self.slo.percentile)
+        found = []
+        for role in (0, 1):
+            low, high = 1, WANTED_MAX
+            while low < high:
+                middle = (low + high) // 2
+                count = (middle, WANTED_MAX) if role == 0 else (WANTED_MAX, middle)
+                one = self._judged(Workers(*count), *self._apart(*count, 1.0))
+                kept = one.ttft_attainment if role == 0 else min(one.tpot_attainment, one.ttft_attainment)
+                low, high = (low, middle) if kept >= target else (middle + 1, high)
+            found.append(low)
+        return Workers(*found)
+
+    # --- phases ---------------------------------------------------------------------------------------------------------
+
+    def _ttft(self, servers: int, service_ms: Floats, load: float, other_load: float) -> Floats:
+        """For each request, the probability that it keeps the limit of its first token."""
+        slack = self.slo.ttft_ms - service_ms - self.host_ms
+        if not servers:
+            return np.zeros_like(slack)
+        busy = min(load, _BUSY_MAX)
+        mean = float(service_ms.mean())
+        spread = (self._cv2 + float(service_ms.var()) / max(mean**2, 1e-9)) / 2
+        waits = erlang_c(servers, busy)
+        tail_ms = max(mean * spread / (servers * (1 - busy)), 1e-6)
+        kept = np.where(slack > 0, 1 - waits * np.exp(-np.maximum(slack, 0.0) / tail_ms), 0.0)
+        return np.asarray(kept * self._in_time(slack, max(load, other_load), servers))
+
+    def _in_time(self, slack: Floats, load: float, servers: int) -> Floats:
+        """Share of the horizon in which the queue, as it grows or drains, is short enough for each request."""
+        begin, drift = self.waiting_ms / servers, load - 1
+        room = np.maximum(slack, 0.0)
+        if abs(drift) < 1e-6:
+            return np.asarray(np.where(begin <= room, 1.0, 0.0))
+        if drift > 0:
+            return np.asarray(np.clip((room - begin) / drift / self.horizon_ms, 0.0, 1.0))
+        return np.asarray(np.clip(1 - (begin - room) / -drift / self.horizon_ms, 0.0, 1.0))
+
+    def _batch(self, workers: int, share: float, away: float, slow: float = 1.0) -> _Decode:
+        """Sequences in each worker's batch. `away`: share of its time that it spends on prompts."""
+        capacity = self.profile.decode_capacity
+        most = min(capacity.seqs_max, capacity.kv_blocks * capacity.block_size / self.tokens)
+        per_ms = share * self.per_ms * float(self.steps.mean()) / max(workers, 1e-9) / (1 - away)
+
+        def flow(count: float) -> float:
+            """Less what would be needed to keep so many running: below 0 the batch grows."""
+            return count - per_ms * self._step_ms(count) * slow
+
+        if flow(most) < 0:
+            memory = most < capacity.seqs_max and self._step_ms(most) <= self.slo.tpot_ms
+            return _Decode(most, self._step_ms(most) * slow, per_ms * self._step_ms(most) * slow / most, memory)
+        low, high = 0.0, float(most)
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if flow(middle) < 0 else (low, middle)
+        shared = 1 + (slow - 1) * min(1.0, high)
+        return _Decode(high, self._step_ms(max(high, 1.0)) * shared, high / most, False)
+
+    def _step_ms(self, count: float) -> float:
+        return self.profile.decode.curve(count) + self.slope_ms * count
+
+    def _tpot(self, batch: _Decode, away: float, work: float = 0.0) -> Floats:
+        """For each request, the probability that it keeps the limit of later tokens. `work`: the second moment of prompts'
+        time that comes to its worker, per ms."""
+        steps = np.maximum(self.steps, 1.0)
+        mean = batch.step_ms / (1 - away) + (self.join_ms + batch.step_ms / 2) / steps
+        slope = self._step_ms(batch.sequences + 1) - self._step_ms(batch.sequences)
+        stays_ms = steps * batch.step_ms / (1 - away)
+        batch_sd = slope / (1 - away) * sqrt(batch.sequences / 2)
+        spread = np.sqrt(batch_sd**2 + work * stays_ms / steps**2 + (0.02 * mean) ** 2)
+        kept = np.array([_normal(value) for value in (self.slo.tpot_ms - mean) / spread])
+        return np.where(self.steps > 0, kept, 1.0)
+
+
+def _normal(value: float) -> float:
+    return 0.5 * (1 + erf(value / sqrt(2)))
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """The probability that an arrival waits, with `load` below 1 of each server."""
+    offered = servers * load
+    blocked = 1.0  # Erlang B, by its recursion
+    for count in range(1, servers + 1):
+        blocked = offered * blocked / (count + offered * blocked)
+    return blocked / (1 - load * (1 - blocked))
+
+
+def interarrival_cv(times_s: Sequence[float]) -> float:
+    """Of arrivals in order; 1 where there are too few to say."""
+    gaps = [later - earlier for earlier, later in pairwise(times_s)]
+    mean = sum(gaps) / len(gaps) if gaps else 0.0
+    if len(gaps) < 8 or mean <= 0:
+        return 1.0
+    return sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) / mean

@@ -1,0 +1,196 @@
+"""What prefill, decode and KV transfer take on one installation, as measured by `crossdock calibrate`. Pure.
+
+    prefill step   = curve(prompt tokens of the step) + context_ms * sum of tokens * mean context
+    decode step    = curve(sequences) + kv_token_ms * KV tokens read
+    mixed step     = prefill step + decode step - saved_ms, where both are in it
+    KV transfer    = latency_ms + bytes / bandwidth, of which a prompt's last chunk is what prefill cannot hide
+
+Curves are piecewise linear through the measured medians. The residuals of the fit are kept: they make the error bands.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from proto.errors import CrossdockError
+
+FORMAT: Final = 1
+
+
+class ProfileError(CrossdockError):
+    """A profile that cannot be used; `str()` says what is wrong with it."""
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """A piecewise linear function of a count, in ms. Beyond its last point it goes on with the last slope."""
+
+    at: tuple[float, ...]
+    ms: tuple[float, ...]
+
+    def __call__(self, count: float) -> float:
+        at, ms = self.at, self.ms
+        if len(at) == 1:
+            return ms[0]
+        upper = min(max(bisect_right(at, count), 1), len(at) - 1)
+        x0, x1, y0, y1 = at[upper - 1], at[upper], ms[upper - 1], ms[upper]
+        if count <= at[0]:
+            return ms[0]
+        return y0 + (y1 - y0) * (count - x0) / (x1 - x0)
+
+    def scaled(self, factor: float) -> "Curve":
+        return Curve(self.at, tuple(factor * value for value in self.ms))
+
+
+class Residuals(msgspec.Struct, frozen=True):
+    """How far measurements lie from the fit, as measured / fitted - 1."""
+
+    count: int = 0
+    p10: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    worst: float = 0.0
+
+    @staticmethod
+    def of(found: Sequence[float]) -> "Residuals":
+        if not found:
+            return Residuals()
+        order = sorted(found)
+        p10, p50, p90 = (order[round(share * (len(order) - 1))] for share in (0.1, 0.5, 0.9))
+        return Residuals(len(order), p10, p50, p90, max(order, key=abs))
+
+
+class PrefillCost(msgspec.Struct, frozen=True):
+    curve: Curve
+    """Of the tokens of a step."""
+    context_ms: float = 0.0
+    """For each token and token of context that it attends to."""
+    residuals: Residuals = Residuals()
+
+    def step_ms(self, tokens: int, pairs: float) -> float:
+        """`pairs`: (token, token it attends to) pairs of the step."""
+        return self.curve(tokens) + self.context_ms * pairs
+
+    def prompt_ms(self, prompt_tokens: int, cached_tokens: int, step_tokens: int) -> float:
+        """All steps of one prompt that runs alone."""
+        total, start = 0.0, cached_tokens
+        while start < prompt_tokens:
+            tokens = min(step_tokens, prompt_tokens - start)
+            total += self.step_ms(tokens, tokens * (start + tokens / 2))
+            start += tokens
+        return total
+
+
+class DecodeCost(msgspec.Struct, frozen=True):
+    curve: Curve
+    """Of the sequences of a step."""
+    kv_token_ms: float = 0.0
+    """For each token of KV that a step reads."""
+    residuals: Residuals = Residuals()
+
+    def step_ms(self, sequences: float, kv_tokens: float) -> float:
+        return self.curve(sequences) + self.kv_token_ms * kv_tokens
+
+
+class TransferCost(msgspec.Struct, frozen=True):
+    latency_ms: float = 0.0
+    bytes_per_ms: float = 1e9
+    """Of one prefill worker's link."""
+    bytes_per_token: float = 0.0
+    transport: str = ""
+    residuals: Residuals = Residuals()
+
+    def ms(self, tokens: float) -> float:
+        return self.latency_ms + tokens * self.bytes_per_token / self.bytes_per_ms
+
+
+class HostCost(msgspec.Struct, frozen=True):
+    """What is neither a step nor a transfer."""
+
+    request_ms: float = 0.0
+    """HTTP, tokenizer, control plane and gateway, from the client's send to the first step's begin and from the last step's end
+    to the client's first token …"""
+    request_token_ms: float = 0.0
+    """… and for each prompt token."""
+    step_gap_ms: float = 0.0
+    """Between two prefill steps of one worker."""
+    join_ms: float = 0.0
+    """From a prompt's KV being there to its first decode step, beyond the wait for the step in progress."""
+    residuals: Residuals = Residuals()
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """Of each worker."""
+
+    kv_blocks: int
+    block_size: int = 16
+    seqs_max: int = 1024
+    context_tokens: int = 1 << 20
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.kv_blocks * self.block_size
+
+
+class Profile(msgspec.Struct, frozen=True):
+    prefill: PrefillCost
+    decode: DecodeCost
+    prefill_capacity: Capacity
+    decode_capacity: Capacity
+    transfer: TransferCost = TransferCost()
+    host: HostCost = HostCost()
+    mixed_saved_ms: float = 0.0
+    """What a step with prompt tokens and sequences saves beside two steps: weights are read once."""
+    prefill_cores: int = 0
+    """Cores that all prefill workers of the host share, one worker being able to fill one; 0: each has its own …"""
+    decode_cores: int = 0
+    """… and the same of decode workers."""
+    beside_decode: float = 1.0
+    """How many times as long prefill steps take while decode workers of the host are busy …"""
+    beside_prefill: float = 1.0
+    """… and decode steps while prefill workers are."""
+    run_sigma: float = 0.03
+    """How much step times differ from one run to another, as the standard deviation of their logarithm."""
+    step_tokens: int = 256
+    """Prompt tokens of a prefill step, as calibrated with."""
+    about: dict[str, Any] = {}
+    """Hardware, model, dtype, versions, when."""
+    format: int = FORMAT
+
+    def replaced(self, **changes: Any) -> "Profile":
+        return msgspec.structs.replace(self, **changes)
+
+    def scaled(self, prefill: float = 1.0, decode: float = 1.0) -> "Profile":
+        """The same machine with prefill and decode steps that take so many times as long."""
+        return self.replaced(
+            prefill=msgspec.structs.replace(
+                self.prefill, curve=self.prefill.curve.scaled(prefill), context_ms=self.prefill.context_ms * prefill
+            ),
+            decode=msgspec.structs.replace(
+                self.decode, curve=self.decode.curve.scaled(decode), kv_token_ms=self.decode.kv_token_ms * decode
+            ),
+        )
+
+
+def decoded(data: bytes, name: str) -> Profile:
+    """Raises `ProfileError` naming the file."""
+    try:
+        profile = msgspec.json.decode(data, type=Profile)
+    except msgspec.DecodeError as error:
+        raise ProfileError(f"{name}: not a profile of crossdock calibrate: {error}") from None
+    if profile.format != FORMAT:
+        raise ProfileError(f"{name}: of format {profile.format}; this version reads {FORMAT}")
+    for what, curve in (("prefill", profile.prefill.curve), ("decode", profile.decode.curve)):
+        rising = all(a < b for a, b in zip(curve.at, curve.at[1:], strict=False))
+        if not curve.at or len(curve.at) != len(curve.ms) or not rising or min(curve.ms) <= 0:
+            raise ProfileError(f"{name}: {what}.curve needs rising counts, each with a time above 0")
+    if min(profile.prefill_capacity.kv_blocks, profile.decode_capacity.kv_blocks) < 1 or profile.step_tokens < 1:
+        raise ProfileError(f"{name}: kv_blocks and step_tokens must be above 0")
+    if profile.transfer.bytes_per_ms <= 0:
+        raise ProfileError(f"{name}: transfer.bytes_per_ms must be above 0")
+    return profile
+
+
+def encoded(profile: Profile) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n"

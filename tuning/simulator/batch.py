@@ -1,0 +1,145 @@
+"""A decode worker's continuous batch, in closed form between joins and ends.
+
+All sequences move on by one token with every step. While none joins or ends, step i of a span takes `a + b * (kv + n * i)`
+seconds, where n sequences have kv tokens of KV at its begin; so boundary k lies at
+
+    T(k) = t + k * (a + b * kv) + b * n * k * (k - 1) / 2
+
+and the cost of a run does not depend on how many tokens it has. A sequence joins at the first boundary after its KV is there.
+A batch that computes prompts too (a mixed worker) has single steps of another length in between: `stretched_step`.
+"""
+
+from heapq import heappop, heappush
+from math import ceil, inf, sqrt
+
+from tuning.profile import DecodeCost
+from tuning.simulator.gaps import Gaps
+from tuning.simulator.job import Job
+from tuning.simulator.room import Room
+
+
+class Batch:
+    def __init__(self, number: int, cost: DecodeCost, room: Room, seqs_max: int, gaps: Gaps, slow: float = 1.0) -> None:
+        """`slow`: a straggler's steps take so many times as long."""
+        self.number, self.room, self.seqs_max, self.gaps = number, room, seqs_max, gaps
+        self._cost, self._slow = cost, slow / 1000
+        self._base: list[float] = []
+        self._per_token = cost.kv_token_ms * self._slow
+        self.steps = 0
+        """Begun before `begin_s`."""
+        self.begin_s = 0.0
+        """The boundary at which the present span began, or will begin."""
+        self.kv_tokens = 0
+        self.sequences = 0
+        self.held_seqs = 0
+        """Of all that is placed here, whether it runs yet or not."""
+        self.share = 1.0
+        """How much longer steps take because others use the same cores."""
+        self.version = 0
+        self.forwarded = 0
+        """Tokens, when a sequence last ended: which worker has done least."""
+        self.busy_s = self.token_steps = 0.0
+        self.up = True
+        self._ends: list[tuple[int, int, Job]] = []
+
+    # --- time -----------------------------------------------------------------------------------------------------------
+
+    def _a(self) -> float:
+        """Seconds of a step of as many sequences, without KV."""
+        base, count = self._base, self.sequences
+        while len(base) <= count:
+            base.append(self._cost.curve(len(base)) * self._slow)
+        return (base[count] + self._per_token * self.kv_tokens) * self.share
+
+    def boundary_s(self, steps: int) -> float:
+        return self.begin_s + steps * self._a() + self._b() * steps * (steps - 1) / 2
+
+    def _b(self) -> float:
+        return self._per_token * self.sequences * self.share
+
+    def steps_until(self, now: float) -> int:
+        """The first boundary that is not before `now`, counted from `begin_s`."""
+        passed = now - self.begin_s
+        if passed <= 0 or not self.sequences:
+            return 0
+        a, b = self._a(), self._b()
+        if b * passed < 1e-9 * a * a:
+            steps = ceil(passed / a - 1e-9)
+        else:
+            half = a - b / 2
+            steps = ceil((sqrt(half * half + 2 * b * passed) - half) / b - 1e-9)
+        return max(steps, 0)
+
+    def steps_begun(self, now: float) -> int:
+        return self.steps + self.steps_until(now)
+
+    def step_s(self) -> float:
+        return self._a()
+
+    def sync(self, now: float) -> None:
+        """Begin a new span at the first boundary that is not before `now`."""
+        if not self.sequences:
+            self.begin_s = max(self.begin_s, now)
+            return
+        self._advance(self.steps_until(now))
+
+    def _advance(self, steps: int) -> None:
+        if steps:
+            until_s = self.boundary_s(steps)
+            took_s, count = until_s - self.begin_s, self.sequences
+            self.gaps.add(took_s / steps, count * steps)
+            self.busy_s += took_s
+            self.token_steps += count * steps
+            self.begin_s = until_s
+            self.steps += steps
+            self.kv_tokens += count * steps
+
+    # --- sequences ------------------------------------------------------------------------------------------------------
+
+    def join(self, job: Job, now: float) -> None:
+        """Its KV is here."""
+        self.sync(now)
+        self.room.joined(job.number, self.steps)
+        self.sequences += 1
+        self.kv_tokens += job.prompt + 1
+        heappush(self._ends, (self.steps + job.output - 1, job.number, job))
+        # Its first gap lasts from its first token, not from the boundary.
+        step_s = self._a()
+        self.gaps.add(step_s, -1)
+        self.gaps.add(self.begin_s + step_s - job.last_s, 1)
+
+    def next_end_s(self) -> float:
+        return self.boundary_s(self._ends[0][0] - self.steps) if self._ends else inf
+
+    def ended(self) -> list[Job]:
+        """Take out those that end at the next end; the batch is synced to it."""
+        found: list[Job] = []
+        if self._ends:
+            self._advance(self._ends[0][0] - self.steps)
+            while self._ends and self._ends[0][0] <= self.steps:
+                job = heappop(self._ends)[2]
+                found.append(job)
+                self.sequences -= 1
+                self.kv_tokens -= job.prompt + job.output
+            self.forwarded = int(self.token_steps)
+        return found
+
+    def stretched_step(self, now: float, took_s: float) -> float:
+        """One step of another length, from the first boundary on; returns when it ends."""
+        self.sync(now)
+        count = self.sequences
+        self.gaps.add(took_s, count)
+        self.busy_s += took_s
+        self.token_steps += count
+        self.begin_s += took_s
+        self.steps += 1 if count else 0
+        self.kv_tokens += count
+        return self.begin_s
+
+    def lose_all(self, now: float) -> list[tuple[Job, int]]:
+        """The worker is lost: its sequences, with the tokens of each that were forwarded."""
+        self.sync(now)
+        found = [(job, job.output - 1 - max(end - self.steps, 0)) for end, _, job in self._ends]
+        self._ends.clear()
+        self.sequences = self.kv_tokens = 0
+        return found

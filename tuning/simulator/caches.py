@@ -1,0 +1,64 @@
+"""What prefill workers have cached of prompts, by the block ids of a trace, and whether a prompt runs better elsewhere.
+
+A simplified prefix cache: blocks of one worker in the order of use, as many as its KV pool holds. The choice is the score of
+`coordinator.score`; computing a hot prefix once more on another worker (`replication`) is not modelled.
+"""
+
+from collections.abc import Sequence
+
+from coordinator.score import PrefillSide, Weights, prefill_s
+from tuning.simulator.job import Job
+from tuning.simulator.prefill import PrefillWorker
+
+
+def cached_tokens(job: Job, worker: PrefillWorker, block_tokens: int) -> int:
+    """A whole number of KV blocks; the last prompt token is always computed."""
+    cache, known = worker.cache, 0
+    for block in job.blocks:
+        if block not in cache:
+            break
+        known += 1
+    tokens = min(known * block_tokens, job.prompt - 1)
+    return tokens - tokens % worker.block_size
+
+
+def remember(job: Job, worker: PrefillWorker, block_tokens: int, kv_tokens: int) -> None:
+    cache = worker.cache
+    for block in job.blocks:
+        cache[block] = None
+        cache.move_to_end(block)
+    while len(cache) * block_tokens > kv_tokens:
+        cache.popitem(last=False)
+
+
+def better_worker(
+    job: Job,
+    asks: PrefillWorker,
+    workers: Sequence[PrefillWorker],
+    block_tokens: int,
+    tokens_per_s: float,
+    waiting: float,
+    weights: Weights,
+) -> PrefillWorker | None:
+    """One that has more of the prompt cached and is better by the score, though it may have to be waited for."""
+    here = cached_tokens(job, asks, block_tokens)
+    best, best_s = None, None
+    for worker in workers:
+        if worker is asks or not worker.up or not worker.fits(job):
+            continue
+        there = cached_tokens(job, worker, block_tokens)
+        if there <= here:
+            continue
+        if best_s is None:
+            best_s = _score(job, asks, here, tokens_per_s, waiting, weights) - weights.margin_s
+        there_s = _score(job, worker, there, tokens_per_s, waiting, weights)
+        if there_s < best_s:
+            best, best_s = worker, there_s
+    return best
+
+
+def _score(
+    job: Job, worker: PrefillWorker, cached: int, tokens_per_s: float, waiting: float, weights: Weights
+) -> float:
+    side = PrefillSide(worker.tokens_in_flight + worker.undispatched, tokens_per_s, cached, worker.fullness, 0.0, "")
+    return prefill_s(job.prompt, side, weights, waiting)

@@ -1,0 +1,183 @@
+"""The loop of events: arrivals, steps, hand-overs, ends; and the coordinator's decisions after each.
+
+    outcome = Simulator(profile, Workers(3, 5), sent).run()
+
+What decides is production code or follows it line by line: the order of chunks (`order`), the composition of steps (`prefill`),
+admission to decode workers (`room`), the choice of workers. Messages, billing and ledgers are left out, and so is what only
+the full core has: room kept for requests that were bypassed, circuit breakers, deadlines, whom to shed of several tenants.
+"""
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import inf
+from typing import Any
+
+from tuning.advise import Workers
+from tuning.profile import Profile
+from tuning.simulator import failures
+from tuning.simulator.batch import Batch
+from tuning.simulator.caches import remember
+from tuning.simulator.cores import Host
+from tuning.simulator.job import NOT_YET, Job, Sent
+from tuning.simulator.options import Failure, Options
+from tuning.simulator.outcome import Outcome, outcome_of
+from tuning.simulator.placing import Placing
+from tuning.simulator.prefill import PrefillWorker
+
+_STEP, _ARRIVED, _END, _DOWN, _UP = range(5)
+"""Kinds of events."""
+
+
+class Simulator(Placing):
+    def __init__(
+        self, profile: Profile, workers: Workers, sent: Sequence[Sent], options: Options | None = None
+    ) -> None:
+        """`sent`: in the order of time."""
+        options = options or Options()
+        super().__init__(profile, workers, sent, options)
+        self._due: list[tuple[float, int, int, Any, Any]] = []
+        self._pushed = 0
+        self._saved_s = profile.mixed_saved_ms / 1000
+        self._host = Host(profile, self._push_step, self._push_end)
+        host = profile.host
+        self._gap_s, self._join_s = host.step_gap_ms / 1000, host.join_ms / 1000
+        transfer = profile.transfer
+        self._latency_s = transfer.latency_ms / 1000
+        self._token_s = transfer.bytes_per_token / transfer.bytes_per_ms / 1000
+        for failure in self.options.failures:
+            self._at(failure.at_s, _DOWN, failure)
+
+    def _at(self, when_s: float, kind: int, what: Any, also: Any = None) -> None:
+        self._pushed += 1
+        heappush(self._due, (when_s, self._pushed, kind, what, also))
+
+    def run(self) -> Outcome:
+        due = self._due
+        handlers = self._step_ended, self._arrived, self._sequence_ended, self._lost, self._came
+        jobs = iter(self.jobs)
+        job = next(jobs, None)
+        while job is not None or due:
+            if job is not None and (not due or job.at_s <= due[0][0]):
+                self.now = job.at_s
+                self.submit(job)
+                job = next(jobs, None)
+            else:
+                self.now, _, kind, what, also = heappop(due)
+                handlers[kind](what, also)
+            if self.news:
+                self.schedule()
+        host = self.profile.host
+        return outcome_of(self.jobs, self.prefill, self.batches, self.gaps, host.request_ms, host.request_token_ms)
+
+    # --- prefill ----------------------------------------------------------------------------------------------------------
+
+    def start(self, worker: PrefillWorker) -> None:
+        if worker.running or not worker.steps:
+            return
+        took_s = worker.steps[0].took_s + self._gap_s
+        batch = worker.batch
+        if batch is None:
+            worker.busy_s += took_s
+            self._host.start(worker, took_s, self.now)
+            return
+        batch.sync(self.now)
+        if batch.sequences:
+            took_s += batch.step_s() - self._saved_s
+        worker.running = True
+        worker.busy_s += took_s
+        self._push_step(batch.stretched_step(self.now, took_s), worker)
+        self._push_end(batch)
+
+    def _push_step(self, ends_s: float, worker: PrefillWorker) -> None:
+        worker.version += 1
+        self._at(ends_s, _STEP, worker, worker.version)
+
+    def _step_ended(self, worker: PrefillWorker, version: int) -> None:
+        if version != worker.version:
+            return
+        step = worker.steps.popleft()
+        self._host.stop(worker, self.now)
+        worker.tokens_in_flight -= step.tokens
+        worker.tokens_forwarded += step.tokens
+        for job, start, tokens in step.chunks:
+            if job.prefill is not worker:
+                continue  # its attempt was interrupted
+            if job.decode is not worker.batch:
+                worker.send(tokens, self.now, self._token_s)
+            if start + tokens == job.prompt:
+                self._prompt_done(job, worker)
+        self.start(worker)
+        self.news = True
+
+    def _prompt_done(self, job: Job, worker: PrefillWorker) -> None:
+        job.first_token, job.last_s = True, self.now
+        if job.first_s == NOT_YET:
+            job.first_s = self.now
+        if job.blocks:
+            remember(job, worker, self.options.block_tokens, self.profile.prefill_capacity.kv_tokens)
+        if job.output <= 1:
+            worker.let_go(job)
+            self._release(job)
+        elif worker.batch is job.decode:
+            self._arrived(job, job.attempt)
+        else:
+            self._at(max(worker.link_free_s, self.now) + self._latency_s, _ARRIVED, job, job.attempt)
+
+    def _arrived(self, job: Job, attempt: int) -> None:
+        """Its KV is on the decode worker."""
+        if attempt != job.attempt:
+            return
+        job.prefill.let_go(job)
+        job.left_s = self.now
+        batch: Batch = job.decode
+        batch.join(job, self.now + (self._join_s if batch is not job.prefill.batch else 0.0))
+        job.join_s = batch.begin_s
+        if batch.room.exact:
+            self.freed(batch)
+        self.news = True
+        self._host.batch_changed(batch, self.now)
+
+    # --- decode -----------------------------------------------------------------------------------------------------------
+
+    def _push_end(self, batch: Batch) -> None:
+        batch.version += 1
+        when_s = batch.next_end_s()
+        if when_s < inf:
+            self._at(when_s, _END, batch, batch.version)
+
+    def _sequence_ended(self, batch: Batch, version: int) -> None:
+        if version != batch.version:
+            return
+        for job in batch.ended():
+            job.end_s = self.now
+            self._release(job)
+        self._host.batch_changed(batch, self.now)
+
+    def _release(self, job: Job) -> None:
+        """It has ended, or its attempt has."""
+        batch: Batch = job.decode
+        if job.end_s == NOT_YET:
+            job.end_s = self.now
+        batch.held_seqs -= 1
+        batch.room.release(job.number)
+        self.order.ended(job, job.output)
+        self.freed(batch)
+
+    # --- failures ---------------------------------------------------------------------------------------------------------
+
+    def _lost(self, failure: Failure, _: object) -> None:
+        failures.lose(self, failure.worker)
+        self._at(self.now + failure.down_s, _UP, failure)
+
+    def _came(self, failure: Failure, _: object) -> None:
+        failures.come_back(self, failure.worker)
+        self.news = True
+
+    def stop_worker(self, worker: PrefillWorker) -> None:
+        worker.up = False
+        self._host.stop(worker, self.now)
+        worker.version += 1
+        worker.steps.clear()
+        worker.tokens_in_flight = 0
+        worker.begun = None
+        worker.cache.clear()

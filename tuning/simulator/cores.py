@@ -1,0 +1,76 @@
+"""Workers of one host that take cores or memory bandwidth from each other.
+
+With more workers of a role busy than they have cores, each gets its part (processor sharing). While workers of the other role
+are busy, steps take longer by a measured factor. Where a profile says neither, nothing is shared, and this costs nothing.
+"""
+
+from collections.abc import Callable
+
+from tuning.profile import Profile
+from tuning.simulator.batch import Batch
+from tuning.simulator.prefill import PrefillWorker
+
+
+class Host:
+    def __init__(
+        self,
+        profile: Profile,
+        push_step: Callable[[float, PrefillWorker], None],
+        push_end: Callable[[Batch], None],
+    ) -> None:
+        """`push_step`: the step that runs on a worker ends then; `push_end`: a batch's next end comes at another time now."""
+        self._prefill_cores, self._decode_cores = profile.prefill_cores, profile.decode_cores
+        self._beside_decode, self._beside_prefill = profile.beside_decode, profile.beside_prefill
+        self._shared = bool(self._prefill_cores or self._decode_cores) or (
+            max(self._beside_decode, self._beside_prefill) > 1
+        )
+        self._push_step, self._push_end = push_step, push_end
+        self._running: dict[int, PrefillWorker] = {}
+        self._busy: dict[int, Batch] = {}
+        self._prefill_share = 1.0
+
+    def start(self, worker: PrefillWorker, took_s: float, now: float) -> None:
+        worker.running, worker.left_s, worker.since_s = True, took_s, now
+        if not self._shared:
+            self._push_step(now + took_s, worker)
+            return
+        self._running[worker.number] = worker
+        self._retime(now, worker)
+
+    def stop(self, worker: PrefillWorker, now: float) -> None:
+        worker.running = False
+        if self._running.pop(worker.number, None) is not None:
+            self._retime(now, None)
+
+    def batch_changed(self, batch: Batch, now: float) -> None:
+        """Its sequences have changed, and with them its next end."""
+        busy = batch.sequences > 0
+        if self._shared and busy != (batch.number in self._busy):
+            if busy:
+                self._busy[batch.number] = batch
+            else:
+                del self._busy[batch.number]
+            self._retime(now, None)
+        self._push_end(batch)
+
+    def _retime(self, now: float, new: PrefillWorker | None) -> None:
+        share = _share(len(self._running), self._prefill_cores) * (self._beside_decode if self._busy else 1.0)
+        if share != self._prefill_share:
+            for worker in self._running.values():
+                if worker is not new:
+                    worker.left_s = max(worker.left_s - (now - worker.since_s) / self._prefill_share, 0.0)
+                    worker.since_s = now
+                self._push_step(now + worker.left_s * share, worker)
+            self._prefill_share = share
+        elif new is not None:
+            self._push_step(now + new.left_s * share, new)
+        share = _share(len(self._busy), self._decode_cores) * (self._beside_prefill if self._running else 1.0)
+        for batch in self._busy.values():
+            if batch.share != share:
+                batch.sync(now)
+                batch.share = share
+                self._push_end(batch)
+
+
+def _share(busy: int, cores: int) -> float:
+    return max(1.0, busy / cores) if cores else 1.0

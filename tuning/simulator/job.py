@@ -1,0 +1,101 @@
+"""One request as the simulator sees it."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from coordinator.waiting.queue_keys import Demand, class_key
+from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASS, DEFAULT_PRIORITY_CLASSES, PriorityClass
+
+NOT_YET = -1.0
+
+
+class Sent(NamedTuple):
+    """A request of a trace."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    """Ids of its prompt's blocks; equal ids are equal tokens."""
+    tenant: str = "default"
+    priority: str = DEFAULT_PRIORITY_CLASS
+
+
+class Job:
+    """Times in seconds; `NOT_YET` where nothing happened."""
+
+    __slots__ = (
+        "at_s",
+        "attempt",
+        "blocks",
+        "cached",
+        "chunks",
+        "decode",
+        "demand",
+        "dispatched",
+        "due",
+        "end_s",
+        "entry",
+        "first_s",
+        "first_token",
+        "join_s",
+        "key",
+        "last_s",
+        "left_s",
+        "moves",
+        "no_room",
+        "number",
+        "output",
+        "output_charged",
+        "output_max",
+        "path",
+        "placed_s",
+        "prefill",
+        "prompt",
+        "sent",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        sent: Sent,
+        step_tokens: int,
+        priority_classes: Mapping[str, PriorityClass] = DEFAULT_PRIORITY_CLASSES,
+    ) -> None:
+        self.number, self.sent, self.at_s = number, sent, sent.at_s
+        self.prompt, self.output, self.blocks = sent.prompt_tokens, sent.output_tokens, sent.blocks
+        self.output_max = self.output
+        self.chunks = -(-self.prompt // step_tokens)
+        priority_class = priority_classes[sent.priority]
+        self.due = self.at_s + priority_class.ttft_s + self.chunks * priority_class.ttft_s_per_chunk
+        organisation, _, user = sent.tenant.partition("/")
+        self.path = (sent.priority, organisation, user)
+        self.demand = Demand(self.prompt + self.output_max - 1, 1)
+        self.key = class_key(self.demand)
+        """Of the queue, while it is not placed."""
+        self.dispatched = self.cached = self.moves = self.attempt = 0
+        self.output_charged = 0.0
+        self.entry: Any = None
+        """In the queue, while it has chunks left."""
+        self.prefill: Any = None
+        self.decode: Any = None
+        self.placed_s = self.first_s = self.join_s = self.end_s = self.left_s = self.last_s = NOT_YET
+        self.first_token = False
+        """This attempt has drawn its first token."""
+        self.no_room = False
+        """It once found no room on any decode worker."""
+
+    def again(self, now: float, emitted: int, step_tokens: int) -> None:
+        """The next attempt: the prompt goes on with what this one emitted."""
+        self.attempt += 1
+        self.prompt += emitted
+        self.output -= emitted
+        self.output_max -= emitted
+        self.chunks = -(-self.prompt // step_tokens)
+        self.demand = Demand(self.prompt + self.output_max - 1, 1)
+        self.key = class_key(self.demand)
+        self.dispatched = self.cached = self.moves = 0
+        self.blocks = ()
+        self.prefill = self.decode = None
+        self.placed_s = self.left_s = NOT_YET
+        self.last_s, self.first_token = now, False

@@ -1,0 +1,31 @@
+"""What a simulation may differ in, beside profile, workers and traffic."""
+
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from coordinator.events import Limits
+
+CACHE_BLOCK_TOKENS: Final = 512
+
+
+class Failure(NamedTuple):
+    """A worker is lost, and one in its place comes `down_s` later."""
+
+    at_s: float
+    worker: int
+    """Prefill workers are counted from 0, then decode workers, then mixed ones."""
+    down_s: float
+
+
+@dataclass(frozen=True)
+class Options:
+    limits: Limits = field(default_factory=Limits)
+    step_tokens: int = 0
+    """0: the profile's."""
+    seqs_max: int = 0
+    """Of a decode batch; 0: the profile's."""
+    block_tokens: int = CACHE_BLOCK_TOKENS
+    """Of each of `Sent.blocks`."""
+    slow: tuple[tuple[int, float], ...] = ()
+    """Stragglers: worker, as in `Failure`, and how many times as long its steps take."""
+    failures: tuple[Failure, ...] = ()

@@ -1,0 +1,125 @@
+"""What clients would have seen of a simulated run, and what made them wait."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tuning.advise import Slo
+from tuning.simulator.batch import Batch
+from tuning.simulator.gaps import Gaps
+from tuning.simulator.job import NOT_YET, Job
+from tuning.simulator.prefill import PrefillWorker
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+CAUSES: Final = ("prefill compute", "decode compute", "decode memory", "transfer", "queue")
+_BUSY: Final = 0.6
+"""Prefill workers that are busier have too little to give; below it, bursts are what requests wait for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """Arrays have an entry for each request, in the order of arrival."""
+
+    at_s: Floats
+    ttft_ms: Floats
+    """NaN for requests that got no answer."""
+    tpot_ms: Floats
+    """NaN where the answer has one token or none."""
+    queue_ms: Floats
+    no_room: Bools
+    """It had to wait for KV room on decode workers."""
+    hand_over_ms: Floats
+    """From the first token to the first decode step."""
+    prompt_tokens: Floats
+    output_tokens: Floats
+    cached_tokens: Floats
+    gaps: Gaps
+    prefill_busy: float
+    """Share of the time from the first arrival to the last end in which prefill workers computed."""
+    decode_busy: float
+    batch_mean: float
+    """Sequences in a decode step, on average."""
+    link_busy: float
+
+    def misses(self, slo: Slo) -> tuple[Bools, Bools]:
+        """Requests that miss the limit of their first token (or got none), and those that miss that of later ones."""
+        late = np.isnan(self.ttft_ms) | (self.ttft_ms > slo.ttft_ms)
+        slow = np.nan_to_num(self.tpot_ms, nan=0.0) > slo.tpot_ms
+        return late, slow
+
+    def good(self, slo: Slo) -> Bools:
+        late, slow = self.misses(slo)
+        return ~(late | slow)
+
+    def attainment(self, slo: Slo) -> float:
+        return float(self.good(slo).mean()) if len(self.at_s) else 1.0
+
+    def binds(self, slo: Slo) -> str:
+        """The commonest cause of misses; empty if the SLO is kept."""
+        late, slow = self.misses(slo)
+        if 1 - (late | slow).mean() >= slo.percentile:
+            return ""
+        counts = dict.fromkeys(CAUSES, 0)
+        counts["decode memory"] = int((late & self.no_room).sum())
+        own = late & ~self.no_room
+        waited = own & (self.queue_ms > 0.1 * slo.ttft_ms)
+        counts["prefill compute"] = int(own.sum() if self.prefill_busy > _BUSY else (own & ~waited).sum())
+        counts["queue"] = int(0 if self.prefill_busy > _BUSY else waited.sum())
+        steps = np.maximum(self.output_tokens - 1, 1)
+        moved = slow & (self.hand_over_ms / steps > 0.3 * slo.tpot_ms)
+        counts["transfer"] = int(moved.sum())
+        counts["decode compute"] = int(slow.sum()) - int(moved.sum())
+        return max(counts, key=lambda cause: counts[cause])
+
+    def percentiles(self, metric: str, shares: Sequence[float]) -> list[float]:
+        """Of "ttft_ms", "tpot_ms", "queue_ms" or "itl_ms"; NaN where nothing was measured."""
+        if metric == "itl_ms":
+            return self.gaps.percentiles_ms(tuple(shares))
+        values = getattr(self, metric)
+        values = values[~np.isnan(values)]
+        if not len(values):
+            return [float("nan")] * len(shares)
+        return [float(value) for value in np.quantile(values, list(shares), method="higher")]
+
+
+def outcome_of(
+    jobs: Sequence[Job],
+    prefill: Iterable[PrefillWorker],
+    batches: Iterable[Batch],
+    gaps: Gaps,
+    host_ms: float,
+    host_token_ms: float,
+) -> Outcome:
+    def column(values: Iterable[float]) -> Floats:
+        return np.fromiter(values, dtype=np.float64, count=len(jobs))
+
+    at_s, first_s = column(job.at_s for job in jobs), column(job.first_s for job in jobs)
+    placed_s, join_s = column(job.placed_s for job in jobs), column(job.join_s for job in jobs)
+    end_s = column(job.end_s for job in jobs)
+    prompt, output = (column(getattr(job.sent, what) for job in jobs) for what in ("prompt_tokens", "output_tokens"))
+    served, ended = first_s != NOT_YET, end_s != NOT_YET
+    ttft_ms = np.where(served, 1000 * (first_s - at_s) + host_ms + host_token_ms * prompt, np.nan)
+    tpot_ms = np.where(ended & (output > 1), 1000 * (end_s - first_s) / np.maximum(output - 1, 1), np.nan)
+    span_s = max(float(end_s.max(initial=0.0)) - float(at_s.min(initial=0.0)), 1e-9)
+    workers, running = list(prefill), list(batches)
+    steps = sum(batch.steps for batch in running)
+    return Outcome(
+        at_s,
+        ttft_ms,
+        tpot_ms,
+        1000 * np.where(placed_s != NOT_YET, placed_s - at_s, 0.0),
+        np.array([job.no_room for job in jobs], dtype=bool),
+        1000 * np.where(join_s != NOT_YET, join_s - first_s, 0.0),
+        prompt,
+        output,
+        column(job.cached for job in jobs),
+        gaps,
+        sum(worker.busy_s for worker in workers) / span_s / max(len(workers), 1),
+        sum(batch.busy_s for batch in running) / span_s / max(len(running), 1),
+        sum(batch.token_steps for batch in running) / max(steps, 1),
+        max((worker.link_busy_s for worker in workers), default=0.0) / span_s,
+    )

@@ -1,0 +1,190 @@
+"""What waits, and where it goes: the coordinator's decisions. `cluster` tells it of events and runs what it decides."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from coordinator.placement.steps import MOVES_MAX
+from coordinator.waiting.queue_keys import class_key, classes_without_room, is_class
+from tuning.advise import Workers
+from tuning.profile import Profile
+from tuning.simulator.batch import Batch
+from tuning.simulator.caches import better_worker, cached_tokens
+from tuning.simulator.gaps import Gaps
+from tuning.simulator.job import Job, Sent
+from tuning.simulator.options import Options
+from tuning.simulator.order import order_for
+from tuning.simulator.prefill import PrefillWorker, compose
+from tuning.simulator.room import Room
+
+
+class Placing(ABC):
+    def __init__(self, profile: Profile, workers: Workers, sent: Sequence[Sent], options: Options) -> None:
+        self.profile, self.options = profile, options
+        limits = options.limits
+        self.step_tokens = options.step_tokens or profile.step_tokens
+        self.jobs: Sequence[Job] = [
+            Job(number, one, self.step_tokens, limits.priority_classes) for number, one in enumerate(sent)
+        ]
+        self.order = order_for(self.jobs, limits)
+        self.gaps = Gaps()
+        self.closed: dict[int, Job] = {}
+        """Classes for which no decode worker has room."""
+        self.classes: dict[int, int] = {}
+        """How many wait under each class's key."""
+        self.now = 0.0
+        self.news = False
+        """Something may be possible that was not."""
+        self._waiting = 0
+        """Requests that are not placed."""
+        self._wait_s_max = limits.queue_wait_s_max
+        self._steps_max = limits.steps_in_flight
+        self._weights = limits.placement
+        self._tokens_per_s = self.step_tokens / profile.prefill.step_ms(self.step_tokens, 0.0) * 1000
+        self._make_workers(workers)
+
+    def _make_workers(self, workers: Workers) -> None:
+        profile, slow = self.profile, dict(self.options.slow)
+        prefill, decode, mixed = workers
+        capacity = profile.decode_capacity
+        seqs_max = self.options.seqs_max or capacity.seqs_max
+        batches: list[Batch] = []
+        prefill_workers: list[PrefillWorker] = []
+        for number in range(prefill):
+            prefill_workers.append(PrefillWorker(number, profile.prefill_capacity, None, slow.get(number, 1.0)))
+        for number in range(prefill, prefill + decode + mixed):
+            room = Room(capacity.kv_blocks, capacity.block_size)
+            batch = Batch(number, profile.decode, room, seqs_max, self.gaps, slow.get(number, 1.0))
+            batches.append(batch)
+            if number >= prefill + decode:
+                prefill_workers.append(PrefillWorker(number, capacity, batch, slow.get(number, 1.0)))
+        self.prefill: Sequence[PrefillWorker] = prefill_workers
+        self.batches: Sequence[Batch] = batches
+
+    @abstractmethod
+    def start(self, worker: PrefillWorker) -> None:
+        """Begin the first of its steps, if none runs."""
+
+    def submit(self, job: Job) -> None:
+        tokens = job.prompt + job.output_max - 1
+        fits = any(tokens <= batch.room.kv_tokens for batch in self.batches)
+        if fits and self._waiting < self.options.limits.queue_requests_max:
+            self.enqueue(job)
+
+    def enqueue(self, job: Job) -> None:
+        self._waiting += 1
+        self.order.push(job, job.key)
+        self.classes[job.key] = self.classes.get(job.key, 0) + 1
+        self.news = True
+
+    def _leaves_class(self, key: int) -> None:
+        self._waiting -= 1
+        left = self.classes[key] - 1
+        if left:
+            self.classes[key] = left
+        else:
+            del self.classes[key]
+
+    def schedule(self) -> None:
+        """As `coordinator.placement.schedule`: workers with a free step are asked, the one with the least to do first."""
+        self.news = False
+        asked: set[int] = set()
+        while True:
+            best, best_rank = None, (0, 0, 0)
+            for worker in self.prefill:
+                if len(worker.steps) < self._steps_max and worker.number not in asked and worker.up:
+                    if not worker.placed and not self.classes:
+                        continue
+                    rank = (worker.tokens_in_flight, worker.tokens_forwarded, worker.number)
+                    if best is None or rank < best_rank:
+                        best, best_rank = worker, rank
+            if best is None:
+                return
+            step = compose(best, self.order, self, self.step_tokens, self.profile.prefill)
+            if step is None:
+                asked.add(best.number)
+            else:
+                best.steps.append(step)
+                self.start(best)
+
+    def place(self, job: Job, worker: PrefillWorker) -> bool:
+        if self.now - job.at_s > self._wait_s_max and not job.attempt:
+            self._leaves_class(job.key)
+            self.order.remove(job)
+            return False
+        if job.blocks and is_class(job.key) and job.moves < MOVES_MAX and self._binds(job, worker):
+            return False
+        decode = self._decode_for(job, worker) if worker.fits(job) else None
+        if decode is None:
+            self._refuse(job, worker)
+            return False
+        self._leaves_class(job.key)
+        if job.blocks:
+            job.cached = job.dispatched = cached_tokens(job, worker, self.options.block_tokens)
+        job.prefill, job.decode, job.placed_s = worker, decode, self.now
+        worker.hold(job)
+        decode.room.place(
+            job.number, job.prompt, job.output_max, decode.steps_begun(self.now) if decode.room.exact else 0
+        )
+        decode.held_seqs += 1
+        return True
+
+    def _refuse(self, job: Job, worker: PrefillWorker) -> None:
+        if not worker.fits(job):
+            worker.stuck[job.key] = job
+            return
+        job.no_room = True
+        key = class_key(job.demand)
+        self.closed.update((one, job) for one in (key, *classes_without_room(job.demand, self.classes)))
+        if job.key != key:
+            self._rekey(job, key)
+
+    def _binds(self, job: Job, worker: PrefillWorker) -> bool:
+        waiting = self._waiting / len(self.prefill)
+        better = better_worker(
+            job, worker, self.prefill, self.options.block_tokens, self._tokens_per_s, waiting, self._weights
+        )
+        if better is None:
+            return False
+        job.moves += 1
+        self._rekey(job, better.bound_key)
+        return True
+
+    def _rekey(self, job: Job, key: int) -> None:
+        self._leaves_class(job.key)
+        self._waiting += 1
+        job.key = key
+        self.classes[key] = self.classes.get(key, 0) + 1
+        self.order.move(job, key)
+
+    def _decode_for(self, job: Job, worker: PrefillWorker) -> Batch | None:
+        """The least full one with room, as by `coordinator.score`; a mixed worker keeps what it computes, if it has room."""
+        own = worker.batch
+        if own is not None and self._has_room(own, job):
+            return own
+        best, best_rank = None, (0.0, 0, 0)
+        for batch in self.batches:
+            if batch is own or not self._has_room(batch, job):
+                continue
+            full = max(batch.room.taken / batch.room.kv_blocks, batch.held_seqs / batch.seqs_max)
+            rank = (full, batch.forwarded, batch.number)
+            if best is None or rank < best_rank:
+                best, best_rank = batch, rank
+        return best
+
+    def _has_room(self, batch: Batch, job: Job) -> bool:
+        if not batch.up or batch.held_seqs >= batch.seqs_max:
+            return False
+        room = batch.room
+        if not room.exact and room.wholes + room.whole(job.prompt, job.output_max) <= room.kv_blocks:
+            return True
+        return room.fits(job.prompt, job.output_max, batch.steps_begun(self.now))
+
+    def freed(self, batch: Batch) -> None:
+        """Classes are open again whose first job would fit."""
+        fits: dict[int, bool] = {}
+        for key, job in list(self.closed.items()):
+            if job.number not in fits:
+                fits[job.number] = job.prefill is not None or self._has_room(batch, job)
+            if fits[job.number]:
+                del self.closed[key]
+                self.news = True

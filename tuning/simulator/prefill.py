@@ -1,0 +1,166 @@
+"""A prefill worker, or the prefill side of a mixed one: the chunks of its next step, by the coordinator's rules."""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from coordinator.placement.steps import BEGUN_MAX
+from coordinator.waiting.queue_keys import bound_key, is_class
+from proto.limits import MAX_CHUNKS_PER_STEP
+from tuning.profile import Capacity, PrefillCost
+from tuning.simulator.batch import Batch
+from tuning.simulator.job import Job
+from tuning.simulator.order import Order
+
+
+class Step(NamedTuple):
+    chunks: list[tuple[Job, int, int]]
+    """Job, first token, tokens."""
+    tokens: int
+    took_s: float
+    """Alone on its cores."""
+
+
+class PrefillWorker:
+    """As the coordinator counts it."""
+
+    def __init__(self, number: int, capacity: Capacity, mixed_with: Batch | None, slow: float = 1.0) -> None:
+        self.number, self.batch, self.slow = number, mixed_with, slow
+        self.key = number + 1
+        """Of the queue, for what is placed here …"""
+        self.bound_key = bound_key(number + 1)
+        """… and for what waits for this worker, which has it cached."""
+        self.free_blocks, self.free_seqs = capacity.kv_blocks, capacity.seqs_max
+        self._kv_blocks = capacity.kv_blocks
+        self.block_size = capacity.block_size
+        self.steps: deque[Step] = deque()
+        """In flight; the first one runs."""
+        self.tokens_in_flight = self.tokens_forwarded = self.undispatched = 0
+        self.placed: dict[int, Job] = {}
+        """With chunks left to dispatch, by number."""
+        self.begun: Job | None = None
+        self.stuck: dict[int, Job] = {}
+        """Queue keys whose first job has no room here."""
+        self.up = True
+        self.running = False
+        self.left_s = 0.0
+        """Of the step that runs, as if alone, at `since_s`."""
+        self.since_s = 0.0
+        self.version = 0
+        self.busy_s = 0.0
+        self.link_free_s = 0.0
+        self.link_busy_s = 0.0
+        self.cache: OrderedDict[int, None] = OrderedDict()
+        """Ids of the prompt blocks that it has, least recently used first."""
+
+    @property
+    def fullness(self) -> float:
+        return 1 - self.free_blocks / self._kv_blocks
+
+    def send(self, tokens: int, now: float, token_s: float) -> None:
+        """Their KV leaves after the step; one prompt's after the other's."""
+        took_s = tokens * token_s
+        self.link_free_s = max(self.link_free_s, now) + took_s
+        self.link_busy_s += took_s
+
+    def blocks(self, job: Job) -> int:
+        return -(-job.prompt // self.block_size)
+
+    def fits(self, job: Job) -> bool:
+        return self.free_seqs > 0 and self.blocks(job) <= self.free_blocks
+
+    def hold(self, job: Job) -> None:
+        self.free_seqs -= 1
+        self.free_blocks -= self.blocks(job)
+        self.placed[job.number] = job
+        self.undispatched += job.prompt - job.cached
+
+    def let_go(self, job: Job) -> None:
+        """Its KV is on the decode worker."""
+        self.free_seqs += 1
+        self.free_blocks += self.blocks(job)
+        self.stuck.clear()
+
+
+class Room(Protocol):
+    """What `compose` asks the cluster."""
+
+    closed: dict[int, Job]
+    classes: dict[int, int]
+
+    def place(self, job: Job, worker: PrefillWorker) -> bool:
+        """Reserve room for it there and on a decode worker; False if it cannot run there now, or had better run elsewhere: then
+        its key is closed, stuck on the worker, or another one."""
+
+
+def compose(worker: PrefillWorker, order: Order, cluster: Room, step_tokens: int, cost: PrefillCost) -> Step | None:
+    """As `coordinator.placement.steps.compose`; None if there is nothing that the worker can do."""
+    chunks: list[tuple[Job, int, int]] = []
+    size = worker.block_size
+    left, pairs = max(step_tokens, size), 0.0
+    begun, worker.begun = worker.begun, None
+    if begun is not None and _may_go_on(begun, left, worker, order, cluster):
+        tokens = _fitting(begun, left, size)
+        order.go_on(begun, tokens, begun.dispatched + tokens == begun.prompt)
+        pairs += _add(begun, tokens, worker, chunks)
+        left -= tokens
+    while left >= size and len(chunks) < MAX_CHUNKS_PER_STEP:
+        keys = open_keys(worker, cluster)
+        job = order.first(keys)
+        if job is None:
+            break
+        if job.prefill is None and not cluster.place(job, worker):
+            continue
+        tokens = _fitting(job, left, size)
+        order.take(job, keys, tokens, job.dispatched + tokens == job.prompt, worker.key)
+        pairs += _add(job, tokens, worker, chunks)
+        left -= tokens
+    if not chunks:
+        return None
+    total = 0
+    for _, _, tokens in chunks:
+        total += tokens
+    worker.tokens_in_flight += total
+    return Step(chunks, total, cost.step_ms(total, pairs) * worker.slow / 1000)
+
+
+def open_keys(worker: PrefillWorker, cluster: Room) -> Sequence[int]:
+    if worker.free_seqs <= 0 or not cluster.classes:
+        return (worker.key,)
+    closed, stuck, own = cluster.closed, worker.stuck, worker.bound_key
+    return [
+        worker.key,
+        *(k for k in cluster.classes if k not in closed and k not in stuck and (is_class(k) or k == own)),
+    ]
+
+
+def _fitting(job: Job, left: int, block_size: int) -> int:
+    remaining = job.prompt - job.dispatched
+    return remaining if remaining <= left else left - left % block_size
+
+
+def _add(job: Job, tokens: int, worker: PrefillWorker, chunks: list[tuple[Job, int, int]]) -> float:
+    """Returns the pairs of tokens that attend to each other."""
+    start = job.dispatched
+    chunks.append((job, start, tokens))
+    job.dispatched = start + tokens
+    worker.undispatched -= tokens
+    if job.entry is None:
+        worker.placed.pop(job.number, None)
+    else:
+        worker.begun = job if len(worker.placed) > BEGUN_MAX else None
+    return tokens * (start + tokens / 2)
+
+
+def _may_go_on(begun: Job, left: int, worker: PrefillWorker, order: Order, cluster: Room) -> bool:
+    if begun.entry is None or worker.placed.get(begun.number) is not begun:
+        return False
+    keys = open_keys(worker, cluster)
+    if order.has_late(keys):
+        return False
+    if begun.prompt - begun.dispatched <= left:
+        return True
+    following = order.first(keys)
+    if following is None or not order.same_organisation(begun, following):
+        return False
+    return following.path != begun.path or following.entry.due >= begun.entry.due

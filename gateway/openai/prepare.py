@@ -7,6 +7,7 @@ import secrets
 from dataclasses import dataclass
 
 from gateway.http.errors import bad_value, model_not_found, too_long
+from gateway.openai.forms import ANY_FORM, Chat, Form, completion_form
 from gateway.openai.request_types import (
     CHOICES_MAX,
     PROMPTS_MAX,
@@ -40,6 +41,8 @@ class Prepared:
     continuous_usage: bool
     """Every chunk has it."""
     return_token_ids: bool
+    form: Form = ANY_FORM
+    """What the answer must look like, and how it is read."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
     if len(prompts) * n > CHOICES_MAX:
         raise bad_value("n", f"At most {CHOICES_MAX} choices over all prompts are allowed.")
     echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+    form = completion_form(request, tokenizer)
     ids = [tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
     logprobs = -1 if request.logprobs is None else request.logprobs
     return _finish(
@@ -76,6 +80,7 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
         default=COMPLETION_MAX_TOKENS,
         logprobs=logprobs,
         param="prompt",
+        form=form,
     )
 
 
@@ -89,19 +94,13 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
         raise bad_value("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
     if not tokenizer.has_chat_template:
         raise bad_value("messages", f"The model {rules.model_id!r} has no chat template: use /v1/completions.")
-    messages = [
-        {
-            "role": "system" if message.role == "developer" else message.role,  # templates know the older name
-            "content": message.text(),
-            **({"name": message.name} if message.name else {}),
-        }
-        for message in request.messages
-    ]
-    _refuse_if_surely_too_long(sum(len(message["content"].encode()) for message in messages), tokenizer, "messages")
+    chat = Chat.of(request, tokenizer.template)
+    _refuse_if_surely_too_long(chat.text_bytes, tokenizer, "messages")
     try:
-        text = tokenizer.apply_template(messages)
+        text = tokenizer.apply_template(chat.messages, chat.described_tools, **chat.options)
     except TemplateError as error:
         raise bad_value("messages", f"{error}.") from None
+    form = chat.form(text, tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     return _finish(
@@ -113,6 +112,7 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
         default=rules.default_max_tokens,
         logprobs=logprobs,
         param="messages",
+        form=form,
     )
 
 
@@ -205,6 +205,7 @@ def _finish(
     default: int,
     logprobs: int,
     param: str,
+    form: Form,
 ) -> Prepared:
     """Check lengths and put all together. `asked` and `default` are of `max_tokens`; 0: as many as the context leaves."""
     if not all(prompts):
@@ -231,6 +232,7 @@ def _finish(
         logit_bias=_logit_bias(request, tokenizer),
         logprobs=logprobs,
         stop_token_ids=_stop_ids(request, tokenizer),
+        grammar=form.grammar,
     )
     return Prepared(
         prompts=tuple(tuple(prompt) for prompt in prompts),
@@ -246,6 +248,7 @@ def _finish(
             and request.stream_options.continuous_usage_stats
         ),
         return_token_ids=bool(request.return_token_ids),
+        form=form,
     )
 
 

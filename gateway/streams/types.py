@@ -179,6 +179,8 @@ class Finish(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """Said in place of `stop` where the model called functions."""
 
 
 @dataclass(frozen=True)

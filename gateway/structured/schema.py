@@ -102,7 +102,9 @@ def _closed(schema: Any, *, in_union: bool) -> Any:
         elif key in ("items", "additionalProperties"):
             found[key] = _closed(value, in_union=False)
         elif key in _UNIONS and isinstance(value, list):
-            found[key] = [_closed(part, in_union=in_union or names or bool(_OBJECT_KEYS & set(schema))) for part in value]
+            found[key] = [
+                _closed(part, in_union=in_union or names or bool(_OBJECT_KEYS & set(schema))) for part in value
+            ]
         elif key == "prefixItems" and isinstance(value, list):
             found[key] = [_closed(part, in_union=False) for part in value]
         else:

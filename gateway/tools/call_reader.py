@@ -88,9 +88,7 @@ class CallReader:
     def _in_key(self, char: str) -> None:
         if not self._token and char == "}":
             self._at = _At.BETWEEN
-        elif not self._token and char != '"':
-            return
-        elif self._string_goes_on(char):
+        elif (not self._token and char != '"') or self._string_goes_on(char):
             return
         elif char == ":":
             self._key = _text_of(self._token)

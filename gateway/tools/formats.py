@@ -35,16 +35,18 @@ class CallFormat:
     separator: str = ""
     """Between two calls, where it is not white space."""
 
-    def template(self) -> dict[str, Any]:
-        return {"start_anchor": _NEVER, "fields": {**_THINKING, "tool_calls": self.field, "content": {}}}
+    def template(self, *, thinks: bool) -> dict[str, Any]:
+        fields = {**(_THINKING if thinks else {}), "tool_calls": self.field, "content": {}}
+        return {"start_anchor": _NEVER, "fields": fields}
 
     def call(self, tool: Tool, grammar: Grammar) -> str:
         """Raises `SchemaError`."""
         schema = tool.parameters if tool.parameters is not None else {"type": "object"}
         arguments = grammar.json({"type": "object", **schema}, strict=tool.strict)
         if not self.arguments:
-            return f"{grammar.literal(f'{tool.name}[ARGS]')} {arguments}"
-        return f'{grammar.literal(f"""{{"name": "{tool.name}", "{self.arguments}": """)} {arguments} {grammar.literal("}")}'
+            return f"{grammar.literal(tool.name + '[ARGS]')} {arguments}"
+        head = f'{{"name": "{tool.name}", "{self.arguments}": '
+        return f"{grammar.literal(head)} {arguments} {grammar.literal('}')}"
 
     def required(self, tools: Sequence[Tool], grammar: Grammar, *, several: bool) -> str:
         """Calls and nothing else. Raises `SchemaError`."""
@@ -123,12 +125,13 @@ def format_of(template: str) -> CallFormat | None:
     return LLAMA if "<|python_tag|>" in template else None
 
 
-def plain_template(thinks: bool) -> dict[str, Any]:
+def thinking_template() -> dict[str, Any]:
     """For answers without calls."""
-    return {"start_anchor": _NEVER, "fields": {**(_THINKING if thinks else {}), "content": {}}}
+    return {"start_anchor": _NEVER, "fields": {**_THINKING, "content": {}}}
 
 
 def thought(grammar: Grammar, *, begun: bool) -> str:
     """What may precede the answer: the rest of a thought that the prompt has begun, or a whole one, or none."""
-    rest = f"{grammar.up_to(END_OF_THOUGHT)} {grammar.regex(r'[ \n]{0,8}')}"
+    space = grammar.regex(r"[ \n]{0,8}")
+    rest = f"{grammar.up_to(END_OF_THOUGHT)} {space}"
     return grammar.rule(rest if begun else f"({grammar.literal(THINK)} {rest})?")

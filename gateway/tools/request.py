@@ -120,7 +120,7 @@ def _named(choice: Any) -> str | None:
 def _allowed(choice: dict[str, Any], offered: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], bool]:
     content = choice.get("allowed_tools")
     if not isinstance(content, dict) or content.get("mode") not in ("auto", "required"):
-        message = "'tool_choice.allowed_tools.mode' must be \"auto\" or \"required\"."
+        message = '\'tool_choice.allowed_tools.mode\' must be "auto" or "required".'
         raise bad_value("tool_choice.allowed_tools", message)
     names = [_named(one) for one in content["tools"]] if isinstance(content.get("tools"), list) else []
     if not names or None in names:

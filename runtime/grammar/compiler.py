@@ -22,7 +22,7 @@ LIMITS: Final = llguidance.LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-"""Smaller than llguidance's own, so that no mask takes longer than about 20 ms. A grammar that exceeds them ends with an error."""
+"""Smaller than llguidance's own, so that no mask takes longer than about 20 ms. A grammar that exceeds them fails."""
 _CACHED_MAX: Final = 128
 _CACHED_CHARS_MAX: Final = 1 << 20
 """Of all grammars kept compiled."""

@@ -27,7 +27,14 @@ FOLDERS_MAY_IMPORT = {
         "waiting": "fairness kv_admission",
         "workers": "fairness kv_admission waiting",
     },
-    "gateway": {"http": "streams", "openai": "http streams text", "streams": "text", "text": ""},
+    "gateway": {
+        "http": "streams",
+        "openai": "http streams structured text tools",
+        "streams": "text",
+        "structured": "http",
+        "text": "",
+        "tools": "http structured text",
+    },
     "kvtransfer": {"memory": "", "session": "", "transports": "memory session"},
     "launcher": {
         "admin": "local",

@@ -69,6 +69,8 @@ async def _generate(
                     ),
                 )
                 del generation, body
+                if prepared.form.grammar:
+                    await gateway.grammars.check(owner, prepared.form.grammar, prepared.form.param)
             slots.hold(len(prepared.prompts))
             answer: Answer = answer_cls(
                 prepared,
@@ -152,6 +154,7 @@ def _submit(
     identity: _Identity,
 ) -> Exchange:
     several, answer_id = len(prepared.prompts) > 1, info.internal_id
+    kept = prepared.form.reading.keep if prepared.form.reading is not None else frozenset[int]()
     info.prompt_tokens = sum(map(len, prepared.prompts))
     specs = [
         StreamSpec(
@@ -160,7 +163,7 @@ def _submit(
             prompt=prompt,
             sampling=prepared.sampling,
             choices=prepared.choices,
-            make_text=gateway.tokenizer.text_sink(prepared.stops),
+            make_text=gateway.tokenizer.text_sink(prepared.stops, kept),
             names=named,
             tenant=identity.tenant,
             priority_class=identity.priority_class,

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from gateway.structured.hello import Hello
 from runtime.grammar.compiler import GrammarError, make_matcher, make_tokenizer
 
 MEMORY_BYTES_MAX: Final = 2 << 30
@@ -18,13 +19,6 @@ MEMORY_BYTES_MAX: Final = 2 << 30
 _NICE: Final = 5
 _ALONE_S: Final = 10
 """A gateway that died amid a grammar kills nobody: SIGALRM ends the process then."""
-
-
-class Hello(msgspec.Struct):
-    tokenizer: str
-    """tokenizer.json"""
-    vocab_size: int
-    eos_ids: list[int]
 
 
 def main() -> int:

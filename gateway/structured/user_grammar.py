@@ -33,6 +33,6 @@ def _from_gbnf(text: str) -> str:
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
     try:
-        return str(gbnf_to_lark(text))
+        return str(gbnf_to_lark(text)).replace("%llguidance {}", "", 1)
     except (GbnfToLarkError, RecursionError, ValueError, IndexError) as error:
         raise UserGrammarError(f"the GBNF cannot be read: {str(error)[:200]}") from None

@@ -104,7 +104,8 @@ class ModelTokenizer:
 
     def split_special(self, text: str) -> list[str | int]:
         """Parts of a text, with the ids of the special tokens in it. As llguidance sees it, a token added as `<…>` is one."""
-        found = re.split("|".join(f"({re.escape(mark)})" for mark in self._marks), text) if self._marks else [text]
+        longest_first = sorted(self._marks, key=len, reverse=True)
+        found: list[str] = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if self._marks else [text]
         return [self._marks.get(part, part) for part in found if part]
 
     def mark_id(self, text: str) -> int | None:

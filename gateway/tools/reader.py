@@ -1,11 +1,10 @@
 """Takes a chat answer apart as it comes: thoughts, text and tool calls. transformers' response parser finds the regions."""
 
 import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-from transformers.utils.chat_parsing import ResponseParser
 
 from gateway.tools.call_reader import CallBegun, CallReader
 
@@ -58,6 +57,8 @@ class AnswerReader:
 
     def __init__(self, reading: Reading, seed: str) -> None:
         """`seed` names the choice among all: the ids of its calls are made of it."""
+        from transformers.utils.chat_parsing import ResponseParser
+
         self._reading = reading
         self._seed = seed
         self._parser: Any = ResponseParser(reading.template, prefix=reading.prefix, tools=list(reading.tools) or None)
@@ -66,9 +67,8 @@ class AnswerReader:
         self._blank = {"content": True, "reasoning": True}
         """Parts of which nothing but white space has come: models put line ends behind marks."""
         self._held = {"content": "", "reasoning": ""}
-        self._raw = ""
-        """Of the present region of calls, until a call is found in it."""
-        self._open = False
+        self._raw: str | None = ""
+        """Of the present region of calls; None once a call was found in it."""
         self.calls = 0
         self.reasoning_tokens = 0
         self._thinking = reading.thought_begun
@@ -84,7 +84,7 @@ class AnswerReader:
                 self._take(events)
         except ValueError:
             # A region is not what the model's template says: its text has been passed on, or is lost in a broken call.
-            self._give("content", self._raw)
+            self._give("content", self._raw or "")
         if ended and self._calls is not None:
             self._end_calls()
         self._count(list(tokens), was_thinking)
@@ -127,9 +127,9 @@ class AnswerReader:
                 self._calls = None
         elif kind == "region_chunk":
             assert self._calls is not None
-            self._raw += event["text"]
+            self._raw = None if self._raw is None else self._raw + event["text"]
             for found in self._calls.feed(event["text"]):
-                self._raw = ""
+                self._raw = None
                 if isinstance(found, CallBegun):
                     self._begin(found.name)
                 elif self._parts.calls and self._parts.calls[-1]["index"] == self.calls - 1:
@@ -140,7 +140,7 @@ class AnswerReader:
             self._end_calls()
 
     def _end_calls(self) -> None:
-        self._give("content", self._raw)  # it was no call
+        self._give("content", self._raw or "")  # it was no call
         self._calls, self._raw = None, ""
 
     def _begin(self, name: str) -> None:
@@ -152,8 +152,6 @@ class AnswerReader:
 
     def _whole_calls(self, value: Any) -> None:
         """Calls as the model's own template gives them."""
-        import json
-
         for one in value if isinstance(value, list) else [value]:
             function = one.get("function", one) if isinstance(one, dict) else {}
             name, arguments = function.get("name"), function.get("arguments", function.get("parameters", {}))

@@ -3,6 +3,7 @@
 Its limits are counts, not times, so every process decides alike: what one worker matches, another does too.
 """
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
@@ -106,5 +107,6 @@ class Matcher:
 
 
 def _short(error: str) -> str:
-    """llguidance's message without the state that it prints after it."""
-    return " ".join(error.partition("\n<")[0].split())[:300]
+    """llguidance's message without the place in our text of the grammar, and without the state that it prints after it."""
+    text = re.split(r"\n<|\n\s*\d+ \| ", error)[0]
+    return " ".join(re.sub(r"^at \d+\(\d+\): ", "", text).split())[:300]

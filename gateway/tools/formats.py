@@ -16,7 +16,7 @@ _NEVER: Final = "\x00"
 """No text has it: the whole text is to be read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CallFormat:
     """One form of tool calls."""
 

@@ -1,66 +1,47 @@
-"""The HTTP application: routes, keys, and one shape for every error."""
+"""The HTTP application: its routes, and one shape for every error."""
+
+from typing import Final
 
 from fastapi import FastAPI, Request
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from gateway.http.errors import ApiError
 from gateway.http.request_log import RequestInfo, RequestLog, info_of
 from gateway.openai import openapi, routes_generate, routes_info
+from gateway.openai.answer_types import ChatCompletionChunk
 from gateway.openai.context import Gateway
+from gateway.openai.request_types import ChatRequest, CompletionRequest
 from gateway.streams.types import FailKind
-from gateway.tenancy import KeyRing
-from runtime.tenancy.tenants import DEFAULT_TENANT
+from runtime.process.version import version_of
 
-_GUARDED = "/v1"
+ROUTERS: Final = (routes_generate.router, routes_info.router)
+BODIES: Final = (CompletionRequest, ChatRequest, ChatCompletionChunk)
+"""What the description has beside what the routes themselves name."""
 
 
 def create_app(gateway: Gateway) -> ASGIApp:
-    app = FastAPI(title="crossdock", docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False)
+    app = FastAPI(
+        title="crossdock",
+        version=version_of(),
+        summary="OpenAI's API for completions and chat.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.state.gateway = gateway
-    app.openapi = openapi.document  # type: ignore[method-assign]
-    app.include_router(routes_info.router)
-    app.include_router(routes_generate.router)
-    app.add_middleware(KeyGuard, keys=gateway.keys)
+    for router in ROUTERS:
+        app.include_router(router)
+    openapi.describe(app, BODIES)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
-    routes = (*routes_info.router.routes, *routes_generate.router.routes)
-    paths = [route.path.replace(":path", "") for route in routes if isinstance(route, Route)]
+    paths = [
+        route.path.replace(":path", "") for router in ROUTERS for route in router.routes if isinstance(route, Route)
+    ]
     return RequestLog(app, paths, enabled=gateway.access_log)
-
-
-class KeyGuard:
-    """Lets requests below /v1 pass only with a key, where there are any, and notes whose it is in `request.state.tenant`."""
-
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(_GUARDED):
-            try:
-                tenant = self._tenant(Headers(scope=scope).get("authorization", ""))
-            except ApiError as error:
-                await _response(error, info_of(scope))(scope, receive, send)
-                return
-            scope["state"]["tenant"] = info_of(scope).tenant = tenant
-        await self._app(scope, receive, send)
-
-    def _tenant(self, authorization: str) -> str:
-        if not self._keys.needed:
-            return DEFAULT_TENANT
-        scheme, _, key = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            message = "An API key is needed: send it as 'Authorization: Bearer KEY'."
-            raise ApiError(401, message, code="missing_api_key")
-        tenant = self._keys.tenant_of(key.strip().encode("latin-1", "replace"))
-        if tenant is None:
-            raise ApiError(401, "The API key is not valid.", code="invalid_api_key")
-        return tenant
 
 
 def _response(error: ApiError, info: RequestInfo) -> Response:

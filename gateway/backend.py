@@ -31,7 +31,7 @@ from gateway.streams.types import (
 )
 from gateway.streams.worker_links import WorkerLinks
 from proto.errors import RemoteProtocolError
-from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
+from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, PromptLogprobs, Rejected, Role, Tokens
 from runtime.link.peer import Peer
 from runtime.process import clock, log
 from runtime.process.driver import CoreDriver
@@ -200,9 +200,15 @@ class Backend:
         return None
 
     def worker_message(self, peer: Peer, message: Message, _blob: bytes) -> None:
-        if not isinstance(message, Tokens):
+        if isinstance(message, PromptLogprobs):
+            submission = self.keeper.submissions.get(message.request_id)
+            scores = submission.stream.spec.prompt_scores if submission is not None else None
+            if scores is not None:
+                scores.take(message)
+        elif isinstance(message, Tokens):
+            self._driver.post(TokensReceived(message.items, peer.incarnation if peer.hello.role is Role.DECODE else 0))
+        else:
             raise RemoteProtocolError(f"a worker may not send {type(message).__name__} to a gateway")
-        self._driver.post(TokensReceived(message.items, peer.incarnation if peer.hello.role is Role.DECODE else 0))
 
     def worker_up(self, peer: Peer) -> None:
         if self._workers.returns(peer.incarnation):

@@ -2,15 +2,19 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from engine.engine import Engine, SeqChunk
 from engine.sampling.finish import finish_reason
+from engine.sampling.prompt_logprobs import PromptScorer
 from engine.sampling.sampler import SamplerState, sample
 from prefill_worker.core import StepResult
 from prefill_worker.prompts import Key, PrefillRequest
-from proto.messages import Chunk, TokenItem
+from proto.limits import MAX_PROMPT_LOGPROBS
+from proto.messages import Chunk, PromptLogprobs, TokenItem
 
 
 def run_step(
@@ -18,6 +22,15 @@ def run_step(
 ) -> StepResult:
     """`on_final` is told of the blocks that are full now, or are a complete prompt's last."""
     started = time.perf_counter()
+    scorers = {
+        prompt.key: PromptScorer(
+            prompt.tokens[: len(prompt.tokens) - prompt.order.resumed_tokens],
+            chunk.start,
+            prompt.order.sampling.prompt_logprobs,
+        )
+        for prompt, chunk in work
+        if prompt.order.sampling.prompt_logprobs >= 0
+    }
     completing = [prompt for prompt, chunk in work if chunk.start + chunk.length == prompt.order.prompt_tokens]
     logits = engine.forward(
         [
@@ -26,6 +39,7 @@ def run_step(
                 start=chunk.start,
                 blocks=prompt.blocks,
                 wants_logits=chunk.start + chunk.length == prompt.order.prompt_tokens,
+                on_logits=scorers.get(prompt.key),
             )
             for prompt, chunk in work
         ]
@@ -40,7 +54,8 @@ def run_step(
     engine.finish()  # a step that completes no prompt draws nothing, and so has not waited for its KV yet
     for prompt, chunk in work:
         on_final(final_blocks(prompt, chunk, engine.info.block_size))
-    return StepResult((time.perf_counter() - started) * 1000, first, broken, undrawn)
+    scores = {key: score_messages(key, scorer) for key, scorer in scorers.items()}
+    return StepResult((time.perf_counter() - started) * 1000, first, broken, undrawn, scores)
 
 
 def draw_late(prompts: Sequence[PrefillRequest]) -> StepResult:
@@ -82,6 +97,19 @@ def _draw(prompts: Sequence[PrefillRequest], logits: torch.Tensor) -> tuple[dict
     return first, frozenset(broken)
 
 
+def score_messages(key: tuple[str, int], scorer: PromptScorer) -> list[PromptLogprobs]:
+    """Of the prompt tokens behind those of one chunk."""
+    return [
+        PromptLogprobs(
+            *key,
+            rows.start,
+            rows.top_ids.shape[1],
+            *map(_packed, (rows.logprobs, rows.ranks, rows.top_ids, rows.top_logprobs)),
+        )
+        for rows in scorer.joined(MAX_PROMPT_LOGPROBS)
+    ]
+
+
 def final_blocks(prompt: PrefillRequest, chunk: Chunk, block_size: int) -> list[int]:
     """Those of the prompt's blocks that this chunk was the last to write to."""
     end = chunk.start + chunk.length
@@ -96,3 +124,8 @@ def first_state(prompt: PrefillRequest, choice: int, vocab_size: int) -> Sampler
         prompt.order.sampling, choice, vocab_size, prompt.tokens[:split], prompt.tokens[split:],
         constraint=prompt.constraint,
     )  # fmt: skip
+
+
+def _packed(numbers: npt.NDArray[Any]) -> bytes:
+    """Little-endian."""
+    return numbers.astype(numbers.dtype.newbyteorder("<")).tobytes()

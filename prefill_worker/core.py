@@ -20,6 +20,7 @@ from proto.messages import (
     Message,
     Peer,
     Prefill,
+    PromptLogprobs,
     Release,
     Released,
     Step,
@@ -44,6 +45,8 @@ class StepResult:
     """Prompts whose logits were not finite, so that nothing could be drawn."""
     undrawn: Mapping[Key, Any] = field(default_factory=dict)
     """Logits of those that are complete, and wait for their grammar to be compiled."""
+    prompt_logprobs: dict[Key, list[PromptLogprobs]] = field(default_factory=dict)
+    """Of the prompts that want them: what this step computed."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,8 @@ class PrefillCore:
                 if prompt.constraint is not None:  # since the step began
                     self._to_draw.append(prompt)
             first, blocks = self.table.fresh_blocks(prompt)
+            for scores in result.prompt_logprobs.get(prompt.key, ()):
+                self._ports.gateways.send(prompt.order.gateway, scores)
             items = result.first_tokens.get(prompt.key)
             if items is not None:
                 prompt.output_tokens = len(items)
@@ -294,4 +299,5 @@ class PrefillCore:
 def needs_tokens(sampling: Sampling, resumed_tokens: int) -> bool:
     """Whether decode must know the prompt's ids (or the resumed output among them) to sample."""
     output = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or bool(sampling.grammar)
+    output = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or bool(sampling.bad_words)
     return sampling.repetition_penalty != 1.0 or (output and resumed_tokens > 0)

@@ -20,6 +20,11 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_TOP_LOGPROBS = 20
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 32
+MAX_PROMPT_LOGPROBS = 512
+"""Prompt tokens in one `PromptLogprobs`."""
 MAX_CHUNKS_PER_STEP = 256
 MAX_PREFIX_PARTS = 16
 """Of one prompt: what lies beyond is counted as its own."""

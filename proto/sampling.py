@@ -38,6 +38,18 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     after penalties and bias."""
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=limits.MAX_STOP_TOKEN_IDS)] = ()
     """The model's end-of-sequence ids are among them unless the user asked to ignore them."""
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=limits.MAX_TOP_LOGPROBS)] = -1
+    """As `logprobs`, of the prompt's tokens, as the model gives them: no penalty or bias counts. They travel as
+    `PromptLogprobs`, before the first token."""
+    min_tokens: Annotated[int, Meta(ge=0, le=limits.MAX_CONTEXT_TOKENS)] = 0
+    """Until the answer has so many, no stop token is drawn; resumed ones are included."""
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=limits.MAX_ALLOWED_TOKEN_IDS)] = ()
+    """No others are drawn; empty: all may be."""
+    bad_words: Annotated[
+        tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=limits.MAX_BAD_WORD_TOKENS)], ...],
+        Meta(max_length=limits.MAX_BAD_WORDS),
+    ] = ()
+    """Token sequences that the answer must not have: the last token of one is not drawn behind the others."""
     grammar: Annotated[str, Meta(max_length=limits.MAX_GRAMMAR_CHARS)] = ""
     """What the answer must match, as a grammar of llguidance; empty: anything."""
 

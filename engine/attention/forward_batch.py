@@ -5,7 +5,7 @@ token's slot is the number of the row that its K has in layer 0; the rows of oth
 distances, so one tensor of slots serves every layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,10 @@ import torch
 Ints = npt.NDArray[np.int64]
 NO_SLOT: Final = -1
 """The slot of a row that only fills a batch up: nothing is written for it."""
+
+OnLogits = Callable[[int, torch.Tensor], None]
+LOGITS_ROWS: Final = 64
+"""Rows of logits that `on_logits` is given at once: 40 MB with a vocabulary of 150,000."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,20 @@ class SeqChunk:
     """The sequence's block table, covering at least `start + len(tokens)` positions."""
     wants_logits: bool
     """Whether the logits of the last token are wanted."""
+    on_logits: OnLogits | None = None
+    """Called with the logits of all its tokens, some at a time: the number of the first, and [tokens, vocab] float32. What it
+    is given is overwritten when it has returned."""
+
+
+def rows_of_logits(chunks: Sequence[SeqChunk]) -> Iterator[tuple[OnLogits, int, int, int]]:
+    """For each piece of logits that `on_logits` is to be given: that, the number of its first token in the chunk and in the
+    packed batch, and how many tokens it has."""
+    first = 0
+    for chunk in chunks:
+        if chunk.on_logits is not None:
+            for start in range(0, len(chunk.tokens), LOGITS_ROWS):
+                yield chunk.on_logits, start, first + start, min(LOGITS_ROWS, len(chunk.tokens) - start)
+        first += len(chunk.tokens)
 
 
 @dataclass(frozen=True)

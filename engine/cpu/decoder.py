@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from engine.attention.forward_batch import SeqChunk
+from engine.attention.forward_batch import LOGITS_ROWS, SeqChunk, rows_of_logits
 from engine.cpu import library
 from engine.cpu.recognise import LayerParts, ModelParts
 from engine.cpu.weights import PackedWeights
@@ -115,7 +115,20 @@ class CpuDecoder:
             arrays.wanted.ctypes.data, len(arrays.wanted), self._pool.data_ptr(), *buffers, logits.ctypes.data,
         )  # fmt: skip
         self._library.forward(ctypes.byref(self._model), ctypes.byref(batch), items.ctypes.data)
+        self._pass_logits(chunks)
         return torch.from_numpy(logits)[:, : self._vocab_size]
+
+    def _pass_logits(self, chunks: Sequence[SeqChunk]) -> None:
+        """To those that want the logits of all their tokens. `normed` still has what the last layer made of each."""
+        normed, hidden = self._buffers["normed"], self._widths["normed"]
+        room: Floats | None = None
+        for on_logits, start, row, rows in rows_of_logits(chunks):
+            if room is None:
+                room = np.empty((LOGITS_ROWS, self._head.outputs), dtype=np.float32)
+            self._library.project(
+                ctypes.byref(self._model), normed.ctypes.data + 4 * row * hidden, room.ctypes.data, rows
+            )
+            on_logits(start, torch.from_numpy(room)[:rows, : self._vocab_size])
 
     @contextmanager
     def short_windows(self, window: int) -> Iterator[None]:

@@ -140,6 +140,7 @@ def load() -> ctypes.CDLL:
         raise KernelsUnavailable(f"the CPU kernels cannot be loaded: {error}") from error
     library.start_threads.restype, library.start_threads.argtypes = c_int64, [c_int64]
     library.forward.restype, library.forward.argtypes = None, [POINTER(Model), POINTER(Batch), c_void_p]
+    library.project.restype, library.project.argtypes = None, [POINTER(Model), c_void_p, c_void_p, c_int64]
     library.multiply.restype = None
     library.multiply.argtypes = [POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_int64]
     return library

@@ -110,8 +110,8 @@ class ModelParts:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing beyond Llama's shape with biases, head norms, windows and soft caps of scores: what runners other than the CPU
-        kernels may rely on."""
+        """Nothing beyond Llama's shape with biases, head norms, windows and soft caps of scores: what other runners than the
+        CPU kernels may rely on."""
         return (
             self.rotary_types == (None,)
             and ((self.embedding_scale, self.residual, self.logit_scale, self.logit_softcap) == (1.0, 1.0, 1.0, 0.0))

@@ -1,5 +1,6 @@
-"""Draws tokens from logits. Per row, in vLLM's order: penalties and bias → the grammar's mask → log-probabilities are taken →
-temperature → min_p → top_k → top_p → draw. A row pays only for what it asks for: a greedy one without adjustments is an argmax.
+"""Draws tokens from logits. Per row, in vLLM's order: tokens that may not come, penalties and bias → the grammar's mask →
+log-probabilities are taken → temperature → min_p → top_k → top_p → draw. A row pays only for what it asks for: a greedy one
+without adjustments is an argmax.
 
 The random number of a draw is a function of (seed, choice, token index) alone: Philox4x64 (Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3") with the first two as key and the index as counter. So it depends neither on the batch nor on
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from engine.sampling.draw import Logits, Weights, draw
+from engine.sampling.output_limits import OutputLimits
 from proto.sampling import Sampling, TokenLogprobs
 
 _LOWEST_LOGPROB = -9999.0
@@ -72,8 +74,13 @@ class SamplerState:
         bias = [(token, value) for token, value in sampling.logit_bias if token < vocab_size]
         self._bias_ids = torch.tensor([token for token, _ in bias], dtype=torch.int64)
         self._bias = torch.tensor([value for _, value in bias])
-        self.adjusts = bool(bias) or self._seen is not None or self._counts is not None
-        """Whether penalties or a bias change the logits."""
+        self._limits = OutputLimits(sampling, vocab_size, output_tokens)
+        self._changes = bool(bias) or self._seen is not None or self._counts is not None
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether penalties, a bias or a token that may not come change the logits of the next draw."""
+        return self._changes or self._limits.apply_at(self.index)
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -88,12 +95,14 @@ class SamplerState:
             self._seen[token] = True
         if self._counts is not None:
             self._counts[token] += 1
+        self._limits.accept(token)
         if self.constraint is not None:
             self.constraint.accept(token)
 
     def apply_penalties(self, row: torch.Tensor) -> torch.Tensor:
-        """Logits [vocab] after penalties and bias; a new tensor when anything changes."""
-        if not self.adjusts:
+        """Logits [vocab] after limits, penalties and bias; a new tensor when anything changes."""
+        row = self._limits.mask(row, self.index)
+        if not self._changes:
             return row
         sampling = self.sampling
         if self._seen is not None:

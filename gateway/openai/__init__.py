@@ -1,4 +1,4 @@
-"""The OpenAI-compatible API: request types, routes, answers.
+"""The OpenAI-compatible API: request types, dependencies, routes, answers.
 
-Start with `routes_generate`.
+Start with `routes_generate`, then `generate`.
 """

@@ -4,7 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
+from gateway.http.errors import ApiError
+from gateway.openai.evaluation import echoed_logprobs, finite, prompt_logprobs
 from gateway.openai.prepare import Prepared
+from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import Deliver, Finish
 from gateway.text.token_texts import TokenTexts
 from gateway.text.tokenizer import ModelTokenizer
@@ -12,14 +17,9 @@ from gateway.tools.reader import AnswerReader
 from proto.sampling import TokenLogprobs
 
 Json = dict[str, Any]
-_LOGPROB_MIN = -9999.0
-"""JSON has no minus infinity."""
+_DONE = b"data: [DONE]\n\n"
 _ENDS = (Finish.STOP, Finish.TOOL_CALLS)
 """With which a stop token may be the last."""
-
-
-def _finite(logprob: float) -> float:
-    return max(_LOGPROB_MIN, logprob)
 
 
 @dataclass
@@ -42,6 +42,11 @@ class ChoiceState:
     calls: list[Json] = field(default_factory=list)
     """Whole ones, as they have come so far."""
 
+    @property
+    def mean_logprob(self) -> float:
+        """Per token, for `best_of`."""
+        return sum(finite(entry.logprob) for entry in self.logprobs) / max(1, len(self.logprobs))
+
 
 class _Shown(NamedTuple):
     """One token of a choice, for its log probabilities."""
@@ -58,12 +63,30 @@ class _Shown(NamedTuple):
 class Answer(Protocol):
     """One kind of endpoint's way of writing."""
 
+    prompt_scores: Sequence[PromptScores | None]
+
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
     def collect(self, choice: ChoiceState, part: Deliver) -> None:
         """For an answer in one piece."""
+        ...
 
-    def usage_chunk(self, completion_tokens: int, cached_tokens: int) -> Json: ...
+    def usage(self, completion_tokens: int, cached_tokens: int) -> Json: ...
     def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json: ...
+    def event(self, content: Json) -> bytes:
+        """A chunk as it is sent."""
+        ...
+
+    def opening(self) -> bytes:
+        """What is sent as soon as the request is accepted."""
+        ...
+
+    def closing(self, completion_tokens: int, cached_tokens: int) -> bytes:
+        """The end of a stream whose choices have all ended."""
+        ...
+
+    def failing(self, error: ApiError, request_id: str) -> bytes:
+        """The end of a stream that fails."""
+        ...
 
 
 class _Base:
@@ -76,6 +99,9 @@ class _Base:
         self.prepared = prepared
         self.tokenizer = tokenizer
         self._head = {"id": answer_id, "created": created, "model": model}
+        self.prompt_scores: Sequence[PromptScores | None] = [None] * len(prepared.prompts)
+        """Of each prompt; complete before its first token comes."""
+        self._shows_logprobs = prepared.sampling.logprobs >= 0 and not prepared.hides_logprobs
         self._readers: list[AnswerReader] = []
 
     def collect(self, choice: ChoiceState, part: Deliver) -> None:
@@ -90,24 +116,46 @@ class _Base:
             chunk["usage"] = None
         return chunk
 
-    def usage_chunk(self, completion_tokens: int, cached_tokens: int) -> Json:
-        usage = self._usage(completion_tokens, cached_tokens)
-        return {**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}
+    def event(self, content: Json) -> bytes:
+        return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+    def opening(self) -> bytes:
+        return b""
+
+    def closing(self, completion_tokens: int, cached_tokens: int) -> bytes:
+        if not self.prepared.include_usage:
+            return _DONE
+        usage = self.usage(completion_tokens, cached_tokens)
+        return self.event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}) + _DONE
+
+    def failing(self, error: ApiError, request_id: str) -> bytes:
+        """Without `[DONE]`."""
+        return self.event(error.body(request_id))
 
     def _shown(
         self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
     ) -> Iterator[_Shown]:
-        texts = choice.token_texts = choice.token_texts or self.tokenizer.token_texts()
+        texts = choice.token_texts = choice.token_texts or self.tokenizer.token_texts(
+            keeps_special=self.prepared.keeps_special
+        )
         stop_ids = self.prepared.sampling.stop_token_ids
         for number, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), 1):
-            top = [(*texts.candidate(other), _finite(logprob)) for other, logprob in entry.top]
+            top = [(*texts.candidate(other), finite(logprob)) for other, logprob in entry.top]
             offset = texts.chars
             is_last = finish is not None and number == len(tokens)
             is_text = not (is_last and finish in _ENDS and token in stop_ids)
             text, own_bytes = texts.push(token, is_last=is_last, is_text=is_text)
-            yield _Shown(text, own_bytes, offset, _finite(entry.logprob), top)
+            yield _Shown(text, own_bytes, offset, finite(entry.logprob), top)
 
-    def _usage(self, completion_tokens: int, cached_tokens: int) -> Json:
+    def _prompt_logprobs(self, prompt: int) -> Json:
+        """vLLM's field, where it is asked for."""
+        scores, prepared = self.prompt_scores[prompt], self.prepared
+        if prepared.prompt_logprobs < 0 or scores is None:
+            return {}
+        tokens, top = prepared.prompts[prompt], prepared.prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(tokens, scores, top, self.tokenizer)}
+
+    def usage(self, completion_tokens: int, cached_tokens: int) -> Json:
         prompt_tokens = sum(len(prompt) for prompt in self.prepared.prompts)
         usage: Json = {
             "prompt_tokens": prompt_tokens,
@@ -127,11 +175,11 @@ class CompletionAnswer(_Base):
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]:
         echo = "" if choice.started else self.prepared.echoes[choice.prompt]
         text = echo + part.text
-        wanted = self.prepared.sampling.logprobs >= 0
+        wanted = self._shows_logprobs
         if not (text or part.finish or wanted or self.prepared.return_token_ids):
             return
         body: Json = {"index": choice.index, "text": text}
-        body["logprobs"] = self._logprobs(choice, part.tokens, part.logprobs, part.finish) if wanted else None
+        body["logprobs"] = self._with_echo(choice, part.tokens, part.logprobs, part.finish) if wanted else None
         body["finish_reason"] = part.finish and part.finish.value
         if self.prepared.return_token_ids:
             body["prompt_token_ids"] = None if choice.started else self.prepared.prompts[choice.prompt]
@@ -140,22 +188,47 @@ class CompletionAnswer(_Base):
         yield self._chunk([body])
 
     def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json:
-        bodies, completion_tokens = [], 0
-        for choice in choices:
-            completion_tokens += len(choice.tokens)
-            wanted = self.prepared.sampling.logprobs >= 0
+        bodies, drawn, wanted = [], list(choices), self._shows_logprobs
+        completion_tokens = sum(len(choice.tokens) for choice in drawn)
+        for index, choice in enumerate(self._best(drawn)):
             body: Json = {
-                "index": choice.index,
+                "index": index,
                 "text": self.prepared.echoes[choice.prompt] + "".join(choice.texts),
-                "logprobs": self._logprobs(choice, choice.tokens, choice.logprobs, choice.finish) if wanted else None,
+                "logprobs": self._with_echo(choice, choice.tokens, choice.logprobs, choice.finish) if wanted else None,
                 "finish_reason": choice.finish,
+                **self._prompt_logprobs(choice.prompt),
             }
             if self.prepared.return_token_ids:
                 body["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
                 body["token_ids"] = choice.tokens
             bodies.append(body)
-        usage = self._usage(completion_tokens, cached_tokens)
+        usage = self.usage(completion_tokens, cached_tokens)
         return {**self._head, "object": self.whole_kind, "choices": bodies, "usage": usage}
+
+    def _best(self, drawn: list[ChoiceState]) -> list[ChoiceState]:
+        """Of each prompt's, those that are given: the likeliest per token, where more were drawn."""
+        each, given = self.prepared.choices, self.prepared.answers
+        if each == given:
+            return drawn
+        prompts = [drawn[at : at + each] for at in range(0, len(drawn), each)]
+        return [choice for some in prompts for choice in sorted(some, key=lambda one: -one.mean_logprob)[:given]]
+
+    def _with_echo(
+        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
+    ) -> Json:
+        """The choice's own, behind those of its prompt where that is echoed."""
+        own = self._logprobs(choice, tokens, logprobs, finish)
+        if not self.prepared.echoes_logprobs:
+            return own
+        echo = len(self.prepared.echoes[choice.prompt])
+        own["text_offset"] = [offset + echo for offset in own["text_offset"]]
+        scores = self.prompt_scores[choice.prompt]
+        if choice.started or scores is None:
+            return own
+        prompt, top = self.prepared.prompts[choice.prompt], self.prepared.sampling.logprobs
+        kept = self.prepared.keeps_special
+        echoed = echoed_logprobs(prompt, scores, top, self.tokenizer, keeps_special=kept)
+        return {name: [*values, *own[name]] for name, values in echoed.items()}
 
     def _logprobs(
         self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
@@ -221,7 +294,7 @@ class ChatAnswer(_Base):
             if self.prepared.return_token_ids:
                 chunk["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
             yield chunk
-        wanted = self.prepared.sampling.logprobs >= 0
+        wanted = self._shows_logprobs
         delta, finish = self._read(choice, part)
         if not (delta or finish or wanted or self.prepared.return_token_ids):
             return
@@ -234,7 +307,7 @@ class ChatAnswer(_Base):
 
     def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json:
         bodies, completion_tokens = [], 0
-        wanted = self.prepared.sampling.logprobs >= 0
+        wanted = self._shows_logprobs
         for choice in choices:
             completion_tokens += len(choice.tokens)
             body: Json = {
@@ -246,8 +319,9 @@ class ChatAnswer(_Base):
             if self.prepared.return_token_ids:
                 body["token_ids"] = choice.tokens
             bodies.append(body)
-        usage = self._usage(completion_tokens, cached_tokens)
+        usage = self.usage(completion_tokens, cached_tokens)
         answer = {**self._head, "object": self.whole_kind, "choices": bodies, "usage": usage}
+        answer |= self._prompt_logprobs(0)
         if self.prepared.return_token_ids:
             answer["prompt_token_ids"] = self.prepared.prompts[0]
         return answer

@@ -26,6 +26,11 @@ class Form:
     reading: Reading | None = None
     """None: the answer is text as it comes."""
 
+    @property
+    def kept_tokens(self) -> frozenset[int]:
+        """Special tokens that are text while the answer is read."""
+        return self.reading.keep if self.reading is not None else frozenset()
+
 
 ANY_FORM: Final = Form()
 
@@ -48,9 +53,9 @@ def _checked(request: GenerationRequest, tokenizer: ModelTokenizer, grammar: str
     if len(grammar) > limits.MAX_GRAMMAR_CHARS:
         message = f"'{param}' makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters."
         raise bad_value(param, message)
-    if request.ignore_eos:
-        message = f"'ignore_eos' does not go with '{param}': the answer ends where its form does."
-        raise bad_value("ignore_eos", message)
+    for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
+        if getattr(request, name):
+            raise bad_value(name, f"{name!r} does not go with {param!r}, which says what the answer looks like.")
     if not tokenizer.facts.eos_ids:
         raise bad_value(param, f"'{param}' is not supported: the model has no token that ends an answer.")
     return grammar

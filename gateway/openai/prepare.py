@@ -4,9 +4,10 @@ Lengths are checked before anything is tokenized, as far as they are certain the
 """
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.http.errors import bad_value, model_not_found, too_long
+from gateway.openai.evaluation import output_limits, prompt_logprobs_wanted
 from gateway.openai.forms import ANY_FORM, Chat, Form, completion_form
 from gateway.openai.request_types import (
     CHOICES_MAX,
@@ -43,6 +44,19 @@ class Prepared:
     return_token_ids: bool
     form: Form = ANY_FORM
     """What the answer must look like, and how it is read."""
+    answers: int = 1
+    """Choices of each prompt that are given, the best of those drawn."""
+    echoes_logprobs: bool = False
+    hides_logprobs: bool = False
+    """They were only asked for to find the best answers."""
+    prompt_logprobs: int = -1
+    """As the request has it; -1: none are to be shown."""
+    no_output: bool = False
+    """Nothing but the prompt is asked for. One token is drawn all the same, and not shown."""
+    keeps_special: bool = False
+    """Special tokens are part of the text."""
+    keeps_stop: bool = False
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,36 +72,41 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
     """Raises `ApiError`."""
     _check_common(request, tokenizer, rules)
     n = request.n or 1
-    if request.best_of is not None and request.best_of != n:
-        code = "unsupported_parameter" if request.best_of > n else "invalid_value"
-        raise bad_value("best_of", "'best_of' other than 'n' is not supported.", code)
-    if request.echo and request.logprobs is not None:
-        message = "'echo' with 'logprobs' is not supported: log probabilities of prompt tokens are not computed."
-        raise bad_value("echo", message, "unsupported_parameter")
+    drawn = request.best_of or n
+    if drawn < n:
+        raise bad_value("best_of", f"'best_of' is {drawn} and must not be less than 'n', which is {n}.")
+    if drawn > n and request.stream:
+        message = (
+            "'best_of' greater than 'n' is not supported with 'stream': which answers are best is known at their end."
+        )
+        raise bad_value("best_of", message, "unsupported_parameter")
     prompts = _prompts(request.prompt, tokenizer)
-    if len(prompts) * n > CHOICES_MAX:
+    if len(prompts) * drawn > CHOICES_MAX:
         raise bad_value("n", f"At most {CHOICES_MAX} choices over all prompts are allowed.")
-    echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
+    decode = tokenizer.decode_all if request.skip_special_tokens is False else tokenizer.decode
+    echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
     form = completion_form(request, tokenizer)
     ids = [tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
     logprobs = -1 if request.logprobs is None else request.logprobs
-    return _finish(
+    prepared = _finish(
         request,
         tokenizer,
         ids,
         echoes if request.echo else [""] * len(ids),
         asked=request.max_tokens,
         default=COMPLETION_MAX_TOKENS,
-        logprobs=logprobs,
+        logprobs=max(logprobs, 0) if drawn > n else logprobs,
         param="prompt",
         form=form,
     )
+    shown = bool(request.echo) and request.logprobs is not None
+    return replace(prepared, choices=drawn, echoes_logprobs=shown, hides_logprobs=logprobs < 0)
 
 
 def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
     """Raises `ApiError`."""
     _check_common(request, tokenizer, rules)
-    asked = request.max_completion_tokens or request.max_tokens
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if request.max_tokens is not None and request.max_tokens != asked:
         raise bad_value("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; send one of them.")
     if request.top_logprobs is not None and not request.logprobs:
@@ -215,7 +234,7 @@ def _finish(
         raise bad_value(param, f"'{param}' has a special token that the tokenizer knows and the model does not.")
     longest = max(len(prompt) for prompt in prompts)
     left = tokenizer.facts.context_tokens - longest
-    max_tokens = min(default or left, left) if asked is None else asked
+    max_tokens = min(default or left, left) if asked is None else max(asked, 1)
     if max_tokens > left or max_tokens < 1:
         raise _over_context(longest, max(max_tokens, 1), tokenizer, param)
     defaults = tokenizer.facts.sampling
@@ -233,6 +252,8 @@ def _finish(
         logprobs=logprobs,
         stop_token_ids=_stop_ids(request, tokenizer),
         grammar=form.grammar,
+        prompt_logprobs=prompt_logprobs_wanted(request),
+        **output_limits(request, tokenizer, max_tokens),
     )
     return Prepared(
         prompts=tuple(tuple(prompt) for prompt in prompts),
@@ -249,6 +270,12 @@ def _finish(
         ),
         return_token_ids=bool(request.return_token_ids),
         form=form,
+        answers=request.n or 1,
+        prompt_logprobs=-1 if request.prompt_logprobs is None else request.prompt_logprobs,
+        no_output=asked == 0,
+        keeps_special=request.skip_special_tokens is False,
+        keeps_stop=bool(request.include_stop_str_in_output),
+        cache_salt=request.cache_salt or "",
     )
 
 

@@ -32,24 +32,40 @@ NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "prompt_cache_options": _NOTHING,
     "prompt_cache_retention": (None, "in_memory"),
     "suffix": (None, ""),
-    "min_tokens": (None, 0),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1.0),
-    "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
     "chat_template": (None,),
     "chat_template_kwargs": _NOTHING,
     "continue_final_message": (None, False),
     "add_generation_prompt": (None, True),
-    "skip_special_tokens": (None, True),
     "include_reasoning": (None, True),
     "guided_json_object": (None, False),
     "guided_whitespace_pattern": (None,),
     "guided_decoding_backend": (None,),
-    "include_stop_str_in_output": (None, False),
-    "bad_words": _NOTHING,
 }
 """Known but not supported, by either endpoint or by one: accepted only with a value that asks for nothing."""
+INSTEAD: Final[dict[str, str]] = {
+    "functions": "'tools' is their successor.",
+    "function_call": "'tool_choice' is its successor.",
+    "audio": "This server reads and writes text.",
+    "modalities": "This server reads and writes text.",
+    "prediction": "Nothing is gained by it here.",
+    "store": "Only /v1/responses keeps answers, for 'previous_response_id'.",
+    "metadata": "Only /v1/responses keeps answers.",
+    "moderation": "Moderate in the client.",
+    "prompt_cache_options": "The prefix cache needs no options; 'cache_salt' keeps prompts apart.",
+    "prompt_cache_retention": "Prompts stay cached until their room is needed.",
+    "suffix": "Put the text behind the prompt into the prompt, as the model's own format has it.",
+    "use_beam_search": "'n' and 'best_of' draw several answers.",
+    "length_penalty": "It belongs to beam search.",
+    "truncate_prompt_tokens": "/tokenize counts tokens before a request is sent.",
+    "chat_template": "The model's own template is used; /v1/completions takes any text.",
+    "continue_final_message": "/v1/completions goes on with any text.",
+    "add_generation_prompt": "/v1/completions takes any text.",
+    "web_search_options": "Search in the client, and send what was found as a message.",
+}
+"""What is there in place of those."""
 
 _OF_THE_MODEL: Final = (
     "Left out or null: the value of the model's generation_config.json if it has one, else OpenAI's default."
@@ -64,6 +80,8 @@ STOPS_MAX: Final = 4
 STOP_CHARS_MAX: Final = 256
 CALLS_MAX: Final = 256
 """In one message."""
+BAD_WORDS_MAX: Final = limits.MAX_BAD_WORDS // 2
+"""Each may have two spellings in tokens."""
 
 
 class _Model(BaseModel):
@@ -84,7 +102,8 @@ class GenerationRequest(_Model):
     model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT_TOKENS)] | None = None
+    """0: nothing is answered; for the log-probabilities of a prompt."""
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     stop: Any = None
     """A string or up to four; checked by `stop_strings`, which names the fault better than a union can."""
@@ -116,6 +135,24 @@ class GenerationRequest(_Model):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
+    """vLLM's: log-probabilities of the prompt's tokens, and of so many of the likeliest at each place. The prompt is computed
+    anew for them, cached or not. Not with `stream`."""
+    min_tokens: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT_TOKENS)] | None = None
+    """Until there are so many, no stop token is drawn, and stop strings are not looked for."""
+    allowed_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = None
+    bad_words: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]], Field(max_length=BAD_WORDS_MAX)]
+        | None
+    ) = None
+    """Words that the answer does not have. Each is kept out as it is and behind a space."""
+    skip_special_tokens: bool | None = None
+    """False: special tokens are part of the text, by their names."""
+    include_stop_str_in_output: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    """Prompts share cached blocks only with those of the same tenant and salt."""
     user: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
     """The client's own user; it is in the access log, for operators to find abuse."""
     safety_identifier: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
@@ -135,7 +172,8 @@ class CompletionRequest(GenerationRequest):
     """A string, token ids, or a list of either; checked by `gateway.openai.prepare`."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
+    """So many answers are drawn, and the `n` with the highest log-probability per token are given. Not with `stream`."""
 
 
 class TextPart(_Model):
@@ -205,7 +243,9 @@ def validate(cls: type[R], content: Any) -> R:
         elif key in NEUTRAL_ONLY:
             if not any(_is(value, neutral) for neutral in NEUTRAL_ONLY[key]):
                 allowed = " or ".join(msgspec.json.encode(neutral).decode() for neutral in NEUTRAL_ONLY[key])
-                message = f"'{key}' is not supported here: leave it out, or send {allowed}."
+                message = (
+                    f"'{key}' is not supported here: leave it out, or send {allowed}. {INSTEAD.get(key, '')}".rstrip()
+                )
                 raise bad_value(key, message, "unsupported_parameter")
         else:
             shown = key[:100]

@@ -1,14 +1,17 @@
-"""GET routes: models, health, readiness. Metrics have a port of their own."""
+"""GET routes: models, version, health, readiness. Metrics have a port of their own."""
 
 from typing import Any
 
-from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from fastapi import APIRouter
 
 from gateway.http.errors import ApiError, model_not_found
-from gateway.openai.context import Gateway, gateway_of
+from gateway.openai.answer_types import Model, ModelList, Status, Version
+from gateway.openai.context import Gateway
+from gateway.openai.dependencies import GatewayDep, TenantDep
+from gateway.openai.openapi import refusals
+from runtime.process.version import version_of
 
-router = APIRouter()
+router = APIRouter(tags=["Models and state"])
 
 
 def _model(gateway: Gateway) -> dict[str, Any]:
@@ -21,29 +24,33 @@ def _model(gateway: Gateway) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/models")
-async def models(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_model(gateway_of(request))]})
+@router.get("/v1/models", summary="The models served here.", response_model=ModelList, responses=refusals(401))
+async def models(gateway: GatewayDep, _tenant: TenantDep) -> dict[str, Any]:
+    return {"object": "list", "data": [_model(gateway)]}
 
 
-@router.get("/v1/models/{model_id:path}")
-async def model(request: Request, model_id: str) -> Response:
-    gateway = gateway_of(request)
+@router.get("/v1/models/{model_id:path}", summary="One model.", response_model=Model, responses=refusals(401, 404))
+async def model(gateway: GatewayDep, _tenant: TenantDep, model_id: str) -> dict[str, Any]:
     if model_id != gateway.rules.model_id:
         raise model_not_found(model_id, gateway.rules.model_id)
-    return JSONResponse(_model(gateway))
+    return _model(gateway)
 
 
-@router.get("/health")
-async def health() -> Response:
-    """200 while this process answers."""
-    return JSONResponse({"status": "ok"})
+@router.get("/version", summary="The version of this server.", response_model=Version)
+async def version() -> dict[str, str]:
+    return {"version": version_of()}
 
 
-@router.get("/ready")
-async def ready(request: Request) -> Response:
-    """200 only when a request would be served."""
-    reason = gateway_of(request).backend.not_ready
+@router.get("/health", summary="200 while this process answers.", response_model=Status)
+async def health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@router.get(
+    "/ready", summary="200 only while a request would be served.", response_model=Status, responses=refusals(503)
+)
+async def ready(gateway: GatewayDep) -> dict[str, str]:
+    reason = gateway.backend.not_ready
     if reason is not None:
         raise ApiError(503, f"Not ready: {reason}.", code="not_ready", retry_after_s=1.0)
-    return JSONResponse({"status": "ready"})
+    return {"status": "ready"}

@@ -5,6 +5,8 @@ from enum import Enum
 from math import inf
 from zlib import crc32
 
+import msgspec
+
 from gateway.streams.types import Finish, StreamLimits, StreamSpec, TextSink
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, Reject
@@ -116,7 +118,10 @@ class Submission:
         return self.choices[number]
 
     def lacks_logprobs(self, item: TokenItem) -> bool:
-        return self.stream.spec.sampling.logprobs >= 0 and len(item.logprobs) != len(item.tokens)
+        """Of the tokens themselves, or of the prompt's, which come before them."""
+        scores = self.stream.spec.prompt_scores
+        lacks_prompts = scores is not None and not scores.complete
+        return lacks_prompts or (self.stream.spec.sampling.logprobs >= 0 and len(item.logprobs) != len(item.tokens))
 
     def part(self, choice: Choice, now: float) -> "Submission":
         """One of several choices, to be resumed by itself."""
@@ -165,13 +170,14 @@ class Submission:
         spec = self.stream.spec
         sent = self.choices[0].tokens if len(self.choices) == 1 else []
         packed = pack_tokens((*spec.prompt, *sent))
+        sampling = msgspec.structs.replace(spec.sampling, prompt_logprobs=-1) if sent else spec.sampling
         names = spec.names.extended(packed) if spec.names is not None and sent else spec.names
         submit = Submit(
             request_id=self.request_id,
             attempt=self.attempt,
             model=spec.model,
             prompt_tokens=len(spec.prompt) + len(sent),
-            sampling=spec.sampling,
+            sampling=sampling,
             choices=len(self.choices),
             first_choice=self.choices[0].index,
             resumed_tokens=len(sent),

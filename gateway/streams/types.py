@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from gateway.streams.prompt_scores import PromptScores
 from gateway.text.block_hashes import BlockNames
 from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, TokenItem
 from proto.sampling import Sampling, TokenLogprobs
@@ -72,6 +73,8 @@ class StreamSpec:
     priority_class: str = ""
     deadline_ms: float = 0.0
     """For the first token, from the opening of the stream; 0: none of its own."""
+    prompt_scores: PromptScores | None = None
+    """Takes the log-probabilities of the prompt's tokens, where they are asked for."""
 
 
 # --- events; Accepted, Rejected and Interrupted come as the coordinator sent them -------------------------------------

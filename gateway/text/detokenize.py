@@ -72,8 +72,10 @@ class Detokenizer:
 class StopMatcher:
     """Finds the first stop string in a text that comes in pieces, and holds back what may be the start of one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
+        """`keeps_stop`: a stop string that is found is part of the text."""
         self._stops = tuple(stops)
+        self._keeps_stop = keeps_stop
         self._held = ""
         self.stopped = False
 
@@ -88,7 +90,8 @@ class StopMatcher:
             # The one complete first, so that the answer does not depend on how the text was cut into pieces.
             self.stopped = True
             self._held = ""
-            return text[: min(found)[1]]
+            end, at = min(found)
+            return text[: end if self._keeps_stop else at]
         held = max(self._overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -115,12 +118,19 @@ class TextPiece:
 class Assembler:
     """One choice's text: detokenized, and cut at the first stop string."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str], *, keeps_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        """`min_tokens`: stop strings are looked for in what comes after so many."""
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, keeps_stop=keeps_stop)
+        self._unmatched = min_tokens
 
     def push(self, token: int) -> TextPiece:
         new = self._detokenizer.push(token)
+        if self._unmatched:
+            self._unmatched -= 1
+            return TextPiece(new, False)
         if not new:
             return TextPiece("", False)
         text = self._matcher.push(new)

@@ -89,18 +89,36 @@ class ModelTokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def token_texts(self) -> TokenTexts:
-        """For the log probabilities of one choice."""
-        return TokenTexts(self._pieces, self.decode, self.special_ids)
-
-    def text_sink(self, stops: Sequence[str], keep: frozenset[int] = frozenset()) -> Callable[[], Assembler]:
-        """A maker of assemblers, one for each choice. `keep` are special tokens that are text in this answer."""
-        decode = self._decode_all if keep & self.special_ids else self.decode
-        return lambda: Assembler(Detokenizer(decode, self.special_ids - keep), stops)
-
-    def _decode_all(self, ids: Sequence[int]) -> str:
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """As text, special tokens included."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
+
+    def token_texts(self, *, keeps_special: bool = False) -> TokenTexts:
+        """For the log probabilities of one choice. `keeps_special`: as of its text."""
+        if keeps_special:
+            return TokenTexts(self._pieces, self.decode_all, frozenset())
+        return TokenTexts(self._pieces, self.decode, self.special_ids)
+
+    def token_name(self, token: int) -> str:
+        """As the vocabulary writes it; empty for an id that the tokenizer does not know."""
+        name: str | None = self._backend.id_to_token(token)
+        return name or ""
+
+    def text_sink(
+        self,
+        stops: Sequence[str],
+        *,
+        keeps_stop: bool = False,
+        min_tokens: int = 0,
+        keeps_special: bool = False,
+        keep: frozenset[int] = frozenset(),
+    ) -> Callable[[], Assembler]:
+        """A maker of assemblers, one for each choice. `keeps_special`: special tokens are part of the text; else, those in
+        `keep` are."""
+        skipped = frozenset[int]() if keeps_special else self.special_ids - keep
+        decode = self.decode if skipped == self.special_ids else self.decode_all
+        return lambda: Assembler(Detokenizer(decode, skipped), stops, keeps_stop=keeps_stop, min_tokens=min_tokens)
 
     def split_special(self, text: str) -> list[str | int]:
         """Parts of a text, with the ids of the special tokens in it. As llguidance sees it, a token added as `<…>` is one."""

@@ -190,7 +190,7 @@ def test_keys(header: str | None, code: str) -> None:
     async def test(site: Site) -> None:
         headers = {} if header is None else {"Authorization": header.encode("latin-1")}
         async with site.client() as client:
-            for path in ("/v1/models", "/v1/nothing"):
+            for path in ("/v1/models", "/v1/models/x"):
                 answer = await client.get(path, headers=headers)
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == code

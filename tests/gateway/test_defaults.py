@@ -10,8 +10,9 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from gateway.app import BODIES
 from gateway.http.errors import ApiError
-from gateway.openai.openapi import document
+from gateway.openai.openapi import schemas
 from gateway.openai.prepare import Rules
 from gateway.openai.request_types import NEUTRAL_ONLY, ChatRequest, CompletionRequest, validate
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
@@ -86,7 +87,7 @@ def test_requests_get_the_models_defaults_for_what_they_leave_out() -> None:
 
 
 def test_the_description_says_where_defaults_come_from() -> None:
-    properties = document()["components"]["schemas"]["ChatRequest"]["properties"]
+    properties = schemas(BODIES)["ChatRequest"]["properties"]
     assert all("generation_config.json" in json.dumps(properties[name]) for name in FIELDS)
 
 

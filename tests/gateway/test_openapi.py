@@ -4,15 +4,13 @@ import asyncio
 
 import pytest
 
+from gateway.app import ROUTERS
 from gateway.http.errors import ApiError
-from gateway.openai import routes_generate, routes_info
-from gateway.openai.openapi import document
 from gateway.openai.request_types import MESSAGES_MAX, ChatRequest, validate
 from tests.gateway.api_fuzz import BOTH, fake_server, knock
 from tests.gateway.fakes import Site, make_site
 
 SEED = 6
-ROUTERS = (routes_generate.router, routes_info.router)
 
 
 def test_requests_made_of_the_description_never_make_the_server_fail() -> None:
@@ -36,9 +34,13 @@ def test_every_route_is_described_and_the_description_is_served() -> None:
         site: Site = make_site()
         async with site.client() as client:
             answer = await client.get("/openapi.json")
-            assert answer.status_code == 200 and answer.json() == document()
+            assert answer.status_code == 200
         paths = {route.path.replace(":path", "") for router in ROUTERS for route in router.routes}
-        assert paths - set(document()["paths"]) <= {"/metrics", "/ready"}
+        assert paths == set(answer.json()["paths"])
+        for path, operations in answer.json()["paths"].items():
+            for method, operation in operations.items():
+                for media_type, content in operation["responses"]["200"]["content"].items():
+                    assert content["schema"], (path, method, media_type)
         site.gateway.threads.shutdown()
 
     asyncio.run(body())

@@ -116,7 +116,7 @@ def test_each_request_has_one_line_without_prompt_or_key(monkeypatch: pytest.Mon
         assert stream.items() >= {**common, **tokens}.items() and stream["request_id"].startswith("cmpl-")
         assert 0 <= stream["ttft_ms"] <= stream["duration_ms"]
         assert refused.items() >= {**common, "status": 429, "error": "queue_full"}.items()
-        assert (lost["status"], lost["path"], lost["error"]) == (401, "other", "missing_api_key")
+        assert (lost["status"], lost["path"], lost["error"]) == (404, "other", "not_found")
         assert (model["status"], model["path"]) == (404, "/v1/models/{model_id}")
         assert probe["log_level"] == "debug"
         assert KEY not in str(lines) and PROMPT not in str(lines)

@@ -62,14 +62,26 @@ static void rotate_and_cache(void *context, int64_t row) {
 }
 
 // Scales one row of logits and bounds them: cap * tanh(x / cap).
+typedef struct {
+    const Model *model;
+    float *logits;
+} Logits;
+
 static void finish_logits(void *context, int64_t row) {
-    const Step *s = context;
+    const Logits *s = context;
     const Model *m = s->model;
-    float *logits = s->batch->logits + row * m->head.outputs;
+    float *logits = s->logits + row * m->head.outputs;
     for (int64_t i = 0; i < m->head.outputs; i += LANES) {
         v16 x = LOAD(logits + i) * m->logit_scale;
         STORE(logits + i, m->logit_softcap > 0.0f ? softcap16(x, m->logit_softcap) : x);
     }
+}
+
+// Logits [rows][head.outputs] of rows of `x` [rows][hidden], which the last norm has been applied to.
+void project(const Model *m, const float *x, float *logits, int64_t rows) {
+    Logits all = {m, logits};
+    multiply(&m->head, x, m->hidden, logits, m->head.outputs, rows);
+    if (m->logit_scale != 1.0f || m->logit_softcap > 0.0f) parallel(finish_logits, &all, rows);
 }
 
 // `items`: room for chunk_count + 1 numbers. On entry `x` holds the embeddings of the rows.
@@ -92,7 +104,5 @@ void forward(const Model *m, const Batch *b, int64_t *items) {
     }
     for (int64_t i = 0; i < b->wanted_count; i++)
         memcpy(b->x + i * m->hidden, b->normed + b->wanted[i] * m->hidden, m->hidden * sizeof(float));
-    if (!b->wanted_count) return;
-    multiply(&m->head, b->x, m->hidden, b->logits, m->head.outputs, b->wanted_count);
-    if (m->logit_scale != 1.0f || m->logit_softcap > 0.0f) parallel(finish_logits, &step, b->wanted_count);
+    if (b->wanted_count) project(m, b->x, b->logits, b->wanted_count);
 }

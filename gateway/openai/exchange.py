@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import msgspec
 from starlette.responses import Response
@@ -11,17 +12,12 @@ from gateway.backend import ClientLeft, Subscription
 from gateway.http.errors import ApiError, of_failure
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
-from gateway.streams.types import Admitted, Deliver, Ended
+from gateway.streams.types import Admitted, Deliver, Ended, Finish
 from proto.messages import RateState
 from runtime.process import clock
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients of server-sent events ignore."""
-_DONE = b"data: [DONE]\n\n"
-
-
-def _event(content: object) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class Exchange:
@@ -35,8 +31,10 @@ class Exchange:
         choices_each: int,
         *,
         continuous_usage: bool,
+        no_output: bool,
         info: RequestInfo,
     ) -> None:
+        """`no_output`: the one token that is drawn is not shown."""
         self.subscription = subscription
         self.answer = answer
         self.info = info
@@ -50,6 +48,7 @@ class Exchange:
         self.rates: RateState | None = None
         """As the coordinator last told it."""
         self.continuous_usage = continuous_usage
+        self.no_output = no_output
         self.choices = [
             ChoiceState(number * choices_each + index, number)
             for number in range(len(stream_ids))
@@ -62,6 +61,8 @@ class Exchange:
         delivered = []
         for event in events:
             if isinstance(event, Deliver):
+                if self.no_output:
+                    event = replace(event, text="", tokens=(), logprobs=(), finish=Finish.LENGTH)
                 self.completion_tokens += len(event.tokens)
                 self.info.delivered(len(event.tokens), clock.now())
                 if event.cached_tokens:
@@ -99,14 +100,12 @@ class Exchange:
     def encode(self, delivered: Iterable[tuple[ChoiceState, Deliver]]) -> bytes:
         chunks = [chunk for choice, part in delivered for chunk in self.answer.chunks(choice, part)]
         if self.continuous_usage:
-            usage = self.answer.usage_chunk(self.completion_tokens, sum(self.cached_tokens.values()))["usage"]
+            usage = self.answer.usage(self.completion_tokens, sum(self.cached_tokens.values()))
             chunks = [chunk | {"usage": usage} for chunk in chunks]
-        return b"".join(map(_event, chunks))
+        return b"".join(map(self.answer.event, chunks))
 
-    def closing(self, include_usage: bool) -> bytes:
-        if not include_usage:
-            return _DONE
-        return _event(self.answer.usage_chunk(self.completion_tokens, sum(self.cached_tokens.values()))) + _DONE
+    def closing(self) -> bytes:
+        return self.answer.closing(self.completion_tokens, sum(self.cached_tokens.values()))
 
 
 class EventStream(Response):
@@ -119,41 +118,46 @@ class EventStream(Response):
         exchange: Exchange,
         begun: list[tuple[ChoiceState, Deliver]],
         *,
-        include_usage: bool,
         headers: dict[str, str],
         client_timeout_s: float,
         keep_alive_s: float,
+        ended: Callable[[str], None],
     ) -> None:
         """A client that reads nothing for `client_timeout_s` is cut off, and its request cancelled. After `keep_alive_s` of
-        silence a comment is sent; 0: none is."""
+        silence a comment is sent; 0: none is. `ended` is told the outcome, once."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self.exchange = exchange
         self.begun = begun
-        self.include_usage = include_usage
         self.client_timeout_s = client_timeout_s
         self.keep_alive_s = keep_alive_s
         self.outcome = "internal_error"
+        self.ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            data = await self._until_the_end(send)
+            await self._answer(send)
         except ClientLeft:
             self.outcome = self.exchange.info.error = "disconnected"
-            return
+        finally:
+            self.ended(self.outcome)
+
+    async def _answer(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        data = await self._until_the_end(send)
         if self.exchange.failed is None:
-            data += self.exchange.closing(self.include_usage)
+            data += self.exchange.closing()
             self.outcome = "ok"
         else:
-            data += _event(self.exchange.failed.body(self.exchange.info.request_id))
+            data += self.exchange.answer.failing(self.exchange.failed, self.exchange.info.request_id)
             self.outcome = self.exchange.info.error = self.exchange.failed.code
         await self._send(send, data)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _until_the_end(self, send: Send) -> bytes:
         """Send what comes until every choice has ended, or one has failed; returns what is still to be sent."""
-        exchange, data = self.exchange, self.exchange.encode(self.begun)
+        exchange = self.exchange
+        data = exchange.answer.opening() + exchange.encode(self.begun)
         idle_timer = _IdleTimer(self.keep_alive_s, exchange.subscription.nudge)
         try:
             while exchange.unended and exchange.failed is None:

@@ -1,0 +1,159 @@
+"""What the API answers, as types: they make the description at /openapi.json.
+
+Answers of generation requests are written without them (`gateway.openai.answers`), since validating each event of a stream
+would cost more than the rest of it; `tests/gateway/test_openapi.py` checks answers against these types.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class AnswerType(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ErrorBody(AnswerType):
+    message: str
+    type: str
+    param: str | None = Field(description="The parameter at fault.")
+    code: str | None
+    request_id: str = Field(description="As in the header `X-Request-Id`.")
+
+
+class Error(AnswerType):
+    error: ErrorBody
+
+
+class Status(AnswerType):
+    status: Literal["ok", "ready"]
+
+
+class Version(AnswerType):
+    version: str
+
+
+class Model(AnswerType):
+    id: str
+    object: Literal["model"]
+    created: int = Field(description="When this gateway started, in seconds since 1970.")
+    owned_by: str
+    max_model_len: int = Field(description="Tokens of prompt and answer together.")
+
+
+class ModelList(AnswerType):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class PromptTokensDetails(AnswerType):
+    cached_tokens: int = Field(description="Prompt tokens that were not computed for this request.")
+
+
+class Usage(AnswerType):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionLogprobs(AnswerType):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(AnswerType):
+    logprob: float
+    rank: int = Field(description="Its place among all tokens at its place; 1 is the likeliest.")
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionChoice(AnswerType):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="By token id. vLLM's.")
+
+
+class Completion(AnswerType):
+    """Also each event of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TokenLogprob(AnswerType):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprobWithTop(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(AnswerType):
+    content: list[TokenLogprobWithTop] | None
+    refusal: None = None
+
+
+class ChatAnswerMessage(AnswerType):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+
+
+class ChatChoice(AnswerType):
+    index: int
+    message: ChatAnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(AnswerType):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = Field(None, description="By token id. vLLM's.")
+
+
+class ChatDelta(AnswerType):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(AnswerType):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(AnswerType):
+    """Each event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None

@@ -1,0 +1,80 @@
+"""What FastAPI hands to the routes: this gateway, whose request it is, and what the request holds until it is answered.
+
+No route lets FastAPI read a body: that would be before the key was looked at, and without bounds.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+
+from gateway.http.body import Slots, owner_of
+from gateway.http.errors import ApiError
+from gateway.http.request_log import info_of
+from gateway.openai.context import Gateway, gateway_of
+from runtime.tenancy.tenants import DEFAULT_TENANT
+
+_BEARER = HTTPBearer(auto_error=False, scheme_name="key", description="An API key of a tenant, where there are any.")
+_X_API_KEY = APIKeyHeader(name="x-api-key", auto_error=False, scheme_name="x-api-key", description="As Anthropic's.")
+
+GatewayDep = Annotated[Gateway, Depends(gateway_of)]
+
+
+async def _tenant(
+    request: Request,
+    gateway: GatewayDep,
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)],
+    x_api_key: Annotated[str | None, Security(_X_API_KEY)],
+) -> str:
+    """Whose request it is, by its key; `default` where there are no keys. Raises `ApiError` (401)."""
+    if not gateway.keys.needed:
+        tenant: str | None = DEFAULT_TENANT
+    else:
+        key = (bearer.credentials if bearer is not None else x_api_key or "").strip()
+        if not key:
+            message = "An API key is needed: send it as 'Authorization: Bearer KEY'."
+            raise ApiError(401, message, code="missing_api_key")
+        tenant = gateway.keys.tenant_of(key.encode("latin-1", "replace"))
+    if tenant is None:
+        raise ApiError(401, "The API key is not valid.", code="invalid_api_key")
+    info_of(request.scope).tenant = tenant
+    return tenant
+
+
+TenantDep = Annotated[str, Depends(_tenant)]
+
+
+async def _held() -> AsyncIterator[AsyncExitStack]:
+    """Closed once the response has been sent, or could not be."""
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request that may make the model work."""
+
+    request: Request
+    gateway: Gateway
+    tenant: str
+    owner: str
+    """Who it counts for where something bounded is divided: the tenant, or the client's address where there are no keys."""
+    held: AsyncExitStack
+    """What is entered here is left once the response has been sent, or could not be."""
+
+    async def slots(self) -> Slots:
+        """A place among the requests that this gateway has open at once. Raises `ApiError` (429, 503)."""
+        return await self.held.enter_async_context(self.gateway.intake.place(self.owner))
+
+
+async def _call(
+    request: Request, gateway: GatewayDep, tenant: TenantDep, held: Annotated[AsyncExitStack, Depends(_held)]
+) -> Call:
+    owner = owner_of(tenant if gateway.keys.needed else "", request.client.host if request.client else None)
+    return Call(request, gateway, tenant, owner, held)
+
+
+CallDep = Annotated[Call, Depends(_call)]

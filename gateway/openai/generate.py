@@ -1,0 +1,209 @@
+"""One generation request, whichever API it came by: read, checked, submitted, and answered whole or as a stream."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive
+
+from gateway.backend import ClientLeft, Subscription
+from gateway.http.body import parse_json
+from gateway.http.errors import ApiError, rate_headers
+from gateway.http.request_log import RequestInfo, info_of
+from gateway.openai.answers import Answer
+from gateway.openai.context import Gateway
+from gateway.openai.dependencies import Call
+from gateway.openai.exchange import EventStream, Exchange
+from gateway.openai.prepare import Prepared, Rules
+from gateway.openai.request_types import GenerationRequest
+from gateway.streams.prompt_scores import PromptScores
+from gateway.streams.types import StreamSpec
+from gateway.tenancy import priority_class_of
+from gateway.text.block_hashes import BlockNames
+from gateway.text.tokenizer import ModelTokenizer
+from proto.codec import pack_tokens
+from runtime.process import clock
+from runtime.process.driver import cancelled
+
+R = TypeVar("R", bound=GenerationRequest)
+CLIENT_LEFT = 499
+"""For the access log only: nobody reads this response."""
+
+
+@dataclass(frozen=True)
+class Endpoint(Generic[R]):
+    """How one API asks and answers."""
+
+    name: str
+    """In metrics."""
+    id_prefix: str
+    read: Callable[[Any], R]
+    """A parsed JSON body → a request. Raises `ApiError`."""
+    prepare: Callable[[R, ModelTokenizer, Rules], Prepared]
+    """Runs on a thread. Raises `ApiError`."""
+    answer: Callable[..., Answer]
+
+
+async def generate(call: Call, endpoint: Endpoint[R]) -> Response:
+    """Raises `ApiError`."""
+    info, metrics = info_of(call.request.scope), call.gateway.metrics
+
+    def count(outcome: str) -> None:
+        metrics.requests.labels(endpoint.name, outcome).inc()
+
+    try:
+        exchange, prepared = await _begin(call, endpoint, info)
+        if not prepared.stream:
+            content = await exchange.whole()
+            count("ok")
+            return Response(content, media_type="application/json", headers=rate_headers(exchange.rates))
+        begun = await exchange.accepted()
+    except ApiError as error:
+        count(error.code)
+        if error.retry_after_s:
+            metrics.retry_after.labels(str(error.status)).observe(error.retry_after_s)
+        raise
+    except ClientLeft:
+        count("disconnected")
+        info.error = "disconnected"
+        return Response(status_code=CLIENT_LEFT)
+    except Exception:
+        count("internal_error")
+        raise
+    return EventStream(
+        exchange,
+        begun,
+        headers=rate_headers(exchange.rates),
+        client_timeout_s=call.gateway.intake.client_timeout_s,
+        keep_alive_s=call.gateway.keep_alive_s,
+        ended=count,
+    )
+
+
+async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[Exchange, Prepared]:
+    """Read the request and submit it. Raises `ApiError` and `ClientLeft`."""
+    gateway = call.gateway
+    info.internal_id = f"{endpoint.id_prefix}-{info.token}"
+    slots = await call.slots()
+    async with gateway.intake.body(call.request, call.owner) as body:
+        generation = endpoint.read(parse_json(body))
+        info.end_user = generation.end_user
+        identity = _identity(gateway, call.tenant, generation)
+        work = partial(_prepare, endpoint.prepare, generation, gateway, identity.cache_group)
+        prepared, names = await gateway.threads.run(call.owner, len(body), work)
+        del generation, body, work
+        if prepared.form.grammar:
+            await gateway.grammars.check(call.owner, prepared.form.grammar, prepared.form.param)
+    slots.hold(len(prepared.prompts))
+    answer = endpoint.answer(
+        prepared,
+        gateway.tokenizer,
+        answer_id=info.internal_id,
+        created=int(clock.unix_time()),
+        model=gateway.rules.model_id,
+    )
+    exchange = _submit(gateway, prepared, names, answer, info, identity)
+    await call.held.enter_async_context(_watched(call.request.receive, exchange.subscription))
+    return exchange, prepared
+
+
+def _prepare(
+    prepare: Callable[[R, ModelTokenizer, Rules], Prepared], generation: R, gateway: Gateway, cache_group: str
+) -> tuple[Prepared, list[BlockNames | None]]:
+    """A request's prompts and the names of their KV blocks. Runs on a thread of its own: both take time."""
+    prepared = prepare(generation, gateway.tokenizer, gateway.rules)
+    # Log-probabilities of a prompt need all of it computed, so that none of it is looked up.
+    block_size = gateway.backend.hash_block_size if prepared.sampling.prompt_logprobs < 0 else 0
+    if prepared.cache_salt:
+        cache_group = f"{cache_group}\0{prepared.cache_salt}"
+    return prepared, [
+        BlockNames.of(pack_tokens(prompt), block_size, cache_group) if block_size else None
+        for prompt in prepared.prompts
+    ]
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """Who asks, and with which urgency."""
+
+    tenant: str
+    priority_class: str
+    deadline_ms: float
+    cache_group: str
+
+
+def _identity(gateway: Gateway, tenant: str, generation: GenerationRequest) -> _Identity:
+    """Raises `ApiError`."""
+    priority_class = priority_class_of(generation.priority, generation.service_tier, gateway.keys.tenants, tenant)
+    policy = gateway.keys.tenants.policy(tenant)
+    # None: taken out of the file since the key was looked at; the coordinator will say so.
+    group = policy.cache_group if policy is not None else f"tenant:{tenant}"
+    return _Identity(tenant, priority_class, generation.deadline_ms or 0.0, group)
+
+
+def _submit(
+    gateway: Gateway,
+    prepared: Prepared,
+    names: list[BlockNames | None],
+    answer: Answer,
+    info: RequestInfo,
+    identity: _Identity,
+) -> Exchange:
+    several, answer_id = len(prepared.prompts) > 1, info.internal_id
+    info.prompt_tokens = sum(map(len, prepared.prompts))
+    wanted = prepared.sampling.prompt_logprobs
+    specs = [
+        StreamSpec(
+            stream_id=f"{answer_id}.p{number}" if several else answer_id,
+            model=gateway.rules.model_id,
+            prompt=prompt,
+            sampling=prepared.sampling,
+            choices=prepared.choices,
+            make_text=gateway.tokenizer.text_sink(
+                prepared.stops,
+                keeps_stop=prepared.keeps_stop,
+                min_tokens=prepared.sampling.min_tokens,
+                keeps_special=prepared.keeps_special,
+                keep=prepared.form.kept_tokens,
+            ),
+            names=named,
+            tenant=identity.tenant,
+            priority_class=identity.priority_class,
+            deadline_ms=identity.deadline_ms,
+            prompt_scores=PromptScores(len(prompt), wanted) if wanted >= 0 else None,
+        )
+        for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))
+    ]
+    answer.prompt_scores = [spec.prompt_scores for spec in specs]
+    return Exchange(
+        gateway.backend.open(specs),
+        [spec.stream_id for spec in specs],
+        answer,
+        prepared.choices,
+        continuous_usage=prepared.continuous_usage,
+        no_output=prepared.no_output,
+        info=info,
+    )
+
+
+@asynccontextmanager
+async def _watched(receive: Receive, subscription: Subscription) -> AsyncIterator[None]:
+    """Ends the subscription's streams as soon as the client disconnects, and in any case on leaving."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        subscription.leave()
+
+    watcher = asyncio.get_running_loop().create_task(watch())
+    try:
+        yield
+    finally:
+        subscription.close()
+        with contextlib.suppress(OSError):
+            await cancelled(watcher)

@@ -1,0 +1,67 @@
+"""Answers are what /openapi.json says they are: every kind of answer, whole and in events, fits its type."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from gateway.openai.answer_types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    Error,
+    Model,
+    ModelList,
+    Version,
+)
+from tests.gateway.fakes import MODEL, Site
+from tests.gateway.http_words import on_site
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"return_token_ids": True, "n": 2},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "token_ids", "usage"])
+@pytest.mark.parametrize(
+    ("path", "ask", "whole", "event"),
+    [
+        ("/v1/completions", {"prompt": "Hi", "logprobs": 2}, Completion, Completion),
+        ("/v1/completions", {"prompt": ["Hi", "Ho"], "echo": True}, Completion, Completion),
+        ("/v1/chat/completions", CHAT, ChatCompletion, ChatCompletionChunk),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 1}, ChatCompletion, ChatCompletionChunk),
+    ],
+)
+def test_generated_answers(
+    path: str, ask: dict[str, Any], whole: type[BaseModel], event: type[BaseModel], options: dict[str, Any]
+) -> None:
+    async def test(site: Site) -> None:
+        async with site.client() as client:
+            if "stream_options" not in options:
+                answer = await client.post(path, json={"model": MODEL, **ask, **options})
+                assert answer.status_code == 200, answer.text
+                whole.model_validate_json(answer.content)
+            streamed = await client.post(path, json={"model": MODEL, **ask, **options, "stream": True})
+        events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line.startswith("data: {")]
+        assert len(events) > 3
+        for one in events:
+            event.model_validate_json(one)
+
+    on_site(test)
+
+
+def test_other_answers() -> None:
+    async def test(site: Site) -> None:
+        async with site.client() as client:
+            ModelList.model_validate_json((await client.get("/v1/models")).content)
+            Model.model_validate_json((await client.get(f"/v1/models/{MODEL}")).content)
+            assert Version.model_validate_json((await client.get("/version")).content).version
+            refused = await client.post("/v1/completions", json={"model": MODEL, "promt": "Hi"})
+        error = Error.model_validate_json(refused.content).error
+        assert refused.status_code == 400 and error.param == "promt", json.dumps(refused.json())
+
+    on_site(test)

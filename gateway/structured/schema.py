@@ -11,7 +11,7 @@ NODES_MAX: Final = 4000
 """Objects and lists, those of `enum` and `const` included."""
 ENUM_MAX: Final = 4000
 """Values over the whole schema."""
-PATTERNS_WITH_ALL_OF_MAX: Final = 2
+PATTERNS_IN_ALL_OF_MAX: Final = 2
 """To intersect regular expressions can take exponential time."""
 MULTIPLE_OF_MAX: Final = 10_000
 """An automaton with so many states counts the remainder."""
@@ -46,10 +46,10 @@ def prepared(schema: Any, *, strict: bool) -> dict[str, Any]:
 
 
 def _check_size(schema: dict[str, Any]) -> None:
-    nodes, enums, patterns, has_all_of = 0, 0, 0, False
-    waiting: list[tuple[Any, int]] = [(schema, 1)]
+    nodes, enums, patterns, intersected, refers = 0, 0, 0, 0, False
+    waiting: list[tuple[Any, int, bool]] = [(schema, 1, False)]
     while waiting:
-        value, depth = waiting.pop()
+        value, depth, in_all_of = waiting.pop()
         if not isinstance(value, dict | list):
             continue
         nodes += 1
@@ -61,16 +61,20 @@ def _check_size(schema: dict[str, Any]) -> None:
             if "x-guidance" in value:
                 raise SchemaError("the keyword 'x-guidance' is not supported")
             enums += len(value["enum"]) if isinstance(value.get("enum"), list) else 0
-            patterns += isinstance(value.get("pattern"), str) or isinstance(value.get("format"), str)
-            has_all_of |= "allOf" in value
+            in_all_of |= "allOf" in value
+            has_pattern = isinstance(value.get("pattern"), str) or isinstance(value.get("format"), str)
+            patterns += has_pattern
+            intersected += in_all_of and has_pattern
+            refers |= in_all_of and "$ref" in value
             divisor = value.get("multipleOf", 0)
             if isinstance(divisor, int | float) and abs(divisor) > MULTIPLE_OF_MAX:
                 raise SchemaError(f"'multipleOf' over {MULTIPLE_OF_MAX} is not supported")
-        waiting += ((part, depth + 1) for part in (value.values() if isinstance(value, dict) else value))
+        parts = value.values() if isinstance(value, dict) else value
+        waiting += ((part, depth + 1, in_all_of) for part in parts)
     if enums > ENUM_MAX:
         raise SchemaError(f"the JSON schema has more than {ENUM_MAX} values in 'enum'")
-    if has_all_of and patterns > PATTERNS_WITH_ALL_OF_MAX:
-        raise SchemaError(f"with 'allOf', more than {PATTERNS_WITH_ALL_OF_MAX} patterns or formats are not supported")
+    if (patterns if refers else intersected) > PATTERNS_IN_ALL_OF_MAX:
+        raise SchemaError(f"more than {PATTERNS_IN_ALL_OF_MAX} patterns or formats in an 'allOf' are not supported")
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:

@@ -47,12 +47,13 @@ FOLDERS_MAY_IMPORT = {
         "reference": "cluster local",
     },
     "runtime": {
+        "grammar": "",
         "link": "process settings",
         "metrics": "link process settings",
         "process": "",
         "settings": "process",
         "tenancy": "process",
-        "worker": "link metrics process settings",
+        "worker": "grammar link metrics process settings",
     },
 }
 """Which folders of a package each of its folders may import. Files beside the folders are not in the table."""

@@ -6,6 +6,8 @@ Lengths are checked before anything is tokenized, as far as they are certain the
 import secrets
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from gateway.http.errors import bad_value, model_not_found, too_long
 from gateway.openai.evaluation import output_limits, prompt_logprobs_wanted
 from gateway.openai.forms import ANY_FORM, Chat, Form, completion_form
@@ -97,10 +99,10 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
         default=COMPLETION_MAX_TOKENS,
         logprobs=max(logprobs, 0) if drawn > n else logprobs,
         param="prompt",
-        form=form,
     )
     shown = bool(request.echo) and request.logprobs is not None
-    return replace(prepared, choices=drawn, echoes_logprobs=shown, hides_logprobs=logprobs < 0)
+    prepared = replace(prepared, choices=drawn, echoes_logprobs=shown, hides_logprobs=logprobs < 0)
+    return _in_form(prepared, form)
 
 
 def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
@@ -122,7 +124,7 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
     form = chat.form(text, tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-    return _finish(
+    prepared = _finish(
         request,
         tokenizer,
         [ids],
@@ -131,8 +133,13 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
         default=rules.default_max_tokens,
         logprobs=logprobs,
         param="messages",
-        form=form,
     )
+    return _in_form(prepared, form)
+
+
+def _in_form(prepared: Prepared, form: Form) -> Prepared:
+    sampling = structs.replace(prepared.sampling, grammar=form.grammar)
+    return replace(prepared, sampling=sampling, form=form)
 
 
 def _check_common(request: GenerationRequest, tokenizer: ModelTokenizer, rules: Rules) -> None:
@@ -224,7 +231,6 @@ def _finish(
     default: int,
     logprobs: int,
     param: str,
-    form: Form,
 ) -> Prepared:
     """Check lengths and put all together. `asked` and `default` are of `max_tokens`; 0: as many as the context leaves."""
     if not all(prompts):
@@ -251,7 +257,6 @@ def _finish(
         logit_bias=_logit_bias(request, tokenizer),
         logprobs=logprobs,
         stop_token_ids=_stop_ids(request, tokenizer),
-        grammar=form.grammar,
         prompt_logprobs=prompt_logprobs_wanted(request),
         **output_limits(request, tokenizer, max_tokens),
     )
@@ -269,7 +274,6 @@ def _finish(
             and request.stream_options.continuous_usage_stats
         ),
         return_token_ids=bool(request.return_token_ids),
-        form=form,
         answers=request.n or 1,
         prompt_logprobs=-1 if request.prompt_logprobs is None else request.prompt_logprobs,
         no_output=asked == 0,

@@ -15,20 +15,16 @@ from proto import limits
 
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
 NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
-    "tools": _NOTHING,
-    "tool_choice": (None, "none", "auto"),
     "functions": _NOTHING,
     "function_call": (None, "none", "auto"),
     "audio": (None,),
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "web_search_options": (None,),
-    "reasoning_effort": (None, "none"),
     "verbosity": (None,),
     "store": (None, False),
     "metadata": _NOTHING,  # labels of stored answers
     "moderation": (None,),
-    "parallel_tool_calls": (None, True, False),
     "prompt_cache_options": _NOTHING,
     "prompt_cache_retention": (None, "in_memory"),
     "suffix": (None, ""),
@@ -36,7 +32,6 @@ NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "length_penalty": (None, 1.0),
     "truncate_prompt_tokens": (None,),
     "chat_template": (None,),
-    "chat_template_kwargs": _NOTHING,
     "continue_final_message": (None, False),
     "add_generation_prompt": (None, True),
     "include_reasoning": (None, True),
@@ -44,7 +39,7 @@ NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "guided_whitespace_pattern": (None,),
     "guided_decoding_backend": (None,),
 }
-"""Known but not supported, by either endpoint or by one: accepted only with a value that asks for nothing."""
+"""Known but not supported: accepted only with a value that asks for nothing."""
 INSTEAD: Final[dict[str, str]] = {
     "functions": "'tools' is their successor.",
     "function_call": "'tool_choice' is its successor.",

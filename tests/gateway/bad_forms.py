@@ -128,7 +128,7 @@ def _tools(t: Rows) -> None:
     t.chat("tools twice the same", "tools", "invalid_value", tools=[TOOL, TOOL])
     t.chat("tools too many", "tools", "invalid_value",
            tools=[{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)])  # fmt: skip
-    t.completion("tools in a completion", "tools", "unsupported_parameter", tools=[TOOL])
+    t.completion("tools in a completion", "tools", "unknown_parameter", tools=[TOOL])
 
 
 def _choices(t: Rows) -> None:

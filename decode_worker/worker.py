@@ -22,6 +22,7 @@ from proto.compatible import mismatch
 from proto.kv import Commit, FirstToken
 from proto.messages import Hello, Message, Reserve, Role
 from proto.status import KvHeld
+from runtime.grammar.compiler import GrammarError, Matcher
 from runtime.link.peer import Peer
 from runtime.link.server import LinkServer
 from runtime.process import clock
@@ -30,6 +31,7 @@ from runtime.settings.addresses import advertised
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.driver import WorkerDriver
 from runtime.worker.gpu_faults import end_if_gpu_is_lost
+from runtime.worker.grammars import GrammarThread
 from runtime.worker.role import ComputeStep
 
 
@@ -54,6 +56,9 @@ class DecodeWorker:
             blocks, info.block_size, batch, lambda: engine.tokens_forwarded, settings.prefix_cache
         )
         self.core = DecodeCore(self, self.table, vocab_size=info.vocab_size, make_state=self._sampler_state)
+        self.grammars = GrammarThread(info.model_path, info.vocab_size, info.eos_token_ids)
+        self._matchers: list[Matcher] = []
+        """Of the choices that are about to join the batch, all alike."""
         self.held, self.gateway_lost = self.table.held, self.core.gateway_lost
         self.senders: Senders[Peer] = Senders()
         self.server = LinkServer(
@@ -92,6 +97,7 @@ class DecodeWorker:
         return advertised(self.driver.settings.advertise, await self.server.start())
 
     async def close(self) -> None:
+        self.grammars.close()
         await self.server.close()
 
     def registered(self) -> None:
@@ -102,6 +108,8 @@ class DecodeWorker:
 
     def order(self, message: Message, _: bytes) -> None:
         self.core.order(message)
+        if isinstance(message, Reserve) and message.sampling.grammar:
+            self.grammars.warm(message.sampling.grammar)  # while the prompt is computed elsewhere
 
     def coordinator_lost(self, _: str) -> None:
         now, loop = clock.now(), asyncio.get_running_loop()
@@ -138,6 +146,23 @@ class DecodeWorker:
         self.receiver.handle(peer.incarnation, message, blob)
 
     def _committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
+        attempt = self.table.attempts.get((commit.request_id, commit.attempt))
+        if attempt is None or not attempt.order.sampling.grammar:
+            self._join(incarnation, commit, blocks, prompt_tokens)
+            return
+        order = attempt.order
+
+        def ready(made: list[Matcher] | GrammarError) -> None:
+            if isinstance(made, GrammarError):
+                self.core.cannot_run(commit, blocks, f"the grammar: {made}")
+                return
+            self._matchers = made
+            self._join(incarnation, commit, blocks, prompt_tokens)
+
+        resumed = prompt_tokens[len(prompt_tokens) - order.resumed_tokens :] if order.resumed_tokens else ()
+        self.grammars.prepare(order.sampling.grammar, resumed, len(commit.first_tokens), ready)
+
+    def _join(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
         self.core.committed(incarnation, commit, blocks, prompt_tokens)
         self.driver.wake()
 
@@ -149,7 +174,7 @@ class DecodeWorker:
         split = len(prompt_tokens) - order.resumed_tokens if prompt_tokens else 0
         state = SamplerState(
             order.sampling, first.choice, self.engine.info.vocab_size, prompt_tokens[:split], prompt_tokens[split:],
-            start_index=order.resumed_tokens,
+            start_index=order.resumed_tokens, constraint=self._matchers.pop() if order.sampling.grammar else None,
         )  # fmt: skip
         state.accept(first.token)
         return state

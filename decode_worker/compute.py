@@ -32,9 +32,13 @@ def run_step(engine: Engine, plan: StepPlan[SamplerState]) -> StepResult:
 def run_ahead(
     engine: Engine, pipeline: DecodePipeline, plan: StepPlan[SamplerState] | None, collects: bool
 ) -> StepResult:
-    """Starts a step, if there is one, and then waits for the one before it, if that is in flight."""
+    """Starts a step, if there is one, and then waits for the one before it, if that is in flight; first waits where a draw
+    depends on its tokens."""
     started = time.perf_counter()
     try:
+        drawn = None
+        if collects and plan is not None and any(row.running.state.forbids for row in plan.rows):
+            drawn, collects = _draws(pipeline.collect()), False
         if plan is not None:
             rows = [
                 DecodeRow(row.running, row.token, row.position, row.table, row.running.state, row.index)
@@ -42,7 +46,8 @@ def run_ahead(
             ]
             pipeline.launch(rows, plan.copies)
             engine.tokens_forwarded += len(rows)
-        drawn = _draws(pipeline.collect()) if collects else None
+        if collects:
+            drawn = _draws(pipeline.collect())
     except BaseException:
         pipeline.abandon()
         raise

@@ -63,8 +63,16 @@ class GpuPipeline:
         shape = self._input.fill(rows)
         for join in shape.joins:
             self._join(join)
-        logits = self.replay.run(shape.rows)[: shape.rows]
+        logits = self._without_forbidden(self.replay.run(shape.rows)[: shape.rows], rows)
         self._under_way.append(self._draw(logits, shape, tuple(row.state for row in rows)))
+
+    def _without_forbidden(self, logits: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
+        """Their states know the last tokens: `run_ahead` collects before it launches such rows."""
+        forbidding = [index for index, row in enumerate(rows) if row.state.forbids]
+        if not forbidding:
+            return logits
+        forbidden = torch.stack([rows[index].state.forbidden() for index in forbidding]).to(logits.device)
+        return logits.index_add(0, torch.tensor(forbidding, device=logits.device), forbidden)
 
     def collect(self) -> list[Sampled | None]:
         step = self._under_way.popleft()
@@ -90,7 +98,7 @@ class GpuPipeline:
     def _join(self, join: Join) -> None:
         self._tables[join.slot, : join.blocks].copy_(self._input.buffer[join.first : join.first + join.blocks])
         self._drawn[join.slot].fill_(join.token)
-        if join.state.adjusts:
+        if join.state.has_penalties:
             if self._adjustments is None:
                 self._adjustments = Adjustments(self._input.slots, self._vocab_size, self._pool.device)
             self._adjustments.join(join.slot, join.state)

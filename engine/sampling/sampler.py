@@ -80,6 +80,21 @@ class SamplerState:
         self._changes = bool(bias) or self._seen is not None or self._counts is not None
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether penalties or a bias change the logits of its draws."""
+        return self._changes
+
+    @property
+    def forbids(self) -> bool:
+        """Whether there may be tokens that must not be drawn next. Which ones they are depends on the last token."""
+        return self.constraint is not None or self._limits.apply_at(self.index)
+
+    def forbidden(self) -> torch.Tensor:
+        """[vocab] on the CPU, to be added to logits: minus infinity for the tokens that must not be drawn next."""
+        row = self._limits.mask(torch.zeros(self._vocab_size), self.index)
+        return row if self.constraint is None else torch.from_numpy(self.constraint.mask(row.numpy()))
+
+    @property
     def adjusts(self) -> bool:
         """Whether penalties, a bias or a token that may not come change the logits of the next draw."""
         return self._changes or self._limits.apply_at(self.index)

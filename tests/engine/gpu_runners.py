@@ -52,9 +52,16 @@ def gpu_engine(path: Path, make_ops: Callable[[torch.Tensor], Ops] = TorchOps) -
 class PipelinedStream:
     """A sequence that was computed as a prompt, and then decodes in the engine's pipeline."""
 
-    def __init__(self, engine: Engine, allocator: BlockAllocator, prompt: Sequence[int], sampling: Sampling) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        allocator: BlockAllocator,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        state: SamplerState | None = None,
+    ) -> None:
         self._prompt = support.Stream(engine, allocator, prompt)
-        self.state = SamplerState(sampling, 0, engine.info.vocab_size, prompt)
+        self.state = state or SamplerState(sampling, 0, engine.info.vocab_size, prompt)
         self.logits = engine.forward([self._prompt.next_chunk(4096)])[0]
         self.blocks: SequenceBlocks = self._prompt.blocks
         self.planned = 0

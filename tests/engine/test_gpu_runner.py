@@ -1,11 +1,17 @@
 """The GPU runner, on a CPU: its replay is a plain call on its static buffers."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
+from decode_worker.batch import Row, StepPlan
+from decode_worker.compute import run_ahead
 from engine.engine import Engine
 from engine.gpu.replay import buckets
 from engine.gpu.weights import fuse
@@ -28,6 +34,21 @@ SAMPLINGS = (
     Sampling(max_tokens=99, temperature=1.0, frequency_penalty=0.7, presence_penalty=0.5, seed=4, logprobs=0),
     Sampling(max_tokens=99, temperature=0.0, logit_bias=((9, 3.5), (11, -100.0)), logprobs=2),
 )
+
+
+class OtherParity:
+    """A constraint: tokens must not be of the last one's parity."""
+
+    def __init__(self) -> None:
+        self._parity = 0
+
+    def mask(self, row: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        masked = row.copy()
+        masked[self._parity :: 2] = -np.inf
+        return masked
+
+    def accept(self, token: int) -> None:
+        self._parity = token % 2
 
 
 def pipelined(
@@ -63,10 +84,15 @@ def pipelined(
             return [stream.output for stream in streams]
 
 
+def state_of(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> SamplerState:
+    constraint = OtherParity() if sampling.grammar else None
+    return SamplerState(sampling, 0, engine.info.vocab_size, prompt, constraint=constraint)
+
+
 def one_by_one(engine: Engine, prompt: Sequence[int], sampling: Sampling, count: int) -> list[int]:
     """By plain forward passes and the sampler of the host."""
     stream = support.Stream(engine, BlockAllocator(engine.blocks), prompt)
-    state = SamplerState(sampling, 0, engine.info.vocab_size, prompt)
+    state = state_of(engine, prompt, sampling)
     while len(stream.output) < count:
         [drawn] = sample(engine.forward([stream.next_chunk(4096)]), [state])
         assert drawn is not None
@@ -92,6 +118,44 @@ def test_the_pipeline_draws_what_the_host_draws(tmp_path: Path) -> None:
     expected = [one_by_one(engine, *both, 20) for both in zip(prompts, SAMPLINGS, strict=True)]
     assert pipelined(engine, prompts, SAMPLINGS, 20, join_every=2) == expected
     assert pipelined(engine, prompts[::-1], SAMPLINGS[::-1], 20) == expected[::-1], "slots are used again"
+
+
+def test_draws_that_depend_on_the_last_token_wait_for_it(tmp_path: Path) -> None:
+    """A grammar, bad words and the least length, beside a stream that runs ahead; through the decode worker's steps."""
+    engine = gpu_engine(tiny_models.make("llama", tmp_path, spread=0.1))
+    samplings = (
+        Sampling(max_tokens=99, temperature=1.0, seed=1, grammar="parity"),
+        Sampling(
+            max_tokens=99, temperature=1.0, seed=2, bad_words=((20,), (30, 31)), allowed_token_ids=tuple(range(20, 40))
+        ),
+        Sampling(max_tokens=99, temperature=1.2, seed=3, min_tokens=9, stop_token_ids=tuple(range(6, 300))),
+        Sampling(max_tokens=99, temperature=1.0, seed=4),
+    )
+    prompts = prompts_of((5, 9, 20, 3), seed=1)
+    expected = [one_by_one(engine, *both, 12) for both in zip(prompts, samplings, strict=True)]
+    allocator = BlockAllocator(engine.blocks)
+    streams = [
+        PipelinedStream(engine, allocator, p, s, state_of(engine, p, s))
+        for p, s in zip(prompts, samplings, strict=True)
+    ]
+    for stream in streams:
+        [first] = sample(stream.logits[None], [stream.state])
+        assert first is not None
+        stream.state.accept(first.token)
+        stream.output.append(first.token)
+    assert engine.pipeline is not None
+    for step in range(12):
+        made = [stream.row() for stream in streams] if step < 11 else []
+        rows: tuple[Any, ...] = tuple(
+            Row(cast(Any, r.sequence), r.token, r.position, tuple(r.table), r.index) for r in made
+        )
+        plan = StepPlan(rows, ()) if rows else None
+        drawn = run_ahead(engine, engine.pipeline, plan, collects=step > 0).drawn
+        for stream, draw in zip(streams, drawn or (), strict=False):
+            assert draw is not None
+            stream.output.append(draw[0])
+    assert [stream.output for stream in streams] == expected
+    assert all(a % 2 != b % 2 for a, b in pairwise(streams[0].output))
 
 
 def test_a_row_that_is_not_finite_ends_alone(tmp_path: Path) -> None:

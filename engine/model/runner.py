@@ -31,7 +31,9 @@ class TransformersRunner:
         batch = pack(chunks, self._pool)
         pieces = list(rows_of_logits(chunks))
         if self._body is None or not pieces:
-            logits = self._run(batch, torch.arange(len(batch.token_ids), device=self._pool.device) if pieces else batch.wanted)
+            logits = self._run(
+                batch, torch.arange(len(batch.token_ids), device=self._pool.device) if pieces else batch.wanted
+            )
             for on_logits, start, row, count in pieces:
                 on_logits(start, logits[row : row + count])
             return logits[batch.wanted] if pieces else logits

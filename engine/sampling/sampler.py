@@ -1,5 +1,5 @@
-"""Draws tokens from logits. Per row, in vLLM's order: tokens that may not come, penalties and bias → log-probabilities are taken →
-temperature → min_p → top_k → top_p → draw. A row pays only for what it asks for: a greedy one without adjustments is an argmax.
+"""Draws tokens from logits. Per row, in vLLM's order: tokens that may not come, penalties and bias → log-probabilities are
+taken → temperature → min_p → top_k → top_p → draw. A row pays only for what it asks for: a greedy one without adjustments is an argmax.
 
 The random number of a draw is a function of (seed, choice, token index) alone: Philox4x64 (Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3") with the first two as key and the index as counter. So it depends neither on the batch nor on

@@ -113,6 +113,11 @@ TABLE: Final[Table] = {
         "Place nothing new on a worker.", "launcher.admin.drain:DrainSettings", "launcher.admin.drain:run"
     ),
     "flip": Command("Change a worker's role", "launcher.admin.flip:FlipSettings", "launcher.admin.flip:run"),
+    "autopilot": Command(
+        "Watch the traffic, and advise or change the ratio of workers.",
+        "runtime.settings.autopilot:AutopilotSettings",
+        "launcher.admin.autopilot:run",
+    ),
     "usage": Command(
         "Show what tenants used, by day (UTC)", "launcher.admin.usage:UsageSettings", "launcher.admin.usage:run"
     ),

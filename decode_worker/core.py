@@ -138,6 +138,13 @@ class DecodeCore(Generic[S]):
         self.table.start(attempt, sequences)
         self._ports.registration.report_cache(self.table.allocator.take_changes)
 
+    def cannot_run(self, commit: Commit, blocks: list[int], why: str) -> None:
+        """The KV is verified and here, but nothing can be drawn with it."""
+        key = (commit.request_id, commit.attempt)
+        attempt = self.table.attempts.get(key)
+        over = Released(*key) if attempt is None else failed(attempt, Interrupt.ENGINE_ERROR, why)
+        self._say(self.table.received_nothing(key, blocks, over))
+
     def _fault(self, order: Reserve, commit: Commit, prompt_tokens: list[int]) -> str:
         """What of a commit does not fit its reservation; empty if all does."""
         choices = [first.choice for first in commit.first_tokens]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from decode_worker.batch import Batch
-from decode_worker.compute import StepResult, run_step
+from decode_worker.compute import StepResult, run_ahead, run_step
 from decode_worker.core import DecodeCore
 from decode_worker.leases import QUARANTINE_WARN_S, leases
 from decode_worker.metrics import DecodeMetrics
@@ -22,6 +22,7 @@ from proto.compatible import mismatch
 from proto.kv import Commit, FirstToken
 from proto.messages import Hello, Message, Reserve, Role
 from proto.status import KvHeld
+from runtime.grammar.compiler import GrammarError, Matcher
 from runtime.link.peer import Peer
 from runtime.link.server import LinkServer
 from runtime.process import clock
@@ -30,6 +31,7 @@ from runtime.settings.addresses import advertised
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.driver import WorkerDriver
 from runtime.worker.gpu_faults import end_if_gpu_is_lost
+from runtime.worker.grammars import GrammarThread
 from runtime.worker.role import ComputeStep
 
 
@@ -49,11 +51,14 @@ class DecodeWorker:
         settings, info = driver.settings, engine.info
         self.engine, self.driver, self.log = engine, driver, driver.log
         self.registration, self.gateways = driver.registration, driver.gateways
-        batch: Batch[SamplerState] = Batch()
+        batch: Batch[SamplerState] = Batch(depth=1 if engine.pipeline is None else 2)
         self.table = AttemptTable(
             blocks, info.block_size, batch, lambda: engine.tokens_forwarded, settings.prefix_cache
         )
         self.core = DecodeCore(self, self.table, vocab_size=info.vocab_size, make_state=self._sampler_state)
+        self.grammars = GrammarThread(info.model_path, info.vocab_size, info.eos_token_ids)
+        self._matchers: list[Matcher] = []
+        """Of the choices that are about to join the batch, all alike."""
         self.held, self.gateway_lost = self.table.held, self.core.gateway_lost
         self.senders: Senders[Peer] = Senders()
         self.server = LinkServer(
@@ -92,6 +97,7 @@ class DecodeWorker:
         return advertised(self.driver.settings.advertise, await self.server.start())
 
     async def close(self) -> None:
+        self.grammars.close()
         await self.server.close()
 
     def registered(self) -> None:
@@ -102,6 +108,8 @@ class DecodeWorker:
 
     def order(self, message: Message, _: bytes) -> None:
         self.core.order(message)
+        if isinstance(message, Reserve) and message.sampling.grammar:
+            self.grammars.warm(message.sampling.grammar)  # while the prompt is computed elsewhere
 
     def coordinator_lost(self, _: str) -> None:
         now, loop = clock.now(), asyncio.get_running_loop()
@@ -138,6 +146,23 @@ class DecodeWorker:
         self.receiver.handle(peer.incarnation, message, blob)
 
     def _committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
+        attempt = self.table.attempts.get((commit.request_id, commit.attempt))
+        if attempt is None or not attempt.order.sampling.grammar:
+            self._join(incarnation, commit, blocks, prompt_tokens)
+            return
+        order = attempt.order
+
+        def ready(made: list[Matcher] | GrammarError) -> None:
+            if isinstance(made, GrammarError):
+                self.core.cannot_run(commit, blocks, f"the grammar: {made}")
+                return
+            self._matchers = made
+            self._join(incarnation, commit, blocks, prompt_tokens)
+
+        resumed = prompt_tokens[len(prompt_tokens) - order.resumed_tokens :] if order.resumed_tokens else ()
+        self.grammars.prepare(order.sampling.grammar, resumed, len(commit.first_tokens), ready)
+
+    def _join(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
         self.core.committed(incarnation, commit, blocks, prompt_tokens)
         self.driver.wake()
 
@@ -149,7 +174,7 @@ class DecodeWorker:
         split = len(prompt_tokens) - order.resumed_tokens if prompt_tokens else 0
         state = SamplerState(
             order.sampling, first.choice, self.engine.info.vocab_size, prompt_tokens[:split], prompt_tokens[split:],
-            start_index=order.resumed_tokens,
+            start_index=order.resumed_tokens, constraint=self._matchers.pop() if order.sampling.grammar else None,
         )  # fmt: skip
         state.accept(first.token)
         return state
@@ -180,18 +205,26 @@ class DecodeWorker:
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> ComputeStep[StepResult] | None:
-        plan = self.core.plan()
-        if plan is None:
+        before, plan, pipeline = self.table.batch.in_flight, self.core.plan(), self.engine.pipeline
+        newest = plan or before
+        if newest is None:
             return None
-        compute = partial(run_step, self.engine, plan)
-        return ComputeStep(len(plan.rows), compute, done=self._step_done, failed=self._step_failed)
+        if pipeline is not None:
+            compute = partial(run_ahead, self.engine, pipeline, plan, collects=before is not None)
+        else:
+            assert plan is not None
+            compute = partial(run_step, self.engine, plan)
+        return ComputeStep(len(newest.rows), compute, done=self._step_done, failed=self._step_failed)
 
     def _step_done(self, result: StepResult) -> Callable[[], None]:
-        outcome, final_reports = self.core.apply(result.drawn)
+        if result.drawn is None:
+            return lambda: None
+        drawn = result.drawn
+        outcome, final_reports = self.core.apply(drawn)
 
         def pass_on() -> None:
             self.core.pass_on(outcome, final_reports, clock.now())
-            self.metrics.step_done(result.step_ms, len(result.drawn), outcome)
+            self.metrics.step_done(result.step_ms, len(drawn), outcome)
 
         return pass_on
 

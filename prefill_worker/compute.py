@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy.typing as npt
+import torch
 
 from engine.engine import Engine, SeqChunk
 from engine.sampling.finish import finish_reason
 from engine.sampling.prompt_logprobs import PromptScorer
 from engine.sampling.sampler import SamplerState, sample
 from prefill_worker.core import StepResult
-from prefill_worker.prompts import PrefillRequest
+from prefill_worker.prompts import Key, PrefillRequest
 from proto.limits import MAX_PROMPT_LOGPROBS
 from proto.messages import Chunk, PromptLogprobs, TokenItem
 
@@ -43,21 +44,45 @@ def run_step(
             for prompt, chunk in work
         ]
     )
+    ready, undrawn = [], {}
+    for row, prompt in enumerate(completing):
+        if prompt.can_be_drawn:
+            ready.append((prompt, row))
+        else:
+            undrawn[prompt.key] = logits[row : row + 1].clone()
+    first, broken = _draw([prompt for prompt, _ in ready], logits[[row for _, row in ready]])
+    engine.finish()  # a step that completes no prompt draws nothing, and so has not waited for its KV yet
+    for prompt, chunk in work:
+        on_final(final_blocks(prompt, chunk, engine.info.block_size))
+    scores = {key: score_messages(key, scorer) for key, scorer in scorers.items()}
+    return StepResult((time.perf_counter() - started) * 1000, first, broken, undrawn, scores)
+
+
+def draw_late(prompts: Sequence[PrefillRequest]) -> StepResult:
+    """The first tokens of prompts whose grammar was compiled after their last chunk was computed."""
+    started = time.perf_counter()
+    first, broken = _draw(prompts, torch.cat([prompt.logits for prompt in prompts]))
+    return StepResult((time.perf_counter() - started) * 1000, first, broken)
+
+
+def _draw(prompts: Sequence[PrefillRequest], logits: torch.Tensor) -> tuple[dict[Key, list[TokenItem]], frozenset[Key]]:
+    """A first token for each choice of prompts with `logits` [prompts, vocab], and prompts where none could be drawn."""
     rows: list[int] = []
     states: list[SamplerState] = []
-    for row, prompt in enumerate(completing):
+    for row, prompt in enumerate(prompts):
         for choice in range(prompt.order.choices):
             rows.append(row)
             states.append(first_state(prompt, choice + prompt.order.first_choice, logits.shape[1]))
     drawn = sample(logits[rows], states) if states else []
-    first: dict[tuple[str, int], list[TokenItem]] = {prompt.key: [] for prompt in completing}
-    broken: set[tuple[str, int]] = set()
+    first: dict[Key, list[TokenItem]] = {prompt.key: [] for prompt in prompts}
+    broken: set[Key] = set()
     for row, state, token in zip(rows, states, drawn, strict=True):
-        order = completing[row].order
+        prompt = prompts[row]
+        order = prompt.order
         if token is None:
-            broken.add(completing[row].key)
+            broken.add(prompt.key)
             continue
-        first[completing[row].key].append(
+        first[prompt.key].append(
             TokenItem(
                 order.request_id,
                 order.attempt,
@@ -66,14 +91,10 @@ def run_step(
                 (token.token,),
                 finish_reason(token.token, order.resumed_tokens + 1, order.sampling),
                 (token.logprobs,) if token.logprobs else (),
-                completing[row].cached_tokens,
+                prompt.cached_tokens,
             )
         )
-    engine.finish()  # a step that completes no prompt draws nothing, and so has not waited for its KV yet
-    for prompt, chunk in work:
-        on_final(final_blocks(prompt, chunk, engine.info.block_size))
-    scores = {key: score_messages(key, scorer) for key, scorer in scorers.items()}
-    return StepResult((time.perf_counter() - started) * 1000, first, frozenset(broken), scores)
+    return first, frozenset(broken)
 
 
 def score_messages(key: tuple[str, int], scorer: PromptScorer) -> list[PromptLogprobs]:
@@ -99,7 +120,10 @@ def final_blocks(prompt: PrefillRequest, chunk: Chunk, block_size: int) -> list[
 def first_state(prompt: PrefillRequest, choice: int, vocab_size: int) -> SamplerState:
     """The sampler as it stands before the first token of this attempt: resumed tokens are output, not prompt."""
     split = len(prompt.tokens) - prompt.order.resumed_tokens
-    return SamplerState(prompt.order.sampling, choice, vocab_size, prompt.tokens[:split], prompt.tokens[split:])
+    return SamplerState(
+        prompt.order.sampling, choice, vocab_size, prompt.tokens[:split], prompt.tokens[split:],
+        constraint=prompt.constraint,
+    )  # fmt: skip
 
 
 def _packed(numbers: npt.NDArray[Any]) -> bytes:

@@ -3,9 +3,9 @@ the worker runs the steps and owns the links.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.prompts import FinalReport, Key, PrefillRequest, PromptTable
@@ -43,6 +43,8 @@ class StepResult:
     """For each prompt that is complete now: the first token of each choice."""
     broken: frozenset[Key]
     """Prompts whose logits were not finite, so that nothing could be drawn."""
+    undrawn: Mapping[Key, Any] = field(default_factory=dict)
+    """Logits of those that are complete, and wait for their grammar to be compiled."""
     prompt_logprobs: dict[Key, list[PromptLogprobs]] = field(default_factory=dict)
     """Of the prompts that want them: what this step computed."""
 
@@ -91,7 +93,9 @@ class PrefillCore:
         vocab_size: int,
         step_tokens_max: int,
         tokens_forwarded: Callable[[], int],
+        prepare_grammar: Callable[[PrefillRequest], None] | None = None,
     ) -> None:
+        """`prepare_grammar` is told of prompts with a grammar, and leads to `grammar_ready`."""
         self.table = table
         self.steps: deque[Step] = deque()
         self.links_lost = 0
@@ -101,6 +105,8 @@ class PrefillCore:
         self._vocab_size = vocab_size
         self._step_tokens_max = step_tokens_max
         self._tokens_forwarded = tokens_forwarded
+        self._prepare_grammar = prepare_grammar
+        self._to_draw: list[PrefillRequest] = []
 
     # --- orders ---------------------------------------------------------------------------------------------------------
 
@@ -135,6 +141,8 @@ class PrefillCore:
             self.receiver_of[order.decode.incarnation] = order.decode
             self._ports.gateways.connect(order.gateway)
             prompt.sending = True
+            if order.sampling.grammar and self._prepare_grammar is not None:
+                self._prepare_grammar(prompt)
             # Blocks cross in the smaller of the two sizes, in which ours are counted by the tokens they hold.
             size = min(self.table.block_size, order.decode_block_size)
             self._ports.sender.open(*prompt.key, order.decode.incarnation, -(-order.prompt_tokens // size), size)
@@ -185,7 +193,7 @@ class PrefillCore:
         self._step_done(begun.link, begun.step, done, result.step_ms)
         self._say(self.table.end_step(begun.work, result.broken))
         self._ports.registration.report_cache(self.table.allocator.take_changes)
-        self._pass_on(begun.work, result)
+        self._pass_on((prompt for prompt, _ in begun.work), result)
 
     def step_failed(self, begun: Begun, error: str) -> None:
         self._step_done(begun.link, begun.step, (), 0.0)
@@ -198,15 +206,46 @@ class PrefillCore:
         if link == self.links_lost:
             self._ports.registration.send(StepDone(step.step_id, done, step_ms, self._tokens_forwarded()))
 
-    def _pass_on(self, work: Work, result: StepResult) -> None:
+    def grammar_ready(self, prompt: PrefillRequest, constraint: Any, fault: str = "") -> None:
+        """It is compiled, or cannot be. The first token is drawn now if the prompt has been computed meanwhile."""
+        if prompt.final_report is not None:
+            return
+        if fault:
+            self._fail(prompt, Interrupt.ENGINE_ERROR, f"the grammar: {fault}")
+            return
+        prompt.constraint = constraint
+        if prompt.logits is not None:
+            self._to_draw.append(prompt)
+
+    def begin_draw(self) -> list[PrefillRequest]:
+        """Complete prompts that have waited for their grammar."""
+        found, self._to_draw = [prompt for prompt in self._to_draw if prompt.final_report is None], []
+        return found
+
+    def drawn(self, prompts: list[PrefillRequest], result: StepResult) -> None:
+        for prompt in prompts:
+            prompt.logits = None
+        self._pass_on(prompts, result)
+
+    def draw_failed(self, prompts: list[PrefillRequest], error: str) -> None:
+        for prompt in prompts:
+            self._fail(prompt, Interrupt.ENGINE_ERROR, f"the sampler failed: {error[:300]}")
+
+    def _pass_on(self, prompts: Iterable[PrefillRequest], result: StepResult) -> None:
         """Blocks to the KV sender, first tokens to gateways."""
         by_gateway: dict[int, tuple[Peer, list[TokenItem]]] = {}
-        for prompt, _ in work:
+        for prompt in prompts:
             if prompt.final_report is not None:
                 continue
             if prompt.key in result.broken:
-                self._fail(prompt, Interrupt.ENGINE_ERROR, "the model's logits are not finite")
+                self._fail(
+                    prompt, Interrupt.ENGINE_ERROR, "no token can be drawn: logits not finite, or a grammar's end"
+                )
                 continue
+            if prompt.key in result.undrawn:
+                prompt.logits = result.undrawn[prompt.key]
+                if prompt.constraint is not None:  # since the step began
+                    self._to_draw.append(prompt)
             first, blocks = self.table.fresh_blocks(prompt)
             for scores in result.prompt_logprobs.get(prompt.key, ()):
                 self._ports.gateways.send(prompt.order.gateway, scores)
@@ -224,7 +263,7 @@ class PrefillCore:
     def _first_tokens_drawn(self, prompt: PrefillRequest, items: list[TokenItem]) -> None:
         going_on = [FirstToken(item.choice, item.tokens[0]) for item in items if item.finish is None]
         if going_on:
-            needs_prompt = penalised(prompt.order.sampling, prompt.order.resumed_tokens)
+            needs_prompt = needs_tokens(prompt.order.sampling, prompt.order.resumed_tokens)
             self._ports.sender.commit(*prompt.key, going_on, prompt.tokens if needs_prompt else ())
         else:
             resumed_tokens = prompt.order.resumed_tokens
@@ -257,7 +296,8 @@ class PrefillCore:
             self._ports.registration.send(final_report)
 
 
-def penalised(sampling: Sampling, resumed_tokens: int) -> bool:
+def needs_tokens(sampling: Sampling, resumed_tokens: int) -> bool:
     """Whether decode must know the prompt's ids (or the resumed output among them) to sample."""
-    output = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or bool(sampling.bad_words)
+    penalised = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+    output = penalised or bool(sampling.bad_words) or bool(sampling.grammar)
     return sampling.repetition_penalty != 1.0 or (output and resumed_tokens > 0)

@@ -9,6 +9,7 @@ known as they become full, and stay, as long as there is room, when the prompt i
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -43,6 +44,10 @@ class PrefillRequest:
     sending: bool = False
     output_tokens: int = 0
     """First tokens passed on to the gateway."""
+    constraint: Any = None
+    """Of the sampler, where the order has a grammar: None until that is compiled."""
+    logits: Any = None
+    """Of its last token, while no first token can be drawn from them because the grammar is still being compiled."""
     final_report: FinalReport | None = None
     """Set once the attempt is over here; what the coordinator will be told."""
 
@@ -53,6 +58,10 @@ class PrefillRequest:
     @property
     def done(self) -> bool:
         return self.computed_tokens == self.order.prompt_tokens
+
+    @property
+    def can_be_drawn(self) -> bool:
+        return self.constraint is not None or not self.order.sampling.grammar
 
 
 @dataclass

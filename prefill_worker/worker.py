@@ -9,17 +9,19 @@ from kvtransfer.memory.layout import KvLayout
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings, segment_bytes_on
 from kvtransfer.session.session import KvFailed, KvSent
-from prefill_worker.compute import run_step
+from prefill_worker.compute import draw_late, run_step
 from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.metrics import PrefillMetrics
-from prefill_worker.prompts import PromptTable
+from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.messages import Message, Role
 from proto.status import KvHeld, KvPair, KvPairs
+from runtime.grammar.compiler import GrammarError, Matcher
 from runtime.link.connection_pool import ConnectionPool
 from runtime.link.peer import LinkCounters, Peer
 from runtime.process import clock
 from runtime.worker.driver import WorkerDriver
 from runtime.worker.gpu_faults import end_if_gpu_is_lost
+from runtime.worker.grammars import GrammarThread
 from runtime.worker.role import ComputeStep
 
 
@@ -42,7 +44,9 @@ class PrefillWorker:
             vocab_size=info.vocab_size,
             step_tokens_max=settings.step_tokens_max,
             tokens_forwarded=lambda: engine.tokens_forwarded,
+            prepare_grammar=self._prepare_grammar,
         )
+        self.grammars = GrammarThread(info.model_path, info.vocab_size, info.eos_token_ids)
         self.coordinator_lost, self.gateway_lost = self.core.coordinator_lost, self.core.gateway_lost
         self.held = self.table.held
         self.receivers = ConnectionPool(
@@ -79,6 +83,7 @@ class PrefillWorker:
         return ""
 
     async def close(self) -> None:
+        self.grammars.close()
         await self.receivers.close()
 
     def registered(self) -> None:
@@ -96,6 +101,13 @@ class PrefillWorker:
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> ComputeStep[StepResult] | None:
+        if late := self.core.begin_draw():
+            return ComputeStep(
+                tokens=len(late),
+                compute=partial(draw_late, late),
+                done=partial(self._drawn, late),
+                failed=partial(self.core.draw_failed, late),
+            )
         begun = self.core.begin_step()
         if begun is None:
             return None
@@ -110,6 +122,24 @@ class PrefillWorker:
     def _step_done(self, begun: Begun, result: StepResult) -> Callable[[], None]:
         self.core.step_done(begun, result)
         return partial(self.metrics.step_done, begun.work, result)
+
+    def _drawn(self, prompts: list[PrefillRequest], result: StepResult) -> Callable[[], None]:
+        return partial(self.core.drawn, prompts, result)
+
+    def _prepare_grammar(self, prompt: PrefillRequest) -> None:
+        """All choices draw from the same mask: what one of them draws, decode takes in."""
+        output = (
+            prompt.tokens[len(prompt.tokens) - prompt.order.resumed_tokens :] if prompt.order.resumed_tokens else ()
+        )
+
+        def done(made: list[Matcher] | GrammarError) -> None:
+            if isinstance(made, GrammarError):
+                self.core.grammar_ready(prompt, None, str(made))
+            else:
+                self.core.grammar_ready(prompt, made[0])
+            self.driver.wake()
+
+        self.grammars.prepare(prompt.order.sampling.grammar, output, 1, done)
 
     def _step_failed(self, begun: Begun, error: str) -> None:
         self.metrics.step_failed()

@@ -27,7 +27,14 @@ FOLDERS_MAY_IMPORT = {
         "waiting": "fairness kv_admission",
         "workers": "fairness kv_admission waiting",
     },
-    "gateway": {"http": "streams", "openai": "http streams text", "streams": "text", "text": ""},
+    "gateway": {
+        "http": "streams",
+        "openai": "http streams structured text tools",
+        "streams": "text",
+        "structured": "http",
+        "text": "",
+        "tools": "http structured text",
+    },
     "kvtransfer": {"memory": "", "session": "", "transports": "memory session"},
     "launcher": {
         "admin": "local",
@@ -38,14 +45,17 @@ FOLDERS_MAY_IMPORT = {
         "local": "http models",
         "models": "",
         "reference": "admin cluster local",
+        "tuning": "bench http load local models",
     },
+    "tuning": {"simulator": ""},
     "runtime": {
+        "grammar": "",
         "link": "process settings",
         "metrics": "link process settings",
         "process": "",
         "settings": "process",
         "tenancy": "process",
-        "worker": "link metrics process settings",
+        "worker": "grammar link metrics process settings",
     },
 }
 """Which folders of a package each of its folders may import. Files beside the folders are not in the table."""

@@ -8,8 +8,8 @@
 added to it, so that a changed record is told from a core that acts differently; `digest` after the `count` actions were. Where
 the core failed, `count` is `FAILED` and `digest` the error's text.
 
-Prompt ids are not written: the core looks at their length only, and that is kept. Nor are the hashes of API keys and
-the cache groups, at which it does not look at all. Messages stand as they do on the wire.
+Prompt ids are not written: the core looks at their length only, and that is kept. Nor are grammars, the hashes of
+API keys and the cache groups, at which it does not look at all. Messages stand as they do on the wire.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,13 +18,14 @@ from functools import lru_cache
 from typing import Any, Final, get_args
 
 import msgspec
+from msgspec import structs
 from xxhash import xxh64_intdigest
 
 from coordinator.events import Action, Configured, Event, Limits, PeerUp, Received, Send
 from proto import codec
 from proto.errors import CrossdockError, RemoteProtocolError
 from proto.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
-from proto.messages import Hello, Message
+from proto.messages import Hello, Message, Prefill, Reserve, Submit
 
 MAGIC: Final = "crossdock-event-log"
 VERSION: Final = 1
@@ -95,7 +96,7 @@ def encode_end(reason: str) -> bytes:
 def event_bytes(event: Event, now: float) -> bytes:
     if isinstance(event, Received):
         blob_bytes = len(event.blob) if isinstance(event.message, codec.WITH_BLOB) else None
-        return _encoder.encode((now, "Received", event.incarnation, blob_bytes, event.message))
+        return _encoder.encode((now, "Received", event.incarnation, blob_bytes, _without_grammar(event.message)))
     if isinstance(event, PeerUp):
         return _encoder.encode((now, "PeerUp", event.incarnation, event.hello))
     if isinstance(event, Configured):
@@ -105,8 +106,15 @@ def event_bytes(event: Event, now: float) -> bytes:
 
 
 def _actions_bytes(actions: Iterable[Action]) -> bytes:
-    plain = [(a.incarnation, a.message, len(a.blob)) if isinstance(a, Send) else a for a in actions]
+    plain = [(a.incarnation, _without_grammar(a.message), len(a.blob)) if isinstance(a, Send) else a for a in actions]
     return _encoder.encode(plain)
+
+
+def _without_grammar(message: Message) -> Message:
+    """A grammar is a client's text, and no decision depends on it."""
+    if isinstance(message, Submit | Prefill | Reserve) and message.sampling.grammar:
+        return structs.replace(message, sampling=structs.replace(message.sampling, grammar=""))
+    return message
 
 
 class Chain:

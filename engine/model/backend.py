@@ -66,11 +66,16 @@ def make_engine(candidate: Candidate, make_pool: Callable[[], torch.Tensor], pro
     return engine
 
 
+def recognised(candidate: Candidate) -> ModelParts:
+    """Raises NotRecognised."""
+    return recognise(candidate.model, candidate.info.kv_heads, candidate.info.head_dim, candidate.calls)
+
+
 def _recognised(candidate: Candidate, progress: Progress) -> ModelParts | None:
     """The parts that the CPU kernels run, with weights rounded as they will be; None where the kernels cannot run them."""
     try:
         load_kernels()
-        parts = recognise(candidate.model, candidate.info.kv_heads, candidate.info.head_dim, candidate.calls)
+        parts = recognised(candidate)
     except (NotRecognised, KernelsUnavailable) as error:
         _without_kernels(candidate, str(error), progress)
         return None

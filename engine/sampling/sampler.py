@@ -1,6 +1,6 @@
-"""Draws tokens from logits. Per row, in vLLM's order: tokens that may not come, penalties and bias → log-probabilities are
-taken → temperature → min_p → top_k → top_p → draw. A row pays only for what it asks for: a greedy one without adjustments is
-an argmax.
+"""Draws tokens from logits. Per row, in vLLM's order: tokens that may not come, penalties and bias → the grammar's mask →
+log-probabilities are taken → temperature → min_p → top_k → top_p → draw. A row pays only for what it asks for: a greedy one
+without adjustments is an argmax.
 
 The random number of a draw is a function of (seed, choice, token index) alone: Philox4x64 (Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3") with the first two as key and the index as counter. So it depends neither on the batch nor on
@@ -11,11 +11,13 @@ taken in order of token ids, not of probability: rounding that swaps two near-eq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from engine.sampling.draw import Weights, draw
+from engine.sampling.device_draw import top_logprobs
+from engine.sampling.draw import Logits, Weights, draw
 from engine.sampling.output_limits import OutputLimits
 from proto.sampling import Sampling, TokenLogprobs
 
@@ -31,6 +33,13 @@ class Sampled:
     logprobs: TokenLogprobs | None
 
 
+class Constraint(Protocol):
+    """Where a choice stands in its grammar; `runtime.grammar.compiler.Matcher` is the real one."""
+
+    def mask(self, row: Logits) -> Logits: ...
+    def accept(self, token: int) -> None: ...
+
+
 class SamplerState:
     """What one choice's next draw depends on besides the logits: its parameters and the tokens so far."""
 
@@ -42,13 +51,17 @@ class SamplerState:
         prompt_tokens: Sequence[int],
         output_tokens: Sequence[int] = (),
         start_index: int | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         """`prompt_tokens` is read only when `repetition_penalty` is not 1; `output_tokens` are those of a resumed stream.
 
-        Where no penalty needs those, `start_index` can stand for their number.
+        Where no penalty needs those, `start_index` can stand for their number. `constraint` has taken them in already.
         """
+        assert (constraint is not None) == bool(sampling.grammar)
         self.sampling = sampling
+        self.constraint = constraint
         self.choice = choice
+        self._vocab_size = vocab_size
         self.index = len(output_tokens) if start_index is None else start_index
         """Output tokens so far, which is also the index of the next one."""
         self._seen: torch.Tensor | None = None
@@ -67,6 +80,21 @@ class SamplerState:
         self._changes = bool(bias) or self._seen is not None or self._counts is not None
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether penalties or a bias change the logits of its draws."""
+        return self._changes
+
+    @property
+    def forbids(self) -> bool:
+        """Whether there may be tokens that must not be drawn next. Which ones they are depends on the last token."""
+        return self.constraint is not None or self._limits.apply_at(self.index)
+
+    def forbidden(self) -> torch.Tensor:
+        """[vocab] on the CPU, to be added to logits: minus infinity for the tokens that must not be drawn next."""
+        row = self._limits.mask(torch.zeros(self._vocab_size), self.index)
+        return row if self.constraint is None else torch.from_numpy(self.constraint.mask(row.numpy()))
+
+    @property
     def adjusts(self) -> bool:
         """Whether penalties, a bias or a token that may not come change the logits of the next draw."""
         return self._changes or self._limits.apply_at(self.index)
@@ -74,7 +102,8 @@ class SamplerState:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is that of the largest logit, and nothing else is asked for."""
-        return self.sampling.temperature == 0.0 and not self.adjusts and self.sampling.logprobs < 0
+        plain = not self.adjusts and self.constraint is None
+        return self.sampling.temperature == 0.0 and plain and self.sampling.logprobs < 0
 
     def accept(self, token: int) -> None:
         """Counts `token` as the next output token."""
@@ -84,6 +113,8 @@ class SamplerState:
         if self._counts is not None:
             self._counts[token] += 1
         self._limits.accept(token)
+        if self.constraint is not None:
+            self.constraint.accept(token)
 
     def apply_penalties(self, row: torch.Tensor) -> torch.Tensor:
         """Logits [vocab] after limits, penalties and bias; a new tensor when anything changes."""
@@ -100,6 +131,13 @@ class SamplerState:
             row = row.index_add(0, self._bias_ids, self._bias)
         return row
 
+    def adjustments(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """[vocab] each, on the CPU: the tokens seen, the counts of output tokens, the bias; None where nothing asks for it."""
+        bias = None
+        if len(self._bias):
+            bias = torch.zeros(self._vocab_size).index_add_(0, self._bias_ids, self._bias)
+        return self._seen, self._counts, bias
+
     def uniform(self) -> float:
         """The random number of the next draw, in [0, 1)."""
         generator = np.random.Philox(key=[self.sampling.seed, self.choice], counter=[0, self.index, 0, 0])
@@ -110,8 +148,8 @@ class SamplerState:
 def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled | None]:
     """One token for each row of `logits` [rows, vocab] float32; does not call `accept`.
 
-    None for a row without a finite maximum, where NaN or infinity came out of the model: that is one sequence's misfortune,
-    and no reason to fail those beside it.
+    None for a row without a finite maximum, where NaN or infinity came out of the model, and for one whose grammar allows no
+    token any more: that is one sequence's misfortune, and no reason to fail those beside it.
     """
     assert logits.shape[0] == len(states), (logits.shape, len(states))
     if not states:
@@ -139,13 +177,18 @@ def _likeliest(logits: torch.Tensor) -> tuple[list[bool], list[int]]:
     return [math.isfinite(row[token]) for row, token in zip(rows, likeliest, strict=True)], likeliest
 
 
-def _sample_row(row: torch.Tensor, state: SamplerState, scratch: Weights) -> Sampled:
+def _sample_row(row: torch.Tensor, state: SamplerState, scratch: Weights) -> Sampled | None:
     """`row` [vocab] on the CPU, with a finite maximum."""
     sampling = state.sampling
     adjusted = state.apply_penalties(row)
     values = adjusted.numpy()
+    if state.constraint is not None:
+        values = state.constraint.mask(values)
+        adjusted = torch.from_numpy(values)
     token = int(values.argmax())
     highest = float(values[token])
+    if highest == -math.inf:
+        return None
     if sampling.temperature != 0.0 and math.isfinite(highest):  # a penalty can take a huge logit beyond float32
         token = draw(values, highest, sampling, state.uniform(), scratch)
     return Sampled(token, _logprobs(adjusted, token, sampling.logprobs))
@@ -155,8 +198,18 @@ def _logprobs(row: torch.Tensor, token: int, top: int) -> TokenLogprobs | None:
     """Of the drawn token, and of the `top` likeliest, best first; None when `top` is negative."""
     if top < 0:
         return None
-    normaliser = torch.logsumexp(row, 0)
-    own = max(float(row[token] - normaliser), _LOWEST_LOGPROB)
-    values, ids = torch.topk(row, min(top, len(row)))
-    pairs = zip(ids.tolist(), (values - normaliser).tolist(), strict=True)
-    return TokenLogprobs(own, tuple((token_id, max(value, _LOWEST_LOGPROB)) for token_id, value in pairs))
+    top = min(top, len(row))
+    line = top_logprobs(row[None], torch.tensor([token], device=row.device), top)
+    return as_logprobs(line[0].tolist(), top)
+
+
+def as_logprobs(line: list[float] | None, top: int) -> TokenLogprobs | None:
+    """A row of `top_logprobs`, which may have more than the `top` likeliest; None when `top` is negative."""
+    if line is None or top < 0:
+        return None
+    half = (len(line) - 1) // 2
+    values, ids = line[1 : half + 1], line[half + 1 :]
+    pairs = zip(ids[:top], values[:top], strict=True)
+    return TokenLogprobs(
+        max(line[0], _LOWEST_LOGPROB), tuple((int(token_id), max(value, _LOWEST_LOGPROB)) for token_id, value in pairs)
+    )

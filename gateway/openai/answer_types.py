@@ -50,11 +50,16 @@ class PromptTokensDetails(AnswerType):
     cached_tokens: int = Field(description="Prompt tokens that were not computed for this request.")
 
 
+class CompletionTokensDetails(AnswerType):
+    reasoning_tokens: int = Field(description="Tokens of thoughts, which are among the completion tokens.")
+
+
 class Usage(AnswerType):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CompletionLogprobs(AnswerType):
@@ -109,17 +114,30 @@ class ChatLogprobs(AnswerType):
     refusal: None = None
 
 
+class AnsweredFunction(AnswerType):
+    name: str
+    arguments: str = Field(description="The text of a JSON object.")
+
+
+class AnsweredCall(AnswerType):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
 class ChatAnswerMessage(AnswerType):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = Field(None, description="What the model thought before it answered.")
+    tool_calls: list[AnsweredCall] | None = None
 
 
 class ChatChoice(AnswerType):
     index: int
     message: ChatAnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: list[int] | None = None
 
 
@@ -134,16 +152,32 @@ class ChatCompletion(AnswerType):
     prompt_logprobs: PromptLogprobs | None = Field(None, description="By token id. vLLM's.")
 
 
+class FunctionDelta(AnswerType):
+    name: str | None = None
+    arguments: str = Field(description="What is to be appended.")
+
+
+class CallDelta(AnswerType):
+    """The first of a call has its id and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(AnswerType):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChunkChoice(AnswerType):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     token_ids: list[int] | None = None
 
 

@@ -13,10 +13,13 @@ from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import Deliver, Finish
 from gateway.text.token_texts import TokenTexts
 from gateway.text.tokenizer import ModelTokenizer
+from gateway.tools.reader import AnswerReader
 from proto.sampling import TokenLogprobs
 
 Json = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
+_ENDS = (Finish.STOP, Finish.TOOL_CALLS)
+"""With which a stop token may be the last."""
 
 
 @dataclass
@@ -33,6 +36,11 @@ class ChoiceState:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
+    reader: AnswerReader | None = None
+    """Where thoughts and calls are taken out of the text."""
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
+    """Whole ones, as they have come so far."""
 
     @property
     def mean_logprob(self) -> float:
@@ -58,6 +66,10 @@ class Answer(Protocol):
     prompt_scores: Sequence[PromptScores | None]
 
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
+    def collect(self, choice: ChoiceState, part: Deliver) -> None:
+        """For an answer in one piece."""
+        ...
+
     def usage(self, completion_tokens: int, cached_tokens: int) -> Json: ...
     def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json: ...
     def event(self, content: Json) -> bytes:
@@ -90,6 +102,13 @@ class _Base:
         self.prompt_scores: Sequence[PromptScores | None] = [None] * len(prepared.prompts)
         """Of each prompt; complete before its first token comes."""
         self._shows_logprobs = prepared.sampling.logprobs >= 0 and not prepared.hides_logprobs
+        self._readers: list[AnswerReader] = []
+
+    def collect(self, choice: ChoiceState, part: Deliver) -> None:
+        choice.texts.append(part.text)
+        choice.tokens.extend(part.tokens)
+        choice.logprobs.extend(part.logprobs)
+        choice.finish = part.finish or choice.finish
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk: Json = {**self._head, "object": self.chunk_kind, "choices": choices}
@@ -124,7 +143,7 @@ class _Base:
             top = [(*texts.candidate(other), finite(logprob)) for other, logprob in entry.top]
             offset = texts.chars
             is_last = finish is not None and number == len(tokens)
-            is_text = not (is_last and finish is Finish.STOP and token in stop_ids)
+            is_text = not (is_last and finish in _ENDS and token in stop_ids)
             text, own_bytes = texts.push(token, is_last=is_last, is_text=is_text)
             yield _Shown(text, own_bytes, offset, finite(entry.logprob), top)
 
@@ -138,12 +157,16 @@ class _Base:
 
     def usage(self, completion_tokens: int, cached_tokens: int) -> Json:
         prompt_tokens = sum(len(prompt) for prompt in self.prepared.prompts)
-        return {
+        usage: Json = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
+        if self._readers:
+            reasoning = sum(reader.reasoning_tokens for reader in self._readers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage
 
 
 class CompletionAnswer(_Base):
@@ -227,6 +250,42 @@ class ChatAnswer(_Base):
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def _read(self, choice: ChoiceState, part: Deliver) -> tuple[Json, Finish | None]:
+        """(what the part adds to the message, its finish reason)"""
+        reading = self.prepared.form.reading
+        if reading is None:
+            return ({"content": part.text} if part.text else {}), part.finish
+        if choice.reader is None:
+            choice.reader = AnswerReader(reading, f"{self._head['id']} {choice.index}")
+            self._readers.append(choice.reader)
+        delta = choice.reader.feed(part.text, part.tokens, ended=part.finish is not None).delta()
+        called = part.finish is Finish.STOP and choice.reader.calls
+        return delta, Finish.TOOL_CALLS if called else part.finish
+
+    def collect(self, choice: ChoiceState, part: Deliver) -> None:
+        super().collect(choice, part)
+        if self.prepared.form.reading is None:
+            return
+        choice.texts.pop()
+        delta, finish = self._read(choice, part)
+        choice.finish = finish or choice.finish
+        choice.texts.append(delta.get("content", ""))
+        choice.reasoning.append(delta.get("reasoning_content", ""))
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                choice.calls.append({key: value for key, value in call.items() if key != "index"})
+            else:
+                choice.calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+
+    def _message(self, choice: ChoiceState) -> Json:
+        content = "".join(choice.texts)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning := "".join(choice.reasoning):
+            message["reasoning_content"] = reasoning
+        if choice.calls:
+            message |= {"content": content or None, "tool_calls": choice.calls}
+        return message
+
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]:
         if not choice.started:
             choice.started = True
@@ -236,11 +295,12 @@ class ChatAnswer(_Base):
                 chunk["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
             yield chunk
         wanted = self._shows_logprobs
-        if not (part.text or part.finish or wanted or self.prepared.return_token_ids):
+        delta, finish = self._read(choice, part)
+        if not (delta or finish or wanted or self.prepared.return_token_ids):
             return
-        body: Json = {"index": choice.index, "delta": {"content": part.text} if part.text else {}}
+        body: Json = {"index": choice.index, "delta": delta}
         body["logprobs"] = self._logprobs(choice, part.tokens, part.logprobs, part.finish) if wanted else None
-        body["finish_reason"] = part.finish and part.finish.value
+        body["finish_reason"] = finish and finish.value
         if self.prepared.return_token_ids:
             body["token_ids"] = part.tokens
         yield self._chunk([body])
@@ -252,7 +312,7 @@ class ChatAnswer(_Base):
             completion_tokens += len(choice.tokens)
             body: Json = {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+                "message": self._message(choice),
                 "logprobs": self._logprobs(choice, choice.tokens, choice.logprobs, choice.finish) if wanted else None,
                 "finish_reason": choice.finish,
             }

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 from fastapi import Request
 
 from gateway.backend import Backend
 from gateway.http.body import Intake
 from gateway.metrics import GatewayMetrics
 from gateway.openai.prepare import Rules
+from gateway.structured.checker import GrammarChecker
+from gateway.structured.hello import Hello
 from gateway.tenancy import KeyRing
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.text.tokenizer_threads import TokenizerThreads
@@ -27,7 +30,15 @@ class Gateway:
     keep_alive_s: float = 10.0
     """Silence of a stream after which a comment is sent, so that load balancers keep the connection open; 0: none is."""
     access_log: bool = True
+    grammars: GrammarChecker = field(init=False)
     created: int = field(default_factory=lambda: int(clock.unix_time()))
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarChecker(self._to_compile_with)
+
+    def _to_compile_with(self) -> bytes:
+        facts = self.tokenizer.facts
+        return msgspec.json.encode(Hello(self.tokenizer.serialized(), facts.vocab_size, sorted(facts.eos_ids)))
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -82,10 +82,7 @@ class Exchange:
         """The answer in one piece. Raises `ApiError` and `ClientLeft`."""
         while self.unended:
             for choice, part in self.take(await self.subscription.next()):
-                choice.texts.append(part.text)
-                choice.tokens.extend(part.tokens)
-                choice.logprobs.extend(part.logprobs)
-                choice.finish = part.finish or choice.finish
+                self.answer.collect(choice, part)
             if self.failed is not None:
                 raise self.failed
         return msgspec.json.encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))

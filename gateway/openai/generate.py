@@ -97,6 +97,8 @@ async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[
         work = partial(_prepare, endpoint.prepare, generation, gateway, identity.cache_group)
         prepared, names = await gateway.threads.run(call.owner, len(body), work)
         del generation, body, work
+        if prepared.form.grammar:
+            await gateway.grammars.check(call.owner, prepared.form.grammar, prepared.form.param)
     slots.hold(len(prepared.prompts))
     answer = endpoint.answer(
         prepared,
@@ -167,6 +169,7 @@ def _submit(
                 keeps_stop=prepared.keeps_stop,
                 min_tokens=prepared.sampling.min_tokens,
                 keeps_special=prepared.keeps_special,
+                keep=prepared.form.kept_tokens,
             ),
             names=named,
             tenant=identity.tenant,

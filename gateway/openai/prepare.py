@@ -6,8 +6,11 @@ Lengths are checked before anything is tokenized, as far as they are certain the
 import secrets
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from gateway.http.errors import bad_value, model_not_found, too_long
 from gateway.openai.evaluation import output_limits, prompt_logprobs_wanted
+from gateway.openai.forms import ANY_FORM, Chat, Form, completion_form
 from gateway.openai.request_types import (
     CHOICES_MAX,
     PROMPTS_MAX,
@@ -41,6 +44,8 @@ class Prepared:
     continuous_usage: bool
     """Every chunk has it."""
     return_token_ids: bool
+    form: Form = ANY_FORM
+    """What the answer must look like, and how it is read."""
     answers: int = 1
     """Choices of each prompt that are given, the best of those drawn."""
     echoes_logprobs: bool = False
@@ -82,6 +87,7 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
         raise bad_value("n", f"At most {CHOICES_MAX} choices over all prompts are allowed.")
     decode = tokenizer.decode_all if request.skip_special_tokens is False else tokenizer.decode
     echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+    form = completion_form(request, tokenizer)
     ids = [tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
     logprobs = -1 if request.logprobs is None else request.logprobs
     prepared = _finish(
@@ -95,7 +101,8 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
         param="prompt",
     )
     shown = bool(request.echo) and request.logprobs is not None
-    return replace(prepared, choices=drawn, echoes_logprobs=shown, hides_logprobs=logprobs < 0)
+    prepared = replace(prepared, choices=drawn, echoes_logprobs=shown, hides_logprobs=logprobs < 0)
+    return _in_form(prepared, form)
 
 
 def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
@@ -108,22 +115,16 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
         raise bad_value("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
     if not tokenizer.has_chat_template:
         raise bad_value("messages", f"The model {rules.model_id!r} has no chat template: use /v1/completions.")
-    messages = [
-        {
-            "role": "system" if message.role == "developer" else message.role,  # templates know the older name
-            "content": message.text(),
-            **({"name": message.name} if message.name else {}),
-        }
-        for message in request.messages
-    ]
-    _refuse_if_surely_too_long(sum(len(message["content"].encode()) for message in messages), tokenizer, "messages")
+    chat = Chat.of(request, tokenizer.template)
+    _refuse_if_surely_too_long(chat.text_bytes, tokenizer, "messages")
     try:
-        text = tokenizer.apply_template(messages)
+        text = tokenizer.apply_template(chat.messages, chat.described_tools, **chat.options)
     except TemplateError as error:
         raise bad_value("messages", f"{error}.") from None
+    form = chat.form(text, tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-    return _finish(
+    prepared = _finish(
         request,
         tokenizer,
         [ids],
@@ -133,6 +134,12 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
         logprobs=logprobs,
         param="messages",
     )
+    return _in_form(prepared, form)
+
+
+def _in_form(prepared: Prepared, form: Form) -> Prepared:
+    sampling = structs.replace(prepared.sampling, grammar=form.grammar)
+    return replace(prepared, sampling=sampling, form=form)
 
 
 def _check_common(request: GenerationRequest, tokenizer: ModelTokenizer, rules: Rules) -> None:

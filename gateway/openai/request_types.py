@@ -15,36 +15,29 @@ from proto import limits
 
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
 NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
-    "tools": _NOTHING,
-    "tool_choice": (None, "none", "auto"),
     "functions": _NOTHING,
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "audio": (None,),
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "web_search_options": (None,),
-    "reasoning_effort": (None, "none"),
     "verbosity": (None,),
     "store": (None, False),
     "metadata": _NOTHING,  # labels of stored answers
     "moderation": (None,),
-    "parallel_tool_calls": (None, True, False),  # without tools there are no calls
     "prompt_cache_options": _NOTHING,
     "prompt_cache_retention": (None, "in_memory"),
     "suffix": (None, ""),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1.0),
     "truncate_prompt_tokens": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
     "chat_template": (None,),
-    "chat_template_kwargs": _NOTHING,
     "continue_final_message": (None, False),
     "add_generation_prompt": (None, True),
+    "include_reasoning": (None, True),
+    "guided_json_object": (None, False),
+    "guided_whitespace_pattern": (None,),
+    "guided_decoding_backend": (None,),
 }
 """Known but not supported: accepted only with a value that asks for nothing."""
 INSTEAD: Final[dict[str, str]] = {
@@ -80,6 +73,8 @@ MESSAGES_MAX: Final = 4096
 IDENTIFIER_CHARS_MAX: Final = 512
 STOPS_MAX: Final = 4
 STOP_CHARS_MAX: Final = 256
+CALLS_MAX: Final = 256
+"""In one message."""
 BAD_WORDS_MAX: Final = limits.MAX_BAD_WORDS // 2
 """Each may have two spellings in tokens."""
 
@@ -127,6 +122,14 @@ class GenerationRequest(_Model):
     deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
     """By when the first token is wanted, from now."""
     return_token_ids: bool | None = None
+    response_format: Any = None
+    """What the answer looks like; checked by `gateway.structured.request`, as are the next five."""
+    structured_outputs: Any = None
+    """vLLM's, with one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`."""
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     """vLLM's: log-probabilities of the prompt's tokens, and of so many of the likeliest at each place. The prompt is computed
     anew for them, cached or not. Not with `stream`."""
@@ -173,18 +176,37 @@ class TextPart(_Model):
     text: str
 
 
+class CalledFunction(_Model):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    arguments: str
+
+
+class ToolCall(_Model):
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+    """Of a streamed answer that is sent back as it was put together."""
+
+
 class ChatMessage(_Model):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    """Null or left out only beside `tool_calls`; `gateway.tools.conversation` sees to that."""
+    tool_calls: Annotated[list[ToolCall], Field(max_length=CALLS_MAX)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    """Of the role `tool`: which call this is the result of."""
+    reasoning_content: str | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     # What this server's own answers carry, so that a client can send them back as they came.
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def text(self) -> str:
+        if self.content is None:
+            return ""
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
@@ -193,6 +215,13 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
+    tools: Any = None
+    """Functions that the model may call; checked by `gateway.tools.request`, as are the next two."""
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's: variables of the model's chat template."""
 
 
 R = TypeVar("R", bound=GenerationRequest)

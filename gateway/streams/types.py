@@ -182,6 +182,8 @@ class Finish(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """Said in place of `stop` where the model called functions."""
 
 
 @dataclass(frozen=True)

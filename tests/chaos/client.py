@@ -17,9 +17,28 @@ class _Logprobs(msgspec.Struct):
     token_logprobs: list[float]
 
 
+class _Function(msgspec.Struct):
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[_Call] = []
+
+    @property
+    def text(self) -> str:
+        return (self.content or "") + "".join(call.function.arguments for call in self.tool_calls)
+
+
 class _Choice(msgspec.Struct):
     index: int
     text: str = ""
+    delta: _Delta | None = None
+    """Of a chat, whose calls count as text."""
     token_ids: list[int] = []
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -59,7 +78,7 @@ async def ask(
     try:
         async with asyncio.timeout(TIMEOUT_S if leave_at is None else leave_at):
             body = {"model": model, **order.body}
-            async with session.post(f"{base_url}/v1/completions", json=body) as response:
+            async with session.post(f"{base_url}{order.path}", json=body) as response:
                 seen.request_id = response.headers.get("X-Request-Id", "")
                 if response.status != 200:
                     seen.error = f"HTTP {response.status}: {(await response.text())[:200]}"
@@ -90,7 +109,7 @@ async def _read(
             return
         for part in event.choices:
             choice = seen.answer.setdefault(part.index, Choice())
-            choice.text += part.text
+            choice.text += part.text if part.delta is None else part.delta.text
             choice.token_ids += part.token_ids
             choice.finish = part.finish_reason or choice.finish
             if part.logprobs is not None:

@@ -1,10 +1,13 @@
 """What clients ask for while processes die, and how an answer is held against the one of a quiet cluster."""
 
+import json
 import math
 import random
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, Final
+
+import jsonschema
 
 from engine.cpu import library
 
@@ -36,6 +39,32 @@ KINDS: dict[str, dict[str, Any]] = {
     "stops": {"temperature": 0.8, "top_k": 16, "stop": ["e", "Q7"]},
 }
 
+ITEM: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "size": {"type": "integer", "minimum": 0, "maximum": 9999},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+SCHEMA: Final = {
+    "type": "object",
+    "properties": {"items": {"type": "array", "items": ITEM, "minItems": 2, "maxItems": 5}},
+    "required": ["items"],
+    "additionalProperties": False,
+}
+_FORMAT: Final = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+_TOOLS: Final = [{"type": "function", "function": {"name": "keep", "parameters": SCHEMA, "strict": True}}]
+CONSTRAINED: dict[str, dict[str, Any]] = {
+    "json": {"temperature": 1, "response_format": _FORMAT},
+    "json_logprobs": {"temperature": 0.8, "response_format": _FORMAT, "logprobs": 2},
+    "two_json": {"temperature": 1, "n": 2, "presence_penalty": 0.3, "guided_json": SCHEMA},
+    "call": {"temperature": 1, "tools": _TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    "regex": {"temperature": 0.9, "guided_regex": "([a-f]{4}-[0-9]{2,6} ){8,20}!"},
+}
+"""What goes on in a grammar, or in a tool call."""
+
 
 @dataclass
 class Choice:
@@ -55,10 +84,13 @@ class Order:
     prompt: list[int]
     body: dict[str, Any]
     """But for the model."""
+    path: str = "/v1/completions"
 
 
-def make_orders(source: random.Random, count: int, *, output_max: int = 400) -> list[Order]:
-    """Short and long prompts; a third begin like others."""
+def make_orders(
+    source: random.Random, count: int, *, output_max: int = 400, constrained_share: float = 0.0
+) -> list[Order]:
+    """Short and long prompts; a third begin like others. So many of them are of the kinds in `CONSTRAINED`."""
     shared = [source.choices(range(_FIRST_BYTE_TOKEN, _VOCAB_END), k=96) for _ in range(3)]
     orders = []
     for number in range(count):
@@ -77,7 +109,35 @@ def make_orders(source: random.Random, count: int, *, output_max: int = 400) -> 
             **KINDS[kind],
         }
         orders.append(Order(number, kind, prompt, body))
+    if constrained_share:
+        for number in range(0, count, max(1, round(1 / constrained_share))):
+            orders[number] = _constrained(orders[number], list(CONSTRAINED)[number % len(CONSTRAINED)], output_max)
     return orders
+
+
+def _constrained(order: Order, kind: str, output_max: int) -> Order:
+    body = {key: order.body[key] for key in ("prompt", "seed", "return_token_ids", "stream")}
+    body |= {"max_tokens": output_max, **CONSTRAINED[kind]}
+    if kind != "call":
+        return Order(order.number, kind, order.prompt, body)
+    del body["prompt"]
+    text = "".join(chr(ord("a") + token % 26) for token in order.prompt)
+    body["messages"] = [{"role": "user", "content": text}]
+    return Order(order.number, kind, order.prompt, body, "/v1/chat/completions")
+
+
+def invalid(order: Order, answer: Answer) -> str:
+    """What is wrong with an answer that must have a form; empty: nothing, or it has ended by its length."""
+    if order.kind not in CONSTRAINED or order.kind == "regex":
+        return ""
+    for choice in answer.values():
+        if choice.finish == "length":
+            continue
+        try:
+            jsonschema.validate(json.loads(choice.text), SCHEMA)
+        except (ValueError, jsonschema.ValidationError) as error:
+            return f"not valid: {choice.text[-60:]!r}: {str(error)[:200]}"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tests.chaos import audit
 from tests.chaos.client import Seen, ask
 from tests.chaos.cluster import Cluster, Member, Violation
 from tests.chaos.gaps import HIT_S, QUIET_S, Fault, of_faults
-from tests.chaos.orders import Answer, Difference, Order, compare, make_orders
+from tests.chaos.orders import CONSTRAINED, Answer, Difference, Order, compare, invalid, make_orders
 
 GAP_MIN_S = 0.005
 GAPS_MAX = 1 << 20
@@ -51,6 +51,8 @@ class Plan:
     clients: int = 6
     orders: int = 48
     output_tokens_max: int = 400
+    constrained_share: float = 0.0
+    """Of orders whose answers must follow a grammar, or call a tool."""
     leave_share: float = 0.0
     """Of requests whose client goes before the end."""
 
@@ -60,6 +62,8 @@ class Result:
     plan: Plan
     faults: list[Fault] = field(default_factory=list)
     answers: int = 0
+    constrained: int = 0
+    """Of the answers, those that had to follow a grammar; all valid, or a violation."""
     tokens: int = 0
     left: int = 0
     resent: int = 0
@@ -74,7 +78,9 @@ class Run:
         self.cluster, self.plan = cluster, plan
         self.result = Result(plan)
         self.random = random.Random(plan.seed)
-        self.orders = make_orders(self.random, plan.orders, output_max=plan.output_tokens_max)
+        self.orders = make_orders(
+            self.random, plan.orders, output_max=plan.output_tokens_max, constrained_share=plan.constrained_share
+        )
         self.references: dict[int, Answer] = {}
         self.gaps: deque[tuple[float, float]] = deque(maxlen=GAPS_MAX)
         self.receipts: list[audit.Receipt] = []
@@ -159,6 +165,9 @@ class Run:
         result, left = self.result, seen.error == "left"
         whole = not seen.error
         result.answers += whole
+        result.constrained += whole and order.kind in CONSTRAINED
+        if whole and (why := invalid(order, seen.answer)):
+            self._violated(f"{seen.request_id} (order {order.number}, {order.kind}): {why}")
         result.left += left
         result.tokens += sum(len(choice.token_ids) for choice in seen.answer.values())
         difference = compare(self.references[order.number], seen.answer, whole=whole)

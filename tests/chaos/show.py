@@ -65,7 +65,7 @@ def as_dict(result: Result) -> dict[str, Any]:
         ],
         **{
             what: getattr(result, what)
-            for what in ("answers", "tokens", "left", "resent", "seconds", "violations", "audit")
+            for what in ("answers", "constrained", "tokens", "left", "resent", "seconds", "violations", "audit")
         },
     }
 
@@ -108,6 +108,10 @@ def show(result: Result, console: Console) -> None:
     if not IS_BATCH_INVARIANT:
         console.print(
             "Matrix products of this machine round rows differently: a sampled token may change when it is resumed."
+        )
+    if result.plan.constrained_share:
+        console.print(
+            f"{result.constrained:,} whole answers had to follow a grammar or call a tool; what is not valid is a violation."
         )
     console.print(
         f"{result.answers:,} whole answers, {result.tokens:,} tokens compared, {result.resent} requests sent again to another"

@@ -47,12 +47,13 @@ def on(make: Callable[[], C], work: Callable[[C], Awaitable[list[str]]]) -> None
 
 def test_random_kills_and_stops_change_no_token_and_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
     plan = Plan(
-        seed=SEED, faults=5, overlap=0.3, pause_s=0.3, clients=4, orders=8, output_tokens_max=200, leave_share=0.1
-    )
+        seed=SEED, faults=5, overlap=0.3, pause_s=0.3, clients=4, orders=12, output_tokens_max=200, leave_share=0.1,
+        constrained_share=0.34,
+    )  # fmt: skip
 
     async def work(cluster: Cluster) -> list[str]:
         result = await chaos(cluster, plan)
-        assert result.answers > 10, "too few streams to mean something"
+        assert result.answers > 10 and result.constrained > 2, "too few streams to mean something"
         return result.violations
 
     on(lambda: Cluster(model, tmp_path), work)

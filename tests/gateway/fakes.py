@@ -201,3 +201,4 @@ async def served(site: Site):
         server.should_exit = True
         await task
         site.gateway.threads.shutdown()
+        site.gateway.grammars.close()

@@ -1,0 +1,151 @@
+"""What a request says of its answer's form, put together: structured output, tool calls, thoughts. Pure."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.http.errors import bad_value
+from gateway.openai.request_types import ChatRequest, CompletionRequest, GenerationRequest
+from gateway.structured.lark import Grammar
+from gateway.structured.request import Wanted, wanted
+from gateway.structured.schema import SchemaError
+from gateway.text.template_facts import TemplateFacts
+from gateway.text.tokenizer import ModelTokenizer
+from gateway.tools.conversation import call_format, tells_in_words, template_messages, template_options
+from gateway.tools.formats import END_OF_THOUGHT, MISTRAL, MISTRAL_ARGS, THINK, CallFormat, thinking_template, thought
+from gateway.tools.reader import Reading
+from gateway.tools.request import Tools, tools_of
+from proto import limits
+
+
+@dataclass(frozen=True)
+class Form:
+    grammar: str = ""
+    """What the answer must match; empty: anything."""
+    param: str = ""
+    """The field that asks for it."""
+    reading: Reading | None = None
+    """None: the answer is text as it comes."""
+
+    @property
+    def kept_tokens(self) -> frozenset[int]:
+        """Special tokens that are text while the answer is read."""
+        return self.reading.keep if self.reading is not None else frozenset()
+
+
+ANY_FORM: Final = Form()
+
+
+def completion_form(request: CompletionRequest, tokenizer: ModelTokenizer) -> Form:
+    """Raises `ApiError`."""
+    asked = wanted(_given(request))
+    if asked is None:
+        return ANY_FORM
+    grammar = Grammar(tokenizer.split_special)
+    return Form(_checked(request, tokenizer, grammar.text(asked.expression(grammar)), asked.param), asked.param)
+
+
+def _given(request: GenerationRequest) -> dict[str, Any]:
+    return {name: value for name in request.model_fields_set if (value := getattr(request, name)) is not None}
+
+
+def _checked(request: GenerationRequest, tokenizer: ModelTokenizer, grammar: str, param: str) -> str:
+    """Raises `ApiError`."""
+    if len(grammar) > limits.MAX_GRAMMAR_CHARS:
+        message = f"'{param}' makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters."
+        raise bad_value(param, message)
+    for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
+        if getattr(request, name):
+            raise bad_value(name, f"{name!r} does not go with {param!r}, which says what the answer looks like.")
+    if not tokenizer.facts.eos_ids:
+        raise bad_value(param, f"'{param}' is not supported: the model has no token that ends an answer.")
+    return grammar
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat request, as the model's template gets it."""
+
+    request: ChatRequest
+    facts: TemplateFacts
+    tools: Tools | None
+    wanted: Wanted | None
+    messages: list[dict[str, Any]]
+    options: dict[str, Any]
+    """For the chat template."""
+
+    @classmethod
+    def of(cls, request: ChatRequest, facts: TemplateFacts) -> "Chat":
+        """Raises `ApiError`."""
+        fields = _given(request)
+        tools, asked = tools_of(fields), wanted(fields)
+        if asked is not None and tools is not None and tools.must_call:
+            message = "'tool_choice' asks for a call, so the answer cannot have another form as well."
+            raise bad_value(asked.param.partition(".")[0], message)
+        options = template_options(facts, request.chat_template_kwargs, request.reasoning_effort)
+        return cls(request, facts, tools, asked, template_messages(request.messages, tools, facts), options)
+
+    @property
+    def described_tools(self) -> list[dict[str, Any]]:
+        """For a chat template that takes them; without those, they are in the messages."""
+        if self.tools is None or not self.tools.allowed or tells_in_words(self.facts):
+            return []
+        return [tool.described() for tool in self.tools.offered]
+
+    @property
+    def text_bytes(self) -> int:
+        return sum(len(message["content"].encode()) for message in self.messages)
+
+    def form(self, prompt: str, tokenizer: ModelTokenizer) -> Form:
+        """`prompt` is the rendered text, which may begin a thought or say that there is none. Raises `ApiError`."""
+        end = prompt.rstrip()
+        begun, thinks = end.endswith(THINK), self.facts.thinks and not end.endswith(END_OF_THOUGHT)
+        calls = call_format(self.facts) if self.tools is not None and self.tools.allowed else None
+        reading = self._reading(prompt, tokenizer, calls, begun=begun, thinks=thinks)
+        grammar = Grammar(tokenizer.split_special)
+        expression, param = self._expression(grammar, calls)
+        if not expression:
+            return Form(reading=reading)
+        if thinks:
+            expression = f"{thought(grammar, begun=begun)} {expression}"
+        return Form(_checked(self.request, tokenizer, grammar.text(expression), param), param, reading)
+
+    def _expression(self, grammar: Grammar, calls: CallFormat | None) -> tuple[str, str]:
+        """(of the answer behind its thoughts, the field that asks for it); empty: anything. Raises `ApiError`."""
+        tools, asked = self.tools, self.wanted
+        if tools is None or not tools.allowed:
+            return (asked.expression(grammar), asked.param) if asked is not None else ("", "")
+        if calls is None:
+            if tools.must_call or asked is not None:
+                message = (
+                    "With this model's form of tool calls, they cannot be asked for, nor combined with another form."
+                )
+                raise bad_value("tool_choice" if tools.must_call else "tools", message, "unsupported_value")
+            return "", ""
+        try:
+            if tools.must_call:
+                return calls.required(tools.allowed, grammar, several=tools.parallel), "tools"
+            if asked is not None:
+                required = calls.required(tools.allowed, grammar, several=tools.parallel)
+                return grammar.either([asked.expression(grammar), required]), asked.param
+            return calls.optional(tools.allowed, grammar, several=tools.parallel), "tools"
+        except SchemaError as error:
+            raise bad_value("tools", f"Invalid value for 'tools': {error}.") from None
+
+    def _reading(
+        self, prompt: str, tokenizer: ModelTokenizer, calls: CallFormat | None, *, begun: bool, thinks: bool
+    ) -> Reading | None:
+        own = self.facts.response_template
+        offered = self.tools is not None and bool(self.tools.allowed)
+        if not offered and not thinks:
+            return None
+        marks = [THINK, END_OF_THOUGHT, *(calls.marks if calls is not None else ())]
+        keep = frozenset(found for mark in marks if (found := tokenizer.mark_id(mark)) is not None)
+        ends = frozenset(found for found in [tokenizer.mark_id(END_OF_THOUGHT)] if found is not None)
+        short_ids = calls in (MISTRAL, MISTRAL_ARGS)
+        if own is not None:
+            kept = tokenizer.special_ids - tokenizer.facts.eos_ids
+            return Reading(
+                own, prompt, kept, ends, begun, own=True, short_ids=short_ids, tools=tuple(self.described_tools)
+            )
+        template = calls.template(thinks=thinks) if calls is not None else thinking_template()
+        return Reading(template, THINK if begun else "", keep, ends, begun, short_ids=short_ids)

@@ -1,0 +1,146 @@
+"""What a chat template is given: messages with tool calls and their results, tools, and the template's own options. Pure."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from gateway.http.errors import bad_value
+from gateway.text.template_facts import TemplateFacts
+from gateway.tools.formats import HERMES, CallFormat, format_of
+from gateway.tools.request import Tool, Tools
+
+KWARGS_MAX: Final = 16
+KWARGS_BYTES_MAX: Final = 16_384
+_OURS: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
+_CALLS_IN_WORDS: Final = (
+    "You can call functions. Each line here describes one, as JSON:\n{tools}\n"
+    "To call one, answer with its name and its arguments in this form, and nothing else:\n"
+    '<tool_call>\n{{"name": "NAME", "arguments": {{"PARAMETER": "VALUE"}}}}\n</tool_call>'
+)
+"""For models whose chat template knows no tools."""
+
+
+def tells_in_words(facts: TemplateFacts) -> bool:
+    """Whether tools, calls and results go into the text of messages: the template knows none, or not what calls look like."""
+    return not facts.takes_tools or (format_of(facts.text) is None and facts.response_template is None)
+
+
+def call_format(facts: TemplateFacts) -> CallFormat | None:
+    """None: the model writes calls in a form that only its own response template knows."""
+    return HERMES if tells_in_words(facts) else format_of(facts.text)
+
+
+def template_options(facts: TemplateFacts, kwargs: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """`chat_template_kwargs` and `reasoning_effort` as the template takes them. Raises `ApiError`."""
+    name = "chat_template_kwargs"
+    options = dict(kwargs or {})
+    if len(options) > KWARGS_MAX or len(msgspec.json.encode(options)) > KWARGS_BYTES_MAX:
+        raise bad_value(name, f"'{name}' may have at most {KWARGS_MAX} fields and {KWARGS_BYTES_MAX} bytes.")
+    for key in options:
+        param = f"{name}.{key[:100]}"
+        if key in _OURS:
+            raise bad_value(param, f"'{param}' is not allowed: the request itself says it.")
+        if key not in facts.variables:
+            message = f"'{param}' has no effect: the model's chat template does not use {key[:100]!r}."
+            raise bad_value(param, message, "unsupported_parameter")
+    if effort is None:
+        return options
+    if "reasoning_effort" in facts.variables:
+        options.setdefault("reasoning_effort", effort)
+    elif "enable_thinking" in facts.variables:
+        options.setdefault("enable_thinking", effort != "none")
+    elif effort != "none":
+        message = "'reasoning_effort' has no effect: the model's chat template does not take it."
+        raise bad_value("reasoning_effort", message, "unsupported_parameter")
+    return options
+
+
+def template_messages(messages: Sequence[Any], tools: Tools | None, facts: TemplateFacts) -> list[dict[str, Any]]:
+    """`messages` are `gateway.openai.request_types.ChatMessage`. Raises `ApiError`."""
+    in_words = tells_in_words(facts)
+    found, pending = [], set[str]()
+    for number, message in enumerate(messages):
+        param = f"messages[{number}]"
+        _check(message, param)
+        if message.role == "tool":
+            if message.tool_call_id not in pending:
+                text = f"'{param}.tool_call_id' answers no call of the message before it."
+                raise bad_value(f"{param}.tool_call_id", text)
+        else:
+            pending = {call.id for call in message.tool_calls or ()}
+        found.append(_in_words(message, param) if in_words else _as_it_is(message, param))
+    if tools is not None and tools.allowed and in_words:
+        _describe(found, tools.offered)
+    return found
+
+
+def _check(message: Any, param: str) -> None:
+    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+        text = f"Invalid value for '{param}.content': it must be a string or a list of text parts."
+        raise bad_value(f"{param}.content", text, "invalid_type")
+    if message.tool_calls and message.role != "assistant":
+        raise bad_value(f"{param}.tool_calls", f"'{param}.tool_calls' is for the role 'assistant'.")
+    if (message.role == "tool") != (message.tool_call_id is not None):
+        raise bad_value(f"{param}.tool_call_id", f"'{param}.tool_call_id' goes with the role 'tool'.")
+    if message.reasoning_content and message.role != "assistant":
+        raise bad_value(f"{param}.reasoning_content", f"'{param}.reasoning_content' is for the role 'assistant'.")
+
+
+def _arguments(call: Any, param: str) -> dict[str, Any]:
+    """Templates expect an object, OpenAI's API has its text."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise bad_value(param, f"'{param}' must be the text of a JSON object.")
+    return arguments
+
+
+def _as_it_is(message: Any, param: str) -> dict[str, Any]:
+    found = _plain(message)
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call, f"{param}.tool_calls[{number}].function.arguments"),
+                },
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    if message.role == "tool":
+        found["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content:
+        found["reasoning_content"] = message.reasoning_content
+    return found
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role  # templates know the older name
+    return {"role": role, "content": message.text(), **({"name": message.name} if message.name else {})}
+
+
+def _in_words(message: Any, param: str) -> dict[str, Any]:
+    """For a template that knows no tools: calls and results as text of the roles that it knows."""
+    if message.role == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message.text()}\n</tool_response>"}
+    found = _plain(message)
+    for number, call in enumerate(message.tool_calls or ()):
+        arguments = _arguments(call, f"{param}.tool_calls[{number}].function.arguments")
+        text = msgspec.json.encode({"name": call.function.name, "arguments": arguments}).decode()
+        found["content"] = f"{found['content']}\n<tool_call>\n{text}\n</tool_call>".lstrip("\n")
+    return found
+
+
+def _describe(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> None:
+    """Put the tools into the system's message."""
+    lines = "\n".join(msgspec.json.encode(tool.described()["function"]).decode() for tool in tools)
+    text = _CALLS_IN_WORDS.format(tools=lines)
+    if messages[0]["role"] == "system":
+        messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+    else:
+        messages.insert(0, {"role": "system", "content": text})

@@ -1,0 +1,137 @@
+"""The forms in which models write tool calls and thoughts: how each is told by its chat template, constrained and read. Pure.
+
+A response template is what `transformers` reads answers with. A model that ships one is read with its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.structured.lark import Grammar
+from gateway.tools.request import Tool
+
+THINK, END_OF_THOUGHT = "<think>", "</think>"
+_THINKING: Final = {"thinking": {"open": THINK, "close": END_OF_THOUGHT, "repeats": True, "join": "\n"}}
+_NEVER: Final = "\x00"
+"""No text has it: the whole text is to be read."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallFormat:
+    """One form of tool calls."""
+
+    name: str
+    marks: tuple[str, ...]
+    """Texts that may be special tokens, which are kept while an answer is read."""
+    field: dict[str, Any]
+    """Of the response template: where calls begin and end."""
+    opening: str
+    """What the first call begins with."""
+    closing: str
+    arguments: str
+    """The key of a call's arguments; empty: NAME[ARGS]{…}."""
+    in_list: bool = False
+    """All calls stand in one JSON list behind one opening."""
+    separator: str = ""
+    """Between two calls, where it is not white space."""
+
+    def template(self, *, thinks: bool) -> dict[str, Any]:
+        fields = {**(_THINKING if thinks else {}), "tool_calls": self.field, "content": {}}
+        return {"start_anchor": _NEVER, "fields": fields}
+
+    def call(self, tool: Tool, grammar: Grammar) -> str:
+        """Raises `SchemaError`."""
+        schema = tool.parameters if tool.parameters is not None else {"type": "object"}
+        arguments = grammar.json({"type": "object", **schema}, strict=tool.strict)
+        if not self.arguments:
+            return f"{grammar.literal(tool.name + '[ARGS]')} {arguments}"
+        head = f'{{"name": "{tool.name}", "{self.arguments}": '
+        return f"{grammar.literal(head)} {arguments} {grammar.literal('}')}"
+
+    def required(self, tools: Sequence[Tool], grammar: Grammar, *, several: bool) -> str:
+        """Calls and nothing else. Raises `SchemaError`."""
+        opening = f"{grammar.literal(self.opening)} " if self.opening else ""
+        one = grammar.rule(opening + self._body(tools, grammar, several=several))
+        if not several or self.in_list:
+            return one
+        between = grammar.literal(self.separator) if self.separator else grammar.regex(r"\n{0,2}")
+        return f"{one} ({between} {one})*"
+
+    def optional(self, tools: Sequence[Tool], grammar: Grammar, *, several: bool) -> str:
+        """Text, calls, or both. Raises `SchemaError`."""
+        if not self.opening:
+            # Without a mark of their own, calls are told from text by the brace that an answer begins with.
+            text = grammar.regex(r"([^{ \n](.|\n)*)?")
+            return grammar.either([text, self.required(tools, grammar, several=several)])
+        one = grammar.rule(f"{grammar.up_to(self.opening)} {self._body(tools, grammar, several=several)}")
+        if not several or self.in_list:
+            return grammar.either([one, grammar.any_text()])
+        return f"{one}* {grammar.any_text()}"
+
+    def _body(self, tools: Sequence[Tool], grammar: Grammar, *, several: bool) -> str:
+        """What follows the opening."""
+        call = grammar.either([self.call(tool, grammar) for tool in tools])
+        if self.in_list:
+            more = f" ({grammar.literal(', ')} {call})*" if several else ""
+            return f"{grammar.literal('[')} {call}{more} {grammar.literal(']')}"
+        if not self.closing:
+            return call
+        space = grammar.regex(r"[ \n]{0,4}")
+        return f"{space} {call} {space} {grammar.literal(self.closing)}"
+
+
+HERMES: Final = CallFormat(
+    "hermes",
+    ("<tool_call>", "</tool_call>"),
+    {"open": "<tool_call>", "close": "</tool_call>", "repeats": True},
+    opening="<tool_call>",
+    closing="</tool_call>",
+    arguments="arguments",
+)
+LLAMA: Final = CallFormat(
+    "llama",
+    ("<|python_tag|>",),
+    {"open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{)", "repeats": True},
+    opening="",
+    closing="",
+    arguments="parameters",
+    separator="; ",
+)
+MISTRAL: Final = CallFormat(
+    "mistral",
+    ("[TOOL_CALLS]",),
+    {"open": "[TOOL_CALLS]", "repeats": True},
+    opening="[TOOL_CALLS]",
+    closing="",
+    arguments="arguments",
+    in_list=True,
+)
+MISTRAL_ARGS: Final = CallFormat(
+    "mistral_args",
+    ("[TOOL_CALLS]", "[ARGS]"),
+    {"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])", "repeats": True},
+    opening="[TOOL_CALLS]",
+    closing="",
+    arguments="",
+)
+
+
+def format_of(template: str) -> CallFormat | None:
+    """The form in which a model with this chat template writes calls; None: it is none of these."""
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
+    if "<tool_call>" in template and not any(mark in template for mark in ("<function=", "<arg_key>", "<parameter=")):
+        return HERMES
+    return LLAMA if "<|python_tag|>" in template else None
+
+
+def thinking_template() -> dict[str, Any]:
+    """For answers without calls."""
+    return {"start_anchor": _NEVER, "fields": {**_THINKING, "content": {}}}
+
+
+def thought(grammar: Grammar, *, begun: bool) -> str:
+    """What may precede the answer: the rest of a thought that the prompt has begun, or a whole one, or none."""
+    space = grammar.regex(r"[ \n]{0,8}")
+    rest = f"{grammar.up_to(END_OF_THOUGHT)} {space}"
+    return grammar.rule(rest if begun else f"({grammar.literal(THINK)} {rest})?")

@@ -1,0 +1,171 @@
+"""Takes a chat answer apart as it comes: thoughts, text and tool calls. transformers' response parser finds the regions."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gateway.tools.call_reader import CallBegun, CallReader
+
+_THOUGHTS: Final = frozenset({"thinking", "reasoning", "reasoning_content"})
+_CALLS: Final = "tool_calls"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers to one request are read."""
+
+    template: dict[str, Any]
+    prefix: str
+    """Of the answer, as the prompt has begun it: for the response template."""
+    keep: frozenset[int]
+    """Special tokens that are text here: the marks of calls and thoughts."""
+    thought_ends: frozenset[int] = frozenset()
+    """The token that ends a thought, if it is one."""
+    thought_begun: bool = False
+    """The prompt has begun one."""
+    own: bool = False
+    """The template is the model's: it says what the parts of a call are."""
+    short_ids: bool = False
+    """Of calls: Mistral's templates take nine letters and digits only."""
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass
+class Parts:
+    """What one piece of an answer adds to each part of the message."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Deltas, as OpenAI defines them."""
+
+    def delta(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.content:
+            found["content"] = self.content
+        if self.calls:
+            found["tool_calls"] = self.calls
+        return found
+
+
+class AnswerReader:
+    """Of one choice."""
+
+    def __init__(self, reading: Reading, seed: str) -> None:
+        """`seed` names the choice among all: the ids of its calls are made of it."""
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self._reading = reading
+        self._seed = seed
+        self._parser: Any = ResponseParser(reading.template, prefix=reading.prefix, tools=list(reading.tools) or None)
+        self._calls: CallReader | None = None
+        self._parts = Parts()
+        self._blank = {"content": True, "reasoning": True}
+        """Parts of which nothing but white space has come: models put line ends behind marks."""
+        self._held = {"content": "", "reasoning": ""}
+        self._raw: str | None = ""
+        """Of the present region of calls; None once a call was found in it."""
+        self.calls = 0
+        self.reasoning_tokens = 0
+        self._thinking = reading.thought_begun
+
+    def feed(self, text: str, tokens: Iterable[int] = (), *, ended: bool = False) -> Parts:
+        """`ended`: this is all of it."""
+        self._parts = Parts()
+        was_thinking = self._thinking
+        try:
+            self._take(self._parser.feed(text))
+            if ended:
+                _, events = self._parser.finalize()
+                self._take(events)
+        except ValueError:
+            # A region is not what the model's template says: its text has been passed on, or is lost in a broken call.
+            self._give("content", self._raw or "")
+        if ended and self._calls is not None:
+            self._end_calls()
+        self._count(list(tokens), was_thinking)
+        return self._parts
+
+    def _take(self, events: list[dict[str, Any]]) -> None:
+        for event in events:
+            name, kind = event["field"], event["type"]
+            if name == _CALLS:
+                self._take_calls(event)
+            elif name in _THOUGHTS:
+                self._thinking = kind != "region_close"
+                if kind == "region_chunk":
+                    self._give("reasoning", event["text"])
+            elif kind == "region_chunk":
+                self._give("content", event["text"])
+
+    def _give(self, part: str, text: str) -> None:
+        """White space at the start is dropped, and at the end held back until more comes."""
+        text = self._held[part] + text
+        if self._blank[part]:
+            text = text.lstrip()
+        kept = text.rstrip() if part == "content" and self._reading.template["fields"].get(_CALLS) else text
+        self._held[part] = text[len(kept) :]
+        self._blank[part] &= not kept
+        if part == "content":
+            self._parts.content += kept
+        else:
+            self._parts.reasoning += kept
+
+    # --- calls ------------------------------------------------------------------------------------------------------------
+
+    def _take_calls(self, event: dict[str, Any]) -> None:
+        kind = event["type"]
+        if kind == "region_open":
+            self._calls, self._raw = CallReader(), ""
+        elif self._reading.own:
+            if kind == "region_close":
+                self._whole_calls(event["value"])
+                self._calls = None
+        elif kind == "region_chunk":
+            assert self._calls is not None
+            self._raw = None if self._raw is None else self._raw + event["text"]
+            for found in self._calls.feed(event["text"]):
+                self._raw = None
+                if isinstance(found, CallBegun):
+                    self._begin(found.name)
+                elif self._parts.calls and self._parts.calls[-1]["index"] == self.calls - 1:
+                    self._parts.calls[-1]["function"]["arguments"] += found.text
+                else:
+                    self._parts.calls.append({"index": self.calls - 1, "function": {"arguments": found.text}})
+        else:
+            self._end_calls()
+
+    def _end_calls(self) -> None:
+        self._give("content", self._raw or "")  # it was no call
+        self._calls, self._raw = None, ""
+
+    def _begin(self, name: str) -> None:
+        digest = hashlib.blake2b(f"{self._seed} {self.calls}".encode(), digest_size=12).hexdigest()
+        call_id = digest[:9] if self._reading.short_ids else f"call_{digest}"
+        function = {"name": name, "arguments": ""}
+        self._parts.calls.append({"index": self.calls, "id": call_id, "type": "function", "function": function})
+        self.calls += 1
+
+    def _whole_calls(self, value: Any) -> None:
+        """Calls as the model's own template gives them."""
+        for one in value if isinstance(value, list) else [value]:
+            function = one.get("function", one) if isinstance(one, dict) else {}
+            name, arguments = function.get("name"), function.get("arguments", function.get("parameters", {}))
+            if isinstance(name, str):
+                self._begin(name)
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                self._parts.calls[-1]["function"]["arguments"] = text
+
+    # --- counting ---------------------------------------------------------------------------------------------------------
+
+    def _count(self, tokens: list[int], was_thinking: bool) -> None:
+        """Tokens of thoughts, the marks around them included: to the token that ends one, or where that is none, as far as the
+        pieces of text tell."""
+        if not (was_thinking or self._thinking or self._parts.reasoning):
+            return
+        last = next((at for at in range(len(tokens), 0, -1) if tokens[at - 1] in self._reading.thought_ends), None)
+        self.reasoning_tokens += len(tokens) if self._thinking or last is None else last

@@ -125,8 +125,14 @@ def check_import_table(path: str, source: str) -> list[str]:
     return found
 
 
+def _is_pure(path: str) -> bool:
+    """A pattern is a whole path; `match` alone would take it for the end of one."""
+    name = PurePosixPath(path)
+    return any(name.match(pattern) and len(name.parts) == pattern.count("/") + 1 for pattern in PURE)
+
+
 def check_pure(path: str, source: str) -> list[str]:
-    if path in DRIVERS or not any(PurePosixPath(path).match(pattern) for pattern in PURE):
+    if path in DRIVERS or not _is_pure(path):
         return []
     found = [
         f"{path}:{line}: a pure module may not import {name}"
@@ -148,9 +154,7 @@ def check_only_pure(path: str, source: str) -> list[str]:
     found = []
     for line, name in _imports(ast.parse(source)):
         module = name.replace(".", "/") + ".py"
-        if name.split(".")[0] in EVERYTHING - {"simulation", package} and (
-            module in DRIVERS or not any(PurePosixPath(module).match(pattern) for pattern in PURE)
-        ):
+        if name.split(".")[0] in EVERYTHING - {"simulation", package} and (module in DRIVERS or not _is_pure(module)):
             found.append(f"{path}:{line}: {package} may import pure modules only, not {name}")
         elif name.split(".")[0] in IMPURE_MODULES - {"random"}:
             found.append(f"{path}:{line}: {package} may not import {name}")

@@ -28,7 +28,7 @@ from proto.messages import (
     Tokens,
     WorkFailed,
 )
-from proto.prompt_logprobs import PromptLogprobs
+from proto.progress import PromptLogprobs
 from proto.sampling import Sampling
 from runtime.worker.ports import Coordinator, Gateways
 

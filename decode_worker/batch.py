@@ -89,7 +89,8 @@ class Batch(Generic[S]):
         self.running: list[DecodeRequest[S]] = []
         self.steps = 0
         """Planned so far."""
-        self._depth = depth
+        self.depth = depth
+        """Steps that may be in flight."""
         self._in_flight: deque[StepPlan[S]] = deque()
         self._left: set[Key] = set()
 
@@ -100,7 +101,7 @@ class Batch(Generic[S]):
 
     @property
     def may_plan(self) -> bool:
-        return len(self._in_flight) < self._depth
+        return len(self._in_flight) < self.depth
 
     def join(self, sequence: DecodeRequest[S]) -> None:
         self.running.append(sequence)

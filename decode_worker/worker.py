@@ -180,7 +180,11 @@ class DecodeWorker:
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> ComputeStep[StepResult] | None:
-        before, plan, pipeline = self.table.batch.in_flight, self.core.plan(), self.engine.pipeline
+        batch, pipeline = self.table.batch, self.engine.pipeline
+        if pipeline is not None:
+            batch.depth = 1 if any(one.state.needs_output for one in batch.running) else 2
+        before = batch.in_flight
+        plan = self.core.plan() if batch.may_plan else None
         newest = plan or before
         if newest is None:
             return None

@@ -19,16 +19,18 @@ from engine.gpu.replay import Replay
 from engine.gpu.step_input import Field, Join, StepInput, StepShape
 from engine.pipeline import BlockCopies, DecodeRow
 from engine.sampling.device_draw import DrawParameters, draw_rows, likeliest, top_logprobs
+from engine.sampling.output_limits import without
 from engine.sampling.sampler import Sampled, SamplerState, as_logprobs
 
 DEPTH: Final = 2
+States = tuple[SamplerState, ...]
 
 
 @dataclass(frozen=True)
 class _Step:
     """Under way."""
 
-    states: tuple[SamplerState, ...]
+    states: States
     tokens: torch.Tensor
     """[2, rows] on the host: tokens, and whether their logits were finite."""
     logprobs: torch.Tensor | None
@@ -64,7 +66,14 @@ class GpuPipeline:
         for join in shape.joins:
             self._join(join)
         logits = self.replay.run(shape.rows)[: shape.rows]
-        self._under_way.append(self._draw(logits, shape, tuple(row.state for row in rows)))
+        finite, tokens = likeliest(logits)
+        limited, forbidden = _forbidden(rows)
+        if limited:
+            at = torch.tensor(limited).to(logits.device, non_blocking=True)
+            stays = without(logits[at], torch.stack(forbidden).to(logits.device, non_blocking=True))
+            logits = logits.index_copy(0, at, stays)
+            tokens = logits.argmax(dim=-1)
+        self._under_way.append(self._draw(logits, finite, tokens, shape, tuple(row.state for row in rows)))
 
     def collect(self) -> list[Sampled | None]:
         step = self._under_way.popleft()
@@ -90,7 +99,7 @@ class GpuPipeline:
     def _join(self, join: Join) -> None:
         self._tables[join.slot, : join.blocks].copy_(self._input.buffer[join.first : join.first + join.blocks])
         self._drawn[join.slot].fill_(join.token)
-        if join.state.adjusts:
+        if join.state.has_adjustments:
             if self._adjustments is None:
                 self._adjustments = Adjustments(self._input.slots, self._vocab_size, self._pool.device)
             self._adjustments.join(join.slot, join.state)
@@ -115,8 +124,9 @@ class GpuPipeline:
         )
         return self._decoder.forward(batch)
 
-    def _draw(self, logits: torch.Tensor, shape: StepShape, states: tuple[SamplerState, ...]) -> _Step:
-        finite, tokens = likeliest(logits)
+    def _draw(
+        self, logits: torch.Tensor, finite: torch.Tensor, tokens: torch.Tensor, shape: StepShape, states: States
+    ) -> _Step:
         adjusted = None
         if shape.adjusted:
             assert self._adjustments is not None
@@ -151,3 +161,10 @@ class GpuPipeline:
         if values.device.type != "cuda":
             return values
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
+def _forbidden(rows: Sequence[DecodeRow]) -> tuple[list[int], list[torch.Tensor]]:
+    """Rows of which some tokens may not come, and which those are."""
+    found = [(number, row.state.forbidden(row.index)) for number, row in enumerate(rows)]
+    limited = [(number, tokens) for number, tokens in found if tokens is not None]
+    return [number for number, _ in limited], [tokens for _, tokens in limited]

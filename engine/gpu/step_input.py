@@ -137,7 +137,7 @@ class StepInput:
             self._fractions[:, slot] = sampling.temperature, sampling.top_p, sampling.min_p
             self._top_k[slot], self._logprobs[slot] = sampling.top_k, sampling.logprobs
             self._seeds[slot], self._choices[slot] = sampling.seed, row.state.choice
-            self._adjusts[slot] = row.state.adjusts
+            self._adjusts[slot] = row.state.has_adjustments
             flat[first : first + len(row.table)] = row.table
             joins.append(Join(slot, row.token, first, len(row.table), row.state))
             first += len(row.table)

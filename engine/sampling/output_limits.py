@@ -10,6 +10,7 @@ from proto.sampling import Sampling
 class OutputLimits:
     def __init__(self, sampling: Sampling, vocab_size: int, output_tokens: Sequence[int]) -> None:
         """`output_tokens` are those of a resumed stream."""
+        self._vocab_size = vocab_size
         self._min_tokens = sampling.min_tokens
         self._stops = [token for token in sampling.stop_token_ids if token < vocab_size]
         self._bad_words = [word for word in sampling.bad_words if max(word) < vocab_size]
@@ -29,17 +30,31 @@ class OutputLimits:
         """Whether they may change the logits of output token number `index`."""
         return bool(self._bad_words) or self._forbidden is not None or (index < self._min_tokens and bool(self._stops))
 
+    @property
+    def needs_output(self) -> bool:
+        """Whether they depend on the tokens before."""
+        return self._longest > 0
+
+    def forbidden(self, index: int) -> torch.Tensor | None:
+        """[vocab], True for tokens that may not be output token number `index`; None: all may."""
+        if not self.apply_at(index):
+            return None
+        found = torch.zeros(self._vocab_size, dtype=torch.bool) if self._forbidden is None else self._forbidden.clone()
+        if index < self._min_tokens:
+            found[self._stops] = True
+        for *before, last in self._bad_words:
+            if not before or self._tail[-len(before) :] == before:
+                found[last] = True
+        return found
+
     def mask(self, row: torch.Tensor, index: int) -> torch.Tensor:
         """Logits [vocab] for output token number `index`; a new tensor when anything changes. Where nothing would be left, as
         when all that is allowed is a bad word, the row stays as it is."""
-        if not self.apply_at(index):
-            return row
-        masked = row.clone()
-        if self._forbidden is not None:
-            masked[self._forbidden] = -torch.inf
-        if index < self._min_tokens:
-            masked[self._stops] = -torch.inf
-        for *before, last in self._bad_words:
-            if not before or self._tail[-len(before) :] == before:
-                masked[last] = -torch.inf
-        return masked if bool(torch.isfinite(masked).any()) else row
+        forbidden = self.forbidden(index)
+        return row if forbidden is None else without(row[None], forbidden[None])[0]
+
+
+def without(logits: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
+    """Logits [rows, vocab] without the tokens that `forbidden` [rows, vocab] names; rows of which nothing is left stay."""
+    masked = logits.masked_fill(forbidden, -torch.inf)
+    return torch.where(torch.isfinite(masked).any(dim=-1, keepdim=True), masked, logits)

@@ -74,6 +74,20 @@ class SamplerState:
         return self._changes or self._limits.apply_at(self.index)
 
     @property
+    def has_adjustments(self) -> bool:
+        """Whether `adjustments` has any."""
+        return self._changes
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether the host must know all tokens so far to say which may come next."""
+        return self._limits.needs_output
+
+    def forbidden(self, index: int) -> torch.Tensor | None:
+        """As of `OutputLimits`."""
+        return self._limits.forbidden(index)
+
+    @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is that of the largest logit, and nothing else is asked for."""
         return self.sampling.temperature == 0.0 and not self.adjusts and self.sampling.logprobs < 0

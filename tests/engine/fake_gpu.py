@@ -19,6 +19,8 @@ class _Spelled(TorchFunctionMode):
         if func is torch.Tensor.__getitem__ and type(args[0]) is torch.Tensor:  # a buffer of the host
             with unset_fake_temporarily():
                 return func(*args)
+        if func is torch.Tensor.to and len(args) > 1 and getattr(args[1], "type", "") == "cuda":
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device="cuda")
         if func is torch.Tensor.contiguous and args[0].device.type == "cuda":
             return args[0].clone(memory_format=torch.contiguous_format)
         if func is torch.Tensor.copy_ and args[0].device.type == "cuda":

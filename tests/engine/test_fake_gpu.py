@@ -70,6 +70,16 @@ def two_steps(
         pool = torch.empty((8, len(weights.layers), 2, 16, 2, 16), dtype=torch.bfloat16, device="cuda")
         pipeline = GpuPipeline(Decoder(as_fake(weights), make_ops(pool)), pool, 64, ROWS)
     pipeline._input._host = [torch.zeros(host.shape, dtype=torch.int64) for host in pipeline._input._host]
+    forbidden = {
+        id(state): state.forbidden(1) for state in states
+    }  # made on the host, with tensors that hold something
+    monkeypatch.setattr(SamplerState, "forbidden", lambda state, index: forbidden[id(state)])
+    assert any(tokens is not None for tokens in forbidden.values())
+    forbidden = {
+        id(state): state.forbidden(1) for state in states
+    }  # made on the host, with tensors that hold something
+    monkeypatch.setattr(SamplerState, "forbidden", lambda state, index: forbidden[id(state)])
+    assert any(tokens is not None for tokens in forbidden.values())
     with gpu.on():
         pipeline.launch(rows, [(3, 4)])
         pipeline.launch(rows[1:], [])

@@ -26,7 +26,14 @@ SAMPLINGS = (
     Sampling(max_tokens=99, temperature=1.5, top_p=0.8, seed=2, logprobs=3),
     Sampling(max_tokens=99, temperature=0.9, top_k=20, repetition_penalty=1.3, seed=3),
     Sampling(max_tokens=99, temperature=1.0, frequency_penalty=0.7, presence_penalty=0.5, seed=4, logprobs=0),
-    Sampling(max_tokens=99, temperature=0.0, logit_bias=((9, 3.5), (11, -100.0)), logprobs=2),
+    Sampling(
+        max_tokens=99,
+        temperature=0.0,
+        logit_bias=((9, 3.5), (11, -100.0)),
+        min_tokens=9,
+        stop_token_ids=(9,),
+        logprobs=2,
+    ),
 )
 
 

@@ -1,5 +1,6 @@
 """Continuous batching: sequences join and leave between any two steps; every step moves each of them on by one token. Pure."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -7,7 +8,6 @@ from typing import Generic, TypeVar
 from engine.kv.allocator import OutOfBlocks
 from engine.kv.sequence import BlockCopy, SequenceBlocks
 from engine.sampling.finish import finish_reason
-from proto.errors import FinishReason
 from proto.messages import Peer, TokenItem
 from proto.sampling import Sampling, TokenLogprobs
 
@@ -33,17 +33,33 @@ class DecodeRequest(Generic[S]):
     last_token: int
     """Drawn, sent, and not yet forwarded: it is what the next step feeds."""
     index: int
-    """Number of the next token in the answer."""
+    """Number of the next token in the answer, as far as draws are known."""
+    steps_in_flight: int = 0
+    """Of those that it is in."""
+    is_over: bool = False
+    """Its last token is drawn; what steps in flight still draw for it is of no use."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is in the next step: what it draws in the steps in flight cannot be known to be the last."""
+        return not self.is_over and (not self.steps_in_flight or self.next_index < self.sampling.max_tokens)
+
+    @property
+    def next_index(self) -> int:
+        """Of the token that the next step draws."""
+        return self.index + self.steps_in_flight
 
 
 @dataclass(frozen=True)
 class Row(Generic[S]):
-    """What a step does for one sequence: forward `token` at `position`, then draw with `state`."""
+    """What a step does for one sequence: forward a token at `position`, then draw the answer's token number `index`."""
 
     running: DecodeRequest[S]
     token: int
+    """The last one that is known; where a step is in flight, what that draws is forwarded."""
     position: int
     table: tuple[int, ...]
+    index: int
 
 
 @dataclass(frozen=True)
@@ -62,15 +78,29 @@ class StepOutcome(Generic[S]):
 
 
 class Batch(Generic[S]):
-    """The sequences that run. A sequence leaves only between steps: `plan` and `apply` come in turn, and what `leave` is
-    told in between holds from the next `plan` on; until then the step in flight may write to its blocks."""
+    """The sequences that run. A sequence leaves only between steps: what `leave` is told while a step is in flight holds from
+    the next `plan` on; until all steps with the sequence are applied, they may write to its blocks.
 
-    def __init__(self) -> None:
+    `plan` and `apply` come in turn. With a `depth` of 2 the next step is planned while one is in flight, before its tokens are
+    known: then the end of a sequence at a stop token is seen one step late, and what that step draws for it is dropped.
+    """
+
+    def __init__(self, depth: int = 1) -> None:
         self.running: list[DecodeRequest[S]] = []
-        self.in_flight: StepPlan[S] | None = None
         self.steps = 0
         """Planned so far."""
+        self._depth = depth
+        self._in_flight: deque[StepPlan[S]] = deque()
         self._left: set[Key] = set()
+
+    @property
+    def in_flight(self) -> StepPlan[S] | None:
+        """The oldest step that is not applied."""
+        return self._in_flight[0] if self._in_flight else None
+
+    @property
+    def may_plan(self) -> bool:
+        return len(self._in_flight) < self._depth
 
     def join(self, sequence: DecodeRequest[S]) -> None:
         self.running.append(sequence)
@@ -78,22 +108,26 @@ class Batch(Generic[S]):
     def leave(self, key: Key) -> bool:
         """Take an attempt's sequences out. True if that is done and their blocks are untouched from now on; False if a step
         is in flight with them, and `apply` will name them as ended."""
-        if self.in_flight is not None and any(row.running.key == key for row in self.in_flight.rows):
+        self.running = [one for one in self.running if one.key != key or one.steps_in_flight]
+        if any(sequence.key == key for sequence in self.running):
             self._left.add(key)
             return False
-        self.running = [sequence for sequence in self.running if sequence.key != key]
         return True
 
     def plan(self, on_stuck: Callable[[list[DecodeRequest[S]]], None]) -> StepPlan[S] | None:
         """The next step; None if nothing runs. All that run move on, always: the coordinator's count of blocks rests on it.
+        None as well where blocks may run short while a step is in flight: what to do then is decided when it is applied.
 
         `on_stuck` gets all sequences of an attempt one of which finds no block, and gives back what they hold, so that the
         others can go on. Only an overcommitted pool comes to that."""
-        assert self.in_flight is None
+        assert self.may_plan
+        going_on = [one for one in self.running if one.goes_on and one.key not in self._left]
+        if self._in_flight and not _has_room(going_on):
+            return None
         rows: list[Row[S]] = []
         copies: list[tuple[Key, BlockCopy]] = []
         stuck: set[Key] = set()
-        for sequence in self.running:
+        for sequence in going_on:
             if sequence.key in stuck:
                 continue
             position = sequence.blocks.length
@@ -109,53 +143,66 @@ class Batch(Generic[S]):
                 continue
             if copy is not None:
                 copies.append((sequence.key, copy))
-            rows.append(Row(sequence, sequence.last_token, position, tuple(sequence.blocks.table)))
+            rows.append(Row(sequence, sequence.last_token, position, tuple(sequence.blocks.table), sequence.next_index))
         if stuck:
             self.running = [sequence for sequence in self.running if sequence.key not in stuck]
         if not rows:
             return None
         self.steps += 1
-        self.in_flight = StepPlan(tuple(rows), tuple(copy for _, copy in copies))
-        return self.in_flight
+        for row in rows:
+            row.running.steps_in_flight += 1
+        plan = StepPlan(tuple(rows), tuple(copy for _, copy in copies))
+        self._in_flight.append(plan)
+        return plan
 
     def apply(self, drawn: list[Draw]) -> StepOutcome[S]:
-        """The step is computed: one draw for each row. Names tokens to send and sequences that ended."""
-        assert self.in_flight is not None and len(drawn) == len(self.in_flight.rows)
-        rows, self.in_flight = self.in_flight.rows, None
+        """The oldest step is computed: one draw for each row. Names tokens to send and sequences that ended, which no step in
+        flight touches any more."""
+        assert self._in_flight and len(drawn) == len(self._in_flight[0].rows)
         outcome: StepOutcome[S] = StepOutcome()
-        for row, draw in zip(rows, drawn, strict=True):
+        for row, draw in zip(self._in_flight.popleft().rows, drawn, strict=True):
             sequence = row.running
-            if draw is None:
-                outcome.ended.append(sequence)
-                outcome.broken.append(sequence)
-                continue
-            token, logprobs = draw
-            if sequence.key in self._left:
-                outcome.ended.append(sequence)
-                continue
-            reason = self._advance(sequence, token)
-            item = TokenItem(
-                *sequence.key, sequence.choice, sequence.index - 1, (token,), reason, (logprobs,) if logprobs else ()
-            )
-            outcome.by_gateway.setdefault(sequence.gateway.incarnation, (sequence.gateway, []))[1].append(item)
-            if reason is not None:
+            sequence.steps_in_flight -= 1
+            if not sequence.is_over and sequence.key not in self._left:
+                self._take(sequence, draw, outcome)
+            if (sequence.is_over or sequence.key in self._left) and not sequence.steps_in_flight:
                 outcome.ended.append(sequence)
         self._drop(outcome.ended)
         return outcome
 
     def abandon(self) -> list[DecodeRequest[S]]:
-        """The step failed: everything in it ends without a token."""
-        assert self.in_flight is not None
-        ended, self.in_flight = [row.running for row in self.in_flight.rows], None
+        """A step failed: everything in flight ends without a token."""
+        assert self._in_flight
+        ended = list(dict.fromkeys(row.running for plan in self._in_flight for row in plan.rows))
+        for sequence in ended:
+            sequence.steps_in_flight = 0
+        self._in_flight.clear()
         self._drop(ended)
         return ended
 
-    def _advance(self, sequence: DecodeRequest[S], token: int) -> FinishReason | None:
+    def _take(self, sequence: DecodeRequest[S], draw: Draw, outcome: StepOutcome[S]) -> None:
+        if draw is None:
+            sequence.is_over = True
+            outcome.broken.append(sequence)
+            return
+        token, logprobs = draw
         sequence.last_token = token
         sequence.index += 1
-        return finish_reason(token, sequence.index, sequence.sampling)
+        reason = finish_reason(token, sequence.index, sequence.sampling)
+        sequence.is_over = reason is not None
+        item = TokenItem(
+            *sequence.key, sequence.choice, sequence.index - 1, (token,), reason, (logprobs,) if logprobs else ()
+        )
+        outcome.by_gateway.setdefault(sequence.gateway.incarnation, (sequence.gateway, []))[1].append(item)
 
     def _drop(self, ended: list[DecodeRequest[S]]) -> None:
         gone = set(map(id, ended))
         self.running = [sequence for sequence in self.running if id(sequence) not in gone]
-        self._left.clear()
+        if self._left:
+            self._left &= {sequence.key for sequence in self.running}
+
+
+def _has_room(sequences: list[DecodeRequest[S]]) -> bool:
+    """Whether each of them finds a block, if it needs one."""
+    wanting = [sequence.blocks for sequence in sequences if sequence.blocks.needs_block]
+    return not wanting or len(wanting) <= wanting[0].room

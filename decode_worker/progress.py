@@ -55,7 +55,7 @@ def shortage(table: AttemptTable[S], horizon: int) -> int:
     change = [wanted] + [0] * (horizon + 1)
     for sequence in batch.running:
         length, held = sequence.blocks.length, len(sequence.blocks.table)
-        to_go = sequence.sampling.max_tokens - sequence.index - 1
+        to_go = sequence.sampling.max_tokens - sequence.index - max(1, sequence.steps_in_flight)
         takes = range(held * size - length + 1, min(to_go, horizon) + 1, size)
         for step in takes:
             change[step] += 1

@@ -178,10 +178,8 @@ class AttemptTable(Generic[S]):
         if attempt.phase is Phase.RECEIVING:
             return []
         if attempt.phase is Phase.RUNNING:
-            in_step = not self.batch.leave(attempt.key)
-            flying = self.batch.in_flight.rows if in_step and self.batch.in_flight else ()
-            still = {id(row.running) for row in flying}
-            return self.ended([sequence for sequence in attempt.sequences if id(sequence) not in still])
+            self.batch.leave(attempt.key)
+            return self.ended([sequence for sequence in attempt.sequences if not sequence.steps_in_flight])
         return self._forget(attempt)
 
     def ended(self, sequences: list[DecodeRequest[S]]) -> list[FinalReport]:
@@ -190,7 +188,7 @@ class AttemptTable(Generic[S]):
         for sequence in sequences:
             sequence.blocks.release()
             attempt = self.attempts.get(sequence.key)
-            if attempt is None:
+            if attempt is None or sequence not in attempt.sequences:
                 continue
             attempt.sequences = [other for other in attempt.sequences if other is not sequence]
             attempt.output_tokens += sequence.index - attempt.order.resumed_tokens

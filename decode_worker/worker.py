@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from decode_worker.batch import Batch
-from decode_worker.compute import StepResult, run_step
+from decode_worker.compute import StepResult, run_ahead, run_step
 from decode_worker.core import DecodeCore
 from decode_worker.leases import QUARANTINE_WARN_S, leases
 from decode_worker.metrics import DecodeMetrics
@@ -51,7 +51,7 @@ class DecodeWorker:
         settings, info = driver.settings, engine.info
         self.engine, self.driver, self.log = engine, driver, driver.log
         self.registration, self.gateways = driver.registration, driver.gateways
-        batch: Batch[SamplerState] = Batch()
+        batch: Batch[SamplerState] = Batch(depth=1 if engine.pipeline is None else 2)
         self.table = AttemptTable(
             blocks, info.block_size, batch, lambda: engine.tokens_forwarded, settings.prefix_cache
         )
@@ -205,18 +205,26 @@ class DecodeWorker:
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> ComputeStep[StepResult] | None:
-        plan = self.core.plan()
-        if plan is None:
+        before, plan, pipeline = self.table.batch.in_flight, self.core.plan(), self.engine.pipeline
+        newest = plan or before
+        if newest is None:
             return None
-        compute = partial(run_step, self.engine, plan)
-        return ComputeStep(len(plan.rows), compute, done=self._step_done, failed=self._step_failed)
+        if pipeline is not None:
+            compute = partial(run_ahead, self.engine, pipeline, plan, collects=before is not None)
+        else:
+            assert plan is not None
+            compute = partial(run_step, self.engine, plan)
+        return ComputeStep(len(newest.rows), compute, done=self._step_done, failed=self._step_failed)
 
     def _step_done(self, result: StepResult) -> Callable[[], None]:
-        outcome, final_reports = self.core.apply(result.drawn)
+        if result.drawn is None:
+            return lambda: None
+        drawn = result.drawn
+        outcome, final_reports = self.core.apply(drawn)
 
         def pass_on() -> None:
             self.core.pass_on(outcome, final_reports, clock.now())
-            self.metrics.step_done(result.step_ms, len(result.drawn), outcome)
+            self.metrics.step_done(result.step_ms, len(drawn), outcome)
 
         return pass_on
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from engine.attention.forward_batch import SeqChunk
+from engine.pipeline import DecodePipeline
 
 __all__ = ["Engine", "ModelInfo", "SeqChunk"]
 
@@ -36,7 +37,8 @@ class ModelInfo:
 
 
 class Runner(Protocol):
-    """What computes a forward pass. `TransformersRunner` runs any model; `engine.cpu.decoder` those of the common shape."""
+    """What computes a forward pass. `TransformersRunner` runs any model; `engine.cpu.decoder` and `engine.gpu.runner` those of
+    the common shape."""
 
     backend: str
     """For people."""
@@ -86,6 +88,12 @@ class Engine:
     def is_batch_invariant(self) -> bool:
         """A resumed stream is then exact."""
         return self.runner.is_batch_invariant
+
+    @property
+    def pipeline(self) -> DecodePipeline | None:
+        """What decode steps go through where the runner has one."""
+        pipeline: DecodePipeline | None = getattr(self.runner, "pipeline", None)
+        return pipeline
 
     def finish(self) -> None:
         """Wait until all that was enqueued on a GPU is done. From then on other threads, on streams of their own, may read what

@@ -98,6 +98,23 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
     """From then until its first step was done; 0: none has run yet."""
 
 
+class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
+    """A sample of the last requests for one model, oldest first."""
+
+    model: Text
+    ages_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
+    """Since each came."""
+    stands_for: Annotated[tuple[Count, ...], Meta(max_length=1024)]
+    """How many came since the one before, itself included."""
+    prompt_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
+    cached_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
+    """Of the prompt, as far as is known."""
+    output_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
+    """Of the answer, as it was or as it is expected."""
+    waiting_tokens: Count
+    """Prompt tokens that wait for their turn."""
+
+
 class StatusReport(Message, frozen=True):
     workers: tuple[WorkerStatus, ...]
     gateways: tuple[Text, ...]
@@ -120,3 +137,4 @@ class StatusReport(Message, frozen=True):
     """Workers that were given up in a step without an end, the last ones, latest last."""
     flips: tuple[FlipStatus, ...] = ()
     """The last ones, latest last."""
+    traffic: Annotated[tuple[TrafficStatus, ...], Meta(max_length=64)] = ()

@@ -44,8 +44,10 @@ FOLDERS_MAY_IMPORT = {
         "load": "http",
         "local": "http models",
         "models": "",
-        "reference": "cluster local",
+        "reference": "admin cluster local",
+        "tuning": "bench http load local models",
     },
+    "tuning": {"simulator": ""},
     "runtime": {
         "grammar": "",
         "link": "process settings",

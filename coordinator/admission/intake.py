@@ -48,6 +48,8 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     again = _comes_back(state, submit)
     if again and _put_off(state, incarnation, submit, now):
         return
+    if submit.attempt == 1 and known is None and submit.model in state.pools:
+        state.pools[submit.model].traffic.arrived(submit, now)
     reason, why = _judge(state, submit)
     request, retry_after_s = known, None
     if reason is None and request is None:

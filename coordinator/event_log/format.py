@@ -106,9 +106,7 @@ def event_bytes(event: Event, now: float) -> bytes:
 
 
 def _actions_bytes(actions: Iterable[Action]) -> bytes:
-    plain = [
-        (a.incarnation, _without_grammar(a.message), len(a.blob)) if isinstance(a, Send) else a for a in actions
-    ]
+    plain = [(a.incarnation, _without_grammar(a.message), len(a.blob)) if isinstance(a, Send) else a for a in actions]
     return _encoder.encode(plain)
 
 

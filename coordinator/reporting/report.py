@@ -11,6 +11,7 @@ NO_CAPACITY_S = 5.0
 """About what a supervised worker takes to come back."""
 TENANTS_SHOWN = 16
 HUNG_SHOWN = 16
+MODELS_SHOWN = 64
 
 
 def retry_after_s(state: State, submit: Submit, now: float) -> float:
@@ -62,7 +63,22 @@ def status(state: State) -> StatusReport:
         metrics={hello.name: hello.metrics for hello in state.peers.values() if hello.metrics},
         hung=tuple(Process(hello.name, hello.pid) for hello in list(state.fenced.values())[-HUNG_SHOWN:]),
         flips=tuple(flip.status() for flip in state.flips),
+        traffic=tuple(
+            pool.traffic.report(
+                model, lambda name: _emitted(state, name), max(state.queues[model].backlog.tokens, 0), state.now
+            )
+            for model, pool in state.pools.items()
+        )[:MODELS_SHOWN],
     )
+
+
+def _emitted(state: State, request_id: str) -> int:
+    """Tokens of an answer that goes on, as far as its worker has said."""
+    request = state.requests.get(request_id)
+    worker = state.workers.get(request.decode_incarnation) if request is not None else None
+    if request is None or worker is None:
+        return 0
+    return request.submit.resumed_tokens + worker.forwarded(request.key)
 
 
 def _tenants(state: State) -> tuple[TenantStatus, ...]:

@@ -10,6 +10,7 @@ the third is not.
 
 from coordinator.score import Weights
 from coordinator.workers.candidates import Candidates
+from coordinator.workers.traffic import Traffic
 from coordinator.workers.worker import Worker
 from proto.held import Capacity
 from proto.messages import Role, Submit
@@ -22,6 +23,7 @@ class Pool(Candidates):
         """`steps_max`: steps in flight on each prefill worker."""
         super().__init__(weights or Weights(), steps_max)
         self.model = model
+        self.traffic = Traffic()
         self.context_tokens = 0
         """The longest prompt + output every worker takes."""
         self.no_room = self.cache_waits = 0

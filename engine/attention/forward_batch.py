@@ -110,5 +110,5 @@ def to_device(parts: Sequence[Ints], device: torch.device) -> list[torch.Tensor]
     flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts]))
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
-    pieces = flat.split([part.size for part in parts])
+    pieces = torch.split(flat, [part.size for part in parts])
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

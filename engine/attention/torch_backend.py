@@ -33,7 +33,7 @@ class TorchAttention:
         # Rows without a slot write what the first row, which has one, writes.
         slots = metadata.batch.slots
         is_real = slots >= 0
-        slots = torch.where(is_real, slots, slots[0])
+        slots = torch.where(is_real, slots, slots[0].clamp(min=0))
         for plane, values in ((2 * layer, k), (2 * layer + 1, v)):
             values = torch.where(is_real[:, None, None], values, values[:1])
             self._token_rows.index_copy_(0, slots + plane * self._block_size, values)

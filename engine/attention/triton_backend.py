@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from triton import next_power_of_2
 
+from engine import triton_launch
 from engine.attention import triton_kernels as kernels
-from engine.attention import triton_launch
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.interface import AttentionCall, AttentionMetadata
 
@@ -29,7 +29,7 @@ class TritonAttention:
     def __init__(self, pool: torch.Tensor) -> None:
         """`pool` [blocks, layers, 2, block_size, kv_heads, head_dim]."""
         _, layers, _, self._block_size, self._kv_heads, self._head_dim = pool.shape
-        self._layers = pool.flatten(1).unflatten(1, (layers, -1)).unbind(1)
+        self._layers: tuple[torch.Tensor, ...] = pool.view(pool.shape[0], layers, -1).unbind(1)
         """[blocks, 2 * block_size * kv_heads * head_dim] of each layer, with the pool's stride."""
         self._block_stride = pool.stride(0)
         self.v_distance = self._block_size * self._kv_heads * self._head_dim

@@ -187,11 +187,11 @@ def _layer_type(types: tuple[str | None, ...], config: Any, index: int) -> str |
 
 def _embedding_scale(body: Any, embedding: nn.Embedding) -> float:
     """What embeddings are multiplied by: in the embedding itself (Gemma), or behind it (Granite)."""
-    ids = torch.arange(min(8, embedding.num_embeddings))
+    ids = torch.arange(min(8, embedding.num_embeddings), device=embedding.weight.device)
     rows, embedded = embedding.weight[ids], embedding(ids)
     scale = float((embedded.norm() / rows.norm()).item()) if rows.norm() > 0 else 1.0
     own = getattr(embedding, "scalar_embed_scale", scale)
-    if not torch.allclose(embedded, rows * own, rtol=1e-4):
+    if not torch.allclose(embedded.float(), rows.float() * own, rtol=1e-4 if rows.dtype == torch.float32 else 2e-2):
         raise NotRecognised("its embeddings are of another kind")
     return float(own) * float(getattr(body, "embedding_multiplier", 1.0))
 
@@ -266,7 +266,7 @@ def _mixture(mlp: Any, seen: _Seen) -> tuple[tuple[MlpParts, ...], RouterParts]:
 
 def _router(router: Any, weight: torch.Tensor) -> RouterParts:
     """Tries which of the known rules it follows."""
-    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     try:
         _, shares, chosen = router(x)
     except (TypeError, ValueError) as error:
@@ -294,10 +294,11 @@ def _norm(norm: nn.Module, epsilons: set[float], sizes: tuple[int, ...]) -> torc
         raise NotRecognised(f"{type(norm).__name__} is not an RMSNorm")
     if sizes and weight.numel() not in sizes:
         raise NotRecognised("its queries and keys are normed in another way")
-    x = torch.randn(2, weight.numel(), generator=torch.Generator().manual_seed(0)) * 0.01
-    plain = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-    for candidate in (weight, 1.0 + weight):
-        if torch.allclose(norm(x), plain * candidate, rtol=1e-4, atol=1e-5):
+    x = (torch.randn(2, weight.numel(), generator=torch.Generator().manual_seed(0)) * 0.01).to(weight)
+    plain = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + epsilon)
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 2e-2
+    for candidate in (weight.float(), 1.0 + weight.float()):
+        if torch.allclose(norm(x).float(), plain * candidate, rtol=tolerance, atol=tolerance / 10):
             epsilons.add(epsilon)
             return candidate.detach().float().clone()  # a view would keep the whole file mapped
     raise NotRecognised(f"{type(norm).__name__} is not an RMSNorm")

@@ -22,6 +22,17 @@ class SequenceBlocks:
         self.table = list(blocks)
         self.length = length
 
+    @property
+    def needs_block(self) -> bool:
+        """Whether one more token may take a block: there is no spare slot, or its block is shared."""
+        index = self.length // self._block_size
+        return index == len(self.table) or self._allocator.refs(self.table[index]) > 1
+
+    @property
+    def room(self) -> int:
+        """Blocks that can be had."""
+        return self._allocator.free_count + self._allocator.cached_count
+
     def append_slot(self) -> BlockCopy | None:
         """Makes room for one more token and counts it. The slot's block is this sequence's alone afterwards.
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from engine.sampling.device_draw import top_logprobs
 from engine.sampling.draw import Logits, Weights, draw
 from engine.sampling.output_limits import OutputLimits
 from proto.sampling import Sampling, TokenLogprobs
@@ -60,6 +61,7 @@ class SamplerState:
         self.sampling = sampling
         self.constraint = constraint
         self.choice = choice
+        self._vocab_size = vocab_size
         self.index = len(output_tokens) if start_index is None else start_index
         """Output tokens so far, which is also the index of the next one."""
         self._seen: torch.Tensor | None = None
@@ -76,6 +78,21 @@ class SamplerState:
         self._bias = torch.tensor([value for _, value in bias])
         self._limits = OutputLimits(sampling, vocab_size, output_tokens)
         self._changes = bool(bias) or self._seen is not None or self._counts is not None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether penalties or a bias change the logits of its draws."""
+        return self._changes
+
+    @property
+    def forbids(self) -> bool:
+        """Whether there may be tokens that must not be drawn next. Which ones they are depends on the last token."""
+        return self.constraint is not None or self._limits.apply_at(self.index)
+
+    def forbidden(self) -> torch.Tensor:
+        """[vocab] on the CPU, to be added to logits: minus infinity for the tokens that must not be drawn next."""
+        row = self._limits.mask(torch.zeros(self._vocab_size), self.index)
+        return row if self.constraint is None else torch.from_numpy(self.constraint.mask(row.numpy()))
 
     @property
     def adjusts(self) -> bool:
@@ -113,6 +130,13 @@ class SamplerState:
         if len(self._bias):
             row = row.index_add(0, self._bias_ids, self._bias)
         return row
+
+    def adjustments(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """[vocab] each, on the CPU: the tokens seen, the counts of output tokens, the bias; None where nothing asks for it."""
+        bias = None
+        if len(self._bias):
+            bias = torch.zeros(self._vocab_size).index_add_(0, self._bias_ids, self._bias)
+        return self._seen, self._counts, bias
 
     def uniform(self) -> float:
         """The random number of the next draw, in [0, 1)."""
@@ -174,8 +198,18 @@ def _logprobs(row: torch.Tensor, token: int, top: int) -> TokenLogprobs | None:
     """Of the drawn token, and of the `top` likeliest, best first; None when `top` is negative."""
     if top < 0:
         return None
-    normaliser = torch.logsumexp(row, 0)
-    own = max(float(row[token] - normaliser), _LOWEST_LOGPROB)
-    values, ids = torch.topk(row, min(top, len(row)))
-    pairs = zip(ids.tolist(), (values - normaliser).tolist(), strict=True)
-    return TokenLogprobs(own, tuple((token_id, max(value, _LOWEST_LOGPROB)) for token_id, value in pairs))
+    top = min(top, len(row))
+    line = top_logprobs(row[None], torch.tensor([token], device=row.device), top)
+    return as_logprobs(line[0].tolist(), top)
+
+
+def as_logprobs(line: list[float] | None, top: int) -> TokenLogprobs | None:
+    """A row of `top_logprobs`, which may have more than the `top` likeliest; None when `top` is negative."""
+    if line is None or top < 0:
+        return None
+    half = (len(line) - 1) // 2
+    values, ids = line[1 : half + 1], line[half + 1 :]
+    pairs = zip(ids[:top], values[:top], strict=True)
+    return TokenLogprobs(
+        max(line[0], _LOWEST_LOGPROB), tuple((int(token_id), max(value, _LOWEST_LOGPROB)) for token_id, value in pairs)
+    )

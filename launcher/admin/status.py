@@ -159,6 +159,7 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     pairs = [{name: getattr(pair, name) for name in pair.__struct_fields__} for pair in report.kv_pairs]
     tenants = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.tenants]
     flips = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.flips]
+    del fields["traffic"]  # samples for the autopilot
     return fields | {"workers": workers, "kv_pairs": pairs, "tenants": tenants, "flips": flips}
 
 

@@ -15,6 +15,7 @@ from launcher.models.resolve import ReadyModel
 from launcher.process import child_environment, python_command
 from runtime.settings import machine
 from runtime.settings.addresses import METRICS_OFF, split_metrics
+from runtime.settings.autopilot import AutopilotSettings
 from runtime.settings.cores import cores_text
 from runtime.settings.environment import SUPERVISED
 from runtime.settings.options import SettingsError, to_arguments
@@ -140,10 +141,29 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
         for index, seat in enumerate(seats):
             observed = {"metrics": metrics[len(processes)]}
             processes.append(worker_spec(role, index, seat, settings, shared | observed, plan.control))
+    if settings.autopilot != "off":
+        processes.append(_autopilot_spec(settings, common | {"coordinator": coordinator, "model_id": model.model_id}))
     client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
     shown_host = f"[{client_host}]" if ":" in client_host else client_host
     urls = tuple(f"http://{shown_host}:{port}" for port in ports)
     return Cluster(urls, coordinator, plan, tuple(processes), key, metrics[-1])
+
+
+def _autopilot_spec(settings: ServeSettings, shared: dict[str, str]) -> ProcessSpec:
+    autopilot = AutopilotSettings.model_validate(
+        shared
+        | {
+            "name": "autopilot",
+            "mode": settings.autopilot,
+            "profile": str(Path(settings.profile).expanduser().absolute()),
+            "slo_ttft_ms": settings.slo_ttft_ms,
+            "slo_tpot_ms": settings.slo_tpot_ms,
+        }
+    )
+    arguments = python_command("launcher.cli", "autopilot", *to_arguments(autopilot, fixed=set()))
+    return ProcessSpec(
+        "autopilot", arguments, child_environment(1) | {SUPERVISED: "1"}, watchdog_s=WATCHDOG_S["gateway"]
+    )
 
 
 def keys_folder(settings: ServeSettings) -> str:

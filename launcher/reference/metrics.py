@@ -11,6 +11,7 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import AttemptTable
 from engine.kv.allocator import BlockAllocator
 from gateway.metrics import GatewayMetrics
+from launcher.admin import autopilot
 from launcher.local import supervisor_metrics
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.prompts import PromptTable
@@ -77,7 +78,7 @@ has a series for each of the 50 tenants with the most service lately, and `(othe
 `process_cpu_seconds_total`, `process_resident_memory_bytes` and other figures of the operating system.
 """
 _ROLES = {"coordinator": "Coordinator", "gateway": "Gateway", "prefill": "Prefill worker", "decode": "Decode worker",
-          "supervisor": "`crossdock serve` and `up`"}  # fmt: skip
+          "supervisor": "`crossdock serve` and `up`", "autopilot": "`crossdock autopilot`"}  # fmt: skip
 
 
 def registries() -> dict[str, MetricsRegistry]:
@@ -92,7 +93,9 @@ def registries() -> dict[str, MetricsRegistry]:
         registry.introduce(name=role)
         link_counters(registry, {}, None if role == "coordinator" else bool)
     found["supervisor"] = supervisor_metrics.registry_of(list)
-    found["supervisor"].introduce(name="supervisor")
+    found["autopilot"] = autopilot.registry_of(autopilot.Seen())
+    for role in ("supervisor", "autopilot"):
+        found[role].introduce(name=role)
     return found
 
 

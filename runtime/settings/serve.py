@@ -1,10 +1,11 @@
 """Settings of `crossdock serve`."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from runtime.settings.addresses import MetricsAddress
+from runtime.settings.autopilot import PROFILE_HELP, TPOT_HELP, TTFT_HELP
 from runtime.settings.types import WEIGHTS_HELP, CommaList, Device, Dtype, KeyOptions, Panels, Port, Weights
 
 
@@ -15,6 +16,7 @@ class ServeSettings(KeyOptions):
     panels: ClassVar[Panels] = {
         "Model": "model model_id device dtype weights threads kv_gib",
         "Processes": "prefill decode gateways ready_timeout_s",
+        "Autopilot": "autopilot profile slo_ttft_ms slo_tpot_ms",
         "Network and keys": "host port api_keys keys metrics",
         "Tenants and records": "tenants usage_db event_log",
         "First question and output": "question once verbose",
@@ -32,6 +34,18 @@ class ServeSettings(KeyOptions):
         ge=1,
         le=64,
         description="Number of gateways, on --port and the ports after it: while one is down, clients reach another.",
+    )
+    autopilot: Literal["off", "advise", "on"] = Field(
+        "off",
+        description="Watch the traffic and log which ratio of prefill and decode workers serves it best (advise), or also"
+        " change workers' roles to get there (on). See crossdock autopilot.",
+    )
+    profile: str = Field("", description=f"For --autopilot: {PROFILE_HELP[0].lower()}{PROFILE_HELP[1:]}")
+    slo_ttft_ms: float = Field(
+        2_000.0, gt=0.0, le=3.6e6, description=f"For --autopilot: {TTFT_HELP[0].lower()}{TTFT_HELP[1:]}"
+    )
+    slo_tpot_ms: float = Field(
+        100.0, gt=0.0, le=3.6e6, description=f"For --autopilot: {TPOT_HELP[0].lower()}{TPOT_HELP[1:]}"
     )
     host: str = Field(
         "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."
@@ -78,3 +92,9 @@ class ServeSettings(KeyOptions):
         " crossdock status, and last those of crossdock serve itself. Port 0: free ones; off: none.",
     )
     verbose: bool = Field(False, description="Show every log line of every process, not only warnings and errors.")
+
+    @model_validator(mode="after")
+    def _check_autopilot(self) -> Self:
+        if self.autopilot != "off" and not self.profile:
+            raise ValueError("--autopilot: needs --profile, which crossdock calibrate writes")
+        return self

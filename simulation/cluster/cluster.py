@@ -15,13 +15,15 @@ Nothing fails here but for want of KV blocks; `simulation.faults` is for the res
 """
 
 from collections.abc import Callable
+from itertools import count
 
 import msgspec
 
 from coordinator.core import Core
-from coordinator.events import Event, Limits, PeerUp, Received, Send, StateChanged, Tick
+from coordinator.events import Event, Limits, PeerDown, PeerUp, Received, Send, StateChanged, Tick
 from coordinator.lifecycle import TERMINAL, State
-from proto.errors import CancelReason
+from proto.drain import Drained, Draining, Flip, FlipRequest
+from proto.errors import CancelReason, Interrupt
 from proto.held import Capacity
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Cancel, Hello, Interrupted, Message, Rejected, Role, Submit
@@ -32,7 +34,7 @@ from simulation.cluster.surroundings import STOP, ClientRequest, Surroundings, T
 from simulation.cluster.transfers import Transfers
 
 MODEL = "m"
-GATEWAY, FIRST_PREFILL, FIRST_DECODE = 1, 100, 10_000
+GATEWAY, OBSERVER, FIRST_PREFILL, FIRST_DECODE, FIRST_FLIPPED = 1, 2, 100, 10_000, 1_000_000
 """Incarnations: workers of a kind are numbered from theirs."""
 
 
@@ -67,22 +69,36 @@ class VirtualCluster(Surroundings):
         """Called at the time when a request ends."""
         self.rejected: list[Rejected] = []
         self.transfers = Transfers(self)
+        self.commit_s = 0.05
+        """Between the end of a worker's old role and its registration in the new one."""
+        self._flipping: dict[int, Role] = {}
+        """Workers that are to change their role, and the new one."""
+        self._capacity = {
+            Role.PREFILL: Capacity(prefill_blocks, block_size, max_seqs, 1 << 20),
+            Role.DECODE: Capacity(decode_blocks, block_size, max_seqs, 1 << 20),
+        }
+        self._batched, self._progress = batched, progress
         self.prefill: dict[int, PrefillWorker] = {}
         self.decode: dict[int, BatchedDecode | PacedDecode] = {}
         self.post(PeerUp(GATEWAY, hello(Role.GATEWAY, GATEWAY)))
-        capacity = Capacity(decode_blocks, block_size, max_seqs, 1 << 20)
         for incarnation in range(FIRST_DECODE, FIRST_DECODE + decode):
-            self.decode[incarnation] = worker = (
-                BatchedDecode(self, self.transfers, incarnation, capacity, progress)
-                if batched
-                else PacedDecode(self, incarnation, progress)
-            )
-            self.transfers.receivers[incarnation] = worker
-            self.post(PeerUp(incarnation, hello(Role.DECODE, incarnation, capacity)))
-        capacity = Capacity(prefill_blocks, block_size, max_seqs, 1 << 20)
+            self._start(hello(Role.DECODE, incarnation, self._capacity[Role.DECODE]))
         for incarnation in range(FIRST_PREFILL, FIRST_PREFILL + prefill):
+            self._start(hello(Role.PREFILL, incarnation, self._capacity[Role.PREFILL]))
+        self._incarnations = count(FIRST_FLIPPED)
+
+    def _start(self, worker: Hello) -> None:
+        incarnation, capacity = worker.incarnation, self._capacity[worker.role]
+        if worker.role is Role.PREFILL:
             self.prefill[incarnation] = PrefillWorker(self, self.transfers, incarnation, capacity)
-            self.post(PeerUp(incarnation, hello(Role.PREFILL, incarnation, capacity)))
+        else:
+            self.decode[incarnation] = decode = (
+                BatchedDecode(self, self.transfers, incarnation, capacity, self._progress)
+                if self._batched
+                else PacedDecode(self, incarnation, self._progress)
+            )
+            self.transfers.receivers[incarnation] = decode
+        self.post(PeerUp(incarnation, worker))
 
     # --- clients --------------------------------------------------------------------------------------------------------
 
@@ -131,9 +147,10 @@ class VirtualCluster(Surroundings):
             self.rejected.append(message)
             self._ended(request, request.state or State.REJECTED)
         elif isinstance(message, Interrupted):
-            self.at(self.now, self._resubmit, self.requests[message.request_id])
+            drained = message.reason is Interrupt.DRAINED
+            self.at(self.now, self._resubmit, self.requests[message.request_id], drained)
 
-    def _resubmit(self, request: ClientRequest) -> None:
+    def _resubmit(self, request: ClientRequest, drained: bool) -> None:
         submit = request.submit
         assert submit.choices == 1, "several choices come back one by one: not modelled"
         [emitted] = request.emitted_tokens
@@ -142,6 +159,7 @@ class VirtualCluster(Surroundings):
             attempt=submit.attempt + 1,
             prompt_tokens=submit.prompt_tokens - submit.resumed_tokens + emitted,
             resumed_tokens=emitted,
+            drained_attempts=submit.drained_attempts + drained,
         )
         request.recomputed_tokens += request.submit.prompt_tokens
         self.receive(GATEWAY, request.submit, request.prompt + bytes(4 * emitted))
@@ -150,6 +168,32 @@ class VirtualCluster(Surroundings):
         if request.state is None:
             self.at(self.now, self.on_end, request)
         request.state, request.prompt = state, b""
+
+    # --- changes of role ------------------------------------------------------------------------------------------------
+
+    def flip(self, name: str, role: Role, hand_over_ms: float = 0.0, why: str = "") -> None:
+        """As `crossdock flip`. The worker loses what it has cached."""
+        self.post(PeerUp(OBSERVER, hello(Role.OBSERVER, OBSERVER)))
+        self.receive(OBSERVER, FlipRequest(name, role, hand_over_ms, False, why))
+        self.post(PeerDown(OBSERVER, "said goodbye"))
+
+    def _role_order(self, incarnation: int, message: Message) -> None:
+        if isinstance(message, Flip):
+            self._flipping[incarnation] = message.role
+        elif isinstance(message, Drained) and incarnation in self._flipping:
+            self.at(self.now, self._leave_role, incarnation, self._flipping.pop(incarnation))
+        else:
+            self._flipping.pop(incarnation, None)
+
+    def _leave_role(self, incarnation: int, role: Role) -> None:
+        name = self.core.peers[incarnation].name
+        self.post(PeerDown(incarnation, "said goodbye"))
+        self.prefill.pop(incarnation, None)
+        self.decode.pop(incarnation, None)
+        self.transfers.receivers.pop(incarnation, None)
+        following = hello(role, next(self._incarnations), self._capacity[role])
+        following = msgspec.structs.replace(following, name=name, flipped_from=incarnation)
+        self.at(self.now + self.commit_s, self._start, following)
 
     # --- the coordinator ------------------------------------------------------------------------------------------------
 
@@ -161,9 +205,11 @@ class VirtualCluster(Surroundings):
             match action:
                 case Send(incarnation, message, blob):
                     worker = self.prefill.get(incarnation) or self.decode.get(incarnation)
-                    if worker is not None:
+                    if worker is not None and isinstance(message, Flip | Drained | Draining):
+                        self._role_order(incarnation, message)
+                    elif worker is not None:
                         worker.order(message, blob)
-                    else:
+                    elif incarnation == GATEWAY:
                         self._gateway(message)
                 case StateChanged(request_id, _, state, _) if state in TERMINAL:
                     self._ended(self.requests[request_id], state)

@@ -9,7 +9,8 @@ from coordinator.lifecycle import State
 from simulation.faults.cluster import Cluster
 from simulation.faults.ledger import DAY
 from simulation.faults.oracles import stream_of
-from simulation.faults.worker_processes import DecodeProcess, PrefillProcess, role_of
+from simulation.faults.worker_process import role_of
+from simulation.faults.worker_processes import DecodeProcess, PrefillProcess
 from simulation.world.world import Violation
 
 

@@ -8,7 +8,8 @@ from simulation.faults.ledger import Ledger
 from simulation.faults.oracles import Oracles
 from simulation.faults.plan import Asked, Fault, Plan
 from simulation.faults.surroundings import Surroundings
-from simulation.faults.worker_processes import DecodeProcess, PrefillProcess, role_of
+from simulation.faults.worker_process import role_of
+from simulation.faults.worker_processes import DecodeProcess, PrefillProcess
 from simulation.world.network import Network
 from simulation.world.world import Process
 

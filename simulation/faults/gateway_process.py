@@ -28,7 +28,7 @@ from proto.limits import PROTOCOL_VERSION
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
 from simulation.faults.plan import Asked
 from simulation.faults.surroundings import Surroundings
-from simulation.faults.worker_processes import MODEL
+from simulation.faults.worker_process import MODEL
 from simulation.world.links import Client, Link, Server
 from simulation.world.world import Alarm, Process
 

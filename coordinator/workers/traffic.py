@@ -1,0 +1,103 @@
+"""The last requests for one model: when they came, how long their prompts and answers were. For those who choose how many
+workers each role needs.
+
+At most one in `SPACING_S` is looked at; it stands for those that came since the one before. So the sample covers a minute
+whatever the rate, and long answers end within it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from math import inf
+
+import msgspec
+
+from proto.messages import Submit
+from proto.status import TrafficStatus
+
+SAMPLE_MAX = 512
+SPACING_S = 0.125
+ANSWERS = 192
+"""Of the latest requests, so many tell how long answers are now."""
+
+
+class _Arrival(msgspec.Struct, gc=False):
+    at: float
+    stands_for: int
+    prompt_tokens: int
+    max_tokens: int
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    """Once it has ended."""
+    has_ended: bool = False
+
+
+class Traffic:
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, _Arrival] = OrderedDict()
+        self._passed = 0
+        """Requests since the last one that was looked at."""
+        self._next_at = -inf
+
+    def arrived(self, submit: Submit, now: float) -> None:
+        """A new request, whether it is let in or not."""
+        self._passed += 1
+        if now < self._next_at:
+            return
+        arrival = _Arrival(now, self._passed, submit.prompt_tokens, submit.sampling.max_tokens)
+        self._last[submit.request_id] = arrival
+        self._passed, self._next_at = 0, now + SPACING_S
+        if len(self._last) > SAMPLE_MAX:
+            self._last.popitem(last=False)
+
+    def computed(self, request_id: str, cached_tokens: int) -> None:
+        """So much of its prompt needed no computation."""
+        if (arrival := self._last.get(request_id)) is not None and not arrival.cached_tokens:
+            arrival.cached_tokens = min(cached_tokens, arrival.prompt_tokens)
+
+    def finished(self, request_id: str, output_tokens: int) -> None:
+        if (arrival := self._last.get(request_id)) is not None:
+            arrival.output_tokens, arrival.has_ended = output_tokens, True
+
+    def report(self, model: str, emitted: Callable[[str], int], waiting_tokens: int, now: float) -> TrafficStatus:
+        """`emitted(request_id)`: tokens of an answer so far."""
+        last = list(self._last.values())
+        so_far = [one.output_tokens if one.has_ended else emitted(name) for name, one in self._last.items()]
+        expect = expected_lengths(so_far[-ANSWERS:], [one.has_ended for one in last[-ANSWERS:]])
+        return TrafficStatus(
+            model,
+            tuple(1000 * max(now - one.at, 0.0) for one in last),
+            tuple(one.stands_for for one in last),
+            tuple(one.prompt_tokens for one in last),
+            tuple(one.cached_tokens for one in last),
+            tuple(
+                length if one.has_ended else min(one.max_tokens, expect(length))
+                for one, length in zip(last, so_far, strict=True)
+            ),
+            waiting_tokens,
+        )
+
+
+def expected_lengths(so_far: Sequence[int], has_ended: Sequence[bool]) -> Callable[[int], int]:
+    """How long an answer of which so many tokens have come is expected to be, by these answers, of which some go on: the mean
+    of what is left by Kaplan and Meier's estimate, up to the longest answer seen."""
+    order = sorted(zip(so_far, has_ended, strict=True))
+    steps: list[tuple[int, float]] = [(0, 1.0)]
+    """(length, share of answers that are longer)"""
+    for at, (length, ended) in enumerate(order):
+        if ended:
+            steps.append((length, steps[-1][1] * (1 - 1 / (len(order) - at))))
+    longest = order[-1][0] if order else 0
+
+    def expected(length: int) -> int:
+        longer = next((share for begin, share in reversed(steps) if begin <= length), 1.0)
+        if longer <= 0 or length >= longest:
+            return length + length // 4 + 1
+        ends = [begin for begin, _ in steps[1:]] + [longest]
+        area = sum(
+            share * max(0, end - max(begin, length))
+            for (begin, share), end in zip(steps, ends, strict=True)
+            if end > length
+        )
+        return length + max(1, round(area / longer))
+
+    return expected

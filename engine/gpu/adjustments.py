@@ -1,0 +1,39 @@
+"""Penalties and biases of running sequences, on the device: what `SamplerState.apply_penalties` does for one row on a CPU."""
+
+import torch
+
+from engine.sampling.sampler import SamplerState
+
+
+class Adjustments:
+    """For each slot what its sequence's logits are changed by. Made when the first sequence asks for it: at 150,000 words of
+    vocabulary and 64 slots it is 86 MB."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self._seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+        self._counts = torch.zeros(slots, vocab_size, device=device)
+        self._bias = torch.zeros(slots, vocab_size, device=device)
+        self._penalties = torch.zeros(slots, 3, device=device)
+        """Repetition, frequency, presence."""
+
+    def join(self, slot: int, state: SamplerState) -> None:
+        sampling = state.sampling
+        penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        self._penalties[slot].copy_(torch.tensor(penalties))
+        for target, found in zip((self._seen, self._counts, self._bias), state.adjustments(), strict=True):
+            target[slot].zero_() if found is None else target[slot].copy_(found)
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Logits [all rows, vocab] in which these rows are changed; a new tensor."""
+        values = logits[rows]
+        repetition, frequency, presence = self._penalties[slots].unsqueeze(-1).unbind(1)
+        repeated = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(self._seen[slots], repeated, values)
+        counts = self._counts[slots]
+        values = values - frequency * counts - presence * (counts > 0) + self._bias[slots]
+        return logits.index_copy(0, rows, values)
+
+    def accept(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Counts the tokens [slots] that were drawn."""
+        self._seen.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.bool))
+        self._counts.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.float32), accumulate=True)

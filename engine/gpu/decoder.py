@@ -1,0 +1,61 @@
+"""The forward pass of a decoder-only transformer (Touvron et al. 2023, arXiv:2302.13971) with fused weights.
+
+Nothing here depends on what is in a tensor, or reads one on the host: so it can be captured as a CUDA graph, and the host never
+waits for the device.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention.forward_batch import ForwardBatch
+from engine.gpu.ops import Ops
+from engine.gpu.weights import DecoderWeights, Product
+
+
+class Decoder:
+    def __init__(self, weights: DecoderWeights, ops: Ops) -> None:
+        self.weights = weights
+        self._ops = ops
+        self._calls = [layer.call for layer in weights.layers]
+
+    @property
+    def attention_name(self) -> str:
+        return self._ops.attention.name
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [tokens, vocab] float32 of all rows."""
+        return self.logits(self.hidden(batch))
+
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Writes K and V of the batch to the pool; [tokens, hidden], as the output layer reads it."""
+        model, ops = self.weights, self._ops
+        metadata = ops.attention.plan(batch)
+        x, delta = F.embedding(batch.token_ids, model.embedding), None
+        for number, (layer, call) in enumerate(zip(model.layers, self._calls, strict=True)):
+            x, normed = ops.add_norm(x, delta, layer.attention_norm, model.epsilon)
+            q = ops.rotate_and_write(number, layer, model, _times(normed, layer.qkv), metadata)
+            attended = ops.attention.read(number, call, q, metadata)
+            x, normed = ops.add_norm(x, _times(attended.flatten(1), layer.out), layer.mlp_norm, model.epsilon)
+            delta = _times(ops.activate(_times(normed, layer.gate_up), model.activation), layer.down)
+        return ops.add_norm(x, delta, model.norm, model.epsilon)[1]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _times(hidden, self.weights.head).float()
+
+    @contextmanager
+    def short_windows(self, window: int) -> Iterator[None]:
+        """Layers with a sliding window have this one for a while."""
+        saved = self._calls
+        self._calls = [replace(call, window=window) if call.window else call for call in saved]
+        try:
+            yield
+        finally:
+            self._calls = saved
+
+
+def _times(x: torch.Tensor, product: Product) -> torch.Tensor:
+    return F.linear(x, product.weight, product.bias)

@@ -1,0 +1,50 @@
+"""A function of the number of rows, over fixed buffers: captured as one CUDA graph for each bucket of rows, and replayed.
+
+On a CPU, and where a graph cannot be captured, the function is called instead.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+_SMALL: Final = (1, 2, 4)
+_STEP: Final = 8
+
+
+def buckets(rows_max: int) -> tuple[int, ...]:
+    """Numbers of rows for which there is a graph: 1, 2, 4, then every eighth."""
+    found = [rows for rows in (*_SMALL, *range(_STEP, rows_max, _STEP)) if rows < rows_max]
+    return (*found, rows_max)
+
+
+class Replay:
+    def __init__(self, function: Callable[[int], torch.Tensor], rows_max: int) -> None:
+        self._function = function
+        self._buckets = buckets(rows_max)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    @property
+    def graphs(self) -> int:
+        return len(self._graphs)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """On a GPU, from the largest on, so that the smaller ones use its memory. Raises RuntimeError."""
+        memory = torch.cuda.graph_pool_handle()
+        for rows in reversed(self._buckets):
+            self._function(rows)  # compiles kernels, and lets libraries allocate, which a graph cannot
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=memory):
+                out = self._function(rows)
+            self._graphs[rows] = (graph, out)
+
+    def run(self, rows: int) -> torch.Tensor:
+        """What the function returns for the next bucket; the first `rows` lines are meant. Valid until the next run."""
+        bucket = next(bucket for bucket in self._buckets if bucket >= rows)
+        if bucket not in self._graphs:
+            return self._function(bucket)
+        graph, out = self._graphs[bucket]
+        graph.replay()
+        return out

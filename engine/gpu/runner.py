@@ -1,0 +1,46 @@
+"""Runs a recognised model on a GPU: prompts as they come, decode steps by a pipeline of CUDA graphs."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from engine.attention.forward_batch import SeqChunk, pack, rows_of_logits
+from engine.gpu.decoder import Decoder
+from engine.gpu.ops import Ops
+from engine.gpu.pipeline import GpuPipeline
+from engine.gpu.weights import DecoderWeights
+
+
+class GpuRunner:
+    """A `Runner`."""
+
+    is_batch_invariant = False
+    """The products of the vendor's library round by the number of rows."""
+
+    def __init__(
+        self, weights: DecoderWeights, pool: torch.Tensor, ops: Ops, context_tokens: int, decode_rows: int = 0
+    ) -> None:
+        """`decode_rows`: the most sequences that decode at once; 0: there is no pipeline."""
+        self._pool = pool
+        self._decoder = Decoder(weights, ops)
+        self.backend = f"gpu ({ops.attention.name} kernels)"
+        device = torch.cuda.get_device_name(pool.device) if pool.is_cuda else "cpu"
+        self.numerics = f"gpu, torch {torch.__version__}, {ops.attention.name} kernels, {device}"
+        self.pipeline = GpuPipeline(self._decoder, pool, context_tokens, decode_rows) if decode_rows else None
+
+    def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
+        batch = pack(chunks, self._pool)
+        hidden = self._decoder.hidden(batch)
+        for on_logits, start, row, count in rows_of_logits(chunks):
+            on_logits(start, self._decoder.logits(hidden[row : row + count]))
+        return self._decoder.logits(hidden[batch.wanted])
+
+    def short_windows(self, window: int) -> AbstractContextManager[None]:
+        return self._decoder.short_windows(window)
+
+    def capture(self) -> None:
+        """After the check of the model: a graph keeps the windows that it was captured with. Raises RuntimeError."""
+        if self.pipeline is not None and self._pool.is_cuda:
+            self.pipeline.replay.capture()
+            self.backend = f"{self.backend[:-1]}, {self.pipeline.replay.graphs} CUDA graphs)"

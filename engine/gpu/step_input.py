@@ -1,0 +1,157 @@
+"""What the host tells the device for one decode step, in one buffer that is copied at once.
+
+The buffer is a matrix of int64, a field in each line and a row of the batch in each column. Behind it are the block tables of
+the sequences that join. Numbers with a fraction are float64 in the same 8 bytes. What does not change while a sequence runs is
+kept here by the sequence's slot, so that the work for a step does not grow with the context.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from typing import Final
+
+import numpy as np
+import torch
+
+from engine.attention.forward_batch import Ints
+from engine.pipeline import DecodeRow
+from engine.sampling.philox import uniforms
+from engine.sampling.sampler import SamplerState
+
+
+class Field(IntEnum):
+    SLOT = 0
+    """Of the sequence; the number of slots where a row only fills the batch up."""
+    POSITION = auto()
+    BLOCK = auto()
+    """Where this position's K and V go."""
+    TOP_K = auto()
+    TEMPERATURE = auto()
+    TOP_P = auto()
+    MIN_P = auto()
+    UNIFORM = auto()
+    ADJUSTED_ROW = auto()
+    """Rows with penalties or a bias, the first so many."""
+    ADJUSTED_SLOT = auto()
+
+
+_FRACTIONS: Final = (Field.TEMPERATURE, Field.TOP_P, Field.MIN_P)
+_BUFFERS: Final = 2
+"""Steps under way at once: a buffer is filled again when the step that it was for has ended."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """A sequence's first step."""
+
+    slot: int
+    token: int
+    """To forward first."""
+    first: int
+    """Where its table begins in the buffer."""
+    blocks: int
+    state: SamplerState
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What the host must know of a step to launch it."""
+
+    rows: int
+    joins: tuple[Join, ...]
+    samples: bool
+    filters: bool
+    adjusted: int
+    logprobs: int
+    """The most that a row asks for; negative: none."""
+
+
+class StepInput:
+    def __init__(self, slots: int, blocks_max: int, block_size: int, device: torch.device) -> None:
+        """`slots`: the most sequences at once; `blocks_max`: blocks of the longest table."""
+        self.slots = slots
+        self._block_size = block_size
+        self._fields_size = len(Field) * slots
+        size = self._fields_size + slots * blocks_max
+        self.buffer = torch.zeros(size, dtype=torch.int64, device=device)
+        """On the device, in a fixed place, which CUDA graphs read."""
+        self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(_BUFFERS)]
+        self._turn = 0
+        self._slot_of: dict[Hashable, int] = {}
+        self._free = list(range(slots - 1, -1, -1))
+        self._fractions = np.zeros((len(_FRACTIONS), slots))
+        self._top_k, self._logprobs = np.zeros((2, slots), np.int64)
+        self._seeds, self._choices = np.zeros((2, slots), np.uint64)
+        self._adjusts = np.zeros(slots, bool)
+
+    def integers(self, field: Field, rows: int) -> torch.Tensor:
+        """[rows] on the device, whatever the last `fill` put there; so is the next."""
+        return self.buffer[field * self.slots : field * self.slots + rows]
+
+    def fractions(self, field: Field, rows: int) -> torch.Tensor:
+        return self.integers(field, rows).view(torch.float64)
+
+    def fill(self, rows: Sequence[DecodeRow]) -> StepShape:
+        """Copies to the device what it needs for these rows."""
+        assert 0 < len(rows) <= self.slots, f"{len(rows)} sequences for {self.slots} slots"
+        self._release(rows)
+        host = self._host[self._turn]
+        self._turn = (self._turn + 1) % _BUFFERS
+        flat = host.numpy()
+        fields, count = flat[: self._fields_size].reshape(len(Field), self.slots), len(rows)
+        joins = self._join(rows, flat)
+        slots = np.fromiter((self._slot_of[row.sequence] for row in rows), np.int64, count)
+        fields[: Field.BLOCK + 1, count:] = 0
+        fields[Field.SLOT, count:] = self.slots
+        fields[Field.SLOT, :count] = slots
+        fields[Field.POSITION, :count] = [row.position for row in rows]
+        fields[Field.BLOCK, :count] = [row.table[row.position // self._block_size] for row in rows]
+        adjusted = np.flatnonzero(self._adjusts[slots])
+        fields[Field.ADJUSTED_ROW, : len(adjusted)] = adjusted
+        fields[Field.ADJUSTED_SLOT, : len(adjusted)] = slots[adjusted]
+        samples, filters = self._fill_sampling(fields, rows, slots)
+        used = joins[-1].first + joins[-1].blocks if joins else self._fields_size
+        self.buffer[:used].copy_(host[:used], non_blocking=True)
+        return StepShape(count, joins, samples, filters, len(adjusted), int(self._logprobs[slots].max()))
+
+    def forget(self) -> None:
+        """No sequence goes on."""
+        self._release(())
+
+    def _release(self, rows: Sequence[DecodeRow]) -> None:
+        """Slots of sequences that are not in this step are free: the device does this step after the last one."""
+        if len(rows) == len(self._slot_of) and all(row.sequence in self._slot_of for row in rows):
+            return
+        going_on = {row.sequence for row in rows}
+        for sequence in [sequence for sequence in self._slot_of if sequence not in going_on]:
+            self._free.append(self._slot_of.pop(sequence))
+
+    def _join(self, rows: Sequence[DecodeRow], flat: Ints) -> tuple[Join, ...]:
+        joins: list[Join] = []
+        first = self._fields_size
+        for row in rows:
+            if row.sequence in self._slot_of:
+                continue
+            slot = self._slot_of[row.sequence] = self._free.pop()
+            sampling = row.state.sampling
+            self._fractions[:, slot] = sampling.temperature, sampling.top_p, sampling.min_p
+            self._top_k[slot], self._logprobs[slot] = sampling.top_k, sampling.logprobs
+            self._seeds[slot], self._choices[slot] = sampling.seed, row.state.choice
+            self._adjusts[slot] = row.state.has_penalties
+            flat[first : first + len(row.table)] = row.table
+            joins.append(Join(slot, row.token, first, len(row.table), row.state))
+            first += len(row.table)
+        return tuple(joins)
+
+    def _fill_sampling(self, fields: Ints, rows: Sequence[DecodeRow], slots: Ints) -> tuple[bool, bool]:
+        """(whether any row has a temperature, whether any filters)."""
+        fractions, top_k, count = self._fractions[:, slots], self._top_k[slots], len(rows)
+        if not fractions[0].any():
+            return False, False
+        fields[Field.TOP_K, :count] = top_k
+        as_fractions = fields.view(np.float64)
+        for number, field in enumerate(_FRACTIONS):
+            as_fractions[field, :count] = fractions[number]
+        indices = np.fromiter((row.index for row in rows), np.uint64, count)
+        as_fractions[Field.UNIFORM, :count] = uniforms(self._seeds[slots], self._choices[slots], indices)
+        return True, bool((top_k > 0).any() or (fractions[1] < 1.0).any() or (fractions[2] > 0.0).any())

@@ -1,0 +1,168 @@
+"""What both kinds of simulated workers share: allocator and prefix cache, steps that take time, drain, change of role."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.kv.allocator import BlockAllocator
+from proto.errors import RemoteProtocolError
+from proto.held import Capacity
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Hello, Message, Role, Tokens
+from proto.messages import Peer as Destination
+from proto.progress import Hung
+from runtime.worker.service import GO_AFTER_S
+from runtime.worker.step_watch import StepWatch
+from simulation.faults.oracles import DRAINED
+from simulation.faults.surroundings import Surroundings
+from simulation.transfers.connections import PoolProcess
+from simulation.transfers.receiver import Receiver
+from simulation.transfers.sender import Sender
+from simulation.world.connection_pool import ConnectionPool
+from simulation.world.links import Link
+from simulation.world.registration import Registration
+from simulation.world.toy_model import Toy
+from simulation.world.world import Violation
+
+STEP_TIMEOUT_S = 1.0
+RESTART_S = 0.5
+MODEL, FINGERPRINT = "toy", "f"
+
+
+def role_of(name: str) -> Role:
+    """In which a worker of this name starts."""
+    return Role(name.partition("-")[0])
+
+
+class Gateways(ConnectionPool):
+    """Every token a worker sends passes here, so that none is sent twice."""
+
+    def send(self, to: Destination, message: Message, blob: bytes = b"") -> None:
+        assert isinstance(message, Tokens) and isinstance(self.process, WorkerProcess)
+        self.process.cluster.oracles.emitted(self.process.name, message)
+        super().send(to, message, blob)
+
+
+class WorkerProcess(PoolProcess):
+    """What both kinds share."""
+
+    role: Role
+    registration: Registration
+    gateways: Gateways
+    transfers: Sender | Receiver
+    toy: Toy
+    allocator: BlockAllocator
+
+    def __init__(self, cluster: Surroundings, name: str, before: "WorkerProcess | None" = None) -> None:
+        """`before` is the same process in its other role: pool and cache stay."""
+        super().__init__(cluster, name)
+        self.cluster = cluster
+        plan = cluster.plan
+        configured = role_of(name)
+        self.kv_blocks, self.block_size = plan.kv_blocks[configured], plan.block_size[configured]
+        self.flip_ends = ""
+        """What is wrong with its next change of role: it cannot be prepared (`cannot`), or the process dies in it (`dies`)."""
+        self.slow = 1.0
+        self.fail_step = ""
+        """The next step fails: in the model (`error`), or its logits are not finite (`nan`)."""
+        self.hang_s = 0.0
+        """So much longer does the next step take."""
+        self.watch = StepWatch(STEP_TIMEOUT_S)
+        self._hangs = self._goes_over = False
+        self.toy = before.toy if before is not None else Toy(self.kv_blocks, self.block_size)
+        self.allocator = before.allocator if before is not None else BlockAllocator(self.kv_blocks)
+        self.hello = Hello(
+            PROTOCOL_VERSION, self.role, self.incarnation, name, MODEL, FINGERPRINT, f"{name}/kv",
+            Capacity(self.kv_blocks, self.block_size, plan.max_seqs, plan.context_tokens),
+            flipped_from=before.incarnation if before is not None else 0,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        self.registration.client.start()
+        self.after(self.watch.look_every_s, self._look)
+
+    def _look(self) -> None:
+        """As `runtime.worker.driver`."""
+        ran_s = self.watch.hung_for(self.now())
+        if ran_s is None:
+            self.after(self.watch.look_every_s, self._look)
+            return
+        self.log(f"its step hangs for {ran_s:.1f} s")
+        if not self._hangs:
+            raise Violation("no false alarm", f"{self.name} ends itself, though its step does not hang")
+        self.registration.send(Hung(1000 * ran_s))
+        self.cluster.end(self, RESTART_S)
+
+    def compute(self, tokens: int, seconds: float, then: Callable[..., None], *arguments: Any) -> None:
+        """A step, on the thread that computes."""
+        self.watch.begin(tokens, self.now())
+        hang_s, self.hang_s = self.hang_s, 0.0
+        self._hangs = hang_s > STEP_TIMEOUT_S
+        self.after(seconds + hang_s, self._computed, then, arguments)
+
+    def _computed(self, then: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if self.resumed_at == self.world.now:
+            # Stopped in the midst of it, that thread has the rest yet to do.
+            self.after(0.001, self._computed, then, arguments)
+            return
+        self.watch.end(self.now())
+        self._hangs = False
+        then(*arguments)
+
+    def drain(self, grace_s: float) -> None:
+        """As on SIGTERM."""
+        self.registration.leave(grace_s)
+        self.after(grace_s + GO_AFTER_S, self._go, "its time is up")
+
+    def may_go(self) -> None:
+        self.after(0.0, self._go, DRAINED)
+
+    # --- change of role -------------------------------------------------------------------------------------------------
+
+    def prepare_flip(self, _: Role) -> None:
+        """As `runtime.worker.driver`: ready, or not, after a while."""
+        ready = self.registration.ready_to_flip
+        if self.flip_ends == "cannot":
+            self.after(self.world.random.uniform(0.001, 0.05), self.registration.cannot_flip, "planted")
+        else:
+            self.after(self.world.random.uniform(0.001, 0.05), ready)
+
+    def is_quiet(self) -> bool:
+        return not (self.allocator.held_count or self.allocator.quarantined_count) and self.transfers.idle
+
+    def may_flip(self) -> None:
+        if not self._goes_over:
+            self._goes_over = True
+            self.after(0.0, self._flip)
+
+    def _flip(self) -> None:
+        if self.flip_ends == "dies":
+            self.log("dies in its change of role")
+            self.cluster.end(self, RESTART_S)
+        else:
+            self.log("changes its role")
+            self.cluster.worker_flips(self)
+
+    def report_cache(self) -> None:
+        self.registration.report_cache(self.allocator.take_changes)
+
+    def _go(self, why: str) -> None:
+        self.log("goes", why)
+        self.cluster.worker_goes(self, why)
+
+    def step_s(self, least: float, most: float) -> float:
+        return self.world.random.uniform(least, most) * self.slow
+
+    def check_writable(self, blocks: Sequence[int]) -> None:
+        """Nobody else may hold what is received into, and nobody may find it in the cache."""
+        for block in blocks:
+            if self.allocator.refs(block) != 1 and not self.allocator.is_quarantined(block):
+                raise Violation("no block is freed early", f"{self.name} receives KV into block {block}, not its own")
+
+    def check_held(self, blocks: list[int] | tuple[int, ...], request_id: str) -> None:
+        for block in blocks:
+            if not self.allocator.refs(block):
+                raise Violation("no block is freed early", f"{self.name} computes in block {block}, free", request_id)
+
+
+def unexpected(_: Link, message: Message, __: bytes) -> None:
+    raise RemoteProtocolError(f"a gateway sent {type(message).__name__}")

@@ -1,0 +1,257 @@
+"""Decides when a worker should change its role. Pure: it takes what the coordinator's status says, and returns a decision.
+
+    pilot = Autopilot(profile, Rules(Slo(500, 50)))
+    decision = pilot.decide(Observation(...), now)      every few seconds
+
+Each time it compares the goodput that the profile's model expects of the present ratio with that of all others. It orders one
+change when all of this holds:
+
+- another ratio gains at least `gain_min`, and more requests within `horizon_s` than the change costs;
+- it does so even if fewer requests come than it seems: of a sample, as many as chance may have added are left out. Not so for
+  `FOLLOWS_S` after a change in the same direction, by which the traffic is known to have changed;
+- so it was `confirmations` times in a row, in the same direction;
+- the last change in the other direction was `dwell_s` ago or more;
+- no worker was lost for `calm_s`, none is drained or changing its role, and each role keeps one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, sqrt
+from typing import Final, NamedTuple
+
+from proto.messages import Role
+from proto.status import StatusReport, TrafficStatus
+from tuning.advise import Estimate, Model, Slo, Traffic, Workers, interarrival_cv
+from tuning.profile import Profile
+
+SAMPLE_MIN: Final = 8
+"""Requests below which nothing is said of the traffic."""
+SAMPLE: Final = 48
+"""The latest requests, which show a great change soon …"""
+LONGER_S: Final = 60.0
+"""… and those of so many seconds, which show a small one."""
+SIGMAS: Final = 2.0
+"""How far the number of requests in a sample may be above the expected one by chance."""
+WINDOW_S_MAX: Final = 120.0
+"""What is older than this is left out."""
+FOLLOWS_S: Final = 180.0
+CANDIDATES_MAX: Final = 64
+
+
+@dataclass(frozen=True)
+class Rules:
+    slo: Slo
+    gain_min: float = 0.05
+    """Least relative gain of goodput for which a worker changes its role."""
+    confirmations: int = 2
+    dwell_s: float = 60.0
+    calm_s: float = 30.0
+    horizon_s: float = 60.0
+    """For how long the present traffic is taken to go on."""
+    flip_s: float = 2.0
+    """What one change costs: so long one worker serves nobody."""
+
+
+class Seat(NamedTuple):
+    """A worker."""
+
+    name: str
+    role: Role
+    requests: int
+    draining: bool = False
+
+
+@dataclass(frozen=True)
+class Observation:
+    workers: Sequence[Seat]
+    traffic: Traffic | None
+    """Of the latest requests; None: too few came lately."""
+    longer: Traffic | None = None
+    """Of a longer time."""
+    lost: int = 0
+    """Workers that the coordinator has lost since it started."""
+    is_changing: bool = False
+    """A worker is changing its role."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    present: Workers
+    wanted: Workers
+    """What the model takes for the best ratio of the workers there are."""
+    needed: Workers | None
+    """The least of each role that would keep the SLO, for who can add machines; None: nothing is known."""
+    gain: float
+    """Of goodput with `wanted` instead of `present`; 0.1 is a tenth more."""
+    reason: str
+    """In words, for the event log."""
+    worker: str = ""
+    """Who should change its role now; empty: nobody."""
+    role: Role = Role.PREFILL
+    """To this one."""
+
+
+@dataclass
+class Autopilot:
+    profile: Profile
+    rules: Rules
+    _agreed: int = 0
+    """How often in a row the same direction was best; negative: towards fewer prefill workers."""
+    _flipped_at: float = -inf
+    _direction: int = 0
+    """Of the last change: 1 towards more prefill workers."""
+    _lost: int | None = None
+    _calm_at: float = field(default=-inf)
+
+    def decide(self, seen: Observation, now: float) -> Decision:
+        present = Workers(
+            sum(one.role is Role.PREFILL for one in seen.workers), sum(one.role is Role.DECODE for one in seen.workers)
+        )
+        self._watch_losses(seen, now)
+        if seen.traffic is None or not (present.prefill and present.decode):
+            self._agreed = 0
+            what = "too few requests" if seen.traffic is None else f"{present} lacks a role"
+            return Decision(present, present, None, 0.0, f"{what}: nothing is compared")
+        traffic, is_now, best = self._compared(seen, present, now)
+        direction = _sign(best.workers.prefill - present.prefill) if _gain(is_now, best) >= self.rules.gain_min else 0
+        hindrance = self._hindrance(seen, is_now, best, direction, now)
+        worker = ""
+        if direction and not hindrance:
+            worker = _whom(seen.workers, Role.DECODE if direction > 0 else Role.PREFILL)
+            self._flipped_at, self._direction = now, direction
+        model = Model(self.profile, traffic, self.rules.slo, self.rules.horizon_s)
+        is_now = model.estimate(present)
+        best = _best(model, present) if direction else is_now
+        why = _reason(is_now, best, traffic)
+        return Decision(
+            present, best.workers, model.wanted(), _gain(is_now, best), f"{why}{hindrance and f'; {hindrance}'}", worker,
+            Role.PREFILL if direction > 0 else Role.DECODE,
+        )  # fmt: skip
+
+    def _compared(self, seen: Observation, present: Workers, now: float) -> tuple[Traffic, Estimate, Estimate]:
+        """(traffic, what is expected of the present ratio, and of the best one): by the latest requests if another ratio gains
+        enough for them, else by those of a longer time."""
+        assert seen.traffic is not None
+        samples = [one for one in (seen.traffic, seen.longer) if one is not None]
+        looked = [(one, _at_least(len(one.prompt_tokens)), 0) for one in samples]
+        if now < self._flipped_at + FOLLOWS_S:
+            looked.insert(0, (seen.traffic, 1.0, self._direction))
+        for traffic, share, direction in looked:
+            model = Model(
+                self.profile, replace(traffic, requests_per_s=share * traffic.requests_per_s), self.rules.slo,
+                self.rules.horizon_s,
+            )  # fmt: skip
+            is_now, best = model.estimate(present), _best(model, present)
+            found = _sign(best.workers.prefill - present.prefill)
+            if _gain(is_now, best) >= self.rules.gain_min and direction in (0, found):
+                break
+        return traffic, is_now, best
+
+    def _watch_losses(self, seen: Observation, now: float) -> None:
+        if self._lost is not None and seen.lost != self._lost:  # fewer: another coordinator, which counts anew
+            self._calm_at = now + self.rules.calm_s
+        self._lost = seen.lost
+
+    def _hindrance(self, seen: Observation, is_now: Estimate, best: Estimate, direction: int, now: float) -> str:
+        """Why nothing is changed though another ratio is better; empty: nothing speaks against it."""
+        rules = self.rules
+        if not direction:
+            self._agreed = 0
+            return ""
+        self._agreed = self._agreed + direction if self._agreed * direction > 0 else direction
+        if is_now.workers.prefill + direction < 1 or is_now.workers.decode - direction < 1:
+            return "each role keeps a worker"
+        if seen.is_changing or any(one.draining for one in seen.workers):
+            return "a worker is drained or changing its role"
+        if now < self._calm_at:
+            return f"a worker was lost less than {rules.calm_s:g} s ago"
+        if abs(self._agreed) < rules.confirmations:
+            return "to be seen again first"
+        if direction != self._direction and now < self._flipped_at + rules.dwell_s:
+            return f"the last change, in the other direction, is less than {rules.dwell_s:g} s old"
+        cost = max(is_now.goodput, best.goodput) / is_now.workers.total * rules.flip_s
+        if (best.goodput - is_now.goodput) * rules.horizon_s <= cost:
+            return "not worth its cost"
+        return ""
+
+
+def _at_least(requests: int) -> float:
+    """Which share of a sample is surely not chance."""
+    return max(0.0, 1 - SIGMAS / sqrt(requests))
+
+
+def latest(status: TrafficStatus) -> Traffic | None:
+    return _traffic(status, SAMPLE)
+
+
+def of_longer(status: TrafficStatus) -> Traffic | None:
+    return _traffic(status, max(SAMPLE, sum(age_ms <= 1000 * LONGER_S for age_ms in status.ages_ms)))
+
+
+def _traffic(status: TrafficStatus, most: int) -> Traffic | None:
+    """The last so many of the requests that a coordinator remembers; None if they are too few to say anything."""
+    recent = [at for at, age_ms in enumerate(status.ages_ms) if age_ms <= 1000 * WINDOW_S_MAX][-most:]
+    if len(recent) < SAMPLE_MIN:
+        return None
+    came = sum(status.stands_for[at] for at in recent)
+    prompts = [status.prompt_tokens[at] for at in recent]
+    cached = sum(min(status.cached_tokens[at], status.prompt_tokens[at]) for at in recent)
+    times_s = [-status.ages_ms[at] / 1000 for at in recent]
+    return Traffic(
+        requests_per_s=came / max(-times_s[0], 1e-3),
+        prompt_tokens=prompts,
+        output_tokens=[status.output_tokens[at] for at in recent],
+        hit_rate=cached / max(sum(prompts), 1),
+        arrival_cv=interarrival_cv(times_s) if came == len(recent) else 1.0,
+        waiting_tokens=status.waiting_tokens,
+    )
+
+
+def observation_of(report: StatusReport, model: str) -> Observation:
+    """Of the workers of this model."""
+    traffic = next((one for one in report.traffic if one.model == model), None)
+    counters = report.counters
+    return Observation(
+        [Seat(one.name, one.role, one.requests, one.draining) for one in report.workers if one.model == model],
+        latest(traffic) if traffic is not None else None,
+        of_longer(traffic) if traffic is not None else None,
+        counters.get("prefill_lost", 0) + counters.get("decode_lost", 0),
+        any(one.state in ("draining", "registering") for one in report.flips),
+    )
+
+
+def _best(model: Model, present: Workers) -> Estimate:
+    """Of all ratios of so many workers, or, of many, some at even distances and the neighbours."""
+    total = present.total
+    step = max(1, total // CANDIDATES_MAX)
+    counts = {*range(1, total, step), present.prefill - 1, present.prefill, present.prefill + 1}
+    found = [model.estimate(Workers(count, total - count)) for count in sorted(counts) if 0 < count < total]
+    top = max(one.goodput for one in found)
+    # Of those that are as good, the one that takes the fewest changes.
+    equal = [one for one in found if one.goodput >= 0.995 * top]
+    return min(equal, key=lambda one: abs(one.workers.prefill - present.prefill))
+
+
+def _gain(is_now: Estimate, best: Estimate) -> float:
+    if best.workers == is_now.workers:
+        return 0.0
+    return best.goodput / is_now.goodput - 1 if is_now.goodput > 1e-9 else (inf if best.goodput > 1e-9 else 0.0)
+
+
+def _reason(is_now: Estimate, best: Estimate, traffic: Traffic) -> str:
+    prompt, output = (sum(some) / len(some) for some in (traffic.prompt_tokens, traffic.output_tokens))
+    said = (
+        f"{traffic.requests_per_s:.2g} requests/s of {prompt:.0f} + {output:.0f} tokens"
+        f" on {is_now.workers}: {is_now.attainment:.0%} keep the SLO (prefill load {is_now.prefill_load:.2f}, decode"
+        f" {is_now.decode_load:.2f})"
+    )
+    return said if best.workers == is_now.workers else f"{said}; {best.workers}: {best.attainment:.0%}"
+
+
+def _whom(workers: Sequence[Seat], role: Role) -> str:
+    """Of this role, the one with the fewest requests."""
+    return min((one for one in workers if one.role is role), key=lambda one: (one.requests, one.name)).name
+
+
+def _sign(number: int) -> int:
+    return (number > 0) - (number < 0)

@@ -158,7 +158,7 @@ class GatewayProcess:
             await coordinator.close()
             waiting.end()
             gateway.threads.shutdown()
-            gateway.grammars.close()
+            await gateway.grammars.close()
 
     async def _load(self, stop: asyncio.Event) -> ModelTokenizer | None:
         """The model's tokenizer; None if told to stop first. Raises `ConfigError`."""

@@ -179,6 +179,8 @@ class TextPart(_Model):
 class CalledFunction(_Model):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     arguments: str
+    parsed_arguments: Any = None
+    """The same again, as OpenAI's Python client adds them to an answer; so is `parsed` of a message."""
 
 
 class ToolCall(_Model):
@@ -203,6 +205,7 @@ class ChatMessage(_Model):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None
 
     def text(self) -> str:
         if self.content is None:

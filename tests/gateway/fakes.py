@@ -201,4 +201,4 @@ async def served(site: Site):
         server.should_exit = True
         await task
         site.gateway.threads.shutdown()
-        site.gateway.grammars.close()
+        await site.gateway.grammars.close()

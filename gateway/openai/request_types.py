@@ -4,6 +4,7 @@ Ranges are OpenAI's, and vLLM's where OpenAI has no such parameter. A parameter 
 ignored: a client that asks for something should not believe that it got it.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -14,7 +15,8 @@ from gateway.http.errors import ApiError, bad_value
 from proto import limits
 
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
-NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
+Neutral = Mapping[str, tuple[Any, ...]]
+NEUTRAL_ONLY: Final[Neutral] = {
     "functions": _NOTHING,
     "function_call": (None, "none", "auto"),
     "audio": (None,),
@@ -79,11 +81,11 @@ BAD_WORDS_MAX: Final = limits.MAX_BAD_WORDS // 2
 """Each may have two spellings in tokens."""
 
 
-class _Model(BaseModel):
+class RequestType(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Model):
+class StreamOptions(RequestType):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """vLLM's: every chunk says how many tokens there are so far. Without effect unless `include_usage` is on."""
@@ -91,7 +93,7 @@ class StreamOptions(_Model):
     """No padding is added."""
 
 
-class GenerationRequest(_Model):
+class GenerationRequest(RequestType):
     """What both endpoints share. None is the default."""
 
     model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)]
@@ -171,17 +173,17 @@ class CompletionRequest(GenerationRequest):
     """So many answers are drawn, and the `n` with the highest log-probability per token are given. Not with `stream`."""
 
 
-class TextPart(_Model):
+class TextPart(RequestType):
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(_Model):
+class CalledFunction(RequestType):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     arguments: str
 
 
-class ToolCall(_Model):
+class ToolCall(RequestType):
     id: Annotated[str, Field(min_length=1, max_length=256)]
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -189,7 +191,7 @@ class ToolCall(_Model):
     """Of a streamed answer that is sent back as it was put together."""
 
 
-class ChatMessage(_Model):
+class ChatMessage(RequestType):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     """Null or left out only beside `tool_calls`; `gateway.tools.conversation` sees to that."""
@@ -224,20 +226,21 @@ class ChatRequest(GenerationRequest):
     """vLLM's: variables of the model's chat template."""
 
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=RequestType)
 
 
-def validate(cls: type[R], content: Any) -> R:
-    """A parsed JSON body → a request. Raises `ApiError` (400) naming the parameter at fault."""
+def validate(cls: type[R], content: Any, neutral: Neutral = NEUTRAL_ONLY) -> R:
+    """A parsed JSON body → a request. `neutral`: fields that `cls` does not have, and with which values they are accepted all
+    the same. Raises `ApiError` (400) naming the parameter at fault."""
     if not isinstance(content, dict):
         raise bad_value(None, "The body must be a JSON object.", "invalid_type")
     fields: dict[str, Any] = {}
     for key, value in content.items():
         if key in cls.model_fields:
             fields[key] = value
-        elif key in NEUTRAL_ONLY:
-            if not any(_is(value, neutral) for neutral in NEUTRAL_ONLY[key]):
-                allowed = " or ".join(msgspec.json.encode(neutral).decode() for neutral in NEUTRAL_ONLY[key])
+        elif key in neutral:
+            if not any(_is(value, one) for one in neutral[key]):
+                allowed = " or ".join(msgspec.json.encode(one).decode() for one in neutral[key])
                 message = (
                     f"'{key}' is not supported here: leave it out, or send {allowed}. {INSTEAD.get(key, '')}".rstrip()
                 )

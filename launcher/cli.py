@@ -7,11 +7,11 @@ from runtime.process import interrupts
 
 def main() -> None:
     interrupts.guard()
-    from launcher.commands import build_app, only_groups
+    from launcher.commands import as_listed, build_app, only_groups
     from runtime.process.exits import leave
     from runtime.settings.command_line import invoke
 
-    arguments = sys.argv[1:]
+    arguments = as_listed(sys.argv[1:])
     leave(invoke(build_app(), [*arguments, "--help"] if only_groups(arguments) else arguments, "crossdock"))
 
 

@@ -159,6 +159,21 @@ TABLE: Final[Table] = {
         "launcher.admin.simulate_settings:SimulateSettings",
         "launcher.admin.simulate:run",
     ),
+    "calibrate": Command(
+        "Measure how long prefill, decode and KV transfer take on this installation.",
+        "launcher.tuning.settings:CalibrateSettings",
+        "launcher.tuning.calibrate:run",
+    ),
+    "tune": Command(
+        "Which ratio of prefill to decode workers serves this traffic best, or should they be mixed?",
+        "launcher.tuning.settings:TuneSettings",
+        "launcher.tuning.tune:run",
+    ),
+    "tune-check": Command(
+        "Run the recommended ratio and the next best ones live, and print what was predicted beside what is measured.",
+        "launcher.tuning.settings:TuneCheckSettings",
+        "launcher.tuning.check:run",
+    ),
     "bench": Group("Send a load to a server, compare runs, and compare ratios of workers.", _BENCH),
 }
 
@@ -176,3 +191,8 @@ def only_groups(arguments: list[str]) -> bool:
             return False
         table = row.commands
     return True
+
+
+def as_listed(arguments: list[str]) -> list[str]:
+    """`tune check` is a command beside `tune`, which has options of its own."""
+    return ["tune-check", *arguments[2:]] if arguments[:2] == ["tune", "check"] else arguments

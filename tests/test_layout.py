@@ -48,7 +48,9 @@ FOLDERS_MAY_IMPORT = {
         "local": "http models",
         "models": "",
         "reference": "admin cluster local",
+        "tuning": "bench http load local models",
     },
+    "tuning": {"simulator": ""},
     "runtime": {
         "grammar": "",
         "link": "process settings",

@@ -65,6 +65,10 @@ class Slo:
     percentile: float = 0.9
     """Share of requests that should keep both."""
 
+    def limits(self, classes: Sequence[str]) -> tuple[float, float]:
+        """Of the first token and of later ones, the same for all; `goals.Goals` has some for each priority class."""
+        return self.ttft_ms, self.tpot_ms
+
 
 @dataclass(frozen=True)
 class Estimate:

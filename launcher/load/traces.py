@@ -1,9 +1,9 @@
 """Traces of real services: who arrives when, with how many tokens in and out.
 
-Three formats: CSV with the columns `arrival_s,prompt_tokens,output_tokens` (others are ignored); the Azure LLM inference traces
+Four formats: CSV with the columns `arrival_s,prompt_tokens,output_tokens` (others are ignored); the Azure LLM inference traces
 as they are (`TIMESTAMP,ContextTokens,GeneratedTokens`), with times counted from the first one; and the JSON lines of Mooncake
-(`timestamp` in ms, `input_length`, `output_length`, `hash_ids`: one id per 512 prompt tokens, equal where prefixes are). A bad
-line is named with its number.
+(`timestamp` in ms, `input_length`, `output_length`, `hash_ids`: one id per 512 prompt tokens, equal where prefixes are), which
+AIPerf reads as well; and the records that AIPerf writes (`profile_export.jsonl`). A bad line is named with its number.
 """
 
 import csv
@@ -39,8 +39,28 @@ class Row:
 class _Mooncake(msgspec.Struct):
     timestamp: float
     input_length: int
-    output_length: int
+    output_length: int = 1
     hash_ids: list[int] = []
+
+
+class _Value(msgspec.Struct, frozen=True):
+    value: float
+
+
+class _AiperfMetadata(msgspec.Struct):
+    request_start_ns: int
+
+
+class _AiperfMetrics(msgspec.Struct, frozen=True):
+    input_sequence_length: _Value | None = None
+    output_sequence_length: _Value | None = None
+
+
+class _Aiperf(msgspec.Struct):
+    """A record of `profile_export.jsonl`; one without lengths is of a request that failed."""
+
+    metadata: _AiperfMetadata
+    metrics: _AiperfMetrics = _AiperfMetrics()
 
 
 def read(path: str) -> list[Row]:
@@ -49,7 +69,7 @@ def read(path: str) -> list[Row]:
     rows: list[Row] = []
     try:
         with file.open(encoding="utf-8", newline="") as stream:
-            source = _mooncake(stream) if file.suffix in (".jsonl", ".json") else _csv(stream)
+            source = _json_lines(stream) if file.suffix in (".jsonl", ".json") else _csv(stream)
             for row in source:
                 if len(rows) >= ROWS_MAX:
                     raise SettingsError(f"--trace: {path} has more than {ROWS_MAX:,} rows")
@@ -97,19 +117,33 @@ def _date_s(text: str) -> float:
     return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
-def _mooncake(stream: TextIO) -> Iterator[Row]:
-    decoder = msgspec.json.Decoder(_Mooncake)
-    number = 0
+def _json_lines(stream: TextIO) -> Iterator[Row]:
+    decoders = msgspec.json.Decoder(_Mooncake), msgspec.json.Decoder(_Aiperf)
+    number, origin_ns = 0, None
     while line := stream.readline(LINE_CHARS_MAX):
         number += 1
         if not line.strip():
             continue
         try:
-            found = decoder.decode(line)
+            found = decoders['"request_start_ns"' in line].decode(line)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise _BadLine(number, str(error)) from None
-        row = Row(found.timestamp / 1000, found.input_length, found.output_length, tuple(found.hash_ids))
+        if isinstance(found, _Mooncake):
+            row = Row(found.timestamp / 1000, found.input_length, found.output_length, tuple(found.hash_ids))
+        else:
+            begin_ns, sent, got = found.metadata.request_start_ns, *_lengths(found.metrics)
+            if not sent:
+                continue
+            origin_ns = begin_ns if origin_ns is None else origin_ns
+            row = Row((begin_ns - origin_ns) / 1e9, sent, got)
         yield _checked(number, row)
+
+
+def _lengths(metrics: _AiperfMetrics) -> tuple[int, int]:
+    """0 where there is none."""
+    told = metrics.input_sequence_length, metrics.output_sequence_length
+    sent, got = (0 if one is None or not 0 <= one.value <= TOKENS_MAX else int(one.value) for one in told)
+    return sent, got
 
 
 def _checked(number: int, row: Row) -> Row:

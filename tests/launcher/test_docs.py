@@ -61,7 +61,7 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
             assert (ROOT / word).is_file(), word
     name = program.rpartition("/")[2]
     if program == "crossdock":
-        _understands(crossdock.build_app(), words)
+        _understands(crossdock.build_app(), tuple(crossdock.as_listed(list(words))))
     elif program == "scripts/launch_ssh":
         _understands(launch_ssh.build_app(), words)
     elif program == "scripts/install_units":

@@ -9,6 +9,7 @@ and the cost of a run does not depend on how many tokens it has. A sequence join
 A batch that computes prompts too (a mixed worker) has single steps of another length in between: `stretched_step`.
 """
 
+from collections import deque
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 
@@ -33,6 +34,10 @@ class Batch:
         self.sequences = 0
         self.held_seqs = 0
         """Of all that is placed here, whether it runs yet or not."""
+        self.promised = 0
+        """Requests that are to come here without room yet (`Options.late_room`)."""
+        self.late: deque[Job] = deque()
+        """Those of them whose prompts are computed."""
         self.share = 1.0
         """How much longer steps take because others use the same cores."""
         self.version = 0

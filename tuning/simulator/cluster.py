@@ -117,19 +117,32 @@ class Simulator(Placing):
             remember(job, worker, self.options.block_tokens, self.profile.prefill_capacity.kv_tokens)
         if job.output <= 1:
             worker.let_go(job)
-            self._release(job)
+            self._ended_in_prefill(job)
         elif worker.batch is job.decode:
             self._arrived(job, job.attempt)
         else:
             self._at(max(worker.link_free_s, self.now) + self._latency_s, _ARRIVED, job, job.attempt)
 
+    def _ended_in_prefill(self, job: Job) -> None:
+        if self.options.late_room:
+            job.decode.promised -= 1
+            job.end_s = self.now
+        else:
+            self._release(job)
+
     def _arrived(self, job: Job, attempt: int) -> None:
         """Its KV is on the decode worker."""
         if attempt != job.attempt:
             return
+        batch: Batch = job.decode
+        if self.options.late_room and (batch.late or not self.reserve_late(job)):
+            batch.late.append(job)
+            return
+        self._join(job, batch)
+
+    def _join(self, job: Job, batch: Batch) -> None:
         job.prefill.let_go(job)
         job.left_s = self.now
-        batch: Batch = job.decode
         batch.join(job, self.now + (self._join_s if batch is not job.prefill.batch else 0.0))
         job.join_s = batch.begin_s
         if batch.room.exact:
@@ -162,6 +175,8 @@ class Simulator(Placing):
         batch.room.release(job.number)
         self.order.ended(job, job.output)
         self.freed(batch)
+        while batch.late and self.reserve_late(batch.late[0]):
+            self._join(batch.late.popleft(), batch)
 
     # --- failures ---------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tuning.advise import Slo
+from tuning.goals import Limits
 from tuning.simulator.batch import Batch
 from tuning.simulator.gaps import Gaps
 from tuning.simulator.job import NOT_YET, Job
@@ -16,6 +16,8 @@ from tuning.simulator.prefill import PrefillWorker
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 CAUSES: Final = ("prefill compute", "decode compute", "decode memory", "transfer", "queue")
+PAUSE_S: Final = 100.0
+"""A time without arrivals that is no part of the traffic: between windows of an excerpt."""
 _BUSY: Final = 0.6
 """Prefill workers that are busier have too little to give; below it, bursts are what requests wait for."""
 
@@ -37,6 +39,8 @@ class Outcome:
     prompt_tokens: Floats
     output_tokens: Floats
     cached_tokens: Floats
+    classes: tuple[str, ...]
+    """Priority classes."""
     gaps: Gaps
     prefill_busy: float
     """Share of the time from the first arrival to the last end in which prefill workers computed."""
@@ -45,20 +49,27 @@ class Outcome:
     """Sequences in a decode step, on average."""
     link_busy: float
 
-    def misses(self, slo: Slo) -> tuple[Bools, Bools]:
+    def misses(self, slo: Limits) -> tuple[Bools, Bools]:
         """Requests that miss the limit of their first token (or got none), and those that miss that of later ones."""
-        late = np.isnan(self.ttft_ms) | (self.ttft_ms > slo.ttft_ms)
-        slow = np.nan_to_num(self.tpot_ms, nan=0.0) > slo.tpot_ms
+        ttft_ms, tpot_ms = slo.limits(self.classes)
+        late = np.isnan(self.ttft_ms) | (self.ttft_ms > ttft_ms)
+        slow = np.nan_to_num(self.tpot_ms, nan=0.0) > tpot_ms
         return late, slow
 
-    def good(self, slo: Slo) -> Bools:
+    def strain(self, slo: Limits) -> Floats:
+        """How near each request comes to its limits: 1 is the limit, infinite without an answer."""
+        ttft_ms, tpot_ms = slo.limits(self.classes)
+        worst = np.maximum(self.ttft_ms / ttft_ms, np.nan_to_num(self.tpot_ms, nan=0.0) / tpot_ms)
+        return np.asarray(np.where(np.isnan(self.ttft_ms), np.inf, worst))
+
+    def good(self, slo: Limits) -> Bools:
         late, slow = self.misses(slo)
         return ~(late | slow)
 
-    def attainment(self, slo: Slo) -> float:
+    def attainment(self, slo: Limits) -> float:
         return float(self.good(slo).mean()) if len(self.at_s) else 1.0
 
-    def binds(self, slo: Slo) -> str:
+    def binds(self, slo: Limits) -> str:
         """The commonest cause of misses; empty if the SLO is kept."""
         late, slow = self.misses(slo)
         if 1 - (late | slow).mean() >= slo.percentile:
@@ -66,11 +77,12 @@ class Outcome:
         counts = dict.fromkeys(CAUSES, 0)
         counts["decode memory"] = int((late & self.no_room).sum())
         own = late & ~self.no_room
-        waited = own & (self.queue_ms > 0.1 * slo.ttft_ms)
+        ttft_ms, tpot_ms = slo.limits(self.classes)
+        waited = own & (self.queue_ms > 0.1 * ttft_ms)
         counts["prefill compute"] = int(own.sum() if self.prefill_busy > _BUSY else (own & ~waited).sum())
         counts["queue"] = int(0 if self.prefill_busy > _BUSY else waited.sum())
         steps = np.maximum(self.output_tokens - 1, 1)
-        moved = slow & (self.hand_over_ms / steps > 0.3 * slo.tpot_ms)
+        moved = slow & (self.hand_over_ms / steps > 0.3 * tpot_ms)
         counts["transfer"] = int(moved.sum())
         counts["decode compute"] = int(slow.sum()) - int(moved.sum())
         return max(counts, key=lambda cause: counts[cause])
@@ -104,7 +116,9 @@ def outcome_of(
     served, ended = first_s != NOT_YET, end_s != NOT_YET
     ttft_ms = np.where(served, 1000 * (first_s - at_s) + host_ms + host_token_ms * prompt, np.nan)
     tpot_ms = np.where(ended & (output > 1), 1000 * (end_s - first_s) / np.maximum(output - 1, 1), np.nan)
-    span_s = max(float(end_s.max(initial=0.0)) - float(at_s.min(initial=0.0)), 1e-9)
+    waits_s = np.diff(at_s)
+    tail_s = max(float(end_s.max(initial=0.0)) - float(at_s.max(initial=0.0)), 0.0)
+    span_s = max(float(waits_s[waits_s < PAUSE_S].sum()) + tail_s, 1e-9)
     workers, running = list(prefill), list(batches)
     steps = sum(batch.steps for batch in running)
     return Outcome(
@@ -117,6 +131,7 @@ def outcome_of(
         prompt,
         output,
         column(job.cached for job in jobs),
+        tuple(job.sent.priority for job in jobs),
         gaps,
         sum(worker.busy_s for worker in workers) / span_s / max(len(workers), 1),
         sum(batch.busy_s for batch in running) / span_s / max(len(running), 1),

@@ -36,6 +36,7 @@ class Placing(ABC):
         """Something may be possible that was not."""
         self._waiting = 0
         """Requests that are not placed."""
+        self._hit_rate = options.hit_rate
         self._wait_s_max = limits.queue_wait_s_max
         self._steps_max = limits.steps_in_flight
         self._weights = limits.placement
@@ -113,19 +114,40 @@ class Placing(ABC):
             return False
         if job.blocks and is_class(job.key) and job.moves < MOVES_MAX and self._binds(job, worker):
             return False
-        decode = self._decode_for(job, worker) if worker.fits(job) else None
+        late = self.options.late_room
+        decode = None
+        if worker.fits(job):
+            decode = min(self.batches, key=_load) if late else self._decode_for(job, worker)
         if decode is None:
             self._refuse(job, worker)
             return False
         self._leaves_class(job.key)
         if job.blocks:
             job.cached = job.dispatched = cached_tokens(job, worker, self.options.block_tokens)
+        elif self._hit_rate:
+            tokens = min(int(self._hit_rate * job.prompt), job.prompt - 1)
+            job.cached = job.dispatched = tokens - tokens % worker.block_size
         job.prefill, job.decode, job.placed_s = worker, decode, self.now
         worker.hold(job)
-        decode.room.place(
-            job.number, job.prompt, job.output_max, decode.steps_begun(self.now) if decode.room.exact else 0
-        )
+        if late:
+            decode.promised += 1
+        else:
+            self._reserve(job, decode)
+        return True
+
+    def _reserve(self, job: Job, decode: Batch) -> None:
+        steps = decode.steps_begun(self.now) if decode.room.exact else 0
+        decode.room.place(job.number, job.prompt, job.output_max, steps)
         decode.held_seqs += 1
+
+    def reserve_late(self, job: Job) -> bool:
+        """Its prompt is computed; False if there is no room yet."""
+        batch: Batch = job.decode
+        if not self._has_room(batch, job):
+            job.no_room = True
+            return False
+        batch.promised -= 1
+        self._reserve(job, batch)
         return True
 
     def _refuse(self, job: Job, worker: PrefillWorker) -> None:
@@ -188,3 +210,7 @@ class Placing(ABC):
             if fits[job.number]:
                 del self.closed[key]
                 self.news = True
+
+
+def _load(batch: Batch) -> tuple[int, int]:
+    return batch.held_seqs + batch.promised, batch.number

@@ -1,0 +1,178 @@
+"""`crossdock calibrate`: what steps and transfers take on this installation, measured through the service itself."""
+
+import asyncio
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import psutil
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from launcher import report as bench_report
+from launcher import tables
+from launcher.bench.serve import started
+from launcher.http.client import new_session
+from launcher.load.plan import Plan
+from launcher.load.probe import Probed, probe
+from launcher.load.settings import LoadSettings
+from launcher.load.tenants import Ratio, Tenant
+from launcher.local.core_plan import plan_cpu
+from launcher.local.lifetime import until_interrupted
+from launcher.models import resolve as models
+from launcher.tuning import event_log
+from launcher.tuning import measure as measuring
+from launcher.tuning.event_log import Logged
+from launcher.tuning.measure import Measured, Session
+from launcher.tuning.settings import CalibrateSettings
+from proto.held import Capacity as Told
+from proto.messages import Role
+from runtime.process.version import version_of
+from tuning import fit
+from tuning.profile import Capacity, Profile, encoded
+
+STEP_TOKENS = 256
+"""The coordinator's default."""
+LOG_SETTLES_S = 0.5
+"""After the last request, until its last events are in the event log."""
+_VERSIONS = ("crossdock", "torch", "transformers")
+
+
+def run(settings: CalibrateSettings) -> int:
+    bench_report.check_writable(settings.out, "--out")
+    console = bench_report.console_for(settings)
+    return uvloop.run(until_interrupted(_run(settings, console), console))
+
+
+async def _run(settings: CalibrateSettings, console: Console) -> int:
+    model = models.ready(settings.model, "", console)
+    load = LoadSettings(
+        model=settings.model, device=settings.device, ready_timeout_s=settings.ready_timeout_s, token_ids=True
+    )
+    tenant = Tenant("default")
+    async with started(load, Ratio(1, 1), [tenant], model, console) as site, new_session(silence_s=None) as session:
+        probed = await probe(session, site.base_url, site.key, "", load)
+        longest = settings.context_tokens_max
+        if probed.target.context_tokens:
+            longest = min(longest, probed.target.context_tokens // 2)
+        sizes = settings.rounds, STEP_TOKENS, longest, settings.sequences_max
+        with _Bar(console, measuring.requests_of(*sizes)) as bar:
+            prompts = probed.prompts(load.model_copy(update={"seed": settings.seed}), Plan((), 1, 0))
+            to = Session(session, probed, prompts, site.tenants[0], bar.advance)
+            measured = await measuring.measure(to, *sizes)
+        await asyncio.sleep(LOG_SETTLES_S)
+        logged = event_log.read(Path(site.event_log), "--event-log")
+    profile = profile_of(measured, logged, _about(probed, settings.device), shared_cores(settings.device))
+    _write(settings.out, encoded(profile))
+    show(profile, console)
+    console.print(f"Written: {settings.out}", highlight=False, soft_wrap=True)
+    bench_report.write_json(settings, msgspec.to_builtins(profile))
+    return 0
+
+
+def _write(path: str, data: bytes) -> None:
+    Path(path).expanduser().write_bytes(data)
+
+
+class _Bar:
+    """A progress bar that draws seldom: it must not take time from what is measured."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        self._progress = Progress(
+            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, refresh_per_second=1
+        )
+        self._task = self._progress.add_task("measuring", total=total)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self, count: int) -> None:
+        self._progress.advance(self._task, count)
+
+
+def profile_of(measured: Measured, logged: Logged, about: dict[str, Any], cores: tuple[int, int] = (0, 0)) -> Profile:
+    """`cores`: that all prefill and all decode workers of this host share; 0: no limit. Raises `FitError`."""
+    samples = measuring.samples_of(measured, logged)
+    prefill, decode = fit.prefill_cost(samples.prefill), fit.decode_cost(samples.decode)
+    transfer = fit.transfer_cost(samples.hand_overs, measuring.transport_of(logged))
+    return Profile(
+        prefill,
+        decode,
+        _capacity(logged.capacities[Role.PREFILL]),
+        _capacity(logged.capacities[Role.DECODE]),
+        transfer,
+        fit.host_cost(samples, transfer),
+        prefill_cores=cores[0],
+        decode_cores=cores[1],
+        beside_decode=fit.beside(samples.prefill_beside, prefill),
+        beside_prefill=fit.beside(samples.decode_beside, decode),
+        run_sigma=max(fit.run_sigma(samples.prefill, prefill), fit.run_sigma(samples.decode, decode)),
+        step_tokens=logged.step_tokens,
+        about=about,
+    )
+
+
+def _capacity(told: Told) -> Capacity:
+    return Capacity(told.kv_blocks, told.block_size, told.max_seqs, told.context_tokens)
+
+
+def shared_cores(device: str) -> tuple[int, int]:
+    """Cores that several prefill and several decode workers of this host would share, as `plan_cpu` seats them."""
+    if device == "cuda":
+        return 0, 0
+    plan = plan_cpu(tuple(sorted(os.sched_getaffinity(0))), prefill=2, decode=2, on_gpu=False)
+    return tuple(len({core for seat in seats for core in seat.cores}) for seats in (plan.prefill, plan.decode))  # type: ignore[return-value]
+
+
+def _about(probed: Probed, device: str) -> dict[str, Any]:
+    return {
+        "model": probed.target.model,
+        "device": device,
+        "machine": bench_report.machine()
+        | {"cpu": _cpu_name(), "memory_gib": round(psutil.virtual_memory().total / 2**30)},
+        "system": platform.platform(),
+        "versions": {name: version_of(name) for name in _VERSIONS},
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def show(profile: Profile, console: Console) -> None:
+    table = tables.Table("What steps take", "phase", "count", "ms", "fit p10", "fit p90")
+    for name, cost in (("prefill tokens", profile.prefill), ("decode sequences", profile.decode)):
+        residuals = cost.residuals
+        for at, ms in zip(cost.curve.at, cost.curve.ms, strict=True):
+            table.row(name, f"{at:.0f}", f"{ms:.2f}", f"{residuals.p10:+.1%}", f"{residuals.p90:+.1%}")
+    table.show(console)
+    host, transfer = profile.host, profile.transfer
+    lines = [
+        f"Context: {1e6 * profile.prefill.context_ms:.2f} ns for each pair of tokens in prefill,"
+        f" {1e6 * profile.decode.kv_token_ms:.0f} ns for each token of KV in a decode step",
+        f"KV transfer: {transfer.latency_ms:.2f} ms + {transfer.bytes_per_token / 1024:.0f} KiB a token at"
+        f" {transfer.bytes_per_ms / 1e6:.2f} GB/s",
+        f"Host: {host.request_ms:.1f} ms a request + {1000 * host.request_token_ms:.1f} µs a prompt token,"
+        f" {host.step_gap_ms:.2f} ms between steps, {host.join_ms:.2f} ms to join a batch",
+    ]
+    if max(profile.beside_decode, profile.beside_prefill) > 1.01:
+        lines.append(
+            f"Both roles on this host: prefill takes {profile.beside_decode:.2f} times as long beside decode,"
+            f" decode {profile.beside_prefill:.2f} times beside prefill"
+        )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)

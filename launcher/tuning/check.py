@@ -1,0 +1,185 @@
+"""`crossdock tune check`: predictions beside live runs of the same traffic."""
+
+import csv
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+from rich.console import Console
+
+from launcher import report as bench_report
+from launcher import tables
+from launcher.bench.serve import measure, started
+from launcher.load import plan as load_plan
+from launcher.load.settings import LoadSettings
+from launcher.load.tenants import Ratio, Tenant
+from launcher.local.lifetime import until_interrupted
+from launcher.models import resolve as models
+from launcher.tuning.settings import TrafficSettings, TuneCheckSettings, TuneSettings
+from launcher.tuning.traffic import load_profile, traffic
+from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.settings.options import SettingsError
+from tuning.advise import Slo, Workers
+from tuning.predict import Band, Prediction, predict
+from tuning.profile import Profile
+from tuning.simulator.job import Sent
+
+RATIOS_MAX = 3
+RANKS = ("p50", "p90", "p99")
+RECOMMENDATION_BYTES_MAX = 64 << 20
+
+
+def run(settings: TuneCheckSettings) -> int:
+    report = _read(settings.recommendation)
+    tuned = TuneSettings(
+        **{key: value for key, value in report["settings"].items() if key in TuneSettings.model_fields}
+    )
+    profile = load_profile(settings.profile or tuned.profile)
+    console = bench_report.console_for(settings)
+    ratios = _ratios(settings, report, console)
+    return uvloop.run(until_interrupted(_run(settings, tuned, profile, ratios, console), console))
+
+
+def _read(path: str) -> dict[str, Any]:
+    file = Path(path).expanduser()
+    try:
+        if file.stat().st_size > RECOMMENDATION_BYTES_MAX:
+            raise SettingsError(f"{path}: larger than {RECOMMENDATION_BYTES_MAX} bytes")
+        report = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise SettingsError(f"{path}: not a file of crossdock tune --out: {error}") from None
+    if report.get("format") != 1 or not isinstance(report.get("settings"), dict) or "ranked" not in report:
+        raise SettingsError(f"{path}: not a file of crossdock tune --out")
+    return report
+
+
+def _ratios(settings: TuneCheckSettings, report: Mapping[str, Any], console: Console) -> list[Ratio]:
+    """Raises `SettingsError`."""
+    names = settings.ratios or list(dict.fromkeys(one["workers"] for one in report["ranked"]))
+    found = []
+    for name in names:
+        try:
+            found.append(Ratio.parse(name))
+        except ValueError as error:
+            if settings.ratios:
+                raise SettingsError(f"--ratios: {error}") from None
+            console.print(f"[dim]{name} is not run: local clusters have prefill and decode workers[/dim]")
+    if not found:
+        raise SettingsError("--ratios: needed, since the recommendation has no ratio that can be started here")
+    return found if settings.ratios else found[:RATIOS_MAX]
+
+
+async def _run(
+    settings: TuneCheckSettings, tuned: TuneSettings, profile: Profile, ratios: Sequence[Ratio], console: Console
+) -> int:
+    model = models.ready(settings.model, "", console)
+    rows: list[dict[str, Any]] = []
+    interrupted = False
+    with tempfile.TemporaryDirectory(prefix="crossdock-") as folder:
+        load = _load(settings, tuned, Path(folder) / "traffic.csv")
+        slo = Slo(tuned.slo_ttft_ms, tuned.slo_tpot_ms, tuned.percentile / 100)
+        for ratio in ratios:
+            console.print(f"[bold]{ratio}[/bold]", highlight=False)
+            tenants = [Tenant("default")]
+            async with started(load, ratio, tenants, model, console) as site:
+                result = await measure(load, site, "", console)
+            context = profile.decode_capacity.context_tokens
+            plan = load_plan.make(load, tenants, min(context, profile.prefill_capacity.context_tokens))
+            sent = [Sent(one.due_s, one.prompt_tokens, one.output_tokens) for one in plan.requests]
+            workers = Workers(ratio.prefill, ratio.decode)
+            foretold = predict(profile, workers, sent, slo, from_s=load.warmup_s)
+            rows.append(compared(str(ratio), foretold, result.figures))
+            interrupted = bool(result.about["interrupted"])
+            if interrupted:
+                break
+    for row in rows:
+        show(row, console)
+    bench_report.write_json(settings, {"runs": rows})
+    return INTERRUPTED_EXIT if interrupted else 0
+
+
+def _load(settings: TuneCheckSettings, tuned: TuneSettings, file: Path) -> LoadSettings:
+    """The recommendation's traffic, as a trace for the load generator."""
+    whole = TrafficSettings(**tuned.model_dump(include=set(TrafficSettings.model_fields)))
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(("arrival_s", "prompt_tokens", "output_tokens"))
+        writer.writerows((one.at_s, one.prompt_tokens, one.output_tokens) for one in traffic(whole))
+    return LoadSettings(
+        trace=str(file),
+        speed=settings.speed,
+        scale_tokens=settings.scale_tokens,
+        duration_s=settings.duration_s,
+        warmup_s=settings.warmup_s,
+        slo_ttft_ms=tuned.slo_ttft_ms,
+        slo_tpot_ms=tuned.slo_tpot_ms,
+        model=settings.model,
+        device=settings.device,
+        ready_timeout_s=settings.ready_timeout_s,
+        token_ids=True,
+        seed=tuned.seed,
+    )
+
+
+def compared(ratio: str, foretold: Prediction, figures: Mapping[str, Any]) -> dict[str, Any]:
+    measured = figures["goodput"]["attainment"]
+    row: dict[str, Any] = {
+        "ratio": ratio,
+        "requests": figures["requests"],
+        "attainment": _pair(foretold.attainment, measured, absolute=True),
+    }
+    for metric in ("ttft_ms", "tpot_ms", "itl_ms"):
+        tails = figures["latency"][metric]
+        if tails:
+            row[metric] = {rank: _pair(foretold.latency[metric][rank], tails[rank]) for rank in RANKS}
+    return row
+
+
+def _pair(band: Band, measured: float | None, *, absolute: bool = False) -> dict[str, Any]:
+    """`error`: of the prediction; in points of a share, else relative."""
+    error = None
+    if measured is not None:
+        error = band.value - measured if absolute else band.value / max(measured, 1e-9) - 1
+    return {
+        "predicted": band.value,
+        "low": band.low,
+        "high": band.high,
+        "measured": measured,
+        "error": error,
+        "covered": measured is not None and band.covers(measured),
+    }
+
+
+def show(row: Mapping[str, Any], console: Console) -> None:
+    table = tables.Table(
+        f"{row['ratio']}: {row['requests']} requests",
+        "figure",
+        "predicted",
+        "90 % band",
+        "measured",
+        "error",
+        "in band",
+    )
+    one = row["attainment"]
+    if one["measured"] is not None:
+        table.row(
+            "SLO kept", *(f"{100 * one['predicted']:.1f} %", f"{100 * one['low']:.1f}–{100 * one['high']:.1f} %"),
+            f"{100 * one['measured']:.1f} %", f"{100 * one['error']:+.1f} points", _yes(one["covered"]),
+        )  # fmt: skip
+    for metric in ("ttft_ms", "tpot_ms", "itl_ms"):
+        for rank, one in row.get(metric, {}).items():
+            name = f"{metric.removesuffix('_ms').upper()} {rank}"
+            table.row(
+                name, f"{one['predicted']:.1f} ms", f"{one['low']:.1f}–{one['high']:.1f}", f"{one['measured']:.1f} ms",
+                f"{one['error']:+.1%}", _yes(one["covered"]),
+            )  # fmt: skip
+    table.show(console)
+
+
+def _yes(covered: bool) -> str:
+    return "yes" if covered else "no"

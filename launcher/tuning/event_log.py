@@ -1,0 +1,90 @@
+"""What a coordinator's event log says of steps, hand-overs and requests."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.core import Core
+from coordinator.event_log.format import EventLogError
+from coordinator.event_log.replay import Replay
+from coordinator.events import Action, Event, PeerUp, Received
+from proto.held import Capacity
+from proto.messages import Chunk, Finished, HandedOver, Role, StepDone, Submit
+from runtime.settings.options import SettingsError
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    at_s: float
+    """When its end was reported."""
+    worker: int
+    chunks: tuple[Chunk, ...]
+    ms: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def pairs(self) -> float:
+        return sum(chunk.length * (chunk.start + chunk.length / 2) for chunk in self.chunks)
+
+
+@dataclass
+class Logged:
+    """Times in seconds of the coordinator's clock."""
+
+    steps: list[LoggedStep] = field(default_factory=list)
+    hand_overs: dict[str, HandedOver] = field(default_factory=dict)
+    submitted: dict[str, tuple[float, Submit]] = field(default_factory=dict)
+    """First attempts."""
+    output_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    capacities: dict[Role, Capacity] = field(default_factory=dict)
+    hosts: set[str] = field(default_factory=set)
+    step_tokens: int = 0
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    """Of each prompt, as its prefill worker found them."""
+
+    def steps_of(self) -> dict[str, list[LoggedStep]]:
+        """By request."""
+        found: dict[str, list[LoggedStep]] = defaultdict(list)
+        for step in self.steps:
+            for chunk in step.chunks:
+                found[chunk.request_id].append(step)
+        return found
+
+    def before(self, core: Core, event: Event, now: float) -> None:
+        if isinstance(event, PeerUp) and event.hello.capacity is not None:
+            self.capacities[event.hello.role] = event.hello.capacity
+            self.hosts.add(event.hello.host)
+        if not isinstance(event, Received):
+            return
+        match event.message:
+            case StepDone(_, chunks, ms) if chunks and ms > 0:
+                self.steps.append(LoggedStep(now, event.incarnation, chunks, ms))
+                for chunk in chunks:
+                    self.cached_tokens.setdefault(chunk.request_id, chunk.start)
+            case HandedOver() as done:
+                self.hand_overs[done.request_id] = done
+            case Submit() as submit:
+                self.submitted.setdefault(submit.request_id, (now, submit))
+            case Finished() as done:
+                self.output_tokens[done.request_id] += done.output_tokens
+
+    def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
+        """What the core makes of it is not looked at."""
+
+
+def read(path: Path, option: str) -> Logged:
+    """An event log that is still being written is read up to its last whole record. Raises `SettingsError`."""
+    logged = Logged()
+    try:
+        with path.expanduser().open("rb") as file:
+            again = Replay(file)
+            logged.step_tokens = again.header.limits.step_tokens
+            difference = again.run(logged)
+    except (OSError, EventLogError) as error:
+        raise SettingsError(f"{option}: {path}: {error}") from None
+    if difference is not None:
+        raise SettingsError(f"{option}: {path} differs from event {difference.number} on; see crossdock replay")
+    return logged

@@ -1,0 +1,201 @@
+"""The measurements behind `crossdock calibrate`, at a live cluster of one prefill and one decode worker."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from statistics import fmean, median
+
+import aiohttp
+
+from launcher.http.streams import BenchFailed
+from launcher.load import client as load_client
+from launcher.load.plan import Planned
+from launcher.load.probe import Probed
+from launcher.load.prompts import Prompts
+from launcher.load.records import OK, Record
+from launcher.load.tenants import Tenant
+from launcher.tuning.event_log import Logged, LoggedStep
+from proto.messages import Role
+from runtime.process import clock
+from tuning.fit import HandOver, Outside, Samples, StepSample
+
+STREAM_STEPS = 40
+"""Steps for which all streams of a batch are to run together."""
+SHORTEST = (8, 32, 64, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Batch:
+    sequences: int
+    context_tokens: int
+    output_tokens: int
+
+
+@dataclass
+class Measured:
+    """Records of each part, with the round they are of."""
+
+    prompts: list[tuple[int, Record]] = field(default_factory=list)
+    batches: list[tuple[int, Batch, list[Record]]] = field(default_factory=list)
+    beside: list[tuple[int, Batch, list[Record], list[Record]]] = field(default_factory=list)
+    """Streams, and prompts that were computed meanwhile."""
+
+
+@dataclass
+class Session:
+    """Sends what is measured."""
+
+    http: aiohttp.ClientSession
+    probed: Probed
+    prompts: Prompts
+    tenant: Tenant
+    on_done: Callable[[int], None]
+    """Told of so many requests that ended."""
+    sent: int = 0
+
+    async def play(self, plan: Sequence[tuple[int, int]]) -> list[Record]:
+        """All at once; pairs of prompt and output tokens. Raises `BenchFailed` where one fails."""
+        origin = clock.now()
+        tasks = []
+        async with asyncio.TaskGroup() as group:
+            for prompt, output in plan:
+                self.sent += 1
+                planned = Planned(self.sent, 0.0, self.tenant, "", prompt, output)
+                record = Record(planned.index, self.tenant.name, 0.0, prompt, output)
+                body = self.probed.target.body(planned, self.prompts.make(planned))
+                tasks.append(record)
+                group.create_task(
+                    load_client.send(self.http, self.probed.target, planned, body, record, origin)
+                ).add_done_callback(lambda _: self.on_done(1))
+        for record in tasks:
+            if record.outcome != OK:
+                raise BenchFailed(f"a request failed while measuring: {record.outcome} {record.detail}")
+            record.sent_s += origin
+            record.first_s = (record.first_s or 0.0) + origin
+        return tasks
+
+
+def lengths(step_tokens: int, longest: int) -> list[int]:
+    short = [count for count in SHORTEST if count < min(step_tokens, longest)]
+    long, count = [], step_tokens
+    while count <= longest:
+        long.append(count)
+        count *= 2
+    return short + long
+
+
+def batches(sequences_max: int, longest: int) -> Iterator[Batch]:
+    count = 1
+    while count <= sequences_max:
+        for context in (32, min(longest, 512)):
+            yield Batch(count, context, STREAM_STEPS + 6 * count)
+        count *= 2
+
+
+def requests_of(rounds: int, step_tokens: int, longest: int, sequences_max: int) -> int:
+    """How many `measure` sends."""
+    each = 2 * len(lengths(step_tokens, longest)) + sum(one.sequences for one in batches(sequences_max, longest))
+    return rounds * (each + 4 + 6) + 4
+
+
+async def measure(session: Session, rounds: int, step_tokens: int, longest: int, sequences_max: int) -> Measured:
+    found = Measured()
+    for prompt in (64, step_tokens, 16, 64):
+        await session.play([(prompt, 8)])
+    beside = Batch(4, 64, 160)
+    for number in range(rounds):
+        for count in lengths(step_tokens, longest):
+            for _ in range(2):
+                found.prompts.append((number, (await session.play([(count, 1)]))[0]))
+        for batch in batches(sequences_max, longest):
+            plan = [(batch.context_tokens, batch.output_tokens)] * batch.sequences
+            found.batches.append((number, batch, await session.play(plan)))
+        streams = asyncio.create_task(session.play([(beside.context_tokens, beside.output_tokens)] * beside.sequences))
+        try:
+            computed = [(await session.play([(2 * step_tokens, 1)]))[0] for _ in range(6)]
+            found.beside.append((number, beside, await streams, computed))
+        finally:
+            streams.cancel()
+            await asyncio.gather(streams, return_exceptions=True)
+    return found
+
+
+def samples_of(measured: Measured, logged: Logged) -> Samples:
+    samples, steps = Samples(), logged.steps_of()
+    for number, record in measured.prompts:
+        own = steps.get(record.request_id, [])
+        samples.prefill += [StepSample(step.tokens, step.pairs, step.ms, number) for step in own]
+        gaps = [1000 * (later.at_s - earlier.at_s) - later.ms for earlier, later in pairwise(own)]
+        samples.step_gaps_ms += gaps
+        if own and record.ttft_ms is not None:
+            outside = record.ttft_ms - sum(step.ms for step in own) - sum(max(gap, 0.0) for gap in gaps)
+            samples.outside.append(Outside(record.prompt_asked, outside))
+    for number, batch, records in measured.batches:
+        found = _steady(records, batch, number)
+        if found is not None:
+            samples.decode.append(found)
+        if batch.sequences == 1 and len(records[0].gaps_ms) > 2:
+            first, *later = records[0].gaps_ms
+            samples.second_token_ms.append((batch.context_tokens, first - median(later)))
+        samples.hand_overs += [one for record in records if (one := _hand_over(record, logged)) is not None]
+    for number, batch, records, prompts in measured.beside:
+        _beside(samples, number, batch, records, [step for one in prompts for step in steps.get(one.request_id, [])])
+    return samples
+
+
+def _times(record: Record) -> list[float]:
+    """When each token came."""
+    assert record.first_s is not None
+    return list(accumulate((gap / 1000 for gap in record.gaps_ms), initial=record.first_s))
+
+
+def _steady(records: Sequence[Record], batch: Batch, number: int) -> StepSample | None:
+    """The mean step while all run; None where they did not run together for long enough."""
+    times = [_times(record) for record in records]
+    begin, end = max(one[1] for one in times if len(one) > 1), min(one[-1] for one in times)
+    gaps = [later - earlier for one in times for earlier, later in pairwise(one) if earlier >= begin and later <= end]
+    if len(gaps) < 8 * batch.sequences:
+        return None
+    done = sum(sum(1 for at in one if at <= (begin + end) / 2) for one in times)
+    kv_tokens = batch.sequences * batch.context_tokens + done
+    return StepSample(batch.sequences, kv_tokens, 1000 * _trimmed(gaps), number)
+
+
+def _trimmed(gaps: Sequence[float]) -> float:
+    """The mean without the hundredth part that is largest: a pause of the machine is no step time."""
+    return fmean(sorted(gaps)[: max(len(gaps) - len(gaps) // 100, 1)])
+
+
+def _hand_over(record: Record, logged: Logged) -> HandOver | None:
+    done = logged.hand_overs.get(record.request_id)
+    if done is None:
+        return None
+    last = (record.prompt_asked - 1) % logged.step_tokens + 1
+    return HandOver(last, done.kv_bytes / record.prompt_asked, done.transfer_ms)
+
+
+def _beside(
+    samples: Samples, number: int, batch: Batch, records: Sequence[Record], computed: Sequence[LoggedStep]
+) -> None:
+    """Steps and gaps while both roles were busy: gaps between the first and the last step of these prompts."""
+    times = [_times(record) for record in records]
+    begin, end = max(one[1] for one in times), min(one[-1] for one in times)
+    offset_s = 0.0  # the coordinator's clock is this machine's monotonic clock, as the client's
+    inside = [step for step in computed if begin + step.ms / 1000 <= step.at_s + offset_s <= end]
+    samples.prefill_beside += [StepSample(step.tokens, step.pairs, step.ms, number) for step in inside]
+    busy = [(step.at_s - step.ms / 1000, step.at_s) for step in inside]
+    gaps = [
+        later - earlier
+        for one in times
+        for earlier, later in pairwise(one)
+        if any(start <= earlier and later <= stop for start, stop in busy)
+    ]
+    if len(gaps) >= 8:
+        kv_tokens = batch.sequences * (batch.context_tokens + batch.output_tokens / 2)
+        samples.decode_beside.append(StepSample(batch.sequences, kv_tokens, 1000 * _trimmed(gaps), number))
+
+
+def transport_of(logged: Logged) -> str:
+    roles = {Role.PREFILL, Role.DECODE} & logged.capacities.keys()
+    return "one host" if len(roles) == 2 and len(logged.hosts) == 1 else "several hosts"

@@ -1,0 +1,177 @@
+"""Options of `crossdock calibrate`, `crossdock tune` and `crossdock tune check`."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import NoDecode
+
+from launcher.load.settings import LengthText
+from runtime.settings.types import CommaList, Device, JsonOption, Panels, split_commas
+from tuning.advise import Slo
+from tuning.goals import Goals
+
+
+def _check_sizes(value: list[int]) -> list[int]:
+    if any(not 1 <= size <= 65_536 for size in value):
+        raise ValueError("each must be in 1 to 65536")
+    return value
+
+
+def parse_slos(texts: list[str], default: Slo) -> Goals:
+    """Raises `ValueError`."""
+    found: dict[str, Slo] = {}
+    for text in texts:
+        name, *limits = text.split(":")
+        try:
+            ttft_ms, tpot_ms = (float(limit) for limit in limits)
+        except ValueError:
+            ttft_ms = tpot_ms = 0.0
+        if not name or min(ttft_ms, tpot_ms) <= 0:
+            raise ValueError(f"has {text!r}, which is not CLASS:TTFT_MS:TPOT_MS")
+        found[name] = Slo(ttft_ms, tpot_ms, default.percentile)
+    return Goals(default, found)
+
+
+def _check_slos(value: list[str]) -> list[str]:
+    parse_slos(value, Slo(1.0, 1.0))
+    return value
+
+
+Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas), AfterValidator(_check_sizes)]
+SloList = Annotated[CommaList, AfterValidator(_check_slos)]
+
+
+class CalibrateSettings(JsonOption):
+    """Measure how long prefill, decode and KV transfer take on this installation.
+
+    Starts a cluster of one prefill and one decode worker for a few minutes, and writes a profile for crossdock tune. Use the
+    machine for nothing else meanwhile.
+    """
+
+    panels: ClassVar[Panels] = {
+        "Installation": "model device ready_timeout_s",
+        "Measurement": "rounds sequences_max context_tokens_max seed",
+        "Output": "out as_json",
+    }
+    model: str = Field(
+        "",
+        description="Folder or ORG/NAME; empty: the embedded default.",
+        json_schema_extra={"also_argument": "MODEL"},
+    )
+    device: Device = Field("auto", description="Where to compute.")
+    rounds: int = Field(3, ge=1, le=100, description="How often everything is measured.")
+    sequences_max: int = Field(16, ge=1, le=1024, description="Most streams at once that decode is measured with.")
+    context_tokens_max: int = Field(
+        1024, ge=64, le=1 << 20, description="Longest prompt that is measured; cut to half of the model's context."
+    )
+    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the prompts.")
+    ready_timeout_s: float = Field(
+        180.0, gt=0.0, le=86_400.0, description="Seconds that the cluster may take to be ready."
+    )
+    out: str = Field("profile.json", min_length=1, description="File to write the profile to.")
+
+
+class TrafficSettings(JsonOption):
+    """The profile, and the traffic that is played."""
+
+    panels: ClassVar[Panels] = {
+        "Installation": "profile",
+        "Traffic": "trace speed scale_tokens from_s duration_s rate arrivals cv prompt_tokens output_tokens hit_rate seed",
+        "What counts as good": "slo_ttft_ms slo_tpot_ms percentile slo",
+    }
+    profile: str = Field(
+        "profile.json", min_length=1, description="Profile of the installation, from crossdock calibrate."
+    )
+    trace: str = Field(
+        "",
+        description="File with traffic: CSV with arrival_s,prompt_tokens,output_tokens, an Azure LLM inference trace,"
+        " JSON lines of Mooncake or AIPerf, or a coordinator's event log. Empty: a mix made of --rate and the lengths.",
+    )
+    speed: float = Field(1.0, gt=0.0, le=1e6, description="Speed at which the trace is played: 2 is twice the load.")
+    scale_tokens: float = Field(1.0, gt=0.0, le=1e3, description="Factor on all lengths of the trace.")
+    from_s: float = Field(
+        0.0, ge=0.0, le=1e9, description="Where in the trace to begin, in its own seconds.",
+        json_schema_extra={"option": "--from"},
+    )  # fmt: skip
+    duration_s: float = Field(
+        3600.0, gt=0.0, le=86_400.0, description="Seconds of traffic.", json_schema_extra={"option": "--duration"}
+    )
+    rate: float = Field(1.0, gt=0.0, le=1e6, description="Requests per second of a mix.")
+    arrivals: Literal["poisson", "gamma", "constant"] = Field("poisson", description="Gaps between arrivals of a mix.")
+    cv: float = Field(3.0, gt=0.0, le=100.0, description="Coefficient of variation of gamma gaps.")
+    prompt_tokens: LengthText = Field(
+        "lognormal:512,0.8", description="Prompt lengths of a mix, like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA."
+    )
+    output_tokens: LengthText = Field("lognormal:128,0.6", description="Answer lengths of a mix, likewise.")
+    hit_rate: float = Field(
+        0.0, ge=0.0, lt=1.0, description="Share of each prompt that is cached, where the trace has no block ids."
+    )
+    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the mix and of all draws.")
+    slo_ttft_ms: float = Field(2000.0, gt=0.0, le=1e9, description="Limit of the time to first token.")
+    slo_tpot_ms: float = Field(200.0, gt=0.0, le=1e9, description="Limit of the mean time per later token.")
+    percentile: float = Field(
+        90.0, gt=0.0, lt=100.0, description="Percent of the requests that should keep both limits."
+    )
+    slo: SloList = Field(
+        default_factory=list, description="CLASS:TTFT_MS:TPOT_MS, repeated: other limits for a priority class."
+    )
+
+
+class TuneSettings(TrafficSettings):
+    """Which ratio of prefill to decode workers serves this traffic best, or should they be mixed?
+
+    Plays the traffic against ratios of up to --workers workers, in simulation, with the coordinator's own rules and the
+    times of --profile. Says what is best, how sure that is, what limits each ratio, and what change of the traffic would turn
+    the answer. To compare it with real runs: crossdock tune check.
+    """
+
+    panels: ClassVar[Panels] = {
+        "Candidates": "workers mixed step_tokens seqs_max",
+        "Output": "out html as_json",
+    }
+    workers: int = Field(4, ge=1, le=64, description="Workers to share out: GPUs, or parts of a CPU.")
+    mixed: bool = Field(True, description="Look at workers that do both phases, too.")
+    step_tokens: Sizes = Field(
+        default_factory=list,
+        description="Token budgets of a prefill step to compare, separated by commas; empty: the profile's.",
+    )
+    seqs_max: Sizes = Field(
+        default_factory=list, description="Most sequences of a decode batch to compare; empty: the profile's."
+    )
+    out: str = Field("", description="File for the recommendation, for crossdock tune check.")
+    html: str = Field("", description="File for the report as one HTML page.")
+
+
+class TuneCheckSettings(JsonOption):
+    """Run the recommended ratio and the next best ones live, and print what was predicted beside what is measured.
+
+    Starts each ratio in turn on this machine and sends it the traffic of the recommendation, for --duration seconds, so slow
+    that this machine can carry it (--speed) if need be.
+    """
+
+    panels: ClassVar[Panels] = {
+        "What is run": "recommendation profile ratios duration_s warmup_s speed scale_tokens model device ready_timeout_s",
+        "Output": "as_json",
+    }
+    recommendation: str = Field(
+        min_length=1, description="File from crossdock tune --out.", json_schema_extra={"argument": "FILE"}
+    )
+    profile: str = Field("", description="Profile to predict with; empty: the one the recommendation was made with.")
+    ratios: CommaList = Field(
+        default_factory=list, description="Ratios to run, like 1P1D; empty: the recommended one and two others."
+    )
+    duration_s: float = Field(
+        60.0,
+        gt=0.0,
+        le=86_400.0,
+        description="Seconds of traffic for each.",
+        json_schema_extra={"option": "--duration"},
+    )
+    warmup_s: float = Field(5.0, ge=0.0, le=3600.0, description="Requests of these first seconds are not counted.")
+    speed: float = Field(1.0, gt=0.0, le=1e6, description="Factor on the recommendation's own speed.")
+    scale_tokens: float = Field(1.0, gt=0.0, le=1e3, description="Factor on its lengths.")
+    model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
+    device: Device = Field("auto", description="Where to compute.")
+    ready_timeout_s: float = Field(
+        180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster may take to be ready."
+    )

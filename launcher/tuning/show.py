@@ -1,0 +1,174 @@
+"""The report of `crossdock tune` on the terminal."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from launcher import tables
+
+COLOURS = {
+    "": "green",
+    "prefill compute": "dark_orange",
+    "decode compute": "blue",
+    "decode memory": "magenta",
+    "transfer": "red",
+    "queue": "yellow",
+}
+LETTERS = {"": "·", "prefill compute": "P", "decode compute": "D", "decode memory": "M", "transfer": "T", "queue": "Q"}
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    traffic, slo = report["traffic"], report["slo"]
+    console.print(
+        f"{traffic['requests']:,} requests in {traffic['seconds']:,.0f} s ({traffic['requests_per_s']:.2f}/s),"
+        f" {traffic['prompt_mean']:.0f} prompt and {traffic['output_mean']:.0f} answer tokens on average;"
+        f" SLO: first token {slo['ttft_ms']:g} ms, later ones {slo['tpot_ms']:g} ms,"
+        f" for {100 * slo['percentile']:g} % of the requests",
+        highlight=False,
+    )
+    console.print(Text(headline(report), style="bold green" if report["kept"] else "bold yellow"))
+    _ranked(report["ranked"], console)
+    _by_workers(report, console)
+    _map(report["map"], console)
+    for line in turn_lines(report["turns"]):
+        console.print(line, highlight=False)
+    console.print(f"\nTo apply it:  {report['apply']['command']}", highlight=False, soft_wrap=True)
+    console.print("in cluster.toml:", highlight=False)
+    for line in report["apply"]["cluster_toml"]:
+        console.print(f"    {line}", highlight=False, markup=False)
+    console.print(f"[dim]{how(report)}[/dim]", highlight=False)
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """ "3P5D, 92 %; 4P4D −3 %": the best with its probability, and how much less the next best serves."""
+    best, others = report["recommendation"], report["ranked"][1:]
+    other = next((one for one in others if one["workers"] != best["workers"]), None)
+    text = f"{best['workers']}, {100 * (probability_of(report) or 0):.0f} %"
+    if other is not None:
+        less = other["goodput_requests_per_s"] / max(best["goodput_requests_per_s"], 1e-9) - 1
+        text += f"; {other['workers']} {signed(less)}"
+    if not report["disaggregate"]:
+        text += " — do not disaggregate"
+    kept = best["attainment"]
+    text += f". {100 * kept:.1f} % of requests keep the SLO"
+    if not report["kept"]:
+        text += f"; {best['binds']} limits it"
+    fewest = report["fewest_workers"]
+    if fewest and fewest != best["workers"]:
+        text += f". The fewest workers that keep it: {fewest}"
+    return text + "."
+
+
+def probability_of(report: Mapping[str, Any]) -> float:
+    """That this ratio is best, with whatever step budget."""
+    name = report["recommendation"]["workers"]
+    return sum(one["probability"] or 0.0 for one in report["ranked"] if one["workers"] == name)
+
+
+def signed(share: float) -> str:
+    """A percentage with a real minus sign."""
+    return f"{100 * share:+.1f} %".replace("-", "−")
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    table = tables.Table(
+        "Whole trace; times in ms", "ratio", "step", "best", "good/s", "%", "TTFT p50", "TTFT p90", "TPOT p90",
+        "busy P/D", tables.words("limited by"),
+    )  # fmt: skip
+    for one in rows:
+        table.row(
+            one["workers"],
+            str(one["step_tokens"]),
+            f"{100 * one['probability']:.0f} %",
+            number(one["goodput_requests_per_s"], 2),
+            number(100 * one["attainment"]),
+            number(one["ttft_ms"]["p50"], 0),
+            number(one["ttft_ms"]["p90"], 0),
+            number(one["tpot_ms"]["p90"]),
+            f"{one['prefill_busy']:.2f}/{one['decode_busy']:.2f}",
+            one["binds"] or "nothing",
+        )
+    table.show(console)
+
+
+def families(report: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any] | None, Mapping[str, Any] | None]]:
+    """For each number of workers the best ratio with separate phases, and the mixed one."""
+    found = []
+    for total in range(1, report["settings"]["workers"] + 1):
+        rows = [one for one in report["candidates"] if one["total"] == total and one["attainment"] is not None]
+        sides = [[one for one in rows if bool(one["mixed"]) is mixed] for mixed in (False, True)]
+        apart, mixed = (
+            min(side, key=lambda one: (-round(one["attainment"], 3), one["strain"] or 1e9), default=None)
+            for side in sides
+        )
+        found.append((total, apart, mixed))
+    return found
+
+
+def _by_workers(report: Mapping[str, Any], console: Console) -> None:
+    table = tables.Table(
+        "Goodput by number of workers (good/s, 90 % band)", "workers", "best ratio", "good/s", "band", "mixed", "band "
+    )
+    for total, apart, mixed in families(report):
+        table.row(str(total), apart["workers"] if apart else "", *_band(apart), *_band(mixed))
+    table.show(console)
+
+
+def _band(one: Mapping[str, Any] | None) -> tuple[str, str]:
+    if one is None:
+        return "", ""
+    return number(one["goodput_requests_per_s"], 2), f"{one['goodput_low']:.2f}–{one['goodput_high']:.2f}"
+
+
+def _map(cells: Sequence[Mapping[str, Any]], console: Console) -> None:
+    if not cells:
+        return
+    side = max(cell["decode"] for cell in cells)
+    console.print(Text("What limits each ratio (prefill down, decode across)", style="bold italic"))
+    text = Text("     " + "".join(f"{decode:>4}" for decode in range(1, side + 1)) + "\n")
+    for prefill in range(1, side + 1):
+        text.append(f"{prefill:>4} ")
+        for cell in cells:
+            if cell["prefill"] == prefill:
+                text.append(f"{LETTERS[cell['binds']]:>4}", style=COLOURS[cell["binds"]])
+        text.append("\n")
+    console.print(text, end="")
+    used = sorted({cell["binds"] for cell in cells})
+    console.print("     " + ", ".join(f"{LETTERS[name]} {name or 'keeps the SLO'}" for name in used), highlight=False)
+
+
+def turn_lines(turns: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for turn in turns:
+        if turn["what"] == "hit rate":
+            if turn["candidate"]:
+                lines.append(
+                    f"With {100 * turn['factor']:.0f} % of prompts cached {turn['candidate']} would be better."
+                )
+        elif turn["candidate"]:
+            lines.append(f"At {turn['factor']:g} times the {turn['what']} {turn['candidate']} would be better.")
+    quiet = [turn for turn in turns if not turn["candidate"]]
+    if quiet:
+        each = (
+            f"{t['what']} {t['factor']:.0%}" if t["what"] == "hit rate" else f"{t['factor']:g} × {t['what']}"
+            for t in quiet
+        )
+        lines.append(f"It stays best, or within 1 %, up to {', '.join(each)}.")
+    return lines
+
+
+def how(report: Mapping[str, Any]) -> str:
+    rows = report["candidates"]
+    full = sum(1 for one in rows if one["whole_trace"])
+    none = sum(1 for one in rows if not one["simulated_requests"])
+    part = len(rows) - full - none
+    return (
+        f"{len(rows)} candidates in {report['seconds']} s: {full} ran the whole trace, {part} excerpts of it,"
+        f" {none} were discarded by their bound."
+    )

@@ -1,0 +1,101 @@
+"""The traffic that `crossdock tune` plays: a trace in any of the formats, an event log, or a mix."""
+
+from pathlib import Path
+
+import numpy as np
+
+from coordinator.event_log.format import MAGIC
+from launcher.load import plan as load_plan
+from launcher.load import traces
+from launcher.load.settings import LoadSettings
+from launcher.load.tenants import Tenant
+from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, Row
+from launcher.tuning import event_log
+from launcher.tuning.settings import TrafficSettings
+from runtime.settings.options import SettingsError
+from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES
+from tuning.profile import Profile, ProfileError, decoded
+from tuning.simulator.job import Sent
+
+PROFILE_BYTES_MAX = 16 << 20
+
+
+def load_profile(path: str, option: str = "--profile") -> Profile:
+    """Raises `SettingsError`."""
+    file = Path(path).expanduser()
+    try:
+        if file.stat().st_size > PROFILE_BYTES_MAX:
+            raise SettingsError(f"{option}: {path} is larger than {PROFILE_BYTES_MAX} bytes")
+        return decoded(file.read_bytes(), path)
+    except OSError as error:
+        raise SettingsError(f"{option}: {path}: {error.strerror}; crossdock calibrate makes one") from None
+    except ProfileError as error:
+        raise SettingsError(f"{option}: {error}") from None
+
+
+def block_tokens(settings: TrafficSettings) -> int:
+    return max(1, round(MOONCAKE_BLOCK_TOKENS * settings.scale_tokens))
+
+
+def traffic(settings: TrafficSettings) -> list[Sent]:
+    """In the order of time, at least one request. Raises `SettingsError`."""
+    if settings.trace and _is_event_log(settings.trace):
+        found = _logged(settings)
+    elif settings.trace:
+        found = [_sent(row) for row in _played(settings, traces.read(settings.trace))]
+    else:
+        load = LoadSettings(
+            rate=settings.rate,
+            arrivals=settings.arrivals,
+            cv=settings.cv,
+            duration_s=settings.duration_s,
+            warmup_s=0.0,
+            prompt_tokens=settings.prompt_tokens,
+            output_tokens=settings.output_tokens,
+            seed=settings.seed,
+            requests=1_000_000,
+        )
+        plan = load_plan.make(load, [Tenant("default")], 0)
+        found = [Sent(one.due_s, one.prompt_tokens, max(one.output_tokens, 1)) for one in plan.requests]
+    if not found:
+        raise SettingsError("--from: no request comes in the part of the trace that is played")
+    return found
+
+
+def _played(settings: TrafficSettings, rows: list[Row]) -> list[Row]:
+    return traces.scaled(
+        rows,
+        from_s=settings.from_s,
+        duration_s=settings.duration_s,
+        speed=settings.speed,
+        scale_tokens=settings.scale_tokens,
+        source=np.random.default_rng([settings.seed, 0]),
+    )
+
+
+def _sent(row: Row) -> Sent:
+    return Sent(row.at_s, row.prompt_tokens, max(row.output_tokens, 1), row.blocks)
+
+
+def _is_event_log(path: str) -> bool:
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            return MAGIC.encode() in file.read(64)
+    except OSError as error:
+        raise SettingsError(f"--trace: cannot read {path}: {error.strerror}") from None
+
+
+def _logged(settings: TrafficSettings) -> list[Sent]:
+    """Requests that ended, with their priority class; tenants as they were."""
+    logged = event_log.read(Path(settings.trace), "--trace")
+    found = []
+    for name, (at_s, submit) in logged.submitted.items():
+        output = logged.output_tokens.get(name, 0)
+        if output:
+            prompt, output = (max(1, round(settings.scale_tokens * count)) for count in (submit.prompt_tokens, output))
+            priority = submit.priority_class if submit.priority_class in DEFAULT_PRIORITY_CLASSES else "standard"
+            found.append(Sent(at_s, prompt, output, (), submit.tenant, priority))
+    found.sort(key=lambda one: one.at_s)
+    begin_s = (found[0].at_s if found else 0.0) + settings.from_s
+    until_s = begin_s + settings.duration_s * settings.speed
+    return [one._replace(at_s=(one.at_s - begin_s) / settings.speed) for one in found if begin_s <= one.at_s < until_s]

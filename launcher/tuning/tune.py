@@ -1,0 +1,176 @@
+"""`crossdock tune`: which workers serve a traffic best, on the terminal, as JSON and as a page."""
+
+import math
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from launcher import report as bench_report
+from launcher.tuning import page, show
+from launcher.tuning.settings import TuneSettings, parse_slos
+from launcher.tuning.traffic import block_tokens, load_profile, traffic
+from runtime.process.version import version_of
+from tuning.advise import Slo, Workers
+from tuning.goals import Goals
+from tuning.profile import Profile
+from tuning.search import Candidate, Found, Result, Space, search
+from tuning.sensitivity import map_of, turns
+from tuning.simulator.options import Options
+from tuning.traffic import per_minute, summary
+
+FORMAT = 1
+
+
+def run(settings: TuneSettings) -> int:
+    for path, option in ((settings.out, "--out"), (settings.html, "--html")):
+        bench_report.check_writable(path, option)
+    console = bench_report.console_for(settings)
+    profile = load_profile(settings.profile)
+    goals = goals_of(settings)
+    report = report_of(settings, profile, goals, console)
+    show.show(report, console)
+    for path, text in (
+        (settings.out, encoded(report)),
+        (settings.html, page.rendered(report) if settings.html else ""),
+    ):
+        if path:
+            Path(path).expanduser().write_text(text, encoding="utf-8")
+            console.print(f"Written: {path}", highlight=False, soft_wrap=True)
+    bench_report.write_json(settings, report)
+    return 0
+
+
+def goals_of(settings: TuneSettings) -> Goals:
+    return parse_slos(settings.slo, Slo(settings.slo_ttft_ms, settings.slo_tpot_ms, settings.percentile / 100))
+
+
+def encoded(report: Mapping[str, Any]) -> str:
+    return msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n"
+
+
+def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: Console) -> dict[str, Any]:
+    """Everything that is shown. Raises `SettingsError`."""
+    sent = traffic(settings)
+    space = Space(
+        settings.workers,
+        settings.mixed or settings.workers == 1,
+        tuple(settings.step_tokens or [profile.step_tokens]),
+        tuple(settings.seqs_max or [0]),
+    )
+    options = Options(hit_rate=settings.hit_rate, block_tokens=block_tokens(settings))
+    began = time.perf_counter()
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("simulating", total=None)
+
+        def tell(what: str, done: int, of: int) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+
+        found = search(profile, sent, goals, space, options, tell=tell, seed=settings.seed)
+        cells = map_of(profile, sent, goals, found, options, tell)
+        turned = turns(profile, sent, goals, space, found, options, tell)
+    best = found.best
+    report: dict[str, Any] = plain(
+        {
+            "format": FORMAT,
+            "about": {"crossdock": version_of("crossdock"), "profile": profile.about, "profile_file": settings.profile},
+            "settings": settings.model_dump(exclude={"as_json"}),
+            "traffic": summary(sent) | {"per_minute": per_minute(sent)},
+            "slo": {
+                "ttft_ms": goals.default.ttft_ms,
+                "tpot_ms": goals.default.tpot_ms,
+                "percentile": goals.percentile,
+                "classes": {name: [slo.ttft_ms, slo.tpot_ms] for name, slo in goals.by_class.items()},
+            },
+            "recommendation": entry(best, found),
+            "disaggregate": not best.candidate.workers.mixed,
+            "kept": best.attainment >= goals.percentile,
+            "fewest_workers": fewest(found),
+            "ranked": [entry(one, found) for one in found.ranked],
+            "candidates": [entry(one, found) for one in found.results.values()],
+            "class_attainment": found.class_attainment,
+            "map": [cell._asdict() for cell in cells],
+            "turns": [turn._asdict() for turn in turned],
+            "apply": apply_lines(best.candidate, profile),
+            "seconds": round(time.perf_counter() - began, 1),
+        }
+    )
+    return report
+
+
+def plain(value: Any) -> Any:
+    """JSON has neither NaN nor infinity."""
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def entry(result: Result, found: Found) -> dict[str, Any]:
+    candidate, per_s = result.candidate, found.requests_per_s
+    return {
+        "workers": str(candidate.workers),
+        "prefill": candidate.workers.prefill,
+        "decode": candidate.workers.decode,
+        "mixed": candidate.workers.mixed,
+        "total": candidate.workers.total,
+        "step_tokens": candidate.step_tokens,
+        "seqs_max": candidate.seqs_max,
+        "bound": result.bound,
+        "simulated_requests": result.requests,
+        "whole_trace": result.full,
+        "attainment": result.attainment if result.requests else None,
+        "goodput_requests_per_s": per_s * result.attainment if result.requests else None,
+        "goodput_low": per_s * result.low if result.requests else None,
+        "goodput_high": per_s * result.high if result.requests else None,
+        "strain": result.strain,
+        "binds": result.binds,
+        "probability": result.probability if result.full else None,
+        "prefill_busy": result.prefill_busy,
+        "decode_busy": result.decode_busy,
+        "batch_mean": result.batch_mean,
+        **result.figures,
+    }
+
+
+def fewest(found: Found) -> str:
+    """The fewest workers that keep the SLO, of those looked at; empty if none does."""
+    keep = [one for one in found.results.values() if one.requests and one.attainment >= found.goals.percentile]
+    best = min(keep, key=lambda one: (one.candidate.workers.total, *one.rank()), default=None)
+    return "" if best is None else str(best.candidate.workers)
+
+
+def apply_lines(candidate: Candidate, profile: Profile) -> dict[str, Any]:
+    """The command for one machine, and lines of `cluster.toml`."""
+    workers = candidate.workers
+    model = profile.about.get("model", "")
+    flags = (
+        f"--prefill {workers.prefill} --decode {workers.decode}" if not workers.mixed else f"--mixed {workers.mixed}"
+    )
+    command = f"crossdock serve {flags}"
+    lines = ["[hosts.NAME]", f'workers = "{workers}"']
+    if candidate.step_tokens != profile.step_tokens:
+        command = f"CROSSDOCK_STEP_TOKENS={candidate.step_tokens} {command}"
+        lines += ["", "[coordinator]", f"step_tokens = {candidate.step_tokens}"]
+    if candidate.seqs_max:
+        lines += ["", "[decode]", f"max_seqs = {candidate.seqs_max}"]
+    return {"command": command, "cluster_toml": lines, "model": shlex.quote(str(model)), "live": not workers.mixed}
+
+
+def workers_of(text: str) -> Workers:
+    """Of `str(Workers)`: "2P1D", "4M" or "1P1D+2M"."""
+    counts = {"P": 0, "D": 0, "M": 0}
+    number = ""
+    for letter in text.replace("+", ""):
+        if letter.isdigit():
+            number += letter
+        else:
+            counts[letter], number = int(number), ""
+    return Workers(counts["P"], counts["D"], counts["M"])

@@ -1,0 +1,121 @@
+"""`crossdock tune` from a file to its reports."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launcher.load import traces
+from launcher.tuning.settings import TuneCheckSettings, TuneSettings
+from launcher.tuning.tune import workers_of
+from runtime.settings.options import SettingsError
+from tests.test_tidy import ROOT
+from tests.tuning.profiles import GPU
+from tuning.advise import Workers
+from tuning.profile import encoded
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with a profile and a trace of 20 minutes that is prompt-heavy at last."""
+    (tmp_path / "profile.json").write_bytes(encoded(GPU))
+    rng = np.random.default_rng(5)
+    at_s, lines = 0.0, ["arrival_s,prompt_tokens,output_tokens"]
+    while at_s < 300:
+        at_s += rng.exponential(1 / 20)
+        lines.append(f"{at_s:.3f},{int(rng.lognormal(6.7, 0.6))},{int(rng.lognormal(4.6, 0.5)) + 1}")
+    (tmp_path / "traffic.csv").write_text("\n".join(lines))
+    return tmp_path
+
+
+def crossdock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launcher.cli", *words]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder), "COLUMNS": "120"}
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=100, check=False, env=environment
+    )
+
+
+def test_the_guides_command_gives_a_recommendation_and_a_page_without_network(here: Path) -> None:
+    guide = (ROOT / "docs" / "ratio-lab.md").read_text(encoding="utf-8")
+    [words] = [
+        line.split()[1:]
+        for line in guide.splitlines()
+        if line.startswith("crossdock tune --profile profile.json --trace")
+    ]
+    done = crossdock(here, *words)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((here / "best.json").read_text())
+    best = report["recommendation"]
+    assert best["total"] == 8
+    assert report["disaggregate"]
+    assert 0.0 <= best["probability"] <= 1.0
+    assert done.stdout.count(best["workers"]) >= 2
+    assert f"--prefill {best['prefill']} --decode {best['decode']}" in done.stdout
+    assert all(one["attainment"] is None or one["attainment"] <= one["bound"] + 1e-9 for one in report["candidates"])
+    assert sum(one["whole_trace"] for one in report["candidates"]) <= 6
+    page = (here / "best.html").read_text()
+    assert best["workers"] in page
+    assert not re.search(r"https?://|//cdn|<script|<link|@import|url\(", page)
+    assert "default-src 'none'" in page
+
+
+def test_a_mix_for_one_worker_is_not_disaggregated(here: Path) -> None:
+    done = crossdock(
+        here, "tune", "--rate", "0.5", "--duration", "120", "--workers", "1", "--slo-tpot-ms", "80", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["recommendation"]["workers"] == "1M"
+    assert not report["disaggregate"]
+    assert "do not disaggregate" in done.stderr
+
+
+def test_mistakes_name_the_option(here: Path) -> None:
+    for words, named in (
+        (("--profile", "none.json"), "--profile"),
+        (("--trace", "none.csv"), "--trace"),
+        (("--slo", "gold:5"), "--slo"),
+        (("--html", "no/such/folder.html"), "--html"),
+        (("--step-tokens", "0"), "--step-tokens"),
+    ):
+        done = crossdock(here, "tune", *words)
+        assert done.returncode != 0
+        assert named in done.stderr + done.stdout
+    (here / "bad.json").write_text('{"format": 1}')
+    done = crossdock(here, "tune", "check", "bad.json")
+    assert done.returncode != 0
+    assert "not a file of crossdock tune --out" in done.stderr + done.stdout
+
+
+def test_aiperf_records_are_a_trace(tmp_path: Path) -> None:
+    record = (
+        '{"metadata": {"request_start_ns": %d, "session_num": 1}, "metrics": {"input_sequence_length": '
+        '{"value": 550, "unit": "tokens"}, "output_sequence_length": {"value": 101, "unit": "tokens"}}}'
+    )
+    failed = '{"metadata": {"request_start_ns": 3000000000}, "metrics": {}, "error": {"code": 500}}'
+    file = tmp_path / "profile_export.jsonl"
+    file.write_text("\n".join((record % 2_000_000_000, failed, record % 4_500_000_000)))
+    assert [(row.at_s, row.prompt_tokens, row.output_tokens) for row in traces.read(str(file))] == [
+        (0.0, 550, 101),
+        (2.5, 550, 101),
+    ]
+    file.write_text('{"metadata": {"request_start_ns": "soon"}}')
+    with pytest.raises(SettingsError, match="line 1"):
+        traces.read(str(file))
+
+
+def test_ratios_are_read_as_they_are_written() -> None:
+    for workers in (Workers(2, 1), Workers(0, 0, 4), Workers(12, 3, 1)):
+        assert workers_of(str(workers)) == workers
+
+
+def test_settings_of_a_recommendation_can_be_read_again() -> None:
+    settings = TuneSettings(workers=3, slo=["interactive:500:50"], step_tokens=[256, 512])
+    again = TuneSettings(**json.loads(json.dumps(settings.model_dump(exclude={"as_json"}))))
+    assert again == settings
+    assert TuneCheckSettings(recommendation="x").duration_s == 60

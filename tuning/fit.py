@@ -1,0 +1,160 @@
+"""From measured steps, gaps and transfers to a profile: piecewise fits with their residuals. Pure.
+
+Slopes over context and KV tokens come from samples of equal counts (within-group least squares), so that a curve through the
+medians need not be linear in the count. Medians, not means: a measurement on a machine with other work has outliers upwards.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import log
+from statistics import fmean, median, pstdev
+from typing import NamedTuple
+
+from proto.errors import CrossdockError
+from tuning.profile import Curve, DecodeCost, HostCost, PrefillCost, Residuals, TransferCost
+
+SIGMA_MIN, SIGMA_MAX = 0.01, 0.25
+
+
+class FitError(CrossdockError):
+    """Too little was measured for a profile."""
+
+
+class StepSample(NamedTuple):
+    """One prefill step, or the mean of one decode batch's steps."""
+
+    size: int
+    """Prompt tokens of the step, or sequences of the batch."""
+    reads: float
+    """Pairs of tokens that attend to each other, or KV tokens that are read."""
+    ms: float
+    round: int = 0
+
+
+class HandOver(NamedTuple):
+    last_tokens: int
+    """Of the prompt's last step: what prefill cannot hide."""
+    bytes_per_token: float
+    ms: float
+
+
+class Outside(NamedTuple):
+    """What of a first token's time was no prefill step."""
+
+    prompt_tokens: int
+    ms: float
+
+
+@dataclass
+class Samples:
+    prefill: list[StepSample] = field(default_factory=list)
+    prefill_beside: list[StepSample] = field(default_factory=list)
+    """While streams ran on decode workers of the same host."""
+    decode: list[StepSample] = field(default_factory=list)
+    decode_beside: list[StepSample] = field(default_factory=list)
+    """While prompts were computed on prefill workers of the same host."""
+    hand_overs: list[HandOver] = field(default_factory=list)
+    outside: list[Outside] = field(default_factory=list)
+    step_gaps_ms: list[float] = field(default_factory=list)
+    second_token_ms: list[tuple[int, float]] = field(default_factory=list)
+    """Prompt tokens of a stream that ran alone, and its first gap less its later ones."""
+
+
+def slope(samples: Iterable[StepSample]) -> float:
+    """ms for each read, from differences between samples of equal counts; at least 0."""
+    groups: dict[int, list[StepSample]] = defaultdict(list)
+    for one in samples:
+        groups[one.size].append(one)
+    above = below = 0.0
+    for group in groups.values():
+        mean_reads, mean_ms = fmean(one.reads for one in group), fmean(one.ms for one in group)
+        above += sum((one.reads - mean_reads) * (one.ms - mean_ms) for one in group)
+        below += sum((one.reads - mean_reads) ** 2 for one in group)
+    return max(above / below, 0.0) if below > 0 else 0.0
+
+
+def curve(samples: Sequence[StepSample], per_read: float) -> Curve:
+    """Through the medians, never falling."""
+    if not samples:
+        raise FitError("no step was measured; see the logs of the workers")
+    groups: dict[int, list[float]] = defaultdict(list)
+    for one in samples:
+        groups[one.size].append(one.ms - per_read * one.reads)
+    at, ms, least = sorted(groups), [], 1e-3
+    for count in at:
+        least = max(least, median(groups[count]))
+        ms.append(least)
+    return Curve(tuple(float(count) for count in at), tuple(ms))
+
+
+def fitted(samples: Sequence[StepSample]) -> tuple[Curve, float, Residuals]:
+    # A group of which some were slow would bend the slope: twice, the second time without what lies far off.
+    per_read = slope(samples)
+    line = curve(samples, per_read)
+    near = [one for one in samples if abs(one.ms / (line(one.size) + per_read * one.reads) - 1) < 0.25]
+    if len(near) > len(samples) / 2:
+        per_read = slope(near)
+        line = curve(samples, per_read)
+    residuals = [one.ms / (line(one.size) + per_read * one.reads) - 1 for one in samples]
+    return line, per_read, Residuals.of(residuals)
+
+
+def prefill_cost(samples: Sequence[StepSample]) -> PrefillCost:
+    return PrefillCost(*fitted(samples))
+
+
+def decode_cost(samples: Sequence[StepSample]) -> DecodeCost:
+    return DecodeCost(*fitted(samples))
+
+
+def beside(samples: Sequence[StepSample], cost: PrefillCost | DecodeCost) -> float:
+    """How many times as long steps take beside work of the other role; at least 1."""
+    ratios = [one.ms / cost.step_ms(one.size, one.reads) for one in samples]
+    return max(median(ratios), 1.0) if ratios else 1.0
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Intercept and slope through the medians of equal x, both at least 0."""
+    groups: dict[float, list[float]] = defaultdict(list)
+    for x, y in points:
+        groups[x].append(y)
+    middle = [(x, median(values)) for x, values in groups.items()]
+    if not middle:
+        return 0.0, 0.0
+    mean_x, mean_y = fmean(x for x, _ in middle), fmean(y for _, y in middle)
+    below = sum((x - mean_x) ** 2 for x, _ in middle)
+    rise = max(sum((x - mean_x) * (y - mean_y) for x, y in middle) / below, 0.0) if below else 0.0
+    begin = mean_y - rise * mean_x
+    if begin >= 0:
+        return begin, rise
+    return 0.0, max(sum(x * y for x, y in middle) / sum(x * x for x, _ in middle), 0.0)
+
+
+def transfer_cost(samples: Sequence[HandOver], transport: str) -> TransferCost:
+    if not samples:
+        return TransferCost(transport=transport)
+    latency_ms, per_token = line_through([(one.last_tokens, one.ms) for one in samples])
+    each = median(one.bytes_per_token for one in samples)
+    residuals = [one.ms / max(latency_ms + per_token * one.last_tokens, 1e-3) - 1 for one in samples]
+    return TransferCost(
+        latency_ms, each / per_token if per_token > 0 else 1e9, each, transport, Residuals.of(residuals)
+    )
+
+
+def host_cost(samples: Samples, transfer: TransferCost) -> HostCost:
+    request_ms, token_ms = line_through([(one.prompt_tokens, one.ms) for one in samples.outside])
+    residuals = [one.ms / max(request_ms + token_ms * one.prompt_tokens, 1e-3) - 1 for one in samples.outside]
+    gap_ms = max(median(samples.step_gaps_ms), 0.0) if samples.step_gaps_ms else 0.0
+    joins = [gap - transfer.latency_ms for _, gap in samples.second_token_ms]
+    join_ms = max(median(joins), 0.0) if joins else 0.0
+    return HostCost(request_ms, token_ms, gap_ms, join_ms, Residuals.of(residuals))
+
+
+def run_sigma(samples: Sequence[StepSample], cost: PrefillCost | DecodeCost) -> float:
+    """How much whole rounds of the measurement differ."""
+    rounds: dict[int, list[float]] = defaultdict(list)
+    for one in samples:
+        rounds[one.round].append(one.ms / cost.step_ms(one.size, one.reads))
+    means = [log(fmean(values)) for values in rounds.values()]
+    return min(max(pstdev(means), SIGMA_MIN), SIGMA_MAX) if len(means) > 1 else 0.03

@@ -1,0 +1,115 @@
+"""What binds which ratio, and how much the traffic would have to change for another one to be best. Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from tuning.advise import Workers
+from tuning.goals import Goals
+from tuning.profile import Profile
+from tuning.search import Candidate, Found, Space, Tell
+from tuning.simulator.cluster import Simulator
+from tuning.simulator.job import Sent
+from tuning.simulator.options import Options
+from tuning.traffic import Change, excerpt
+
+REQUESTS: Final = 1200
+MAP_SIDE_MAX: Final = 10
+UP: Final = (1.25, 1.6, 2.0, 3.0)
+DOWN: Final = (0.8, 0.6, 0.45, 0.3)
+SERVED_MIN: Final = 0.2
+"""Where even the best ratio keeps the SLO for fewer requests, it does not matter which one is best."""
+HITS: Final = (0.2, 0.4, 0.6, 0.8)
+
+
+class Cell(NamedTuple):
+    prefill: int
+    decode: int
+    attainment: float
+    binds: str
+
+
+class Turn(NamedTuple):
+    what: str
+    """"prompt length", "output length", "load" or "hit rate"."""
+    factor: float
+    """Of the traffic as it was; for the hit rate, the share itself."""
+    candidate: str
+    """That would be best then; empty where none in the range looked at is."""
+
+
+def map_of(
+    profile: Profile, sent: Sequence[Sent], goals: Goals, found: Found, options: Options, tell: Tell
+) -> list[Cell]:
+    """Prefill by decode workers, each up to the budget less one."""
+    side = min(found.budget - 1, MAP_SIDE_MAX)
+    part = excerpt(sent, REQUESTS)
+    chosen = replace(options, step_tokens=found.best.candidate.step_tokens, seqs_max=found.best.candidate.seqs_max)
+    cells = []
+    for number in range(side * side):
+        prefill, decode = number // side + 1, number % side + 1
+        tell("what binds", number, side * side)
+        outcome = Simulator(profile, Workers(prefill, decode), part, chosen).run()
+        cells.append(Cell(prefill, decode, outcome.attainment(goals), outcome.binds(goals)))
+    return cells
+
+
+def turns(
+    profile: Profile, sent: Sequence[Sent], goals: Goals, space: Space, found: Found, options: Options, tell: Tell
+) -> list[Turn]:
+    """For each kind of change the least that turns the recommendation to another ratio of as many workers."""
+    part = excerpt(sent, REQUESTS)
+    best = found.best.candidate
+    layouts = _near(best.workers, space.layouts(space.budget))
+    changes: list[tuple[str, Sequence[float], Callable[[float], Change]]] = []
+    for what, make in (
+        ("prompt length", lambda f: Change(prompts=f)),
+        ("output length", lambda f: Change(outputs=f)),
+        ("load", lambda f: Change(load=f)),
+    ):
+        changes += [(what, UP, make), (what, DOWN, make)]
+    changes.append(("hit rate", HITS, lambda share: Change(hit_rate=share)))
+    turned = []
+    for done, (what, factors, make) in enumerate(changes):
+        tell("what would turn it", done, len(changes))
+        reached = 0.0
+        for factor in factors:
+            other, kept = _best(profile, part, goals, make(factor), layouts, best, options)
+            if kept < SERVED_MIN:
+                break
+            reached = factor
+            if other is not None:
+                turned.append(Turn(what, factor, str(other)))
+                break
+        else:
+            turned.append(Turn(what, factors[-1], ""))
+            continue
+        if reached and not (turned and turned[-1][:2] == (what, reached)):
+            turned.append(Turn(what, reached, ""))
+    return turned
+
+
+def _near(best: Workers, layouts: Sequence[Workers]) -> list[Workers]:
+    """The neighbours of the best, and what is mixed."""
+    close = [one for one in layouts if not one.mixed and abs(one.prefill - best.prefill) <= 2]
+    return [*close, *(one for one in layouts if one.mixed)]
+
+
+def _best(
+    profile: Profile,
+    part: Sequence[Sent],
+    goals: Goals,
+    change: Change,
+    layouts: Sequence[Workers],
+    best: Candidate,
+    options: Options,
+) -> tuple[Workers | None, float]:
+    """Another one that keeps the SLO for clearly more requests, None where the best stays within 1 %; and what is kept at
+    most."""
+    changed = change.applied(part)
+    chosen = replace(
+        options, step_tokens=best.step_tokens, seqs_max=best.seqs_max, hit_rate=change.hit_rate or options.hit_rate
+    )
+    kept = {one: Simulator(profile, one, changed, chosen).run().attainment(goals) for one in layouts}
+    first = max(kept, key=lambda one: kept[one])
+    return (first if kept[first] > kept.get(best.workers, 0.0) + 0.01 else None), kept[first]

@@ -1,0 +1,86 @@
+"""Traffic as the search plays it: parts of it, other loads and lengths. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tuning.simulator.job import Sent
+
+PAUSE_S = 120.0
+"""Between the windows of an excerpt: queues drain."""
+PARTS_MAX = 12
+WINDOW_REQUESTS = 400
+"""Shorter windows end before a queue has grown."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What differs from the traffic as it was: factors, and the share of prompts that is cached."""
+
+    load: float = 1.0
+    prompts: float = 1.0
+    outputs: float = 1.0
+    hit_rate: float = 0.0
+
+    def applied(self, sent: Sequence[Sent]) -> list[Sent]:
+        """All but the hit rate."""
+        return [
+            one._replace(
+                at_s=one.at_s / self.load,
+                prompt_tokens=max(1, round(one.prompt_tokens * self.prompts)),
+                output_tokens=max(1, round(one.output_tokens * self.outputs)),
+            )
+            for one in sent
+        ]
+
+
+def excerpt(sent: Sequence[Sent], requests: int) -> list[Sent]:
+    """About so many requests: windows from all over the trace, one behind the other with pauses between."""
+    if requests >= len(sent):
+        return list(sent)
+    parts = min(max(requests // WINDOW_REQUESTS, 1), PARTS_MAX)
+    each, every = requests // parts, len(sent) / parts
+    found: list[Sent] = []
+    begin_s = 0.0
+    for part in range(parts):
+        first = int((part + 0.5) * every - each / 2)
+        window = sent[first : first + each]
+        found += [one._replace(at_s=begin_s + one.at_s - window[0].at_s) for one in window]
+        begin_s = found[-1].at_s + PAUSE_S
+    return found
+
+
+def windows(at_s: npt.NDArray[np.float64], count: int) -> list[npt.NDArray[np.int64]]:
+    """Indexes of requests in so many windows of equal time, fewer where some are empty."""
+    if not len(at_s):
+        return []
+    edges = np.linspace(at_s[0], at_s[-1], count + 1)[1:-1]
+    parts = np.split(np.arange(len(at_s)), np.searchsorted(at_s, edges))
+    return [part for part in parts if len(part)]
+
+
+def summary(sent: Sequence[Sent]) -> dict[str, float]:
+    prompts = np.array([one.prompt_tokens for one in sent], dtype=float)
+    outputs = np.array([one.output_tokens for one in sent], dtype=float)
+    span_s = max(sent[-1].at_s - sent[0].at_s, 1e-9)
+    return {
+        "requests": len(sent),
+        "seconds": span_s,
+        "requests_per_s": len(sent) / span_s,
+        "prompt_mean": float(prompts.mean()),
+        "prompt_p50": float(np.median(prompts)),
+        "prompt_p99": float(np.quantile(prompts, 0.99)),
+        "output_mean": float(outputs.mean()),
+        "output_p50": float(np.median(outputs)),
+        "output_p99": float(np.quantile(outputs, 0.99)),
+    }
+
+
+def per_minute(sent: Sequence[Sent]) -> list[float]:
+    """Requests per second in each minute (of a short trace: in each of 60 parts)."""
+    span_s = sent[-1].at_s - sent[0].at_s
+    width_s = min(60.0, max(span_s / 60, 1e-9))
+    counts = np.bincount([int((one.at_s - sent[0].at_s) / width_s) for one in sent])
+    return [float(count) / width_s for count in counts]

@@ -20,7 +20,6 @@ from proto.messages import (
     Message,
     Peer,
     Prefill,
-    PromptLogprobs,
     Release,
     Released,
     Step,
@@ -30,6 +29,7 @@ from proto.messages import (
     WorkFailed,
 )
 from proto.sampling import Sampling
+from proto.scores import PromptLogprobs
 from runtime.worker.ports import Coordinator, Gateways
 
 STEPS_QUEUED_MAX = 64

@@ -81,7 +81,8 @@ class MessagesAnswer(ChatAnswer):
     # --- events -------------------------------------------------------------------------------------------------------
 
     def event(self, content: Json) -> bytes:
-        return b"event: " + content["type"].encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+        kind: str = content["type"]
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
 
     def opening(self) -> bytes:
         return self.event({"type": "message_start", "message": self._envelope_of(self._usage(0, 0), [])})

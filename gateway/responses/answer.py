@@ -89,7 +89,8 @@ class ResponsesAnswer(ChatAnswer):
     def event(self, content: Json) -> bytes:
         content["sequence_number"] = self._sequence
         self._sequence += 1
-        return b"event: " + content["type"].encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+        kind: str = content["type"]
+        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
 
     def opening(self) -> bytes:
         kinds = ("response.created", "response.in_progress")
@@ -117,15 +118,18 @@ class ResponsesAnswer(ChatAnswer):
         fault = {"code": "server_error" if error.status >= 500 else error.code, "message": error.message}
         return self.event({"type": "response.failed", "response": self._response("failed", error=fault)})
 
+    def _item_id(self, prefix: str) -> str:
+        """Of the next item."""
+        return f"{prefix}_{str(self._head['id']).removeprefix('resp-')}_{len(self._items)}"
+
     def _new_message(self) -> Json:
-        number = len(self._items)
-        return {"id": f"msg_{self._head['id'][5:]}_{number}", "type": "message", "role": "assistant", "content": []}
+        return {"id": self._item_id("msg"), "type": "message", "role": "assistant", "content": []}
 
     def _begin(self, item: Json) -> Iterable[Json]:
         yield from self._end()
         self._open = True
         self._items.append(item | {"status": "in_progress"})
-        yield {"type": "response.output_item.added", "output_index": self._at, "item": self._shown()}
+        yield {"type": "response.output_item.added", "output_index": self._at, "item": self._last_item()}
         if item["type"] != "function_call":
             part = self._part(item["type"], "")
             self._items[-1]["content"].append(part)
@@ -141,7 +145,7 @@ class ResponsesAnswer(ChatAnswer):
     def _at(self) -> int:
         return len(self._items) - 1
 
-    def _shown(self) -> Json:
+    def _last_item(self) -> Json:
         """The last item as it is now; what comes later does not change it."""
         item = dict(self._items[-1])
         if "content" in item:
@@ -155,7 +159,7 @@ class ResponsesAnswer(ChatAnswer):
         if not self._open or self._items[-1]["type"] != kind:
             item = self._new_message()
             if kind == "reasoning":
-                item = {"id": f"rs_{item['id'][4:]}", "type": "reasoning", "summary": [], "content": []}
+                item = {"id": self._item_id("rs"), "type": "reasoning", "summary": [], "content": []}
             yield from self._begin(item)
         self._items[-1]["content"][0]["text"] += text
         name = "response.reasoning_text.delta" if kind == "reasoning" else "response.output_text.delta"
@@ -163,10 +167,10 @@ class ResponsesAnswer(ChatAnswer):
         yield self._about(name, content_index=0, delta=text, **more)
 
     def _call_delta(self, call: Json) -> Iterable[Json]:
-        function = call["function"]
+        function: Json = call["function"]
         if "id" in call:
-            item_id = f"fc_{self._head['id'][5:]}_{len(self._items)}"
-            item: Json = {"id": item_id, "type": "function_call", "call_id": call["id"], "name": function["name"]}
+            item: Json = {"id": self._item_id("fc"), "type": "function_call", "call_id": call["id"]}
+            item["name"] = function["name"]
             yield from self._begin(item | {"arguments": ""})
         if arguments := function.get("arguments"):
             self._items[-1]["arguments"] += arguments
@@ -188,4 +192,4 @@ class ResponsesAnswer(ChatAnswer):
             name = "response.reasoning_text.done" if reasons else "response.output_text.done"
             yield self._about(name, content_index=0, text=part["text"], **({} if reasons else {"logprobs": []}))
             yield self._about("response.content_part.done", content_index=0, part=dict(part))
-        yield {"type": "response.output_item.done", "output_index": self._at, "item": self._shown()}
+        yield {"type": "response.output_item.done", "output_index": self._at, "item": self._last_item()}

@@ -31,7 +31,6 @@ from proto.messages import (
     Hello,
     Interrupted,
     Message,
-    PromptLogprobs,
     RateState,
     Rejected,
     Role,
@@ -40,6 +39,7 @@ from proto.messages import (
     Tokens,
 )
 from proto.sampling import TokenLogprobs
+from proto.scores import PromptLogprobs
 from runtime.link.peer import Peer
 from runtime.tenancy.tenants import parse
 from tests import tiny_models

@@ -82,7 +82,7 @@ BAD_WORDS_MAX: Final = limits.MAX_BAD_WORDS // 2
 
 
 class RequestType(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class StreamOptions(RequestType):
@@ -103,7 +103,8 @@ class GenerationRequest(RequestType):
     """0: nothing is answered; for the log-probabilities of a prompt."""
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     stop: Any = None
-    """A string or up to four; checked by `stop_strings`, which names the fault better than a union can."""
+    """A string or up to four."""
+    # Checked by `stop_strings`, which names the fault better than a union can.
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = (
         None
     )
@@ -119,13 +120,14 @@ class GenerationRequest(RequestType):
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     ignore_eos: bool | None = None
     priority: Any = None
-    """Name of a priority class; checked by `gateway.tenancy`, which knows them."""
+    """Name of a priority class of the tenants file. 0 is none."""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
     """By when the first token is wanted, from now."""
     return_token_ids: bool | None = None
     response_format: Any = None
-    """What the answer looks like; checked by `gateway.structured.request`, as are the next five."""
+    """What the answer looks like: `text`, `json_object`, `json_schema` or `structural_tag`."""
+    # Checked by `gateway.structured.request`, as are the next five.
     structured_outputs: Any = None
     """vLLM's, with one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`."""
     guided_json: Any = None
@@ -166,7 +168,7 @@ class GenerationRequest(RequestType):
 
 class CompletionRequest(GenerationRequest):
     prompt: Any = Field(...)
-    """A string, token ids, or a list of either; checked by `gateway.openai.prepare`."""
+    """A string, token ids, or a list of either."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
@@ -218,7 +220,8 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     tools: Any = None
-    """Functions that the model may call; checked by `gateway.tools.request`, as are the next two."""
+    """Functions that the model may call."""
+    # Checked by `gateway.tools.request`, as are the next two.
     tool_choice: Any = None
     parallel_tool_calls: Any = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -262,7 +265,7 @@ def _is(value: Any, neutral: Any) -> bool:
 def _explain(found: list[ErrorDetails]) -> ApiError:
     """The first fault. Of a message's content, the union's other branch is beside the point where a list was sent."""
     first = next((details for details in found if "str" not in details["loc"]), found[0])
-    loc = [part for part in first["loc"] if part not in ("str", "list[TextPart]")]
+    loc = [part for part in first["loc"] if part != "str" and not str(part).startswith("list[")]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")[:200]
     match first["type"]:
         case "missing":

@@ -220,7 +220,8 @@ class GatewaySettings(ClientSettings):
     panels: ClassVar[Panels] = {
         "HTTP": "host port body_bytes_max client_timeout_ms cors_origins access_log",
         "Tenants": "api_keys tenants tenant_requests_max",
-        "Requests and streams": "served_model_name generation_config default_max_tokens responses_keep_s queue_wait_s stream_idle_ms stream_keep_alive_ms",
+        "Requests and streams": "served_model_name generation_config default_max_tokens responses_keep_s queue_wait_s"
+        " stream_idle_ms stream_keep_alive_ms",
         "Cluster": "coordinator tokens_bind advertise drain_timeout_s",
     }
     host: str = Field(

@@ -33,7 +33,7 @@ from gateway.streams.types import (
 from gateway.streams.worker_links import WorkerLinks
 from proto.errors import RemoteProtocolError
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
-from proto.scores import PromptLogprobs
+from proto.progress import PromptLogprobs
 from runtime.link.peer import Peer
 from runtime.process import clock, log
 from runtime.process.driver import CoreDriver

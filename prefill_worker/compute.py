@@ -15,7 +15,7 @@ from prefill_worker.core import StepResult
 from prefill_worker.prompts import Key, PrefillRequest
 from proto.limits import MAX_PROMPT_LOGPROBS
 from proto.messages import Chunk, TokenItem
-from proto.scores import PromptLogprobs
+from proto.progress import PromptLogprobs
 
 
 def run_step(

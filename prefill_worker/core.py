@@ -28,8 +28,8 @@ from proto.messages import (
     Tokens,
     WorkFailed,
 )
+from proto.progress import PromptLogprobs
 from proto.sampling import Sampling
-from proto.scores import PromptLogprobs
 from runtime.worker.ports import Coordinator, Gateways
 
 STEPS_QUEUED_MAX = 64

@@ -38,8 +38,8 @@ from proto.messages import (
     TokenItem,
     Tokens,
 )
+from proto.progress import PromptLogprobs
 from proto.sampling import TokenLogprobs
-from proto.scores import PromptLogprobs
 from runtime.link.peer import Peer
 from runtime.tenancy.tenants import parse
 from tests import tiny_models

@@ -8,7 +8,7 @@ from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import StreamLimits
 from gateway.text.detokenize import Assembler, Detokenizer
 from proto.errors import RemoteProtocolError
-from proto.scores import PromptLogprobs
+from proto.progress import PromptLogprobs
 from tests.gateway.fakes import ANSWER, BLOCK_SIZE, Site
 from tests.gateway.http_words import chat, completion, events, on_site, post
 from tests.tiny_models import EOS

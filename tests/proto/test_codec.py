@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proto import drain, kv, limits, messages, parts, progress, scores, status
+from proto import drain, kv, limits, messages, parts, progress, status
 from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, split_hashes, to_frames, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
 from proto.held import Capacity, Held
@@ -68,7 +68,7 @@ SAMPLES: list[Message] = [
     messages.Released(*ID, 7),
     messages.WorkFailed(*ID, Interrupt.TRANSFER_FAILED, "broke"),
     messages.Tokens((ITEM,)),
-    scores.PromptLogprobs("r", 1, 1, 1, bytes(8), bytes(8), bytes(8), bytes(8)),
+    progress.PromptLogprobs("r", 1, 1, 1, bytes(8), bytes(8), bytes(8), bytes(8)),
     status.KvHeld(17, 3, 2),
     status.KvPairs((status.KvPair(9, "gloo", "shm: another host"),)),
     drain.Draining(1500.0),

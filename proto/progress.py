@@ -1,5 +1,5 @@
-"""What workers report of their work: what lets the coordinator know the blocks of all that runs on a decode worker from one
-number, that a worker does not get any further, and the log-probabilities of prompts."""
+"""What a worker tells of its work under way: how far it is, which lets the coordinator know the blocks of all that runs on a
+decode worker from one number; that it does not get any further; and, to gateways, what it found out of a prompt."""
 
 from typing import Annotated
 
@@ -49,6 +49,9 @@ class Hung(Message, frozen=True):
     ran_ms: DurationMs
 
 
+_TOP_BYTES_MAX = 4 * limits.MAX_PROMPT_LOGPROBS * limits.MAX_TOP_LOGPROBS
+
+
 class PromptLogprobs(Message, frozen=True):
     """Log-probabilities of consecutive tokens of an attempt's prompt, where its sampling asks for them: all those of the
     prompt come, in order, before its first token. Numbers are packed, little-endian; rows are tokens."""
@@ -63,7 +66,7 @@ class PromptLogprobs(Message, frozen=True):
     """float32 [rows], of the prompt's tokens."""
     ranks: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.MAX_PROMPT_LOGPROBS)]
     """int32 [rows]: the place of each among all tokens, likeliest first; 1 is the likeliest."""
-    top_ids: Annotated[bytes, Meta(max_length=4 * limits.MAX_PROMPT_LOGPROBS * limits.MAX_TOP_LOGPROBS)] = b""
+    top_ids: Annotated[bytes, Meta(max_length=_TOP_BYTES_MAX)] = b""
     """int32 [rows, top], likeliest first."""
-    top_logprobs: Annotated[bytes, Meta(max_length=4 * limits.MAX_PROMPT_LOGPROBS * limits.MAX_TOP_LOGPROBS)] = b""
+    top_logprobs: Annotated[bytes, Meta(max_length=_TOP_BYTES_MAX)] = b""
     """float32 [rows, top]."""

@@ -2,6 +2,7 @@
 
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
+from engine.gpu.memory import GpuShare
 from engine.kv.allocator import BlockAllocator
 from engine.model.loader import load_engine
 from engine.thread import EngineThread, pick_device
@@ -45,7 +46,8 @@ def run(settings: WorkerSettings) -> int:
             dtype=settings.dtype,
             weights=settings.weights,
             block_size=settings.block_size,
-            kv_bytes=settings.kv_bytes,
+            kv_bytes=settings.kv_bytes_on(device),
+            gpu=GpuShare(settings.gpu_memory_share, settings.step_tokens_max, settings.max_seqs),
             # Also in a prefill worker: it may become one that receives.
             allocate=memory.allocate if memory is not None else None,
         ),

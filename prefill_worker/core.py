@@ -298,6 +298,6 @@ class PrefillCore:
 
 def needs_tokens(sampling: Sampling, resumed_tokens: int) -> bool:
     """Whether decode must know the prompt's ids (or the resumed output among them) to sample."""
-    output = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or bool(sampling.grammar)
-    output = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or bool(sampling.bad_words)
+    penalised = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+    output = penalised or bool(sampling.bad_words) or bool(sampling.grammar)
     return sampling.repetition_penalty != 1.0 or (output and resumed_tokens > 0)

@@ -113,17 +113,18 @@ class Autopilot:
             what = "too few requests" if seen.traffic is None else f"{present} lacks a role"
             return Decision(present, present, None, 0.0, f"{what}: nothing is compared")
         traffic, is_now, best = self._compared(seen, present, now)
-        gain = _gain(is_now, best)
-        why = _reason(is_now, best, traffic)
-        direction = _sign(best.workers.prefill - present.prefill) if gain >= self.rules.gain_min else 0
+        direction = _sign(best.workers.prefill - present.prefill) if _gain(is_now, best) >= self.rules.gain_min else 0
         hindrance = self._hindrance(seen, is_now, best, direction, now)
         worker = ""
         if direction and not hindrance:
             worker = _whom(seen.workers, Role.DECODE if direction > 0 else Role.PREFILL)
             self._flipped_at, self._direction = now, direction
-        needed = Model(self.profile, traffic, self.rules.slo, self.rules.horizon_s).wanted()
+        model = Model(self.profile, traffic, self.rules.slo, self.rules.horizon_s)
+        is_now = model.estimate(present)
+        best = _best(model, present) if direction else is_now
+        why = _reason(is_now, best, traffic)
         return Decision(
-            present, best.workers, needed, gain, f"{why}{hindrance and f'; {hindrance}'}", worker,
+            present, best.workers, model.wanted(), _gain(is_now, best), f"{why}{hindrance and f'; {hindrance}'}", worker,
             Role.PREFILL if direction > 0 else Role.DECODE,
         )  # fmt: skip
 

@@ -33,7 +33,7 @@ class UnsupportedAttention(CrossdockError):
 
 
 class Recorder:
-    """Stands in for a `PagedForward` during the first forward of a model: notes the shape of each layer's K, computes nothing."""
+    """Stands in for a `PagedForward` in the first forward of a model: notes the shape of each layer's K, computes nothing."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int]] = {}

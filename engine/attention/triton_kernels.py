@@ -1,7 +1,7 @@
 """The attention kernels, in Triton. Scores and sums are float32; offsets into the pool are 64 bits wide.
 
-The pool is [blocks, layers, 2, block_size, kv_heads, head_dim]; `kv` points to the K of the layer in block 0. Kernels find the KV
-of a position by its block table, so it needs neither contiguous blocks nor a size that is a power of two.
+The pool is [blocks, layers, 2, block_size, kv_heads, head_dim]; `kv` points to the K of the layer in block 0. Kernels find the
+KV of a position by its block table, so it needs neither contiguous blocks nor a size that is a power of two.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """Decode steps on the device, one ahead of what the host has seen.
 
 A step's tokens stay on the device, where the next step forwards them; the host gets a copy, and sees the end of a stream one
-step late. The forward pass reads only buffers in fixed places, so it is a CUDA graph for each number of rows; drawing follows as
-plain calls. Nothing that is launched makes the host wait: only `collect` does.
+step late. The forward pass reads only buffers in fixed places, so it is a CUDA graph for each number of rows; drawing follows
+as plain calls. Nothing that is launched makes the host wait: only `collect` does.
 """
 
 from collections import deque

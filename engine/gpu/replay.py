@@ -41,7 +41,7 @@ class Replay:
             self._graphs[rows] = (graph, out)
 
     def run(self, rows: int) -> torch.Tensor:
-        """What the function returns for the next bucket, of which the first `rows` lines are meant. Valid until the next run."""
+        """What the function returns for the next bucket; the first `rows` lines are meant. Valid until the next run."""
         bucket = next(bucket for bucket in self._buckets if bucket >= rows)
         if bucket not in self._graphs:
             return self._function(bucket)

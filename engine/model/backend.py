@@ -1,6 +1,7 @@
-"""Which code runs a loaded model: the CPU kernels where they know its shape, else transformers' own.
+"""Which code runs a loaded model: the kernels of its device where they know its shape, else transformers' own, with the
+attention backend `torch`. This is the one place that decides it; the log has the `backend` of what was chosen.
 
-Either is compared with the model as transformers runs it before it serves.
+All are compared with the model as transformers runs it before it serves.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,11 @@ from engine.cpu.library import KernelsUnavailable
 from engine.cpu.library import load as load_kernels
 from engine.cpu.recognise import ModelParts, NotRecognised, recognise
 from engine.cpu.weights import round_weights
-from engine.engine import Engine, ModelInfo
+from engine.engine import Engine, ModelInfo, Runner
+from engine.gpu.choose import make_ops
+from engine.gpu.memory import GpuShare, measure
+from engine.gpu.runner import GpuRunner
+from engine.gpu.weights import DecoderWeights, fuse
 from engine.model import selfcheck
 from engine.model.errors import ModelUnsupported, WeightsUnsupported
 from engine.model.runner import TransformersRunner
@@ -36,6 +41,13 @@ class Candidate:
     """What its layers call their attention with."""
     weights: str
     """How the CPU kernels are to keep its weights."""
+    kv_bytes: int | None
+    """Of the pool; None: what the share of the GPU leaves."""
+    gpu: GpuShare
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.model.device.type == "cuda")
 
     @property
     def on_cpu(self) -> bool:
@@ -43,19 +55,32 @@ class Candidate:
         return bool(self.model.device.type == "cpu" and self.model.dtype == torch.float32)
 
 
-def make_engine(candidate: Candidate, make_pool: Callable[[], torch.Tensor], progress: Progress) -> Engine:
-    """Raises ModelUnsupported."""
+MakePool = Callable[[int], torch.Tensor]
+
+
+def make_engine(candidate: Candidate, make_pool: MakePool, progress: Progress) -> Engine:
+    """`make_pool(bytes)` raises `PoolTooSmall`. Raises ModelUnsupported."""
     parts = _recognised(candidate, progress) if candidate.on_cpu else None
     windows = {call.window for call in candidate.calls if call.window is not None}
     check = selfcheck.SelfCheck(candidate.model, candidate.info, candidate.text_config, windows)
     check.compute_reference()
-    pool, info = make_pool(), candidate.info
+    info, fused = candidate.info, _fused(candidate, progress) if candidate.on_gpu else None
+    if candidate.kv_bytes is None:
+        progress("measuring memory")
+    pool = make_pool(candidate.kv_bytes if candidate.kv_bytes is not None else _measured(candidate, fused))
+    runner: Runner | None = None
     if parts is not None:
         progress("preparing the CPU kernels")
-        decoder = CpuDecoder(parts, pool, info.context_tokens, candidate.weights, torch.get_num_threads())
-        engine = Engine(decoder, info, pool)
+        runner = CpuDecoder(parts, pool, info.context_tokens, candidate.weights, torch.get_num_threads())
+    elif fused is not None:
+        runner = GpuRunner(fused, pool, make_ops(pool), info.context_tokens, candidate.gpu.decode_rows)
+    if runner is not None:
+        engine = Engine(runner, info, pool)
         difference = check.compare(engine)
         if difference is None:
+            if isinstance(runner, GpuRunner):
+                progress("capturing CUDA graphs")
+                runner.capture()
             return engine
         _without_kernels(candidate, difference, progress)
     engine = Engine(_transformers_runner(candidate, pool), info, pool)
@@ -64,6 +89,30 @@ def make_engine(candidate: Candidate, make_pool: Callable[[], torch.Tensor], pro
     if difference is not None:
         raise ModelUnsupported(f"{info.model_path}: {difference}")
     return engine
+
+
+def _fused(candidate: Candidate, progress: Progress) -> DecoderWeights | None:
+    """For the GPU kernels; None where they cannot run it."""
+    try:
+        return fuse(recognised(candidate), candidate.info.context_tokens)
+    except NotRecognised as error:
+        _without_kernels(candidate, str(error), progress)
+        return None
+
+
+def _measured(candidate: Candidate, fused: DecoderWeights | None) -> int:
+    """Bytes for a pool on a GPU."""
+    info, model = candidate.info, candidate.model
+
+    def make_runner(tokens: int) -> tuple[Runner, int]:
+        blocks = -(-tokens // info.block_size)
+        shape = (blocks, info.layers, 2, info.block_size, info.kv_heads, info.head_dim)
+        pool = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        if fused is None:
+            return _transformers_runner(candidate, pool), blocks
+        return GpuRunner(fused, pool, make_ops(pool), info.context_tokens), blocks
+
+    return measure(candidate.gpu, info.context_tokens, info.vocab_size, make_runner, model.device)
 
 
 def recognised(candidate: Candidate) -> ModelParts:
@@ -89,7 +138,7 @@ def _without_kernels(candidate: Candidate, why: str, progress: Progress) -> None
         raise WeightsUnsupported(
             f"{candidate.weights} weights need the CPU kernels, which cannot run this model: {why}"
         )
-    progress(f"without the CPU kernels: {why}")
+    progress(f"without the {'CPU' if candidate.on_cpu else 'GPU'} kernels: {why}")
 
 
 def _transformers_runner(candidate: Candidate, pool: torch.Tensor) -> TransformersRunner:

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from engine.attention import paged as attention
 from engine.attention.paged import AttentionCall, Recorder, UnsupportedAttention, forward_context
 from engine.engine import Engine, ModelInfo
+from engine.gpu.memory import GpuShare
 from engine.model.backend import Candidate, make_engine
 from engine.model.errors import ModelUnsupported, PoolTooSmall, WeightsUnsupported
 from engine.model.fingerprint import model_fingerprint
@@ -23,6 +25,7 @@ MIN_BLOCKS = 8
 _ALIGNMENT = 64
 """Bytes; of a cache line, and of the widest vector load."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WHOLE_GPU = GpuShare()
 _DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -33,12 +36,13 @@ def load_engine(
     dtype: str = "auto",
     weights: str = "float32",
     block_size: int = 16,
-    kv_bytes: int,
+    kv_bytes: int | None,
+    gpu: GpuShare = _WHOLE_GPU,
     allocate: Callable[[int], torch.Tensor] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Engine:
-    """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`; `allocate(bytes)` may
-    provide its memory, as a tensor of zero bytes on the device.
+    """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`, or, if that is None,
+    of what its share `gpu` of a GPU leaves. `allocate(bytes)` may provide its memory, as a tensor of zero bytes on the device.
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `weights` says how the CPU
     kernels keep the weights: `float32`, `bfloat16` or `int8`. `block_size` is in tokens. Raises ModelUnsupported.
     """
@@ -59,7 +63,8 @@ def load_engine(
     weights_dtype: torch.dtype = loaded.dtype
     kv_dtype = str(weights_dtype).removeprefix("torch.")
     block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
-    blocks = _pool_blocks(kv_bytes, block_bytes)
+    if kv_bytes is not None:
+        _pool_blocks(kv_bytes, block_bytes)
     info = ModelInfo(
         model_path=str(folder),
         model_type=str(config.model_type),
@@ -74,12 +79,12 @@ def load_engine(
         eos_token_ids=_eos_token_ids(folder, text_config),
         fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim), weights),
     )
-    pool_shape = (blocks, layers, 2, block_size, kv_heads, head_dim)
-    return make_engine(
-        Candidate(loaded, text_config, info, calls, weights),
-        lambda: _make_pool(pool_shape, weights_dtype, loaded.device, allocate),
-        progress,
-    )
+
+    def make_pool(pool_bytes: int) -> torch.Tensor:
+        shape = (_pool_blocks(pool_bytes, block_bytes), layers, 2, block_size, kv_heads, head_dim)
+        return _make_pool(shape, weights_dtype, loaded.device, allocate)
+
+    return make_engine(Candidate(loaded, text_config, info, calls, weights, kv_bytes, gpu), make_pool, progress)
 
 
 def _pool_blocks(kv_bytes: int, block_bytes: int) -> int:
@@ -129,6 +134,8 @@ def _load_weights(
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         # Typed as the model alone; with output_loading_info it is a pair.
+        # A GPU gets the weights from the file, without a copy of them all on the host.
+        placed = {"device_map": device} if device != "cpu" and find_spec("accelerate") is not None else {}
         pair: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -137,6 +144,7 @@ def _load_weights(
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **placed,
         )
         loaded, report = pair[0].to(device), pair[1]
     except (ValueError, KeyError, OSError, ImportError, RuntimeError, SafetensorError) as error:

@@ -18,7 +18,7 @@ class WorkerSettings(ClientSettings):
     panels: ClassVar[Panels] = {
         "Model": "role model model_id device dtype weights",
         "Compute": "threads cpu_cores nice max_seqs step_tokens_max step_timeout_ms",
-        "KV cache": "kv_gib block_size prefix_cache",
+        "KV cache": "kv_gib gpu_memory_share block_size prefix_cache",
         "KV transfer": "kv_bind transfer_host kv_interface kv_transport transfer_encryption kv_digest kv_mib_per_s"
         " kv_timeout_ms",
     }
@@ -36,7 +36,18 @@ class WorkerSettings(ClientSettings):
         description="CPU threads of the model. More than the worker's own cores is far slower, not faster.",
     )
     kv_gib: float = Field(
-        2.0, gt=0.0, le=16_384.0, description="Size of the KV cache in GiB. It bounds requests at once."
+        2.0,
+        gt=0.0,
+        le=16_384.0,
+        description="Size of the KV cache in GiB. It bounds requests at once. On a GPU, if it is not given: what"
+        " --gpu-memory-share leaves.",
+    )
+    gpu_memory_share: float = Field(
+        0.9,
+        gt=0.0,
+        le=1.0,
+        description="Share of the GPU's memory that this worker takes, with weights, one forward pass of --step-tokens-max and"
+        " the KV cache. Workers that share a GPU need less each.",
     )
     block_size: int = Field(
         16,
@@ -122,6 +133,10 @@ class WorkerSettings(ClientSettings):
     @property
     def kv_bytes(self) -> int:
         return int(self.kv_gib * (1 << 30))
+
+    def kv_bytes_on(self, device: str) -> int | None:
+        """None: as much as `gpu_memory_share` leaves."""
+        return self.kv_bytes if device == "cpu" or "kv_gib" in self.model_fields_set else None
 
     @property
     def cores(self) -> tuple[int, ...]:

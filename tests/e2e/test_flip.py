@@ -1,10 +1,13 @@
 """Workers change their roles under load: no request fails, no token changes, and what was cached is still there."""
 
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import uvloop
 
@@ -13,6 +16,7 @@ from proto.drain import DrainAnswer, DrainRequest
 from proto.messages import Role
 from tests.e2e.parts import ROOT, parts
 from tests.e2e.test_rolling import Twins, come, load
+from tuning.profile import Capacity, Curve, DecodeCost, PrefillCost, Profile, encoded
 
 REUSED = 32
 
@@ -83,3 +87,48 @@ def test_what_cannot_be_is_refused(up: Twins) -> None:
     last = flip(up, "decode-1", "prefill")
     assert last.returncode == 1 and "decode-1 is the only decode worker" in last.stderr and "--force" in last.stderr
     assert flip(up, "decode-0", "decode", "--first-step-s", "0").returncode == 0
+
+
+def test_the_autopilot_changes_a_role_and_says_why(up: Twins, tmp_path: Path) -> None:
+    """By its profile a prompt takes 600 ms, so that the traffic wants more prefill workers than there are."""
+    profile = tmp_path / "profile.json"
+    slow = Profile(
+        PrefillCost(Curve((1.0,), (600.0,))), DecodeCost(Curve((1.0,), (1.0,))), Capacity(4096), Capacity(4096)
+    )
+    profile.write_bytes(encoded(slow))
+    command = [sys.executable, "-m", "launcher.cli", "autopilot", "--coordinator", up.coordinator, "--mode", "on"]
+    options = {"profile": profile, "every-s": 0.3, "slo-ttft-ms": 3000, "slo-tpot-ms": 50, "log-format": "json"}
+    log = tmp_path / "autopilot.log"
+    with log.open("wb") as out:
+        arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        process = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        number = 0
+
+        def has_changed() -> bool:
+            nonlocal number
+            number += 1
+            up.token_ids([number, *range(10, 20)], 2)
+            time.sleep(0.1)
+            return list(roles(up).values()).count(Role.PREFILL) == 3
+
+        up.wait_for("a decode worker prefills", has_changed, 60.0)
+        (address,) = re.findall(r'"address": ?"([^"]+)"', log.read_text())
+        text = httpx.get(f"http://{address}/metrics", trust_env=False).text
+        assert 'crossdock_autopilot_present_workers{role="prefill"}' in text
+        assert re.search(r'crossdock_autopilot_needed_workers{role="prefill"} [1-9]', text)
+        assert re.search(r"^crossdock_autopilot_flips_total [1-9]", text, re.MULTILINE)
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0, log.read_text()
+    changed = up.status().flips[-1]
+    assert changed.why.startswith("autopilot: ") and "keep the SLO" in changed.why
+    assert flip(up, changed.worker, "decode", "--first-step-s", "0").returncode == 0
+
+
+def test_the_autopilot_needs_a_profile(tmp_path: Path) -> None:
+    (tmp_path / "not.json").write_text("{}")
+    for name, why in (("not.json", "not a profile of crossdock calibrate"), ("none.json", "No such file")):
+        command = [sys.executable, "-m", "launcher.cli", "autopilot", "--profile", str(tmp_path / name)]
+        refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert refused.returncode == 78 and "--profile" in refused.stderr and why in refused.stderr, refused.stderr

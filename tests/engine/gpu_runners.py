@@ -27,8 +27,8 @@ def candidate_of(path: Path) -> tuple[Candidate, torch.Tensor]:
 
     class Loaded(Exception): ...
 
-    def keep(candidate: Candidate, make_pool: Callable[[], torch.Tensor], *_: object) -> Engine:
-        found.append((candidate, make_pool()))
+    def keep(candidate: Candidate, make_pool: Callable[[int], torch.Tensor], *_: object) -> Engine:
+        found.append((candidate, make_pool(support.KV_BYTES)))
         raise Loaded
 
     real, loader.make_engine = loader.make_engine, keep

@@ -1,0 +1,132 @@
+"""When the autopilot changes a worker's role, and when it does not."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from proto.messages import Role
+from proto.status import TrafficStatus
+from tests.tuning.driving import Phase, drive
+from tuning.advise import Slo, Traffic, Workers
+from tuning.autopilot import Autopilot, Decision, Observation, Rules, Seat, latest, of_longer
+from tuning.profile import Capacity, Curve, DecodeCost, HostCost, PrefillCost, Profile, TransferCost
+
+PROFILE = Profile(
+    PrefillCost(Curve((1.0, 4096.0), (10.0, 400.0))),
+    DecodeCost(Curve((1.0, 16.0, 64.0), (40.0, 44.0, 90.0))),
+    Capacity(4096, 256, 256),
+    Capacity(4096, 256, 64),
+    TransferCost(3.0, 1e9, 0.0),
+    HostCost(1.0),
+    step_tokens=4096,
+)
+SLO = Slo(4000, 60)
+PROMPTS = Traffic(8.0, [6000] * 48, [20] * 48)
+ANSWERS = Traffic(6.0, [300] * 48, [400] * 48)
+MODEST = Traffic(1.0, [3000] * 48, [100] * 48)
+
+
+def seats(prefill: int, decode: int, *, draining: str = "") -> list[Seat]:
+    roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+    return [Seat(f"w{at}", role, 10 - at, f"w{at}" == draining) for at, role in enumerate(roles)]
+
+
+def looks(pilot: Autopilot, seen: Sequence[Observation], begin: float = 0.0) -> list[Decision]:
+    return [pilot.decide(one, begin + 2.0 * at) for at, one in enumerate(seen)]
+
+
+def test_it_takes_the_least_busy_worker_of_the_other_role_once_it_has_looked_twice() -> None:
+    first, second = looks(Autopilot(PROFILE, Rules(SLO)), [Observation(seats(2, 6), PROMPTS)] * 2)
+    assert not first.worker and "to be seen again first" in first.reason
+    assert (second.worker, second.role) == ("w7", Role.PREFILL)
+    assert second.present == Workers(2, 6) and second.wanted.prefill > 4 and second.gain > 1
+    assert "8 requests/s of 6000 + 20 tokens on 2P6D: 2% keep the SLO" in second.reason
+    assert second.needed is not None and second.needed.prefill >= 5 and second.needed.decode == 1
+
+
+@pytest.mark.parametrize(
+    ("seen", "why"),
+    [
+        (Observation(seats(2, 6, draining="w7"), PROMPTS), "drained or changing"),
+        (Observation(seats(2, 6), PROMPTS, is_changing=True), "drained or changing"),
+        (Observation(seats(7, 1), PROMPTS), ""),
+        (Observation(seats(2, 6), MODEST), ""),
+        (Observation(seats(2, 6), None), "too few requests"),
+        (Observation(seats(2, 0), PROMPTS), "lacks a role"),
+    ],
+)
+def test_it_stays(seen: Observation, why: str) -> None:
+    decisions = looks(Autopilot(PROFILE, Rules(SLO)), [seen] * 5)
+    assert not any(one.worker for one in decisions) and why in decisions[-1].reason
+
+
+def test_it_is_calm_after_a_loss() -> None:
+    pilot = Autopilot(PROFILE, Rules(SLO))
+    before, after = Observation(seats(2, 6), PROMPTS, lost=3), Observation(seats(2, 6), PROMPTS, lost=4)
+    decisions = looks(pilot, [before, *[after] * 15])
+    assert not any(one.worker for one in decisions) and "a worker was lost" in decisions[-1].reason
+    assert looks(pilot, [after], 40.0)[0].worker
+
+
+def test_it_does_not_turn_back_at_once() -> None:
+    pilot = Autopilot(PROFILE, Rules(SLO, dwell_s=60.0))
+    assert looks(pilot, [Observation(seats(2, 6), PROMPTS)] * 2)[1].worker
+    turned = Observation(seats(5, 3), ANSWERS)
+    back = looks(pilot, [turned] * 20, 4.0)
+    assert not any(one.worker for one in back) and "in the other direction" in back[-1].reason
+    assert looks(pilot, [turned] * 2, 70.0)[1].role is Role.DECODE
+
+
+def test_a_burst_is_no_change_of_traffic() -> None:
+    """A fifth more than the present ratio can serve, in a sample of 48: that may be chance."""
+    burst = Traffic(11.0, [6000] * 48, [20] * 48)
+    usual = Traffic(8.0, [6000] * 400, [20] * 400)
+    decisions = looks(Autopilot(PROFILE, Rules(SLO)), [Observation(seats(6, 2), burst, usual)] * 4)
+    assert not any(one.worker for one in decisions)
+
+
+def test_samples_are_the_latest_requests_and_those_of_a_minute() -> None:
+    ages = tuple(float(1000 * age) for age in range(199, -1, -1))
+    status = TrafficStatus("m", ages, (3,) * 200, (100,) * 200, (50,) * 200, (10,) * 200, 5)
+    short, long = latest(status), of_longer(status)
+    assert short is not None and long is not None
+    assert len(short.prompt_tokens) == 48 and len(long.prompt_tokens) == 61
+    assert short.requests_per_s == pytest.approx(3.0, rel=0.05) and short.hit_rate == 0.5
+    assert short.waiting_tokens == 5 and latest(TrafficStatus("m", (), (), (), (), (), 0)) is None
+
+
+TURNS = (Phase(40, 1.0, 6000, 20), Phase(100, 8.0, 6000, 20), Phase(80, 6.0, 300, 400))
+
+
+def test_it_follows_traffic_that_turns() -> None:
+    """In short: `test_it_comes_near_one_that_knows` is the whole."""
+    found = drive(TURNS, PROFILE, SLO, 2, 6, rules=Rules(SLO))
+    assert found.goodput >= 0.6 * found.asked, found
+    assert {way for at, way in found.flips if 40 <= at < 140} == {1}
+    assert {way for at, way in found.flips if at >= 140} == {-1}
+
+
+def test_steady_traffic_changes_nothing() -> None:
+    assert not drive([Phase(100, 4.0, 4000, 150)], PROFILE, SLO, 4, 4, rules=Rules(SLO)).flips
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_it_comes_near_one_that_knows() -> None:
+    """Eight workers. The oracle has the best fixed ratio of each phase from its first request on."""
+    phases = [Phase(600, one.per_s, one.prompt_tokens, one.output_tokens) for one in TURNS]
+    found = drive(phases, PROFILE, SLO, 2, 6, rules=Rules(SLO))
+    oracle = sum(max(drive([one], PROFILE, SLO, p, 8 - p).goodput for p in (1, 2, 6, 7)) for one in phases)
+    fixed = max(drive(phases, PROFILE, SLO, p, 8 - p).goodput for p in (2, 4, 6))
+    assert found.goodput >= 0.95 * oracle and found.goodput >= 1.3 * fixed
+    assert all(found.reversals(600 * at, 600 * (at + 1)) <= 1 for at in range(3))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("phase", "prefill"),
+    [(Phase(3600, 6.0, 300, 400), 2), (Phase(3600, 4.0, 4000, 150), 4), (Phase(3600, 1.0, 3000, 100), 4)],
+)
+def test_an_hour_of_steady_traffic_changes_nothing(phase: Phase, prefill: int) -> None:
+    assert not drive([phase], PROFILE, SLO, prefill, 8 - prefill, rules=Rules(SLO)).flips

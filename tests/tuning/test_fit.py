@@ -55,5 +55,5 @@ def test_a_profile_is_read_as_it_was_written_and_others_are_refused() -> None:
         GPU.replaced(step_tokens=0),
     )
     for data in (b"{}", b"no", *map(encoded, bad)):
-        with pytest.raises(ProfileError, match="^p: "):
+        with pytest.raises(ProfileError, match=r"^p: "):
             decoded(data, "p")

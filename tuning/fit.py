@@ -52,8 +52,8 @@ class Samples:
     prefill_beside: list[StepSample] = field(default_factory=list)
     """While streams ran on decode workers of the same host."""
     decode: list[StepSample] = field(default_factory=list)
-    decode_beside: list[StepSample] = field(default_factory=list)
-    """While prompts were computed on prefill workers of the same host."""
+    decode_beside: list[tuple[StepSample, float]] = field(default_factory=list)
+    """While prompts were computed on prefill workers of the same host, with the share of the time in which they were."""
     hand_overs: list[HandOver] = field(default_factory=list)
     outside: list[Outside] = field(default_factory=list)
     step_gaps_ms: list[float] = field(default_factory=list)
@@ -108,9 +108,10 @@ def decode_cost(samples: Sequence[StepSample]) -> DecodeCost:
     return DecodeCost(*fitted(samples))
 
 
-def beside(samples: Sequence[StepSample], cost: PrefillCost | DecodeCost) -> float:
-    """How many times as long steps take beside work of the other role; at least 1."""
-    ratios = [one.ms / cost.step_ms(one.size, one.reads) for one in samples]
+def beside(samples: Iterable[tuple[StepSample, float]], cost: PrefillCost | DecodeCost) -> float:
+    """How many times as long steps take beside work of the other role, each with the share of its time in which there was
+    such work; at least 1."""
+    ratios = [1 + (one.ms / cost.step_ms(one.size, one.reads) - 1) / busy for one, busy in samples]
     return max(median(ratios), 1.0) if ratios else 1.0
 
 

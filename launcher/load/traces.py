@@ -39,7 +39,7 @@ class Row:
 class _Mooncake(msgspec.Struct):
     timestamp: float
     input_length: int
-    output_length: int = 1
+    output_length: int
     hash_ids: list[int] = []
 
 

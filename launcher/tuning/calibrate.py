@@ -113,7 +113,7 @@ def profile_of(measured: Measured, logged: Logged, about: dict[str, Any], cores:
         fit.host_cost(samples, transfer),
         prefill_cores=cores[0],
         decode_cores=cores[1],
-        beside_decode=fit.beside(samples.prefill_beside, prefill),
+        beside_decode=fit.beside([(one, 1.0) for one in samples.prefill_beside], prefill),
         beside_prefill=fit.beside(samples.decode_beside, decode),
         run_sigma=max(fit.run_sigma(samples.prefill, prefill), fit.run_sigma(samples.decode, decode)),
         step_tokens=logged.step_tokens,

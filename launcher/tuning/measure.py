@@ -138,7 +138,8 @@ def samples_of(measured: Measured, logged: Logged) -> Samples:
         if batch.sequences == 1 and len(records[0].gaps_ms) > 2:
             first, *later = records[0].gaps_ms
             samples.second_token_ms.append((batch.context_tokens, first - median(later)))
-        samples.hand_overs += [one for record in records if (one := _hand_over(record, logged)) is not None]
+        if batch.sequences <= 2:  # more of them would wait for each other's transfers
+            samples.hand_overs += [one for record in records if (one := _hand_over(record, logged)) is not None]
     for number, batch, records, prompts in measured.beside:
         _beside(samples, number, batch, records, [step for one in prompts for step in steps.get(one.request_id, [])])
     return samples
@@ -159,12 +160,7 @@ def _steady(records: Sequence[Record], batch: Batch, number: int) -> StepSample 
         return None
     done = sum(sum(1 for at in one if at <= (begin + end) / 2) for one in times)
     kv_tokens = batch.sequences * batch.context_tokens + done
-    return StepSample(batch.sequences, kv_tokens, 1000 * _trimmed(gaps), number)
-
-
-def _trimmed(gaps: Sequence[float]) -> float:
-    """The mean without the hundredth part that is largest: a pause of the machine is no step time."""
-    return fmean(sorted(gaps)[: max(len(gaps) - len(gaps) // 100, 1)])
+    return StepSample(batch.sequences, kv_tokens, 1000 * fmean(gaps), number)
 
 
 def _hand_over(record: Record, logged: Logged) -> HandOver | None:
@@ -178,22 +174,26 @@ def _hand_over(record: Record, logged: Logged) -> HandOver | None:
 def _beside(
     samples: Samples, number: int, batch: Batch, records: Sequence[Record], computed: Sequence[LoggedStep]
 ) -> None:
-    """Steps and gaps while both roles were busy: gaps between the first and the last step of these prompts."""
+    """Steps and gaps while both roles were busy. The coordinator's clock is this machine's monotonic one, as the client's."""
     times = [_times(record) for record in records]
     begin, end = max(one[1] for one in times), min(one[-1] for one in times)
-    offset_s = 0.0  # the coordinator's clock is this machine's monotonic clock, as the client's
-    inside = [step for step in computed if begin + step.ms / 1000 <= step.at_s + offset_s <= end]
+    inside = [step for step in computed if begin + step.ms / 1000 <= step.at_s <= end]
     samples.prefill_beside += [StepSample(step.tokens, step.pairs, step.ms, number) for step in inside]
-    busy = [(step.at_s - step.ms / 1000, step.at_s) for step in inside]
+    if not inside:
+        return
+    first_s, last_s = inside[0].at_s - inside[0].ms / 1000, inside[-1].at_s
     gaps = [
         later - earlier
         for one in times
         for earlier, later in pairwise(one)
-        if any(start <= earlier and later <= stop for start, stop in busy)
+        if first_s <= later and earlier <= last_s and later <= end
     ]
-    if len(gaps) >= 8:
+    busy = sum(step.ms for step in inside) / 1000 / max(last_s - first_s, 1e-9)
+    if gaps and busy > 0:
         kv_tokens = batch.sequences * (batch.context_tokens + batch.output_tokens / 2)
-        samples.decode_beside.append(StepSample(batch.sequences, kv_tokens, 1000 * _trimmed(gaps), number))
+        samples.decode_beside.append(
+            (StepSample(batch.sequences, kv_tokens, 1000 * fmean(gaps), number), min(busy, 1.0))
+        )
 
 
 def transport_of(logged: Logged) -> str:

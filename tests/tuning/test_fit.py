@@ -1,0 +1,59 @@
+"""From measurements to a profile."""
+
+import numpy as np
+import pytest
+
+from tests.tuning.profiles import GPU
+from tuning import fit
+from tuning.fit import HandOver, Outside, Samples, StepSample
+from tuning.profile import Curve, ProfileError, decoded, encoded
+
+
+def test_a_fit_finds_the_costs_that_made_the_samples_though_some_were_slow() -> None:
+    rng, per_read = np.random.default_rng(1), 3e-4
+    line = Curve((8.0, 64.0, 256.0), (5.0, 12.0, 40.0))
+    samples = [
+        StepSample(
+            size, reads, (line(size) + per_read * reads) * (1 + 0.02 * rng.normal()) * (5 if n % 17 == 0 else 1), n % 3
+        )
+        for n, (size, reads) in enumerate((s, r) for s in (8, 64, 256) for r in (100.0, 5e4, 2e5) for _ in range(8))
+    ]
+    cost = fit.prefill_cost(samples)
+    assert cost.context_ms == pytest.approx(per_read, rel=0.1)
+    assert cost.curve.ms == pytest.approx(line.ms, rel=0.1)
+    assert abs(cost.residuals.p50) < 0.02
+    assert cost.residuals.worst > 3
+
+
+def test_work_of_the_other_role_counts_by_its_share_of_the_time() -> None:
+    cost = GPU.decode
+    alone = cost.step_ms(4, 1000)
+    assert fit.beside([(StepSample(4, 1000, 1.5 * alone), 0.5)], cost) == pytest.approx(2.0)
+    assert fit.beside([(StepSample(4, 1000, 0.9 * alone), 0.5)], cost) == 1.0
+    assert fit.beside([], cost) == 1.0
+
+
+def test_transfers_and_host_costs_are_lines() -> None:
+    hand_overs = [HandOver(tokens, 1000.0, 2 + 0.01 * tokens) for tokens in (16, 64, 256) for _ in range(3)]
+    transfer = fit.transfer_cost(hand_overs, "shm")
+    assert transfer.ms(100) == pytest.approx(3.0)
+    samples = Samples(outside=[Outside(n, 8 + 0.002 * n) for n in (10, 100, 1000)], second_token_ms=[(32, 5.0)])
+    host = fit.host_cost(samples, transfer)
+    assert (host.request_ms, host.request_token_ms, host.join_ms) == pytest.approx((8.0, 0.002, 3.0))
+
+
+def test_nothing_measured_is_an_error() -> None:
+    with pytest.raises(fit.FitError):
+        fit.prefill_cost([])
+
+
+def test_a_profile_is_read_as_it_was_written_and_others_are_refused() -> None:
+    assert decoded(encoded(GPU), "p") == GPU
+    bad = (
+        GPU.replaced(format=99),
+        GPU.replaced(decode=fit.DecodeCost(Curve((2.0, 1.0), (1.0, 1.0)))),
+        GPU.replaced(step_tokens=0),
+    )
+    for data in (b"{}", b"no", *map(encoded, bad)):
+        with pytest.raises(ProfileError, match=r"^p: "):
+            decoded(data, "p")

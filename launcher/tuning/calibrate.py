@@ -175,4 +175,4 @@ def show(profile: Profile, console: Console) -> None:
             f" decode {profile.beside_prefill:.2f} times beside prefill"
         )
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False)

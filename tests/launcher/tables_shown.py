@@ -145,3 +145,36 @@ _LIFE = {
 ROOM = {name: {"peak": _LIFE, "whole_life": _LIFE} for name in (*bench_room.UNIFORM, "a few huge among many tiny")}
 OVERCOMMIT = {name: {"1.1": _LIFE, "2": _LIFE} for name in bench_room.UNIFORM}
 SIMULATED = Sum(20_000, 1_234_567, 98_765, 111_000.0, {"a worker is killed": 7_700, "pause": 12}, {"finished": 12_345})
+
+# --- the ratio lab ------------------------------------------------------------------------------------------------------
+
+RANKED: list[dict[str, Any]] = [
+    {
+        "workers": workers, "step_tokens": 2048, "probability": 0.92, "goodput_requests_per_s": 1_234.56, "attainment": 1.0,
+        "ttft_ms": {"p50": 12_345.0, "p90": 123_456.0}, "tpot_ms": {"p90": 1_234.5}, "prefill_busy": 0.987,
+        "decode_busy": 0.123, "binds": binds,
+    }
+    for workers, binds in (("128P384D", "prefill compute"), ("512M", ""))
+]  # fmt: skip
+TUNED: dict[str, Any] = {
+    "settings": {"workers": 2},
+    "candidates": [
+        {
+            "workers": workers, "total": total, "mixed": mixed, "attainment": 0.9, "strain": 1.0,
+            "goodput_requests_per_s": 1_234.56, "goodput_low": 1_200.0, "goodput_high": 1_300.0,
+        }
+        for workers, total, mixed in (("1P1D", 2, 0), ("1M", 1, 1), ("2M", 2, 2))
+    ],
+}  # fmt: skip
+_BAND = {
+    "predicted": 12_345.6,
+    "low": 11_111.1,
+    "high": 99_999.9,
+    "measured": 12_345.7,
+    "error": -0.123,
+    "covered": True,
+}
+CHECKED: dict[str, Any] = {
+    "ratio": "128P384D", "requests": 1_234_567, "ttft_ms": {"p50": _BAND, "p90": {**_BAND, "covered": False}},
+    "attainment": {"predicted": 0.9, "low": 0.8, "high": 1.0, "measured": 0.95, "error": 5.0, "covered": True},
+}  # fmt: skip

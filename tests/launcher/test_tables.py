@@ -27,7 +27,11 @@ from launcher.bench.dev.engine import rounds as bench_engine
 from launcher.cluster import check as cluster_check
 from launcher.load import show as load_show
 from launcher.tables import Table
+from launcher.tuning import calibrate as tune_calibrate
+from launcher.tuning import check as tune_check
+from launcher.tuning import show as tune_show
 from tests.launcher import tables_shown as shown
+from tests.tuning.profiles import GPU
 
 ROOT = Path(__file__).parents[2]
 SHOWN: dict[str, Callable[[Console], Any]] = {
@@ -56,6 +60,9 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     "admin.status": lambda c: (status.show(shown.REPORT, c), status.show(shown.REPORT, c, wide=True)),
     "admin.tenants": lambda c: tenants.show(shown.TENANTS, c),
     "admin.usage": lambda c: usage.show(shown.USAGE, c),
+    "tuning.calibrate": lambda c: tune_calibrate.show(GPU, c),
+    "tuning.check": lambda c: tune_check.show(shown.CHECKED, c),
+    "tuning.show": lambda c: (tune_show._ranked(shown.RANKED, c), tune_show._by_workers(shown.TUNED, c)),
 }
 
 

@@ -29,7 +29,8 @@ class DecodePipeline(Protocol):
     """An engine has one if its device computes on while the host does something else."""
 
     def launch(self, rows: Sequence[DecodeRow], copies: BlockCopies) -> None:
-        """Enqueues a step; `copies` of KV blocks, (source, target), come first. At most two steps may be under way."""
+        """Enqueues a step; `copies` of KV blocks, (source, target), come first. At most two steps may be under way;
+        where a state `forbids` something, the last one has been collected."""
 
     def collect(self) -> list[Sampled | None]:
         """Waits for the oldest step that is under way: one result for each of its rows, which its state has accepted; None

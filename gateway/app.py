@@ -2,23 +2,49 @@
 
 from typing import Final
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from gateway.anthropic import routes as routes_anthropic
+from gateway.anthropic.answer import error_body
+from gateway.anthropic.types import CountRequest, MessagesRequest
 from gateway.http.errors import ApiError
-from gateway.http.request_log import RequestInfo, RequestLog, info_of
+from gateway.http.request_log import RequestLog, info_of
 from gateway.openai import openapi, routes_generate, routes_info
-from gateway.openai.answer_types import ChatCompletionChunk
+from gateway.openai.answer_types import ChatCompletionChunk, MessageEvent, ResponseEvent
 from gateway.openai.context import Gateway
 from gateway.openai.request_types import ChatRequest, CompletionRequest
+from gateway.responses import routes as routes_responses
+from gateway.responses.types import ResponsesRequest
 from gateway.streams.types import FailKind
+from gateway.vllm import routes as routes_vllm
+from gateway.vllm.types import DetokenizeRequest, TokenizeRequest
 from runtime.process.version import version_of
 
-ROUTERS: Final = (routes_generate.router, routes_info.router)
-BODIES: Final = (CompletionRequest, ChatRequest, ChatCompletionChunk)
+ROUTERS: Final = (
+    routes_generate.router,
+    routes_responses.router,
+    routes_anthropic.router,
+    routes_vllm.router,
+    routes_info.router,
+)
+BODIES: Final = (
+    CompletionRequest,
+    ChatRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ChatCompletionChunk,
+    ResponseEvent,
+    MessageEvent,
+)
 """What the description has beside what the routes themselves name."""
 
 
@@ -35,6 +61,14 @@ def create_app(gateway: Gateway) -> ASGIApp:
     for router in ROUTERS:
         app.include_router(router)
     openapi.describe(app, BODIES)
+    if gateway.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=gateway.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After", "x-ratelimit-*"],
+        )
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
@@ -44,19 +78,24 @@ def create_app(gateway: Gateway) -> ASGIApp:
     return RequestLog(app, paths, enabled=gateway.access_log)
 
 
-def _response(error: ApiError, info: RequestInfo) -> Response:
+def _response(error: ApiError, request: Request) -> Response:
+    info = info_of(request.scope)
     info.error = error.code
     headers = error.headers()
     if error.status == 408 or error.code == FailKind.SHUTTING_DOWN:
         headers["Connection"] = "close"
     # Elsewhere the rest of an unread body is left to the server, which throws it away: closing would reset the connection
     # under a client that is still sending, and this answer would be lost.
-    return Response(error.encoded(info.request_id), error.status, media_type="application/json", headers=headers)
+    if request.url.path.startswith(routes_anthropic.PREFIX):
+        content = msgspec.json.encode(error_body(error, info.request_id))
+    else:
+        content = error.encoded(info.request_id)
+    return Response(content, error.status, media_type="application/json", headers=headers)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _response(error, info_of(request.scope))
+    return _response(error, request)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -66,10 +105,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
         404: f"There is nothing at {request.url.path[:200]}.",
         405: f"{request.method[:20]} is not allowed at {request.url.path[:200]}.",
     }.get(error.status_code, str(error.detail)[:300])
-    response = _response(ApiError(error.status_code, message, code=code), info_of(request.scope))
+    response = _response(ApiError(error.status_code, message, code=code), request)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _internal_error(request: Request, _error: Exception) -> Response:
-    return _response(ApiError(500, "The gateway failed.", code="internal_error"), info_of(request.scope))
+    return _response(ApiError(500, "The gateway failed.", code="internal_error"), request)

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from hashlib import blake2b
+from typing import Final, Protocol
 
 from gateway.metrics import GatewayMetrics, StreamTimes
 from gateway.streams.keeper import StreamKeeper
@@ -31,12 +32,15 @@ from gateway.streams.types import (
 )
 from gateway.streams.worker_links import WorkerLinks
 from proto.errors import RemoteProtocolError
-from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, PromptLogprobs, Rejected, Role, Tokens
+from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
+from proto.progress import PromptLogprobs
 from runtime.link.peer import Peer
 from runtime.process import clock, log
 from runtime.process.driver import CoreDriver
+from runtime.process.version import version_of
 
 _log = log.get("crossdock.gateway")
+_KINDS_MAX: Final = 64
 
 
 class ClientLeft(Exception):
@@ -104,6 +108,10 @@ class Backend:
         self.metrics = metrics
         self._driver: CoreDriver[Event, Action] = CoreDriver(self.keeper, perform=self._perform, tick=Tick())
         self._workers = WorkerLinks()
+        self._kinds: set[tuple[str, str]] = set()
+        self.system_fingerprint: str | None = None
+        """Of what decides whether two answers can be equal: the model's files, what computes, versions. None until a worker has
+        connected. Workers that differ change it as they become known."""
         self._coordinator: Sender | None = None
         self._servable: dict[str, int] = {}
         """Tokens that each hash of a prompt is to cover, for each model; 0 where that is not known."""
@@ -211,6 +219,11 @@ class Backend:
             raise RemoteProtocolError(f"a worker may not send {type(message).__name__} to a gateway")
 
     def worker_up(self, peer: Peer) -> None:
+        kind = (peer.hello.fingerprint, peer.hello.numerics)
+        if kind not in self._kinds and len(self._kinds) < _KINDS_MAX:
+            self._kinds.add(kind)
+            text = repr((version_of(), self.model, sorted(self._kinds)))
+            self.system_fingerprint = f"fp_{blake2b(text.encode(), digest_size=6).hexdigest()}"
         if self._workers.returns(peer.incarnation):
             self._driver.post(WorkerDown(peer.incarnation))
 

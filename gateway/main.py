@@ -16,6 +16,7 @@ from gateway.http.server import make_server
 from gateway.metrics import GatewayMetrics
 from gateway.openai.context import Gateway
 from gateway.openai.prepare import Rules
+from gateway.response_store import ResponseStore
 from gateway.streams.types import StreamLimits
 from gateway.tenancy import KeyRing
 from gateway.text.tokenizer import ModelFilesError, ModelTokenizer, load
@@ -141,10 +142,16 @@ class GatewayProcess:
                 client_timeout_s=self.settings.client_timeout_ms / 1000,
                 tenant_requests_max=self.settings.tenant_requests_max,
             ),
-            rules=Rules(self.settings.served_model_id, self.settings.default_max_tokens),
+            rules=Rules(
+                self.settings.served_model_id,
+                self.settings.default_max_tokens,
+                tuple(self.settings.served_model_name),
+            ),
             keys=keys,
             keep_alive_s=self.settings.stream_keep_alive_ms / 1000,
             access_log=self.settings.access_log,
+            cors_origins=self.settings.cors_origins,
+            responses=ResponseStore(keep_s=self.settings.responses_keep_s),
         )
         self.metrics.slo_of = keys.slo_of
         ends = {"tokens": self.tokens.counters, "coordinator": coordinator.counters}
@@ -158,7 +165,7 @@ class GatewayProcess:
             await coordinator.close()
             waiting.end()
             gateway.threads.shutdown()
-            gateway.grammars.close()
+            await gateway.grammars.close()
 
     async def _load(self, stop: asyncio.Event) -> ModelTokenizer | None:
         """The model's tokenizer; None if told to stop first. Raises `ConfigError`."""

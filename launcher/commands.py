@@ -114,7 +114,7 @@ TABLE: Final[Table] = {
     ),
     "flip": Command("Change a worker's role", "launcher.admin.flip:FlipSettings", "launcher.admin.flip:run"),
     "autopilot": Command(
-        "Watch the traffic, and advise or change the ratio of workers.",
+        "Watch the traffic of a cluster",
         "runtime.settings.autopilot:AutopilotSettings",
         "launcher.admin.autopilot:run",
     ),

@@ -14,7 +14,8 @@ from engine.sampling.sampler import SamplerState, sample
 from prefill_worker.core import StepResult
 from prefill_worker.prompts import Key, PrefillRequest
 from proto.limits import MAX_PROMPT_LOGPROBS
-from proto.messages import Chunk, PromptLogprobs, TokenItem
+from proto.messages import Chunk, TokenItem
+from proto.progress import PromptLogprobs
 
 
 def run_step(

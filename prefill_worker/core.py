@@ -20,7 +20,6 @@ from proto.messages import (
     Message,
     Peer,
     Prefill,
-    PromptLogprobs,
     Release,
     Released,
     Step,
@@ -29,6 +28,7 @@ from proto.messages import (
     Tokens,
     WorkFailed,
 )
+from proto.progress import PromptLogprobs
 from proto.sampling import Sampling
 from runtime.worker.ports import Coordinator, Gateways
 

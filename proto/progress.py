@@ -1,11 +1,12 @@
-"""How far a worker is: what lets the coordinator know the blocks of all that runs on a decode worker from one number, and
-that a worker does not get any further."""
+"""What a worker tells of its work under way: how far it is, which lets the coordinator know the blocks of all that runs on a
+decode worker from one number; that it does not get any further; and, to gateways, what it found out of a prompt."""
 
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from proto import limits
 from proto.fields import Attempt, Count, DurationMs, RequestId
 from proto.messages import Message
 from proto.parts import PrefixParts
@@ -46,3 +47,26 @@ class Hung(Message, frozen=True):
     """A worker's last word: a step of its model does not end, and it is about to end itself."""
 
     ran_ms: DurationMs
+
+
+_TOP_BYTES_MAX = 4 * limits.MAX_PROMPT_LOGPROBS * limits.MAX_TOP_LOGPROBS
+
+
+class PromptLogprobs(Message, frozen=True):
+    """Log-probabilities of consecutive tokens of an attempt's prompt, where its sampling asks for them: all those of the
+    prompt come, in order, before its first token. Numbers are packed, little-endian; rows are tokens."""
+
+    request_id: RequestId
+    attempt: Attempt
+    start: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
+    """Position in the prompt of the first of these tokens. The prompt's own first token has no probability."""
+    top: Annotated[int, Meta(ge=0, le=limits.MAX_TOP_LOGPROBS)]
+    """How many of the likeliest tokens there are for each."""
+    logprobs: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.MAX_PROMPT_LOGPROBS)]
+    """float32 [rows], of the prompt's tokens."""
+    ranks: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.MAX_PROMPT_LOGPROBS)]
+    """int32 [rows]: the place of each among all tokens, likeliest first; 1 is the likeliest."""
+    top_ids: Annotated[bytes, Meta(max_length=_TOP_BYTES_MAX)] = b""
+    """int32 [rows, top], likeliest first."""
+    top_logprobs: Annotated[bytes, Meta(max_length=_TOP_BYTES_MAX)] = b""
+    """float32 [rows, top]."""

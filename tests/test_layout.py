@@ -28,12 +28,15 @@ FOLDERS_MAY_IMPORT = {
         "workers": "fairness kv_admission waiting",
     },
     "gateway": {
+        "anthropic": "http openai streams text",
         "http": "streams",
         "openai": "http streams structured text tools",
+        "responses": "http openai streams text",
         "streams": "text",
         "structured": "http",
         "text": "",
         "tools": "http structured text",
+        "vllm": "http openai text",
     },
     "kvtransfer": {"memory": "", "session": "", "transports": "memory session"},
     "launcher": {

@@ -22,7 +22,7 @@ class GpuRunner:
         self, weights: DecoderWeights, pool: torch.Tensor, ops: Ops, context_tokens: int, decode_rows: int = 0
     ) -> None:
         """`decode_rows`: the most sequences that decode at once; 0: there is no pipeline."""
-        self._pool = pool
+        self._pool, self.weights = pool, weights
         self._decoder = Decoder(weights, ops)
         self.backend = f"gpu ({ops.attention.name} kernels)"
         device = torch.cuda.get_device_name(pool.device) if pool.is_cuda else "cpu"

@@ -4,7 +4,7 @@ Answers of generation requests are written without them (`gateway.openai.answers
 would cost more than the rest of it; `tests/gateway/test_openapi.py` checks answers against these types.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -38,6 +38,7 @@ class Model(AnswerType):
     object: Literal["model"]
     created: int = Field(description="When this gateway started, in seconds since 1970.")
     owned_by: str
+    root: str = Field(description="The model's own id, where `id` is another name for it.")
     max_model_len: int = Field(description="Tokens of prompt and answer together.")
 
 
@@ -95,6 +96,7 @@ class Completion(AnswerType):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None = Field(None, description="Answers to the same request can be equal where this is.")
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -146,6 +148,7 @@ class ChatCompletion(AnswerType):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str | None = Field(None, description="Answers to the same request can be equal where this is.")
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
@@ -188,6 +191,54 @@ class ChatCompletionChunk(AnswerType):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str | None = Field(None, description="Answers to the same request can be equal where this is.")
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+
+
+# --- /v1/responses and /v1/messages: what is in them depends on the kinds of items, as their own references say ---------
+
+
+class ResponseObject(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[dict[str, Any]] = Field(description="Items: message, function_call and reasoning.")
+    usage: dict[str, Any] | None
+
+
+class ResponseEvent(BaseModel):
+    """Each event of a stream."""
+
+    type: str
+    sequence_number: int
+
+
+class DeletedResponse(AnswerType):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class AnthropicMessage(AnswerType):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]] = Field(description="Blocks: text, tool_use and thinking.")
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class MessageEvent(BaseModel):
+    """Each event of a stream."""
+
+    type: str
+
+
+class TokenCount(AnswerType):
+    input_tokens: int

@@ -1,6 +1,6 @@
 """The JSON of answers, whole and in chunks, as OpenAI defines it, with vLLM's `token_ids` and `prompt_token_ids`."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -64,6 +64,7 @@ class Answer(Protocol):
     """One kind of endpoint's way of writing."""
 
     prompt_scores: Sequence[PromptScores | None]
+    system_fingerprint: Callable[[], str | None]
 
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
     def collect(self, choice: ChoiceState, part: Deliver) -> None:
@@ -99,6 +100,7 @@ class _Base:
         self.prepared = prepared
         self.tokenizer = tokenizer
         self._head = {"id": answer_id, "created": created, "model": model}
+        self.system_fingerprint: Callable[[], str | None] = lambda: None
         self.prompt_scores: Sequence[PromptScores | None] = [None] * len(prepared.prompts)
         """Of each prompt; complete before its first token comes."""
         self._shows_logprobs = prepared.sampling.logprobs >= 0 and not prepared.hides_logprobs
@@ -110,8 +112,11 @@ class _Base:
         choice.logprobs.extend(part.logprobs)
         choice.finish = part.finish or choice.finish
 
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        return {**self._head, "object": kind, "system_fingerprint": self.system_fingerprint(), "choices": choices}
+
     def _chunk(self, choices: list[Json]) -> Json:
-        chunk: Json = {**self._head, "object": self.chunk_kind, "choices": choices}
+        chunk = self._envelope(self.chunk_kind, choices)
         if self.prepared.include_usage:
             chunk["usage"] = None
         return chunk
@@ -126,7 +131,7 @@ class _Base:
         if not self.prepared.include_usage:
             return _DONE
         usage = self.usage(completion_tokens, cached_tokens)
-        return self.event({**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}) + _DONE
+        return self.event(self._envelope(self.chunk_kind, []) | {"usage": usage}) + _DONE
 
     def failing(self, error: ApiError, request_id: str) -> bytes:
         """Without `[DONE]`."""
@@ -203,7 +208,7 @@ class CompletionAnswer(_Base):
                 body["token_ids"] = choice.tokens
             bodies.append(body)
         usage = self.usage(completion_tokens, cached_tokens)
-        return {**self._head, "object": self.whole_kind, "choices": bodies, "usage": usage}
+        return self._envelope(self.whole_kind, bodies) | {"usage": usage}
 
     def _best(self, drawn: list[ChoiceState]) -> list[ChoiceState]:
         """Of each prompt's, those that are given: the likeliest per token, where more were drawn."""
@@ -320,7 +325,7 @@ class ChatAnswer(_Base):
                 body["token_ids"] = choice.tokens
             bodies.append(body)
         usage = self.usage(completion_tokens, cached_tokens)
-        answer = {**self._head, "object": self.whole_kind, "choices": bodies, "usage": usage}
+        answer = self._envelope(self.whole_kind, bodies) | {"usage": usage}
         answer |= self._prompt_logprobs(0)
         if self.prepared.return_token_ids:
             answer["prompt_token_ids"] = self.prepared.prompts[0]

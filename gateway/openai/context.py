@@ -1,5 +1,6 @@
 """What the routes share: one gateway's parts, kept in the application's state."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -9,6 +10,7 @@ from gateway.backend import Backend
 from gateway.http.body import Intake
 from gateway.metrics import GatewayMetrics
 from gateway.openai.prepare import Rules
+from gateway.response_store import ResponseStore
 from gateway.structured.checker import GrammarChecker
 from gateway.structured.hello import Hello
 from gateway.tenancy import KeyRing
@@ -30,6 +32,9 @@ class Gateway:
     keep_alive_s: float = 10.0
     """Silence of a stream after which a comment is sent, so that load balancers keep the connection open; 0: none is."""
     access_log: bool = True
+    cors_origins: Sequence[str] = ()
+    """Origins of web pages that may call this API; `*`: all."""
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(keep_s=3600.0))
     grammars: GrammarChecker = field(init=False)
     created: int = field(default_factory=lambda: int(clock.unix_time()))
 

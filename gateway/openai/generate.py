@@ -179,6 +179,7 @@ def _submit(
         )
         for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))
     ]
+    answer.system_fingerprint = lambda: gateway.backend.system_fingerprint
     answer.prompt_scores = [spec.prompt_scores for spec in specs]
     return Exchange(
         gateway.backend.open(specs),

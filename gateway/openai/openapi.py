@@ -84,7 +84,10 @@ def schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
     for model in models:
         schema = model.model_json_schema(ref_template=_REFS)
         found |= schema.pop("$defs", {})
-        schema["properties"] |= {name: loose for name, loose in _LOOSE.items() if name in schema["properties"]}
+        fields = schema["properties"]
+        for name in _LOOSE.keys() & fields.keys():
+            about = {key: fields[name][key] for key in ("description",) if key in fields[name]}
+            fields[name] = about | _LOOSE[name]
         found[model.__name__] = schema
     return found
 

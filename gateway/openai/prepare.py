@@ -68,6 +68,12 @@ class Rules:
     model_id: str
     default_max_tokens: int
     """Of a chat answer; 0: as many as the context leaves."""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which clients may ask for the model."""
+        return (self.model_id, *self.aliases)
 
 
 def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
@@ -143,7 +149,7 @@ def _in_form(prepared: Prepared, form: Form) -> Prepared:
 
 
 def _check_common(request: GenerationRequest, tokenizer: ModelTokenizer, rules: Rules) -> None:
-    if request.model != rules.model_id:
+    if request.model not in rules.names:
         raise model_not_found(request.model, rules.model_id)
     if request.stream_options is not None and not request.stream:
         raise bad_value("stream_options", "'stream_options' is allowed only with 'stream' true.")

@@ -4,6 +4,7 @@ Ranges are OpenAI's, and vLLM's where OpenAI has no such parameter. A parameter 
 ignored: a client that asks for something should not believe that it got it.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -14,7 +15,8 @@ from gateway.http.errors import ApiError, bad_value
 from proto import limits
 
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
-NEUTRAL_ONLY: Final[dict[str, tuple[Any, ...]]] = {
+Neutral = Mapping[str, tuple[Any, ...]]
+NEUTRAL_ONLY: Final[Neutral] = {
     "functions": _NOTHING,
     "function_call": (None, "none", "auto"),
     "audio": (None,),
@@ -79,11 +81,11 @@ BAD_WORDS_MAX: Final = limits.MAX_BAD_WORDS // 2
 """Each may have two spellings in tokens."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+class RequestType(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class StreamOptions(_Model):
+class StreamOptions(RequestType):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """vLLM's: every chunk says how many tokens there are so far. Without effect unless `include_usage` is on."""
@@ -91,7 +93,7 @@ class StreamOptions(_Model):
     """No padding is added."""
 
 
-class GenerationRequest(_Model):
+class GenerationRequest(RequestType):
     """What both endpoints share. None is the default."""
 
     model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)]
@@ -101,7 +103,8 @@ class GenerationRequest(_Model):
     """0: nothing is answered; for the log-probabilities of a prompt."""
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     stop: Any = None
-    """A string or up to four; checked by `stop_strings`, which names the fault better than a union can."""
+    """A string or up to four."""
+    # Checked by `stop_strings`, which names the fault better than a union can.
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = (
         None
     )
@@ -117,13 +120,14 @@ class GenerationRequest(_Model):
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     ignore_eos: bool | None = None
     priority: Any = None
-    """Name of a priority class; checked by `gateway.tenancy`, which knows them."""
+    """Name of a priority class of the tenants file. 0 is none."""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
     """By when the first token is wanted, from now."""
     return_token_ids: bool | None = None
     response_format: Any = None
-    """What the answer looks like; checked by `gateway.structured.request`, as are the next five."""
+    """What the answer looks like: `text`, `json_object`, `json_schema` or `structural_tag`."""
+    # Checked by `gateway.structured.request`, as are the next five.
     structured_outputs: Any = None
     """vLLM's, with one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`."""
     guided_json: Any = None
@@ -164,24 +168,26 @@ class GenerationRequest(_Model):
 
 class CompletionRequest(GenerationRequest):
     prompt: Any = Field(...)
-    """A string, token ids, or a list of either; checked by `gateway.openai.prepare`."""
+    """A string, token ids, or a list of either."""
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     """So many answers are drawn, and the `n` with the highest log-probability per token are given. Not with `stream`."""
 
 
-class TextPart(_Model):
+class TextPart(RequestType):
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(_Model):
+class CalledFunction(RequestType):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     arguments: str
+    parsed_arguments: Any = None
+    """The same again, as OpenAI's Python client adds them to an answer; so is `parsed` of a message."""
 
 
-class ToolCall(_Model):
+class ToolCall(RequestType):
     id: Annotated[str, Field(min_length=1, max_length=256)]
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -189,7 +195,7 @@ class ToolCall(_Model):
     """Of a streamed answer that is sent back as it was put together."""
 
 
-class ChatMessage(_Model):
+class ChatMessage(RequestType):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     """Null or left out only beside `tool_calls`; `gateway.tools.conversation` sees to that."""
@@ -203,6 +209,7 @@ class ChatMessage(_Model):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None
 
     def text(self) -> str:
         if self.content is None:
@@ -216,7 +223,8 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
     tools: Any = None
-    """Functions that the model may call; checked by `gateway.tools.request`, as are the next two."""
+    """Functions that the model may call."""
+    # Checked by `gateway.tools.request`, as are the next two.
     tool_choice: Any = None
     parallel_tool_calls: Any = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -224,20 +232,21 @@ class ChatRequest(GenerationRequest):
     """vLLM's: variables of the model's chat template."""
 
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=RequestType)
 
 
-def validate(cls: type[R], content: Any) -> R:
-    """A parsed JSON body → a request. Raises `ApiError` (400) naming the parameter at fault."""
+def validate(cls: type[R], content: Any, neutral: Neutral = NEUTRAL_ONLY) -> R:
+    """A parsed JSON body → a request. `neutral`: fields that `cls` does not have, and with which values they are accepted all
+    the same. Raises `ApiError` (400) naming the parameter at fault."""
     if not isinstance(content, dict):
         raise bad_value(None, "The body must be a JSON object.", "invalid_type")
     fields: dict[str, Any] = {}
     for key, value in content.items():
         if key in cls.model_fields:
             fields[key] = value
-        elif key in NEUTRAL_ONLY:
-            if not any(_is(value, neutral) for neutral in NEUTRAL_ONLY[key]):
-                allowed = " or ".join(msgspec.json.encode(neutral).decode() for neutral in NEUTRAL_ONLY[key])
+        elif key in neutral:
+            if not any(_is(value, one) for one in neutral[key]):
+                allowed = " or ".join(msgspec.json.encode(one).decode() for one in neutral[key])
                 message = (
                     f"'{key}' is not supported here: leave it out, or send {allowed}. {INSTEAD.get(key, '')}".rstrip()
                 )
@@ -259,7 +268,7 @@ def _is(value: Any, neutral: Any) -> bool:
 def _explain(found: list[ErrorDetails]) -> ApiError:
     """The first fault. Of a message's content, the union's other branch is beside the point where a list was sent."""
     first = next((details for details in found if "str" not in details["loc"]), found[0])
-    loc = [part for part in first["loc"] if part not in ("str", "list[TextPart]")]
+    loc = [part for part in first["loc"] if part != "str" and not str(part).startswith("list[")]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")[:200]
     match first["type"]:
         case "missing":

@@ -14,26 +14,27 @@ from runtime.process.version import version_of
 router = APIRouter(tags=["Models and state"])
 
 
-def _model(gateway: Gateway) -> dict[str, Any]:
+def _model(gateway: Gateway, name: str) -> dict[str, Any]:
     return {
-        "id": gateway.rules.model_id,
+        "id": name,
         "object": "model",
         "created": gateway.created,
         "owned_by": "crossdock",
+        "root": gateway.rules.model_id,
         "max_model_len": gateway.tokenizer.facts.context_tokens,
     }
 
 
 @router.get("/v1/models", summary="The models served here.", response_model=ModelList, responses=refusals(401))
 async def models(gateway: GatewayDep, _tenant: TenantDep) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(gateway)]}
+    return {"object": "list", "data": [_model(gateway, name) for name in gateway.rules.names]}
 
 
 @router.get("/v1/models/{model_id:path}", summary="One model.", response_model=Model, responses=refusals(401, 404))
 async def model(gateway: GatewayDep, _tenant: TenantDep, model_id: str) -> dict[str, Any]:
-    if model_id != gateway.rules.model_id:
+    if model_id not in gateway.rules.names:
         raise model_not_found(model_id, gateway.rules.model_id)
-    return _model(gateway)
+    return _model(gateway, model_id)
 
 
 @router.get("/version", summary="The version of this server.", response_model=Version)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from proto.errors import RemoteProtocolError
-from proto.messages import PromptLogprobs
+from proto.progress import PromptLogprobs
 
 
 class PromptScore(NamedTuple):

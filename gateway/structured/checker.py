@@ -44,7 +44,7 @@ class _Process:
             async with asyncio.timeout(COMPILE_S):
                 return await self._ask(msgspec.json.encode(grammar))
         except BaseException:  # whatever it is doing now, its next answer would be to this question
-            self.kill()
+            await self.end()
             raise
 
     async def _start(self) -> None:
@@ -65,10 +65,15 @@ class _Process:
             raise OSError("the process ended")
         return msgspec.json.decode(answer, type=str)
 
-    def kill(self) -> None:
-        if self._running is not None and self._running.returncode is None:
-            self._running.kill()
-        self._running = None
+    async def end(self) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if running.returncode is None:
+            running.kill()
+        assert running.stdin is not None
+        running.stdin.close()
+        await running.wait()
 
 
 class GrammarChecker:
@@ -119,6 +124,6 @@ class GrammarChecker:
             async with self._turn:
                 self._turn.notify_all()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for process in self._processes:
-            process.kill()
+            await process.end()

@@ -61,7 +61,6 @@ class FlipSettings(KeyOptions):
         le=3_600,
         description="Seconds to wait for the first step in the new role. On an idle cluster none comes.",
     )
-    why: str = Field("", max_length=200, description="Reason, for the event log and crossdock status.")
     coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
     timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
 
@@ -79,7 +78,7 @@ def run(settings: FlipSettings) -> int:
 
 async def _flip(settings: FlipSettings, coordinator: str, keys: Keys | None) -> int:
     role = Role(settings.role)
-    request = FlipRequest(settings.worker, role, 1000 * settings.hand_over_s, settings.force, settings.why)
+    request = FlipRequest(settings.worker, role, 1000 * settings.hand_over_s, settings.force)
     answer = await converse(coordinator, request, FlipAnswer, settings.timeout_ms, keys)
     if answer.refusal:
         raise PeerRefused(answer.refusal)

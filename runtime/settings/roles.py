@@ -218,9 +218,10 @@ class GatewaySettings(ClientSettings):
 
     section = "gateway"
     panels: ClassVar[Panels] = {
-        "HTTP": "host port body_bytes_max client_timeout_ms access_log",
+        "HTTP": "host port body_bytes_max client_timeout_ms cors_origins access_log",
         "Tenants": "api_keys tenants tenant_requests_max",
-        "Requests and streams": "generation_config default_max_tokens queue_wait_s stream_idle_ms stream_keep_alive_ms",
+        "Requests and streams": "served_model_name generation_config default_max_tokens responses_keep_s queue_wait_s"
+        " stream_idle_ms stream_keep_alive_ms",
         "Cluster": "coordinator tokens_bind advertise drain_timeout_s",
     }
     host: str = Field(
@@ -251,6 +252,22 @@ class GatewaySettings(ClientSettings):
         le=1 << 20,
         description="Most tokens of a chat answer where the request does not say, cut to what the context leaves; 0: all that"
         " it leaves. Such a request reserves KV room for so many (see --kv-overcommit), so that more means fewer at once.",
+    )
+    served_model_name: CommaList = Field(
+        default_factory=list,
+        description="More names by which clients may ask for the model, separated by commas. Answers carry the model id.",
+    )
+    cors_origins: CommaList = Field(
+        default_factory=list,
+        description="Origins of web pages that may call this API from a browser, separated by commas, like"
+        " https://chat.example.org; *: all. Empty: none may.",
+    )
+    responses_keep_s: float = Field(
+        3600.0,
+        ge=0,
+        le=86_400.0 * 30,
+        description="Seconds for which answers of /v1/responses are kept in this gateway's memory, for"
+        " previous_response_id; 0: none is. At most 4096 and 64 MiB are kept, and a quarter of these for one tenant.",
     )
     body_bytes_max: int = Field(
         8 << 20, ge=1024, le=1 << 30, description="Largest request body in bytes; over it is 413."

@@ -114,6 +114,7 @@ class Receipt:
 
     request_id: str
     prompt_tokens: int
+    """0: of a chat that brought none, so that it is not known."""
     tokens: int
     choices: int
     whole: bool
@@ -126,7 +127,7 @@ class Receipt:
     def of(order: Order, seen: Seen) -> "Receipt":
         return Receipt(
             seen.request_id,
-            len(order.prompt),
+            len(order.prompt) if "prompt" in order.body else seen.prompt_tokens,
             sum(len(choice.token_ids) for choice in seen.answer.values()),
             len(seen.answer),
             not seen.error,
@@ -212,7 +213,7 @@ def _compare(receipt: Receipt, rows: list[_Row], found: Journal) -> None:
     if beyond < 0 and not lost:
         found.wrong.append(f"{receipt.request_id} got {receipt.tokens} tokens, {-beyond} more than charged: {rows}")
     prompt_tokens = sum(row[2] + row[3] for row in rows if row[0] == receipt.request_id)
-    if prompt_tokens != receipt.prompt_tokens and rows[0][1] == "finished":
+    if receipt.prompt_tokens and prompt_tokens != receipt.prompt_tokens and rows[0][1] == "finished":
         found.wrong.append(
             f"{receipt.request_id}: a prompt of {receipt.prompt_tokens} tokens; its rows say {prompt_tokens}"
         )

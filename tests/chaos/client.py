@@ -46,6 +46,8 @@ class _Choice(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
+    """With the first event of a chat."""
     error: dict[str, object] | None = None
 
 
@@ -57,6 +59,8 @@ Gap = Callable[[float, float], None]
 class Seen:
     answer: Answer = field(default_factory=dict)
     request_id: str = ""
+    prompt_tokens: int = 0
+    """Of a chat, as its first event says it."""
     began_at: float = field(default_factory=time.monotonic)
     first_token_at: float = 0.0
     ended_at: float = 0.0
@@ -107,6 +111,7 @@ async def _read(
         if event.error is not None:
             seen.error = f"error event: {event.error}"
             return
+        seen.prompt_tokens = seen.prompt_tokens or len(event.prompt_token_ids or ())
         for part in event.choices:
             choice = seen.answer.setdefault(part.index, Choice())
             choice.text += part.text if part.delta is None else part.delta.text

@@ -322,3 +322,13 @@ def test_a_peer_that_misbehaves_is_replayed_too() -> None:
     h = Harness.make(core=TapedCore)
     assert any(isinstance(action, ProtocolViolation) for action in h.receive(10, submit("a")))
     assert replay(taped(h.core).tape()).run() is None
+
+
+def test_grammars_are_not_written() -> None:
+    h = Harness.make(core=TapedCore)
+    plain = submit("a")
+    sampling = msgspec.structs.replace(plain.sampling, grammar='start: "unguessable"')
+    h.receive(1, msgspec.structs.replace(plain, sampling=sampling))
+    tape = taped(h.core).tape()
+    assert replay(tape).run() is None
+    assert b"unguessable" not in tape and b"start:" not in tape

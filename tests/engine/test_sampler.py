@@ -4,6 +4,7 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -198,3 +199,50 @@ def test_a_row_that_is_not_finite_draws_nothing_and_harms_no_other(bad: float) -
     first, second, third = sample(logits, [state_of(temperature=0.0), state_of(), state_of()])
     assert first is not None and first.token == 7
     assert second is None and third is not None
+
+
+class Only:
+    """A grammar that allows some tokens."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens, self.accepted = list(tokens), list[int]()
+
+    def mask(self, row: Any) -> Any:
+        masked = np.full_like(row, -np.inf)
+        masked[self.tokens] = row[self.tokens]
+        return masked
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+
+def constrained(grammar: Only, **options: Any) -> SamplerState:
+    return SamplerState(Sampling(max_tokens=100, grammar="x", **options), 0, VOCAB, (), (), constraint=grammar)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.9}, {"logit_bias": ((1, 50.0),)}]
+)
+def test_only_what_a_grammar_allows_is_drawn(options: dict[str, Any]) -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
+    for seed in range(30):
+        (sampled,) = sample(logits, [constrained(Only(2, 7), seed=seed, **options)])
+        assert sampled is not None and sampled.token in (2, 7)
+
+
+def test_log_probabilities_are_those_among_the_allowed() -> None:
+    (sampled,) = sample(torch.zeros(1, VOCAB), [constrained(Only(3, 4), temperature=0.0, logprobs=3)])
+    assert sampled is not None and sampled.logprobs is not None
+    assert sampled.logprobs.logprob == pytest.approx(math.log(0.5))
+    assert [round(value, 3) for _, value in sampled.logprobs.top] == [-0.693, -0.693, -9999.0]
+
+
+def test_a_row_whose_grammar_allows_nothing_fails_alone() -> None:
+    sampled = sample(torch.zeros(2, VOCAB), [constrained(Only()), constrained(Only(1))])
+    assert sampled[0] is None and sampled[1] is not None and sampled[1].token == 1
+
+
+def test_a_drawn_token_is_taken_in_by_the_grammar() -> None:
+    grammar = Only(1)
+    constrained(grammar).accept(1)
+    assert grammar.accepted == [1]

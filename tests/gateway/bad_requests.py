@@ -7,6 +7,7 @@ from typing import Any
 JSON_HEADERS = {"Content-Type": "application/json"}
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,13 @@ class Rows:
         """Likewise, a good chat."""
         self._add(CHAT, {"messages": [{"role": "user", "content": "Hi"}]}, name, param, code, status, fields)
 
+    def response(self, name: str, param: str | None, code: str, status: int = 400, **fields: Any) -> None:
+        """Likewise, a good request to /v1/responses."""
+        self._add(RESPONSES, {"input": "Hi", "max_tokens": ...}, name, param, code, status, fields)
+
+    def tokens(self, path: str, name: str, param: str | None, code: str, status: int = 400, **fields: Any) -> None:
+        self._add(path, {"max_tokens": ...}, name, param, code, status, fields)
+
     def message(self, name: str, param: str, code: str, content: Any) -> None:
         self.chat(name, param, code, messages=[content])
 
@@ -57,7 +65,7 @@ class Rows:
         status: int,
         fields: dict[str, Any],
     ) -> None:
-        body = {"model": self.model, **what, "max_tokens": 4, **fields}
+        body = {"model": self.model, "max_tokens": 4, **what, **fields}
         body = {key: value for key, value in body.items() if value is not ...}
         self.rows.append(BadRequest(name, "POST", path, json.dumps(body).encode(), status, param, code))
 
@@ -67,7 +75,20 @@ def table(*, model: str, context_tokens: int, vocab_size: int, body_bytes_max: i
     from tests.gateway import bad_forms  # which fills a table of the kind defined here
 
     t = Rows(model, context_tokens, vocab_size, body_bytes_max)
-    for part in (_paths, _bodies, _models, _prompts, _lengths, _sampling, _stops, _output, _unknown, _messages):
+    for part in (
+        _paths,
+        _bodies,
+        _models,
+        _prompts,
+        _lengths,
+        _sampling,
+        _stops,
+        _output,
+        _unknown,
+        _messages,
+        _evaluation,
+        _responses,
+    ):
         part(t)
     bad_forms.add(t)
     return t.rows
@@ -135,7 +156,6 @@ def _lengths(t: Rows) -> None:
     )
     t.completion("max_tokens over the context", "prompt", "context_length_exceeded", max_tokens=t.context_tokens)
     t.chat("chat over the context", "messages", "context_length_exceeded", max_tokens=t.context_tokens)
-    t.completion("max_tokens zero", "max_tokens", "invalid_value", max_tokens=0)
     t.completion("max_tokens negative", "max_tokens", "invalid_value", max_tokens=-3)
     t.completion("max_tokens a string", "max_tokens", "invalid_type", max_tokens="4")
     t.completion("max_tokens a float", "max_tokens", "invalid_type", max_tokens=4.5)
@@ -179,7 +199,6 @@ def _stops(t: Rows) -> None:
 def _output(t: Rows) -> None:
     t.completion("logprobs a bool", "logprobs", "invalid_type", logprobs=True)
     t.completion("logprobs too many", "logprobs", "invalid_value", logprobs=21)
-    t.completion("echo with logprobs", "echo", "unsupported_parameter", echo=True, logprobs=1)
     t.chat("chat logprobs a number", "logprobs", "invalid_type", logprobs=1)
     t.chat("top_logprobs too many", "top_logprobs", "invalid_value", logprobs=True, top_logprobs=21)
     t.chat("top_logprobs without logprobs", "top_logprobs", "invalid_value", top_logprobs=2)
@@ -196,7 +215,6 @@ def _unknown(t: Rows) -> None:
     t.completion("unknown parameter", "temprature", "unknown_parameter", temprature=1)
     t.completion("messages in a completion", "messages", "unknown_parameter", messages=[])
     t.completion("suffix", "suffix", "unsupported_parameter", suffix="end")
-    t.completion("store", "store", "unsupported_parameter", store=True)
     t.completion("store as a number", "store", "unsupported_parameter", store=0)
     t.chat("metadata", "metadata", "unsupported_parameter", metadata={"a": "1"})
     t.chat("cache retention", "prompt_cache_retention", "unsupported_parameter", prompt_cache_retention="24h")
@@ -208,13 +226,70 @@ def _unknown(t: Rows) -> None:
     )  # fmt: skip
     t.completion("user a number", "user", "invalid_type", user=5)
     t.completion("user too long", "user", "invalid_value", user="x" * 513)
-    t.completion("best_of over n", "best_of", "unsupported_parameter", best_of=3)
     t.completion("best_of under n", "best_of", "invalid_value", best_of=1, n=2)
-    t.completion("min_tokens", "min_tokens", "unsupported_parameter", min_tokens=2)
-    t.completion("min_tokens a bool", "min_tokens", "unsupported_parameter", min_tokens=False)
     t.chat("audio", "audio", "unsupported_parameter", audio={"voice": "x", "format": "wav"})
     t.chat("modalities", "modalities", "unsupported_parameter", modalities=["text", "audio"])
     t.chat("echo in a chat", "echo", "unknown_parameter", echo=True)
+
+
+def _evaluation(t: Rows) -> None:
+    t.completion("best_of streamed", "best_of", "unsupported_parameter", best_of=3, stream=True)
+    t.completion("best_of too many", "best_of", "invalid_value", best_of=17)
+    t.completion("best_of zero", "best_of", "invalid_value", best_of=0)
+    t.completion("min_tokens over max_tokens", "min_tokens", "invalid_value", min_tokens=5)
+    t.completion("min_tokens negative", "min_tokens", "invalid_value", min_tokens=-1)
+    t.completion("min_tokens a bool", "min_tokens", "invalid_type", min_tokens=True)
+    t.completion("min_tokens a fraction", "min_tokens", "invalid_type", min_tokens=1.5)
+    t.completion("prompt_logprobs negative", "prompt_logprobs", "invalid_value", prompt_logprobs=-1)
+    t.completion("prompt_logprobs too many", "prompt_logprobs", "invalid_value", prompt_logprobs=21)
+    t.completion("prompt_logprobs streamed", "prompt_logprobs", "unsupported_parameter", prompt_logprobs=1, stream=True)
+    t.completion("allowed_token_ids empty", "allowed_token_ids", "invalid_value", allowed_token_ids=[])
+    t.completion("allowed_token_ids too large", "allowed_token_ids", "invalid_value", allowed_token_ids=[t.vocab_size])
+    t.completion("allowed_token_ids negative", "allowed_token_ids[0]", "invalid_value", allowed_token_ids=[-1])
+    t.completion("allowed_token_ids too many", "allowed_token_ids", "invalid_value", allowed_token_ids=[1] * 4097)
+    t.completion("allowed_token_ids texts", "allowed_token_ids[0]", "invalid_type", allowed_token_ids=["a"])
+    t.completion("bad_words a string", "bad_words", "invalid_type", bad_words="no")
+    t.completion("bad_words with an empty word", "bad_words[0]", "invalid_value", bad_words=[""])
+    t.completion("bad_words of a space", "bad_words", "invalid_value", bad_words=[" "])
+    t.completion("bad_words too many", "bad_words", "invalid_value", bad_words=["a"] * 33)
+    t.completion("bad_words too long", "bad_words", "invalid_value", bad_words=["word " * 40])
+    t.completion("skip_special_tokens a number", "skip_special_tokens", "invalid_type", skip_special_tokens=1)
+    t.completion("cache_salt empty", "cache_salt", "invalid_value", cache_salt="")
+    t.completion("cache_salt too long", "cache_salt", "invalid_value", cache_salt="x" * 513)
+    t.completion("store true", "store", "unsupported_parameter", store=True)
+
+
+def _responses(t: Rows) -> None:
+    t.response("responses: no input", "input", "missing_required_parameter", input=...)
+    t.response("responses: empty input", "input", "invalid_value", input=[])
+    t.response("responses: unknown field", "x", "unknown_parameter", x=1)
+    t.response("responses: unknown model", "model", "model_not_found", status=404, model="other")
+    t.response("responses: in the background", "background", "unsupported_parameter", background=True)
+    t.response("responses: conversation", "conversation", "unsupported_parameter", conversation="c")
+    t.response("responses: truncation", "truncation", "unsupported_parameter", truncation="auto")
+    t.response("responses: include", "include", "unsupported_parameter", include=["reasoning.encrypted_content"])
+    t.response("responses: not kept", "previous_response_id", "response_not_found", 404, previous_response_id="resp-0")
+    t.response("responses: too long", "max_output_tokens", "invalid_value", max_output_tokens=0)
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}
+    t.response("responses: an image", "input[0].content[0]", "unsupported_value", input=[image])
+    audio = {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}
+    t.response("responses: audio", "input[0].content[0]", "unsupported_value", input=[audio])
+    t.response("responses: an item of another kind", "input[0].type", "unsupported_value", input=[{"type": "shell"}])
+    t.response("responses: a role", "input", "unsupported_value", input=[{"role": "king", "content": "x"}])
+    t.response("responses: a result of nothing", "input", "invalid_type", input=[{"type": "function_call", "name": 1}])
+    t.response("responses: a tool of the server", "tools[0].type", "unsupported_value", tools=[{"type": "web_search"}])
+    t.response("responses: metadata", "metadata.a", "invalid_type", metadata={"a": 1})
+    t.response("responses: a format", "text.format.type", "unsupported_value", text={"format": {"type": "poem"}})
+    t.tokens("/tokenize", "tokenize: nothing", "prompt", "missing_required_parameter")
+    t.tokens("/tokenize", "tokenize: both", "prompt", "missing_required_parameter", prompt="", messages=[_HI])
+    t.tokens("/tokenize", "tokenize: unknown model", "model", "model_not_found", 404, prompt="", model="other")
+    t.tokens("/tokenize", "tokenize: unknown field", "x", "unknown_parameter", prompt="", x=1)
+    t.tokens("/detokenize", "detokenize: nothing", "tokens", "missing_required_parameter")
+    t.tokens("/detokenize", "detokenize: too large", "tokens", "invalid_value", tokens=[t.vocab_size])
+    t.tokens("/detokenize", "detokenize: texts", "tokens[0]", "invalid_type", tokens=["a"])
+
+
+_HI = {"role": "user", "content": "Hi"}
 
 
 def _messages(t: Rows) -> None:

@@ -1,6 +1,7 @@
 """A coordinator and workers in the test's own process, on the other side of the gateway's real backend."""
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from proto.messages import (
     TokenItem,
     Tokens,
 )
+from proto.progress import PromptLogprobs
 from proto.sampling import TokenLogprobs
 from runtime.link.peer import Peer
 from runtime.tenancy.tenants import parse
@@ -47,6 +49,7 @@ CONTEXT_TOKENS = 512
 BLOCK_SIZE = 2
 BODY_BYTES_MAX = 64 << 10
 DECODER = Peer(2, Hello(PROTOCOL_VERSION, Role.DECODE, 2, "decode"), lambda peer, frames: True)
+PREFILLER = Peer(3, Hello(PROTOCOL_VERSION, Role.PREFILL, 3, "prefill"), lambda peer, frames: True)
 ANSWER = "The capital is Paris. 日本語 🌍🚀 done\nEND of it."
 
 
@@ -72,6 +75,7 @@ class FakeCluster:
     cached: Callable[[Submit], int] = lambda submit: 0
     """Prompt tokens that its prefill worker had."""
     rates: RateState | None = None
+    forgets_prompt_logprobs: bool = False
     hold: bool = False
     """Accept, and answer nothing until `release`."""
     submits: list[tuple[Submit, list[int]]] = field(default_factory=list)
@@ -114,6 +118,9 @@ class FakeCluster:
             lost = Interrupted(*key, Interrupt.DECODE_LOST, "worker gone")
             self.backend.coordinator_message(self, lost, b"")
             return
+        if index == submit.resumed_tokens and not self.forgets_prompt_logprobs:
+            for scores in prompt_logprobs(submit):
+                self.backend.worker_message(PREFILLER, scores, b"")
         items = []
         for choice in range(submit.first_choice, submit.first_choice + submit.choices):
             tokens = self.answer(submit, choice)[: submit.sampling.max_tokens]
@@ -135,6 +142,21 @@ class FakeCluster:
         if count < 0:
             return ()
         return tuple(TokenLogprobs(-0.5, tuple((token + k, -0.5 - k) for k in range(count))) for token in tokens)
+
+
+def prompt_logprobs(submit: Submit) -> list[PromptLogprobs]:
+    """Token number i has the log-probability -i and rank i; likelier ones are the tokens 7, 8, … with -0.5, -1.5, …"""
+    top, end = submit.sampling.prompt_logprobs, submit.prompt_tokens - submit.resumed_tokens
+    if top < 0:
+        return []
+    found = []
+    for start in range(1, end, 3):
+        numbers = range(start, min(start + 3, end))
+        parts = [[-float(i) for i in numbers], list(numbers)]
+        parts += [[7 + k for _ in numbers for k in range(top)], [-0.5 - k for _ in numbers for k in range(top)]]
+        packed = [array(code, part).tobytes() for code, part in zip("fiif", parts, strict=True)]
+        found.append(PromptLogprobs(submit.request_id, submit.attempt, start, top, *packed))
+    return found
 
 
 def rejecting(reason: Reject, retry_after_s: float = 0.0) -> Callable[[Submit], Rejected]:
@@ -201,4 +223,4 @@ async def served(site: Site):
         server.should_exit = True
         await task
         site.gateway.threads.shutdown()
-        site.gateway.grammars.close()
+        await site.gateway.grammars.close()

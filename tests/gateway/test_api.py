@@ -56,8 +56,8 @@ def test_defaults_and_parameters_reach_the_workers() -> None:
         await completion(
             site, seed=-5, temperature=0, top_k=-1, top_p=0.5, min_p=0.1, repetition_penalty=1.5, presence_penalty=-1,
             frequency_penalty=1, logit_bias={"7": -3, "5": 100}, stop_token_ids=[9, 9], ignore_eos=True, max_tokens=3,
-            user="me", metadata={}, store=False, parallel_tool_calls=False, prompt_cache_key="k",
-            response_format={"type": "text"}, tools=[], stop=None,
+            user="me", metadata={}, store=False, prompt_cache_key="k",
+            response_format={"type": "text"}, stop=None,
             length_penalty=1,
         )  # fmt: skip
         first, second = (submit.sampling for submit, _ in site.cluster.submits)

@@ -40,7 +40,7 @@ async def _check(rows: list[BadRequest]) -> None:
                 assert not site.cluster.submits
                 assert not site.gateway.backend.keeper.streams
     finally:
-        site.gateway.grammars.close()
+        await site.gateway.grammars.close()
 
 
 def test_the_table_is_wide_enough() -> None:

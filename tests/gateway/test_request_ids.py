@@ -51,7 +51,7 @@ def test_errors_of_every_kind_carry_the_id() -> None:
         for answer in (
             await send(site, "mine", "/v1/nothing"),
             await send(site, "mine", temperature=3),
-            await send(site, "mine", best_of=2),
+            await send(site, "mine", n=2, best_of=1),
         ):
             assert answer.headers["x-request-id"] == answer.json()["error"]["request_id"] == "mine"
         site.cluster.interrupt_at = dict.fromkeys(range(1, 9), 4)

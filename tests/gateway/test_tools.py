@@ -1,5 +1,6 @@
 """Tool calls and thoughts: what templates get, how answers are read, in whatever pieces they come."""
 
+import asyncio
 import json
 import random
 from dataclasses import replace
@@ -290,4 +291,4 @@ def test_the_checker_is_lazy() -> None:
     def never() -> bytes:
         raise AssertionError
 
-    GrammarChecker(never).close()
+    asyncio.run(GrammarChecker(never).close())

@@ -150,7 +150,7 @@ def test_options_named_in_the_pages_exist() -> None:
     known |= {"--config", "--help", "--install-completion", "--no-standby", "--aiperf", "--aiperf-tokenizer"}
     for path in PAGES:
         prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {"--roles"}
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {"--roles", "--constrained-share"}
         assert not {one for one in named if one not in known}, path
 
 

@@ -68,7 +68,7 @@ SAMPLES: list[Message] = [
     messages.Released(*ID, 7),
     messages.WorkFailed(*ID, Interrupt.TRANSFER_FAILED, "broke"),
     messages.Tokens((ITEM,)),
-    messages.PromptLogprobs("r", 1, 1, 1, bytes(8), bytes(8), bytes(8), bytes(8)),
+    progress.PromptLogprobs("r", 1, 1, 1, bytes(8), bytes(8), bytes(8), bytes(8)),
     status.KvHeld(17, 3, 2),
     status.KvPairs((status.KvPair(9, "gloo", "shm: another host"),)),
     drain.Draining(1500.0),

@@ -1,0 +1,51 @@
+"""Requests to /v1/messages."""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+
+from gateway.openai.request_types import MESSAGES_MAX, STOP_CHARS_MAX, STOPS_MAX, Neutral, RequestType
+from proto import limits
+
+NEUTRAL_ONLY: Final[Neutral] = {
+    "container": (None,),
+    "context_management": (None,),
+    "mcp_servers": (None, []),
+    "inference_geo": (None,),
+    "cache_control": (None,),
+    "output_format": (None,),
+}
+
+
+class Metadata(RequestType):
+    user_id: Annotated[str, Field(max_length=512)] | None = None
+
+
+class Thinking(RequestType):
+    type: Literal["disabled"]
+    """Models that think do so as their chat template has it."""
+
+
+class CountRequest(RequestType):
+    model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MESSAGES_MAX)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Functions of the client only: this server runs no tools."""
+    tool_choice: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
+    stop_sequences: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]], Field(max_length=STOPS_MAX)]
+        | None
+    ) = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=limits.MAX_VOCAB)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    """Without effect: the tenant's own priority class serves."""

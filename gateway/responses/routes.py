@@ -1,0 +1,109 @@
+"""POST /v1/responses; GET and DELETE /v1/responses/{response_id}."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from gateway.http.errors import ApiError
+from gateway.openai.answer_types import DeletedResponse, ResponseEvent, ResponseObject
+from gateway.openai.context import Gateway
+from gateway.openai.dependencies import CallDep, GatewayDep, TenantDep
+from gateway.openai.generate import Endpoint, generate
+from gateway.openai.openapi import body_of, refusals, streamed
+from gateway.openai.prepare import Prepared, Rules, prepare_chat
+from gateway.openai.renamed import renamed
+from gateway.openai.request_types import ChatRequest, validate
+from gateway.responses.answer import ResponsesAnswer
+from gateway.responses.convert import NAMES, Item, as_chat, input_items
+from gateway.responses.types import NEUTRAL_ONLY, ResponsesRequest
+from gateway.text.tokenizer import ModelTokenizer
+from runtime.process import clock
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post(
+    "/v1/responses",
+    summary="Answer a conversation, and keep it for the next.",
+    response_model=ResponseObject,
+    responses=streamed(ResponseEvent),
+    openapi_extra=body_of(ResponsesRequest),
+)
+async def create_response(call: CallDep) -> Response:
+    draft = _Draft(call.gateway, call.tenant)
+    return await generate(call, Endpoint("responses", "resp", draft.read, _prepare, draft.answer))
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    summary="A response that is kept.",
+    response_model=ResponseObject,
+    responses=refusals(401, 404),
+)
+async def get_response(gateway: GatewayDep, tenant: TenantDep, response_id: str) -> Response:
+    kept = gateway.responses.get(tenant, response_id, clock.now())
+    if kept is None:
+        raise _not_kept(response_id, "response_id")
+    return Response(kept.response, media_type="application/json")
+
+
+@router.delete(
+    "/v1/responses/{response_id}",
+    summary="Forget a response.",
+    response_model=DeletedResponse,
+    responses=refusals(401, 404),
+)
+async def delete_response(gateway: GatewayDep, tenant: TenantDep, response_id: str) -> dict[str, Any]:
+    if not gateway.responses.delete(tenant, response_id):
+        raise _not_kept(response_id, "response_id")
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _not_kept(response_id: str, param: str) -> ApiError:
+    message = f"There is no response {response_id[:100]!r} here: it was not stored, has expired, or was made elsewhere."
+    return ApiError(404, message, code="response_not_found", param=param)
+
+
+def _prepare(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+    with renamed(NAMES):
+        return prepare_chat(request, tokenizer, rules)
+
+
+@dataclass
+class _Draft:
+    """One request, between its parts."""
+
+    gateway: Gateway
+    tenant: str
+    request: ResponsesRequest | None = None
+    items: list[Item] | None = None
+    """Of the conversation, the request's own included."""
+
+    def read(self, content: Any) -> ChatRequest:
+        """Raises `ApiError`."""
+        request = self.request = validate(ResponsesRequest, content, NEUTRAL_ONLY)
+        before: list[Item] = []
+        if request.previous_response_id is not None:
+            kept = self.gateway.responses.get(self.tenant, request.previous_response_id, clock.now())
+            if kept is None:
+                raise _not_kept(request.previous_response_id, "previous_response_id")
+            before = msgspec.json.decode(kept.items)
+        self.items = [*before, *input_items(request)]
+        with renamed(NAMES):
+            return as_chat(request, self.items)
+
+    def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, **head: Any) -> ResponsesAnswer:
+        assert self.request is not None and self.items is not None
+        keep = partial(self._keep, self.request, self.items)
+        return ResponsesAnswer(prepared, tokenizer, request=self.request, keep=keep, **head)
+
+    def _keep(self, request: ResponsesRequest, items: list[Item], response: dict[str, Any]) -> None:
+        if request.store is False:
+            return
+        conversation = msgspec.json.encode([*items, *response["output"]])
+        whole = msgspec.json.encode(response)
+        self.gateway.responses.put(self.tenant, response["id"], conversation, whole, clock.now())

@@ -1,0 +1,4 @@
+"""vLLM's endpoints beside OpenAI's: /tokenize and /detokenize.
+
+Start with `routes`.
+"""

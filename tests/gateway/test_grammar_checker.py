@@ -1,0 +1,85 @@
+"""Grammars are compiled in processes of their own: what takes too long is refused, and nobody else is kept waiting."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from gateway.http.errors import ApiError
+from gateway.structured import checker as module
+from gateway.structured.checker import GrammarChecker
+from tests.gateway.fakes import make_site
+
+GOOD = 'start: "a"'
+STUCK = ("import sys, time", "for line in sys.stdin:", "    stuck = 'stuck' in line", "    if stuck:", "        time.sleep(60)",
+         "    print('\"\"', flush=True)")  # fmt: skip
+"""A compiler that never ends where the grammar says so."""
+
+
+def with_checker(test: Callable[[GrammarChecker], Awaitable[None]]) -> None:
+    async def body() -> None:
+        checker = make_site().gateway.grammars
+        try:
+            await test(checker)
+        finally:
+            await checker.close()
+
+    asyncio.run(body())
+
+
+async def refusal(checker: GrammarChecker, owner: str, grammar: str) -> str:
+    try:
+        await checker.check(owner, grammar, "field")
+    except ApiError as error:
+        return error.message if (error.status, error.param) == (400, "field") else f"{error.status} {error.param}"
+    return ""
+
+
+def test_good_and_bad_ones_and_what_is_remembered() -> None:
+    async def test(checker: GrammarChecker) -> None:
+        assert await refusal(checker, "a", GOOD) == ""
+        assert "unknown name" in await refusal(checker, "a", "start: nothing")
+        await checker.close()  # what was said is said again without a process
+        assert "unknown name" in await refusal(checker, "b", "start: nothing")
+
+    with_checker(test)
+
+
+def test_one_that_takes_too_long_is_refused_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", "\n".join(STUCK)))
+
+    async def test(checker: GrammarChecker) -> None:
+        await asyncio.gather(refusal(checker, "a", "1"), refusal(checker, "b", "2"))  # both processes are there
+        stuck = [asyncio.create_task(refusal(checker, "a", f"stuck {number}")) for number in range(3)]
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        assert await refusal(checker, "b", GOOD) == ""
+        assert time.monotonic() - began < module.COMPILE_S / 2
+        assert all("longer than" in message for message in await asyncio.gather(*stuck))
+        assert await refusal(checker, "a", "again") == ""
+
+    with_checker(test)
+
+
+def test_a_process_that_dies_is_replaced() -> None:
+    async def test(checker: GrammarChecker) -> None:
+        assert await refusal(checker, "a", GOOD) == ""
+        for process in checker._processes:
+            if process._running is not None:
+                process._running.kill()
+                await process._running.wait()
+        assert await refusal(checker, "a", 'start: "b"') == ""
+
+    with_checker(test)
+
+
+def test_without_a_process_the_answer_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_COMMAND", ("/does/not/exist",))
+
+    async def test(checker: GrammarChecker) -> None:
+        with pytest.raises(ApiError) as caught:
+            await checker.check("a", GOOD, "field")
+        assert (caught.value.status, caught.value.code) == (503, "grammars_unavailable")
+
+    with_checker(test)

@@ -1,0 +1,99 @@
+"""/v1/messages through Anthropic's own client."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
+from tests.gateway.http_words import ANSWER_TOKENS
+
+Client = anthropic.AsyncAnthropic
+HI: Any = [{"role": "user", "content": "Hi"}]
+WEATHER: Any = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+
+
+def with_client(test: Callable[[Site, Client], Awaitable[None]], **options: Any) -> None:
+    async def body() -> None:
+        site = make_site(**options)
+        async with served(site) as url, Client(base_url=url, api_key="secret", max_retries=0) as client:
+            await test(site, client)
+
+    asyncio.run(body())
+
+
+def test_a_message_and_its_tokens() -> None:
+    async def test(site: Site, client: Client) -> None:
+        blocks: Any = [{"type": "text", "text": "S1"}, {"type": "text", "text": "S2"}]
+        found = await client.messages.create(model=MODEL, max_tokens=200, system=blocks, messages=HI)
+        assert [block.text for block in found.content if block.type == "text"] == [ANSWER]
+        assert (found.stop_reason, found.usage.output_tokens) == ("end_turn", ANSWER_TOKENS)
+        prompt = site.gateway.tokenizer.decode_all(site.cluster.submits[-1][1])
+        assert "S1\nS2" in prompt
+        count = await client.messages.count_tokens(model=MODEL, system=blocks, messages=HI)
+        assert count.input_tokens == found.usage.input_tokens == len(site.cluster.submits[-1][1])
+        cut = await client.messages.create(model=MODEL, max_tokens=3, messages=HI)
+        assert cut.stop_reason == "max_tokens"
+        stops = ["nothing", "Paris", "END"]
+        for stream in (False, True):
+            if stream:
+                async with client.messages.stream(model=MODEL, max_tokens=99, messages=HI, stop_sequences=stops) as one:
+                    stopped = await one.get_final_message()
+            else:
+                stopped = await client.messages.create(model=MODEL, max_tokens=99, messages=HI, stop_sequences=stops)
+            assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Paris")
+
+    with_client(test, api_keys=("secret",))
+
+
+def test_the_events_of_a_stream() -> None:
+    async def test(site: Site, client: Client) -> None:
+        kinds, texts = [], []
+        async for event in await client.messages.create(model=MODEL, max_tokens=200, messages=HI, stream=True):
+            kinds.append(event.type)
+            if event.type == "content_block_delta" and event.delta.type == "text_delta":
+                texts.append(event.delta.text)
+        assert list(dict.fromkeys(kinds)) == [
+            "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+            "message_stop",
+        ]  # fmt: skip
+        assert "".join(texts) == ANSWER
+        site.cluster.interrupt_at = dict.fromkeys(range(1, 9), 4)
+        with pytest.raises(anthropic.APIStatusError):
+            async for _ in await client.messages.create(model=MODEL, max_tokens=200, messages=HI, stream=True):
+                pass
+
+    with_client(test)
+
+
+def test_a_call_and_its_result() -> None:
+    async def test(site: Site, client: Client) -> None:
+        call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+        site.cluster.answer = lambda _s, _c: [*site.gateway.tokenizer.encode(call, add_special_tokens=False), 2]
+        found = await client.messages.create(model=MODEL, max_tokens=99, messages=HI, tools=[WEATHER])
+        (use,) = [block for block in found.content if block.type == "tool_use"]
+        assert (found.stop_reason, use.name, use.input) == ("tool_use", "weather", {"city": "Rome"})
+        async with client.messages.stream(model=MODEL, max_tokens=99, messages=HI, tools=[WEATHER]) as stream:
+            streamed = await stream.get_final_message()
+        assert [b.input for b in streamed.content if b.type == "tool_use"] == [{"city": "Rome"}]
+        result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny in Rome"}
+        turns: Any = [*HI, {"role": "assistant", "content": found.content}, {"role": "user", "content": [result]}]
+        await client.messages.create(model=MODEL, max_tokens=99, messages=turns, tools=[WEATHER])
+        assert "sunny in Rome" in site.gateway.tokenizer.decode_all(site.cluster.submits[-1][1])
+
+    with_client(test)
+
+
+def test_errors_have_anthropics_shape() -> None:
+    async def test(site: Site, client: Client) -> None:
+        image: Any = {"type": "image", "source": {"type": "url", "url": "https://x.example/y.png"}}
+        with pytest.raises(anthropic.BadRequestError, match="images are not supported"):
+            await client.messages.create(model=MODEL, max_tokens=9, messages=[{"role": "user", "content": [image]}])
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.create(model="other", max_tokens=9, messages=HI)
+        with pytest.raises(anthropic.AuthenticationError):
+            await client.with_options(api_key="wrong").messages.create(model=MODEL, max_tokens=9, messages=HI)
+
+    with_client(test, api_keys=("secret",))

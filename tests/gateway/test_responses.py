@@ -1,0 +1,196 @@
+"""/v1/responses through OpenAI's own client, and what is kept of it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.response_store import ResponseStore
+from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
+from tests.gateway.http_words import ANSWER_TOKENS, on_site
+
+Client = openai.AsyncOpenAI
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+def with_client(test: Callable[[Site, Client], Awaitable[None]], *, api_key: str = "none", **options: Any) -> None:
+    async def body() -> None:
+        site = make_site(**options)
+        async with served(site) as url, Client(base_url=f"{url}/v1", api_key=api_key, max_retries=0) as client:
+            await test(site, client)
+
+    asyncio.run(body())
+
+
+def prompt_of(site: Site, number: int = -1) -> str:
+    return site.gateway.tokenizer.decode_all(site.cluster.submits[number][1])
+
+
+def test_a_response() -> None:
+    async def test(site: Site, client: Client) -> None:
+        found = await client.responses.create(
+            model=MODEL, input="Hi", instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=200
+        )
+        assert (found.status, found.output_text) == ("completed", ANSWER) and found.id.startswith("resp-")
+        assert found.usage is not None and found.usage.output_tokens == ANSWER_TOKENS
+        assert found.metadata == {"a": "b"} and found.instructions == "Be brief."
+        assert "Be brief." in prompt_of(site)
+        cut = await client.responses.create(model=MODEL, input="Hi", max_output_tokens=3)
+        assert cut.status == "incomplete" and cut.incomplete_details is not None
+        assert cut.incomplete_details.reason == "max_output_tokens" and ANSWER.startswith(cut.output_text)
+
+    with_client(test)
+
+
+def test_the_events_of_a_stream_build_the_response() -> None:
+    async def test(site: Site, client: Client) -> None:
+        events = [one async for one in await client.responses.create(model=MODEL, input="Hi", stream=True)]
+        kinds = list(dict.fromkeys(event.type for event in events))
+        assert kinds == [
+            "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+            "response.output_text.delta", "response.output_text.done", "response.content_part.done",
+            "response.output_item.done", "response.completed",
+        ]  # fmt: skip
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == ANSWER
+        last = events[-1]
+        assert last.type == "response.completed" and last.response.output_text == ANSWER
+        async with client.responses.stream(model=MODEL, input="Hi") as stream:
+            assert (await stream.get_final_response()).output_text == ANSWER
+        site.cluster.interrupt_at = dict.fromkeys(range(1, 9), 4)
+        events = [one async for one in await client.responses.create(model=MODEL, input="Hi", stream=True)]
+        assert events[-1].type == "response.failed"
+
+    with_client(test)
+
+
+def test_a_conversation_goes_on_from_what_is_kept() -> None:
+    async def test(site: Site, client: Client) -> None:
+        first = await client.responses.create(model=MODEL, input="first question", instructions="only once")
+        second = await client.responses.create(model=MODEL, input="second", previous_response_id=first.id)
+        prompt = prompt_of(site)
+        assert prompt.index("first question") < prompt.index(ANSWER) < prompt.index("second")
+        assert "only once" not in prompt, "instructions are of one response"
+        assert (await client.responses.retrieve(second.id)).output_text == ANSWER
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.create(model=MODEL, input="x", previous_response_id=first.id)
+        unkept = await client.responses.create(model=MODEL, input="x", store=False)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(unkept.id)
+
+    with_client(test)
+
+
+def test_a_call_and_its_result() -> None:
+    async def test(site: Site, client: Client) -> None:
+        call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+        site.cluster.answer = lambda _s, _c: [*site.gateway.tokenizer.encode(call, add_special_tokens=False), 2]
+        found = await client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER])  # type: ignore[list-item]
+        (item,) = [item for item in found.output if item.type == "function_call"]
+        assert (item.name, item.arguments.replace(" ", "")) == ("weather", '{"city":"Rome"}')
+        events = [
+            e
+            async for e in await client.responses.create(  # type: ignore[call-overload]
+                model=MODEL, input="Weather?", tools=[WEATHER], stream=True
+            )
+        ]
+        done = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert [one.arguments for one in done] == [item.arguments]
+        deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+        assert "".join(deltas) == item.arguments
+        result = {"type": "function_call_output", "call_id": item.call_id, "output": "sunny in Rome"}
+        await client.responses.create(model=MODEL, input=[result], previous_response_id=found.id)  # type: ignore[list-item]
+        assert "sunny in Rome" in prompt_of(site)
+
+    with_client(test)
+
+
+TENANTS = """
+[tenants.a]
+keys = ["{a}"]
+[tenants.b]
+keys = ["{b}"]
+"""
+
+
+def test_no_tenant_reads_anothers_responses() -> None:
+    import hashlib
+
+    tenants = TENANTS.format(**{name: hashlib.sha256(name.encode()).hexdigest() for name in "ab"})
+
+    async def test(site: Site, client: Client) -> None:
+        mine = await client.responses.create(model=MODEL, input="secret")
+        other = client.with_options(api_key="b")
+        for attempt in (
+            lambda: other.responses.retrieve(mine.id),
+            lambda: other.responses.delete(mine.id),
+            lambda: other.responses.create(model=MODEL, input="x", previous_response_id=mine.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await attempt()
+        assert (await client.responses.retrieve(mine.id)).id == mine.id
+
+    with_client(test, api_key="a", tenants=tenants)
+
+
+def test_what_is_kept_is_bounded_in_number_bytes_and_time_and_for_each_tenant() -> None:
+    store = ResponseStore(keep_s=10.0, entries_max=8, bytes_max=800)
+    for number in range(5):
+        assert store.put("greedy", f"g{number}", b"x" * 50, b"y" * 10, now=float(number))
+    assert [store.get("greedy", f"g{number}", 4.0) is not None for number in range(5)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    for tenant in "abcdefgh":
+        store.put(tenant, f"of-{tenant}", b"", b"z", now=5.0)
+    assert len(store) == 8 and store.get("a", "of-a", 5.0) and store.size_bytes <= 800
+    assert store.get("b", "of-a", 5.0) is None
+    assert not store.put("a", "huge", b"x" * 300, b"", now=5.0), "more than one may have"
+    assert store.get("a", "of-a", 15.0) is None and len(store) == 0 and store.size_bytes == 0
+    assert not ResponseStore(keep_s=0).put("a", "r", b"", b"", 0.0)
+
+
+def test_tokens_there_and_back() -> None:
+    async def test(site: Site) -> None:
+        async with site.client() as client:
+            there = (
+                await client.post("/tokenize", json={"model": MODEL, "prompt": "Hi 日", "return_token_strs": True})
+            ).json()
+            assert there["count"] == len(there["tokens"]) == len(there["token_strs"])
+            back = await client.post("/detokenize", json={"tokens": there["tokens"]})
+            assert back.json() == {"prompt": "Hi 日"}
+            chat = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "Hi"}]})).json()
+            await client.post(
+                "/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+            )
+            assert site.cluster.submits[-1][1] == chat["tokens"]
+
+    on_site(test)
+
+
+def test_pages_of_the_origins_that_are_named_may_call() -> None:
+    async def test(site: Site) -> None:
+        from gateway.app import create_app
+
+        site.gateway.cors_origins = ["https://chat.example"]
+        site.app = create_app(site.gateway)
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        async with site.client() as client:
+            for origin, allowed in (("https://chat.example", "https://chat.example"), ("https://evil.example", None)):
+                headers = {"Origin": origin, **asked}
+                answer = await client.options("/v1/chat/completions", headers=headers)
+                assert answer.headers.get("access-control-allow-origin") == allowed
+                answer = await client.get("/health", headers={"Origin": origin})
+                assert answer.headers.get("access-control-allow-origin") == allowed
+
+    on_site(test)

@@ -1,0 +1,19 @@
+"""docs/api.md names every field of every request, and is up to date."""
+
+from pathlib import Path
+
+from gateway.openai.request_types import NEUTRAL_ONLY, ChatRequest
+from launcher.reference import api
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == api.text(), "run: python -m launcher.reference.api docs/api.md"
+
+
+def test_every_field_is_supported_refused_or_without_effect() -> None:
+    chat = api.text().partition("## POST /v1/chat/completions")[2].partition("\n## ")[0]
+    rows = dict(line.split(" | ")[:2] for line in chat.splitlines() if line.startswith("| `"))
+    assert {name.strip("| `") for name in rows} == {*ChatRequest.model_fields, *NEUTRAL_ONLY}
+    assert set(rows.values()) == {"supported", "refused", "without effect"}

@@ -1,0 +1,108 @@
+"""Grammars are compiled and followed within limits, and a replayed answer is in the state that it was left in."""
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from gateway.structured.lark import Grammar
+from runtime.grammar.compiler import Compiler, GrammarError, Matcher, make_tokenizer
+from tests import tiny_models
+
+HOSTILE_S = 1.0
+"""Far above what the slowest step takes here, far below what a matcher without limits takes."""
+TOKENIZER = tiny_models.tokenizer()
+
+
+def compiler() -> Compiler:
+    serialized = TOKENIZER.backend_tokenizer.to_str()
+    return Compiler(make_tokenizer(serialized, tiny_models.VOCAB, [tiny_models.EOS]), tiny_models.VOCAB)
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
+    return found
+
+
+def regex(pattern: str) -> str:
+    grammar = Grammar(lambda text: [text])
+    return grammar.text(grammar.regex(pattern))
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    return set(np.flatnonzero(np.isfinite(matcher.mask(np.zeros(tiny_models.VOCAB, np.float32)))).tolist())
+
+
+def test_masks_and_ends() -> None:
+    matcher = compiler().matcher(regex("ab?"), ())
+    assert allowed(matcher) == set(ids("a"))
+    matcher.accept(ids("a")[0])
+    assert allowed(matcher) == {*ids("b"), tiny_models.EOS} and matcher.is_complete
+    matcher.accept(ids("b")[0])
+    assert allowed(matcher) == {tiny_models.EOS}
+
+
+def test_the_logits_of_allowed_tokens_stay_as_they_are() -> None:
+    row = np.random.default_rng(1).normal(size=tiny_models.VOCAB).astype(np.float32)
+    masked = compiler().matcher(regex("[a-z]"), ()).mask(row)
+    kept = np.isfinite(masked)
+    assert kept.sum() == 26 and (masked[kept] == row[kept]).all()
+
+
+def test_a_replayed_answer_goes_on_as_the_first_did() -> None:
+    made, text = compiler(), "ab-12 cd-3 "
+    grammar = regex("([a-d]{2}-[0-9]{1,3} ){2,4}!")
+    first = made.matcher(grammar, ())
+    for at, token in enumerate(ids(text)):
+        assert (
+            allowed(first)
+            == allowed(made.matcher(grammar, ids(text)[:at]))
+            == allowed(compiler().matcher(grammar, ids(text)[:at]))
+        )
+        first.accept(token)
+    assert set(ids("!")) <= allowed(made.matcher(grammar, ids(text)))
+    assert not set(ids("!")) & allowed(made.matcher(grammar, ids("ab-12 ")))
+
+
+def test_a_token_that_does_not_fit_leaves_nothing_allowed() -> None:
+    matcher = compiler().matcher(regex("ab"), ids("x"))
+    assert allowed(matcher) == set()
+
+
+@pytest.mark.parametrize("grammar", [regex("(a"), regex("(?=a)b"), "start: nothing", "nonsense"])
+def test_what_cannot_be_compiled_is_said(grammar: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        compiler().matcher(grammar, ())
+    assert 5 < len(str(caught.value)) <= 300
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        regex("(a+)+b"),
+        regex("(a*)*(a*)*b"),
+        regex("(((a{1,20}){1,20}){1,20}){1,20}b"),
+        'start: start start | "a"',
+        'start: s "b"\ns: s s s | s s | "a" | ""',
+        "start: x x x\nx: y y | \"\"\ny: z* z* z*\nz: \"a\"* | \"aa\"* | x",
+    ],
+)  # fmt: skip
+def test_a_hostile_grammar_costs_little_at_each_token(grammar: str) -> None:
+    """It may fail at some token, in which case the stream does. It never takes long."""
+    matcher = compiler().matcher(grammar, ())
+    times = [time.perf_counter()]
+    for _ in range(300):
+        if not allowed(matcher):
+            break
+        matcher.accept(ids("a")[0])
+        times.append(time.perf_counter())
+    assert max((after - before for before, after in pairwise(times)), default=0.0) < HOSTILE_S
+
+
+def test_compiled_grammars_are_kept_and_bounded() -> None:
+    made = compiler()
+    for number in range(300):
+        made.compile(regex(f"a{{{number + 1}}}"))
+    assert len(made._compiled) == 128
+    assert allowed(made.matcher(regex("a{300}"), ())) == set(ids("a"))

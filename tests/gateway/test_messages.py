@@ -80,7 +80,7 @@ def test_a_call_and_its_result() -> None:
         assert [b.input for b in streamed.content if b.type == "tool_use"] == [{"city": "Rome"}]
         result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny in Rome"}
         turns: Any = [*HI, {"role": "assistant", "content": found.content}, {"role": "user", "content": [result]}]
-        await client.messages.create(model=MODEL, max_tokens=99, messages=turns, tools=[WEATHER])
+        await client.messages.create(model=MODEL, max_tokens=9, messages=turns, tools=[WEATHER])
         assert "sunny in Rome" in site.gateway.tokenizer.decode_all(site.cluster.submits[-1][1])
 
     with_client(test)

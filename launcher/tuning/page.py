@@ -42,6 +42,7 @@ def rendered(report: Mapping[str, Any]) -> str:
         probability=show.probability_of(report),
         headline=show.headline(report),
         turns=show.turn_lines(report["turns"]),
+        apply_note=show.apply_note(report),
         how=show.how(report),
         number=show.number,
         goodput=Markup(goodput_chart(report)),

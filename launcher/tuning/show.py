@@ -34,11 +34,21 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     _map(report["map"], console)
     for line in turn_lines(report["turns"]):
         console.print(line, highlight=False)
-    console.print(f"\nTo apply it:  {report['apply']['command']}", highlight=False, soft_wrap=True)
-    console.print("in cluster.toml:", highlight=False)
-    for line in report["apply"]["cluster_toml"]:
-        console.print(f"    {line}", highlight=False, markup=False)
+    console.print(f"\n{apply_note(report)}", highlight=False)
+    apply = report["apply"]
+    for line in (apply["command"], *apply["cluster_toml"]):
+        console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"[dim]{how(report)}[/dim]", highlight=False)
+
+
+def apply_note(report: Mapping[str, Any]) -> str:
+    """Above the command and the lines of `cluster.toml`."""
+    if report["disaggregate"]:
+        return "To apply it, on one machine or in cluster.toml:"
+    note = "crossdock has no mixed workers yet: for this traffic, a server that does both in one process is better."
+    if report["apply"]["workers"]:
+        note += f" The best ratio with separate phases is {report['apply']['workers']}:"
+    return note
 
 
 def headline(report: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from runtime.process.version import version_of
 from tuning.advise import Slo, Workers
 from tuning.goals import Goals
 from tuning.profile import Profile
-from tuning.search import Candidate, Found, Result, Space, search
+from tuning.search import Found, Result, Space, search
 from tuning.sensitivity import map_of, turns
 from tuning.simulator.options import Options
 from tuning.traffic import per_minute, summary
@@ -97,7 +97,7 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
             "class_attainment": found.class_attainment,
             "map": [cell._asdict() for cell in cells],
             "turns": [turn._asdict() for turn in turned],
-            "apply": apply_lines(best.candidate, profile),
+            "apply": apply_lines(next((one for one in found.ranked if not one.candidate.workers.mixed), best), profile),
             "seconds": round(time.perf_counter() - began, 1),
         }
     )
@@ -147,21 +147,21 @@ def fewest(found: Found) -> str:
     return "" if best is None else str(best.candidate.workers)
 
 
-def apply_lines(candidate: Candidate, profile: Profile) -> dict[str, Any]:
-    """The command for one machine, and lines of `cluster.toml`."""
+def apply_lines(result: Result, profile: Profile) -> dict[str, Any]:
+    """The command for one machine, and lines of `cluster.toml`; empty if all that was simulated to the end is mixed."""
+    candidate = result.candidate
     workers = candidate.workers
     model = profile.about.get("model", "")
-    flags = (
-        f"--prefill {workers.prefill} --decode {workers.decode}" if not workers.mixed else f"--mixed {workers.mixed}"
-    )
-    command = f"crossdock serve {flags}"
+    if workers.mixed:
+        return {"workers": "", "command": "", "cluster_toml": [], "model": shlex.quote(str(model))}
+    command = f"crossdock serve --prefill {workers.prefill} --decode {workers.decode}"
     lines = ["[hosts.NAME]", f'workers = "{workers}"']
     if candidate.step_tokens != profile.step_tokens:
         command = f"CROSSDOCK_STEP_TOKENS={candidate.step_tokens} {command}"
         lines += ["", "[coordinator]", f"step_tokens = {candidate.step_tokens}"]
     if candidate.seqs_max:
         lines += ["", "[decode]", f"max_seqs = {candidate.seqs_max}"]
-    return {"command": command, "cluster_toml": lines, "model": shlex.quote(str(model)), "live": not workers.mixed}
+    return {"workers": str(workers), "command": command, "cluster_toml": lines, "model": shlex.quote(str(model))}
 
 
 def workers_of(text: str) -> Workers:

@@ -102,16 +102,17 @@ class Subscription:
 
 
 class Backend:
-    def __init__(self, *, model: str, limits: StreamLimits, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, *, model: str, limits: StreamLimits, metrics: GatewayMetrics, more_models: Sequence[str] = ()
+    ) -> None:
         self.model = model
+        self.models = (model, *more_models)
         self.keeper = StreamKeeper(limits)
         self.metrics = metrics
         self._driver: CoreDriver[Event, Action] = CoreDriver(self.keeper, perform=self._perform, tick=Tick())
         self._workers = WorkerLinks()
-        self._kinds: set[tuple[str, str]] = set()
-        self.system_fingerprint: str | None = None
-        """Of what decides whether two answers can be equal: the model's files, what computes, versions. None until a worker has
-        connected. Workers that differ change it as they become known."""
+        self._kinds: dict[str, set[tuple[str, str]]] = {name: set() for name in self.models}
+        self._fingerprints: dict[str, str] = {}
         self._coordinator: Sender | None = None
         self._servable: dict[str, int] = {}
         """Tokens that each hash of a prompt is to cover, for each model; 0 where that is not known."""
@@ -128,7 +129,7 @@ class Backend:
             return "this gateway is shutting down"
         if self._coordinator is None:
             return "the coordinator cannot be reached"
-        if self.model not in self._servable:
+        if self._servable.keys().isdisjoint(self.models):
             return "the model needs at least one prefill and one decode worker that is up and not draining"
         return None
 
@@ -136,10 +137,14 @@ class Backend:
     def coordinator_is_up(self) -> bool:
         return self._coordinator is not None
 
-    @property
-    def hash_block_size(self) -> int:
+    def hash_block_size(self, model: str) -> int:
         """Tokens that each hash of a prompt is to cover; 0 while that is not known."""
-        return self._servable.get(self.model, 0)
+        return self._servable.get(model, 0)
+
+    def system_fingerprint(self, model: str) -> str | None:
+        """Of what decides whether two answers can be equal: the model's files, what computes, versions. None until a worker has
+        connected. Workers that differ change it as they become known."""
+        return self._fingerprints.get(model)
 
     # --- HTTP side --------------------------------------------------------------------------------------------------
 
@@ -148,7 +153,7 @@ class Backend:
         now = clock.now()
         for spec in specs:
             self._subscriptions[spec.stream_id] = subscription
-            self._times[spec.stream_id] = StreamTimes(self.metrics, spec.tenant, len(spec.prompt), now)
+            self._times[spec.stream_id] = StreamTimes(self.metrics, spec.tenant, len(spec.prompt), now, spec.model)
         for spec in specs:
             self._driver.post(Open(spec))
         return subscription
@@ -193,7 +198,7 @@ class Backend:
             case Accepted() | Rejected() | Interrupted():
                 self._driver.post(message)
             case ClusterState(servable, sizes):
-                if self.model in self._servable and self.model not in servable:
+                if any(name in self._servable and name not in servable for name in self.models):
                     self._driver.post(CapacityLost())
                 self._servable = dict.fromkeys(servable, 0) | dict(zip(servable, sizes, strict=False))
             case _:
@@ -203,8 +208,8 @@ class Backend:
         """Why a process may not deliver tokens here, or None."""
         if hello.role not in (Role.PREFILL, Role.DECODE):
             return "only workers deliver tokens to a gateway"
-        if hello.model != self.model:
-            return f"this gateway serves model {self.model!r}"
+        if hello.model not in self.models:
+            return f"this gateway serves {', '.join(map(repr, self.models))}"
         return None
 
     def worker_message(self, peer: Peer, message: Message, _blob: bytes) -> None:
@@ -219,13 +224,16 @@ class Backend:
             raise RemoteProtocolError(f"a worker may not send {type(message).__name__} to a gateway")
 
     def worker_up(self, peer: Peer) -> None:
-        kind = (peer.hello.fingerprint, peer.hello.numerics)
-        if kind not in self._kinds and len(self._kinds) < _KINDS_MAX:
-            self._kinds.add(kind)
-            text = repr((version_of(), self.model, sorted(self._kinds)))
-            self.system_fingerprint = f"fp_{blake2b(text.encode(), digest_size=6).hexdigest()}"
+        self._know(peer.hello)
         if self._workers.returns(peer.incarnation):
             self._driver.post(WorkerDown(peer.incarnation))
+
+    def _know(self, hello: Hello) -> None:
+        kinds, kind = self._kinds.get(hello.model, set()), (hello.fingerprint, hello.numerics)
+        if kind not in kinds and len(kinds) < _KINDS_MAX:
+            kinds.add(kind)
+            text = repr((version_of(), hello.model, sorted(kinds)))
+            self._fingerprints[hello.model] = f"fp_{blake2b(text.encode(), digest_size=6).hexdigest()}"
 
     def worker_down(self, peer: Peer) -> None:
         self._workers.down(peer.incarnation)

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,12 +15,12 @@ from gateway.backend import Backend
 from gateway.http.body import Intake
 from gateway.http.server import make_server
 from gateway.metrics import GatewayMetrics
-from gateway.openai.context import Gateway
+from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.prepare import Rules
 from gateway.response_store import ResponseStore
 from gateway.streams.types import StreamLimits
 from gateway.tenancy import KeyRing
-from gateway.text.tokenizer import ModelFilesError, ModelTokenizer, load
+from gateway.text.tokenizer import ModelFilesError, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
 from runtime.link.client import LinkClient
@@ -53,7 +54,8 @@ class GatewayProcess:
         model = settings.served_model_id
         self.metrics = GatewayMetrics(model)
         self.metrics.registry.introduce(name=name, model=model)
-        self.backend = Backend(model=model, limits=stream_limits, metrics=self.metrics)
+        more = [name for name, _ in settings.other_models]
+        self.backend = Backend(model=model, limits=stream_limits, metrics=self.metrics, more_models=more)
         self.hello = Hello(
             limits.PROTOCOL_VERSION,
             Role.GATEWAY,
@@ -104,9 +106,9 @@ class GatewayProcess:
                 self.log.error("cannot start", error=f"--tokens-bind: {error.strerror}")
                 return 1
             try:
-                tokenizer = await self._load(stop)
-                if tokenizer is not None:
-                    status = await self._run(tokenizer, advertised(settings.advertise, address), listener, stop)
+                models = await self._load(stop)
+                if models is not None:
+                    status = await self._run(models, advertised(settings.advertise, address), listener, stop)
                     if status:
                         return status
             finally:
@@ -123,7 +125,7 @@ class GatewayProcess:
         self.log.error("cannot start", error=f"--port: {settings.port} on {settings.host}: {error.strerror}")
         return 1
 
-    async def _run(self, tokenizer: ModelTokenizer, address: str, listener: socket.socket, stop: Stop) -> int:
+    async def _run(self, models: list[ServedModel], address: str, listener: socket.socket, stop: Stop) -> int:
         """`address`: where workers deliver tokens. Returns the exit status; raises `ConfigError`."""
         try:
             tenants = TenantsFile(self.settings.tenants) if self.settings.tenants else None
@@ -134,18 +136,13 @@ class GatewayProcess:
         waiting.begin()
         await coordinator.start()
         gateway = Gateway(
-            tokenizer=tokenizer,
+            models=models,
             backend=self.backend,
             metrics=self.metrics,
             intake=Intake(
                 body_bytes_max=self.settings.body_bytes_max,
                 client_timeout_s=self.settings.client_timeout_ms / 1000,
                 tenant_requests_max=self.settings.tenant_requests_max,
-            ),
-            rules=Rules(
-                self.settings.served_model_id,
-                self.settings.default_max_tokens,
-                tuple(self.settings.served_model_name),
             ),
             keys=keys,
             keep_alive_s=self.settings.stream_keep_alive_ms / 1000,
@@ -164,20 +161,14 @@ class GatewayProcess:
             await cancelled(*watching)
             await coordinator.close()
             waiting.end()
-            gateway.threads.shutdown()
-            await gateway.grammars.close()
+            await gateway.close()
 
-    async def _load(self, stop: asyncio.Event) -> ModelTokenizer | None:
-        """The model's tokenizer; None if told to stop first. Raises `ConfigError`."""
+    async def _load(self, stop: asyncio.Event) -> list[ServedModel] | None:
+        """The models' tokenizers; None if told to stop first. Raises `ConfigError`."""
         loader = ThreadPoolExecutor(1, "loader")
-        model_sampling = self.settings.generation_config == "auto"
         try:
             with collector.at_rest():
-                return await unless_stopped(
-                    stop, loader, lambda: load(self.settings.model, model_sampling=model_sampling)
-                )
-        except ModelFilesError as error:
-            raise ConfigError(f"--model: {error}") from error
+                return await unless_stopped(stop, loader, partial(_load_models, self.settings))
         finally:
             loader.shutdown(wait=False)
 
@@ -232,11 +223,25 @@ class GatewayProcess:
         return 0
 
 
+def _load_models(settings: GatewaySettings) -> list[ServedModel]:
+    """Raises `ConfigError`."""
+    found: list[ServedModel] = []
+    first = (settings.served_model_id, settings.model)
+    for option, (name, path) in [("--model", first), *(("--more-models", one) for one in settings.other_models)]:
+        try:
+            tokenizer = load(path, model_sampling=settings.generation_config == "auto")
+        except ModelFilesError as error:
+            raise ConfigError(f"{option}: {error}") from error
+        aliases = () if found else tuple(settings.served_model_name)
+        found.append(ServedModel(tokenizer, Rules(name, settings.default_max_tokens, aliases)))
+    return found
+
+
 def say_where(logger: log.Log, bound: Sequence[Any], gateway: Gateway) -> None:
     """Which HTTP port is open, and whether to everyone who can reach it. `bound`: as `getsockname` says it."""
     host, port = bound[:2]
     address = f"{f'[{host}]' if ':' in host else host}:{port}"
-    logger.info("serving", url=f"http://{address}", model=gateway.rules.model_id)
+    logger.info("serving", url=f"http://{address}", model=", ".join(served.rules.model_id for served in gateway.models))
     if not (gateway.keys.needed or is_loopback(f"tcp://{address}")):
         logger.warning("no API keys: whoever reaches this port is let in; see --tenants and --api-keys", port=address)
 

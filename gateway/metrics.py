@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from gateway.streams.types import FailKind, Failure
 from runtime.metrics.registry import LATENCY_S, STEP_S, MetricsRegistry
@@ -22,24 +24,6 @@ class GatewayMetrics:
             PREFIX + "requests", "Generation requests by endpoint and outcome: ok, disconnected, or an error's code.",
             "endpoint", "outcome",
         )  # fmt: skip
-        self.ttft = registry.histogram(
-            PREFIX + "time_to_first_token_seconds", "From submission to a prompt's first token.", LATENCY_S, "model"
-        ).labels(model)
-        self.itl = registry.histogram(
-            PREFIX + "inter_token_latency_seconds", "Between two deliveries of one choice.", STEP_S, "model"
-        ).labels(model)
-        self.tpot = registry.histogram(
-            PREFIX + "time_per_output_token_seconds",
-            "Mean time per token after the first, for each stream that has finished.",
-            STEP_S,
-            "model",
-        ).labels(model)
-        self.duration = registry.histogram(
-            PREFIX + "stream_duration_seconds",
-            "From submission to the end, for each stream that has finished.",
-            LATENCY_S,
-            "model",
-        ).labels(model)
         self.retry_after = registry.histogram(
             PREFIX + "retry_after_seconds", "What clients were told in Retry-After, by status.", LATENCY_S, "status"
         )
@@ -55,15 +39,10 @@ class GatewayMetrics:
             "result",
         )
         self.tenants = TenantLabels(self.slo)
-        self.prompt_tokens = registry.counter(PREFIX + "prompt_tokens", "Prompt tokens submitted.", "model").labels(
-            model
-        )
-        self.cached_tokens = registry.counter(
-            PREFIX + "cached_prompt_tokens",
-            "Prompt tokens that were not computed but found in a prefix cache.",
-            "model",
-        ).labels(model)
-        self.output_tokens = registry.counter(PREFIX + "output_tokens", "Tokens delivered.", "model").labels(model)
+        self._of_models = _families(registry)
+        self._models: dict[str, ModelMetrics] = {}
+        self._model = model
+        self.of()
         self.noticed = registry.counter(
             PREFIX + "stream_events", "Streams resumed, and tokens that were dropped, by kind.", "kind"
         )
@@ -72,24 +51,85 @@ class GatewayMetrics:
         registry.gauge(PREFIX + "active_streams", "Prompts being answered.", lambda: self.active())
         registry.gauge(PREFIX + "tasks", "asyncio tasks that have not ended.", lambda: len(asyncio.all_tasks()))
 
+    def of(self, model: str = "") -> "ModelMetrics":
+        """Those of one model; without a name, of the gateway's first."""
+        name = model or self._model
+        if name not in self._models:
+            self._models[name] = ModelMetrics(*(family.labels(name) for family in self._of_models))
+        return self._models[name]
+
+
+@dataclass(frozen=True)
+class ModelMetrics:
+    ttft: Any
+    itl: Any
+    tpot: Any
+    duration: Any
+    prompt_tokens: Any
+    cached_tokens: Any
+    output_tokens: Any
+
+
+def _families(registry: MetricsRegistry) -> tuple[Any, ...]:
+    """In the order of `ModelMetrics`."""
+    return (
+        registry.histogram(
+            PREFIX + "time_to_first_token_seconds", "From submission to a prompt's first token.", LATENCY_S, "model"
+        ),
+        registry.histogram(
+            PREFIX + "inter_token_latency_seconds", "Between two deliveries of one choice.", STEP_S, "model"
+        ),
+        registry.histogram(
+            PREFIX + "time_per_output_token_seconds",
+            "Mean time per token after the first, for each stream that has finished.",
+            STEP_S,
+            "model",
+        ),
+        registry.histogram(
+            PREFIX + "stream_duration_seconds",
+            "From submission to the end, for each stream that has finished.",
+            LATENCY_S,
+            "model",
+        ),
+        registry.counter(PREFIX + "prompt_tokens", "Prompt tokens submitted.", "model"),
+        registry.counter(
+            PREFIX + "cached_prompt_tokens",
+            "Prompt tokens that were not computed but found in a prefix cache.",
+            "model",
+        ),
+        registry.counter(PREFIX + "output_tokens", "Tokens delivered.", "model"),
+    )
+
 
 class StreamTimes:
     """One stream, from its opening to its end."""
 
-    __slots__ = ("_first_at", "_gaps", "_gaps_over", "_last_at", "_metrics", "_opened_at", "_slo", "_tenant", "_tokens")
+    __slots__ = (
+        "_first_at",
+        "_gaps",
+        "_gaps_over",
+        "_last_at",
+        "_metrics",
+        "_model",
+        "_opened_at",
+        "_slo",
+        "_tenant",
+        "_tokens",
+    )
 
-    def __init__(self, metrics: GatewayMetrics, tenant: str, prompt_tokens: int, now: float) -> None:
+    def __init__(self, metrics: GatewayMetrics, tenant: str, prompt_tokens: int, now: float, model: str = "") -> None:
         slo = metrics.slo_of(tenant)
         self._slo = slo if slo is not None and slo.given else None
         self._metrics, self._tenant, self._opened_at = metrics, tenant, now
+        self._model = metrics.of(model)
         self._first_at: float | None = None
         self._last_at: dict[int, float] = {}
         """When each choice last got tokens."""
         self._tokens = self._gaps = self._gaps_over = 0
-        metrics.prompt_tokens.inc(prompt_tokens)
+        self._model.prompt_tokens.inc(prompt_tokens)
 
     def delivered(self, choice: int, tokens: int, cached_tokens: int, now: float) -> None:
-        metrics = self._metrics
+        metrics = self._model
         metrics.output_tokens.inc(tokens)
         self._tokens += tokens
         if self._first_at is None:
@@ -109,11 +149,11 @@ class StreamTimes:
         metrics = self._metrics
         metrics.streams.labels("ok" if failure is None else failure.kind.value).inc()
         if failure is None:
-            metrics.duration.observe(now - self._opened_at)
+            self._model.duration.observe(now - self._opened_at)
             later = self._tokens - len(self._last_at)
             if self._first_at is not None and later > 0:
                 busy_s = sum(at - self._first_at for at in self._last_at.values())
-                metrics.tpot.observe(busy_s / later)
+                self._model.tpot.observe(busy_s / later)
         if self._slo is not None:
             metrics.tenants.rank(now)
             metrics.tenants.served(self._tenant, self._tokens + 1)

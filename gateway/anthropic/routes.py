@@ -63,7 +63,8 @@ async def count_tokens(call: CallDep) -> TokenCount:
     try:
         async with gateway.intake.body(call.request, call.owner) as body:
             chat = _read(CountRequest, parse_json(body))
-            work = partial(_prepare, chat, gateway.tokenizer, gateway.rules)
+            served = gateway.model(chat.model)
+            work = partial(_prepare, chat, served.tokenizer, served.rules)
             prepared = await gateway.threads.run(call.owner, len(body), work)
     except ClientLeft:
         raise ApiError(408, "The client left.", code="request_timeout") from None

@@ -1,6 +1,7 @@
 """What a client is told when a request is refused or fails: OpenAI's shape, one status and one code for each case."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -99,8 +100,8 @@ def too_long(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="context_length_exceeded", param=param)
 
 
-def model_not_found(model: str, served: str) -> ApiError:
-    message = f"The model {model[:200]!r} is not served here; served is {served!r}."
+def model_not_found(model: str, served: Sequence[str]) -> ApiError:
+    message = f"The model {model[:200]!r} is not served here; served is {', '.join(map(repr, served))}."
     return ApiError(404, message, code="model_not_found", param="model")
 
 

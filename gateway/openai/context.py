@@ -8,6 +8,7 @@ from fastapi import Request
 
 from gateway.backend import Backend
 from gateway.http.body import Intake
+from gateway.http.errors import model_not_found
 from gateway.metrics import GatewayMetrics
 from gateway.openai.prepare import Rules
 from gateway.response_store import ResponseStore
@@ -21,12 +22,26 @@ from runtime.tenancy.tenants import open_tenants
 
 
 @dataclass
-class Gateway:
+class ServedModel:
     tokenizer: ModelTokenizer
+    rules: Rules
+    grammars: GrammarChecker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarChecker(self._to_compile_with)
+
+    def _to_compile_with(self) -> bytes:
+        facts = self.tokenizer.facts
+        return msgspec.json.encode(Hello(self.tokenizer.serialized(), facts.vocab_size, sorted(facts.eos_ids)))
+
+
+@dataclass
+class Gateway:
+    models: Sequence[ServedModel]
+    """The first serves requests that name none."""
     backend: Backend
     metrics: GatewayMetrics
     intake: Intake
-    rules: Rules
     keys: KeyRing = field(default_factory=lambda: KeyRing(open_tenants()))
     threads: TokenizerThreads = field(default_factory=TokenizerThreads)
     keep_alive_s: float = 10.0
@@ -35,15 +50,21 @@ class Gateway:
     cors_origins: Sequence[str] = ()
     """Origins of web pages that may call this API; `*`: all."""
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(keep_s=3600.0))
-    grammars: GrammarChecker = field(init=False)
     created: int = field(default_factory=lambda: int(clock.unix_time()))
 
-    def __post_init__(self) -> None:
-        self.grammars = GrammarChecker(self._to_compile_with)
+    def model(self, name: str | None) -> ServedModel:
+        """Raises `ApiError` (404)."""
+        if name is None:
+            return self.models[0]
+        for served in self.models:
+            if name in served.rules.names:
+                return served
+        raise model_not_found(name, [served.rules.model_id for served in self.models])
 
-    def _to_compile_with(self) -> bytes:
-        facts = self.tokenizer.facts
-        return msgspec.json.encode(Hello(self.tokenizer.serialized(), facts.vocab_size, sorted(facts.eos_ids)))
+    async def close(self) -> None:
+        self.threads.shutdown()
+        for served in self.models:
+            await served.grammars.close()
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -16,7 +16,7 @@ from gateway.http.body import parse_json
 from gateway.http.errors import ApiError, rate_headers
 from gateway.http.request_log import RequestInfo, info_of
 from gateway.openai.answers import Answer
-from gateway.openai.context import Gateway
+from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import Call
 from gateway.openai.exchange import EventStream, Exchange
 from gateway.openai.prepare import Prepared, Rules
@@ -93,32 +93,37 @@ async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[
     async with gateway.intake.body(call.request, call.owner) as body:
         generation = endpoint.read(parse_json(body))
         info.end_user = generation.end_user
+        served = gateway.model(generation.model)
         identity = _identity(gateway, call.tenant, generation)
-        work = partial(_prepare, endpoint.prepare, generation, gateway, identity.cache_group)
+        work = partial(_prepare, endpoint.prepare, generation, gateway, served, identity.cache_group)
         prepared, names = await gateway.threads.run(call.owner, len(body), work)
         del generation, body, work
         if prepared.form.grammar:
-            await gateway.grammars.check(call.owner, prepared.form.grammar, prepared.form.param)
+            await served.grammars.check(call.owner, prepared.form.grammar, prepared.form.param)
     slots.hold(len(prepared.prompts))
     answer = endpoint.answer(
         prepared,
-        gateway.tokenizer,
+        served.tokenizer,
         answer_id=info.internal_id,
         created=int(clock.unix_time()),
-        model=gateway.rules.model_id,
+        model=served.rules.model_id,
     )
-    exchange = _submit(gateway, prepared, names, answer, info, identity)
+    exchange = _submit(gateway, served, prepared, names, answer, info, identity)
     await call.held.enter_async_context(_watched(call.request.receive, exchange.subscription))
     return exchange, prepared
 
 
 def _prepare(
-    prepare: Callable[[R, ModelTokenizer, Rules], Prepared], generation: R, gateway: Gateway, cache_group: str
+    prepare: Callable[[R, ModelTokenizer, Rules], Prepared],
+    generation: R,
+    gateway: Gateway,
+    served: ServedModel,
+    cache_group: str,
 ) -> tuple[Prepared, list[BlockNames | None]]:
     """A request's prompts and the names of their KV blocks. Runs on a thread of its own: both take time."""
-    prepared = prepare(generation, gateway.tokenizer, gateway.rules)
+    prepared = prepare(generation, served.tokenizer, served.rules)
     # Log-probabilities of a prompt need all of it computed, so that none of it is looked up.
-    block_size = gateway.backend.hash_block_size if prepared.sampling.prompt_logprobs < 0 else 0
+    block_size = gateway.backend.hash_block_size(served.rules.model_id) if prepared.sampling.prompt_logprobs < 0 else 0
     if prepared.cache_salt:
         cache_group = f"{cache_group}\0{prepared.cache_salt}"
     return prepared, [
@@ -148,6 +153,7 @@ def _identity(gateway: Gateway, tenant: str, generation: GenerationRequest) -> _
 
 def _submit(
     gateway: Gateway,
+    served: ServedModel,
     prepared: Prepared,
     names: list[BlockNames | None],
     answer: Answer,
@@ -160,11 +166,11 @@ def _submit(
     specs = [
         StreamSpec(
             stream_id=f"{answer_id}.p{number}" if several else answer_id,
-            model=gateway.rules.model_id,
+            model=served.rules.model_id,
             prompt=prompt,
             sampling=prepared.sampling,
             choices=prepared.choices,
-            make_text=gateway.tokenizer.text_sink(
+            make_text=served.tokenizer.text_sink(
                 prepared.stops,
                 keeps_stop=prepared.keeps_stop,
                 min_tokens=prepared.sampling.min_tokens,
@@ -179,7 +185,7 @@ def _submit(
         )
         for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))
     ]
-    answer.system_fingerprint = lambda: gateway.backend.system_fingerprint
+    answer.system_fingerprint = lambda: gateway.backend.system_fingerprint(served.rules.model_id)
     answer.prompt_scores = [spec.prompt_scores for spec in specs]
     return Exchange(
         gateway.backend.open(specs),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from gateway.http.errors import bad_value, model_not_found, too_long
+from gateway.http.errors import bad_value, too_long
 from gateway.openai.evaluation import output_limits, prompt_logprobs_wanted
 from gateway.openai.forms import ANY_FORM, Chat, Form, completion_form
 from gateway.openai.request_types import (
@@ -78,7 +78,7 @@ class Rules:
 
 def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
     """Raises `ApiError`."""
-    _check_common(request, tokenizer, rules)
+    _check_common(request, tokenizer)
     n = request.n or 1
     drawn = request.best_of or n
     if drawn < n:
@@ -113,7 +113,7 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
 
 def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
     """Raises `ApiError`."""
-    _check_common(request, tokenizer, rules)
+    _check_common(request, tokenizer)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if request.max_tokens is not None and request.max_tokens != asked:
         raise bad_value("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; send one of them.")
@@ -148,9 +148,7 @@ def _in_form(prepared: Prepared, form: Form) -> Prepared:
     return replace(prepared, sampling=sampling, form=form)
 
 
-def _check_common(request: GenerationRequest, tokenizer: ModelTokenizer, rules: Rules) -> None:
-    if request.model not in rules.names:
-        raise model_not_found(request.model, rules.model_id)
+def _check_common(request: GenerationRequest, tokenizer: ModelTokenizer) -> None:
     if request.stream_options is not None and not request.stream:
         raise bad_value("stream_options", "'stream_options' is allowed only with 'stream' true.")
     _logit_bias(request, tokenizer)

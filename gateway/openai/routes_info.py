@@ -4,9 +4,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from gateway.http.errors import ApiError, model_not_found
+from gateway.http.errors import ApiError
 from gateway.openai.answer_types import Model, ModelList, Status, Version
-from gateway.openai.context import Gateway
+from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import GatewayDep, TenantDep
 from gateway.openai.openapi import refusals
 from runtime.process.version import version_of
@@ -14,27 +14,26 @@ from runtime.process.version import version_of
 router = APIRouter(tags=["Models and state"])
 
 
-def _model(gateway: Gateway, name: str) -> dict[str, Any]:
+def _model(gateway: Gateway, served: ServedModel, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
         "created": gateway.created,
         "owned_by": "crossdock",
-        "root": gateway.rules.model_id,
-        "max_model_len": gateway.tokenizer.facts.context_tokens,
+        "root": served.rules.model_id,
+        "max_model_len": served.tokenizer.facts.context_tokens,
     }
 
 
 @router.get("/v1/models", summary="The models served here.", response_model=ModelList, responses=refusals(401))
 async def models(gateway: GatewayDep, _tenant: TenantDep) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(gateway, name) for name in gateway.rules.names]}
+    found = [_model(gateway, served, name) for served in gateway.models for name in served.rules.names]
+    return {"object": "list", "data": found}
 
 
 @router.get("/v1/models/{model_id:path}", summary="One model.", response_model=Model, responses=refusals(401, 404))
 async def model(gateway: GatewayDep, _tenant: TenantDep, model_id: str) -> dict[str, Any]:
-    if model_id not in gateway.rules.names:
-        raise model_not_found(model_id, gateway.rules.model_id)
-    return _model(gateway, model_id)
+    return _model(gateway, gateway.model(model_id), model_id)
 
 
 @router.get("/version", summary="The version of this server.", response_model=Version)

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from gateway.backend import ClientLeft
 from gateway.http.body import parse_json
-from gateway.http.errors import ApiError, bad_value, model_not_found
+from gateway.http.errors import ApiError, bad_value
 from gateway.openai.dependencies import Call, CallDep
 from gateway.openai.forms import Chat
 from gateway.openai.openapi import body_of, refusals
@@ -53,9 +53,8 @@ async def _answer(call: Call, cls: type[R], work: Callable[[R, ModelTokenizer], 
     try:
         async with gateway.intake.body(call.request, call.owner) as body:
             asked = validate(cls, parse_json(body), neutral={})
-            if asked.model is not None and asked.model not in gateway.rules.names:
-                raise model_not_found(asked.model, gateway.rules.model_id)
-            return await gateway.threads.run(call.owner, len(body), partial(work, asked, gateway.tokenizer))
+            served = gateway.model(asked.model)
+            return await gateway.threads.run(call.owner, len(body), partial(work, asked, served.tokenizer))
     except ClientLeft:
         raise ApiError(408, "The client left.", code="request_timeout") from None
 

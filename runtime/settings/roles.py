@@ -220,8 +220,8 @@ class GatewaySettings(ClientSettings):
     panels: ClassVar[Panels] = {
         "HTTP": "host port body_bytes_max client_timeout_ms cors_origins access_log",
         "Tenants": "api_keys tenants tenant_requests_max",
-        "Requests and streams": "served_model_name generation_config default_max_tokens responses_keep_s queue_wait_s"
-        " stream_idle_ms stream_keep_alive_ms",
+        "Requests and streams": "more_models served_model_name generation_config default_max_tokens responses_keep_s"
+        " queue_wait_s stream_idle_ms stream_keep_alive_ms",
         "Cluster": "coordinator tokens_bind advertise drain_timeout_s",
     }
     host: str = Field(
@@ -253,9 +253,14 @@ class GatewaySettings(ClientSettings):
         description="Most tokens of a chat answer where the request does not say, cut to what the context leaves; 0: all that"
         " it leaves. Such a request reserves KV room for so many (see --kv-overcommit), so that more means fewer at once.",
     )
+    more_models: CommaList = Field(
+        default_factory=list,
+        description="More models that this gateway serves, separated by commas: folders or ORG/NAME, each perhaps with its id"
+        " in front, like small=/models/small. Their workers connect to the same coordinator, with that id.",
+    )
     served_model_name: CommaList = Field(
         default_factory=list,
-        description="More names by which clients may ask for the model, separated by commas. Answers carry the model id.",
+        description="More names by which clients may ask for --model, separated by commas. Answers carry the model id.",
     )
     cors_origins: CommaList = Field(
         default_factory=list,
@@ -312,7 +317,16 @@ class GatewaySettings(ClientSettings):
         " request id, tokens and times. Never prompts or keys.",
     )
 
+    @property
+    def other_models(self) -> list[tuple[str, str]]:
+        """(id, folder or ORG/NAME) of each of `more_models`."""
+        split = (one.rpartition("=") for one in self.more_models)
+        return [(model_id_of(path, name), path) for name, _, path in split]
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        names = [self.served_model_id, *self.served_model_name, *(name for name, _ in self.other_models)]
+        if len(set(names)) < len(names):
+            raise ValueError("--more-models, --served-model-name: two models have the same name")
         self._check_reachable("--tokens-bind", self.tokens_bind)
         return self

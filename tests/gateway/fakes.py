@@ -16,7 +16,7 @@ from gateway.http.body import Intake
 from gateway.http.server import make_server
 from gateway.main import _listen
 from gateway.metrics import GatewayMetrics
-from gateway.openai.context import Gateway
+from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.prepare import Rules
 from gateway.streams.types import StreamLimits
 from gateway.tenancy import KeyRing
@@ -193,11 +193,10 @@ def make_site(
     if connected:
         cluster.connect()
     gateway = Gateway(
-        tok,
+        [ServedModel(tok, Rules(MODEL, 1024))],
         backend,
         metrics,
         Intake(body_bytes_max=BODY_BYTES_MAX, client_timeout_s=client_timeout_s),
-        Rules(MODEL, 1024),
         KeyRing(parse(tenants), api_keys),
         keep_alive_s=keep_alive_s,
         access_log=access_log,
@@ -223,4 +222,4 @@ async def served(site: Site):
         server.should_exit = True
         await task
         site.gateway.threads.shutdown()
-        await site.gateway.grammars.close()
+        await site.gateway.models[0].grammars.close()

@@ -39,7 +39,7 @@ def test_chat_goes_through_the_template() -> None:
         ((submit, ids),) = site.cluster.submits
         names = {name: index for index, name in enumerate(SPECIAL)}
         expected = [BOS, names["<|system|>"], "S", names["<|user|>"], "a\nb", names["<|assistant|>"]]
-        encode = site.gateway.tokenizer.encode
+        encode = site.gateway.models[0].tokenizer.encode
         assert ids == flat(
             encode(part, add_special_tokens=False) if isinstance(part, str) else [part] for part in expected
         )
@@ -150,7 +150,7 @@ def test_usage_so_far_rides_on_every_chunk_where_asked_for() -> None:
 
 def test_several_choices_and_prompts() -> None:
     async def test(site: Site) -> None:
-        encode = site.gateway.tokenizer.encode
+        encode = site.gateway.models[0].tokenizer.encode
 
         def answer(submit: Submit, choice: int) -> list[int]:
             return [*encode(f"{submit.prompt_tokens}/{choice} {'x' * choice}", add_special_tokens=False), EOS]
@@ -178,7 +178,7 @@ def test_echo() -> None:
     async def test(site: Site) -> None:
         (choice,) = (await completion(site, prompt="Hé 🌍: ", echo=True))["choices"]
         assert choice["text"] == "Hé 🌍: " + ANSWER
-        ids = site.gateway.tokenizer.encode("abc", add_special_tokens=False)
+        ids = site.gateway.models[0].tokenizer.encode("abc", add_special_tokens=False)
         (choice,) = (await completion(site, prompt=ids, echo=True))["choices"]
         assert choice["text"] == "abc" + ANSWER
         chunks, _ = await events(site, "/v1/completions", prompt="Q", echo=True)
@@ -225,8 +225,8 @@ def test_chat_logprobs_have_the_bytes_of_parts_of_characters() -> None:
 
 def test_token_ids() -> None:
     async def test(site: Site) -> None:
-        prompt = site.gateway.tokenizer.encode("Hi", add_special_tokens=False)
-        ids = [*site.gateway.tokenizer.encode(ANSWER, add_special_tokens=False), EOS]
+        prompt = site.gateway.models[0].tokenizer.encode("Hi", add_special_tokens=False)
+        ids = [*site.gateway.models[0].tokenizer.encode(ANSWER, add_special_tokens=False), EOS]
         (choice,) = (await completion(site, return_token_ids=True))["choices"]
         assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, ids)
         chunks, _ = await events(site, "/v1/completions", return_token_ids=True)
@@ -244,8 +244,8 @@ def test_token_ids() -> None:
 
 def test_a_stop_token_that_is_text_is_not_shown() -> None:
     async def test(site: Site) -> None:
-        (dot,) = site.gateway.tokenizer.encode(".", add_special_tokens=False)
-        ids = site.gateway.tokenizer.encode("Paris.", add_special_tokens=False)
+        (dot,) = site.gateway.models[0].tokenizer.encode(".", add_special_tokens=False)
+        ids = site.gateway.models[0].tokenizer.encode("Paris.", add_special_tokens=False)
         site.cluster.answer = lambda _submit, _choice: ids
         (choice,) = (await completion(site, stop_token_ids=[dot]))["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("Paris", "stop")

@@ -222,9 +222,9 @@ def test_a_bug_is_a_500_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_special_token_that_only_the_tokenizer_knows_is_the_prompts_fault() -> None:
     async def test(site: Site) -> None:
-        facts = site.gateway.tokenizer.facts
-        too_high = max(site.gateway.tokenizer.encode("\u00ad", add_special_tokens=False))
-        site.gateway.tokenizer = ModelTokenizer(tiny_models.tokenizer(), replace(facts, vocab_size=too_high))
+        facts = site.gateway.models[0].tokenizer.facts
+        too_high = max(site.gateway.models[0].tokenizer.encode("\u00ad", add_special_tokens=False))
+        site.gateway.models[0].tokenizer = ModelTokenizer(tiny_models.tokenizer(), replace(facts, vocab_size=too_high))
         answer = await post(site, "/v1/completions", prompt=["Hi", "\u00ad"])
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "prompt"
@@ -236,7 +236,7 @@ def test_a_special_token_that_only_the_tokenizer_knows_is_the_prompts_fault() ->
 
 def test_text_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(site: Site) -> None:
-        tokenizer = site.gateway.tokenizer
+        tokenizer = site.gateway.models[0].tokenizer
         assert tokenizer.bytes_per_token_max == len("<|assistant|>")
         monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
         text = "a" * (CONTEXT_TOKENS * len("<|assistant|>") + 1)

@@ -40,7 +40,7 @@ async def _check(rows: list[BadRequest]) -> None:
                 assert not site.cluster.submits
                 assert not site.gateway.backend.keeper.streams
     finally:
-        await site.gateway.grammars.close()
+        await site.gateway.models[0].grammars.close()
 
 
 def test_the_table_is_wide_enough() -> None:

@@ -75,8 +75,8 @@ def test_what_is_missing_null_or_off_in_the_file_stays_openais_default() -> None
 
 def test_requests_get_the_models_defaults_for_what_they_leave_out() -> None:
     async def test(site: Site) -> None:
-        facts = replace(site.gateway.tokenizer.facts, sampling=sampling_defaults(QWENS | {"min_p": 0.1}))
-        site.gateway.tokenizer = ModelTokenizer(tiny_models.tokenizer(), facts)
+        facts = replace(site.gateway.models[0].tokenizer.facts, sampling=sampling_defaults(QWENS | {"min_p": 0.1}))
+        site.gateway.models[0].tokenizer = ModelTokenizer(tiny_models.tokenizer(), facts)
         await chat(site)
         await completion(site, temperature=None, top_p=None)
         await completion(site, temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1)
@@ -94,7 +94,7 @@ def test_the_description_says_where_defaults_come_from() -> None:
 @pytest.mark.parametrize(("default", "expected"), [(7, 7), (0, None), (1 << 20, None)])
 def test_a_chat_answer_is_as_long_as_the_option_or_the_context_allows(default: int, expected: int | None) -> None:
     async def test(site: Site) -> None:
-        site.gateway.rules = Rules(MODEL, default)
+        site.gateway.models[0].rules = Rules(MODEL, default)
         await chat(site)
         ((submit, ids),) = site.cluster.submits
         assert submit.sampling.max_tokens == (expected or CONTEXT_TOKENS - len(ids))

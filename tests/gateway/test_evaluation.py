@@ -66,8 +66,8 @@ def test_vllms_prompt_logprobs() -> None:
         first, second, *_ = (await completion(site, prompt=PROMPT, prompt_logprobs=1))["choices"][0]["prompt_logprobs"]
         assert first is None
         assert second == {
-            "41": {"logprob": -1.0, "rank": 1, "decoded_token": site.gateway.tokenizer.decode_all([41])},
-            "7": {"logprob": -0.5, "rank": 1, "decoded_token": site.gateway.tokenizer.decode_all([7])},
+            "41": {"logprob": -1.0, "rank": 1, "decoded_token": site.gateway.models[0].tokenizer.decode_all([41])},
+            "7": {"logprob": -0.5, "rank": 1, "decoded_token": site.gateway.models[0].tokenizer.decode_all([7])},
         }
         answer = await chat(site, prompt_logprobs=0)
         assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
@@ -104,7 +104,7 @@ def test_limits_reach_the_workers() -> None:
     async def test(site: Site) -> None:
         await completion(site, min_tokens=2, allowed_token_ids=[9, 8, 9], bad_words=["no"], max_tokens=3)
         ((submit, _),) = site.cluster.submits
-        encode = site.gateway.tokenizer.encode
+        encode = site.gateway.models[0].tokenizer.encode
         assert submit.sampling.min_tokens == 2 and submit.sampling.allowed_token_ids == (8, 9)
         expected = (tuple(encode(text, add_special_tokens=False)) for text in ("no", " no"))
         assert submit.sampling.bad_words == tuple(dict.fromkeys(expected))
@@ -114,7 +114,7 @@ def test_limits_reach_the_workers() -> None:
 
 def test_the_best_of_several_is_the_likeliest_per_token() -> None:
     async def test(site: Site) -> None:
-        encode = site.gateway.tokenizer.encode
+        encode = site.gateway.models[0].tokenizer.encode
         texts = ["aaa", "b", "cc"]
         site.cluster.answer = lambda _, choice: [*encode(texts[choice], add_special_tokens=False), EOS]
         plain = site.cluster._logprobs
@@ -135,7 +135,7 @@ def test_the_best_of_several_is_the_likeliest_per_token() -> None:
         return msgspec.structs.replace(entry, logprob=logprob)
 
     def mean(site: Site, text: str) -> float:
-        ids = [*site.gateway.tokenizer.encode(text, add_special_tokens=False), EOS]
+        ids = [*site.gateway.models[0].tokenizer.encode(text, add_special_tokens=False), EOS]
         pairs = [ids[at : at + 2] for at in range(0, len(ids), 2)]
         return sum(-float(pair[0] % 3) * len(pair) for pair in pairs) / len(ids)
 
@@ -144,14 +144,14 @@ def test_the_best_of_several_is_the_likeliest_per_token() -> None:
 
 def test_special_tokens_and_stop_strings_stay_where_they_are_asked_for() -> None:
     async def test(site: Site) -> None:
-        encode = site.gateway.tokenizer.encode
+        encode = site.gateway.models[0].tokenizer.encode
         site.cluster.answer = lambda _s, _c: [
             *encode("one", add_special_tokens=False),
             3,
             *encode("two", add_special_tokens=False),
             EOS,
         ]
-        special = site.gateway.tokenizer.decode_all([3])
+        special = site.gateway.models[0].tokenizer.decode_all([3])
         assert (await completion(site))["choices"][0]["text"] == "onetwo"
         assert (await completion(site, skip_special_tokens=False))["choices"][0]["text"] == f"one{special}two"
         stopped = await completion(site, stop="et", include_stop_str_in_output=True)

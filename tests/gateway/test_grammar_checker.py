@@ -19,7 +19,7 @@ STUCK = ("import sys, time", "for line in sys.stdin:", "    stuck = 'stuck' in l
 
 def with_checker(test: Callable[[GrammarChecker], Awaitable[None]]) -> None:
     async def body() -> None:
-        checker = make_site().gateway.grammars
+        checker = make_site().gateway.models[0].grammars
         try:
             await test(checker)
         finally:

@@ -116,7 +116,7 @@ def test_text_that_arrives_together_with_a_failure_is_delivered_before_it() -> N
             count = len(site.cluster.submits)
             await until(lambda count=count: len(site.cluster.submits) == count + 1)
             submit, _ = site.cluster.submits[-1]
-            ids = site.gateway.tokenizer.encode(expected, add_special_tokens=False)
+            ids = site.gateway.models[0].tokenizer.encode(expected, add_special_tokens=False)
             for start in range(0, len(ids), 2):
                 item = TokenItem(submit.request_id, 1, 0, start, tuple(ids[start : start + 2]))
                 if start:

@@ -30,7 +30,7 @@ def test_a_message_and_its_tokens() -> None:
         found = await client.messages.create(model=MODEL, max_tokens=200, system=blocks, messages=HI)
         assert [block.text for block in found.content if block.type == "text"] == [ANSWER]
         assert (found.stop_reason, found.usage.output_tokens) == ("end_turn", ANSWER_TOKENS)
-        prompt = site.gateway.tokenizer.decode_all(site.cluster.submits[-1][1])
+        prompt = site.gateway.models[0].tokenizer.decode_all(site.cluster.submits[-1][1])
         assert "S1\nS2" in prompt
         count = await client.messages.count_tokens(model=MODEL, system=blocks, messages=HI)
         assert count.input_tokens == found.usage.input_tokens == len(site.cluster.submits[-1][1])
@@ -71,7 +71,10 @@ def test_the_events_of_a_stream() -> None:
 def test_a_call_and_its_result() -> None:
     async def test(site: Site, client: Client) -> None:
         call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-        site.cluster.answer = lambda _s, _c: [*site.gateway.tokenizer.encode(call, add_special_tokens=False), 2]
+        site.cluster.answer = lambda _s, _c: [
+            *site.gateway.models[0].tokenizer.encode(call, add_special_tokens=False),
+            2,
+        ]
         found = await client.messages.create(model=MODEL, max_tokens=99, messages=HI, tools=[WEATHER])
         (use,) = [block for block in found.content if block.type == "tool_use"]
         assert (found.stop_reason, use.name, use.input) == ("tool_use", "weather", {"city": "Rome"})
@@ -81,7 +84,7 @@ def test_a_call_and_its_result() -> None:
         result: Any = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny in Rome"}
         turns: Any = [*HI, {"role": "assistant", "content": found.content}, {"role": "user", "content": [result]}]
         await client.messages.create(model=MODEL, max_tokens=9, messages=turns, tools=[WEATHER])
-        assert "sunny in Rome" in site.gateway.tokenizer.decode_all(site.cluster.submits[-1][1])
+        assert "sunny in Rome" in site.gateway.models[0].tokenizer.decode_all(site.cluster.submits[-1][1])
 
     with_client(test)
 

@@ -29,7 +29,7 @@ def with_client(test: Callable[[Site, Client], Awaitable[None]], *, api_key: str
 
 
 def prompt_of(site: Site, number: int = -1) -> str:
-    return site.gateway.tokenizer.decode_all(site.cluster.submits[number][1])
+    return site.gateway.models[0].tokenizer.decode_all(site.cluster.submits[number][1])
 
 
 def test_a_response() -> None:
@@ -91,7 +91,10 @@ def test_a_conversation_goes_on_from_what_is_kept() -> None:
 def test_a_call_and_its_result() -> None:
     async def test(site: Site, client: Client) -> None:
         call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-        site.cluster.answer = lambda _s, _c: [*site.gateway.tokenizer.encode(call, add_special_tokens=False), 2]
+        site.cluster.answer = lambda _s, _c: [
+            *site.gateway.models[0].tokenizer.encode(call, add_special_tokens=False),
+            2,
+        ]
         found = await client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER])  # type: ignore[list-item]
         (item,) = [item for item in found.output if item.type == "function_call"]
         assert (item.name, item.arguments.replace(" ", "")) == ("weather", '{"city":"Rome"}')

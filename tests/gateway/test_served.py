@@ -18,7 +18,9 @@ import pytest
 from prometheus_client import generate_latest
 
 from gateway.main import GatewayProcess, _listen
-from gateway.text.tokenizer import ModelFilesError, ModelTokenizer, load
+from gateway.openai.context import ServedModel
+from gateway.openai.prepare import Rules
+from gateway.text.tokenizer import ModelFilesError, load
 from proto import limits
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, FinishReason, Reject
@@ -306,9 +308,9 @@ def test_a_port_that_another_process_listens_on_first_is_said(
     """Two gateways that start at once can both bind one port; the second to listen is told."""
     with _listen("127.0.0.1", 0) as other:
 
-        async def load_slowly(_: GatewayProcess, __: asyncio.Event) -> ModelTokenizer:
+        async def load_slowly(_: GatewayProcess, __: asyncio.Event) -> list[ServedModel]:
             other.listen(1)
-            return tokenizer()
+            return [ServedModel(tokenizer(), Rules("m", 0))]
 
         monkeypatch.setattr(GatewayProcess, "_load", load_slowly)
         port = other.getsockname()[1]

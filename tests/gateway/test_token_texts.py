@@ -61,7 +61,7 @@ def test_any_tokens_add_up_to_the_text_that_is_answered(kind: str, data: st.Data
 
 def use(site: Site, kind: str, text: str, *, end: bool = True) -> list[int]:
     """Have the cluster answer with this text; returns its tokens."""
-    tokenizer = site.gateway.tokenizer = KINDS[kind]
+    tokenizer = site.gateway.models[0].tokenizer = KINDS[kind]
     ids = tokenizer.encode(text, add_special_tokens=False) + sorted(tokenizer.facts.eos_ids)[: 1 if end else 0]
     site.cluster.answer = lambda _submit, _choice: ids
     return ids

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from gateway.http.errors import bad_value
+from proto.limits import MAX_PRIORITY
 from runtime.tenancy.tenants import DEFAULT_TENANT, Slo, Tenants
 
 _TIERS: Final = {"priority": "interactive", "flex": "batch"}
@@ -47,13 +48,23 @@ def priority_class_of(priority: Any, service_tier: str | None, tenants: Tenants,
     """The priority class to ask for; empty: the tenant's own. Raises `ApiError` for what is no priority class.
 
     `priority` is a demand, which the coordinator refuses where the tenant may not use the priority class. `service_tier` is
-    a wish, as at OpenAI: where it cannot be had, the tenant's own priority class serves.
+    a wish, as at OpenAI: where it cannot be had, the tenant's own priority class serves. A whole number is not a priority
+    class: see `own_priority`.
     """
-    # vLLM's clients send 0 for "none".
-    if priority is not None and not (type(priority) is int and priority == 0):
+    if priority is not None and type(priority) is not int:
         if not isinstance(priority, str) or priority not in tenants.priority_classes:
             known = ", ".join(f"'{name}'" for name in tenants.priority_classes)
-            raise bad_value("priority", f"Invalid value for 'priority': it must be one of {known}.")
+            raise bad_value("priority", f"Invalid value for 'priority': it must be a whole number or one of {known}.")
         return priority
     generation, policy = _TIERS.get(service_tier or "", ""), tenants.policy(tenant)
     return generation if policy is not None and generation in policy.priority_classes else ""
+
+
+def own_priority(priority: Any) -> int:
+    """vLLM's: among the tenant's own requests, the lowest goes first. Raises `ApiError`."""
+    if type(priority) is not int:
+        return 0
+    if abs(priority) > MAX_PRIORITY:
+        message = f"Invalid value for 'priority': numbers go from -{MAX_PRIORITY} to {MAX_PRIORITY}."
+        raise bad_value("priority", message)
+    return priority

@@ -19,7 +19,9 @@ from coordinator.waiting.queue_keys import Demand, class_key
 from coordinator.waiting.waits import Waits
 from proto.messages import Chunk, Submit
 
-_HEAD_START_S = 1e6
+_PRIORITY_S = 1e6
+"""Of one step of a request's own priority: more than any deadline."""
+_HEAD_START_S = 1e13
 """What a drain cut short goes before whatever else its tenant has waiting."""
 
 
@@ -120,6 +122,7 @@ class WaitQueue:
         due = request.arrived + (asked or priority_class.ttft_s + chunks * priority_class.ttft_s_per_chunk)
         if request.submit.drained_attempts:
             due -= _HEAD_START_S
+        due += _PRIORITY_S * request.submit.priority
         request.entry = self.fair.push(request, request.path, key, due, chunks)
         request.path = cast(tuple[str, str, str], request.entry.leaf.path)  # one for all of its tenant's
 

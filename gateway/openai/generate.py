@@ -23,7 +23,7 @@ from gateway.openai.prepare import Prepared, Rules
 from gateway.openai.request_types import GenerationRequest
 from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import StreamSpec
-from gateway.tenancy import priority_class_of
+from gateway.tenancy import own_priority, priority_class_of
 from gateway.text.block_hashes import BlockNames
 from gateway.text.tokenizer import ModelTokenizer
 from proto.codec import pack_tokens
@@ -140,6 +140,7 @@ class _Identity:
     priority_class: str
     deadline_ms: float
     cache_group: str
+    priority: int
 
 
 def _identity(gateway: Gateway, tenant: str, generation: GenerationRequest) -> _Identity:
@@ -148,7 +149,7 @@ def _identity(gateway: Gateway, tenant: str, generation: GenerationRequest) -> _
     policy = gateway.keys.tenants.policy(tenant)
     # None: taken out of the file since the key was looked at; the coordinator will say so.
     group = policy.cache_group if policy is not None else f"tenant:{tenant}"
-    return _Identity(tenant, priority_class, generation.deadline_ms or 0.0, group)
+    return _Identity(tenant, priority_class, generation.deadline_ms or 0.0, group, own_priority(generation.priority))
 
 
 def _submit(
@@ -181,6 +182,7 @@ def _submit(
             tenant=identity.tenant,
             priority_class=identity.priority_class,
             deadline_ms=identity.deadline_ms,
+            priority=identity.priority,
             prompt_scores=PromptScores(len(prompt), wanted) if wanted >= 0 else None,
         )
         for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))

@@ -30,7 +30,13 @@ _LOOSE: Final[dict[str, Any]] = {
         ]
     },
     "stop": {"anyOf": [_STOP, {"type": "array", "maxItems": STOPS_MAX, "items": _STOP}, {"type": "null"}]},
-    "priority": {"anyOf": [{"type": "string"}, {"type": "null"}, {"const": 0}]},
+    "priority": {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "null"},
+            {"type": "integer", "minimum": -limits.MAX_PRIORITY, "maximum": limits.MAX_PRIORITY},
+        ]
+    },
     "logit_bias": {
         "anyOf": [
             {

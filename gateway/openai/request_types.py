@@ -120,7 +120,7 @@ class GenerationRequest(RequestType):
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     ignore_eos: bool | None = None
     priority: Any = None
-    """Name of a priority class of the tenants file. 0 is none."""
+    """Name of a priority class of the tenants file; or a number, as in vLLM: of a tenant's requests the lowest goes first."""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
     """By when the first token is wanted, from now."""

@@ -187,6 +187,7 @@ class Submission:
             block_hashes=names.hashes if names is not None else b"",
             hash_block_size=names.block_size if names is not None else 0,
             drained_attempts=self.drained,
+            priority=spec.priority,
         )
         return submit, packed
 

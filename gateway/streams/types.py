@@ -73,6 +73,8 @@ class StreamSpec:
     priority_class: str = ""
     deadline_ms: float = 0.0
     """For the first token, from the opening of the stream; 0: none of its own."""
+    priority: int = 0
+    """Among the tenant's own requests; the lowest goes first."""
     prompt_scores: PromptScores | None = None
     """Takes the log-probabilities of the prompt's tokens, where they are asked for."""
 

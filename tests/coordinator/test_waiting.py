@@ -57,3 +57,17 @@ def test_a_deadline_counts_what_is_not_cached() -> None:
         harness = Harness(world.core, world.now)
         harness.receive(1, wanted)
         assert bool(harness.take(Rejected)) != cached
+
+
+def test_a_tenants_requests_go_by_their_priority_and_others_are_not_affected() -> None:
+    world = Harness.make(limits=Limits(queue_requests_max=100), decode=1, max_seqs=1)
+    world.receive(1, one_of("runs", "r", 10, 4))
+    world.take(Prefill)
+    asked = {"late": 5, "plain": 0, "soon": 0, "first": -7}
+    for name, priority in asked.items():
+        deadline_ms = 60_000.0 if name == "soon" else 80_000.0
+        wanted = one_of(name, "a", 10, 4)
+        world.receive(1, msgspec.structs.replace(wanted, priority=priority, deadline_ms=deadline_ms))
+    entries = {name: world.core.requests[name].entry for name in asked}
+    order = sorted(asked, key=lambda name: entries[name].due)
+    assert order == ["first", "soon", "plain", "late"]

@@ -201,3 +201,12 @@ def test_the_answer_is_not_changed_by_log_probabilities_of_the_prompt() -> None:
         assert (await completion(site, prompt_logprobs=2))["choices"][0]["text"] == ANSWER
 
     on_site(test)
+
+
+def test_vllms_priority_reaches_the_coordinator() -> None:
+    async def test(site: Site) -> None:
+        for priority in (None, 0, -3, 7):
+            await completion(site, priority=priority)
+        assert [submit.priority for submit, _ in site.cluster.submits] == [0, 0, -3, 7]
+
+    on_site(test)

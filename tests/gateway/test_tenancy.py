@@ -101,6 +101,7 @@ def test_a_key_is_never_in_an_answer_or_in_the_log(caplog: pytest.LogCaptureFixt
         ({}, ""),
         ({"priority": "batch"}, "batch"),
         ({"priority": 0}, ""),
+        ({"priority": -3}, ""),
         ({"priority": None, "service_tier": "flex"}, "batch"),
         ({"service_tier": "auto"}, ""),
         ({"service_tier": "default"}, ""),
@@ -134,7 +135,8 @@ def test_a_tier_that_cannot_be_had_is_the_own_band_and_a_priority_is_for_the_coo
     ("fields", "param"),
     [
         ({"priority": "gold"}, "priority"),
-        ({"priority": 1}, "priority"),
+        ({"priority": 1_000_001}, "priority"),
+        ({"priority": 1.5}, "priority"),
         ({"priority": False}, "priority"),
         ({"priority": ["batch"]}, "priority"),
         ({"service_tier": "best"}, "service_tier"),

@@ -20,7 +20,13 @@ from runtime.tenancy.tenants import DEFAULT_TENANT
 _BEARER = HTTPBearer(auto_error=False, scheme_name="key", description="An API key of a tenant, where there are any.")
 _X_API_KEY = APIKeyHeader(name="x-api-key", auto_error=False, scheme_name="x-api-key", description="As Anthropic's.")
 
-GatewayDep = Annotated[Gateway, Depends(gateway_of)]
+
+async def _gateway(request: Request) -> Gateway:
+    """A plain function would cost each request a thread."""
+    return gateway_of(request)
+
+
+GatewayDep = Annotated[Gateway, Depends(_gateway)]
 
 
 async def _tenant(

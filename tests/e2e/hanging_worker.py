@@ -13,8 +13,7 @@ from runtime.settings.workers import WorkerSettings
 
 
 def run(settings: WorkerSettings) -> int:
-    folder = f"{settings.role}_worker"
-    driver = import_module(f"{folder}.worker")
+    driver = import_module(f"{settings.role}_worker.worker")
     run_step = driver.run_step
 
     def hangs(*arguments: Any) -> Any:
@@ -23,7 +22,7 @@ def run(settings: WorkerSettings) -> int:
         return run_step(*arguments)
 
     driver.run_step = hangs
-    status: int = import_module(f"{folder}.main").run(settings)
+    status: int = import_module("launcher.worker_roles").run(settings)
     return status
 
 

@@ -1,8 +1,12 @@
 """The API is described, by what it checks requests with, and nothing that can be made of the description makes it fail."""
 
 import asyncio
+import inspect
+from typing import Any
 
 import pytest
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
 
 from gateway.app import ROUTERS
 from gateway.http.errors import ApiError
@@ -44,6 +48,20 @@ def test_every_route_is_described_and_the_description_is_served() -> None:
         site.gateway.threads.shutdown()
 
     asyncio.run(body())
+
+
+def test_no_route_takes_a_thread() -> None:
+    """FastAPI runs plain functions on threads of its own: one for each request that is under way."""
+
+    def plain(dependant: Dependant) -> list[str]:
+        call: Any = dependant.call
+        function = call if inspect.isfunction(call) else call.__call__
+        is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        return ([] if is_async else [repr(call)]) + [name for one in dependant.dependencies for name in plain(one)]
+
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    assert len(routes) > 10
+    assert not [name for route in routes for name in plain(route.dependant)]
 
 
 def test_too_many_messages_are_a_400() -> None:

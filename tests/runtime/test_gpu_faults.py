@@ -117,13 +117,17 @@ def forward(*_):
 
 class Engine:
     forward = staticmethod(forward)
+    pipeline = None
 
 begun = SimpleNamespace(work=[(None, SimpleNamespace(length=3))], step=SimpleNamespace(step_id=1))
 async def main(stop):
     from concurrent.futures import ThreadPoolExecutor
     plan = SimpleNamespace(rows=[1, 2], copies=())
     role = SimpleNamespace(
-        core=SimpleNamespace(step_failed=step_failed, begin_step=lambda: begun, plan=lambda: plan),
+        core=SimpleNamespace(
+            step_failed=step_failed, begin_draw=lambda: [], begin_step=lambda: begun, plan=lambda: plan
+        ),
+        table=SimpleNamespace(batch=SimpleNamespace(in_flight=None)),
         metrics=SimpleNamespace(step_failed=lambda: None), engine=Engine(), sender=SimpleNamespace(digest=None),
     )
     worker.run_step = lambda engine, *_: engine.forward()

@@ -29,7 +29,7 @@ class Cell(NamedTuple):
     binds: str
 
 
-class Turn(NamedTuple):
+class TurningPoint(NamedTuple):
     what: str
     """"prompt length", "output length", "load" or "hit rate"."""
     factor: float
@@ -56,7 +56,7 @@ def map_of(
 
 def turns(
     profile: Profile, sent: Sequence[Sent], goals: Goals, space: Space, found: Found, options: Options, tell: Tell
-) -> list[Turn]:
+) -> list[TurningPoint]:
     """For each kind of change the least that turns the recommendation to another ratio of as many workers."""
     part = excerpt(sent, REQUESTS)
     best = found.best.candidate
@@ -79,13 +79,13 @@ def turns(
                 break
             reached = factor
             if other is not None:
-                turned.append(Turn(what, factor, str(other)))
+                turned.append(TurningPoint(what, factor, str(other)))
                 break
         else:
-            turned.append(Turn(what, factors[-1], ""))
+            turned.append(TurningPoint(what, factors[-1], ""))
             continue
         if reached and not (turned and turned[-1][:2] == (what, reached)):
-            turned.append(Turn(what, reached, ""))
+            turned.append(TurningPoint(what, reached, ""))
     return turned
 
 

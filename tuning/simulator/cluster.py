@@ -116,7 +116,7 @@ class Simulator(Placing):
         if job.blocks:
             remember(job, worker, self.options.block_tokens, self.profile.prefill_capacity.kv_tokens)
         if job.output <= 1:
-            worker.let_go(job)
+            worker.release_blocks(job)
             self._ended_in_prefill(job)
         elif worker.batch is job.decode:
             self._arrived(job, job.attempt)
@@ -141,7 +141,7 @@ class Simulator(Placing):
         self._join(job, batch)
 
     def _join(self, job: Job, batch: Batch) -> None:
-        job.prefill.let_go(job)
+        job.prefill.release_blocks(job)
         job.left_s = self.now
         batch.join(job, self.now + (self._join_s if batch is not job.prefill.batch else 0.0))
         job.join_s = batch.begin_s

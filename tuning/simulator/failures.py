@@ -51,7 +51,7 @@ def _interrupt(cluster: Cluster, job: Job, emitted: int) -> None:
     if job.left_s == NOT_YET:
         worker.placed.pop(job.number, None)
         worker.undispatched -= job.prompt - job.dispatched
-        worker.let_go(job)
+        worker.release_blocks(job)
     if job.entry is not None:
         cluster.order.remove(job)
     batch.held_seqs -= 1

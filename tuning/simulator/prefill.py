@@ -75,7 +75,7 @@ class PrefillWorker:
         self.placed[job.number] = job
         self.undispatched += job.prompt - job.cached
 
-    def let_go(self, job: Job) -> None:
+    def release_blocks(self, job: Job) -> None:
         """Its KV is on the decode worker."""
         self.free_seqs += 1
         self.free_blocks += self.blocks(job)

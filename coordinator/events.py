@@ -92,8 +92,8 @@ class Limits:
     """Longest wait for a place, in priority classes without one of their own ..."""
     resumed_wait_s_max: float = 600.0
     """... and for a later attempt at a request: its client may have had tokens already."""
-    step_tokens: int = 256
-    """Token budget of one prefill forward pass; the grain at which everything can change its mind."""
+    step_tokens: int = 0
+    """Token budget of one prefill forward pass; the grain at which everything can change its mind. 0: as the worker says."""
     steps_in_flight: int = 2
     """Per prefill worker; two hide the round trip, more only delay cancellation."""
     attempts_max: int = 8

@@ -101,6 +101,10 @@ class Worker:
         taken = self.kv_blocks_taken if self.room is None else self.room.taken
         return max(self.capacity.kv_blocks - taken, 0)  # more may have been adopted than is sure to fit
 
+    def step_tokens(self, asked: int) -> int:
+        """Token budget of a step here; `asked`: of the coordinator's option, or 0."""
+        return asked or self.capacity.step_tokens
+
     @property
     def kv_tokens(self) -> int:
         return self.capacity.kv_blocks * self.capacity.block_size

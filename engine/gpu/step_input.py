@@ -93,7 +93,7 @@ class StepInput:
         return self.integers(field, rows).view(torch.float64)
 
     def fill(self, rows: Sequence[DecodeRow]) -> StepShape:
-        """Copies to the device what it needs for these rows. Raises ValueError for what would make it write where it must not."""
+        """Copies to the device what it needs for these rows. Raises ValueError for rows that its buffers are too small for."""
         self._check(rows)
         self._release(rows)
         host = self._host[self._turn]

@@ -1,6 +1,7 @@
 """Tensors that claim to be on a GPU, in a torch that was built without: for running the code around kernels.
 
-A copy from the host that is not told to be `non_blocking` fails. Indexing in Python wants the device itself in such a torch, so it is spelled out in operations that do not.
+A copy from the host that is not told to be `non_blocking` fails. Indexing in Python wants the device itself in such a torch, so it
+is spelled out in operations that do not.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
-
 
 _GPU = torch.device("cuda", 0)
 _WAITS = "a copy from the host for which the host waits"

@@ -1,7 +1,7 @@
 """Tensors that claim to be on a GPU, in a torch that was built without: for running the code around kernels.
 
-A copy from the host that is not told to be `non_blocking` fails. Indexing in Python wants the device itself in such a torch, so it
-is spelled out in operations that do not.
+A copy from the host that is not told to be `non_blocking` fails. Indexing in Python wants the device itself in such a torch, so
+it is spelled out in operations that do not.
 """
 
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ from tests.tuning.profiles import GPU
 from tuning.advise import Slo, Workers
 from tuning.bounds import attainable
 from tuning.goals import Goals
-from tuning.profile import Curve, DecodeCost
+from tuning.profile import Curve, DecodeCost, HostCost
 from tuning.search import Space, search
 from tuning.simulator.batch import Batch
 from tuning.simulator.cluster import Simulator
@@ -64,6 +64,37 @@ def _stepwise(cost: DecodeCost, jobs: list[Job], comes: list[float]) -> dict[int
                 ends[number] = now
                 del running[number]
     return ends
+
+
+@pytest.mark.parametrize("kv_token_ms", [0.0, 1e-12, 1e-9, 1e-3])
+def test_a_boundary_is_found_again_by_its_time_at_the_end_of_a_day(kv_token_ms: float) -> None:
+    cost, rng = DecodeCost(Curve((1.0, 64.0), (0.5, 2.0)), kv_token_ms), np.random.default_rng(4)
+    for _ in range(300):
+        batch = Batch(0, cost, Room(10**9, 16), 100, Gaps())
+        batch.begin_s = float(rng.uniform(0, 86_400))
+        batch.sequences, batch.kv_tokens = int(rng.integers(1, 64)), int(rng.integers(100, 10**5))
+        steps = int(rng.integers(1, 4000))
+        assert batch.steps_until(batch.boundary_s(steps)) == steps
+
+
+def test_the_step_in_which_a_worker_is_lost_gives_no_token() -> None:
+    batch = Batch(0, DecodeCost(Curve((1.0, 8.0), (10.0, 10.0))), Room(1000, 16), 100, Gaps())
+    job = Job(0, Sent(0.0, 10, 4), 256)
+    batch.room.place(0, 10, 4, 0)
+    job.last_s = 0.0
+    batch.join(job, 0.0)
+    assert batch.lose_all(0.025) == [(job, 2)]
+
+
+def test_a_sequence_ends_on_time_though_another_is_about_to_join() -> None:
+    """Between the arrival of KV and the join."""
+    profile = GPU.replaced(decode=DecodeCost(Curve((1.0, 8.0), (10.0, 12.0))), host=HostCost(join_ms=50.0))
+    alone = [Sent(0.0, 100, 10)]
+    for at_s in np.linspace(0.01, 0.2, 40).tolist():
+        outcome = Simulator(profile, Workers(1, 1), [*alone, Sent(at_s, 100, 50)]).run()
+        least = Simulator(profile, Workers(1, 1), alone).run().tpot_ms[0]
+        assert outcome.tpot_ms[0] >= least - 1e-9
+        assert 50 <= outcome.hand_over_ms[1] <= 66
 
 
 def test_room_is_that_of_the_production_admission() -> None:

@@ -164,6 +164,13 @@ def test_no_run_beats_its_bound() -> None:
         assert Simulator(GPU, workers, sent).run().attainment(SLO) <= bound
 
 
+def test_what_cannot_serve_enough_by_its_bound_is_not_simulated() -> None:
+    found = search(GPU, traffic(12.0, 1000, prompt=7.2), Goals(Slo(1000.0, 40.0)), Space(4))
+    skipped = [one for one in found.results.values() if not one.requests]
+    assert skipped
+    assert found.best.attainment > max(one.bound for one in skipped)
+
+
 def test_limits_of_a_class_are_its_own() -> None:
     sent = [one._replace(priority="batch" if n % 2 else "interactive") for n, one in enumerate(traffic(10.0, 400))]
     outcome = Simulator(GPU, Workers(1, 2), sent).run()

@@ -165,7 +165,9 @@ def show(profile: Profile, console: Console) -> None:
     host, transfer = profile.host, profile.transfer
     lines = [
         "8 in 10 steps took, beside these figures: "
-        + ", ".join(f"{name.split()[0]} {cost.residuals.p10:+.0%} to {cost.residuals.p90:+.0%}" for name, cost in phases),
+        + ", ".join(
+            f"{name.split()[0]} {cost.residuals.p10:+.0%} to {cost.residuals.p90:+.0%}" for name, cost in phases
+        ),
         f"Context: {1e6 * profile.prefill.context_ms:.2f} ns for each pair of tokens in prefill,"
         f" {1e6 * profile.decode.kv_token_ms:.0f} ns for each token of KV in a decode step",
         f"KV transfer: {transfer.latency_ms:.2f} ms + {transfer.bytes_per_token / 1024:.0f} KiB a token at"
@@ -181,4 +183,6 @@ def show(profile: Profile, console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False)
     if max(cost.residuals.p90 for _, cost in phases) > SCATTER_MAX:
-        console.print("[yellow]The times differ much: was the machine busy with something else? Calibrate again[/yellow]")
+        console.print(
+            "[yellow]The times differ much: was the machine busy with something else? Calibrate again[/yellow]"
+        )

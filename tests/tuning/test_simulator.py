@@ -9,15 +9,16 @@ from tests.tuning.profiles import GPU
 from tuning.advise import Slo, Workers
 from tuning.bounds import attainable
 from tuning.goals import Goals
-from tuning.profile import Curve, DecodeCost, HostCost
-from tuning.search import Space, search
+from tuning.profile import Capacity, Curve, DecodeCost, HostCost
+from tuning.search import Candidate, Space, search
+from tuning.sensitivity import map_of
 from tuning.simulator.batch import Batch
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.gaps import Gaps
 from tuning.simulator.job import Job, Sent
 from tuning.simulator.options import Failure, Options
 from tuning.simulator.room import Room
-from tuning.traffic import excerpt
+from tuning.traffic import Change, excerpt, fitted, with_cancels
 
 SLO = Slo(500.0, 25.0)
 
@@ -169,6 +170,46 @@ def test_what_cannot_serve_enough_by_its_bound_is_not_simulated() -> None:
     skipped = [one for one in found.results.values() if not one.requests]
     assert skipped
     assert found.best.attainment > max(one.bound for one in skipped)
+
+
+def test_clients_that_leave_free_the_room_of_their_answers() -> None:
+    sent = traffic(4.0, 600, output=6.0)
+    all_leave = with_cancels(sent, 1.0, 1)
+    assert sum(one.forwarded_tokens < one.output_tokens for one in all_leave) > 0.95 * len(sent)
+    assert with_cancels(sent, 0.0, 1) == sent
+    some = with_cancels(sent, 0.3, 1)
+    assert 0.2 < sum(one.leaves_after > 0 for one in some) / len(sent) < 0.4
+    tight = GPU.replaced(decode_capacity=Capacity(1500, 16, 256))
+    stay, leave = (Simulator(tight, Workers(2, 1), part).run() for part in (sent, all_leave))
+    assert stay.no_room.mean() > 2 * leave.no_room.mean() > 0
+    assert not np.isnan(leave.ttft_ms).any()
+    assert leave.output_tokens.tolist() == [one.forwarded_tokens for one in all_leave]
+    failing = Options(failures=(Failure(5.0, 2, 2.0), Failure(9.0, 0, 2.0)))
+    assert not np.isnan(Simulator(GPU, Workers(2, 1), some, failing).run().ttft_ms).any()
+
+
+def test_longer_requests_than_the_context_are_cut_and_counted() -> None:
+    sent = [Sent(0.0, 900, 100), Sent(1.0, 900, 200), Sent(2.0, 5000, 5000)]
+    found, cut = fitted(sent, 1000)
+    assert cut == 2
+    assert [(one.prompt_tokens, one.output_tokens) for one in found] == [(900, 100), (800, 200), (500, 500)]
+
+
+def test_the_map_shows_the_recommended_ratio_however_many_workers_there_are() -> None:
+    goals, sent = Goals(SLO), traffic(5.0, 30)
+    found = search(GPU, sent, goals, Space(18, mixed=False))
+    found.best.candidate = Candidate(Workers(15, 3), 256)
+    cells = map_of(GPU, sent, goals, found, Options(), lambda what, done, of: None)
+    assert (15, 3) in {(cell.prefill, cell.decode) for cell in cells}
+    assert len(cells) <= 11 * 11
+    assert (1, 1) in {(cell.prefill, cell.decode) for cell in cells}
+
+
+def test_a_hit_rate_that_is_tried_takes_the_place_of_block_ids() -> None:
+    [changed] = Change(hit_rate=0.4).applied([Sent(0.0, 1000, 10, (1, 2))])
+    assert not changed.blocks
+    [changed] = Change(load=2.0).applied([Sent(1.0, 1000, 10, (1, 2))])
+    assert changed.blocks and changed.at_s == 0.5
 
 
 def test_limits_of_a_class_are_its_own() -> None:

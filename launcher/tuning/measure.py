@@ -1,7 +1,7 @@
 """The measurements behind `crossdock calibrate`, at a live cluster of one prefill and one decode worker."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import fmean, median
@@ -137,11 +137,12 @@ def samples_of(measured: Measured, logged: Logged) -> Samples:
         found = _steady(records, batch, number)
         if found is not None:
             samples.decode.append(found)
-        if batch.sequences == 1 and len(records[0].gaps_ms) > 2:
+        alone = steps.get(records[0].request_id)
+        if batch.sequences == 1 and alone and len(records[0].gaps_ms) > 2:
             first, *later = records[0].gaps_ms
-            samples.second_token_ms.append((_last_step_tokens(batch.context_tokens, logged), first - median(later)))
+            samples.second_token_ms.append((alone[-1].tokens, first - median(later)))
         if batch.sequences <= 2:  # more of them would wait for each other's transfers
-            samples.hand_overs += [one for record in records if (one := _hand_over(record, logged)) is not None]
+            samples.hand_overs += [one for record in records if (one := _hand_over(record, logged, steps)) is not None]
     for number, batch, records, prompts in measured.beside:
         _beside(samples, number, batch, records, [step for one in prompts for step in steps.get(one.request_id, [])])
     return samples
@@ -165,16 +166,11 @@ def _steady(records: Sequence[Record], batch: Batch, number: int) -> StepSample 
     return StepSample(batch.sequences, kv_tokens, 1000 * fmean(gaps), number)
 
 
-def _hand_over(record: Record, logged: Logged) -> HandOver | None:
-    done = logged.hand_overs.get(record.request_id)
-    if done is None:
+def _hand_over(record: Record, logged: Logged, steps: Mapping[str, Sequence[LoggedStep]]) -> HandOver | None:
+    done, own = logged.hand_overs.get(record.request_id), steps.get(record.request_id)
+    if done is None or not own:
         return None
-    last = _last_step_tokens(record.prompt_asked, logged)
-    return HandOver(last, done.kv_bytes / record.prompt_asked, done.transfer_ms)
-
-
-def _last_step_tokens(prompt_tokens: int, logged: Logged) -> int:
-    return (prompt_tokens - 1) % logged.step_tokens + 1
+    return HandOver(own[-1].tokens, done.kv_bytes / record.prompt_asked, done.transfer_ms)
 
 
 def _beside(

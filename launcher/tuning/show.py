@@ -60,7 +60,7 @@ def headline(report: Mapping[str, Any]) -> str:
     text = f"{best['workers']}, {100 * (probability_of(report) or 0):.0f} %"
     if other is not None:
         less = other["goodput_requests_per_s"] / max(best["goodput_requests_per_s"], 1e-9) - 1
-        text += f"; {other['workers']} {signed(less)}"
+        text += f"; {other['workers']} serves as much" if abs(less) < 0.0005 else f"; {other['workers']} {signed(less)}"
     if not report["disaggregate"]:
         text += " — do not disaggregate"
     kept = best["attainment"]

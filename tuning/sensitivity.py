@@ -73,6 +73,8 @@ def turns(
     part = excerpt(sent, REQUESTS)
     best = found.best.candidate
     layouts = _near(best.workers, space.layouts(space.budget))
+    if len(layouts) < 2:
+        return []  # there is nothing that it could turn to
     changes: list[tuple[str, Sequence[float], Callable[[float], Change]]] = []
     for what, make in (
         ("prompt length", lambda f: Change(prompts=f)),

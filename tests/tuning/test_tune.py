@@ -72,6 +72,7 @@ def test_a_mix_for_one_worker_is_not_disaggregated(here: Path) -> None:
     report = json.loads(done.stdout)
     assert report["recommendation"]["workers"] == "1M"
     assert not report["disaggregate"]
+    assert not report["turns"]
     assert "do not disaggregate" in done.stderr
 
 
@@ -83,6 +84,7 @@ def test_mistakes_name_the_option(here: Path) -> None:
         (("--slo", "batch:nan:5"), "--slo"),
         (("--slo", "batch:500:50", "--rate", "2", "--duration", "9"), "--slo: no request is of the class batch"),
         (("--cancel-share", "2"), "--cancel-share"),
+        (("--rate", "0.1", "--duration", "0.01"), "--rate: no request comes within --duration"),
         (("--html", "no/such/folder.html"), "--html"),
         (("--step-tokens", "0"), "--step-tokens"),
     ):

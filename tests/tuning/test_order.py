@@ -15,7 +15,7 @@ def test_one_tenants_chunks_go_in_the_order_of_the_fair_queue() -> None:
     limits = replace(Limits(), overtaken_max=3)
     for seed in range(20):
         rng = np.random.default_rng(seed)
-        orders = OneTenant(limits.overtaken_max), ManyTenants(limits)
+        orders = OneTenant(limits.overtaken_max), ManyTenants(limits, 1000)
         waiting: dict[int, tuple[Job, Job]] = {}
         taken = 0
         for number in range(400):

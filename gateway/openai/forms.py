@@ -9,7 +9,7 @@ from gateway.structured.lark import Grammar
 from gateway.structured.request import Wanted, wanted
 from gateway.structured.schema import SchemaError
 from gateway.text.template_facts import TemplateFacts
-from gateway.text.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer, TemplateError
 from gateway.tools.conversation import call_format, tells_in_words, template_messages, template_options
 from gateway.tools.formats import END_OF_THOUGHT, MISTRAL, MISTRAL_ARGS, THINK, CallFormat, thinking_template, thought
 from gateway.tools.reader import Reading
@@ -90,6 +90,15 @@ class Chat:
         if self.tools is None or not self.tools.allowed or tells_in_words(self.facts):
             return []
         return [tool.described() for tool in self.tools.offered]
+
+    def rendered(self, tokenizer: ModelTokenizer) -> str:
+        """The prompt's text. Raises `ApiError`."""
+        if not tokenizer.has_chat_template:
+            raise bad_value("messages", "The model has no chat template: use /v1/completions.")
+        try:
+            return tokenizer.apply_template(self.messages, self.described_tools, **self.options)
+        except TemplateError as error:
+            raise bad_value("messages", f"{error}.") from None
 
     @property
     def text_bytes(self) -> int:

@@ -19,7 +19,7 @@ from gateway.openai.request_types import (
     GenerationRequest,
     stop_strings,
 )
-from gateway.text.tokenizer import ModelTokenizer, TemplateError
+from gateway.text.tokenizer import ModelTokenizer
 from proto import limits
 from proto.sampling import Sampling
 
@@ -119,14 +119,9 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
         raise bad_value("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; send one of them.")
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_value("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
-    if not tokenizer.has_chat_template:
-        raise bad_value("messages", f"The model {rules.model_id!r} has no chat template: use /v1/completions.")
     chat = Chat.of(request, tokenizer.template)
     _refuse_if_surely_too_long(chat.text_bytes, tokenizer, "messages")
-    try:
-        text = tokenizer.apply_template(chat.messages, chat.described_tools, **chat.options)
-    except TemplateError as error:
-        raise bad_value("messages", f"{error}.") from None
+    text = chat.rendered(tokenizer)
     form = chat.form(text, tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1

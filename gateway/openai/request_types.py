@@ -73,7 +73,8 @@ CHOICES_MAX: Final = 256
 """Over all prompts of one request."""
 MESSAGES_MAX: Final = 4096
 IDENTIFIER_CHARS_MAX: Final = 512
-STOPS_MAX: Final = 4
+STOPS_MAX: Final = 16
+"""OpenAI has 4. Evaluators send more: the `until` of lm-eval's code tasks has six."""
 STOP_CHARS_MAX: Final = 256
 CALLS_MAX: Final = 256
 """In one message."""
@@ -103,7 +104,7 @@ class GenerationRequest(RequestType):
     """0: nothing is answered; for the log-probabilities of a prompt."""
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     stop: Any = None
-    """A string or up to four."""
+    """A string or several."""
     # Checked by `stop_strings`, which names the fault better than a union can.
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = (
         None

@@ -165,7 +165,7 @@ def test_stop_strings_count_behind_the_fewest_tokens() -> None:
     ids = list(b"abab")
     sink = Assembler(Detokenizer(lambda some: bytes(some).decode(), frozenset()), ["a"], min_tokens=2)
     pieces = [sink.push(token) for token in ids[:3]]
-    assert "".join(piece.text for piece in pieces) == "ab" and pieces[-1].stopped
+    assert "".join(piece.text for piece in pieces) == "ab" and pieces[-1].stop == "a"
 
 
 def test_a_salt_keeps_prompts_apart() -> None:

@@ -22,7 +22,7 @@ NAMES: Final = {
 """Fields of chat, and what they are made of here."""
 _SAME: Final = ("model", "temperature", "top_p", "top_k", "stream")
 _TOOL_FIELDS: Final = {"type", "name", "description", "input_schema", "strict", "cache_control"}
-_ASKING_FOR_NOTHING: Final = (None, False, [], ["direct"])
+_ASKING_FOR_NOTHING: Final[tuple[Any, ...]] = (None, False, [], ["direct"])
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _REFUSED: Final = {
     "image": "images are not supported: this server reads text",
@@ -39,8 +39,8 @@ def as_chat(request: CountRequest) -> ChatRequest:
     for number, message in enumerate(request.messages):
         _add(messages, message, f"messages[{number}]")
     if messages[-1]["role"] == "assistant":
-        message = "The last message must be the user's: an answer whose beginning is given is not supported."
-        raise bad_value("messages", message, "unsupported_value")
+        why = "The last message must be the user's: an answer whose beginning is given is not supported."
+        raise bad_value("messages", why, "unsupported_value")
     fields: Json = {name: getattr(request, name, None) for name in _SAME} | {"messages": messages}
     if isinstance(request, MessagesRequest):
         fields |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}

@@ -53,9 +53,8 @@ def _checked(request: GenerationRequest, tokenizer: ModelTokenizer, grammar: str
     if len(grammar) > limits.MAX_GRAMMAR_CHARS:
         message = f"'{param}' makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters."
         raise bad_value(param, message)
-    for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
-        if getattr(request, name):
-            raise bad_value(name, f"{name!r} does not go with {param!r}, which says what the answer looks like.")
+    if request.ignore_eos:
+        raise bad_value("ignore_eos", f"'ignore_eos' does not go with '{param}', which says where the answer ends.")
     if not tokenizer.facts.eos_ids:
         raise bad_value(param, f"'{param}' is not supported: the model has no token that ends an answer.")
     return grammar

@@ -167,7 +167,7 @@ def _prompts(prompt: object, tokenizer: ModelTokenizer) -> list[str | list[int]]
             _refuse_if_surely_too_long(len(item.encode()), tokenizer, "prompt")
             checked.append(item)
         elif isinstance(item, list) and item and _is_ids(item):
-            if len(item) >= tokenizer.facts.context_tokens:
+            if len(item) > tokenizer.facts.context_tokens:
                 raise _over_context(len(item), 1, tokenizer, "prompt")
             if min(item) < 0 or max(item) >= tokenizer.facts.vocab_size:
                 raise bad_value(
@@ -239,9 +239,10 @@ def _finish(
         raise bad_value(param, f"'{param}' has a special token that the tokenizer knows and the model does not.")
     longest = max(len(prompt) for prompt in prompts)
     left = tokenizer.facts.context_tokens - longest
-    max_tokens = min(default or left, left) if asked is None else max(asked, 1)
-    if max_tokens > left or max_tokens < 1:
-        raise _over_context(longest, max(max_tokens, 1), tokenizer, param)
+    wanted = max(min(default or left, left), 1) if asked is None else asked
+    if wanted > left:
+        raise _over_context(longest, wanted, tokenizer, param)
+    max_tokens = max(wanted, 1)
     defaults = tokenizer.facts.sampling
     sampling = Sampling(
         max_tokens=max_tokens,

@@ -63,7 +63,8 @@ class AnswerReader:
         self._seed = seed
         # No part is missed at the end of an answer: it was asked for fewer tokens, or ended by a stop string.
         fields = {name: {**field, "optional": True} for name, field in reading.template["fields"].items()}
-        template, tools = {**reading.template, "fields": fields}, list(reading.tools) or None
+        template: Any = {**reading.template, "fields": fields}
+        tools: list[Any] | None = list(reading.tools) or None
         self._parser: Any = ResponseParser(template, prefix=reading.prefix, tools=tools)
         """None once an answer was not what its template says."""
         self._unread = ""

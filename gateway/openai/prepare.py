@@ -17,6 +17,7 @@ from gateway.openai.request_types import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    StreamOptions,
     stop_strings,
 )
 from gateway.text.tokenizer import ModelTokenizer
@@ -243,7 +244,7 @@ def _finish(
     if wanted > left:
         raise _over_context(longest, wanted, tokenizer, param)
     max_tokens = max(wanted, 1)
-    defaults = tokenizer.facts.sampling
+    defaults, options = tokenizer.facts.sampling, request.stream_options or StreamOptions()
     sampling = Sampling(
         max_tokens=max_tokens,
         seed=secrets.randbelow(SEED_MAX) if request.seed is None else request.seed & SEED_MAX,
@@ -267,12 +268,8 @@ def _finish(
         choices=request.n or 1,
         stops=tuple(stop_strings(request.stop)),
         stream=bool(request.stream),
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        continuous_usage=bool(
-            request.stream_options
-            and request.stream_options.include_usage
-            and request.stream_options.continuous_usage_stats
-        ),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),
         answers=request.n or 1,
         prompt_logprobs=-1 if request.prompt_logprobs is None else request.prompt_logprobs,

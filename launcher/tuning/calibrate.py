@@ -36,7 +36,7 @@ from tuning import fit
 from tuning.profile import Capacity, Profile, encoded
 
 STEP_TOKENS = 256
-"""The coordinator's default."""
+"""The shortest of the long prompts that are measured: a whole step of a CPU."""
 LOG_SETTLES_S = 0.5
 """After the last request, until its last events are in the event log."""
 SCATTER_MAX = 0.3

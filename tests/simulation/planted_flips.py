@@ -32,7 +32,7 @@ def a_worker_that_changes_its_role_gets_more(m: pytest.MonkeyPatch) -> None:
 
     def begins(state: State, worker: Worker, hand_over_ms: float, now: float) -> None:
         begin(state, worker, hand_over_ms, now)
-        if state.flip is not None and state.flip.hello.incarnation == worker.incarnation:
+        if worker.incarnation in state.flipping:
             worker.draining = False
 
     m.setattr(draining, "begin", begins)

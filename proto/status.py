@@ -9,7 +9,6 @@ from proto.fields import Count, DurationMs, Incarnation, Text
 from proto.kv import TransportName
 from proto.messages import Message, Role
 
-
 ErrorRatio = Annotated[float, Meta(ge=0.0, le=1e9)] | None
 
 

@@ -4,9 +4,10 @@
     accuracy.look(workers, status, now)         every few seconds; workers: None while one changes its role
     accuracy.error(now)                         medians of the last hour
 
-Every `WINDOW_S` it takes the requests that came between `SETTLES_S` and `SETTLES_S + WINDOW_S` ago, if the ratio was the same ever
-since. The model is given these requests and the queue that they found, so that its own error is seen, and not that of a forecast of
-the traffic. Times are those that the coordinator sees: from a request's arrival there to the end of its prompt, and to its end.
+Every `WINDOW_S` it takes the requests that came between `SETTLES_S` and `SETTLES_S + WINDOW_S` ago, if the ratio was the same
+ever since. The model is given these requests and the queue that they found, so that its own error is seen, and not that of a
+forecast of the traffic. Times are those that the coordinator sees: from a request's arrival there to the end of its prompt, and
+to its end.
 """
 
 import copy

@@ -4,8 +4,8 @@
     decision = pilot.decide(Observation(...), now)      every few seconds
 
 Each time it compares the goodput that the profile's model expects of the present ratio with that of all others. Towards the
-best one it orders as many changes as that is away, up to an eighth of the workers, and looks again when they are done. It orders
-them when all of this holds:
+best one it orders as many changes as that is away, up to an eighth of the workers, and looks again when they are done. All of
+this must hold:
 
 - another ratio gains at least `gain_min`, and more requests within `horizon_s` than the changes to get there cost;
 - it does so even if fewer requests come than it seems: of a sample, as many as chance may have added are left out. Not so for

@@ -72,7 +72,8 @@ def status(state: State) -> StatusReport:
             for model, pool in state.pools.items()
         )[:MODELS_SHOWN],
         autopilots=tuple(
-            msgspec.structs.replace(one, age_ms=1000 * max(state.now - at, 0.0)) for one, at in state.autopilots.values()
+            msgspec.structs.replace(one, age_ms=1000 * max(state.now - at, 0.0))
+            for one, at in state.autopilots.values()
         )[:MODELS_SHOWN],
     )
 

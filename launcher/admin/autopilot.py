@@ -34,7 +34,7 @@ class Seen:
     decision: Decision | None = None
     model: str = ""
     """Of the decision."""
-    error: PredictionError = PredictionError()
+    error: PredictionError = field(default_factory=PredictionError)
     flips: int = 0
     refused: int = 0
     _said: tuple[Workers, float] = field(default=(Workers(0, 0), float("-inf")))
@@ -59,9 +59,7 @@ class Seen:
         if one is None:
             return StatusRequest()
         reason = one.reason[:MAX_TEXT_CHARS]
-        return AutopilotReport(
-            AutopilotStatus(self.model, mode, str(one.present), str(one.wanted), reason, self.error)
-        )
+        return AutopilotReport(AutopilotStatus(self.model, mode, str(one.present), str(one.wanted), reason, self.error))
 
 
 def run(settings: AutopilotSettings) -> int:

@@ -14,8 +14,8 @@ from coordinator.reporting import report
 from proto.messages import Role
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import ClientRequest, Timing
-from tuning.advise import Slo
 from tuning.accuracy import Accuracy
+from tuning.advise import Slo
 from tuning.autopilot import Autopilot, Decision, Rules, observation_of, ratio_of
 from tuning.profile import Profile
 

@@ -13,9 +13,10 @@ from runtime.metrics.registry import Labels, MetricsRegistry
 from runtime.metrics.server import MetricsServer
 from runtime.process import clock, log, notify
 from runtime.process.driver import Stop, run_process
-from runtime.process.exits import ConfigError
+from runtime.process.exits import ConfigError, leave
 from runtime.process.log import Log
 from runtime.settings.autopilot import AutopilotSettings
+from runtime.settings.command_line import run_role
 from tuning.accuracy import Accuracy
 from tuning.advise import Slo, Workers
 from tuning.autopilot import Autopilot, Decision, Observation, Rules, observation_of, ratio_of
@@ -212,3 +213,7 @@ def registry_of(seen: Seen) -> MetricsRegistry:
 def _known(error: PredictionError, *figures: str) -> list[tuple[Labels, float]]:
     values = [(name, getattr(error, name)) for name in figures]
     return [((name,), value) for name, value in values if value is not None]
+
+
+if __name__ == "__main__":
+    leave(run_role("autopilot", AutopilotSettings, run))

@@ -6,6 +6,7 @@ from coordinator.recovery import draining, flips
 from coordinator.state import State
 from coordinator.workers.worker import Worker
 from engine.kv.allocator import BlockAllocator
+from proto.messages import Role
 from runtime.worker.service import Service
 from tests.simulation.planted import Planted
 
@@ -23,6 +24,18 @@ def a_worker_changes_its_role_with_streams_on_it(m: pytest.MonkeyPatch) -> None:
 def the_last_worker_of_a_role_leaves_it(m: pytest.MonkeyPatch) -> None:
     """Nobody looks whether another one serves in it."""
     m.setattr(flips, "_is_last", lambda state, worker: False)
+
+
+@bug
+def two_leave_a_role_at_once(m: pytest.MonkeyPatch) -> None:
+    """Each counts on the other, which is drained as well."""
+
+    def is_last(state: State, worker: Worker) -> bool:
+        pool = state.pools[worker.hello.model]
+        side = pool.prefill if worker.hello.role is Role.PREFILL else pool.decode
+        return all(other is worker for other in side.values())
+
+    m.setattr(flips, "_is_last", is_last)
 
 
 @bug

@@ -32,6 +32,8 @@ class ModelInfo:
     block_bytes: int
     """Bytes of one KV block, all layers."""
     eos_token_ids: tuple[int, ...]
+    attention_tokens: int
+    """The context at which attention takes as much work for a token as the weights; sliding windows are not looked at."""
     fingerprint: str
     """Equal between two workers exactly when one may decode on the other's KV, block sizes apart."""
 

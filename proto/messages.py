@@ -92,6 +92,8 @@ class Hello(Message, frozen=True):
     """What decides the last bits of what a worker computes. A stream is resumed exactly where it is equal; empty: not known."""
     flipped_from: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     """The incarnation under which this process had the other role until now; 0: it had none."""
+    attention_tokens: Tokens_ = 0
+    """Of a worker: the context at which attention takes as much work as the weights; 0: not known."""
 
 
 class Welcome(Message, frozen=True):

@@ -117,6 +117,7 @@ def profile_of(measured: Measured, logged: Logged, about: dict[str, Any], cores:
         beside_prefill=fit.beside(samples.decode_beside, decode),
         run_sigma=max(fit.run_sigma(samples.prefill, prefill), fit.run_sigma(samples.decode, decode)),
         step_tokens=logged.step_tokens,
+        attention_tokens=logged.attention_tokens,
         about=about,
     )
 

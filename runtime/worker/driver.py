@@ -271,6 +271,7 @@ def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: s
         pid=os.getpid(),
         metrics=metrics,
         numerics=engine.numerics,
+        attention_tokens=info.attention_tokens,
     )
 
 

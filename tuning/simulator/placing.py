@@ -25,7 +25,7 @@ class Placing(ABC):
         self.jobs: Sequence[Job] = [
             Job(number, one, self.step_tokens, limits.priority_classes) for number, one in enumerate(sent)
         ]
-        self.order = order_for(self.jobs, limits)
+        self.order = order_for(self.jobs, limits, profile.attention_tokens)
         self.gaps = Gaps()
         self.closed: dict[int, Job] = {}
         """Classes for which no decode worker has room."""
@@ -38,7 +38,6 @@ class Placing(ABC):
         """Requests that are not placed."""
         self._hit_rate = options.hit_rate
         self._wait_s_max = limits.queue_wait_s_max
-        self._steps_max = limits.steps_in_flight
         self._weights = limits.placement
         self._tokens_per_s = self.step_tokens / profile.prefill.step_ms(self.step_tokens, 0.0) * 1000
         self._make_workers(workers)
@@ -47,17 +46,18 @@ class Placing(ABC):
         profile, slow = self.profile, dict(self.options.slow)
         prefill, decode, mixed = workers
         capacity = profile.decode_capacity
+        limits = self.options.limits.steps._replace(tokens=self.step_tokens)
         seqs_max = self.options.seqs_max or capacity.seqs_max
         batches: list[Batch] = []
         prefill_workers: list[PrefillWorker] = []
         for number in range(prefill):
-            prefill_workers.append(PrefillWorker(number, profile.prefill_capacity, None, slow.get(number, 1.0)))
+            prefill_workers.append(PrefillWorker(number, profile.prefill_capacity, limits, None, slow.get(number, 1.0)))
         for number in range(prefill, prefill + decode + mixed):
             room = Room(capacity.kv_blocks, capacity.block_size)
             batch = Batch(number, profile.decode, room, seqs_max, self.gaps, slow.get(number, 1.0))
             batches.append(batch)
             if number >= prefill + decode:
-                prefill_workers.append(PrefillWorker(number, capacity, batch, slow.get(number, 1.0)))
+                prefill_workers.append(PrefillWorker(number, capacity, limits, batch, slow.get(number, 1.0)))
         self.prefill: Sequence[PrefillWorker] = prefill_workers
         self.batches: Sequence[Batch] = batches
 
@@ -92,15 +92,15 @@ class Placing(ABC):
         while True:
             best, best_rank = None, (0, 0, 0)
             for worker in self.prefill:
-                if len(worker.steps) < self._steps_max and worker.number not in asked and worker.up:
-                    if not worker.placed and not self.classes:
-                        continue
+                if worker.number in asked or not worker.up or not (worker.placed or self.classes):
+                    continue
+                if worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight):
                     rank = (worker.tokens_in_flight, worker.tokens_forwarded, worker.number)
                     if best is None or rank < best_rank:
                         best, best_rank = worker, rank
             if best is None:
                 return
-            step = compose(best, self.order, self, self.step_tokens, self.profile.prefill)
+            step = compose(best, self.order, self, self.profile.prefill)
             if step is None:
                 asked.add(best.number)
             else:

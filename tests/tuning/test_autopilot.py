@@ -131,6 +131,17 @@ def test_it_comes_near_one_that_knows() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_sixty_four_workers_follow_as_fast_as_eight() -> None:
+    """No oracle serves more than all requests that come."""
+    phases = [Phase(600, 8 * one.per_s, one.prompt_tokens, one.output_tokens) for one in TURNS]
+    found = drive(phases, PROFILE, SLO, 16, 48, rules=Rules(SLO))
+    fixed = max(drive(phases, PROFILE, SLO, p, 64 - p).goodput for p in (16, 40, 44))
+    assert found.goodput >= 0.95 * found.asked and found.goodput >= 1.3 * fixed
+    assert all(found.reversals(600 * at, 600 * (at + 1)) <= 1 for at in range(3))
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("phase", "prefill"),

@@ -38,8 +38,8 @@ class Pool(Candidates):
         self._side(worker)[worker.incarnation] = worker
         self.locality.join(worker.incarnation, worker.capacity.kv_blocks, worker.hello.role)
         worker.on_change = self.changed
-        steps = self._step_limits
-        worker.pace = StepPace(steps._replace(tokens=steps.tokens or worker.capacity.step_tokens))
+        limits = self._step_limits
+        worker.pace = StepPace(limits._replace(tokens=limits.tokens or worker.capacity.step_tokens))
         self.changed(worker)
         self.reopen()
         self._measure()

@@ -200,6 +200,32 @@ def test_relative_paths_are_beside_the_file_and_travel_with_it() -> None:
     assert read('model = "./m"\n' + FRONT).model == "/conf/m"
 
 
+def test_an_autopilot_runs_beside_the_coordinator() -> None:
+    other = '[hosts.b]\naddress = "127.0.0.2"\nworkers = "1P1D"\n'
+    text = '[autopilot]\nmode = "on"\nprofile = "p.json"\nslo_tpot_ms = 80.0\n[ports]\nmetrics = 9400\n' + FRONT + other
+    found = plans(text)
+    assert [one.role for one in found["a"].processes] == ["coordinator", "gateway", "prefill", "decode", "autopilot"]
+    assert "autopilot" not in [one.role for one in found["b"].processes]
+    pilot = found["a"].processes[-1]
+    values = dict(pair.split("=", 1) if "=" in pair else (pair, "") for pair in pilot.arguments())
+    assert str(pilot.settings.profile) == "/conf/p.json" and pilot.settings.metrics == "127.0.0.1:9404"  # type: ignore[attr-defined]
+    assert pilot.settings.coordinator == "tcp://127.0.0.1:7070" and "--slo-tpot-ms" in str(values)  # type: ignore[attr-defined]
+    spec = spec_of(pilot)
+    assert spec.arguments[-len(pilot.arguments()) - 1] == "launcher.admin.autopilot" and spec.watchdog_s
+    assert travels(text) == ["p.json"]
+    for table, why in (
+        ('[autopilot]\nmode = "on"\n', "[autopilot] profile: "),
+        ('[autopilot]\nprofile = "p"\nmode = "off"\n', "[autopilot] mode: "),
+        (
+            '[autopilot]\nprofile = "p"\nspeed = 3\n',
+            "[autopilot] speed: no such option of an autopilot",
+        ),
+    ):
+        with pytest.raises(ClusterError) as error:
+            plans(table + FRONT)
+        assert str(error.value).startswith(why), error.value
+
+
 def test_the_example_is_right_and_complete() -> None:
     file = parse((ROOT / "scripts/cluster.toml").read_text(), PurePosixPath("/conf"))
     assert sum(len(plan.processes) for plan in check(file).values()) == 6

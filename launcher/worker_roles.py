@@ -1,4 +1,6 @@
-"""What a worker process needs of its roles: one engine and one allocator, over which either is made."""
+"""What a worker process needs of its roles: one engine and one allocator, over which either is made; or, in a mixed worker, an
+allocator for each, over its own part of the KV pool.
+"""
 
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
@@ -9,6 +11,8 @@ from engine.thread import EngineThread, pick_device
 from kvtransfer.transports.registry import allowed_on, memory_for
 from kvtransfer.transports.transport import PoolMemory
 from prefill_worker.worker import PrefillWorker
+from proto.errors import BadOption
+from proto.messages import Role
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.driver import WorkerDriver
 from runtime.worker.process import as_config_error, run_worker
@@ -20,14 +24,39 @@ class Roles:
 
     def __init__(self, transports: tuple[str, ...], memory: PoolMemory | None) -> None:
         self._transports, self._memory = transports, memory
-        self._blocks: BlockAllocator | None = None
+        self._blocks: dict[int, BlockAllocator] = {}
+        """By their first block."""
 
     def make(self, engine: Engine, driver: WorkerDriver) -> WorkerRole:
-        if self._blocks is None:
-            self._blocks = BlockAllocator(engine.blocks)
+        blocks = self._blocks.get(engine.first_block)
+        if blocks is None:
+            blocks = self._blocks[engine.first_block] = BlockAllocator(engine.blocks, engine.first_block)
         if driver.settings.role == "prefill":
-            return PrefillWorker(engine, self._blocks, driver, self._transports)
-        return DecodeWorker(engine, self._blocks, driver, self._transports, self._memory)
+            return PrefillWorker(engine, blocks, driver, self._transports)
+        return DecodeWorker(engine, blocks, driver, self._transports, self._memory)
+
+
+class PoolTooSmall(BadOption):
+    """For a mixed worker."""
+
+
+def split(engine: Engine, settings: WorkerSettings) -> dict[Role, Engine]:
+    """The parts of the pool for the two roles of a mixed worker. Prefill gets a quarter, but at least one whole context: a
+    prompt is there only until it is computed and handed over, and what lies there beyond that is prefix cache. Decode gets the
+    rest, since it holds every stream until its end. Raises `PoolTooSmall`."""
+    info, blocks = engine.info, engine.blocks
+    context = -(-info.context_tokens // info.block_size)
+    if blocks < 2 * context:
+        need = 2 * context * info.block_bytes / (1 << 30)
+        error = PoolTooSmall(
+            f"a mixed worker needs room for two contexts of {info.context_tokens} tokens, one while its prompt is computed and"
+            f" one while it is answered; that is {need:.2f} GiB of KV cache, and there are"
+            f" {blocks * info.block_bytes / (1 << 30):.2f}"
+        )
+        error.option = "--gpu-memory-share" if settings.kv_bytes_on(engine.pool.device.type) is None else "--kv-gib"
+        raise error
+    prefill = max(context, blocks // 4)
+    return {Role.PREFILL: engine.part(0, prefill), Role.DECODE: engine.part(prefill, blocks - prefill)}
 
 
 def run(settings: WorkerSettings) -> int:
@@ -53,4 +82,5 @@ def run(settings: WorkerSettings) -> int:
         ),
         be_nice=thread.be_nice,
         make_role=Roles(transports, memory).make,
+        split=lambda engine: split(engine, settings),
     )

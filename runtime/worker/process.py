@@ -5,7 +5,7 @@ to stop. A mixed worker is driven in both roles at once, each over its own part 
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 
 from proto.errors import BadOption, CrossdockError
@@ -74,27 +74,12 @@ def run_worker(
             logger.error("cannot load the model", model=settings.model, error=str(error))
             return 1
         if engine is not None:
-            is_mixed = len(settings.roles) > 1
             with as_config_error():
-                parts = split(engine) if is_mixed else {}
+                parts = split(engine) if len(settings.roles) > 1 else {Role(settings.role): engine}
             leave_cores(settings.cores)
             _log_loaded(logger, engine)
-            watch = StepWatch(settings.step_timeout_ms / 1000)
-            notify.only_while(notify.Pulse(thread, clock.now, lambda: len(settings.roles) * watch.longest_s))
-            page: MetricsPage = CombinedPage(metrics, len(settings.roles)) if is_mixed else metrics
-            readiness = _Readiness(settings.roles)
-
-            def make_driver(role: Role, before: WorkerDriver | None = None) -> WorkerDriver:
-                return WorkerDriver(
-                    settings.in_role(role), parts.get(role, engine), make_role, thread=thread,
-                    name=f"{name}-{role}" if is_mixed else name,
-                    log=logger.bind(role=str(role)) if is_mixed else logger, metrics_server=page,
-                    links=links[role] if before is None else _links(settings.in_role(role)),
-                    watch=watch, in_role=_keeps_its_role if is_mixed else make_driver, before=before,
-                    say_ready=readiness.registered,
-                )  # fmt: skip
-
-            statuses = await asyncio.gather(*(_drive(make_driver(role), stop, logger) for role in settings.roles))
+            drivers = _drivers(settings, parts, make_role, thread, name, logger, metrics, links)
+            statuses = await asyncio.gather(*(_drive(driver, stop, logger) for driver in drivers))
             if any(statuses):
                 return max(statuses)
         await metrics.close()
@@ -107,10 +92,42 @@ def run_worker(
         thread.shutdown(wait=False, cancel_futures=True)
 
 
+def _drivers(
+    settings: WorkerSettings,
+    parts: Mapping[Role, EngineT],
+    make_role: Callable[[EngineT, WorkerDriver], WorkerRole],
+    thread: Executor,
+    name: str,
+    logger: Log,
+    metrics: MetricsServer,
+    links: Mapping[Role, LinkSettings],
+) -> list[WorkerDriver]:
+    """One for each role with a part of the engine. Those of a mixed worker share thread, watch and metrics."""
+    is_mixed = len(parts) > 1
+    watch = StepWatch(settings.step_timeout_ms / 1000)
+    # What is asked of the thread waits for one step of each role.
+    notify.only_while(notify.Pulse(thread, clock.now, lambda: len(parts) * watch.longest_s))
+    page: MetricsPage = CombinedPage(metrics, len(parts)) if is_mixed else metrics
+    readiness = _Readiness(parts)
+
+    def make(role: Role, before: WorkerDriver | None = None) -> WorkerDriver:
+        engine = parts[role] if before is None else parts[Role(settings.role)]
+        return WorkerDriver(
+            settings.in_role(role), engine, make_role, thread=thread,
+            name=f"{name}-{role}" if is_mixed else name,
+            log=logger.bind(role=str(role)) if is_mixed else logger, metrics_server=page,
+            links=links[role] if before is None else _links(settings.in_role(role)),
+            watch=watch, in_role=_keeps_its_role if is_mixed else make, before=before,
+            say_ready=readiness.registered,
+        )  # fmt: skip
+
+    return [make(role) for role in parts]
+
+
 class _Readiness:
     """A process is ready once it is registered in each of its roles."""
 
-    def __init__(self, roles: tuple[Role, ...]) -> None:
+    def __init__(self, roles: Iterable[Role]) -> None:
         self._missing = set(roles)
 
     def registered(self, role: Role) -> None:

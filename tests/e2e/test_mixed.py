@@ -1,4 +1,4 @@
-"""A cluster of mixed workers alone: every process computes prompts and answers over one engine, and is two workers to the rest."""
+"""A cluster of mixed workers alone: every process has one engine, and is two workers to the rest of the cluster."""
 
 import os
 import signal

@@ -6,9 +6,10 @@ from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from engine.gpu.memory import GpuShare
 from engine.kv.allocator import BlockAllocator
+from engine.kv.split import prefill_blocks
 from engine.model.loader import load_engine
 from engine.thread import EngineThread, pick_device
-from kvtransfer.transports.registry import allowed_on, memory_for
+from kvtransfer.transports.registry import WrongTransport, allowed_on, memory_for, within_process
 from kvtransfer.transports.transport import PoolMemory
 from prefill_worker.worker import PrefillWorker
 from proto.errors import BadOption
@@ -26,13 +27,16 @@ class Roles:
         self._transports, self._memory = transports, memory
         self._blocks: dict[int, BlockAllocator] = {}
         """By their first block."""
+        self._receivers: set[int] = set()
+        """Decode workers that this process is, or was."""
 
     def make(self, engine: Engine, driver: WorkerDriver) -> WorkerRole:
         blocks = self._blocks.get(engine.first_block)
         if blocks is None:
             blocks = self._blocks[engine.first_block] = BlockAllocator(engine.blocks, engine.first_block)
         if driver.settings.role == "prefill":
-            return PrefillWorker(engine, blocks, driver, self._transports)
+            return PrefillWorker(engine, blocks, driver, self._transports, self._receivers)
+        self._receivers.add(driver.hello.incarnation)
         return DecodeWorker(engine, blocks, driver, self._transports, self._memory)
 
 
@@ -41,21 +45,18 @@ class PoolTooSmall(BadOption):
 
 
 def split(engine: Engine, settings: WorkerSettings) -> dict[Role, Engine]:
-    """The parts of the pool for the two roles of a mixed worker. Prefill gets a quarter, but at least one whole context: a
-    prompt is there only until it is computed and handed over, and what lies there beyond that is prefix cache. Decode gets the
-    rest, since it holds every stream until its end. Raises `PoolTooSmall`."""
+    """The parts of the pool for the two roles of a mixed worker. Raises `PoolTooSmall`."""
     info, blocks = engine.info, engine.blocks
     context = -(-info.context_tokens // info.block_size)
     if blocks < 2 * context:
-        need = 2 * context * info.block_bytes / (1 << 30)
+        needed, there = (count * info.block_bytes / (1 << 30) for count in (2 * context, blocks))
         error = PoolTooSmall(
-            f"a mixed worker needs room for two contexts of {info.context_tokens} tokens, one while its prompt is computed and"
-            f" one while it is answered; that is {need:.2f} GiB of KV cache, and there are"
-            f" {blocks * info.block_bytes / (1 << 30):.2f}"
+            f"a mixed worker needs room for two contexts of {info.context_tokens} tokens, one in each role: {needed:.2f} GiB of"
+            f" KV cache; there are {there:.2f}"
         )
         error.option = "--gpu-memory-share" if settings.kv_bytes_on(engine.pool.device.type) is None else "--kv-gib"
         raise error
-    prefill = max(context, blocks // 4)
+    prefill = prefill_blocks(blocks, context)
     return {Role.PREFILL: engine.part(0, prefill), Role.DECODE: engine.part(prefill, blocks - prefill)}
 
 
@@ -65,6 +66,10 @@ def run(settings: WorkerSettings) -> int:
     device = pick_device(settings.device)
     with as_config_error():
         transports = allowed_on(settings.kv_transport, device, settings.transfer_encryption == "on")
+        if settings.role == "mixed" and not within_process(transports):
+            raise WrongTransport(
+                f"{settings.kv_transport} does not work within one process, as the roles of a mixed worker need; auto does"
+            )
     memory = memory_for(transports, device)
     return run_worker(
         settings,

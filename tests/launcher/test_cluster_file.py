@@ -39,7 +39,10 @@ def plans(text: str) -> dict[str, HostPlan]:
         (HOST + "gateways = 1.5", "[hosts.a] gateways: 1.5 input should be a valid integer"),
         (HOST + 'gateways = "1"', "[hosts.a] gateways: '1' input should be a valid integer"),
         (HOST + 'workers = "1D1P"', "[hosts.a] workers: '1D1P' is not a ratio like 2P1D"),
-        (HOST + 'workers = "65P1D"', "[hosts.a] workers: '65P1D' is not a ratio like 2P1D, 3M or 1P1D+1M, of at most 64"),
+        (
+            HOST + 'workers = "65P1D"',
+            "[hosts.a] workers: '65P1D' is not a ratio like 2P1D, 3M or 1P1D+1M, of at most 64",
+        ),
         (HOST + 'workers = "2M1P1D"', "[hosts.a] workers: '2M1P1D' is not a ratio like 2P1D"),
         (HOST + 'workers = "1P1D2M"', "[hosts.a] workers: '1P1D2M' is not a ratio like 2P1D"),
         (HOST + 'workers = "65M"', "[hosts.a] workers: '65M' is not a ratio like 2P1D"),

@@ -38,8 +38,8 @@ class PrefillWorker:
         transports: tuple[str, ...],
         own_peers: Container[int],
     ) -> None:
-        """`blocks` are those of the engine's pool that are for this role, all free or cached; `transports` are those that KV may
-        be sent by; `own_peers` are decode workers in this process."""
+        """`blocks` are those of the engine's pool for this role, all free or cached; `transports` are those that KV may be sent
+        by; `own_peers` are decode workers in this process."""
         settings, info = driver.settings, engine.info
         self.engine, self.driver = engine, driver
         self.registration, self.gateways = driver.registration, driver.gateways

@@ -4,8 +4,9 @@
     decode step    = curve(sequences) + kv_token_ms * KV tokens read
     KV transfer    = latency_ms + bytes / bandwidth, of which a prompt's last chunk is what prefill cannot hide
 
-A mixed worker does prefill steps and decode steps in turn. Curves are piecewise linear through the measured medians. The residuals
-of the fit are kept: they make the error bands.
+A mixed worker does prefill steps and decode steps in turn.
+
+Curves are piecewise linear through the measured medians. The residuals of the fit are kept: they make the error bands.
 """
 
 from bisect import bisect_right

@@ -1,16 +1,13 @@
 """A cluster of mixed workers alone: every process has one engine, and is two workers to the rest of the cluster."""
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from launcher.local.cluster import free_port
-from tests.e2e.live import READY_S, at_once
-from tests.e2e.parts import STOP_S, parts
+from tests.e2e.live import at_once
+from tests.e2e.parts import parts
 from tests.e2e.test_rolling import GRACE_S, Twins, come, drain, load
 
 NAMES = ("mixed-0", "mixed-1")
@@ -105,16 +102,3 @@ def test_one_half_is_drained_alone(up: MixedTwins) -> None:
         assert drain(up, "mixed-0-decode", "--wait", "--drain-timeout-s", GRACE_S).returncode == 0
         come(up, loads)
         assert drain(up, "mixed-0-decode", "--undo").returncode == 0
-
-
-def test_a_stopped_process_ends_when_it_cannot_drain(up: MixedTwins) -> None:
-    """Its halves are noticed as lost together, and a second signal ends it at once."""
-    process = up.processes["mixed-1"]
-    os.kill(process.pid, signal.SIGSTOP)
-    up.wait_for("both are lost", lambda: len(up.status().workers) == 2, READY_S)
-    assert httpx.get(f"{up.base_url}/ready", trust_env=False).status_code == 200
-    os.kill(process.pid, signal.SIGCONT)
-    up.wait_registered(len(HALVES))
-    process.terminate()
-    process.terminate()
-    assert process.wait(STOP_S) == 0

@@ -12,6 +12,7 @@ from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.fairness.cost import Prices
 from coordinator.lifecycle import State
 from coordinator.score import Weights
+from coordinator.step_pace import StepLimits
 from proto.messages import Hello, Message
 from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES, PriorityClass, Tenants
 
@@ -94,6 +95,9 @@ class Limits:
     """... and for a later attempt at a request: its client may have had tokens already."""
     step_tokens: int = 256
     """Token budget of one prefill forward pass; the grain at which everything can change its mind."""
+    step_ms: float = 250.0
+    """What a prefill worker is given in advance takes about as long at most, so that whoever comes next waits no longer; 0: no
+    matter how long."""
     steps_in_flight: int = 2
     """Per prefill worker; two hide the round trip, more only delay cancellation."""
     attempts_max: int = 8
@@ -125,3 +129,7 @@ class Limits:
     """How long ended requests are remembered, so that what repeats them neither runs nor is charged again ..."""
     remembered_max: int = 1_000_000
     """... and the most of them: about 250 bytes each, and as much again for what they were charged."""
+
+    @property
+    def steps(self) -> StepLimits:
+        return StepLimits(self.step_tokens, self.step_ms, self.steps_in_flight)

@@ -68,6 +68,7 @@ class Coordinator:
                 quantum_tokens=settings.quantum_tokens,
                 bypasses_max=settings.bypasses_max,
                 step_tokens=settings.step_tokens,
+                step_ms=float(settings.step_ms),
                 steps_in_flight=settings.steps_in_flight,
                 attempts_max=settings.attempts_max,
                 retry_floor=settings.retry_floor,

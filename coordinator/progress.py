@@ -60,7 +60,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
     if tokens and done.step_ms > 0:
-        worker.measure(tokens, done.step_ms, state.limits.step_tokens)
+        worker.measure(tokens, done.step_ms)
     for chunk in asked:
         state.record_usage(state.billing.release(chunk.request_id, now))
 

@@ -40,7 +40,7 @@ def compose(
     block_size = worker.capacity.block_size
     chunks: list[Chunk] = []
     requests: list[Request] = []
-    left = max(options.step_tokens, block_size)
+    left = max(worker.pace.budget, block_size)
     decode: Worker | None = None
 
     def length_of(request: Request) -> int | Close | MoveTo:

@@ -26,7 +26,7 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
         worker.where = state.where
         pool = state.pools.get(hello.model)
         if pool is None:
-            pool = state.pools[hello.model] = Pool(hello.model, state.limits.placement, state.limits.steps_in_flight)
+            pool = state.pools[hello.model] = Pool(hello.model, state.limits.placement, state.limits.steps)
         pool.add(worker)
         state.queues.setdefault(hello.model, WaitQueue(state.limits))
         state.workers[incarnation] = worker

@@ -28,10 +28,8 @@ TOKENS_PER_S = 1000.0
 class Candidates:
     """Whoever changes a worker tells this (`changed`, `freed`)."""
 
-    def __init__(self, weights: Weights, steps_max: int) -> None:
-        """`steps_max`: steps in flight on each prefill worker."""
+    def __init__(self, weights: Weights) -> None:
         self.weights = weights
-        self._steps_max = steps_max
         self.locality = Locality()
         self.breakers = Breakers()
         self.prefill: dict[int, Worker] = {}
@@ -67,7 +65,7 @@ class Candidates:
     def changed(self, worker: "Worker") -> None:
         """What it holds or has to do has changed, or whether it takes work."""
         if worker.room is None:
-            if len(worker.steps) < self._steps_max:
+            if worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight):
                 self.idle.put(worker.incarnation, worker.tokens_in_flight, worker.tokens_forwarded)
             else:
                 self.idle.drop(worker.incarnation)

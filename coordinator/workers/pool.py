@@ -9,6 +9,7 @@ the third is not.
 """
 
 from coordinator.score import Weights
+from coordinator.step_pace import StepLimits, StepPace
 from coordinator.workers.candidates import Candidates
 from coordinator.workers.traffic import Traffic
 from coordinator.workers.worker import Worker
@@ -19,9 +20,9 @@ from proto.messages import Role, Submit
 class Pool(Candidates):
     """The workers that serve one model; `admission` lets in only those between which KV can cross."""
 
-    def __init__(self, model: str, weights: Weights | None = None, steps_max: int = 2) -> None:
-        """`steps_max`: steps in flight on each prefill worker."""
-        super().__init__(weights or Weights(), steps_max)
+    def __init__(self, model: str, weights: Weights | None = None, steps: StepLimits | None = None) -> None:
+        super().__init__(weights or Weights())
+        self._step_limits = steps or StepLimits()
         self.model = model
         self.traffic = Traffic()
         self.context_tokens = 0
@@ -37,6 +38,7 @@ class Pool(Candidates):
         self._side(worker)[worker.incarnation] = worker
         self.locality.join(worker.incarnation, worker.capacity.kv_blocks, worker.hello.role)
         worker.on_change = self.changed
+        worker.pace = StepPace(self._step_limits)
         self.changed(worker)
         self.reopen()
         self._measure()

@@ -11,6 +11,7 @@ from coordinator.kv_admission.admission import KvAdmission
 from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import chains
 from coordinator.request import Request
+from coordinator.step_pace import StepLimits, StepPace
 from proto.held import Capacity, Held
 from proto.messages import Chunk, Hello, Role, Step, Submit
 from proto.status import KvHeld, KvPair
@@ -73,6 +74,8 @@ class Worker:
     """In its present role, as last heard."""
     tokens_per_s: float = 0.0
     """Measured prefill rate, smoothed; 0 until the first step is done."""
+    pace: StepPace = field(default_factory=lambda: StepPace(StepLimits()))
+    """Prefill only."""
     has_run_full: bool = False
     """It has computed a step that was at least half full: its rate is one that deadlines can be judged by."""
     failure_rate: float = 0.0
@@ -211,10 +214,11 @@ class Worker:
         self.on_change(self)
         return step.chunks, requests
 
-    def measure(self, tokens: int, step_ms: float, step_tokens: int) -> None:
-        """A prefill step is computed. The first rate is taken as it is. A short step is mostly overhead, and shows the worker
-        slower than it is: it may raise a rate that full steps gave, but not lower it."""
-        rate, full = tokens * 1000 / step_ms, 2 * tokens >= step_tokens
+    def measure(self, tokens: int, step_ms: float) -> None:
+        """A prefill step is computed. The first rate is taken as it is. A short step may raise a rate that full steps gave, but
+        not lower it."""
+        rate, full = tokens * 1000 / step_ms, self.pace.is_full(tokens)
+        self.pace.measure(tokens, step_ms)
         if not self.tokens_per_s or (full and not self.has_run_full):
             self.tokens_per_s = rate
         elif full or rate > self.tokens_per_s or not self.has_run_full:

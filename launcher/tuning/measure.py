@@ -1,7 +1,7 @@
 """The measurements behind `crossdock calibrate`, at a live cluster of one prefill and one decode worker."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from statistics import fmean, median
@@ -139,7 +139,7 @@ def samples_of(measured: Measured, logged: Logged) -> Samples:
             first, *later = records[0].gaps_ms
             samples.second_token_ms.append((batch.context_tokens, first - median(later)))
         if batch.sequences <= 2:  # more of them would wait for each other's transfers
-            samples.hand_overs += [one for record in records if (one := _hand_over(record, logged)) is not None]
+            samples.hand_overs += [one for record in records if (one := _hand_over(record, logged, steps)) is not None]
     for number, batch, records, prompts in measured.beside:
         _beside(samples, number, batch, records, [step for one in prompts for step in steps.get(one.request_id, [])])
     return samples
@@ -163,12 +163,11 @@ def _steady(records: Sequence[Record], batch: Batch, number: int) -> StepSample 
     return StepSample(batch.sequences, kv_tokens, 1000 * fmean(gaps), number)
 
 
-def _hand_over(record: Record, logged: Logged) -> HandOver | None:
-    done = logged.hand_overs.get(record.request_id)
-    if done is None:
+def _hand_over(record: Record, logged: Logged, steps: Mapping[str, Sequence[LoggedStep]]) -> HandOver | None:
+    done, own = logged.hand_overs.get(record.request_id), steps.get(record.request_id)
+    if done is None or not own:
         return None
-    last = (record.prompt_asked - 1) % logged.step_tokens + 1
-    return HandOver(last, done.kv_bytes / record.prompt_asked, done.transfer_ms)
+    return HandOver(own[-1].tokens, done.kv_bytes / record.prompt_asked, done.transfer_ms)
 
 
 def _beside(

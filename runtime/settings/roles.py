@@ -58,7 +58,7 @@ class CoordinatorSettings(CommonSettings):
     panels: ClassVar[Panels] = {
         "Network": "bind",
         "Queue": "queue_requests_max queue_tokens_max tenant_queue_max queue_wait_s_max resumed_wait_s_max",
-        "Scheduling": "quantum_tokens bypasses_max step_tokens steps_in_flight kv_overcommit",
+        "Scheduling": "quantum_tokens bypasses_max step_tokens step_ms steps_in_flight kv_overcommit",
         "Tenants and records": "tenants usage_db usage_keep_days event_log event_log_max_mib",
         "Recovery": "standby attempts_max retry_floor retry_share",
     }
@@ -113,12 +113,20 @@ class CoordinatorSettings(CommonSettings):
         description="Token budget of one prefill step. A larger budget is faster for one prompt; with a smaller one, other"
         " prompts and cancellations wait less. At most the prefill workers' --step-tokens-max.",
     )
+    step_ms: int = Field(
+        250,
+        ge=0,
+        le=60_000,
+        description="Longest that a prefill step should take, in milliseconds. Where a worker computes fewer than --step-tokens"
+        " in that time, as a CPU does and any worker behind long contexts, its steps are cut shorter, and no second one is sent"
+        " ahead: a new prompt starts after this time at most. 0: no limit.",
+    )
     steps_in_flight: int = Field(
         2,
         ge=1,
         le=16,
-        description="Steps sent ahead to one prefill worker. With 1 it idles for a round trip after each step; more"
-        " than 2 delays cancellations and gains nothing.",
+        description="Steps sent ahead to one prefill worker, if they are short. With 1 it idles for a round trip after each"
+        " step; more than 2 delays cancellations and gains nothing.",
     )
     tenants: str = Field(
         "",

@@ -55,7 +55,7 @@ def test_a_worker_that_has_just_joined_is_not_why_a_deadline_is_refused() -> Non
         worker = Worker.from_hello(worker_hello(Role.PREFILL, incarnation))
         pool.add(worker)
         if tokens_per_s:
-            worker.measure(256, 256.0, 256)
+            worker.measure(256, 256.0)
             worker.tokens_in_flight = 5000
     assert pool.least_prefill_s(500) == pytest.approx(0.5), "the new one has nothing before it"
     pool.prefill[11].draining = True

@@ -74,6 +74,7 @@ class Simulator(Placing):
         if worker.running or not worker.steps:
             return
         took_s = worker.steps[0].took_s + self._gap_s
+        worker.began_s = self.now
         batch = worker.batch
         if batch is None:
             worker.busy_s += took_s
@@ -97,6 +98,7 @@ class Simulator(Placing):
         self._host.stop(worker, self.now)
         worker.tokens_in_flight -= step.tokens
         worker.tokens_forwarded += step.tokens
+        worker.pace.measure(step.tokens, 1000 * (self.now - worker.began_s - self._gap_s))
         for job, start, tokens in step.chunks:
             if job.prefill is not worker:
                 continue  # its attempt was interrupted

@@ -41,7 +41,6 @@ class Placing(ABC):
         """Requests that are not placed."""
         self._hit_rate = options.hit_rate
         self._wait_s_max = limits.queue_wait_s_max
-        self._steps_max = limits.steps_in_flight
         self._weights = limits.placement
         self._tokens_per_s = self.step_tokens / profile.prefill.step_ms(self.step_tokens, 0.0) * 1000
         self._make_workers(workers)
@@ -50,11 +49,12 @@ class Placing(ABC):
         profile, slow = self.profile, dict(self.options.slow)
         prefill, decode, mixed = workers
         capacity = profile.decode_capacity
+        limits = self.options.limits.steps._replace(tokens=self.step_tokens)
         seqs_max = self.options.seqs_max or capacity.seqs_max
         batches: list[Batch] = []
         prefill_workers: list[PrefillWorker] = []
         for number in range(prefill):
-            prefill_workers.append(PrefillWorker(number, profile.prefill_capacity, None, slow.get(number, 1.0)))
+            prefill_workers.append(PrefillWorker(number, profile.prefill_capacity, limits, None, slow.get(number, 1.0)))
         for number in range(prefill, prefill + decode + mixed):
             blocks, is_mixed = capacity.kv_blocks, number >= prefill + decode
             if is_mixed:
@@ -64,7 +64,8 @@ class Placing(ABC):
             batch = Batch(number, profile.decode, room, seqs_max, self.gaps, slow.get(number, 1.0))
             batches.append(batch)
             if is_mixed:
-                prefill_workers.append(PrefillWorker(number, prefill_capacity, batch, slow.get(number, 1.0)))
+                mixed_slow = slow.get(number, 1.0)
+                prefill_workers.append(PrefillWorker(number, prefill_capacity, limits, batch, mixed_slow))
         self.prefill: Sequence[PrefillWorker] = prefill_workers
         self.batches: Sequence[Batch] = batches
 
@@ -99,15 +100,15 @@ class Placing(ABC):
         while True:
             best, best_rank = None, (0, 0, 0)
             for worker in self.prefill:
-                if len(worker.steps) < self._steps_max and worker.number not in asked and worker.up:
-                    if not worker.placed and not self.classes:
-                        continue
+                if worker.number in asked or not worker.up or not (worker.placed or self.classes):
+                    continue
+                if worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight):
                     rank = (worker.tokens_in_flight, worker.tokens_forwarded, worker.number)
                     if best is None or rank < best_rank:
                         best, best_rank = worker, rank
             if best is None:
                 return
-            step = compose(best, self.order, self, self.step_tokens, self.profile.prefill)
+            step = compose(best, self.order, self, self.profile.prefill)
             if step is None:
                 asked.add(best.number)
             else:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from coordinator.placement.steps import BEGUN_MAX
+from coordinator.step_pace import StepLimits, StepPace
 from coordinator.waiting.queue_keys import bound_key, is_class
 from proto.limits import MAX_CHUNKS_PER_STEP
 from tuning.profile import Capacity, PrefillCost
@@ -24,8 +25,11 @@ class Step(NamedTuple):
 class PrefillWorker:
     """As the coordinator counts it."""
 
-    def __init__(self, number: int, capacity: Capacity, mixed_with: Batch | None, slow: float = 1.0) -> None:
+    def __init__(
+        self, number: int, capacity: Capacity, limits: StepLimits, mixed_with: Batch | None, slow: float = 1.0
+    ) -> None:
         self.number, self.batch, self.slow = number, mixed_with, slow
+        self.pace = StepPace(limits)
         self.key = number + 1
         """Of the queue, for what is placed here …"""
         self.bound_key = bound_key(number + 1)
@@ -45,7 +49,7 @@ class PrefillWorker:
         self.running = False
         self.left_s = 0.0
         """Of the step that runs, as if alone, at `since_s`."""
-        self.since_s = 0.0
+        self.since_s = self.began_s = 0.0
         self.version = 0
         self.busy_s = 0.0
         self.link_free_s = 0.0
@@ -97,11 +101,11 @@ class Room(Protocol):
         its key is closed, stuck on the worker, or another one."""
 
 
-def compose(worker: PrefillWorker, order: Order, cluster: Room, step_tokens: int, cost: PrefillCost) -> Step | None:
+def compose(worker: PrefillWorker, order: Order, cluster: Room, cost: PrefillCost) -> Step | None:
     """As `coordinator.placement.steps.compose`; None if there is nothing that the worker can do."""
     chunks: list[tuple[Job, int, int]] = []
     size = worker.block_size
-    left, pairs = max(step_tokens, size), 0.0
+    left, pairs = max(worker.pace.budget, size), 0.0
     begun, worker.begun = worker.begun, None
     if begun is not None and _may_go_on(begun, left, worker, order, cluster):
         tokens = _fitting(begun, left, size)

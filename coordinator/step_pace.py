@@ -1,0 +1,49 @@
+"""How much a prefill worker is given in advance: enough to keep it busy, so little that whoever comes next soon starts. Pure.
+
+A step of 256 tokens takes milliseconds on a GPU and seconds on a CPU behind a long context, and nobody can get in between. So
+steps are bounded by the time that they take too, as the last ones show it.
+"""
+
+from typing import Final, NamedTuple
+
+STEP_TOKENS_MIN: Final = 64
+"""Steps are not cut shorter: what a step costs whatever its length would take over."""
+
+
+class StepLimits(NamedTuple):
+    tokens: int = 256
+    ms: float = 0.0
+    """0: no matter how long."""
+    in_flight: int = 2
+
+
+class StepPace:
+    """Of one prefill worker."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._limits = limits
+        self.token_ms = 0.0
+        """Milliseconds a token took in the last steps of useful length, smoothed; 0 until there was one."""
+
+    @property
+    def budget(self) -> int:
+        """Tokens of its next step."""
+        most, longest_ms = self._limits.tokens, self._limits.ms
+        if not longest_ms or self.token_ms * most <= longest_ms:
+            return most
+        return min(most, max(STEP_TOKENS_MIN, int(longest_ms / self.token_ms)))
+
+    def is_full(self, tokens: int) -> bool:
+        """Whether the length of a step was of use: a short one is mostly overhead, and shows its worker slower than it is."""
+        return 2 * tokens >= self.budget
+
+    def measure(self, tokens: int, step_ms: float) -> None:
+        if self.is_full(tokens):
+            now_ms = step_ms / tokens
+            self.token_ms += (now_ms - self.token_ms) * (0.5 if self.token_ms else 1.0)
+
+    def may_have_more(self, steps: int, tokens: int) -> bool:
+        """Whether it is given another step while so many, of so many tokens, are in flight."""
+        if not steps:
+            return True
+        return steps < self._limits.in_flight and not 0 < self._limits.ms <= 2 * self.token_ms * tokens

@@ -1,0 +1,63 @@
+"""What a prefill worker is given in advance is bounded by time, so that whoever comes next soon starts."""
+
+import pytest
+
+from coordinator.events import Limits
+from coordinator.step_pace import STEP_TOKENS_MIN, StepLimits, StepPace
+from simulation.cluster.cluster import VirtualCluster
+from simulation.cluster.surroundings import Timing
+
+
+def paced(token_ms: float, **limits: float) -> StepPace:
+    pace = StepPace(StepLimits(**{"tokens": 256, "ms": 250.0, **limits}))  # type: ignore[arg-type]
+    for _ in range(10):
+        pace.measure(pace.budget, pace.budget * token_ms)
+    return pace
+
+
+def test_a_fast_worker_has_whole_steps_and_two_of_them() -> None:
+    pace = paced(0.1)
+    assert pace.budget == 256
+    assert pace.may_have_more(1, 256) and not pace.may_have_more(2, 512)
+
+
+def test_a_slow_worker_has_shorter_steps_one_at_a_time() -> None:
+    pace = paced(2.5)
+    assert pace.budget == 100
+    assert not pace.may_have_more(1, 100)
+    assert pace.may_have_more(1, 20), "the rest of a prompt: the next step may be sent ahead"
+
+
+def test_a_very_slow_one_still_has_steps_worth_their_overhead() -> None:
+    assert paced(100.0).budget == STEP_TOKENS_MIN
+    assert paced(100.0, tokens=16).budget == 16
+
+
+def test_it_recovers_from_one_slow_step() -> None:
+    pace = paced(0.1)
+    pace.measure(256, 60_000.0)
+    assert pace.budget == STEP_TOKENS_MIN
+    for _ in range(12):
+        pace.measure(pace.budget, pace.budget * 0.1)
+    assert pace.budget == 256
+
+
+def test_short_steps_say_nothing_of_its_pace() -> None:
+    pace = paced(0.1)
+    pace.measure(8, 100.0)
+    assert pace.token_ms == pytest.approx(0.1)
+
+
+def test_without_a_limit_only_tokens_count() -> None:
+    pace = paced(100.0, ms=0.0)
+    assert pace.budget == 256 and pace.may_have_more(1, 256)
+
+
+@pytest.mark.parametrize(("step_ms", "least_s", "most_s"), [(250.0, 0.0, 0.8), (0.0, 1.0, 4.0)])
+def test_a_new_tenant_waits_for_one_short_step_of_a_slow_worker(step_ms: float, least_s: float, most_s: float) -> None:
+    world = VirtualCluster(Limits(step_ms=step_ms), Timing(prefill_tokens_per_s=200.0))
+    for number in range(4):
+        world.submit(f"long-{number}", "crowd", 4000)
+    world.at(20.0, world.submit, "small", "other", 32)
+    world.run(30.0)
+    assert least_s <= world.ttft_s["small"] <= most_s

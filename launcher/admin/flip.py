@@ -27,7 +27,7 @@ _COMMIT_S = 30.0
 
 def _not_mixed(value: object) -> object:
     if value == "mixed":
-        raise ValueError("a worker cannot become mixed while it runs; start it with --role mixed")
+        raise ValueError("is no role that a worker takes while it runs; start it with --role mixed")
     return value
 
 

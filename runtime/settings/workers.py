@@ -4,6 +4,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from proto.limits import MAX_ID_CHARS
 from proto.messages import Role
 from runtime.settings.addresses import EVERY_INTERFACE, Address
 from runtime.settings.cores import parse_cores
@@ -167,6 +168,10 @@ class WorkerSettings(ClientSettings):
         if self.transfer_encryption == "on" and not self.keys:
             raise ValueError(
                 "--transfer-encryption: on needs --keys, since its key travels over the link between the two"
+            )
+        if self.role == "mixed" and len(self.name) > (most := MAX_ID_CHARS - len("-prefill")):
+            raise ValueError(
+                f"--name: at most {most} characters, since mixed workers register as NAME-prefill and NAME-decode"
             )
         self._check_role()
         return self

@@ -9,6 +9,7 @@ import torch
 
 from engine.engine import Engine, ModelInfo
 from engine.kv.split import prefill_blocks
+from launcher.admin.flip import FlipSettings
 from launcher.cluster import units
 from launcher.cluster.file import ClusterError, incomplete, parse
 from launcher.cluster.plan import check, plan_host
@@ -69,6 +70,23 @@ def test_a_pool_without_room_for_a_context_in_each_names_the_option() -> None:
     assert refused.value.option == "--kv-gib"
 
 
+def test_names_of_the_halves_are_names_and_both_listen_where_others_reach_them() -> None:
+    assert WorkerSettings(role="mixed", model="m", name="n" * 56)
+    for given, why in (
+        ({"name": "n" * 57}, "--name: at most 56"),
+        ({"kv_bind": "tcp://0.0.0.0:1"}, "--advertise: needed"),
+    ):
+        with pytest.raises(SettingsError, match=why):
+            load_settings(WorkerSettings, {"role": "mixed", "model": "m"} | given)
+
+
+def test_no_worker_becomes_mixed_while_it_runs() -> None:
+    with pytest.raises(
+        SettingsError, match="ROLE: mixed is no role that a worker takes while it runs; start it with --role mixed"
+    ):
+        load_settings(FlipSettings, {"worker": "decode-0", "role": "mixed"})
+
+
 @pytest.mark.parametrize(
     ("text", "ratio"),
     [("2P1D", Ratio(2, 1)), ("3m", Ratio(0, 0, 3)), ("1P2D+4M", Ratio(1, 2, 4))],
@@ -107,7 +125,7 @@ def test_each_is_a_process_with_options_that_parse(monkeypatch: pytest.MonkeyPat
     for spec, core in zip(workers, "01", strict=True):
         at = spec.arguments.index("-m")
         assert spec.arguments[at + 1] == "launcher.mixed_worker"
-        settings = parse_options(WorkerSettings, list(spec.arguments[at + 2 :]), fixed={"role": "mixed"})
+        settings = parse_options(WorkerSettings, [*spec.arguments[at + 2 :], "--role", "mixed"])
         assert settings.roles == (Role.PREFILL, Role.DECODE)
         assert (settings.cpu_cores, settings.nice) == (core, PREFILL_NICE)
 

@@ -129,11 +129,12 @@ class _Readiness:
 
     def __init__(self, roles: Iterable[Role]) -> None:
         self._missing = set(roles)
+        self._words = f"registered as {' and '.join(roles)} worker"
 
     def registered(self, role: Role) -> None:
         self._missing.discard(role)
         if not self._missing:
-            notify.ready(f"registered as {role} worker")
+            notify.ready(self._words)
 
 
 def _keeps_its_role(role: Role, driver: WorkerDriver) -> WorkerDriver:

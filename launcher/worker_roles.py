@@ -51,8 +51,8 @@ def split(engine: Engine, settings: WorkerSettings) -> dict[Role, Engine]:
     if blocks < 2 * context:
         needed, there = (count * info.block_bytes / (1 << 30) for count in (2 * context, blocks))
         error = PoolTooSmall(
-            f"a mixed worker needs room for two contexts of {info.context_tokens} tokens, one in each role: {needed:.2f} GiB of"
-            f" KV cache; there are {there:.2f}"
+            f"a mixed worker needs room for two contexts of {info.context_tokens} tokens, one in each role: {needed:.3g} GiB of"
+            f" KV cache; there are {there:.3g}"
         )
         error.option = "--gpu-memory-share" if settings.kv_bytes_on(engine.pool.device.type) is None else "--kv-gib"
         raise error

@@ -65,7 +65,7 @@ def test_prefill_gets_a_quarter_but_a_context_and_at_most_half() -> None:
 
 def test_a_pool_without_room_for_a_context_in_each_names_the_option() -> None:
     assert split(engine(200, 1600), WorkerSettings(role="mixed", model="m"))
-    with pytest.raises(PoolTooSmall, match=r"two contexts of 1600 tokens.* 0\.20 GiB .* there are 0\.19") as refused:
+    with pytest.raises(PoolTooSmall, match=r"two contexts of 1600 tokens.* 0\.195 GiB .* there are 0\.194") as refused:
         split(engine(199, 1600), WorkerSettings(role="mixed", model="m"))
     assert refused.value.option == "--kv-gib"
 

@@ -41,7 +41,7 @@ from proto.messages import (
     WorkFailed,
 )
 from proto.progress import DecodeProgress, Hung
-from proto.status import KvHeld, KvPairs
+from proto.status import AutopilotReport, KvHeld, KvPairs
 
 
 def _status(state: State, incarnation: int, event: Received, now: float) -> None:
@@ -49,6 +49,15 @@ def _status(state: State, incarnation: int, event: Received, now: float) -> None
     state.send(incarnation, report.status(state))
     for worker in state.workers:
         state.send(worker, StatusRequest())
+
+
+def _autopilot(state: State, incarnation: int, event: Received, now: float) -> None:
+    """What an autopilot has decided is kept for those who ask, and it is told what to decide by."""
+    assert isinstance(event.message, AutopilotReport)
+    said = event.message.status
+    if said.model in state.pools:
+        state.autopilots[said.model] = said, now
+    _status(state, incarnation, event, now)
 
 
 _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Received, float], None]]] = {
@@ -70,6 +79,7 @@ _HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Rec
     FlipRequest: ((Role.OBSERVER,), flips.asked),
     FlipFailed: (WORKERS, flips.failed),
     StatusRequest: ((Role.OBSERVER, Role.GATEWAY), _status),
+    AutopilotReport: ((Role.OBSERVER,), _autopilot),
 }
 """Who may send what, and who takes it."""
 
@@ -98,7 +108,7 @@ class Core(State):
         if self.draining:
             draining.hand_over(self, now)
         schedule(self, now)
-        if self.flip is not None:
+        if self.flipping:
             flips.look(self, now)
         if self.draining:
             draining.dismiss(self)

@@ -56,7 +56,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
             and attempt_progress.computed_tokens >= request.submit.prompt_tokens
         ):
             state.counters["prompt_tokens_cached"] += request.cached_tokens
-            pool.traffic.computed(request.id, request.cached_tokens)
+            pool.traffic.computed(request.id, request.cached_tokens, now)
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
     if tokens and done.step_ms > 0:
@@ -188,7 +188,7 @@ def finished(state: State, incarnation: int, event: Received, now: float) -> Non
     if request.state in (RequestState.PREFILLING, RequestState.HANDING_OVER, RequestState.DECODING):
         output_tokens = done.output_tokens + request.submit.resumed_tokens
         state.queues[request.submit.model].learn(request, output_tokens)
-        state.pools[request.submit.model].traffic.finished(request.id, output_tokens)
+        state.pools[request.submit.model].traffic.finished(request.id, output_tokens, now)
         state.pools[request.submit.model].record_success()
         state.end(request, Trigger.FINISH, "done", now)
 

@@ -21,6 +21,7 @@ from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Holding, Where, Worker
 from proto.errors import Interrupt
 from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role, Submit
+from proto.status import AutopilotStatus
 from runtime.tenancy.tenants import open_tenants
 
 FLIPS_SHOWN = 64
@@ -68,10 +69,12 @@ class State:
         self.drain_orders: OrderedDict[int, float | None] = OrderedDict()
         """What people said last of workers, by incarnation: when what still runs there is handed over, or None for not at
         all."""
-        self.flip: Flip | None = None
-        """The worker that is changing its role."""
+        self.flipping: dict[int, Flip] = {}
+        """Workers that are changing their role, by their incarnation in the old one: `MAX_FLIPS_AT_ONCE` at most."""
         self.flips: deque[Flip] = deque(maxlen=FLIPS_SHOWN)
-        """The last changes of roles, that one included."""
+        """The last changes of roles, those included."""
+        self.autopilots: dict[str, tuple[AutopilotStatus, float]] = {}
+        """By model, what its autopilot said last, and when."""
         self.unproven: dict[int, Flip] = {}
         """Those that are done, by the worker's new incarnation, until its first step in the new role."""
         self.counters: Counter[str] = Counter()

@@ -32,6 +32,8 @@ class ModelInfo:
     block_bytes: int
     """Bytes of one KV block, all layers."""
     eos_token_ids: tuple[int, ...]
+    attention_tokens: int
+    """The context at which attention takes as much work for a token as the weights; sliding windows are not looked at."""
     fingerprint: str
     """Equal between two workers exactly when one may decode on the other's KV, block sizes apart."""
 
@@ -88,6 +90,10 @@ class Engine:
     @property
     def backend(self) -> str:
         return self.runner.backend
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.pool.is_cuda
 
     @property
     def numerics(self) -> str:

@@ -65,8 +65,8 @@ class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, 
 
 
 class Hello(Message, frozen=True):
-    """First on every link, from the connecting end. Its first four fields never change, so that every version can read them
-    and refuse by name what it cannot work with (`proto.newer.HelloPrefix`)."""
+    """First on every link, from the connecting end. Its first four fields never change, so that every version can read them,
+    and refuse what it cannot work with (`proto.newer.HelloPrefix`)."""
 
     version: int
     role: Role
@@ -92,6 +92,8 @@ class Hello(Message, frozen=True):
     """What decides the last bits of what a worker computes. A stream is resumed exactly where it is equal; empty: not known."""
     flipped_from: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     """The incarnation under which this process had the other role until now; 0: it had none."""
+    attention_tokens: Tokens_ = 0
+    """Of a worker: the context at which attention takes as much work as the weights; 0: not known."""
 
 
 class Welcome(Message, frozen=True):
@@ -104,8 +106,7 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The answer to a Hello that does not fit, or to a peer that is not known (any more): start over. Its field never
-    changes."""
+    """To a Hello that does not fit, or to a peer that is not known (any more): start over. Its field never changes."""
 
     reason: Text
 
@@ -337,8 +338,7 @@ class WorkFailed(Message, frozen=True):
     attempt: Attempt
     reason: Interrupt
     message: Text
-    output_tokens: Count = 0
-    """Emitted here. First tokens count in prefill."""
+    output_tokens: Count = 0  # emitted here; first tokens count in prefill
 
 
 # --- worker → gateway --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from proto.fields import Count, DurationMs, Incarnation, Text
 from proto.kv import TransportName
 from proto.messages import Message, Role
 
+ErrorRatio = Annotated[float, Meta(ge=0.0, le=1e9)] | None
+
 
 class KvPair(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How a prefill worker reaches one decode worker."""
@@ -113,6 +115,40 @@ class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
     """Of the answer, as it was or as it is expected."""
     waiting_tokens: Count
     """Prompt tokens that wait for their turn."""
+    ttft_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)] = ()
+    """Until the prompt was computed, or as long as that has taken up to now; 0: it ended before."""
+    tpot_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)] = ()
+    """For each later token, as far as they have come; 0: none has."""
+
+
+class PredictionError(msgspec.Struct, frozen=True, array_like=True):
+    """How far an autopilot's model was from what was measured: medians of its comparisons of the last hour."""
+
+    comparisons: Count = 0
+    ttft_p50: ErrorRatio = None
+    """Relative: 0.1 is a tenth; None: not known."""
+    ttft_p90: ErrorRatio = None
+    tpot_p90: ErrorRatio = None
+    slo_share: ErrorRatio = None
+    """Of the share of requests that keep the SLO: 0.05 is 5 points."""
+
+
+class AutopilotStatus(msgspec.Struct, frozen=True, array_like=True):
+    model: Text
+    mode: Text
+    present: Text
+    """Ratio of workers, like 2P6D."""
+    wanted: Text
+    reason: Text
+    error: PredictionError = PredictionError()
+    age_ms: DurationMs = 0.0
+    """Since it said so."""
+
+
+class AutopilotReport(Message, frozen=True):
+    """What it has decided last, for `crossdock status` and the event log. The answer is a `StatusReport`."""
+
+    status: AutopilotStatus
 
 
 class StatusReport(Message, frozen=True):
@@ -138,3 +174,4 @@ class StatusReport(Message, frozen=True):
     flips: tuple[FlipStatus, ...] = ()
     """The last ones, latest last."""
     traffic: Annotated[tuple[TrafficStatus, ...], Meta(max_length=64)] = ()
+    autopilots: Annotated[tuple[AutopilotStatus, ...], Meta(max_length=64)] = ()

@@ -1,12 +1,13 @@
-"""Decides when a worker should change its role. Pure: it takes what the coordinator's status says, and returns a decision.
+"""Decides when workers should change their roles. Pure: it takes what the coordinator's status says, and returns a decision.
 
     pilot = Autopilot(profile, Rules(Slo(500, 50)))
     decision = pilot.decide(Observation(...), now)      every few seconds
 
-Each time it compares the goodput that the profile's model expects of the present ratio with that of all others. It orders one
-change when all of this holds:
+Each time it compares the goodput that the profile's model expects of the present ratio with that of all others. Towards the
+best one it orders as many changes as that is away, up to an eighth of the workers, and looks again when they are done. All of
+this must hold:
 
-- another ratio gains at least `gain_min`, and more requests within `horizon_s` than the change costs;
+- another ratio gains at least `gain_min`, and more requests within `horizon_s` than the changes to get there cost;
 - it does so even if fewer requests come than it seems: of a sample, as many as chance may have added are left out. Not so for
   `FOLLOWS_S` after a change in the same direction, by which the traffic is known to have changed;
 - so it was `confirmations` times in a row, in the same direction;
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from typing import Final, NamedTuple
 
+from proto.limits import MAX_FLIPS_AT_ONCE
 from proto.messages import Role
 from proto.status import StatusReport, TrafficStatus
 from tuning.advise import Estimate, Model, Slo, Traffic, Workers, interarrival_cv
@@ -37,6 +39,8 @@ WINDOW_S_MAX: Final = 120.0
 """What is older than this is left out."""
 FOLLOWS_S: Final = 180.0
 CANDIDATES_MAX: Final = 64
+STEP: Final = 1 / 8
+"""Of the workers, at most so many change at once, or one."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,8 @@ class Decision:
     """Of goodput with `wanted` instead of `present`; 0.1 is a tenth more."""
     reason: str
     """In words, for the event log."""
-    worker: str = ""
-    """Who should change its role now; empty: nobody."""
+    workers: tuple[str, ...] = ()
+    """Who should change their role now; none: nobody."""
     role: Role = Role.PREFILL
     """To this one."""
 
@@ -107,7 +111,7 @@ class Autopilot:
     _calm_at: float = field(default=-inf)
 
     def decide(self, seen: Observation, now: float) -> Decision:
-        present = _present(seen.workers)
+        present = ratio_of(seen)
         self._watch_losses(seen, now)
         if seen.traffic is None or not (present.prefill and present.decode):
             self._agreed = 0
@@ -118,16 +122,17 @@ class Autopilot:
         traffic, is_now, best = self._compared(seen, present, now)
         direction = _sign(best.workers.prefill - present.prefill) if _gain(is_now, best) >= self.rules.gain_min else 0
         hindrance = self._hindrance(seen, is_now, best, direction, now)
-        worker = ""
+        workers: tuple[str, ...] = ()
         if direction and not hindrance:
-            worker = _whom(seen.workers, Role.DECODE if direction > 0 else Role.PREFILL)
+            distance = abs(best.workers.prefill - present.prefill)
+            workers = _whom(seen.workers, Role.DECODE if direction > 0 else Role.PREFILL, distance)
             self._flipped_at, self._direction = now, direction
         model = Model(self.profile, traffic, self.rules.slo, self.rules.horizon_s)
         is_now = model.estimate(present)
         best = _best(model, present) if direction else is_now
         why = _reason(is_now, best, traffic)
         return Decision(
-            present, best.workers, model.wanted(), _gain(is_now, best), f"{why}{hindrance and f'; {hindrance}'}", worker,
+            present, best.workers, model.wanted(), _gain(is_now, best), f"{why}{hindrance and f'; {hindrance}'}", workers,
             Role.PREFILL if direction > 0 else Role.DECODE,
         )  # fmt: skip
 
@@ -172,10 +177,16 @@ class Autopilot:
             return "to be seen again first"
         if direction != self._direction and now < self._flipped_at + rules.dwell_s:
             return f"the last change, in the other direction, is less than {rules.dwell_s:g} s old"
-        cost = max(is_now.goodput, best.goodput) / is_now.workers.total * rules.flip_s
+        changes = abs(best.workers.prefill - is_now.workers.prefill)
+        cost = max(is_now.goodput, best.goodput) * changes / is_now.workers.total * rules.flip_s
         if (best.goodput - is_now.goodput) * rules.horizon_s <= cost:
             return "not worth its cost"
         return ""
+
+
+def ratio_of(seen: Observation) -> Workers:
+    roles = Counter((one.role, one.is_mixed) for one in seen.workers)
+    return Workers(roles[Role.PREFILL, False], roles[Role.DECODE, False], roles[Role.PREFILL, True])
 
 
 def _at_least(requests: int) -> float:
@@ -258,16 +269,11 @@ def _reason(is_now: Estimate, best: Estimate, traffic: Traffic) -> str:
     return said if best.workers == is_now.workers else f"{said}; {best.workers}: {best.attainment:.0%}"
 
 
-def _present(workers: Sequence[Seat]) -> Workers:
-    roles = Counter((one.role, one.is_mixed) for one in workers)
-    return Workers(roles[Role.PREFILL, False], roles[Role.DECODE, False], roles[Role.PREFILL, True])
-
-
-def _whom(workers: Sequence[Seat], role: Role) -> str:
-    """Of this role, the one with the fewest requests."""
-    return min(
-        (one for one in workers if one.role is role and not one.is_mixed), key=lambda one: (one.requests, one.name)
-    ).name
+def _whom(workers: Sequence[Seat], role: Role, distance: int) -> tuple[str, ...]:
+    """Of this role, those with the fewest requests; one stays."""
+    having = sorted((one.requests, one.name) for one in workers if one.role is role and not one.is_mixed)
+    most = min(max(1, int(STEP * len(workers))), MAX_FLIPS_AT_ONCE, len(having) - 1)
+    return tuple(name for _, name in having[: min(distance, most)])
 
 
 def _sign(number: int) -> int:

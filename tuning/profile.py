@@ -153,6 +153,8 @@ class Profile(msgspec.Struct, frozen=True):
     """How much step times differ from one run to another, as the standard deviation of their logarithm."""
     step_tokens: int = 256
     """Prompt tokens of a prefill step, as calibrated with."""
+    attention_tokens: int = 0
+    """The context at which attention takes as much work for a token as the weights; 0: not known."""
     about: dict[str, Any] = {}
     """Hardware, model, dtype, versions, when."""
     format: int = FORMAT

@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from coordinator.core import Core
+from coordinator.event_log.ratio import Advice, Ratio, RoleChange
 from coordinator.event_log.reasons import (
     BehindNoRoom,
     By,
@@ -100,7 +101,7 @@ class Ended(msgspec.Struct, frozen=True, tag_field="what", tag="ended"):
     """For whom it had to make room."""
 
 
-Entry = Submitted | Passed | KeptFor | Placed | ChunkSent | Changed | Ended
+Entry = Submitted | Passed | KeptFor | Placed | ChunkSent | Changed | Ended | RoleChange | Advice
 
 
 class _Passing:
@@ -161,6 +162,8 @@ class Timeline:
         self._came: Submitted | None = None
         """Told once the core has taken it or turned it away: what repeats an attempt is neither."""
         self._blocks = 0
+        self._ratio = Ratio()
+        self._has_ended = False
 
     def finish(self) -> list[Entry]:
         self._close_passing()
@@ -180,6 +183,9 @@ class Timeline:
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
         self._take(actions)
         target = core.requests.get(self.request_id)
+        news = self._ratio.news(core, event, self._at_s)
+        if self._began is not None and not self._has_ended:
+            self.entries += news
         kept = target is not None and any(pool.rooms.reservation is target for pool in core.pools.values())
         if kept and not self._kept and target is not None:
             self._add(KeptFor(self._at_s, target.attempt_progress.bypassed))
@@ -228,6 +234,7 @@ class Timeline:
         self._seen = len(actions)
 
     def _moved(self, state: RequestState, why: str) -> None:
+        self._has_ended = state in TERMINAL
         if self._came is not None and state in (RequestState.QUEUED, RequestState.REJECTED):
             self._add(self._came)
         if state in TERMINAL:

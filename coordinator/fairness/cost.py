@@ -1,4 +1,8 @@
-"""What a request costs its tenant, in weighted tokens: `w_p * (prompt - cached) + w_q * output`, at least 1.
+"""What a request costs its tenant's turn, in weighted tokens: `w_p * (prompt - cached) + w_q * output`, at least 1.
+
+A prompt token behind a long context takes more work than one at the beginning, so it counts for more: with `c` tokens before it
+for `1 + c / attention_tokens`, where `attention_tokens` is the context at which attention takes as much work as the weights. So
+tenants share the time of prefill workers, not the number of tokens. Quotas and usage count plain tokens.
 
 Prompt tokens are charged chunk by chunk when they are dispatched, the output with the last chunk, as estimated; both are
 trued up to what was computed and emitted. So a request cancelled in the queue costs nothing.
@@ -14,8 +18,11 @@ class Prices:
     prompt_token: float = 1.0
     output_token: float = 2.0
 
-    def chunk(self, tokens: int) -> float:
+    def chunk(self, tokens: int, context_tokens: int = 0, attention_tokens: int = 0) -> float:
+        """Of so many tokens behind so many; `attention_tokens` 0: context costs nothing."""
         cost = self.prompt_token * tokens
+        if attention_tokens:
+            cost *= 1.0 + (context_tokens + tokens / 2) / attention_tokens
         return cost if cost > 1.0 else 1.0
 
     def output(self, tokens: float) -> float:

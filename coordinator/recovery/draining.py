@@ -5,6 +5,7 @@ Streams are not handed over earlier, even where others have room: one that ends 
 that it may go when it holds nothing and nothing can be on its way to it.
 """
 
+from collections.abc import Mapping
 from math import inf
 
 from coordinator.events import Received
@@ -94,7 +95,7 @@ def asked(state: State, incarnation: int, event: Received, now: float) -> None:
     request = event.message
     assert isinstance(request, DrainRequest)
     named = [worker for worker in state.workers.values() if worker.hello.name == request.worker]
-    refusal = _refusal(request, named, [worker.hello.name for worker in state.workers.values()], state.flip)
+    refusal = _refusal(request, named, [worker.hello.name for worker in state.workers.values()], state.flipping)
     if not refusal:
         (worker,) = named
         if request.undo:
@@ -118,10 +119,10 @@ def unnamed(name: str, named: list[Worker], names: list[str]) -> str:
     return ""
 
 
-def _refusal(request: DrainRequest, named: list[Worker], names: list[str], flip: Flip | None) -> str:
+def _refusal(request: DrainRequest, named: list[Worker], names: list[str], flipping: Mapping[int, Flip]) -> str:
     if why := unnamed(request.worker, named, names):
         return why
-    if flip is not None and flip.hello.incarnation == named[0].incarnation:
+    if (flip := flipping.get(named[0].incarnation)) is not None:
         return f"{request.worker} is changing its role to {flip.role}; wait until that is done"
     if named[0].leaving:
         return f"{request.worker} is about to end, and will be gone when it is drained" if request.undo else ""

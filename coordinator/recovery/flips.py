@@ -1,6 +1,6 @@
 """Workers change their role: one is drained, and then registers as another incarnation, in the other role.
 
-One worker changes at a time. The last one of its role that takes work stays, unless that is forced: it is looked at when the
+A few may change at once. The last one of its role that takes work stays, unless that is forced: it is looked at when the
 change is asked for, when another worker goes, and before the worker may change over. Up to then a change can be given up. It
 is given up on both sides if the connection to the worker is lost.
 """
@@ -15,6 +15,7 @@ from coordinator.workers.flip import Flip, FlipState
 from coordinator.workers.worker import WORKERS, Worker
 from proto.drain import Draining, FlipAnswer, FlipFailed, FlipRequest
 from proto.drain import Flip as FlipOrder
+from proto.limits import MAX_FLIPS_AT_ONCE
 from proto.messages import Hello, Role
 
 REGISTER_S_MAX = 15.0
@@ -32,7 +33,7 @@ def asked(state: State, incarnation: int, event: Received, now: float) -> None:
     if not refusal:
         (worker,) = named
         flip = Flip(worker.hello, request.role, request.force, request.why, now)
-        state.flip = flip
+        state.flipping[worker.incarnation] = flip
         state.flips.append(flip)
         state.drain_orders.pop(worker.incarnation, None)
         draining.begin(state, worker, request.hand_over_ms, now)
@@ -52,9 +53,10 @@ def _refusal(state: State, request: FlipRequest, named: list[Worker]) -> str:
         return f"{request.worker} is a {role} worker already"
     if any(worker.is_same_process(other) for other in state.workers.values()):
         return f"{request.worker} is one half of a mixed worker; start its process with another --role to change that"
-    if state.flip is not None:
-        running = state.flip
-        return f"{running.hello.name} is changing its role to {running.role}; one worker changes at a time"
+    if running := state.flipping.get(worker.incarnation):
+        return f"{request.worker} is changing its role to {running.role}; wait until that is done"
+    if len(state.flipping) >= MAX_FLIPS_AT_ONCE:
+        return f"{len(state.flipping)} workers are changing their roles, and no more than that may at once"
     if worker.draining:
         ending = "is about to end" if worker.leaving else f"is drained; crossdock drain {request.worker} --undo first"
         return f"{request.worker} {ending}"
@@ -76,9 +78,12 @@ def _is_last(state: State, worker: Worker) -> bool:
 
 
 def look(state: State, now: float) -> None:
-    """After each event while one changes: whether it may change over now, or has taken too long."""
-    flip = state.flip
-    assert flip is not None
+    """After each event while some change: which of them may change over now, or have taken too long."""
+    for flip in list(state.flipping.values()):
+        _look_at(state, flip, now)
+
+
+def _look_at(state: State, flip: Flip, now: float) -> None:
     worker = state.workers.get(flip.hello.incarnation)
     if flip.state is FlipState.REGISTERING:
         if now >= flip.drained_at + REGISTER_S_MAX:
@@ -94,24 +99,22 @@ def look(state: State, now: float) -> None:
 
 def worker_lost(state: State, worker: Worker, reason: str) -> None:
     """Called when any worker goes, after it has been taken out of its pool."""
-    flip = state.flip
-    if flip is None or flip.state is not FlipState.DRAINING:
-        return  # one that may change over goes as it should; whether it comes back is seen then
-    if flip.hello.incarnation == worker.incarnation:
-        _give_up(state, flip, f"the connection to it was lost: {reason}")
-        return
-    own = state.workers[flip.hello.incarnation]
-    if not flip.force and _is_last(state, own):
-        _give_up(state, flip, f"it has become the only {flip.hello.role} worker, as {worker.hello.name} is gone")
+    for flip in list(state.flipping.values()):
+        if flip.state is not FlipState.DRAINING:
+            continue  # one that may change over goes as it should; whether it comes back is seen then
+        if flip.hello.incarnation == worker.incarnation:
+            _give_up(state, flip, f"the connection to it was lost: {reason}")
+        elif not flip.force and _is_last(state, state.workers[flip.hello.incarnation]):
+            _give_up(state, flip, f"it has become the only {flip.hello.role} worker, as {worker.hello.name} is gone")
 
 
 def worker_joined(state: State, hello: Hello, now: float) -> None:
-    flip = state.flip
-    if flip is None or hello.name != flip.hello.name:
+    flip = next((one for one in state.flipping.values() if one.hello.name == hello.name), None)
+    if flip is None:
         return
     if hello.flipped_from == flip.hello.incarnation:
         flip.state, flip.registered_at = FlipState.DONE, now
-        state.flip = None
+        del state.flipping[flip.hello.incarnation]
         state.counters["flips"] += 1
         state.unproven[hello.incarnation] = flip
     elif flip.state is FlipState.REGISTERING:
@@ -122,14 +125,13 @@ def worker_joined(state: State, hello: Hello, now: float) -> None:
 def failed(state: State, incarnation: int, event: Received, now: float) -> None:
     """By the worker: it cannot."""
     assert isinstance(event.message, FlipFailed)
-    flip = state.flip
-    if flip is not None and flip.hello.incarnation == incarnation:
+    if (flip := state.flipping.get(incarnation)) is not None:
         _give_up(state, flip, event.message.why)
 
 
 def _give_up(state: State, flip: Flip, why: str) -> None:
     flip.state, flip.failure = FlipState.FAILED, why[:500]
-    state.flip = None
+    del state.flipping[flip.hello.incarnation]
     state.counters["flips_failed"] += 1
     worker = state.workers.get(flip.hello.incarnation)
     if worker is not None and not worker.leaving:
@@ -138,5 +140,5 @@ def _give_up(state: State, flip: Flip, why: str) -> None:
 
 
 def next_deadline(state: State) -> float:
-    flip = state.flip
-    return flip.drained_at + REGISTER_S_MAX if flip is not None and flip.state is FlipState.REGISTERING else inf
+    registering = (flip for flip in state.flipping.values() if flip.state is FlipState.REGISTERING)
+    return min((flip.drained_at + REGISTER_S_MAX for flip in registering), default=inf)

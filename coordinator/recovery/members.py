@@ -28,7 +28,8 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
         if pool is None:
             pool = state.pools[hello.model] = Pool(hello.model, state.limits.placement, state.limits.steps)
         pool.add(worker)
-        state.queues.setdefault(hello.model, WaitQueue(state.limits))
+        queue = state.queues.setdefault(hello.model, WaitQueue(state.limits))
+        queue.attention_tokens = queue.attention_tokens or hello.attention_tokens
         state.workers[incarnation] = worker
         _adopt(state, worker, hello)
         draining.join(state, worker, hello.hand_over_ms, now)

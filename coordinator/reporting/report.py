@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import msgspec
+
 from coordinator.reporting.served import services
 from coordinator.state import State
 from proto.messages import Role, Submit
@@ -69,14 +71,20 @@ def status(state: State) -> StatusReport:
             )
             for model, pool in state.pools.items()
         )[:MODELS_SHOWN],
+        autopilots=tuple(
+            msgspec.structs.replace(one, age_ms=1000 * max(state.now - at, 0.0))
+            for one, at in state.autopilots.values()
+        )[:MODELS_SHOWN],
     )
 
 
-def _emitted(state: State, request_id: str) -> int:
-    """Tokens of an answer that goes on, as far as its worker has said."""
+def _emitted(state: State, request_id: str) -> int | None:
+    """Tokens of an answer that goes on, as far as its worker has said; None: it has ended."""
     request = state.requests.get(request_id)
-    worker = state.workers.get(request.decode_incarnation) if request is not None else None
-    if request is None or worker is None:
+    if request is None:
+        return None
+    worker = state.workers.get(request.decode_incarnation)
+    if worker is None:
         return 0
     return request.submit.resumed_tokens + worker.forwarded(request.key)
 

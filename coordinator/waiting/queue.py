@@ -17,6 +17,7 @@ from coordinator.waiting.latest_starts import LatestStarts
 from coordinator.waiting.overload import Backlog, Rate
 from coordinator.waiting.queue_keys import Demand, class_key
 from coordinator.waiting.waits import Waits
+from proto.held import STEP_TOKENS
 from proto.messages import Chunk, Submit
 
 _PRIORITY_S = 1e6
@@ -63,6 +64,8 @@ class WaitQueue:
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
         self._served = Rate(0.0)
         """Cost of all tenants."""
+        self.attention_tokens = 0
+        """Of the model, as in `Prices.chunk`."""
         self._classes: dict[int, None] = {}
         """Keys of all classes of KV demand that have come up. There are some tens at the most."""
         self._priority_classes: set[str] = set(limits.priority_classes)
@@ -116,7 +119,7 @@ class WaitQueue:
             self._set_deadline(request)
 
     def _enter(self, request: Request, key: int) -> None:
-        chunks = -(-request.submit.prompt_tokens // self._limits.step_tokens)
+        chunks = -(-request.submit.prompt_tokens // (self._limits.step_tokens or STEP_TOKENS))
         asked = request.submit.deadline_ms / 1000
         priority_class = self._limits.priority_classes[request.path[0]]
         due = request.arrived + (asked or priority_class.ttft_s + chunks * priority_class.ttft_s_per_chunk)
@@ -226,11 +229,14 @@ class WaitQueue:
 
     def _terms(self, request: Request, length: int, incarnation: int) -> Terms:
         prices = self._limits.prices
-        unpaid = request.unpaid_tokens(request.dispatched_tokens, length)
-        cost = prices.chunk(unpaid) if unpaid else 0.0
+        cost = self._chunk_cost(request, request.dispatched_tokens, length)
         if request.dispatched_tokens + length < request.submit.prompt_tokens:
             return Terms(cost, False, incarnation)
         return Terms(cost + prices.output(self.output_estimate(request)), True, incarnation)
+
+    def _chunk_cost(self, request: Request, start: int, length: int) -> float:
+        unpaid = request.unpaid_tokens(start, length)
+        return self._limits.prices.chunk(unpaid, start + length - unpaid, self.attention_tokens) if unpaid else 0.0
 
     def _dispatched(self, request: Request, length: int, cost: float, now: float) -> None:
         self._served.add(cost, now)
@@ -274,9 +280,9 @@ class WaitQueue:
 
     def skipped(self, request: Request, chunk: Chunk) -> None:
         """A chunk was not computed: what was charged for it comes back."""
-        unpaid = request.unpaid_tokens(chunk.start, chunk.length)
-        if unpaid:
-            self.fair.adjust(request.path, -self._limits.prices.chunk(unpaid))
+        cost = self._chunk_cost(request, chunk.start, chunk.length)
+        if cost:
+            self.fair.adjust(request.path, -cost)
 
     def emitted(self, path: Path, tokens: int) -> None:
         if tokens:

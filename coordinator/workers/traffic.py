@@ -1,5 +1,5 @@
-"""The last requests for one model: when they came, how long their prompts and answers were. For those who choose how many
-workers each role needs.
+"""The last requests for one model: when they came, how long their prompts and answers were, and how long they took. For those
+who choose how many workers each role needs.
 
 At most one in `SPACING_S` is looked at; it stands for those that came since the one before. So the sample covers a minute
 whatever the rate, and long answers end within it.
@@ -29,6 +29,10 @@ class _Arrival(msgspec.Struct, gc=False):
     output_tokens: int = 0
     """Once it has ended."""
     has_ended: bool = False
+    first_at: float | None = None
+    """When its prompt was computed, and with it the first token."""
+    tpot_ms: float = 0.0
+    """Once it has ended, if it has more than one token."""
 
 
 class Traffic:
@@ -49,19 +53,27 @@ class Traffic:
         if len(self._last) > SAMPLE_MAX:
             self._last.popitem(last=False)
 
-    def computed(self, request_id: str, cached_tokens: int) -> None:
-        """So much of its prompt needed no computation."""
-        if (arrival := self._last.get(request_id)) is not None and not arrival.cached_tokens:
+    def computed(self, request_id: str, cached_tokens: int, now: float) -> None:
+        """Its prompt is; so much of it needed no computation."""
+        if (arrival := self._last.get(request_id)) is None:
+            return
+        if not arrival.cached_tokens:
             arrival.cached_tokens = min(cached_tokens, arrival.prompt_tokens)
+        if arrival.first_at is None:
+            arrival.first_at = now
 
-    def finished(self, request_id: str, output_tokens: int) -> None:
+    def finished(self, request_id: str, output_tokens: int, now: float) -> None:
         if (arrival := self._last.get(request_id)) is not None:
             arrival.output_tokens, arrival.has_ended = output_tokens, True
+            arrival.tpot_ms = _tpot_ms(arrival, output_tokens - 1, now)
 
-    def report(self, model: str, emitted: Callable[[str], int], waiting_tokens: int, now: float) -> TrafficStatus:
-        """`emitted(request_id)`: tokens of an answer so far."""
+    def report(
+        self, model: str, emitted: Callable[[str], int | None], waiting_tokens: int, now: float
+    ) -> TrafficStatus:
+        """`emitted(request_id)`: tokens of an answer so far, the first one aside; None: it has ended."""
         last = list(self._last.values())
-        so_far = [one.output_tokens if one.has_ended else emitted(name) for name, one in self._last.items()]
+        known = [one.output_tokens if one.has_ended else emitted(name) for name, one in self._last.items()]
+        so_far = [tokens or 0 for tokens in known]
         expect = expected_lengths(so_far[-ANSWERS:], [one.has_ended for one in last[-ANSWERS:]])
         return TrafficStatus(
             model,
@@ -74,7 +86,23 @@ class Traffic:
                 for one, length in zip(last, so_far, strict=True)
             ),
             waiting_tokens,
+            tuple(_ttft_ms(one, tokens is not None, now) for one, tokens in zip(last, known, strict=True)),
+            tuple(
+                one.tpot_ms if one.has_ended or tokens is None else _tpot_ms(one, tokens, now)
+                for one, tokens in zip(last, known, strict=True)
+            ),
         )
+
+
+def _ttft_ms(one: _Arrival, is_alive: bool, now: float) -> float:
+    if one.first_at is None and not is_alive:
+        return 0.0
+    return 1000 * max((now if one.first_at is None else one.first_at) - one.at, 0.0)
+
+
+def _tpot_ms(one: _Arrival, tokens: int, now: float) -> float:
+    """`tokens`: behind the first one."""
+    return 1000 * max(now - one.first_at, 0.0) / tokens if one.first_at is not None and tokens > 0 else 0.0
 
 
 def expected_lengths(so_far: Sequence[int], has_ended: Sequence[bool]) -> Callable[[int], int]:

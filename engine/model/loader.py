@@ -20,6 +20,7 @@ from engine.gpu.memory import GpuShare
 from engine.model.backend import Candidate, make_engine
 from engine.model.errors import ModelUnsupported, PoolTooSmall, WeightsUnsupported
 from engine.model.fingerprint import model_fingerprint
+from engine.model.work import attention_tokens
 
 MIN_BLOCKS = 8
 _ALIGNMENT = 64
@@ -77,6 +78,7 @@ def load_engine(
         block_size=block_size,
         block_bytes=block_bytes,
         eos_token_ids=_eos_token_ids(folder, text_config),
+        attention_tokens=attention_tokens(loaded, text_config, layers, head_dim),
         fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim), weights),
     )
 

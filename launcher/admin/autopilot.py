@@ -3,35 +3,43 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.admin.status import NoAnswer, ask, converse
+from launcher.admin.status import NoAnswer, converse, error_words
 from proto.drain import FlipAnswer, FlipRequest
-from proto.messages import Role
-from proto.status import StatusReport
+from proto.limits import MAX_TEXT_CHARS
+from proto.messages import Message, Role, StatusRequest
+from proto.status import AutopilotReport, AutopilotStatus, PredictionError, StatusReport
 from runtime.link.keys import Keys, keys_for
 from runtime.metrics.registry import Labels, MetricsRegistry
 from runtime.metrics.server import MetricsServer
 from runtime.process import clock, log, notify
 from runtime.process.driver import Stop, run_process
-from runtime.process.exits import ConfigError
+from runtime.process.exits import ConfigError, leave
 from runtime.process.log import Log
 from runtime.settings.autopilot import AutopilotSettings
+from runtime.settings.command_line import run_role
+from tuning.accuracy import Accuracy
 from tuning.advise import Slo, Workers
-from tuning.autopilot import Autopilot, Decision, Rules, observation_of
+from tuning.autopilot import Autopilot, Decision, Observation, Rules, observation_of, ratio_of
 from tuning.profile import Profile, ProfileError, decoded
 
 ASK_MS = 3_000
 SAY_EVERY_S = 60.0
 """The same advice is logged again after so long."""
+SAY_ERROR_EVERY_S = 600.0
 
 
 @dataclass
 class Seen:
-    """For the metrics."""
+    """For the metrics, and for the coordinator."""
 
     decision: Decision | None = None
+    model: str = ""
+    """Of the decision."""
+    error: PredictionError = field(default_factory=PredictionError)
     flips: int = 0
     refused: int = 0
     _said: tuple[Workers, float] = field(default=(Workers(0, 0), float("-inf")))
+    _error_said_at: float = 0.0
 
     def is_news(self, decision: Decision, now: float) -> bool:
         wanted, at = self._said
@@ -39,6 +47,20 @@ class Seen:
             return False
         self._said = decision.wanted, now
         return True
+
+    def is_error_due(self, now: float) -> bool:
+        if not self.error.comparisons or now < self._error_said_at + SAY_ERROR_EVERY_S:
+            return False
+        self._error_said_at = now
+        return True
+
+    def question(self, mode: str) -> Message:
+        """For a `StatusReport`: with the last decision, once there is one."""
+        one = self.decision
+        if one is None:
+            return StatusRequest()
+        reason = one.reason[:MAX_TEXT_CHARS]
+        return AutopilotReport(AutopilotStatus(self.model, mode, str(one.present), str(one.wanted), reason, self.error))
 
 
 def run(settings: AutopilotSettings) -> int:
@@ -65,7 +87,8 @@ def run(settings: AutopilotSettings) -> int:
         metrics.show(registry, lambda: None if seen.decision is not None else "it has seen no traffic yet")
         notify.ready(f"{settings.mode}s")
         logger.info("autopilot", mode=settings.mode, profile=settings.profile)
-        await _watch(settings, Autopilot(profile, rules), seen, keys, stop, logger)
+        pilot, accuracy = Autopilot(profile, rules), Accuracy(profile, rules.slo)
+        await _watch(settings, pilot, accuracy, seen, keys, stop, logger)
         await metrics.close()
         return 0
 
@@ -81,37 +104,54 @@ def _profile(path: str) -> Profile:
 
 
 async def _watch(
-    settings: AutopilotSettings, pilot: Autopilot, seen: Seen, keys: Keys | None, stop: Stop, logger: Log
-) -> None:
+    settings: AutopilotSettings, pilot: Autopilot, accuracy: Accuracy, seen: Seen, keys: Keys | None, stop: Stop,
+    logger: Log,
+) -> None:  # fmt: skip
     while not stop.is_set():
         try:
-            report = await ask(settings.coordinator, ASK_MS, keys)
+            report = await converse(settings.coordinator, seen.question(settings.mode), StatusReport, ASK_MS, keys)
         except NoAnswer as error:
             logger.warning("no answer from the coordinator", error=str(error))
         else:
-            await _look(settings, pilot, seen, report, keys, logger)
+            models = sorted({worker.model for worker in report.workers})
+            if settings.model_id or len(models) == 1:
+                seen.model = settings.model_id or models[0]
+                observed = observation_of(report, seen.model)
+                _compare(accuracy, observed, report, seen, logger)
+                await _decide(settings, pilot, observed, seen, keys, logger)
+            else:
+                logger.warning("no model to look after; --model-id names one", models=models)
         await stop.unless_at_once(stop.wait(), settings.every_s)
 
 
-async def _look(
-    settings: AutopilotSettings, pilot: Autopilot, seen: Seen, report: StatusReport, keys: Keys | None, logger: Log
+def _compare(accuracy: Accuracy, observed: Observation, report: StatusReport, seen: Seen, logger: Log) -> None:
+    now = clock.now()
+    traffic = next((one for one in report.traffic if one.model == seen.model), None)
+    if traffic is not None:
+        accuracy.look(None if observed.is_changing else ratio_of(observed), traffic, now)
+    seen.error = accuracy.error(now)
+    if seen.is_error_due(now):
+        logger.info("error of its predictions in the last hour", figures=error_words(seen.error))
+
+
+async def _decide(
+    settings: AutopilotSettings, pilot: Autopilot, observed: Observation, seen: Seen, keys: Keys | None, logger: Log
 ) -> None:
-    models = sorted({worker.model for worker in report.workers})
-    if not settings.model_id and len(models) != 1:
-        logger.warning("no model to look after; --model-id names one", models=models)
-        return
-    decision = pilot.decide(observation_of(report, settings.model_id or models[0]), clock.now())
+    decision = pilot.decide(observed, clock.now())
     seen.decision = decision
-    if decision.worker and settings.mode == "on":
-        await _flip(settings, decision, seen, keys, logger)
+    if decision.workers and settings.mode == "on":
+        for worker in decision.workers:
+            await _flip(settings, worker, decision, seen, keys, logger)
     elif decision.wanted != decision.present and seen.is_news(decision, clock.now()):
         logger.info("advice", wanted=str(decision.wanted), present=str(decision.present), why=decision.reason)
 
 
-async def _flip(settings: AutopilotSettings, decision: Decision, seen: Seen, keys: Keys | None, logger: Log) -> None:
+async def _flip(
+    settings: AutopilotSettings, worker: str, decision: Decision, seen: Seen, keys: Keys | None, logger: Log
+) -> None:
     # Prompts that are being computed move at once; streams may end where they are.
     hand_over_ms = 1000 * settings.drain_timeout_s if decision.role is Role.PREFILL else 0.0
-    request = FlipRequest(decision.worker, decision.role, hand_over_ms, False, f"autopilot: {decision.reason}"[:500])
+    request = FlipRequest(worker, decision.role, hand_over_ms, False, f"autopilot: {decision.reason}"[:500])
     try:
         answer = await converse(settings.coordinator, request, FlipAnswer, ASK_MS, keys)
     except NoAnswer as error:
@@ -119,10 +159,10 @@ async def _flip(settings: AutopilotSettings, decision: Decision, seen: Seen, key
         return
     if answer.refusal:
         seen.refused += 1
-        logger.warning("refused", worker=decision.worker, role=decision.role, why=answer.refusal)
+        logger.warning("refused", worker=worker, role=decision.role, why=answer.refusal)
     else:
         seen.flips += 1
-        logger.info("changes a role", worker=decision.worker, role=decision.role, why=decision.reason)
+        logger.info("changes a role", worker=worker, role=decision.role, why=decision.reason)
 
 
 def registry_of(seen: Seen) -> MetricsRegistry:
@@ -148,6 +188,34 @@ def registry_of(seen: Seen) -> MetricsRegistry:
         "Gain of goodput that the best ratio promises over the present one; 0.1 is a tenth more.",
         lambda: 0.0 if seen.decision is None else min(seen.decision.gain, 1e6),
     )
+    registry.read(
+        "gauge",
+        "crossdock_autopilot_prediction_error_ratio",
+        "Median over the last hour of the relative error of what it predicted for the present ratio; 0.1 is a tenth.",
+        ("figure",),
+        lambda: _known(seen.error, "ttft_p50", "ttft_p90", "tpot_p90"),
+    )
+    registry.read(
+        "gauge",
+        "crossdock_autopilot_prediction_error_slo_share",
+        "The same for the share of requests that keep the SLO: 0.05 is 5 points.",
+        (),
+        lambda: [((), error) for _, error in _known(seen.error, "slo_share")],
+    )
+    registry.gauge(
+        "crossdock_autopilot_comparisons",
+        "Half minutes of the last hour in which predictions were compared with what was measured.",
+        lambda: seen.error.comparisons,
+    )
     registry.total("crossdock_autopilot_flips", "Changes of role that it has ordered.", lambda: seen.flips)
     registry.total("crossdock_autopilot_refused", "Changes of role that the coordinator refused.", lambda: seen.refused)
     return registry
+
+
+def _known(error: PredictionError, *figures: str) -> list[tuple[Labels, float]]:
+    values = [(name, getattr(error, name)) for name in figures]
+    return [((name,), value) for name, value in values if value is not None]
+
+
+if __name__ == "__main__":
+    leave(run_role("autopilot", AutopilotSettings, run))

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from coordinator.event_log.longest_waits import Waited
+from coordinator.event_log.ratio import Advice, RoleChange
 from coordinator.event_log.reasons import (
     BehindNoRoom,
     By,
@@ -72,6 +73,16 @@ def show_timeline(request_id: str, entries: Sequence[Entry], console: Console) -
     console.print(escape(summary(entries)))
 
 
+def show_ratio(entries: Sequence[RoleChange | Advice], console: Console) -> None:
+    if not entries:
+        console.print("No worker changed its role, and no autopilot wanted it.")
+        return
+    table = tables.Table("Changes of role and advice", tables.Column("at"), tables.words(""))
+    for at, text in lines(entries):
+        table.row(at, text)
+    table.show(console)
+
+
 def lines(entries: Sequence[Entry]) -> list[tuple[str, str]]:
     """(when, what), in order of time; long runs of chunks as one line."""
     told: list[tuple[str, str]] = []
@@ -126,6 +137,10 @@ def _words(entry: Entry) -> str:
             return _ended(entry)
         case ChunkSent():
             return _chunk(entry)
+        case RoleChange():
+            return _role_change(entry)
+        case Advice():
+            return _advice(entry)
 
 
 def _placed(entry: Placed) -> str:
@@ -151,6 +166,23 @@ def _ended(entry: Ended) -> str:
     if entry.by is not None:
         text += f", for {_who(entry.by)}"
     return text + (f" (Retry-After {entry.retry_after_s:.1f} s)" if entry.retry_after_s else "")
+
+
+def _role_change(entry: RoleChange) -> str:
+    why = f"; {entry.why}" if entry.why else ""
+    match entry.state:
+        case "done":
+            return f"{entry.worker} is a {entry.role} worker now, after {entry.took_ms:.0f} ms"
+        case "failed":
+            return f"{entry.worker} stays a {entry.before} worker: {entry.failure}"
+        case _:
+            return f"{entry.worker}, a {entry.before} worker, is ordered to become a {entry.role} worker{why}"
+
+
+def _advice(entry: Advice) -> str:
+    if entry.wanted == entry.present:
+        return f"the autopilot wants no other ratio than {entry.present} any more: {entry.reason}"
+    return f"the autopilot ({entry.mode}) wants {entry.wanted} instead of {entry.present}: {entry.reason}"
 
 
 def _passed(entry: Passed) -> str:

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from coordinator.event_log.format import EventLogError
 from coordinator.event_log.longest_waits import Longest, Named
+from coordinator.event_log.ratio import RatioChanges
 from coordinator.event_log.replay import Difference, Observer, Replay
 from coordinator.event_log.timeline import Entry, Timeline
 from launcher import tables
@@ -138,6 +139,13 @@ def explain(settings: ExplainSettings) -> int:
             _print_json({"request": request, "timeline": entries})
         else:
             explain_words.show_timeline(request, entries, console)
+        return 0
+    if settings.flips:
+        changes = _replayed(settings.file, lambda again: RatioChanges(again.header.started)).entries
+        if settings.as_json:
+            _print_json(changes)
+        else:
+            explain_words.show_ratio(changes, console)
         return 0
     longest = _replayed(settings.file, lambda again: Longest(again.header.started, settings.top))
     rows = longest.finish()

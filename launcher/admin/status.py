@@ -22,7 +22,7 @@ from launcher.local.process_states import ProcessStates
 from proto import limits
 from proto.errors import CrossdockError
 from proto.messages import Hello, Message, Role, StatusRequest, Welcome
-from proto.status import FlipStatus, StatusReport, WorkerStatus
+from proto.status import FlipStatus, PredictionError, StatusReport, WorkerStatus
 from runtime.link.client import LinkClient
 from runtime.link.keys import Keys, keys_for
 from runtime.link.server import LinkSettings, Peer
@@ -38,6 +38,7 @@ WHICH_COORDINATOR = (
     f" {DEFAULT_COORDINATOR}."
 )
 FLIPS_SHOWN = 4
+STALE_MS = 60_000.0
 M = TypeVar("M", bound=Message)
 
 
@@ -159,8 +160,11 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     pairs = [{name: getattr(pair, name) for name in pair.__struct_fields__} for pair in report.kv_pairs]
     tenants = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.tenants]
     flips = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.flips]
+    autopilots = [asdict(one) | {"error": asdict(one.error)} for one in report.autopilots]
     del fields["traffic"]  # samples for the autopilot
-    return fields | {"workers": workers, "kv_pairs": pairs, "tenants": tenants, "flips": flips}
+    return fields | {
+        "workers": workers, "kv_pairs": pairs, "tenants": tenants, "flips": flips, "autopilots": autopilots,
+    }  # fmt: skip
 
 
 def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
@@ -177,6 +181,7 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
         console.print(f"KV {escape(pair.prefill)} → {escape(pair.decode)}: {pair.transport}{why}", highlight=False)
     for flip in report.flips[-FLIPS_SHOWN:]:
         console.print(f"Role of {escape(flip_words(flip))}", highlight=False, soft_wrap=True)
+    _show_autopilots(report, console)
     for words in report.circuit_open:
         console.print(f"Left out: {escape(words)}", highlight=False)
     console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
@@ -187,6 +192,25 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
     if report.metrics:
         where = ", ".join(f"{escape(name)} {escape(address)}" for name, address in sorted(report.metrics.items()))
         console.print(f"Metrics: {where}", highlight=False)
+
+
+def _show_autopilots(report: StatusReport, console: Console) -> None:
+    for one in report.autopilots:
+        age = f", {one.age_ms / 60_000:.0f} min ago" if one.age_ms > STALE_MS else ""
+        wanted = f"wants {one.wanted} instead of {one.present}" if one.wanted != one.present else f"keeps {one.present}"
+        line = f"Autopilot of {one.model} ({one.mode}{age}): {wanted}; {one.reason}"
+        console.print(escape(line), highlight=False, soft_wrap=True)
+        if one.error.comparisons:
+            console.print(f"Error of its predictions in the last hour: {error_words(one.error)}", highlight=False)
+
+
+def error_words(error: PredictionError) -> str:
+    """Medians of an hour's comparisons."""
+    figures = (("TTFT p50", error.ttft_p50), ("TTFT p90", error.ttft_p90), ("TPOT p90", error.tpot_p90))
+    said = [f"{name} {value:.0%}" for name, value in figures if value is not None]
+    if error.slo_share is not None:
+        said.append(f"SLO share {100 * error.slo_share:.1f} points")
+    return f"{', '.join(said) or 'nothing was measured'} (median of {error.comparisons})"
 
 
 def flip_words(flip: FlipStatus) -> str:

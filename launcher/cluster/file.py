@@ -31,7 +31,7 @@ from runtime.settings.cores import parse_cores
 NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 EVERYWHERE: Final = ("0.0.0.0", "::")
 WORKERS_MAX: Final = 64
-PATH_OPTIONS: Final = ("tenants", "usage_db", "event_log")
+PATH_OPTIONS: Final = ("tenants", "usage_db", "event_log", "profile")
 _HOST_NAME: Final = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")
 _WORKERS: Final = re.compile(r"^(?:(\d{1,2})P(\d{1,2})D)?(?:(?:^|\+)(\d{1,2})M)?$", re.IGNORECASE)
 _GPU: Final = re.compile(r"^(\d{1,3}|(GPU|MIG)-[A-Za-z0-9/-]{1,80})$")
@@ -166,6 +166,8 @@ class ClusterFile(_Table):
     prefill: RoleOptions = {}
     decode: RoleOptions = {}
     mixed: RoleOptions = {}
+    autopilot: RoleOptions = {}
+    """Empty: there is none. Else one runs beside the coordinator."""
     hosts: Annotated[dict[Name, Host], Field(min_length=1, max_length=1024)]
 
     @property
@@ -195,6 +197,7 @@ def travels(text: str) -> list[str]:
     tables = [content.get(role, {}) for role in ("coordinator", "gateway")]
     tables += [host.get("gateway", {}) for host in content["hosts"].values()]
     found += [table.get("tenants", "") for table in tables]
+    found.append(content.get("autopilot", {}).get("profile", ""))
     return sorted({path for path in found if path and _is_relative(path)})
 
 
@@ -221,7 +224,7 @@ def _absolute(content: dict[str, Any], folder: PurePath) -> dict[str, Any]:
         return table | {key: str(folder / value) for key, value in wanted.items() if _is_relative(value)}
 
     def of_roles(table: dict[str, Any]) -> dict[str, Any]:
-        there = [role for role in ("coordinator", "gateway") if isinstance(table.get(role), dict)]
+        there = [role for role in ("coordinator", "gateway", "autopilot") if isinstance(table.get(role), dict)]
         return table | {role: of(table[role], PATH_OPTIONS) for role in there}
 
     content = of(content, ("keys",))

@@ -10,21 +10,29 @@ from pydantic import ValidationError
 
 from launcher.cluster.file import EVERYWHERE, ClusterError, ClusterFile, Host, is_ip, is_loopback
 from launcher.local.core_plan import CpuPlan, Seat, plan_cpu
+from launcher.local.watchdog import WATCHDOG_S
 from launcher.process import WORKER_MODULES
 from runtime.settings.addresses import METRICS_OFF
+from runtime.settings.autopilot import AutopilotSettings
 from runtime.settings.cores import cores_text, parse_cores
 from runtime.settings.options import to_arguments, what_is_wrong
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
 from runtime.settings.types import Options
-from runtime.settings.workers import WorkerSettings
+from runtime.settings.workers import WorkerSettings, gpu_share_of
 
-ROLES: Final = ("coordinator", "gateway", *WORKER_MODULES)
+ROLES: Final = ("coordinator", "gateway", *WORKER_MODULES, "autopilot")
 SETTINGS: Final[dict[str, type[Options]]] = {
     "coordinator": CoordinatorSettings,
     "gateway": GatewaySettings,
     **dict.fromkeys(WORKER_MODULES, WorkerSettings),
+    "autopilot": AutopilotSettings,
 }
-MODULES: Final = {"coordinator": "coordinator", "gateway": "gateway", **WORKER_MODULES}
+MODULES: Final = {
+    "coordinator": "coordinator",
+    "gateway": "gateway",
+    **WORKER_MODULES,
+    "autopilot": "launcher.admin.autopilot",
+}
 _DECIDED: Final = frozenset(
     "name bind coordinator model model_id port tokens_bind kv_bind transfer_host kv_interface advertise role keys"
     " insecure".split()
@@ -77,6 +85,11 @@ class HostPlan:
     """Where `crossdock up` itself shows metrics, of how its processes fare."""
 
 
+def watchdog_s_of(role: str) -> float:
+    """An autopilot that hangs is as urgent as a gateway."""
+    return WATCHDOG_S["gateway" if role == "autopilot" else role]
+
+
 def coordinator_address(file: ClusterFile) -> str:
     return _tcp(file.coordinator_host.address, file.ports.coordinator)
 
@@ -124,6 +137,9 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
             if role != "prefill":
                 decided |= _bound(host, "kv_bind", file.ports.kv, next(kv_ports))
             found.append(_worker(file, name, role, index, seat, cpu.control, decided, next(gpus, "")))
+    if host.coordinator and file.autopilot:
+        decided = {key: value for key, value in shared.items() if key != "model"} | {"name": "autopilot"}
+        found.append(Planned("autopilot", 0, _settings(file, name, "autopilot", decided), cores=cpu.control))
     # Hosts that share a machine have addresses of their own on its loopback.
     where = host.listens_on if is_loopback(host.listens_on) and is_ip(host.listens_on) else "127.0.0.1"
     if file.ports.metrics:
@@ -163,6 +179,8 @@ def _worker(
     decided: dict[str, Any], gpu: str,
 ) -> Planned:  # fmt: skip
     defaults: dict[str, Any] = {"threads": seat.threads, "device": "cuda" if gpu else "cpu"}
+    if gpu:
+        defaults["gpu_memory_share"] = gpu_share_of(file.hosts[host].gpus.count(gpu))
     if seat.nice:
         defaults["nice"] = seat.nice
     if seat.cores:
@@ -199,13 +217,14 @@ def _settings(
         tables.append((role, getattr(file, role)))
         if role == "gateway":
             tables.append((f"hosts.{host}.gateway", file.hosts[host].gateway))
+    a_role = f"an {role}" if role == "autopilot" else f"a {role}"
     merged, sources, problems = dict(defaults or {}), dict.fromkeys(defaults or {}, f"hosts.{host}"), list[str]()
     for table, values in tables:
         for key, value in values.items():
             if key in _DECIDED:
                 problems.append(f"[{table}] {key}: follows from hosts, ports and the keys at the top; take it out")
             elif key not in cls.model_fields:
-                problems.append(f"[{table}] {key}: no such option of a {role}; see crossdock {_command(role)} --help")
+                problems.append(f"[{table}] {key}: no such option of {a_role}; see crossdock {_command(role)} --help")
             else:
                 merged[key], sources[key] = value, table
     if problems:
@@ -213,21 +232,23 @@ def _settings(
     try:
         return cls(**{**merged, **decided})
     except ValidationError as error:
+        table = role if role == "autopilot" else f"hosts.{host}"
         raise ClusterError(
-            "\n".join(_explain(details, sources, host) for details in error.errors(include_url=False))
+            "\n".join(_explain(details, sources, table) for details in error.errors(include_url=False))
         ) from None
 
 
-def _explain(details: Any, sources: Mapping[str, str], host: str) -> str:
+def _explain(details: Any, sources: Mapping[str, str], other: str) -> str:
+    """`other`: the table of a key that none of `sources` has."""
     message = details["msg"].removeprefix("Value error, ")
     if not details["loc"]:
-        return f"[hosts.{host}] {message}"
+        return f"[{other}] {message}"
     key = str(details["loc"][0])
-    return f"[{sources.get(key, f'hosts.{host}')}] {key}: {what_is_wrong(details, message)}"
+    return f"[{sources.get(key, other)}] {key}: {what_is_wrong(details, message)}"
 
 
 def _command(role: str) -> str:
-    return role if role in ("coordinator", "gateway") else "worker"
+    return role if role in ("coordinator", "gateway", "autopilot") else "worker"
 
 
 def _security(file: ClusterFile) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from launcher.cluster.file import ClusterError
-from launcher.cluster.plan import MODULES, SECRETS, HostPlan, Planned
-from launcher.local.watchdog import WATCHDOG_S
+from launcher.cluster.plan import MODULES, SECRETS, HostPlan, Planned, watchdog_s_of
 from launcher.process import role_environment
 from runtime.process.exits import HOPELESS_EXITS
 from runtime.settings.cores import cores_text
@@ -26,7 +25,7 @@ TARGET: Final = "crossdock.target"
 STOP_SLACK_S: Final = 15
 _HIDDEN: Final = ("/home/", "/root/", "/run/user/")
 _WRITES: Final = ("usage_db", "event_log")
-_READS: Final = ("model", "tenants")
+_READS: Final = ("model", "tenants", "profile")
 _DESCRIPTIONS: Final = {
     "coordinator": "crossdock coordinator",
     "coordinator-standby": "crossdock coordinator, the other of two that serve in turn",
@@ -34,9 +33,11 @@ _DESCRIPTIONS: Final = {
     "prefill": "crossdock prefill worker %i",
     "decode": "crossdock decode worker %i",
     "mixed": "crossdock mixed worker %i",
+    "autopilot": "crossdock autopilot (ratio of prefill and decode workers)",
 }
 _ALONE: Final = ("coordinator", "coordinator-standby")
 """By index."""
+_SINGLE: Final = (*_ALONE, "autopilot")
 _SANDBOX: Final = """\
 User=crossdock
 DynamicUser=yes
@@ -124,7 +125,7 @@ def render(plan: HostPlan, on: Installed) -> dict[str, str]:
 
 
 def template(kind: str) -> str:
-    return f"crossdock-{kind}.service" if kind in _ALONE else f"crossdock-{kind}@.service"
+    return f"crossdock-{kind}.service" if kind in _SINGLE else f"crossdock-{kind}@.service"
 
 
 def unit(process: Planned) -> str:
@@ -138,7 +139,7 @@ def _kind(process: Planned) -> str:
 
 def is_ours(path: str) -> bool:
     """Whether an earlier call may have made it: what a new one does not make again is removed."""
-    alone, many = "|".join(_ALONE), "gateway|prefill|decode|mixed"
+    alone, many = "|".join(_SINGLE), "gateway|prefill|decode|mixed"
     return bool(
         re.fullmatch(rf"{UNITS}/crossdock-({alone}|({many})@\d*)\.service(\.d/cores\.conf)?", path)
         or re.fullmatch(rf"{OPTIONS}/({alone}|({many})-\d+)\.env", path)
@@ -147,13 +148,13 @@ def is_ours(path: str) -> bool:
 
 def _stem(process: Planned) -> str:
     kind = _kind(process)
-    return kind if kind in _ALONE else f"{kind}-{process.index}"
+    return kind if kind in _SINGLE else f"{kind}-{process.index}"
 
 
 def _unit(kind: str, processes: Sequence[Planned], on: Installed) -> str:
     role = processes[0].role
     hopeless = " ".join(str(status) for status in sorted(HOPELESS_EXITS))
-    options = kind if kind in _ALONE else f"{kind}-%i"
+    options = kind if kind in _SINGLE else f"{kind}-%i"
     command = [
         _escaped(on.python),
         "-P",
@@ -181,14 +182,14 @@ def _unit(kind: str, processes: Sequence[Planned], on: Installed) -> str:
         "# A model may take minutes to load; a worker is ready when the coordinator has taken it on.",
         "TimeoutStartSec=30min",
         f"TimeoutStopSec={_stop_s(processes)}",
-        f"WatchdogSec={WATCHDOG_S[role]:.0f}",
+        f"WatchdogSec={watchdog_s_of(role):.0f}",
         "Restart=on-failure",
         "RestartSec=2",
         "# Settings that cannot work are said in the log once; another start would not help.",
         f"RestartPreventExitStatus={hopeless}",
     ]
     text = "\n".join(lines) + "\n" + _SANDBOX
-    if role in ("coordinator", "gateway"):
+    if role in ("coordinator", "gateway", "autopilot"):
         text += _NO_COMPUTING
     else:
         on_gpu = any(process.environment.get("CUDA_VISIBLE_DEVICES") for process in processes)
@@ -209,7 +210,8 @@ def _credentials(role: str, on: Installed) -> list[str]:
     if not on.keys:
         return []
     public = [name for name in on.key_files if name.endswith(".key")]
-    return public + [_secret(one, on) for one in (("prefill", "decode") if role == "mixed" else (role,))]
+    owners = {"autopilot": ("client",), "mixed": ("prefill", "decode")}.get(role, (role,))
+    return public + [_secret(owner, on) for owner in owners]
 
 
 def _secret(role: str, on: Installed) -> str:

@@ -17,14 +17,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from launcher.cluster.file import ClusterError, ClusterFile, parse
-from launcher.cluster.plan import HostPlan, Planned, coordinator_address, plan_host
+from launcher.cluster.plan import HostPlan, Planned, coordinator_address, plan_host, watchdog_s_of
 from launcher.cluster.settings import DownSettings, UpSettings
 from launcher.http.client import answers_ready, new_session
 from launcher.local import registry as here
 from launcher.local.lifetime import run_until_stopped, sayer, wait_ready
 from launcher.local.notify_listener import NotifySocket
 from launcher.local.supervisor import ProcessSpec, Supervisor
-from launcher.local.watchdog import WATCHDOG_S
 from launcher.models import resolve as models
 from launcher.process import child_environment, python_command
 from proto.errors import CrossdockError
@@ -33,7 +32,7 @@ from runtime.settings.environment import SUPERVISED
 from runtime.settings.options import SettingsError
 from runtime.settings.types import ENV_PREFIX
 
-STOP_STAGES = {"gateway": 0, "prefill": 1, "decode": 1, "mixed": 1, "coordinator": 2}
+STOP_STAGES = {"autopilot": 0, "gateway": 0, "prefill": 1, "decode": 1, "mixed": 1, "coordinator": 2}
 """Streams are ended by their gateway, before the workers that compute them go; the coordinator hears of it all."""
 DOWN_S = 60.0
 LOG = "up.log"
@@ -182,7 +181,7 @@ def spec_of(process: Planned) -> ProcessSpec:
     environment |= {ENV_PREFIX + key.upper(): value for key, value in process.secrets().items()}
     environment |= {SUPERVISED: "1"}
     arguments = python_command(process.module, *process.arguments())
-    stage, watchdog_s = STOP_STAGES[process.role], WATCHDOG_S[process.role]
+    stage, watchdog_s = STOP_STAGES[process.role], watchdog_s_of(process.role)
     return ProcessSpec(process.name, arguments, environment, process.cores, stage, watchdog_s)
 
 

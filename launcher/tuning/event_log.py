@@ -42,6 +42,7 @@ class Logged:
     capacities: dict[Role, Capacity] = field(default_factory=dict)
     hosts: set[str] = field(default_factory=set)
     step_tokens: int = 0
+    attention_tokens: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
     """Of each prompt, as its prefill worker found them."""
 
@@ -57,6 +58,7 @@ class Logged:
         if isinstance(event, PeerUp) and event.hello.capacity is not None:
             self.capacities[event.hello.role] = event.hello.capacity
             self.hosts.add(event.hello.host)
+            self.attention_tokens = self.attention_tokens or event.hello.attention_tokens
         if not isinstance(event, Received):
             return
         match event.message:
@@ -83,6 +85,8 @@ def read(path: Path, option: str) -> Logged:
             again = Replay(file)
             logged.step_tokens = again.header.limits.step_tokens
             difference = again.run(logged)
+            if not logged.step_tokens and Role.PREFILL in logged.capacities:
+                logged.step_tokens = logged.capacities[Role.PREFILL].step_tokens
     except (OSError, EventLogError) as error:
         raise SettingsError(f"{option}: {path}: {error}") from None
     if difference is not None:

@@ -16,7 +16,7 @@ TPOT_HELP = "Milliseconds that a later token should take, on average over an ans
 
 class AutopilotSettings(CommonSettings):
     """Watch the traffic of a cluster, and say which ratio of prefill and decode workers serves it best. With --mode on, change
-    workers' roles to get there, one at a time.
+    workers' roles to get there, up to an eighth of them at a time.
 
     It is a process of its own, beside a coordinator, and may end at any time: the cluster then keeps its ratio. crossdock serve
     --autopilot starts one.

@@ -278,11 +278,18 @@ def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: s
         name=name,
         model=settings.served_model_id,
         fingerprint=info.fingerprint,
-        capacity=Capacity(engine.blocks, info.block_size, settings.max_seqs, info.context_tokens),
+        capacity=Capacity(
+            engine.blocks,
+            info.block_size,
+            settings.max_seqs,
+            info.context_tokens,
+            settings.step_tokens_on(engine.on_gpu),
+        ),
         host=socket.gethostname(),
         pid=os.getpid(),
         metrics=metrics,
         numerics=engine.numerics,
+        attention_tokens=info.attention_tokens,
     )
 
 

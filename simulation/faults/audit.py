@@ -29,8 +29,8 @@ def unsettled(cluster: Cluster) -> str:
         return f"not registered: {missing}"
     if core.draining:
         return f"drained still: {[worker.hello.name for worker in core.draining.values()]}"
-    if core.flip is not None:
-        return f"{core.flip.hello.name} is changing its role still"
+    if core.flipping:
+        return f"changing their roles still: {[flip.hello.name for flip in core.flipping.values()]}"
     changed = [worker.name for worker in cluster.workers if worker.role is not role_of(worker.name)]
     if changed:
         return f"not in their own roles: {changed}"

@@ -188,7 +188,7 @@ class CoordinatorProcess(Process):
                 self._heard_of_drain(send.incarnation, hand_over_ms)
             case Flip(_, hand_over_ms):
                 self._heard_of_drain(send.incarnation, hand_over_ms)
-            case Drained() if self.core.flip is not None and self.core.flip.hello.incarnation == send.incarnation:
+            case Drained() if send.incarnation in self.core.flipping:
                 self.cluster.oracles.lets_flip(self.core, send.incarnation)
             case Prefill() | Reserve() if send.incarnation in self.drained:
                 name = self.links[send.incarnation].hello.name if send.incarnation in self.links else send.incarnation

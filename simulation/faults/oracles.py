@@ -261,7 +261,7 @@ class Oracles:
         """A worker is told that it may change its role."""
         one = core.workers[incarnation].hello
         others = [w for w in core.workers.values() if w.hello.role is one.role and w.incarnation != incarnation]
-        if core.flip is not None and not core.flip.force and all(other.draining for other in others):
+        if not core.flipping[incarnation].force and all(other.draining for other in others):
             raise Violation("flipping", f"{one.name} leaves no {one.role} worker behind")
 
     def after_decision(self, core: Core) -> None:

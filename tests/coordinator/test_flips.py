@@ -8,7 +8,7 @@ from coordinator.recovery.flips import REGISTER_S_MAX
 from coordinator.reporting.report import status
 from proto.drain import Drained, Draining, DrainRequest, Flip, FlipAnswer, FlipFailed, FlipRequest
 from proto.errors import Interrupt
-from proto.limits import PROTOCOL_VERSION
+from proto.limits import MAX_FLIPS_AT_ONCE, PROTOCOL_VERSION
 from proto.messages import Finished, Hello, Interrupted, Released, Reserve, Role, StepDone
 from proto.progress import DecodeProgress
 from proto.status import FlipStatus
@@ -106,12 +106,12 @@ def test_the_last_one_goes_only_by_force() -> None:
     assert h.take(Drained, 20)
 
 
-def test_one_changes_at_a_time_and_is_not_drained_meanwhile() -> None:
+def test_one_that_changes_is_not_drained_meanwhile() -> None:
     h = Harness.make(prefill=3, decode=2)
     decoding(h, submit("a"))
     own = next(w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings)
     assert not ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
-    assert ask(h, "prefill-10", Role.DECODE).startswith(f"decode-{own} is changing its role to prefill")
+    assert ask(h, f"decode-{own}", Role.PREFILL).startswith(f"decode-{own} is changing its role to prefill")
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "drain-1")))
     h.receive(5, DrainRequest(f"decode-{own}", True, 0.0))
     assert "is changing its role" in str(h.sent[-1].message) and h.core.workers[own].draining
@@ -122,6 +122,38 @@ def test_one_changes_at_a_time_and_is_not_drained_meanwhile() -> None:
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "drain-1")))
     h.receive(5, DrainRequest("prefill-10", False, 1e6))
     assert "is drained; crossdock drain prefill-10 --undo first" in ask(h, "prefill-10", Role.DECODE)
+
+
+def test_a_few_change_at_once_and_each_ends_by_itself() -> None:
+    h = Harness.make(prefill=12)
+    names = [f"prefill-{10 + at}" for at in range(MAX_FLIPS_AT_ONCE)]
+    assert not any(ask(h, name, Role.DECODE) for name in names)
+    assert f"{MAX_FLIPS_AT_ONCE} workers are changing" in ask(h, "prefill-18", Role.DECODE)
+    come_back(h, 11, 40, Role.DECODE)
+    h.post(PeerDown(12, "said goodbye"))
+    h.post(PeerUp(41, msgspec.structs.replace(worker_hello(Role.PREFILL, 41), name="prefill-12")))
+    states = {flip.worker: flip.state for flip in status(h.core).flips}
+    assert states["prefill-11"] == "done" and states["prefill-12"] == "failed"
+    assert {states[name] for name in names if name[-2:] not in ("11", "12")} == {"registering"}
+    assert len(h.core.flipping) == MAX_FLIPS_AT_ONCE - 2 and not ask(h, "prefill-18", Role.DECODE)
+    h.now = REGISTER_S_MAX
+    h.post(Tick())
+    assert not h.core.flipping and not h.core.draining, "nothing came of them, and they serve again"
+
+
+def test_of_two_that_change_at_once_one_stays_when_no_other_is_left() -> None:
+    h = Harness.make(prefill=1, decode=3)
+    for name in "abc":
+        decoding(h, submit(name))
+    busy = [w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings]
+    assert len(busy) == 3, "a stream on each"
+    first, second, third = busy
+    assert not ask(h, f"decode-{first}", Role.PREFILL, hand_over_ms=1e6)
+    assert not ask(h, f"decode-{second}", Role.PREFILL, hand_over_ms=1e6)
+    assert "is the only decode worker" in ask(h, f"decode-{third}", Role.PREFILL)
+    h.post(PeerDown(third, "no heartbeat"))
+    states = [flip.state for flip in status(h.core).flips]
+    assert states == ["failed", "draining"], "the first serves again, so the second may go"
 
 
 def test_a_worker_of_an_older_version_is_not_asked() -> None:
@@ -162,7 +194,7 @@ def test_it_is_given_up_when_the_connection_is_lost_or_the_worker_cannot() -> No
     own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
     ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     h.post(PeerDown(own, "no heartbeat"))
-    assert "the connection to it was lost: no heartbeat" in last(h).failure and h.core.flip is None
+    assert "the connection to it was lost: no heartbeat" in last(h).failure and not h.core.flipping
     h.post(PeerUp(own, worker_hello(Role.DECODE, own)))
     assert not h.core.draining
     other = 41 - own
@@ -188,7 +220,7 @@ def test_one_that_was_killed_and_started_again_is_what_it_was() -> None:
     ask(h, "decode-20", Role.PREFILL)
     h.post(PeerDown(20, "no heartbeat"))
     h.post(PeerUp(30, msgspec.structs.replace(worker_hello(Role.DECODE, 30), name="decode-20")))
-    assert last(h).failure == "it was started again" and h.core.flip is None
+    assert last(h).failure == "it was started again" and not h.core.flipping
     assert not h.core.draining and h.core.counters["decode_restarted"] == 1
 
 

@@ -1,4 +1,6 @@
-"""What a prefill worker is given in advance is bounded by time, so that whoever comes next soon starts."""
+"""What a prefill worker is given in advance is bounded by time, and what tenants share is its time."""
+
+from collections import Counter
 
 import pytest
 
@@ -6,6 +8,7 @@ from coordinator.events import Limits
 from coordinator.step_pace import STEP_TOKENS_MIN, StepLimits, StepPace
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import Timing
+from tests.coordinator.world import MODEL
 
 
 def paced(token_ms: float, **limits: float) -> StepPace:
@@ -61,3 +64,30 @@ def test_a_new_tenant_waits_for_one_short_step_of_a_slow_worker(step_ms: float, 
     world.at(20.0, world.submit, "small", "other", 32)
     world.run(30.0)
     assert least_s <= world.ttft_s["small"] <= most_s
+
+
+def share_of_time(attention_tokens: int) -> float:
+    """What "short" has of a prefill worker's time beside "long", both with more than it can do."""
+    world = VirtualCluster(Limits(step_tokens=128, steps_in_flight=1), Timing(prefill_tokens_per_s=4096.0))
+    world.core.queues[MODEL].attention_tokens = attention_tokens
+    for number in range(40):
+        world.submit(f"long-{number}", "long", 8192)
+    for number in range(2000):
+        world.submit(f"short-{number}", "short", 128)
+    spent: Counter[str] = Counter()
+    worker = next(iter(world.core.workers[one] for one in world.prefill))
+    seen = -1
+    while sum(spent.values()) < 60_000:
+        world.step()
+        for number, (step, _) in worker.steps.items():
+            if number > seen:
+                seen = number
+                for chunk in step.chunks:
+                    work = chunk.length * (1 + (chunk.start + chunk.length / 2) / 2048)
+                    spent[chunk.request_id.split("-")[0]] += int(work)
+    return spent["short"] / sum(spent.values())
+
+
+def test_tenants_share_the_time_of_prefill_workers_not_the_number_of_tokens() -> None:
+    assert share_of_time(2048) == pytest.approx(0.5, abs=0.04)
+    assert share_of_time(0) < 0.4, "by tokens alone, the one with long prompts has most of the time"

@@ -118,6 +118,9 @@ def test_the_autopilot_changes_a_role_and_says_why(up: Twins, tmp_path: Path) ->
         assert 'crossdock_autopilot_present_workers{role="prefill"}' in text
         assert re.search(r'crossdock_autopilot_needed_workers{role="prefill"} [1-9]', text)
         assert re.search(r"^crossdock_autopilot_flips_total [1-9]", text, re.MULTILINE)
+        up.wait_for("the coordinator knows what it wants", lambda: any(up.status().autopilots), 20.0)
+        (said,) = up.status().autopilots
+        assert said.mode == "on" and "requests/s" in said.reason
     finally:
         process.terminate()
         assert process.wait(20) == 0, log.read_text()

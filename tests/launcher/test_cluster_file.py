@@ -113,6 +113,8 @@ def test_each_worker_has_its_gpu_and_its_port() -> None:
     assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in workers] == ["3", "GPU-8a", "GPU-8a"]
     assert {one.environment["CUDA_DEVICE_ORDER"] for one in workers} == {"PCI_BUS_ID"}
     assert all(isinstance(one.settings, WorkerSettings) and one.settings.device == "cuda" for one in workers)
+    shares = [one.settings.gpu_memory_share for one in workers if isinstance(one.settings, WorkerSettings)]
+    assert shares == [0.9, 0.45, 0.45]
     binds = [one.settings.kv_bind for one in workers if isinstance(one.settings, WorkerSettings)]
     assert binds == ["tcp://127.0.0.1:0", "tcp://127.0.0.1:7300", "tcp://127.0.0.1:7301"]
 
@@ -204,6 +206,32 @@ def test_relative_paths_are_beside_the_file_and_travel_with_it() -> None:
     assert read(text).hosts["a"].gateway["tenants"] == "/conf/own.toml"
     assert travels(text) == ["keys", "own.toml", "t.toml"]
     assert read('model = "./m"\n' + FRONT).model == "/conf/m"
+
+
+def test_an_autopilot_runs_beside_the_coordinator() -> None:
+    other = '[hosts.b]\naddress = "127.0.0.2"\nworkers = "1P1D"\n'
+    text = '[autopilot]\nmode = "on"\nprofile = "p.json"\nslo_tpot_ms = 80.0\n[ports]\nmetrics = 9400\n' + FRONT + other
+    found = plans(text)
+    assert [one.role for one in found["a"].processes] == ["coordinator", "gateway", "prefill", "decode", "autopilot"]
+    assert "autopilot" not in [one.role for one in found["b"].processes]
+    pilot = found["a"].processes[-1]
+    values = dict(pair.split("=", 1) if "=" in pair else (pair, "") for pair in pilot.arguments())
+    assert str(pilot.settings.profile) == "/conf/p.json" and pilot.settings.metrics == "127.0.0.1:9404"  # type: ignore[attr-defined]
+    assert pilot.settings.coordinator == "tcp://127.0.0.1:7070" and "--slo-tpot-ms" in str(values)  # type: ignore[attr-defined]
+    spec = spec_of(pilot)
+    assert spec.arguments[-len(pilot.arguments()) - 1] == "launcher.admin.autopilot" and spec.watchdog_s
+    assert travels(text) == ["p.json"]
+    for table, why in (
+        ('[autopilot]\nmode = "on"\n', "[autopilot] profile: "),
+        ('[autopilot]\nprofile = "p"\nmode = "off"\n', "[autopilot] mode: "),
+        (
+            '[autopilot]\nprofile = "p"\nspeed = 3\n',
+            "[autopilot] speed: no such option of an autopilot",
+        ),
+    ):
+        with pytest.raises(ClusterError) as error:
+            plans(table + FRONT)
+        assert str(error.value).startswith(why), error.value
 
 
 def test_the_example_is_right_and_complete() -> None:

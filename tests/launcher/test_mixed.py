@@ -47,7 +47,10 @@ max_seqs = 7
 
 
 def engine(blocks: int, context_tokens: int) -> Engine:
-    info = ModelInfo("m", "llama", context_tokens, 8, 1, 1, 4, "float32", 16, 1 << 20, (), "f")
+    info = ModelInfo(
+        model_path="m", model_type="llama", context_tokens=context_tokens, vocab_size=8, layers=1, kv_heads=1, head_dim=4,
+        dtype="float32", block_size=16, block_bytes=1 << 20, eos_token_ids=(), attention_tokens=0, fingerprint="f",
+    )  # fmt: skip
     return Engine(SimpleNamespace(), info, torch.zeros(blocks, 1))  # type: ignore[arg-type]
 
 

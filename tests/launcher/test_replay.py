@@ -3,17 +3,23 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator.event_log.format import EventLogError
 from coordinator.event_log.timeline import ChunkSent
+from coordinator.events import PeerDown, PeerUp
 from launcher.admin import replay as commands
 from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
 from launcher.admin.explain_words import lines
-from proto.messages import Chunk
+from proto.drain import FlipFailed, FlipRequest
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Chunk, Hello, Role
+from proto.status import AutopilotReport, AutopilotStatus
 from tests.coordinator.tape import taped
 from tests.coordinator.test_replay import contended_world
 from tests.coordinator.test_timeline import Scene, full_decode
+from tests.coordinator.world import worker_hello
 
 
 @pytest.fixture(autouse=True)
@@ -172,3 +178,49 @@ def test_replay_shows_the_first_difference(
     assert difference["why"] == "the actions differ" and difference["actions"]
     with pytest.raises(EventLogError, match="crossdock replay says more"):
         commands.explain(ExplainSettings(file=str(path)))
+
+
+def test_changes_of_role_and_advice_are_told_with_their_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s = Scene.of(prefill=2)
+    s.come("before", "acme")
+    s.now += 5.0
+    s.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "autopilot")))
+    for wanted in ("1P2D", "1P2D", "2P1D"):
+        s.receive(5, AutopilotReport(AutopilotStatus("m", "on", "2P1D", wanted, "answers are long")))
+    s.receive(5, FlipRequest("prefill-11", Role.DECODE, 0.0, False, "autopilot: answers are long"))
+    s.post(PeerDown(11, "said goodbye"))
+    s.now += 0.02
+    back = msgspec.structs.replace(worker_hello(Role.DECODE, 30), name="prefill-11", flipped_from=11)
+    s.post(PeerUp(30, back))
+    s.receive(5, FlipRequest("prefill-11", Role.PREFILL, 0.0))
+    s.receive(30, FlipFailed("no memory"))
+    file = saved(s, tmp_path / "j")
+    assert commands.explain(ExplainSettings(file=file, flips=True)) == 0
+    ordered = "prefill-11, a prefill worker, is ordered to become a decode worker; autopilot: answers are long"
+    text = capsys.readouterr().out
+    assert text.count("the autopilot (on) wants 1P2D instead of 2P1D: answers are long") == 1
+    assert "the autopilot wants no other ratio than 2P1D any more" in text
+    for line in (ordered, "prefill-11 is a decode worker now, after 20 ms", "stays a decode worker: no memory"):
+        assert line in text, text
+    assert ordered in told(file, "before", capsys), "it was served then"
+    assert "wants 1P2D" in told(file, "before", capsys)
+    assert commands.explain(ExplainSettings(file=file, flips=True, as_json=True)) == 0
+    kinds = [entry["what"] for entry in json.loads(capsys.readouterr().out)]
+    assert kinds == ["advice", "advice", *["role_change"] * 4]
+
+
+def test_a_request_is_told_nothing_of_flips_outside_its_life(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s = Scene.of(prefill=2)
+    s.come("a", "acme")
+    s.step(0, Chunk("a", 1, 0, 8))
+    s.hand_over("a")
+    s.finish("a")
+    s.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "flip")))
+    s.receive(5, FlipRequest("prefill-11", Role.DECODE, 0.0))
+    s.come("b", "acme")
+    file = saved(s, tmp_path / "j")
+    assert "prefill-11" not in told(file, "a", capsys) and "is ordered" not in told(file, "b", capsys)

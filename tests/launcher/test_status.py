@@ -18,7 +18,7 @@ from launcher.local import registry as here
 from launcher.local.process_states import ProcessState, ProcessStates
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Role, StatusRequest
-from proto.status import PairStatus, StatusReport, WorkerStatus
+from proto.status import AutopilotStatus, PairStatus, PredictionError, StatusReport, WorkerStatus
 from runtime.link.server import LinkServer, Peer
 from runtime.process import clock
 
@@ -70,6 +70,18 @@ def test_workers_that_compute_different_bits_are_shown() -> None:
     assert "Numerics of tiny: kernels 1" in text and "differ" not in text
     text = _shown(msgspec.structs.replace(REPORT, workers=(alike, other)))
     assert "Numerics of tiny differ" in text and "decode-0: kernels 1; decode-1: kernels 2" in text
+
+
+def test_the_autopilot_is_shown_with_the_error_of_its_predictions() -> None:
+    error = PredictionError(17, 0.04, 0.125, None, 0.013)
+    pilot = AutopilotStatus("tiny", "on", "1P3D", "2P2D", "[long] prompts", error)
+    text = _shown(msgspec.structs.replace(REPORT, autopilots=(pilot,)))
+    assert "Autopilot of tiny (on): wants 2P2D instead of 1P3D; [long] prompts" in text
+    assert "last hour: TTFT p50 4%, TTFT p90 12%, SLO share 1.3 points (median of 17)" in text
+    old = msgspec.structs.replace(pilot, wanted="1P3D", age_ms=600_000.0, error=PredictionError())
+    text = _shown(msgspec.structs.replace(REPORT, autopilots=(old,)))
+    assert "(on, 10 min ago): keeps 1P3D" in text and "last hour" not in text
+    assert as_dict(msgspec.structs.replace(REPORT, autopilots=(pilot,)))["autopilots"][0]["error"]["ttft_p50"] == 0.04
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ import pytest
 
 from launcher.cluster import install_units, units
 from launcher.cluster.file import ClusterError, parse
-from launcher.cluster.plan import HostPlan, plan_host
+from launcher.cluster.plan import MODULES, HostPlan, plan_host, watchdog_s_of
 from launcher.cluster.settings import UnitsSettings
 from launcher.cluster.units import OPTIONS, UNITS, Installed
-from launcher.local.watchdog import WATCHDOG_S
 from runtime.link.keys import make
 from runtime.settings.options import SettingsError, load
 
@@ -39,6 +38,9 @@ usage_db = "/var/lib/crossdock/usage.db"
 api_keys = ['a "quoted" $KEY`x\\']
 [decode]
 prefix_cache = false
+[autopilot]
+mode = "on"
+profile = "/srv/profile.json"
 """
 ON = Installed(python=sys.executable, prefixes=("/opt/venv",), root="/opt/crossdock")
 NAMES = ("coordinator", "gateway", "prefill", "decode", "client")
@@ -69,7 +71,7 @@ def analyze(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_systemd_takes_them_and_they_are_shut_in(tmp_path: Path, host: str, keys: str) -> None:
     on = Installed(ON.python, ("/home/me/venv",), ON.root, keys, KEYS if keys else ())
     files = [path for path in write(tmp_path, units.render(plan(host), on)) if path.is_file()]
-    assert len(files) == {"a": 5, "b": 3}[host]
+    assert len(files) == {"a": 6, "b": 3}[host]
     done = analyze("verify", "--man=no", *map(str, files))
     assert (done.returncode, done.stderr) == (0, "")
     for path in files:
@@ -95,7 +97,7 @@ def test_options_are_those_of_the_plan(host: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.delenv(name)
     files = units.render(plan(host), ON)
     for process in plan(host).processes:
-        name = process.role if process.role == "coordinator" else f"{process.role}-{process.index}"
+        name = process.role if process.role in ("coordinator", "autopilot") else f"{process.role}-{process.index}"
         values = dict(line.split("=", 1) for line in files[f"{OPTIONS}/{name}.env"].splitlines())
         with monkeypatch.context() as patched:
             for key, value in values.items():
@@ -110,7 +112,7 @@ def test_what_differs_is_with_the_instance() -> None:
     assert 'VISIBLE_DEVICES="GPU-1f"' in files[f"{OPTIONS}/decode-1.env"]
     assert [path for path, text in files.items() if "GLIBC_TUNABLES" in text] == [f"{OPTIONS}/prefill-0.env"]
     assert "DeviceAllow=char-nvidia rw" in files[f"{UNITS}/crossdock-decode@.service"]
-    names = ("coordinator", "gateway@0", "gateway@1", "prefill@0", "decode@0", "decode@1")
+    names = ("coordinator", "gateway@0", "gateway@1", "prefill@0", "decode@0", "decode@1", "autopilot")
     wants = " ".join(f"crossdock-{name}.service" for name in names)
     assert f"Wants={wants}\n" in files[f"{UNITS}/crossdock.target"]
     assert "TimeoutStopSec=15\n" in files[f"{UNITS}/crossdock-coordinator.service"]
@@ -134,10 +136,10 @@ def test_a_standby_is_a_unit_of_its_own_that_listens_where_the_first_does() -> N
 
 def test_each_role_gets_its_own_secret_key_and_no_other() -> None:
     on = Installed(ON.python, (), ON.root, "/etc/crossdock/keys", KEYS)
-    for role in ("coordinator", "gateway", "prefill", "decode"):
+    for role in ("coordinator", "gateway", "prefill", "decode", "autopilot"):
         text = units.render(plan("a"), on)[f"{UNITS}/{units.template(role)}"]
         assert re.findall(r"LoadCredential=(\w+)\.key_secret:/etc/crossdock/keys/(\w+)\.key_secret", text) == [
-            (role, role)
+            ("client" if role == "autopilot" else role,) * 2
         ]
         assert len(re.findall(r"LoadCredential=\w+\.key:", text)) == len(NAMES)
         assert "--keys ${CREDENTIALS_DIRECTORY}" in text
@@ -223,7 +225,7 @@ def test_each_has_a_watchdog_and_is_started_again_however_often_it_fails() -> No
     files = {path: text for path, text in units.render(plan("a"), ON).items() if path.endswith(".service")}
     assert len(files) >= 3
     for path, text in files.items():
-        role = next(role for role in WATCHDOG_S if f"crossdock-{role}" in path)
-        assert f"\nWatchdogSec={WATCHDOG_S[role]:.0f}\n" in text
+        role = next(role for role in MODULES if f"crossdock-{role}" in path)
+        assert f"\nWatchdogSec={watchdog_s_of(role):.0f}\n" in text
         assert "\nStartLimitIntervalSec=0\n" in text and "StartLimitBurst" not in text
         assert "\nRestart=on-failure\n" in text

@@ -26,6 +26,7 @@ from launcher.cluster.settings import UpSettings
 from launcher.local import registry as here
 from launcher.local.cluster import free_port
 from runtime.settings.options import SettingsError
+from tuning.profile import Capacity, Curve, DecodeCost, PrefillCost, Profile, encoded
 
 pytestmark = pytest.mark.cluster
 
@@ -73,6 +74,23 @@ def test_up_detached_restarts_what_dies_and_leaves_nothing(tmp_path: Path) -> No
     assert not [one for one in others if one.is_running()]
     assert not list((tmp_path / "state").rglob("*.*")), "files are left"
     assert "is not up" in call(tmp_path, "down").stdout
+
+
+def test_up_runs_an_autopilot_beside_the_coordinator(tmp_path: Path) -> None:
+    coordinator_alone(tmp_path, free_port("127.0.0.1"))
+    curve = Curve((1.0,), (10.0,))
+    profile = Profile(PrefillCost(curve), DecodeCost(curve), Capacity(4096), Capacity(4096))
+    (tmp_path / "profile.json").write_bytes(encoded(profile))
+    with (tmp_path / "cluster.toml").open("a") as file:
+        file.write('[autopilot]\nprofile = "profile.json"\n')
+    try:
+        done = call(tmp_path, "up", "--detach")
+        assert done.returncode == 0, done.stderr
+        commands = [" ".join(one.cmdline()) for one in children(tmp_path)]
+        assert len(commands) == 2 and any("launcher.admin.autopilot" in one for one in commands)
+    finally:
+        done = call(tmp_path, "down")
+    assert done.returncode == 0
 
 
 def test_an_up_that_came_second_leaves_the_first_ones_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

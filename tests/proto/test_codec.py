@@ -79,6 +79,11 @@ SAMPLES: list[Message] = [
     drain.FlipFailed("no port"),
     drain.FlipRequest("decode-0", messages.Role.PREFILL, 0.0, True, "more prompts"),
     drain.FlipAnswer("no such worker", (WORKER,)),
+    status.AutopilotReport(
+        status.AutopilotStatus(
+            "m", "on", "1P3D", "2P2D", "long prompts", status.PredictionError(3, 0.1, None, 0.2, 0.05)
+        )
+    ),
     kv.PairOpen(3, ("shm", "gloo"), 16, "host"),
     kv.PairListen(3, "gloo", "127.0.0.1", 5, "secret", "shm: another host"),
     kv.PairClosed(3, "why"),

@@ -6,6 +6,7 @@ from coordinator.recovery import draining, flips
 from coordinator.state import State
 from coordinator.workers.worker import Worker
 from engine.kv.allocator import BlockAllocator
+from proto.messages import Role
 from runtime.worker.service import Service
 from tests.simulation.planted import Planted
 
@@ -26,13 +27,25 @@ def the_last_worker_of_a_role_leaves_it(m: pytest.MonkeyPatch) -> None:
 
 
 @bug
+def two_leave_a_role_at_once(m: pytest.MonkeyPatch) -> None:
+    """Each counts on the other, which is drained as well."""
+
+    def is_last(state: State, worker: Worker) -> bool:
+        pool = state.pools[worker.hello.model]
+        side = pool.prefill if worker.hello.role is Role.PREFILL else pool.decode
+        return all(other is worker for other in side.values())
+
+    m.setattr(flips, "_is_last", is_last)
+
+
+@bug
 def a_worker_that_changes_its_role_gets_more(m: pytest.MonkeyPatch) -> None:
     """It is told to change and goes on to be placed on."""
     begin = draining.begin
 
     def begins(state: State, worker: Worker, hand_over_ms: float, now: float) -> None:
         begin(state, worker, hand_over_ms, now)
-        if state.flip is not None and state.flip.hello.incarnation == worker.incarnation:
+        if worker.incarnation in state.flipping:
             worker.draining = False
 
     m.setattr(draining, "begin", begins)

@@ -14,8 +14,9 @@ from coordinator.reporting import report
 from proto.messages import Role
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import ClientRequest, Timing
+from tuning.accuracy import Accuracy
 from tuning.advise import Slo
-from tuning.autopilot import Autopilot, Decision, Rules, observation_of
+from tuning.autopilot import Autopilot, Decision, Rules, observation_of, ratio_of
 from tuning.profile import Profile
 
 EVERY_S = 2.0
@@ -78,6 +79,7 @@ def arrivals(phases: Sequence[Phase], seed: int) -> list[tuple[float, int, Phase
 def drive(
     phases: Sequence[Phase], profile: Profile, slo: Slo, prefill: int, decode: int, *, seed: int = 1,
     rules: Rules | None = None, log: Callable[[str], None] = lambda line: None,
+    accuracy: Accuracy | None = None,
 ) -> Outcome:  # fmt: skip
     """With `rules` the autopilot drives; else the ratio is fixed."""
     cluster = VirtualCluster(
@@ -110,6 +112,8 @@ def drive(
     if rules is not None:
         pilot = Autopilot(profile, rules)
         cluster.at(EVERY_S, _look, cluster, pilot, found, log)
+    if accuracy is not None:
+        cluster.at(EVERY_S, _compare, cluster, accuracy)
     cluster.run(sum(phase.seconds for phase in phases) + 120.0)
     return found
 
@@ -120,9 +124,18 @@ def _look(cluster: VirtualCluster, pilot: Autopilot, found: Outcome, log: Callab
     found.decisions.append(decision)
     if not found.ratios or found.ratios[-1][1] != str(decision.present):
         found.ratios.append((cluster.now, str(decision.present)))
-    if decision.worker:
-        log(f"{cluster.now:7.1f} s: {decision.worker} to {decision.role}: {decision.reason}")
+    if decision.workers:
+        log(f"{cluster.now:7.1f} s: {' '.join(decision.workers)} to {decision.role}: {decision.reason}")
+    for worker in decision.workers:
         found.flips.append((cluster.now, 1 if decision.role is Role.PREFILL else -1))
         hand_over_ms = HAND_OVER_MS if decision.role is Role.PREFILL else 0.0
-        cluster.flip(decision.worker, decision.role, hand_over_ms, decision.reason[:500])
+        cluster.flip(worker, decision.role, hand_over_ms, decision.reason[:500])
     cluster.at(cluster.now + EVERY_S, _look, cluster, pilot, found, log)
+
+
+def _compare(cluster: VirtualCluster, accuracy: Accuracy) -> None:
+    cluster.core.now = cluster.now
+    status = report.status(cluster.core)
+    seen = observation_of(status, "m")
+    accuracy.look(None if seen.is_changing else ratio_of(seen), status.traffic[0], cluster.now)
+    cluster.at(cluster.now + EVERY_S, _compare, cluster, accuracy)

@@ -1,6 +1,7 @@
 """When the autopilot changes a worker's role, and when it does not."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -37,8 +38,8 @@ def looks(pilot: Autopilot, seen: Sequence[Observation], begin: float = 0.0) -> 
 
 def test_it_takes_the_least_busy_worker_of_the_other_role_once_it_has_looked_twice() -> None:
     first, second = looks(Autopilot(PROFILE, Rules(SLO)), [Observation(seats(2, 6), PROMPTS)] * 2)
-    assert not first.worker and "to be seen again first" in first.reason
-    assert (second.worker, second.role) == ("w7", Role.PREFILL)
+    assert not first.workers and "to be seen again first" in first.reason
+    assert (second.workers, second.role) == (("w7",), Role.PREFILL)
     assert second.present == Workers(2, 6) and second.wanted.prefill > 4 and second.gain > 1
     assert "8 requests/s of 6000 + 20 tokens on 2P6D: 2% keep the SLO" in second.reason
     assert second.needed is not None and second.needed.prefill >= 5 and second.needed.decode == 1
@@ -48,9 +49,16 @@ def test_mixed_workers_are_counted_and_left_alone() -> None:
     halves = [Seat(f"a-{role}", role, 0, is_mixed=True) for role in (Role.PREFILL, Role.DECODE)]
     _, second = looks(Autopilot(PROFILE, Rules(SLO)), [Observation([*seats(1, 5), *halves], PROMPTS)] * 2)
     assert second.present == Workers(1, 5, 1) and second.wanted.mixed == 1
-    assert second.worker == "w5", "the least busy one is half of a mixed worker"
+    assert second.workers == ("w5",), "the least busy one is half of a mixed worker"
     (alone,) = looks(Autopilot(PROFILE, Rules(SLO)), [Observation(halves, PROMPTS)])
-    assert not alone.worker and "1M has no others of both roles" in alone.reason
+    assert not alone.workers and "1M has no others of both roles" in alone.reason
+
+
+@pytest.mark.parametrize(("ratio", "count"), [((16, 48), 8), ((23, 41), 3), ((60, 4), 0)])
+def test_of_many_workers_up_to_an_eighth_change_at_once(ratio: tuple[int, int], count: int) -> None:
+    prompts = replace(PROMPTS, requests_per_s=64.0)
+    second = looks(Autopilot(PROFILE, Rules(SLO, gain_min=0.01)), [Observation(seats(*ratio), prompts)] * 2)[1]
+    assert len(second.workers) == count, second
 
 
 @pytest.mark.parametrize(
@@ -66,23 +74,23 @@ def test_mixed_workers_are_counted_and_left_alone() -> None:
 )
 def test_it_stays(seen: Observation, why: str) -> None:
     decisions = looks(Autopilot(PROFILE, Rules(SLO)), [seen] * 5)
-    assert not any(one.worker for one in decisions) and why in decisions[-1].reason
+    assert not any(one.workers for one in decisions) and why in decisions[-1].reason
 
 
 def test_it_is_calm_after_a_loss() -> None:
     pilot = Autopilot(PROFILE, Rules(SLO))
     before, after = Observation(seats(2, 6), PROMPTS, lost=3), Observation(seats(2, 6), PROMPTS, lost=4)
     decisions = looks(pilot, [before, *[after] * 15])
-    assert not any(one.worker for one in decisions) and "a worker was lost" in decisions[-1].reason
-    assert looks(pilot, [after], 40.0)[0].worker
+    assert not any(one.workers for one in decisions) and "a worker was lost" in decisions[-1].reason
+    assert looks(pilot, [after], 40.0)[0].workers
 
 
 def test_it_does_not_turn_back_at_once() -> None:
     pilot = Autopilot(PROFILE, Rules(SLO, dwell_s=60.0))
-    assert looks(pilot, [Observation(seats(2, 6), PROMPTS)] * 2)[1].worker
+    assert looks(pilot, [Observation(seats(2, 6), PROMPTS)] * 2)[1].workers
     turned = Observation(seats(5, 3), ANSWERS)
     back = looks(pilot, [turned] * 20, 4.0)
-    assert not any(one.worker for one in back) and "in the other direction" in back[-1].reason
+    assert not any(one.workers for one in back) and "in the other direction" in back[-1].reason
     assert looks(pilot, [turned] * 2, 70.0)[1].role is Role.DECODE
 
 
@@ -91,7 +99,7 @@ def test_a_burst_is_no_change_of_traffic() -> None:
     burst = Traffic(11.0, [6000] * 48, [20] * 48)
     usual = Traffic(8.0, [6000] * 400, [20] * 400)
     decisions = looks(Autopilot(PROFILE, Rules(SLO)), [Observation(seats(6, 2), burst, usual)] * 4)
-    assert not any(one.worker for one in decisions)
+    assert not any(one.workers for one in decisions)
 
 
 def test_samples_are_the_latest_requests_and_those_of_a_minute() -> None:
@@ -128,6 +136,17 @@ def test_it_comes_near_one_that_knows() -> None:
     oracle = sum(max(drive([one], PROFILE, SLO, p, 8 - p).goodput for p in (1, 2, 6, 7)) for one in phases)
     fixed = max(drive(phases, PROFILE, SLO, p, 8 - p).goodput for p in (2, 4, 6))
     assert found.goodput >= 0.95 * oracle and found.goodput >= 1.3 * fixed
+    assert all(found.reversals(600 * at, 600 * (at + 1)) <= 1 for at in range(3))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_sixty_four_workers_follow_as_fast_as_eight() -> None:
+    """No oracle serves more than all requests that come."""
+    phases = [Phase(600, 8 * one.per_s, one.prompt_tokens, one.output_tokens) for one in TURNS]
+    found = drive(phases, PROFILE, SLO, 16, 48, rules=Rules(SLO))
+    fixed = max(drive(phases, PROFILE, SLO, p, 64 - p).goodput for p in (16, 40, 44))
+    assert found.goodput >= 0.95 * found.asked and found.goodput >= 1.3 * fixed
     assert all(found.reversals(600 * at, 600 * (at + 1)) <= 1 for at in range(3))
 
 

@@ -118,7 +118,7 @@ class Simulator(Placing):
             worker.release_blocks(job)
             self._ended_in_prefill(job)
         else:
-            self._at(max(worker.link_free_s, self.now) + self._latency_s, _ARRIVED, job, job.attempt)
+            self._at(max(worker.link_free_s, self.now) + self._latency_s + self._join_s, _ARRIVED, job, job.attempt)
 
     def _ended_in_prefill(self, job: Job) -> None:
         if self.options.late_room:
@@ -128,7 +128,7 @@ class Simulator(Placing):
             self._release(job)
 
     def _arrived(self, job: Job, attempt: int) -> None:
-        """Its KV is on the decode worker."""
+        """Its KV is on the decode worker, which knows of it."""
         if attempt != job.attempt:
             return
         batch: Batch = job.decode
@@ -140,7 +140,7 @@ class Simulator(Placing):
     def _join(self, job: Job, batch: Batch) -> None:
         job.prefill.release_blocks(job)
         job.left_s = self.now
-        batch.join(job, self.now + self._join_s)
+        batch.join(job, self.now)
         job.join_s = batch.begin_s
         if batch.room.exact:
             self.freed(batch)

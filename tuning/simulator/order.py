@@ -124,7 +124,8 @@ class OneTenant:
 
 
 class ManyTenants:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, attention_tokens: int) -> None:
+        self._attention_tokens = attention_tokens
         weights = {**ring_weights(limits.priority_classes), **limits.weights}
         self._fair: FairQueue[Job] = FairQueue(limits.quantum_tokens, weights, limits.overtaken_max)
         self._prices = limits.prices
@@ -154,7 +155,7 @@ class ManyTenants:
             job.entry = None
 
     def _terms(self, job: Job, tokens: int, last: bool, key: int) -> Terms:
-        cost = self._prices.chunk(tokens)
+        cost = self._prices.chunk(tokens, job.dispatched, self._attention_tokens)
         if last:
             length = self._lengths.setdefault(job.path, OutputLength())
             job.output_charged = self._prices.output(min(float(job.output_max), length.tokens))
@@ -179,6 +180,6 @@ class ManyTenants:
         self._lengths.setdefault(job.path, OutputLength()).learn(emitted)
 
 
-def order_for(jobs: Iterable[Job], limits: Limits) -> Order:
+def order_for(jobs: Iterable[Job], limits: Limits, attention_tokens: int) -> Order:
     paths = {job.path for job in jobs}
-    return OneTenant(limits.overtaken_max) if len(paths) < 2 else ManyTenants(limits)
+    return OneTenant(limits.overtaken_max) if len(paths) < 2 else ManyTenants(limits, attention_tokens)

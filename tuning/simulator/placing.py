@@ -28,7 +28,7 @@ class Placing(ABC):
         self.jobs: Sequence[Job] = [
             Job(number, one, self.step_tokens, limits.priority_classes) for number, one in enumerate(sent)
         ]
-        self.order = order_for(self.jobs, limits)
+        self.order = order_for(self.jobs, limits, profile.attention_tokens)
         self.gaps = Gaps()
         self.closed: dict[int, Job] = {}
         """Classes for which no decode worker has room."""

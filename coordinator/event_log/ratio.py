@@ -1,0 +1,83 @@
+"""From an event log: workers that change their role, and what the autopilot said of the ratio. Pure.
+
+`RatioChanges` is an observer of a `coordinator.event_log.replay.Replay`; a request's `Timeline` has what falls into its life.
+"""
+
+import msgspec
+
+from coordinator.core import Core
+from coordinator.events import Action, Event, Received
+from coordinator.workers.flip import Flip
+from proto.status import AutopilotReport
+
+
+class RoleChange(msgspec.Struct, frozen=True, tag_field="what", tag="role_change"):
+    at_s: float
+    worker: str
+    before: str
+    role: str
+    """The new one."""
+    state: str
+    """`draining` or `registering` when it was ordered, `done` or `failed` when it ended."""
+    why: str
+    """Who wanted it, or for what reason."""
+    failure: str
+    took_ms: float
+    """From the order to its registration in the new role."""
+
+
+class Advice(msgspec.Struct, frozen=True, tag_field="what", tag="advice"):
+    """The autopilot wants another ratio than before."""
+
+    at_s: float
+    mode: str
+    present: str
+    wanted: str
+    reason: str
+
+
+class Ratio:
+    """What is new after each event."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Flip] = {}
+        """Changes of role that have not ended, by the worker's incarnation in its old role."""
+        self._wanted: dict[str, str] = {}
+
+    def news(self, core: Core, event: Event, at_s: float) -> list[RoleChange | Advice]:
+        found: list[RoleChange | Advice] = []
+        for incarnation, flip in core.flipping.items():
+            if incarnation not in self._open:
+                self._open[incarnation] = flip
+                found.append(_role_change(flip, at_s))
+        for incarnation, flip in list(self._open.items()):
+            if core.flipping.get(incarnation) is not flip:
+                del self._open[incarnation]
+                found.append(_role_change(flip, at_s))
+        message = event.message if isinstance(event, Received) else None
+        if isinstance(message, AutopilotReport):
+            said = message.status
+            if self._wanted.get(said.model, said.present) != said.wanted:
+                found.append(Advice(at_s, said.mode, said.present, said.wanted, said.reason))
+            self._wanted[said.model] = said.wanted
+        return found
+
+
+def _role_change(flip: Flip, at_s: float) -> RoleChange:
+    one = flip.status()
+    took_ms = one.drained_ms + one.commit_ms if one.commit_ms else 0.0
+    return RoleChange(at_s, one.worker, one.before, one.role, one.state, one.why, one.failure, took_ms)
+
+
+class RatioChanges:
+    """All of an event log. An `Observer`."""
+
+    def __init__(self, started: float) -> None:
+        self._started, self._ratio = started, Ratio()
+        self.entries: list[RoleChange | Advice] = []
+
+    def before(self, core: Core, event: Event, now: float) -> None:
+        pass
+
+    def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
+        self.entries += self._ratio.news(core, event, now - self._started)

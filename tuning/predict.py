@@ -40,13 +40,8 @@ class Prediction(NamedTuple):
     workers: Workers
     attainment: Band
     """Share of requests that keep the SLO."""
-    goodput: Band
-    """Requests per second that do."""
     latency: dict[str, dict[str, Band]]
     """By metric, then "p50", "p90", "p99"."""
-    binds: str
-    prefill_busy: float
-    decode_busy: float
 
 
 def predict(
@@ -68,8 +63,6 @@ def predict(
         scales = np.exp(rng.normal(0.0, profile.run_sigma, 2)).tolist()
         outcomes.append(Simulator(profile.scaled(*scales), workers, sent, options).run())
     counted = point.at_s >= from_s
-    span_s = max(float(np.ptp(point.at_s[counted])) if counted.any() else 0.0, 1e-9)
-    per_s = max(int(counted.sum()) - 1, 1) / span_s
     draws: dict[str, list[list[float]]] = {name: [] for name in ("attainment", "ttft_ms", "tpot_ms")}
     for number in range(DRAWS):
         outcome = outcomes[number % len(outcomes)]
@@ -92,8 +85,7 @@ def predict(
     latency["itl_ms"] = {
         f"p{100 * share:.0f}": _band(gaps[0][place], [one[place] for one in gaps]) for place, share in enumerate(SHARES)
     }
-    goodput = Band(*(per_s * one for one in attainment))
-    return Prediction(workers, attainment, goodput, latency, point.binds(slo), point.prefill_busy, point.decode_busy)
+    return Prediction(workers, attainment, latency)
 
 
 def quantiles(values: Floats) -> list[float]:

@@ -30,6 +30,8 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
         pool.add(worker)
         queue = state.queues.setdefault(hello.model, WaitQueue(state.limits))
         queue.attention_tokens = queue.attention_tokens or hello.attention_tokens
+        if hello.role is Role.PREFILL:
+            queue.step_tokens = worker.capacity.step_tokens
         state.workers[incarnation] = worker
         _adopt(state, worker, hello)
         draining.join(state, worker, hello.hand_over_ms, now)

@@ -64,6 +64,8 @@ class WaitQueue:
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
         self._served = Rate(0.0)
         """Cost of all tenants."""
+        self.step_tokens = STEP_TOKENS
+        """Of workers that are not told another budget."""
         self.attention_tokens = 0
         """Of the model, as in `Prices.chunk`."""
         self._classes: dict[int, None] = {}
@@ -119,7 +121,7 @@ class WaitQueue:
             self._set_deadline(request)
 
     def _enter(self, request: Request, key: int) -> None:
-        chunks = -(-request.submit.prompt_tokens // (self._limits.step_tokens or STEP_TOKENS))
+        chunks = -(-request.submit.prompt_tokens // (self._limits.step_tokens or self.step_tokens))
         asked = request.submit.deadline_ms / 1000
         priority_class = self._limits.priority_classes[request.path[0]]
         due = request.arrived + (asked or priority_class.ttft_s + chunks * priority_class.ttft_s_per_chunk)

@@ -12,6 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from runtime.process import clock, log
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
+_ANTHROPIC_PATH: Final = "/v1/messages"
+"""Anthropic's clients read the id from a header of another name."""
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _QUIET_PATHS: Final = frozenset({"/health", "/ready"})
 """Probes ask for them every few seconds, so they are logged at the debug level."""
@@ -94,7 +96,10 @@ class RequestLog:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 info.status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = info.request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = info.request_id
+                if scope["path"].startswith(_ANTHROPIC_PATH):
+                    headers["request-id"] = info.request_id
             await send(message)
 
         try:

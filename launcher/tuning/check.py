@@ -146,11 +146,13 @@ def _load(settings: TuneCheckSettings, tuned: TuneSettings, file: Path) -> LoadS
 
 
 def compared(ratio: str, foretold: Prediction, figures: Mapping[str, Any]) -> dict[str, Any]:
-    measured = figures["goodput"]["attainment"]
+    good = figures["goodput"]
+    per_s = good["judged"] / figures["seconds"] if figures["seconds"] > 0 else 0.0
     row: dict[str, Any] = {
         "ratio": ratio,
         "requests": figures["requests"],
-        "attainment": _pair(foretold.attainment, measured, absolute=True),
+        "attainment": _pair(foretold.attainment, good["attainment"], absolute=True),
+        "goodput_per_s": _pair(Band(*(per_s * share for share in foretold.attainment)), good["requests_per_s"]),
     }
     for metric in ("ttft_ms", "tpot_ms", "itl_ms"):
         tails = figures["latency"][metric]
@@ -189,6 +191,11 @@ def show(row: Mapping[str, Any], console: Console) -> None:
         table.row(
             "SLO kept", *(f"{100 * one['predicted']:.1f} %", f"{100 * one['low']:.1f}–{100 * one['high']:.1f} %"),
             f"{100 * one['measured']:.1f} %", f"{100 * one['error']:+.1f} points", _yes(one["covered"]),
+        )  # fmt: skip
+        one = row["goodput_per_s"]
+        table.row(
+            "goodput", f"{one['predicted']:.2f} /s", f"{one['low']:.2f}–{one['high']:.2f}", f"{one['measured']:.2f} /s",
+            f"{one['error']:+.1%}", _yes(one["covered"]),
         )  # fmt: skip
     for metric in ("ttft_ms", "tpot_ms", "itl_ms"):
         for rank, one in row.get(metric, {}).items():

@@ -6,7 +6,7 @@ import pytest
 from coordinator.events import Limits, PeerUp
 from proto.messages import Role, Step
 from runtime.settings.workers import WorkerSettings
-from tests.coordinator.world import Harness, submit, worker_hello
+from tests.coordinator.world import MODEL, Harness, submit, worker_hello
 
 
 @pytest.mark.parametrize(("asked", "steps"), [(0, [64, 36]), (16, [16] * 6 + [4])])
@@ -18,6 +18,7 @@ def test_a_worker_says_it_unless_the_coordinator_is_told(asked: int, steps: list
         PeerUp(10, msgspec.structs.replace(hello, capacity=msgspec.structs.replace(hello.capacity, step_tokens=64)))
     )
     world.receive(1, submit("a", 100))
+    assert world.core.queues[MODEL].step_tokens == 64, "what deadlines count the chunks of a prompt by"
     taken = [message for message in world.take(Step, 10) if isinstance(message, Step)]
     assert [sum(chunk.length for chunk in step.chunks) for step in taken] == steps
 

@@ -35,6 +35,7 @@ def test_a_message_and_its_tokens() -> None:
         found = await client.messages.create(model=MODEL, max_tokens=200, system=blocks, messages=HI)
         assert [block.text for block in found.content if block.type == "text"] == [ANSWER]
         assert (found.stop_reason, found.usage.output_tokens) == ("end_turn", ANSWER_TOKENS)
+        assert found._request_id, "Anthropic's client reads the id from a header of its own"
         prompt = site.gateway.models[0].tokenizer.decode_all(site.cluster.submits[-1][1])
         assert "S1\nS2" in prompt
         count = await client.messages.count_tokens(model=MODEL, system=blocks, messages=HI)

@@ -93,8 +93,8 @@ class Limits:
     """Longest wait for a place, in priority classes without one of their own ..."""
     resumed_wait_s_max: float = 600.0
     """... and for a later attempt at a request: its client may have had tokens already."""
-    step_tokens: int = 256
-    """Token budget of one prefill forward pass; the grain at which everything can change its mind."""
+    step_tokens: int = 0
+    """Token budget of one prefill forward pass; the grain at which everything can change its mind. 0: as the worker says."""
     step_ms: float = 250.0
     """What a prefill worker is given in advance takes about as long at most, so that whoever comes next waits no longer; 0: no
     matter how long."""

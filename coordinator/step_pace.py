@@ -11,7 +11,8 @@ STEP_TOKENS_MIN: Final = 64
 
 
 class StepLimits(NamedTuple):
-    tokens: int = 256
+    tokens: int = 0
+    """0: as each worker says; a `StepPace` has to know."""
     ms: float = 0.0
     """0: no matter how long."""
     in_flight: int = 2

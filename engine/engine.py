@@ -83,6 +83,10 @@ class Engine:
         return self.runner.backend
 
     @property
+    def on_gpu(self) -> bool:
+        return self.pool.is_cuda
+
+    @property
     def numerics(self) -> str:
         return self.runner.numerics
 

@@ -13,8 +13,8 @@ from starlette.types import ASGIApp
 from gateway.anthropic import routes as routes_anthropic
 from gateway.anthropic.answer import error_body
 from gateway.anthropic.types import CountRequest, MessagesRequest
-from gateway.http.errors import ApiError
-from gateway.http.request_log import RequestLog, info_of
+from gateway.http.errors import RATE_HEADERS, ApiError
+from gateway.http.request_log import REQUEST_ID_HEADER, RequestLog, info_of
 from gateway.openai import openapi, routes_generate, routes_info
 from gateway.openai.answer_types import ChatCompletionChunk, MessageEvent, ResponseEvent
 from gateway.openai.context import Gateway
@@ -67,7 +67,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
             allow_origins=gateway.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "x-ratelimit-*"],
+            expose_headers=[REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS],
         )
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

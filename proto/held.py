@@ -1,12 +1,15 @@
 """What a worker has and holds, as it registers."""
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from proto.fields import Attempt, BlockSize, Count, RequestId, Tokens_
 from proto.parts import PrefixParts
+
+STEP_TOKENS: Final = 256
+"""Of a prefill step on a CPU."""
 
 
 class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -17,6 +20,8 @@ class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     max_seqs: Annotated[int, Meta(ge=1, le=1 << 20)]
     """Most sequences at once: in prefill, prompts being computed; in decode, the running batch."""
     context_tokens: Tokens_
+    step_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = STEP_TOKENS
+    """Of a prefill step, where the coordinator is not told another budget."""
 
 
 class Held(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):

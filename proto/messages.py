@@ -65,8 +65,8 @@ class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, 
 
 
 class Hello(Message, frozen=True):
-    """First on every link, from the connecting end. Its first four fields never change, so that every version can read them
-    and refuse by name what it cannot work with (`proto.newer.HelloPrefix`)."""
+    """First on every link, from the connecting end. Its first four fields never change, so that every version can read them,
+    and refuse what it cannot work with (`proto.newer.HelloPrefix`)."""
 
     version: int
     role: Role
@@ -106,8 +106,7 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The answer to a Hello that does not fit, or to a peer that is not known (any more): start over. Its field never
-    changes."""
+    """To a Hello that does not fit, or to a peer that is not known (any more): start over. Its field never changes."""
 
     reason: Text
 
@@ -339,8 +338,7 @@ class WorkFailed(Message, frozen=True):
     attempt: Attempt
     reason: Interrupt
     message: Text
-    output_tokens: Count = 0
-    """Emitted here. First tokens count in prefill."""
+    output_tokens: Count = 0  # emitted here; first tokens count in prefill
 
 
 # --- worker → gateway --------------------------------------------------------------------------------------------------------

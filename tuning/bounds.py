@@ -27,7 +27,7 @@ def attainable(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: 
         prompt_ms = np.zeros(len(sent))  # all of it may be cached
     else:
         prompt_ms = rate * (1 - options.hit_rate) * np.array([float(one.prompt_tokens) for one in sent])
-    steps = np.array([float(max(one.output_tokens - 1, 0)) for one in sent])
+    steps = np.array([float(max(one.forwarded_tokens - 1, 0)) for one in sent])
     decode_ms = steps * _least_ms_per_step(profile, options.seqs_max)
     prefill_span_ms = span_ms + ttft_ms
     decode_span_ms = prefill_span_ms + tpot_ms * float(steps.max(initial=0.0))

@@ -58,7 +58,7 @@ class Samples:
     outside: list[Outside] = field(default_factory=list)
     step_gaps_ms: list[float] = field(default_factory=list)
     second_token_ms: list[tuple[int, float]] = field(default_factory=list)
-    """Prompt tokens of a stream that ran alone, and its first gap less its later ones."""
+    """Of a stream that ran alone: tokens of its prompt's last step, and its first gap less its later ones."""
 
 
 def slope(samples: Iterable[StepSample]) -> float:
@@ -75,17 +75,19 @@ def slope(samples: Iterable[StepSample]) -> float:
 
 
 def curve(samples: Sequence[StepSample], per_read: float) -> Curve:
-    """Through the medians, never falling."""
+    """Through the medians, never falling: where they fall, through their means (isotonic regression, by pooling adjacent
+    violators)."""
     if not samples:
         raise FitError("no step was measured; see the logs of the workers")
     groups: dict[int, list[float]] = defaultdict(list)
     for one in samples:
         groups[one.size].append(one.ms - per_read * one.reads)
-    at, ms, least = sorted(groups), [], 1e-3
+    at, pools = sorted(groups), list[list[float]]()
     for count in at:
-        least = max(least, median(groups[count]))
-        ms.append(least)
-    return Curve(tuple(float(count) for count in at), tuple(ms))
+        pools.append([max(median(groups[count]), 1e-3)])
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return Curve(tuple(float(count) for count in at), tuple(fmean(pool) for pool in pools for _ in pool))
 
 
 def fitted(samples: Sequence[StepSample]) -> tuple[Curve, float, Residuals]:
@@ -147,7 +149,7 @@ def host_cost(samples: Samples, transfer: TransferCost) -> HostCost:
     request_ms, token_ms = line_through([(one.prompt_tokens, one.ms) for one in samples.outside])
     residuals = [one.ms / max(request_ms + token_ms * one.prompt_tokens, 1e-3) - 1 for one in samples.outside]
     gap_ms = max(median(samples.step_gaps_ms), 0.0) if samples.step_gaps_ms else 0.0
-    joins = [gap - transfer.latency_ms for _, gap in samples.second_token_ms]
+    joins = [gap - transfer.ms(last_tokens) for last_tokens, gap in samples.second_token_ms]
     join_ms = max(median(joins), 0.0) if joins else 0.0
     return HostCost(request_ms, token_ms, gap_ms, join_ms, Residuals.of(residuals))
 

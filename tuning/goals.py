@@ -36,6 +36,3 @@ class Goals:
             return self.default.limits(classes)
         slos = [self.by_class.get(name, self.default) for name in classes]
         return np.array([slo.ttft_ms for slo in slos]), np.array([slo.tpot_ms for slo in slos])
-
-    def of(self, name: str) -> Slo:
-        return self.by_class.get(name, self.default)

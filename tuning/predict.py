@@ -2,7 +2,7 @@
 
 A band has two causes. The machine is never twice the same: the run is simulated again with prefill and decode steps scaled by
 draws from the profile's run-to-run spread. And a trace is one sample of its traffic: windows of it are drawn with replacement
-(a moving-block bootstrap), which changes the figures without another simulation.
+(a block bootstrap, whose blocks do not overlap), which changes the figures without another simulation.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def predict(
     runs: int = RUNS,
     seed: int = 0,
 ) -> Prediction:
-    """`from_s`: requests that arrive earlier are a warm-up, and not counted."""
+    """`from_s`: requests that arrive earlier are a warm-up, and not counted, but for their gaps between tokens."""
     rng = np.random.default_rng([seed, 1])
     point = Simulator(profile, workers, sent, options).run()
     outcomes = [point]

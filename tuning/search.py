@@ -1,13 +1,14 @@
 """Which workers serve a traffic best: bounds, successive halving, full runs; then what would turn the answer. Pure.
 
-1. A fluid bound of each candidate: more requests cannot be good than its workers can compute in the time there is. A candidate
-   whose bound is below what another of as many workers has shown is discarded; that is proven, not estimated.
+1. A fluid bound of each candidate: more requests cannot be good than its workers can compute in the time there is. Those with
+   the highest bounds are looked at first, and a candidate whose bound is below what another of as many workers has shown on an
+   excerpt (the low end of its band) is discarded.
 2. Excerpts of the trace (windows from all over it) rank what is left; half goes on to an excerpt twice as long.
 3. The best few of the budget run the whole trace. Probabilities come from drawing its windows with replacement, the same
    windows for all candidates, and from the profile's run-to-run spread.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -125,14 +126,21 @@ def search(
         one: Result(one, attainable(profile, one.workers, sent, goals, _options(options, one)))
         for one in space.candidates()
     }
-    left = list(results)
-    for rung, share in enumerate(RUNG_SHARES):
+    left = sorted(results, key=lambda one: -results[one].bound)
+    for share in RUNG_SHARES:
         part = excerpt(sent, max(round(share * len(sent)), REQUESTS_MIN))
-        left = _undominated(left, results) if rung else left
+        shown: dict[int, float] = {}
+        """By number of workers."""
+        kept = []
         for done, candidate in enumerate(left):
             tell(f"{len(part):,} requests", done, len(left))
-            _take(results[candidate], _run(profile, part, candidate, options), goals, len(part), seed)
-        left = _best_half(left, results, space.budget)
+            result, total = results[candidate], candidate.workers.total
+            if result.bound < shown.get(total, 0.0):
+                continue
+            kept.append(candidate)
+            _take(result, _run(profile, part, candidate, options), goals, len(part), seed)
+            shown[total] = max(shown.get(total, 0.0), result.low)
+        left = _best_half(kept, results, space.budget)
     left = [one for one in left if one.workers.total == space.budget][:FULL_MAX]
     outcomes: dict[Candidate, list[Outcome]] = {}
     for done, candidate in enumerate(left):
@@ -181,15 +189,6 @@ def _draws(at_s: Floats, values: Floats, seed: int, draws: int = DRAWS) -> Float
     sizes = np.array([len(part) for part in parts])
     chosen = np.random.default_rng([seed, 2]).integers(len(parts), size=(draws, len(parts)))
     return np.asarray(sums[chosen].sum(axis=1) / sizes[chosen].sum(axis=1))
-
-
-def _undominated(left: Iterable[Candidate], results: dict[Candidate, Result]) -> list[Candidate]:
-    """Without those whose bound is below what another of as many workers has shown on the excerpt, band included."""
-    shown: dict[int, float] = {}
-    for one in left:
-        total = one.workers.total
-        shown[total] = max(shown.get(total, 0.0), results[one].low)
-    return [one for one in left if results[one].bound >= shown[one.workers.total]]
 
 
 def _best_half(left: Sequence[Candidate], results: dict[Candidate, Result], budget: int) -> list[Candidate]:

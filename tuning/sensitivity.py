@@ -42,16 +42,28 @@ def map_of(
     profile: Profile, sent: Sequence[Sent], goals: Goals, found: Found, options: Options, tell: Tell
 ) -> list[Cell]:
     """Prefill by decode workers, each up to the budget less one."""
-    side = min(found.budget - 1, MAP_SIDE_MAX)
+    best = found.best.candidate
+    ratios = [
+        (prefill, decode)
+        for prefill in _side(found.budget - 1, best.workers.prefill)
+        for decode in _side(found.budget - 1, best.workers.decode)
+    ]
     part = excerpt(sent, REQUESTS)
-    chosen = replace(options, step_tokens=found.best.candidate.step_tokens, seqs_max=found.best.candidate.seqs_max)
+    chosen = replace(options, step_tokens=best.step_tokens, seqs_max=best.seqs_max)
     cells = []
-    for number in range(side * side):
-        prefill, decode = number // side + 1, number % side + 1
-        tell("what binds", number, side * side)
+    for done, (prefill, decode) in enumerate(ratios):
+        tell("what binds", done, len(ratios))
         outcome = Simulator(profile, Workers(prefill, decode), part, chosen).run()
         cells.append(Cell(prefill, decode, outcome.attainment(goals), outcome.binds(goals)))
     return cells
+
+
+def _side(most: int, best: int) -> list[int]:
+    """Numbers of workers from 1 to `most`: all, or some at even distances and the best one."""
+    if most <= MAP_SIDE_MAX:
+        return list(range(1, most + 1))
+    found = {1 + round(place * (most - 1) / (MAP_SIDE_MAX - 1)) for place in range(MAP_SIDE_MAX)}
+    return sorted(found | ({best} if best else set()))
 
 
 def turns(
@@ -61,6 +73,8 @@ def turns(
     part = excerpt(sent, REQUESTS)
     best = found.best.candidate
     layouts = _near(best.workers, space.layouts(space.budget))
+    if len(layouts) < 2:
+        return []  # there is nothing that it could turn to
     changes: list[tuple[str, Sequence[float], Callable[[float], Change]]] = []
     for what, make in (
         ("prompt length", lambda f: Change(prompts=f)),

@@ -25,15 +25,38 @@ class Change:
     hit_rate: float = 0.0
 
     def applied(self, sent: Sequence[Sent]) -> list[Sent]:
-        """All but the hit rate."""
+        """All but the hit rate, which is `Options.hit_rate`: it counts where there are no ids of blocks, so they go."""
         return [
             one._replace(
                 at_s=one.at_s / self.load,
+                blocks=() if self.hit_rate else one.blocks,
                 prompt_tokens=max(1, round(one.prompt_tokens * self.prompts)),
                 output_tokens=max(1, round(one.output_tokens * self.outputs)),
+                leaves_after=max(1, round(one.leaves_after * self.outputs)) if one.leaves_after else 0,
             )
             for one in sent
         ]
+
+
+def with_cancels(sent: Sequence[Sent], share: float, seed: int) -> list[Sent]:
+    """The clients of a share of the requests leave, each after a token drawn from all of its answer."""
+    leaves, where = np.random.default_rng([seed, 4]).random((2, len(sent)))
+    return [
+        one._replace(leaves_after=1 + int(place * one.output_tokens)) if draw < share else one
+        for one, draw, place in zip(sent, leaves.tolist(), where.tolist(), strict=True)
+    ]
+
+
+def fitted(sent: Sequence[Sent], context_tokens: int) -> tuple[list[Sent], int]:
+    """Requests longer than the model's context are made shorter, as the load generator does; and how many."""
+    found, cut = [], 0
+    for one in sent:
+        if one.prompt_tokens + one.output_tokens > context_tokens:
+            cut += 1
+            output = min(one.output_tokens, max(1, context_tokens // 2))
+            one = one._replace(prompt_tokens=min(one.prompt_tokens, context_tokens - output), output_tokens=output)
+        found.append(one)
+    return found, cut
 
 
 def excerpt(sent: Sequence[Sent], requests: int) -> list[Sent]:

@@ -45,7 +45,7 @@ def judge(submit: Submit, pool: Pool | None, limits: Limits) -> Refusal:
         # A resume waits for the restart of what it lost; a new request is told at once.
         return (None, "") if submit.attempt > 1 else (Reject.NO_CAPACITY, lacks)
     total = submit.prompt_tokens + submit.sampling.max_tokens - submit.resumed_tokens
-    if total > pool.context_tokens:
+    if total - 1 > pool.context_tokens:  # the last token is drawn, and not computed on
         return Reject.TOO_LONG, f"{total} tokens in all; the context holds {pool.context_tokens}"
     if not pool.could_ever_fit(submit):
         return Reject.TOO_LARGE, f"the KV cache of {total} tokens x {submit.choices} fits no worker here"

@@ -17,6 +17,7 @@ from coordinator.waiting.latest_starts import LatestStarts
 from coordinator.waiting.overload import Backlog, Rate
 from coordinator.waiting.queue_keys import Demand, class_key
 from coordinator.waiting.waits import Waits
+from proto.held import STEP_TOKENS
 from proto.messages import Chunk, Submit
 
 _PRIORITY_S = 1e6
@@ -118,7 +119,7 @@ class WaitQueue:
             self._set_deadline(request)
 
     def _enter(self, request: Request, key: int) -> None:
-        chunks = -(-request.submit.prompt_tokens // self._limits.step_tokens)
+        chunks = -(-request.submit.prompt_tokens // (self._limits.step_tokens or STEP_TOKENS))
         asked = request.submit.deadline_ms / 1000
         priority_class = self._limits.priority_classes[request.path[0]]
         due = request.arrived + (asked or priority_class.ttft_s + chunks * priority_class.ttft_s_per_chunk)

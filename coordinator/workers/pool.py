@@ -38,7 +38,8 @@ class Pool(Candidates):
         self._side(worker)[worker.incarnation] = worker
         self.locality.join(worker.incarnation, worker.capacity.kv_blocks, worker.hello.role)
         worker.on_change = self.changed
-        worker.pace = StepPace(self._step_limits)
+        limits = self._step_limits
+        worker.pace = StepPace(limits._replace(tokens=limits.tokens or worker.capacity.step_tokens))
         self.changed(worker)
         self.reopen()
         self._measure()

@@ -12,7 +12,7 @@ from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import chains
 from coordinator.request import Request
 from coordinator.step_pace import StepLimits, StepPace
-from proto.held import Capacity, Held
+from proto.held import STEP_TOKENS, Capacity, Held
 from proto.messages import Chunk, Hello, Role, Step, Submit
 from proto.status import KvHeld, KvPair
 
@@ -74,7 +74,7 @@ class Worker:
     """In its present role, as last heard."""
     tokens_per_s: float = 0.0
     """Measured prefill rate, smoothed; 0 until the first step is done."""
-    pace: StepPace = field(default_factory=lambda: StepPace(StepLimits()))
+    pace: StepPace = field(default_factory=lambda: StepPace(StepLimits(STEP_TOKENS)))
     """Prefill only."""
     has_run_full: bool = False
     """It has computed a step that was at least half full: its rate is one that deadlines can be judged by."""

@@ -81,19 +81,24 @@ class ForwardBatch:
 
 
 def pack(chunks: Sequence[SeqChunk], pool: torch.Tensor) -> ForwardBatch:
-    """Asserts that each chunk has tokens and that its table covers them. One copy to the device, from pinned memory."""
+    """One copy to the device, from pinned memory. Raises ValueError for chunks without tokens, and for tables that do not cover
+    them or name blocks that the pool does not have."""
     size, slots_per_block = pool.shape[3], pool.shape[1] * 2 * pool.shape[3]
     counts = tuple(len(chunk.tokens) for chunk in chunks)
     lengths = [chunk.start + count for chunk, count in zip(chunks, counts, strict=True)]
     blocks = tuple(-(-length // size) for length in lengths)
     for chunk, count, needed in zip(chunks, counts, blocks, strict=True):
-        assert count and chunk.start >= 0, "a chunk has at least one token"
-        assert len(chunk.blocks) >= needed, f"{len(chunk.blocks)} blocks do not cover {needed * size} tokens"
+        if not count or chunk.start < 0:
+            raise ValueError("a chunk is empty")
+        if len(chunk.blocks) < needed:
+            raise ValueError(f"{len(chunk.blocks)} blocks do not cover {chunk.start + count} tokens")
     starts = np.concatenate(([0], np.cumsum(counts)))
     positions = np.arange(starts[-1]) + np.repeat(np.array(lengths) - starts[1:], counts)
     tables = np.zeros((len(chunks), max(blocks)), np.int64)
     for row, (chunk, needed) in enumerate(zip(chunks, blocks, strict=True)):
         tables[row, :needed] = chunk.blocks[:needed]
+    if tables.min() < 0 or tables.max() >= pool.shape[0]:
+        raise ValueError("a block table names a block that the pool does not have")
     places = tables[np.repeat(np.arange(len(chunks)), counts), positions // size]
     slots = places * slots_per_block + positions % size
     token_ids = np.concatenate([np.asarray(chunk.tokens, np.int64) for chunk in chunks])
@@ -107,8 +112,11 @@ def pack(chunks: Sequence[SeqChunk], pool: torch.Tensor) -> ForwardBatch:
 
 def to_device(parts: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
     """Arrays of int64 as tensors of the same shapes, by one copy."""
-    flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts]))
-    if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
+    flat = upload(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), device)
     pieces = torch.split(flat, [part.size for part in parts])
     return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device. The host does not wait for a GPU, and may change the tensor at once."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

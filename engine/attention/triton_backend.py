@@ -8,7 +8,7 @@ from triton import next_power_of_2
 
 from engine import triton_launch
 from engine.attention import triton_kernels as kernels
-from engine.attention.forward_batch import ForwardBatch
+from engine.attention.forward_batch import ForwardBatch, upload
 from engine.attention.interface import AttentionCall, AttentionMetadata
 
 SPLITS: Final = 32
@@ -42,9 +42,7 @@ class TritonAttention:
         sequences = np.repeat(np.arange(len(tiles_of)), tiles_of)
         firsts = (np.arange(len(sequences)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)) * ROWS
         tiles = torch.from_numpy(np.stack((sequences, firsts)).astype(np.int32))
-        if batch.tables.is_cuda:
-            tiles = tiles.pin_memory().to(batch.tables.device, non_blocking=True)
-        return AttentionMetadata(batch, tiles=tiles)
+        return AttentionMetadata(batch, tiles=upload(tiles, batch.tables.device))
 
     def layer(self, layer: int) -> torch.Tensor:
         """Where K of a layer begins; V is `v_distance` numbers further."""

@@ -2,6 +2,7 @@
 
 import torch
 
+from engine.attention.forward_batch import upload
 from engine.sampling.sampler import SamplerState
 
 
@@ -19,9 +20,15 @@ class Adjustments:
     def join(self, slot: int, state: SamplerState) -> None:
         sampling = state.sampling
         penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-        self._penalties[slot].copy_(torch.tensor(penalties))
+        self._put(self._penalties[slot], torch.tensor(penalties))
         for target, found in zip((self._seen, self._counts, self._bias), state.adjustments(), strict=True):
-            target[slot].zero_() if found is None else target[slot].copy_(found)
+            if found is None:
+                target[slot].zero_()
+            else:
+                self._put(target[slot], found)
+
+    def _put(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        target.copy_(upload(values, target.device))
 
     def apply(self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Logits [all rows, vocab] in which these rows are changed; a new tensor."""

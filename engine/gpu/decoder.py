@@ -26,9 +26,9 @@ class Decoder:
     def attention_name(self) -> str:
         return self._ops.attention.name
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [tokens, vocab] float32 of all rows."""
-        return self.logits(self.hidden(batch))
+    def forward(self, batch: ForwardBatch, out: torch.Tensor) -> None:
+        """Writes the logits of all rows to `out` [tokens, vocab] float32."""
+        out.copy_(_times(self.hidden(batch), self.weights.head))
 
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Writes K and V of the batch to the pool; [tokens, hidden], as the output layer reads it."""

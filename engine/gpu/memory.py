@@ -11,8 +11,8 @@ from engine.engine import Runner
 
 _LIBRARIES_BYTES: Final = 512 << 20
 """For CUDA graphs, and what libraries allocate when they are first used."""
-_DRAW_BYTES: Final = 48
-"""Of each logit that is drawn from: its weights, sums and copies in float64."""
+_DRAW_BYTES: Final = 64
+"""Of each logit that is drawn from: itself, its weights, sums and copies in float64, its penalties."""
 
 
 MakeRunner = Callable[[int], tuple[Runner, int]]

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from engine.attention.forward_batch import NO_SLOT, ForwardBatch
+from engine.attention.forward_batch import NO_SLOT, ForwardBatch, upload
 from engine.gpu.adjustments import Adjustments
 from engine.gpu.decoder import Decoder
 from engine.gpu.replay import Replay
@@ -46,11 +46,13 @@ class GpuPipeline:
         self._block_size = pool.shape[3]
         self._slots_per_block = pool.shape[1] * 2 * self._block_size
         self._blocks_max = -(-context_tokens // self._block_size)
-        self._input = StepInput(rows_max, self._blocks_max, self._block_size, pool.device)
+        self._input = StepInput(rows_max, context_tokens, self._block_size, pool.device)
         # One line more than sequences, for the rows that fill a batch up.
         self._tables = torch.zeros(rows_max + 1, self._blocks_max, dtype=torch.int32, device=pool.device)
         self._drawn = torch.zeros(rows_max + 1, dtype=torch.int64, device=pool.device)
         self._vocab_size = decoder.weights.head.weight.shape[0]
+        # One for all CUDA graphs: what a graph returned would be in memory for each of them.
+        self._logits = torch.zeros(rows_max, self._vocab_size, device=pool.device)
         self._adjustments: Adjustments | None = None
         self._under_way: deque[_Step] = deque()
         self.replay = Replay(self._forward, rows_max)
@@ -63,7 +65,8 @@ class GpuPipeline:
         shape = self._input.fill(rows)
         for join in shape.joins:
             self._join(join)
-        logits = self._without_forbidden(self.replay.run(shape.rows)[: shape.rows], rows)
+        self.replay.run(shape.rows)
+        logits = self._without_forbidden(self._logits[: shape.rows], rows)
         self._under_way.append(self._draw(logits, shape, tuple(row.state for row in rows)))
 
     def _without_forbidden(self, logits: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
@@ -71,8 +74,9 @@ class GpuPipeline:
         forbidding = [index for index, row in enumerate(rows) if row.state.forbids]
         if not forbidding:
             return logits
-        forbidden = torch.stack([rows[index].state.forbidden() for index in forbidding]).to(logits.device)
-        return logits.index_add(0, torch.tensor(forbidding, device=logits.device), forbidden)
+        forbidden = torch.stack([rows[index].state.forbidden() for index in forbidding])
+        at, forbidden = (upload(one, logits.device) for one in (torch.tensor(forbidding), forbidden))
+        return logits.index_add(0, at, forbidden)
 
     def collect(self) -> list[Sampled | None]:
         step = self._under_way.popleft()
@@ -103,8 +107,8 @@ class GpuPipeline:
                 self._adjustments = Adjustments(self._input.slots, self._vocab_size, self._pool.device)
             self._adjustments.join(join.slot, join.state)
 
-    def _forward(self, rows: int) -> torch.Tensor:
-        """Logits [rows, vocab] of the step that is in the buffers; what a CUDA graph holds."""
+    def _forward(self, rows: int) -> None:
+        """Logits of the step that is in the buffers; what a CUDA graph holds."""
         slot, position, block = (
             self._input.integers(field, rows) for field in (Field.SLOT, Field.POSITION, Field.BLOCK)
         )
@@ -121,7 +125,7 @@ class GpuPipeline:
             counts=(1,) * rows,
             blocks=(self._blocks_max,) * rows,
         )
-        return self._decoder.forward(batch)
+        self._decoder.forward(batch, self._logits[:rows])
 
     def _draw(self, logits: torch.Tensor, shape: StepShape, states: tuple[SamplerState, ...]) -> _Step:
         finite, tokens = likeliest(logits)

@@ -1,6 +1,6 @@
 """A function of the number of rows, over fixed buffers: captured as one CUDA graph for each bucket of rows, and replayed.
 
-On a CPU, and where a graph cannot be captured, the function is called instead.
+Before the capture, and on a CPU, the function is called instead.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ def buckets(rows_max: int) -> tuple[int, ...]:
 
 
 class Replay:
-    def __init__(self, function: Callable[[int], torch.Tensor], rows_max: int) -> None:
+    def __init__(self, function: Callable[[int], None], rows_max: int) -> None:
         self._function = function
         self._buckets = buckets(rows_max)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     @property
     def graphs(self) -> int:
@@ -37,14 +37,13 @@ class Replay:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory):
-                out = self._function(rows)
-            self._graphs[rows] = (graph, out)
+                self._function(rows)
+            self._graphs[rows] = graph
 
-    def run(self, rows: int) -> torch.Tensor:
-        """What the function returns for the next bucket; the first `rows` lines are meant. Valid until the next run."""
+    def run(self, rows: int) -> None:
+        """The function for the next bucket; the first `rows` lines of what it writes are meant."""
         bucket = next(bucket for bucket in self._buckets if bucket >= rows)
-        if bucket not in self._graphs:
-            return self._function(bucket)
-        graph, out = self._graphs[bucket]
-        graph.replay()
-        return out
+        if bucket in self._graphs:
+            self._graphs[bucket].replay()
+        else:
+            self._function(bucket)

@@ -22,7 +22,7 @@ class GpuRunner:
         self, weights: DecoderWeights, pool: torch.Tensor, ops: Ops, context_tokens: int, decode_rows: int = 0
     ) -> None:
         """`decode_rows`: the most sequences that decode at once; 0: there is no pipeline."""
-        self._pool, self.weights = pool, weights
+        self._pool, self._context_tokens = pool, context_tokens
         self._decoder = Decoder(weights, ops)
         self.backend = f"gpu ({ops.attention.name} kernels)"
         device = torch.cuda.get_device_name(pool.device) if pool.is_cuda else "cpu"
@@ -30,6 +30,8 @@ class GpuRunner:
         self.pipeline = GpuPipeline(self._decoder, pool, context_tokens, decode_rows) if decode_rows else None
 
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
+        if max(chunk.start + len(chunk.tokens) for chunk in chunks) > self._context_tokens:
+            raise ValueError("a chunk is outside of the context")
         batch = pack(chunks, self._pool)
         hidden = self._decoder.hidden(batch)
         for on_logits, start, row, count in rows_of_logits(chunks):

@@ -67,12 +67,13 @@ class StepShape:
 
 
 class StepInput:
-    def __init__(self, slots: int, blocks_max: int, block_size: int, device: torch.device) -> None:
-        """`slots`: the most sequences at once; `blocks_max`: blocks of the longest table."""
+    def __init__(self, slots: int, context_tokens: int, block_size: int, device: torch.device) -> None:
+        """`slots`: the most sequences at once; `context_tokens`: of the longest."""
         self.slots = slots
         self._block_size = block_size
         self._fields_size = len(Field) * slots
-        size = self._fields_size + slots * blocks_max
+        self._context_tokens = context_tokens
+        size = self._fields_size + slots * -(-context_tokens // block_size)
         self.buffer = torch.zeros(size, dtype=torch.int64, device=device)
         """On the device, in a fixed place, which CUDA graphs read."""
         self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(_BUFFERS)]
@@ -92,8 +93,8 @@ class StepInput:
         return self.integers(field, rows).view(torch.float64)
 
     def fill(self, rows: Sequence[DecodeRow]) -> StepShape:
-        """Copies to the device what it needs for these rows."""
-        assert 0 < len(rows) <= self.slots, f"{len(rows)} sequences for {self.slots} slots"
+        """Copies to the device what it needs for these rows. Raises ValueError for rows that its buffers are too small for."""
+        self._check(rows)
         self._release(rows)
         host = self._host[self._turn]
         self._turn = (self._turn + 1) % _BUFFERS
@@ -117,6 +118,15 @@ class StepInput:
     def forget(self) -> None:
         """No sequence goes on."""
         self._release(())
+
+    def _check(self, rows: Sequence[DecodeRow]) -> None:
+        size = self._block_size
+        if not 0 < len(rows) <= self.slots:
+            raise ValueError(f"{len(rows)} sequences in a step of at most {self.slots}")
+        if any(not row.position < self._context_tokens or len(row.table) * size <= row.position for row in rows):
+            raise ValueError("a token is outside of the context, or of its sequence's block table")
+        if any((len(row.table) - 1) * size >= self._context_tokens for row in rows):
+            raise ValueError("a block table is longer than the context")
 
     def _release(self, rows: Sequence[DecodeRow]) -> None:
         """Slots of sequences that are not in this step are free: the device does this step after the last one."""

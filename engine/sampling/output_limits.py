@@ -31,7 +31,7 @@ class OutputLimits:
 
     def mask(self, row: torch.Tensor, index: int) -> torch.Tensor:
         """Logits [vocab] for output token number `index`; a new tensor when anything changes. Where nothing would be left, as
-        when all that is allowed is a bad word, the row stays as it is."""
+        when all that is allowed is a bad word, or the grammar lets the answer only end, the row stays as it is."""
         if not self.apply_at(index):
             return row
         masked = row.clone()

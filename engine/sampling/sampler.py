@@ -1,4 +1,4 @@
-"""Draws tokens from logits. Per row, in vLLM's order: tokens that may not come, penalties and bias → the grammar's mask →
+"""Draws tokens from logits. Per row: the grammar's mask → tokens that may not come, penalties and bias →
 log-probabilities are taken → temperature → min_p → top_k → top_p → draw. A row pays only for what it asks for: a greedy one
 without adjustments is an argmax.
 
@@ -91,7 +91,10 @@ class SamplerState:
 
     def forbidden(self) -> torch.Tensor:
         """[vocab] on the CPU, to be added to logits: minus infinity for the tokens that must not be drawn next."""
-        row = self._limits.mask(torch.zeros(self._vocab_size), self.index)
+        return self._limits.mask(self.in_form(torch.zeros(self._vocab_size)), self.index)
+
+    def in_form(self, row: torch.Tensor) -> torch.Tensor:
+        """Logits [vocab] on the CPU, minus infinity where a token does not continue the grammar."""
         return row if self.constraint is None else torch.from_numpy(self.constraint.mask(row.numpy()))
 
     @property
@@ -180,11 +183,9 @@ def _likeliest(logits: torch.Tensor) -> tuple[list[bool], list[int]]:
 def _sample_row(row: torch.Tensor, state: SamplerState, scratch: Weights) -> Sampled | None:
     """`row` [vocab] on the CPU, with a finite maximum."""
     sampling = state.sampling
-    adjusted = state.apply_penalties(row)
+    # The grammar comes first: limits leave a row as it is where nothing would be left of it.
+    adjusted = state.apply_penalties(state.in_form(row))
     values = adjusted.numpy()
-    if state.constraint is not None:
-        values = state.constraint.mask(values)
-        adjusted = torch.from_numpy(values)
     token = int(values.argmax())
     highest = float(values[token])
     if highest == -math.inf:

@@ -21,6 +21,7 @@ _ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+_REASONS = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.TOOL_CALLS: "tool_use"}
 
 
 def error_body(error: ApiError, request_id: str) -> Json:
@@ -34,15 +35,12 @@ class MessagesAnswer(ChatAnswer):
         self._blocks: list[Json] = []
         """In order; the last may be open."""
         self._open = False
-        self._tokens: list[int] = []
-        """Of the answer, where it may have ended with one of several stop strings."""
-        self._finish: Finish | None = None
-        self._eos = False
+        self._stopped: Json = {"stop_reason": None, "stop_sequence": None}
 
     def _envelope_of(self, usage: Json, content: list[Json]) -> Json:
         return {
             "id": self._head["id"], "type": "message", "role": "assistant", "model": self._head["model"],
-            "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage,
+            "content": content, **self._stopped, "usage": usage,
         }  # fmt: skip
 
     def _usage(self, completion_tokens: int, cached_tokens: int) -> Json:
@@ -54,18 +52,6 @@ class MessagesAnswer(ChatAnswer):
             "output_tokens": completion_tokens,
         }
 
-    def _stop(self) -> Json:
-        """Why it ended, and with which stop string."""
-        if self._finish is Finish.TOOL_CALLS:
-            return {"stop_reason": "tool_use", "stop_sequence": None}
-        if self._finish is Finish.LENGTH:
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if self._eos or not self.prepared.stops:
-            return {"stop_reason": "end_turn", "stop_sequence": None}
-        text = self.tokenizer.decode(self._tokens)
-        found = [(at + len(stop), stop) for stop in self.prepared.stops if (at := text.find(stop)) >= 0]
-        return {"stop_reason": "stop_sequence", "stop_sequence": min(found)[1] if found else None}
-
     def collect(self, choice: ChoiceState, part: Deliver) -> None:
         choice.tokens.extend(part.tokens)
         for _ in self.chunks(choice, part):
@@ -76,7 +62,7 @@ class MessagesAnswer(ChatAnswer):
         for block in self._blocks:
             if block["type"] == "tool_use":
                 block["input"] = _decoded(block.pop("json"))
-        return self._envelope_of(usage, self._blocks) | self._stop()
+        return self._envelope_of(usage, self._blocks)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -88,8 +74,6 @@ class MessagesAnswer(ChatAnswer):
         return self.event({"type": "message_start", "message": self._envelope_of(self._usage(0, 0), [])})
 
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]:
-        if self.prepared.stops:
-            self._tokens.extend(part.tokens)
         delta, finish = self._read(choice, part)
         if thought := delta.get("reasoning_content"):
             yield from self._delta("thinking", {"thinking": "", "signature": ""}, "thinking_delta", "thinking", thought)
@@ -98,13 +82,13 @@ class MessagesAnswer(ChatAnswer):
         for call in delta.get("tool_calls", ()):
             yield from self._call_delta(call)
         if finish is not None:
-            self._finish = finish
-            self._eos = bool(part.tokens) and part.tokens[-1] in self.prepared.sampling.stop_token_ids
+            reason = "stop_sequence" if part.stop and finish is Finish.STOP else _REASONS[finish]
+            self._stopped = {"stop_reason": reason, "stop_sequence": part.stop or None}
             yield from self._end()
 
     def closing(self, completion_tokens: int, cached_tokens: int) -> bytes:
         usage = self._usage(completion_tokens, cached_tokens)
-        end: Json = {"type": "message_delta", "delta": self._stop(), "usage": usage}
+        end: Json = {"type": "message_delta", "delta": self._stopped, "usage": usage}
         return self.event(end) + self.event({"type": "message_stop"})
 
     def failing(self, error: ApiError, request_id: str) -> bytes:

@@ -4,14 +4,25 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.anthropic.types import CountRequest, MessagesRequest
+from gateway.anthropic.types import CountRequest, MessagesRequest, OutputConfig
 from gateway.http.errors import bad_value
+from gateway.openai.renamed import renamed
 from gateway.openai.request_types import ChatRequest, validate
 
 Json = dict[str, Any]
-NAMES: Final = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences"}
+NAMES: Final = {
+    "messages.*": "messages",  # there are more or fewer of them
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    r"response_format(\.json_schema)?": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+    r"(tools\[\d+\])\.function": r"\1",
+}
 """Fields of chat, and what they are made of here."""
 _SAME: Final = ("model", "temperature", "top_p", "top_k", "stream")
+_TOOL_FIELDS: Final = {"type", "name", "description", "input_schema", "strict", "cache_control"}
+_ASKING_FOR_NOTHING: Final[tuple[Any, ...]] = (None, False, [], ["direct"])
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _REFUSED: Final = {
     "image": "images are not supported: this server reads text",
@@ -27,6 +38,9 @@ def as_chat(request: CountRequest) -> ChatRequest:
         messages.append({"role": "system", "content": _text(request.system, "system")})
     for number, message in enumerate(request.messages):
         _add(messages, message, f"messages[{number}]")
+    if messages[-1]["role"] == "assistant":
+        why = "The last message must be the user's: an answer whose beginning is given is not supported."
+        raise bad_value("messages", why, "unsupported_value")
     fields: Json = {name: getattr(request, name, None) for name in _SAME} | {"messages": messages}
     if isinstance(request, MessagesRequest):
         fields |= {"max_completion_tokens": request.max_tokens, "stop": request.stop_sequences}
@@ -37,7 +51,20 @@ def as_chat(request: CountRequest) -> ChatRequest:
         fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools)]
     if request.tool_choice is not None:
         fields |= _choice(request.tool_choice)
-    return validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
+    if request.output_config is not None:
+        fields |= _output(request.output_config)
+    if request.thinking is not None and request.thinking.type == "disabled":
+        fields["reasoning_effort"] = "none"
+    with renamed(NAMES):
+        return validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
+
+
+def _output(asked: OutputConfig) -> Json:
+    found: Json = {} if asked.effort is None else {"reasoning_effort": asked.effort}
+    if asked.format is not None:
+        schema = {"name": "output", "schema": asked.format.schema_, "strict": True}
+        found["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return found
 
 
 def _add(messages: list[Json], message: Json, param: str) -> None:
@@ -63,6 +90,8 @@ def _add(messages: list[Json], message: Json, param: str) -> None:
                 own.setdefault("tool_calls", []).append(call)
             case ("tool_result", "user"):
                 result = _text(block.get("content") or "", f"{at}.content")
+                if block.get("is_error") is True:
+                    result = f"Error: {result}"  # chat templates have no field for it
                 messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
             case ("thinking", "assistant"):
                 thought = block.get("thinking")
@@ -107,6 +136,10 @@ def _tool(tool: Json, param: str) -> Json:
     if tool.get("type") not in (None, "custom"):
         message = f"'{param}.type' must be \"custom\": tools that this server would have to run are not supported."
         raise bad_value(f"{param}.type", message, "unsupported_value")
+    for key in tool.keys() - _TOOL_FIELDS:
+        if tool[key] not in _ASKING_FOR_NOTHING:
+            name = f"{param}.{key[:100]}"
+            raise bad_value(name, f"'{name}' is not supported here: leave it out.", "unsupported_parameter")
     function = {
         "name": tool.get("name"),
         "description": tool.get("description"),

@@ -13,7 +13,9 @@ NEUTRAL_ONLY: Final[Neutral] = {
     "mcp_servers": (None, []),
     "inference_geo": (None,),
     "cache_control": (None,),
-    "output_format": (None,),
+    "output_format": (None,),  # of a beta; `output_config` is its successor
+    "diagnostics": (None,),
+    "speed": (None, "standard"),
 }
 
 
@@ -22,8 +24,19 @@ class Metadata(RequestType):
 
 
 class Thinking(RequestType):
-    type: Literal["disabled"]
-    """Models that think do so as their chat template has it."""
+    type: Literal["disabled", "adaptive"]
+    """`adaptive`: models that think do so as their chat template has it. No budget can be kept to."""
+
+
+class OutputFormat(RequestType):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(RequestType):
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """As `reasoning_effort` of /v1/chat/completions."""
 
 
 class CountRequest(RequestType):
@@ -34,6 +47,9 @@ class CountRequest(RequestType):
     """Functions of the client only: this server runs no tools."""
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
+    """`disabled` or `adaptive`; with neither, the model does as its chat template has it."""
+    output_config: OutputConfig | None = None
+    """`format`: a JSON schema that the answer follows; `effort`."""
 
 
 class MessagesRequest(CountRequest):

@@ -18,6 +18,11 @@ _TYPES = {
     503: "service_unavailable",
 }
 
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
+"""All of those that `rate_headers` makes."""
+
 
 class ApiError(Exception):
     """An answer that is not a success."""

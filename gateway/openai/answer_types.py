@@ -25,6 +25,17 @@ class Error(AnswerType):
     error: ErrorBody
 
 
+class AnthropicErrorBody(AnswerType):
+    type: str
+    message: str
+
+
+class AnthropicError(AnswerType):
+    type: Literal["error"]
+    error: AnthropicErrorBody
+    request_id: str = Field(description="As in the header `X-Request-Id`.")
+
+
 class Status(AnswerType):
     status: Literal["ok", "ready"]
 

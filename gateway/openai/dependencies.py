@@ -3,18 +3,21 @@
 No route lets FastAPI read a body: that would be before the key was looked at, and without bounds.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 
-from gateway.http.body import Slots, owner_of
+from gateway.backend import ClientLeft
+from gateway.http.body import Slots, owner_of, parse_json
 from gateway.http.errors import ApiError
 from gateway.http.request_log import info_of
 from gateway.openai.context import Gateway, gateway_of
+from gateway.text.tokenizer import ModelTokenizer
 from runtime.tenancy.tenants import DEFAULT_TENANT
 
 _BEARER = HTTPBearer(auto_error=False, scheme_name="key", description="An API key of a tenant, where there are any.")
@@ -59,9 +62,20 @@ async def _held() -> AsyncIterator[AsyncExitStack]:
         yield stack
 
 
+class OfModel(Protocol):
+    """A request that may name a model."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
+Q = TypeVar("Q", bound=OfModel)
+A = TypeVar("A")
+
+
 @dataclass(frozen=True)
 class Call:
-    """One request that may make the model work."""
+    """One POST request, which makes a model or its tokenizer work."""
 
     request: Request
     gateway: Gateway
@@ -74,6 +88,17 @@ class Call:
     async def slots(self) -> Slots:
         """A place among the requests that this gateway has open at once. Raises `ApiError` (429, 503)."""
         return await self.held.enter_async_context(self.gateway.intake.place(self.owner))
+
+    async def tokenized(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], A]) -> A:
+        """What `work` makes, on a tokenizer thread, of the request that `read` makes of the body's JSON. Raises `ApiError`."""
+        await self.slots()
+        try:
+            async with self.gateway.intake.body(self.request, self.owner) as body:
+                asked = read(parse_json(body))
+                tokenizer = self.gateway.model(asked.model).tokenizer
+                return await self.gateway.threads.run(self.owner, len(body), partial(work, asked, tokenizer))
+        except ClientLeft:
+            raise ApiError(408, "The client left.", code="request_timeout") from None
 
 
 async def _call(

@@ -9,7 +9,7 @@ from gateway.structured.lark import Grammar
 from gateway.structured.request import Wanted, wanted
 from gateway.structured.schema import SchemaError
 from gateway.text.template_facts import TemplateFacts
-from gateway.text.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer, TemplateError
 from gateway.tools.conversation import call_format, tells_in_words, template_messages, template_options
 from gateway.tools.formats import END_OF_THOUGHT, MISTRAL, MISTRAL_ARGS, THINK, CallFormat, thinking_template, thought
 from gateway.tools.reader import Reading
@@ -53,9 +53,8 @@ def _checked(request: GenerationRequest, tokenizer: ModelTokenizer, grammar: str
     if len(grammar) > limits.MAX_GRAMMAR_CHARS:
         message = f"'{param}' makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters."
         raise bad_value(param, message)
-    for name in ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"):
-        if getattr(request, name):
-            raise bad_value(name, f"{name!r} does not go with {param!r}, which says what the answer looks like.")
+    if request.ignore_eos:
+        raise bad_value("ignore_eos", f"'ignore_eos' does not go with '{param}', which says where the answer ends.")
     if not tokenizer.facts.eos_ids:
         raise bad_value(param, f"'{param}' is not supported: the model has no token that ends an answer.")
     return grammar
@@ -90,6 +89,15 @@ class Chat:
         if self.tools is None or not self.tools.allowed or tells_in_words(self.facts):
             return []
         return [tool.described() for tool in self.tools.offered]
+
+    def rendered(self, tokenizer: ModelTokenizer) -> str:
+        """The prompt's text. Raises `ApiError`."""
+        if not tokenizer.has_chat_template:
+            raise bad_value("messages", "The model has no chat template: use /v1/completions.")
+        try:
+            return tokenizer.apply_template(self.messages, self.described_tools, **self.options)
+        except TemplateError as error:
+            raise bad_value("messages", f"{error}.") from None
 
     @property
     def text_bytes(self) -> int:

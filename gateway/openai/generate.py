@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import Call
 from gateway.openai.exchange import EventStream, Exchange
 from gateway.openai.prepare import Prepared, Rules
+from gateway.openai.renamed import Names, renamed
 from gateway.openai.request_types import GenerationRequest
 from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import StreamSpec
@@ -47,6 +48,8 @@ class Endpoint(Generic[R]):
     prepare: Callable[[R, ModelTokenizer, Rules], Prepared]
     """Runs on a thread. Raises `ApiError`."""
     answer: Callable[..., Answer]
+    names: Names = field(default_factory=dict)
+    """Of the fields that `read` has made the request of, for errors."""
 
 
 async def generate(call: Call, endpoint: Endpoint[R]) -> Response:
@@ -96,10 +99,11 @@ async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[
         served = gateway.model(generation.model)
         identity = _identity(gateway, call.tenant, generation)
         work = partial(_prepare, endpoint.prepare, generation, gateway, served, identity.cache_group)
-        prepared, names = await gateway.threads.run(call.owner, len(body), work)
-        del generation, body, work
-        if prepared.form.grammar:
-            await served.grammars.check(call.owner, prepared.form.grammar, prepared.form.param)
+        with renamed(endpoint.names):
+            prepared, names = await gateway.threads.run(call.owner, len(body), work)
+            del generation, body, work
+            if prepared.form.grammar:
+                await served.grammars.check(call.owner, prepared.form.grammar, prepared.form.param)
     slots.hold(len(prepared.prompts))
     answer = endpoint.answer(
         prepared,

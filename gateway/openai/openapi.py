@@ -62,20 +62,20 @@ _REFUSALS: Final = {
     429: "A quota or a queue is full; `Retry-After` says until when.",
     503: "There is no capacity now.",
 }
+TOKENIZED: Final = (400, 401, 404, 408, 413, 415, 429, 503)
+"""With which requests that need a tokenizer only may be refused."""
 Responses = dict[int | str, dict[str, Any]]
 
 
-def refusals(*statuses: int) -> Responses:
+def refusals(*statuses: int, error: type[BaseModel] = Error) -> Responses:
     """For a route's `responses`."""
-    return {status: {"description": _REFUSALS[status], "model": Error} for status in statuses}
+    return {status: {"description": _REFUSALS[status], "model": error} for status in statuses}
 
 
-def streamed(event: type[BaseModel]) -> Responses:
+def streamed(event: type[BaseModel], error: type[BaseModel] = Error) -> Responses:
     """For the `responses` of a route that answers whole or as a stream of such events."""
-    schema = {"$ref": _REFS.format(model=event.__name__)}
-    return {200: {"description": "The answer.", "content": {"text/event-stream": {"schema": schema}}}} | refusals(
-        *_REFUSALS
-    )
+    content = {"text/event-stream": {"schema": {"$ref": _REFS.format(model=event.__name__)}}}
+    return {200: {"description": "The answer.", "content": content}} | refusals(*_REFUSALS, error=error)
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -92,6 +92,8 @@ def schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
         found |= schema.pop("$defs", {})
         fields = schema["properties"]
         for name in _LOOSE.keys() & fields.keys():
+            if model.model_fields[name].annotation == str | None:  # /tokenize takes one prompt, which is a text
+                continue
             about = {key: fields[name][key] for key in ("description",) if key in fields[name]}
             fields[name] = about | _LOOSE[name]
         found[model.__name__] = schema

@@ -17,9 +17,10 @@ from gateway.openai.request_types import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    StreamOptions,
     stop_strings,
 )
-from gateway.text.tokenizer import ModelTokenizer, TemplateError
+from gateway.text.tokenizer import ModelTokenizer
 from proto import limits
 from proto.sampling import Sampling
 
@@ -119,14 +120,9 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
         raise bad_value("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; send one of them.")
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_value("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
-    if not tokenizer.has_chat_template:
-        raise bad_value("messages", f"The model {rules.model_id!r} has no chat template: use /v1/completions.")
     chat = Chat.of(request, tokenizer.template)
     _refuse_if_surely_too_long(chat.text_bytes, tokenizer, "messages")
-    try:
-        text = tokenizer.apply_template(chat.messages, chat.described_tools, **chat.options)
-    except TemplateError as error:
-        raise bad_value("messages", f"{error}.") from None
+    text = chat.rendered(tokenizer)
     form = chat.form(text, tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
@@ -172,7 +168,7 @@ def _prompts(prompt: object, tokenizer: ModelTokenizer) -> list[str | list[int]]
             _refuse_if_surely_too_long(len(item.encode()), tokenizer, "prompt")
             checked.append(item)
         elif isinstance(item, list) and item and _is_ids(item):
-            if len(item) >= tokenizer.facts.context_tokens:
+            if len(item) > tokenizer.facts.context_tokens:
                 raise _over_context(len(item), 1, tokenizer, "prompt")
             if min(item) < 0 or max(item) >= tokenizer.facts.vocab_size:
                 raise bad_value(
@@ -244,10 +240,11 @@ def _finish(
         raise bad_value(param, f"'{param}' has a special token that the tokenizer knows and the model does not.")
     longest = max(len(prompt) for prompt in prompts)
     left = tokenizer.facts.context_tokens - longest
-    max_tokens = min(default or left, left) if asked is None else max(asked, 1)
-    if max_tokens > left or max_tokens < 1:
-        raise _over_context(longest, max(max_tokens, 1), tokenizer, param)
-    defaults = tokenizer.facts.sampling
+    wanted = max(min(default or left, left), 1) if asked is None else asked
+    if wanted > left:
+        raise _over_context(longest, wanted, tokenizer, param)
+    max_tokens = max(wanted, 1)
+    defaults, options = tokenizer.facts.sampling, request.stream_options or StreamOptions()
     sampling = Sampling(
         max_tokens=max_tokens,
         seed=secrets.randbelow(SEED_MAX) if request.seed is None else request.seed & SEED_MAX,
@@ -271,12 +268,8 @@ def _finish(
         choices=request.n or 1,
         stops=tuple(stop_strings(request.stop)),
         stream=bool(request.stream),
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        continuous_usage=bool(
-            request.stream_options
-            and request.stream_options.include_usage
-            and request.stream_options.continuous_usage_stats
-        ),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),
         answers=request.n or 1,
         prompt_logprobs=-1 if request.prompt_logprobs is None else request.prompt_logprobs,

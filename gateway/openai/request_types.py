@@ -73,7 +73,8 @@ CHOICES_MAX: Final = 256
 """Over all prompts of one request."""
 MESSAGES_MAX: Final = 4096
 IDENTIFIER_CHARS_MAX: Final = 512
-STOPS_MAX: Final = 4
+STOPS_MAX: Final = 16
+"""OpenAI has 4. Evaluators send more: the `until` of lm-eval's code tasks has six."""
 STOP_CHARS_MAX: Final = 256
 CALLS_MAX: Final = 256
 """In one message."""
@@ -100,10 +101,11 @@ class GenerationRequest(RequestType):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT_TOKENS)] | None = None
-    """0: nothing is answered; for the log-probabilities of a prompt."""
+    """0: nothing is answered; for the log-probabilities of a prompt, which may fill the context. One token is drawn and
+    charged all the same."""
     n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     stop: Any = None
-    """A string or up to four."""
+    """A string or several."""
     # Checked by `stop_strings`, which names the fault better than a union can.
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = (
         None
@@ -138,15 +140,18 @@ class GenerationRequest(RequestType):
     """vLLM's: log-probabilities of the prompt's tokens, and of so many of the likeliest at each place. The prompt is computed
     anew for them, cached or not. Not with `stream`."""
     min_tokens: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT_TOKENS)] | None = None
-    """Until there are so many, no stop token is drawn, and stop strings are not looked for."""
+    """Until there are so many, no stop token is drawn, and stop strings are not looked for. A complete answer
+    of a grammar ends all the same."""
     allowed_token_ids: (
         Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_ALLOWED_TOKEN_IDS)] | None
     ) = None
+    """No others are drawn, except where a grammar allows none of these."""
     bad_words: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]], Field(max_length=BAD_WORDS_MAX)]
         | None
     ) = None
-    """Words that the answer does not have. Each is kept out as it is and behind a space."""
+    """Words that the answer does not have, except where a grammar allows nothing else. Each is kept out as it is and behind a
+    space."""
     skip_special_tokens: bool | None = None
     """False: special tokens are part of the text, by their names."""
     include_stop_str_in_output: bool | None = None

@@ -3,11 +3,18 @@
 from typing import Any, Final
 
 from gateway.http.errors import bad_value
+from gateway.openai.renamed import renamed
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.responses.types import ResponsesRequest
 
 Item = dict[str, Any]
-NAMES: Final = {"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
+NAMES: Final = {
+    "messages.*": "input",
+    r"response_format(\.json_schema)?": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    r"(tools\[\d+\])\.function": r"\1",
+    "max_completion_tokens": "max_output_tokens",
+}
 """Fields of chat, and what they are made of here."""
 _SAME: Final = (
     "model", "stream", "temperature", "top_p", "top_k", "seed", "parallel_tool_calls", "priority", "service_tier",
@@ -42,7 +49,8 @@ def as_chat(request: ResponsesRequest, items: list[Item]) -> ChatRequest:
     if request.tools:
         fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools)]
     fields["tool_choice"] = _choice(request.tool_choice)
-    return validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
+    with renamed(NAMES):
+        return validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 
 def _add(messages: list[Item], item: Item, param: str) -> None:
@@ -65,7 +73,8 @@ def _add(messages: list[Item], item: Item, param: str) -> None:
         case "reasoning":
             thought = _text(item.get("content") or [], f"{param}.content", "reasoning_text")
             if thought:
-                _assistants(messages)["reasoning_content"] = thought
+                message = _assistants(messages)
+                message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), thought)))
         case other:
             why = _REFUSED.get(str(other), "it must be message, function_call, function_call_output or reasoning")
             raise bad_value(f"{param}.type", f"Invalid value for '{param}.type': {why}.", "unsupported_value")
@@ -109,6 +118,11 @@ def _tool(tool: Item, param: str) -> Item:
 
 
 def _choice(choice: str | Item | None) -> str | Item | None:
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [_choice(tool) if isinstance(tool, dict) else tool for tool in choice["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     return choice

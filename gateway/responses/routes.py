@@ -14,8 +14,7 @@ from gateway.openai.context import Gateway
 from gateway.openai.dependencies import CallDep, GatewayDep, TenantDep
 from gateway.openai.generate import Endpoint, generate
 from gateway.openai.openapi import body_of, refusals, streamed
-from gateway.openai.prepare import Prepared, Rules, prepare_chat
-from gateway.openai.renamed import renamed
+from gateway.openai.prepare import Prepared, prepare_chat
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.responses.answer import ResponsesAnswer
 from gateway.responses.convert import NAMES, Item, as_chat, input_items
@@ -35,7 +34,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_response(call: CallDep) -> Response:
     draft = _Draft(call.gateway, call.tenant)
-    return await generate(call, Endpoint("responses", "resp", draft.read, _prepare, draft.answer))
+    return await generate(call, Endpoint("responses", "resp", draft.read, prepare_chat, draft.answer, NAMES))
 
 
 @router.get(
@@ -64,13 +63,11 @@ async def delete_response(gateway: GatewayDep, tenant: TenantDep, response_id: s
 
 
 def _not_kept(response_id: str, param: str) -> ApiError:
-    message = f"There is no response {response_id[:100]!r} here: it was not stored, has expired, or was made elsewhere."
+    message = (
+        f"There is no response {response_id[:100]!r} in this gateway's memory: it was not stored, has expired, or another"
+        " gateway made it. Send the conversation's items as 'input' instead."
+    )
     return ApiError(404, message, code="response_not_found", param=param)
-
-
-def _prepare(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
-    with renamed(NAMES):
-        return prepare_chat(request, tokenizer, rules)
 
 
 @dataclass
@@ -93,8 +90,7 @@ class _Draft:
                 raise _not_kept(request.previous_response_id, "previous_response_id")
             before = msgspec.json.decode(kept.items)
         self.items = [*before, *input_items(request)]
-        with renamed(NAMES):
-            return as_chat(request, self.items)
+        return as_chat(request, self.items)
 
     def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, **head: Any) -> ResponsesAnswer:
         assert self.request is not None and self.items is not None

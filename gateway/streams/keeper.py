@@ -224,10 +224,10 @@ class StreamKeeper:
         stream = submission.stream
         fresh, logprobs = item.tokens[skip:], item.logprobs[skip:]
         finish = None if item.finish is None else Finish(item.finish.value)
-        text, used, finish = choice.read(fresh, finish, stream.spec.sampling.max_tokens)
+        text, used, finish, stop = choice.read(fresh, finish, stream.spec.sampling.max_tokens)
         cached, fresh = choice.found_cached(item), fresh[:used]
         choice.tokens.extend(fresh)
-        self._out.append(Deliver(stream.id, choice.index, text, fresh, logprobs[:used], finish, cached))
+        self._out.append(Deliver(stream.id, choice.index, text, fresh, logprobs[:used], finish, stop, cached))
         if finish is not None:
             choice.done = True
             submission.ended_early |= item.finish is None or submission.phase is Phase.PENDING

@@ -32,25 +32,27 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     done: bool = False
 
-    def read(self, fresh: tuple[int, ...], finish: Finish | None, max_tokens: int) -> tuple[str, int, Finish | None]:
-        """Their text, how many of them belong to the answer, and how it ends with them: a stop string or the limit of the
-        whole answer, `max_tokens`, may end it earlier."""
+    def read(
+        self, fresh: tuple[int, ...], finish: Finish | None, max_tokens: int
+    ) -> tuple[str, int, Finish | None, str]:
+        """Their text, how many of them belong to the answer, how it ends with them, and with which stop string: one of those or
+        the limit of the whole answer, `max_tokens`, may end it earlier."""
         room = max_tokens - len(self.tokens)
         if len(fresh) > room or (finish is None and len(fresh) == room):
             fresh, finish = fresh[:room], Finish.LENGTH
         texts: list[str] = []
-        used, stopped = len(fresh), False
+        used, stop = len(fresh), ""
         for count, token in enumerate(fresh[:-1] if finish is Finish.STOP else fresh, 1):  # a stop token is not text
             piece = self.sink.push(token)
             texts.append(piece.text)
-            if piece.stopped:
-                used, stopped = count, True
+            if stop := piece.stop:
+                used = count
                 break
-        if finish is not None and not stopped:
+        if finish is not None and not stop:
             piece = self.sink.finish()
             texts.append(piece.text)
-            stopped = piece.stopped
-        return "".join(texts), used, Finish.STOP if stopped else finish
+            stop = piece.stop
+        return "".join(texts), used, Finish.STOP if stop else finish, stop
 
     def found_cached(self, item: TokenItem) -> int:
         """Prompt tokens that were cached before this request came: a later attempt may find what an earlier one computed."""

@@ -47,7 +47,9 @@ class Piece(Protocol):
     @property
     def text(self) -> str: ...
     @property
-    def stopped(self) -> bool: ...
+    def stop(self) -> str:
+        """The stop string that it completed; empty: none."""
+        ...
 
 
 class TextSink(Protocol):
@@ -198,6 +200,8 @@ class Deliver:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish: Finish | None = None
+    stop: str = ""
+    """The stop string that ended it, if one did."""
     cached_tokens: int = 0
     """With a choice's first token: prompt tokens that were not computed for it."""
 

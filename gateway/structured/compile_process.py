@@ -1,6 +1,7 @@
 """The process that compiles clients' grammars for a gateway: a line in, a line out. See `gateway.structured.checker`.
 
 The first line is a `Hello`; each of the others a grammar, as a JSON string. Each answer is a JSON string, empty if all is well.
+SIGPROF ends the process where a grammar takes too long, whether or not its gateway lives.
 """
 
 import os
@@ -11,14 +12,12 @@ from typing import Final
 
 import msgspec
 
-from gateway.structured.hello import Hello
+from gateway.structured.hello import COMPILE_CPU_S, Hello
 from runtime.grammar.compiler import GrammarError, make_matcher, make_tokenizer
 
 MEMORY_BYTES_MAX: Final = 2 << 30
 """Address space: a grammar that needs more ends the process, not the machine."""
 _NICE: Final = 5
-_ALONE_S: Final = 10
-"""A gateway that died amid a grammar kills nobody: SIGALRM ends the process then."""
 
 
 def main() -> int:
@@ -35,13 +34,13 @@ def main() -> int:
         return 1
     _say("")
     for line in lines:
-        signal.alarm(_ALONE_S)
+        signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)
         try:
             make_matcher(msgspec.json.decode(line, type=str), tokenizer)
             _say("")
         except GrammarError as error:
             _say(str(error) or "it cannot be compiled")
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     return 0
 
 

@@ -1,9 +1,16 @@
-"""The first line for a process that compiles grammars. Apart, since that process imports as little as it can."""
+"""What a gateway and its processes that compile grammars share. Apart, since those processes import as little as they can."""
+
+from typing import Final
 
 import msgspec
 
+COMPILE_CPU_S: Final = 0.8
+"""Of one grammar. Time of the CPU, so that a machine that is busy refuses no grammar that another would take."""
+
 
 class Hello(msgspec.Struct):
+    """The first line."""
+
     tokenizer: str
     """tokenizer.json"""
     vocab_size: int

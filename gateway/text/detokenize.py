@@ -77,20 +77,20 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._keeps_stop = keeps_stop
         self._held = ""
-        self.stopped = False
+        self.found = ""
+        """The stop string that ended the text; empty: none yet."""
 
     def push(self, text: str) -> str:
-        """The text that is certain to come before any stop string; sets `stopped` where one is complete."""
-        assert not self.stopped
+        """The text that is certain to come before any stop string; sets `found` where one is complete."""
+        assert not self.found
         if not self._stops:
             return text
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             # The one complete first, so that the answer does not depend on how the text was cut into pieces.
-            self.stopped = True
+            end, at, self.found = min(found)
             self._held = ""
-            end, at = min(found)
             return text[: end if self._keeps_stop else at]
         held = max(self._overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
@@ -112,7 +112,8 @@ class StopMatcher:
 @dataclass(frozen=True, slots=True)
 class TextPiece:
     text: str
-    stopped: bool
+    stop: str = ""
+    """The stop string that it ends with; empty: none."""
 
 
 class Assembler:
@@ -130,14 +131,14 @@ class Assembler:
         new = self._detokenizer.push(token)
         if self._unmatched:
             self._unmatched -= 1
-            return TextPiece(new, False)
+            return TextPiece(new)
         if not new:
-            return TextPiece("", False)
+            return TextPiece("")
         text = self._matcher.push(new)
-        return TextPiece(text, self._matcher.stopped)
+        return TextPiece(text, self._matcher.found)
 
     def finish(self) -> TextPiece:
         text = self._matcher.push(self._detokenizer.finish())
-        if self._matcher.stopped:
-            return TextPiece(text, True)
-        return TextPiece(text + self._matcher.finish(), False)
+        if self._matcher.found:
+            return TextPiece(text, self._matcher.found)
+        return TextPiece(text + self._matcher.finish())

@@ -61,7 +61,14 @@ class AnswerReader:
 
         self._reading = reading
         self._seed = seed
-        self._parser: Any = ResponseParser(reading.template, prefix=reading.prefix, tools=list(reading.tools) or None)
+        # No part is missed at the end of an answer: it was asked for fewer tokens, or ended by a stop string.
+        fields = {name: {**field, "optional": True} for name, field in reading.template["fields"].items()}
+        template: Any = {**reading.template, "fields": fields}
+        tools: list[Any] | None = list(reading.tools) or None
+        self._parser: Any = ResponseParser(template, prefix=reading.prefix, tools=tools)
+        """None once an answer was not what its template says."""
+        self._unread = ""
+        """Text of a region of calls that is open, where the template reads it as a whole."""
         self._calls: CallReader | None = None
         self._parts = Parts()
         self._blank = {"content": True, "reasoning": True}
@@ -77,18 +84,28 @@ class AnswerReader:
         """`ended`: this is all of it."""
         self._parts = Parts()
         was_thinking = self._thinking
+        if self._parser is None:
+            self._give("content", text)
+        else:
+            self._parse(text, ended=ended)
+        if ended and self._calls is not None:
+            self._end_calls()
+        self._count(list(tokens), was_thinking)
+        return self._parts
+
+    def _parse(self, text: str, *, ended: bool) -> None:
+        unread = self._unread + text
         try:
             self._take(self._parser.feed(text))
             if ended:
                 _, events = self._parser.finalize()
                 self._take(events)
-        except ValueError:
-            # A region is not what the model's template says: its text has been passed on, or is lost in a broken call.
-            self._give("content", self._raw or "")
-        if ended and self._calls is not None:
-            self._end_calls()
-        self._count(list(tokens), was_thinking)
-        return self._parts
+        except (ValueError, LookupError, RecursionError):
+            # Calls that are not what the model's template says: they are content, and so is all behind them.
+            self._parser = self._calls = None
+            self._give("content", unread)
+        else:
+            self._unread = unread if self._reading.own and self._calls is not None else ""
 
     def _take(self, events: list[dict[str, Any]]) -> None:
         for event in events:

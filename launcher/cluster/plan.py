@@ -16,7 +16,7 @@ from runtime.settings.cores import cores_text, parse_cores
 from runtime.settings.options import to_arguments, what_is_wrong
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
 from runtime.settings.types import Options
-from runtime.settings.workers import WorkerSettings
+from runtime.settings.workers import WorkerSettings, gpu_share_of
 
 ROLES: Final = ("coordinator", "gateway", "prefill", "decode", "autopilot")
 SETTINGS: Final[dict[str, type[Options]]] = {
@@ -178,6 +178,8 @@ def _worker(
     decided: dict[str, Any], gpu: str,
 ) -> Planned:  # fmt: skip
     defaults: dict[str, Any] = {"threads": seat.threads, "device": "cuda" if gpu else "cpu"}
+    if gpu:
+        defaults["gpu_memory_share"] = gpu_share_of(file.hosts[host].gpus.count(gpu))
     if seat.nice:
         defaults["nice"] = seat.nice
     if seat.cores:

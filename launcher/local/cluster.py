@@ -18,11 +18,11 @@ from runtime.settings.addresses import METRICS_OFF, split_metrics
 from runtime.settings.autopilot import AutopilotSettings
 from runtime.settings.cores import cores_text
 from runtime.settings.environment import SUPERVISED
-from runtime.settings.options import SettingsError, to_arguments
+from runtime.settings.options import SettingsError, load, to_arguments
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
 from runtime.settings.serve import ServeSettings
 from runtime.settings.types import ENV_PREFIX
-from runtime.settings.workers import WorkerSettings
+from runtime.settings.workers import WorkerSettings, gpu_share_of
 from runtime.tenancy.file import read as read_tenants
 from runtime.tenancy.tenants import TenantsError
 
@@ -104,11 +104,12 @@ def http_ports(host: str, port: int, count: int) -> tuple[int, ...]:
 
 def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
     """Raises `SettingsError`. Every role's own options may still come from the environment and the file."""
+    on_gpu = sees_gpu(settings.device)
     plan = plan_cpu(
         tuple(os.sched_getaffinity(0)),
         prefill=settings.prefill,
         decode=settings.decode,
-        on_gpu=sees_gpu(settings.device),
+        on_gpu=on_gpu,
         threads=settings.threads,
     )
     ports = http_ports(settings.host, settings.port, settings.gateways)
@@ -137,16 +138,24 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
         _spec("coordinator", "coordinator", core, control, plan.control),
         *(_spec("gateway", "gateway", front, control | api_keys, plan.control) for front in fronts),
     ]
+    of_workers = shared | (_gpu_share(settings, shared) if on_gpu else {})
     for role, seats in (("prefill", plan.prefill), ("decode", plan.decode)):
         for index, seat in enumerate(seats):
             observed = {"metrics": metrics[len(processes)]}
-            processes.append(worker_spec(role, index, seat, settings, shared | observed, plan.control))
+            processes.append(worker_spec(role, index, seat, settings, of_workers | observed, plan.control))
     if settings.autopilot != "off":
         processes.append(_autopilot_spec(settings, common | {"coordinator": coordinator, "model_id": model.model_id}))
     client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
     shown_host = f"[{client_host}]" if ":" in client_host else client_host
     urls = tuple(f"http://{shown_host}:{port}" for port in ports)
     return Cluster(urls, coordinator, plan, tuple(processes), key, metrics[-1])
+
+
+def _gpu_share(settings: ServeSettings, shared: dict[str, str]) -> dict[str, str]:
+    """All workers are on one GPU, and share its memory unless the environment or the file says how. Raises `SettingsError`."""
+    if "gpu_memory_share" in load(WorkerSettings, shared | {"role": "decode"}).model_fields_set:
+        return {}
+    return {"gpu_memory_share": str(gpu_share_of(settings.prefill + settings.decode))}
 
 
 def _autopilot_spec(settings: ServeSettings, shared: dict[str, str]) -> ProcessSpec:

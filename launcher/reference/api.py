@@ -42,7 +42,6 @@ _WITHOUT_EFFECT: Final[Mapping[str, str]] = {
 }
 _WITHOUT_EFFECT_OF_MESSAGES: Final[Mapping[str, str]] = {
     "service_tier": "The tenant's own priority class serves.",
-    "thinking": "Only `disabled`: models that think do so as their chat template has it.",
 }
 _ENDPOINTS: Final[tuple[tuple[str, str, type[BaseModel], Mapping[str, tuple[Any, ...]]], ...]] = (
     ("POST /v1/completions", "Goes on with a prompt.", CompletionRequest, NEUTRAL_ONLY),

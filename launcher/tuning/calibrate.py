@@ -36,9 +36,11 @@ from tuning import fit
 from tuning.profile import Capacity, Profile, encoded
 
 STEP_TOKENS = 256
-"""The coordinator's default."""
+"""The shortest of the long prompts that are measured: a whole step of a CPU."""
 LOG_SETTLES_S = 0.5
 """After the last request, until its last events are in the event log."""
+SCATTER_MAX = 0.3
+"""On a quiet machine 9 in 10 steps take less than so much longer than the fit."""
 _VERSIONS = ("crossdock", "torch", "transformers")
 
 
@@ -155,14 +157,18 @@ def _cpu_name() -> str:
 
 
 def show(profile: Profile, console: Console) -> None:
-    table = tables.Table("What steps take", "phase", "count", "ms", "fit p10", "fit p90")
-    for name, cost in (("prefill tokens", profile.prefill), ("decode sequences", profile.decode)):
-        residuals = cost.residuals
+    table = tables.Table("What steps take", "phase", "count", "ms")
+    phases = ("prefill tokens", profile.prefill), ("decode sequences", profile.decode)
+    for name, cost in phases:
         for at, ms in zip(cost.curve.at, cost.curve.ms, strict=True):
-            table.row(name, f"{at:.0f}", f"{ms:.2f}", f"{residuals.p10:+.1%}", f"{residuals.p90:+.1%}")
+            table.row(name, f"{at:.0f}", f"{ms:.2f}")
     table.show(console)
     host, transfer = profile.host, profile.transfer
     lines = [
+        "8 in 10 steps took, beside these figures: "
+        + ", ".join(
+            f"{name.split()[0]} {cost.residuals.p10:+.0%} to {cost.residuals.p90:+.0%}" for name, cost in phases
+        ),
         f"Context: {1e6 * profile.prefill.context_ms:.2f} ns for each pair of tokens in prefill,"
         f" {1e6 * profile.decode.kv_token_ms:.0f} ns for each token of KV in a decode step",
         f"KV transfer: {transfer.latency_ms:.2f} ms + {transfer.bytes_per_token / 1024:.0f} KiB a token at"
@@ -177,3 +183,7 @@ def show(profile: Profile, console: Console) -> None:
         )
     for line in lines:
         console.print(line, highlight=False)
+    if max(cost.residuals.p90 for _, cost in phases) > SCATTER_MAX:
+        console.print(
+            "[yellow]The times differ much: was the machine busy with something else? Calibrate again[/yellow]"
+        )

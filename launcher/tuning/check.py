@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import uvloop
+from pydantic import ValidationError
 from rich.console import Console
 
 from launcher import report as bench_report
@@ -34,12 +35,13 @@ RECOMMENDATION_BYTES_MAX = 64 << 20
 
 def run(settings: TuneCheckSettings) -> int:
     report = _read(settings.recommendation)
-    tuned = TuneSettings(
-        **{key: value for key, value in report["settings"].items() if key in TuneSettings.model_fields}
-    )
+    tuned = _tuned(report["settings"], settings.recommendation)
     profile = load_profile(settings.profile or tuned.profile)
     console = bench_report.console_for(settings)
     ratios = _ratios(settings, report, console)
+    if left_out := _not_played(tuned):
+        names = ", ".join(left_out)
+        console.print(f"[dim]Neither run live nor part of the prediction: {names}[/dim]", highlight=False)
     return uvloop.run(until_interrupted(_run(settings, tuned, profile, ratios, console), console))
 
 
@@ -56,6 +58,22 @@ def _read(path: str) -> dict[str, Any]:
     if report.get("format") != 1 or not isinstance(report.get("settings"), dict) or "ranked" not in report:
         raise SettingsError(f"{path}: not a file of crossdock tune --out")
     return report
+
+
+def _tuned(values: Mapping[str, Any], path: str) -> TuneSettings:
+    """Raises `SettingsError` naming the file."""
+    try:
+        return TuneSettings(**{key: value for key, value in values.items() if key in TuneSettings.model_fields})
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        raise SettingsError(f"{path}: settings.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _not_played(tuned: TuneSettings) -> list[str]:
+    """Options of the recommendation that the load generator and a cluster started here know nothing of."""
+    options = {"hit-rate": tuned.hit_rate, "cancel-share": tuned.cancel_share, "slo": tuned.slo}
+    options |= {"step-tokens": tuned.step_tokens, "seqs-max": tuned.seqs_max}
+    return [f"--{name}" for name, value in options.items() if value]
 
 
 def _ratios(settings: TuneCheckSettings, report: Mapping[str, Any], console: Console) -> list[Ratio]:
@@ -81,7 +99,10 @@ async def _run(
     rows: list[dict[str, Any]] = []
     interrupted = False
     with tempfile.TemporaryDirectory(prefix="crossdock-") as folder:
-        load = _load(settings, tuned, Path(folder) / "traffic.csv")
+        try:
+            load = _load(settings, tuned, Path(folder) / "traffic.csv")
+        except SettingsError as error:
+            raise SettingsError(f"{settings.recommendation}: its traffic cannot be made again: {error}") from None
         slo = Slo(tuned.slo_ttft_ms, tuned.slo_tpot_ms, tuned.percentile / 100)
         for ratio in ratios:
             console.print(f"[bold]{ratio}[/bold]", highlight=False)

@@ -85,6 +85,8 @@ def read(path: Path, option: str) -> Logged:
             again = Replay(file)
             logged.step_tokens = again.header.limits.step_tokens
             difference = again.run(logged)
+            if not logged.step_tokens and Role.PREFILL in logged.capacities:
+                logged.step_tokens = logged.capacities[Role.PREFILL].step_tokens
     except (OSError, EventLogError) as error:
         raise SettingsError(f"{option}: {path}: {error}") from None
     if difference is not None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import fmean, median
 
@@ -88,7 +88,7 @@ def lengths(step_tokens: int, longest: int) -> list[int]:
 def batches(sequences_max: int, longest: int) -> Iterator[Batch]:
     count = 1
     while count <= sequences_max:
-        for context in (32, min(longest, 512)):
+        for context in (min(longest, 32), min(longest, 512)):
             yield Batch(count, context, STREAM_STEPS + 6 * count)
         count *= 2
 
@@ -102,18 +102,20 @@ def requests_of(rounds: int, step_tokens: int, longest: int, sequences_max: int)
 async def measure(session: Session, rounds: int, step_tokens: int, longest: int, sequences_max: int) -> Measured:
     found = Measured()
     for prompt in (64, step_tokens, 16, 64):
-        await session.play([(prompt, 8)])
-    beside = Batch(4, 64, 160)
+        await session.play([(min(prompt, longest), 8)])
+    beside = Batch(4, min(64, longest), min(160, longest))
     for number in range(rounds):
         for count in lengths(step_tokens, longest):
             for _ in range(2):
                 found.prompts.append((number, (await session.play([(count, 1)]))[0]))
         for batch in batches(sequences_max, longest):
+            if context := session.probed.target.context_tokens:
+                batch = replace(batch, output_tokens=min(batch.output_tokens, context - batch.context_tokens))
             plan = [(batch.context_tokens, batch.output_tokens)] * batch.sequences
             found.batches.append((number, batch, await session.play(plan)))
         streams = asyncio.create_task(session.play([(beside.context_tokens, beside.output_tokens)] * beside.sequences))
         try:
-            computed = [(await session.play([(2 * step_tokens, 1)]))[0] for _ in range(6)]
+            computed = [(await session.play([(min(2 * step_tokens, longest), 1)]))[0] for _ in range(6)]
             found.beside.append((number, beside, await streams, computed))
         finally:
             streams.cancel()
@@ -135,9 +137,10 @@ def samples_of(measured: Measured, logged: Logged) -> Samples:
         found = _steady(records, batch, number)
         if found is not None:
             samples.decode.append(found)
-        if batch.sequences == 1 and len(records[0].gaps_ms) > 2:
+        alone = steps.get(records[0].request_id)
+        if batch.sequences == 1 and alone and len(records[0].gaps_ms) > 2:
             first, *later = records[0].gaps_ms
-            samples.second_token_ms.append((batch.context_tokens, first - median(later)))
+            samples.second_token_ms.append((alone[-1].tokens, first - median(later)))
         if batch.sequences <= 2:  # more of them would wait for each other's transfers
             samples.hand_overs += [one for record in records if (one := _hand_over(record, logged, steps)) is not None]
     for number, batch, records, prompts in measured.beside:

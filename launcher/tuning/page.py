@@ -26,7 +26,6 @@ def rendered(report: Mapping[str, Any]) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
     cells, best = report["map"], report["recommendation"]
-    side = max((cell["decode"] for cell in cells), default=0)
     shown = [
         cell
         | {
@@ -48,8 +47,7 @@ def rendered(report: Mapping[str, Any]) -> str:
         goodput=Markup(goodput_chart(report)),
         arrivals=Markup(arrivals_chart(report["traffic"]["per_minute"])),
         peak=max(report["traffic"]["per_minute"], default=0.0),
-        side=side,
-        cells=[shown[row * side : (row + 1) * side] for row in range(side)],
+        rows=show.rows_of(shown),
         key=[(name or "keeps the SLO", COLOURS[name]) for name in used],
         profile=report["about"]["profile"],
         machine=machine.get("cpu", ""),

@@ -26,7 +26,7 @@ def parse_slos(texts: list[str], default: Slo) -> Goals:
             ttft_ms, tpot_ms = (float(limit) for limit in limits)
         except ValueError:
             ttft_ms = tpot_ms = 0.0
-        if not name or min(ttft_ms, tpot_ms) <= 0:
+        if not name or not 0 < min(ttft_ms, tpot_ms) <= max(ttft_ms, tpot_ms) <= 1e9:
             raise ValueError(f"has {text!r}, which is not CLASS:TTFT_MS:TPOT_MS")
         found[name] = Slo(ttft_ms, tpot_ms, default.percentile)
     return Goals(default, found)
@@ -76,7 +76,8 @@ class TrafficSettings(JsonOption):
 
     panels: ClassVar[Panels] = {
         "Installation": "profile",
-        "Traffic": "trace speed scale_tokens from_s duration_s rate arrivals cv prompt_tokens output_tokens hit_rate seed",
+        "Traffic": "trace speed scale_tokens from_s duration_s rate arrivals cv prompt_tokens output_tokens hit_rate"
+        " cancel_share seed",
         "What counts as good": "slo_ttft_ms slo_tpot_ms percentile slo",
     }
     profile: str = Field(
@@ -105,6 +106,12 @@ class TrafficSettings(JsonOption):
     output_tokens: LengthText = Field("lognormal:128,0.6", description="Answer lengths of a mix, likewise.")
     hit_rate: float = Field(
         0.0, ge=0.0, lt=1.0, description="Share of each prompt that is cached, where the trace has no block ids."
+    )
+    cancel_share: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="Share of the requests whose client leaves while the answer comes, after a token drawn at random.",
     )
     seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the mix and of all draws.")
     slo_ttft_ms: float = Field(2000.0, gt=0.0, le=1e9, description="Limit of the time to first token.")

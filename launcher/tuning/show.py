@@ -1,6 +1,8 @@
 """The report of `crossdock tune` on the terminal."""
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console
@@ -58,7 +60,7 @@ def headline(report: Mapping[str, Any]) -> str:
     text = f"{best['workers']}, {100 * (probability_of(report) or 0):.0f} %"
     if other is not None:
         less = other["goodput_requests_per_s"] / max(best["goodput_requests_per_s"], 1e-9) - 1
-        text += f"; {other['workers']} {signed(less)}"
+        text += f"; {other['workers']} serves as much" if abs(less) < 0.0005 else f"; {other['workers']} {signed(less)}"
     if not report["disaggregate"]:
         text += " — do not disaggregate"
     kept = best["attainment"]
@@ -139,18 +141,22 @@ def _band(one: Mapping[str, Any] | None) -> tuple[str, str]:
 def _map(cells: Sequence[Mapping[str, Any]], console: Console) -> None:
     if not cells:
         return
-    side = max(cell["decode"] for cell in cells)
     console.print(Text("What limits each ratio (prefill down, decode across)", style="bold italic"))
-    text = Text("     " + "".join(f"{decode:>4}" for decode in range(1, side + 1)) + "\n")
-    for prefill in range(1, side + 1):
-        text.append(f"{prefill:>4} ")
-        for cell in cells:
-            if cell["prefill"] == prefill:
-                text.append(f"{LETTERS[cell['binds']]:>4}", style=COLOURS[cell["binds"]])
+    rows = rows_of(cells)
+    text = Text("     " + "".join(f"{cell['decode']:>4}" for cell in rows[0]) + "\n")
+    for row in rows:
+        text.append(f"{row[0]['prefill']:>4} ")
+        for cell in row:
+            text.append(f"{LETTERS[cell['binds']]:>4}", style=COLOURS[cell["binds"]])
         text.append("\n")
     console.print(text, end="")
     used = sorted({cell["binds"] for cell in cells})
     console.print("     " + ", ".join(f"{LETTERS[name]} {name or 'keeps the SLO'}" for name in used), highlight=False)
+
+
+def rows_of(cells: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Of the map: one for each number of prefill workers."""
+    return [list(row) for _, row in groupby(cells, key=itemgetter("prefill"))]
 
 
 def turn_lines(turns: Sequence[Mapping[str, Any]]) -> list[str]:

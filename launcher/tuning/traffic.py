@@ -55,7 +55,10 @@ def traffic(settings: TrafficSettings) -> list[Sent]:
             seed=settings.seed,
             requests=1_000_000,
         )
-        plan = load_plan.make(load, [Tenant("default")], 0)
+        try:
+            plan = load_plan.make(load, [Tenant("default")], 0)
+        except SettingsError:
+            raise SettingsError("--rate: no request comes within --duration") from None
         found = [Sent(one.due_s, one.prompt_tokens, max(one.output_tokens, 1)) for one in plan.requests]
     if not found:
         raise SettingsError("--from: no request comes in the part of the trace that is played")

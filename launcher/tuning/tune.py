@@ -3,7 +3,7 @@
 import math
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ from launcher.tuning import page, show
 from launcher.tuning.settings import TuneSettings, parse_slos
 from launcher.tuning.traffic import block_tokens, load_profile, traffic
 from runtime.process.version import version_of
+from runtime.settings.options import SettingsError
 from tuning.advise import Slo, Workers
 from tuning.goals import Goals
 from tuning.profile import Profile
 from tuning.search import Found, Result, Space, search
 from tuning.sensitivity import map_of, turns
+from tuning.simulator.job import Sent
 from tuning.simulator.options import Options
-from tuning.traffic import per_minute, summary
+from tuning.traffic import fitted, per_minute, summary, with_cancels
 
 FORMAT = 1
 
@@ -50,13 +52,32 @@ def goals_of(settings: TuneSettings) -> Goals:
     return parse_slos(settings.slo, Slo(settings.slo_ttft_ms, settings.slo_tpot_ms, settings.percentile / 100))
 
 
+def check_classes(goals: Goals, sent: Sequence[Sent]) -> None:
+    """Raises `SettingsError`."""
+    classes = {one.priority for one in sent}
+    if unknown := goals.by_class.keys() - classes:
+        raise SettingsError(
+            f"--slo: no request is of the class {min(unknown)}; the classes of this traffic: {', '.join(sorted(classes))}"
+        )
+
+
+def context_tokens(profile: Profile) -> int:
+    return min(profile.prefill_capacity.context_tokens, profile.decode_capacity.context_tokens)
+
+
 def encoded(report: Mapping[str, Any]) -> str:
     return msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n"
 
 
 def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: Console) -> dict[str, Any]:
     """Everything that is shown. Raises `SettingsError`."""
-    sent = traffic(settings)
+    sent, cut = fitted(traffic(settings), context_tokens(profile))
+    if cut:
+        console.print(
+            f"[yellow]{cut:,} requests were made shorter to fit the model's context[/yellow]", highlight=False
+        )
+    sent = with_cancels(sent, settings.cancel_share, settings.seed)
+    check_classes(goals, sent)
     space = Space(
         settings.workers,
         settings.mixed or settings.workers == 1,

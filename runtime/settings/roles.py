@@ -107,11 +107,12 @@ class CoordinatorSettings(CommonSettings):
         " one. Lower values keep large requests from starving, higher values keep the pool fuller.",
     )
     step_tokens: int = Field(
-        256,
-        ge=1,
+        0,
+        ge=0,
         le=65_536,
         description="Token budget of one prefill step. A larger budget is faster for one prompt; with a smaller one, other"
-        " prompts and cancellations wait less. At most the prefill workers' --step-tokens-max.",
+        " prompts and cancellations wait less. At most the prefill workers' --step-tokens-max. 0: what each worker says, 256"
+        " on a CPU and its --step-tokens-max on a GPU.",
     )
     step_ms: int = Field(
         250,

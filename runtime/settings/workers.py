@@ -1,14 +1,23 @@
 """Settings of the workers."""
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from proto.held import STEP_TOKENS
 from proto.messages import Role
 from runtime.settings.addresses import EVERY_INTERFACE, Address
 from runtime.settings.cores import parse_cores
 from runtime.settings.roles import ClientSettings
 from runtime.settings.types import WEIGHTS_HELP, Cores, Device, Dtype, Panels, Weights
+
+GPU_MEMORY_SHARE: Final = 0.9
+"""Of all workers on one GPU together, unless they are told their own."""
+
+
+def gpu_share_of(workers: int) -> float:
+    """Of each, if so many share a GPU."""
+    return round(GPU_MEMORY_SHARE / workers, 3)
 
 
 class WorkerSettings(ClientSettings):
@@ -43,11 +52,11 @@ class WorkerSettings(ClientSettings):
         " --gpu-memory-share leaves.",
     )
     gpu_memory_share: float = Field(
-        0.9,
+        GPU_MEMORY_SHARE,
         gt=0.0,
         le=1.0,
         description="Share of the GPU's memory that this worker takes, with weights, one forward pass of --step-tokens-max and"
-        " the KV cache. Workers that share a GPU need less each.",
+        " the KV cache. Workers that share a GPU need less each: crossdock serve and up divide the default among them.",
     )
     block_size: int = Field(
         16,
@@ -137,6 +146,10 @@ class WorkerSettings(ClientSettings):
     def kv_bytes_on(self, device: str) -> int | None:
         """None: as much as `gpu_memory_share` leaves."""
         return self.kv_bytes if device == "cpu" or "kv_gib" in self.model_fields_set else None
+
+    def step_tokens_on(self, on_gpu: bool) -> int:
+        """Of a prefill step, unless the coordinator's --step-tokens says it."""
+        return self.step_tokens_max if on_gpu else min(STEP_TOKENS, self.step_tokens_max)
 
     @property
     def cores(self) -> tuple[int, ...]:

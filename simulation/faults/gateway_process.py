@@ -34,11 +34,11 @@ from simulation.world.world import Alarm, Process
 
 
 class _Piece:
-    __slots__ = ("stopped", "text")
+    __slots__ = ("stop", "text")
 
-    def __init__(self, stopped: bool) -> None:
+    def __init__(self, stop: str) -> None:
         self.text = ""
-        self.stopped = stopped
+        self.stop = stop
 
 
 class _Sink:
@@ -48,10 +48,10 @@ class _Sink:
         self._stop_word = stop_word
 
     def push(self, token: int) -> _Piece:
-        return _Piece(token == self._stop_word)
+        return _Piece("stop" if token == self._stop_word else "")
 
     def finish(self) -> _Piece:
-        return _Piece(False)
+        return _Piece("")
 
 
 class GatewayProcess(Process):

@@ -28,7 +28,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--leave-share", type=float, default=0.05, help="of clients that leave early (default 0.05)")
     made.add_argument(
         "--constrained-share", type=float, default=0.0, metavar="SHARE",
-        help="of streams that must follow a grammar or call a tool; every one that ends is checked (default 0)",
+        help="of streams that must follow a grammar, call a tool, or show their prompt's log-probabilities; all that end are"
+        " checked (default 0)",
     )  # fmt: skip
     bench.add_common(made)
     return made

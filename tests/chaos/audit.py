@@ -125,10 +125,13 @@ class Receipt:
 
     @staticmethod
     def of(order: Order, seen: Seen) -> "Receipt":
+        tokens = sum(len(choice.token_ids) for choice in seen.answer.values())
+        if order.body.get("max_tokens") == 0 and not seen.error:
+            tokens = 1  # which is drawn, and not shown
         return Receipt(
             seen.request_id,
             len(order.prompt) if "prompt" in order.body else seen.prompt_tokens,
-            sum(len(choice.token_ids) for choice in seen.answer.values()),
+            tokens,
             len(seen.answer),
             not seen.error,
             "stop" in order.body,

@@ -14,7 +14,13 @@ TIMEOUT_S = 150.0
 
 
 class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] = []
+
+    def flat(self) -> list[float]:
+        """Of each token, and of the likeliest at its place. The first of a prompt has none."""
+        found = zip(self.token_logprobs, self.top_logprobs, strict=True)
+        return [value for own, top in found if own is not None for value in (own, *(top or {}).values())]
 
 
 class _Function(msgspec.Struct):
@@ -118,7 +124,7 @@ async def _read(
             choice.token_ids += part.token_ids
             choice.finish = part.finish_reason or choice.finish
             if part.logprobs is not None:
-                choice.logprobs += part.logprobs.token_logprobs
+                choice.logprobs += part.logprobs.flat()
             if part.token_ids:
                 count += len(part.token_ids)
                 seen.first_token_at = seen.first_token_at or now

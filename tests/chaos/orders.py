@@ -62,8 +62,12 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
     "two_json": {"temperature": 1, "n": 2, "presence_penalty": 0.3, "guided_json": SCHEMA},
     "call": {"temperature": 1, "tools": _TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
     "regex": {"temperature": 0.9, "guided_regex": "([a-f]{4}-[0-9]{2,6} ){8,20}!"},
+    "prompt_logprobs": {"temperature": 0.8, "top_k": 8, "echo": True, "logprobs": 2},
+    "only_prompt_logprobs": {"echo": True, "logprobs": 1, "max_tokens": 0},
 }
-"""What goes on in a grammar, or in a tool call."""
+"""What goes on in a grammar or in a tool call, and log-probabilities of prompts."""
+_FREE: Final = ("regex", "prompt_logprobs", "only_prompt_logprobs")
+"""Those of them that no JSON schema describes."""
 
 
 @dataclass
@@ -110,25 +114,28 @@ def make_orders(
         }
         orders.append(Order(number, kind, prompt, body))
     if constrained_share:
-        for number in range(0, count, max(1, round(1 / constrained_share))):
-            orders[number] = _constrained(orders[number], list(CONSTRAINED)[number % len(CONSTRAINED)], output_max)
+        for turn, number in enumerate(range(0, count, max(1, round(1 / constrained_share)))):
+            orders[number] = _constrained(orders[number], list(CONSTRAINED)[turn % len(CONSTRAINED)], output_max)
     return orders
 
 
 def _constrained(order: Order, kind: str, output_max: int) -> Order:
     body = {key: order.body[key] for key in ("prompt", "seed", "return_token_ids", "stream")}
     body |= {"max_tokens": output_max, **CONSTRAINED[kind]}
+    if kind == "only_prompt_logprobs":
+        body["prompt"] = prompt = (order.prompt * CONTEXT_TOKENS)[:CONTEXT_TOKENS]
+        return Order(order.number, kind, prompt, body)
     if kind != "call":
         return Order(order.number, kind, order.prompt, body)
     del body["prompt"]
-    text = "".join(chr(ord("a") + token % 26) for token in order.prompt)
+    text = "".join(chr(ord("a") + token % 26) for token in order.prompt[:900])  # beside the tool's description
     body["messages"] = [{"role": "user", "content": text}]
     return Order(order.number, kind, order.prompt, body, "/v1/chat/completions")
 
 
 def invalid(order: Order, answer: Answer) -> str:
     """What is wrong with an answer that must have a form; empty: nothing, or it has ended by its length."""
-    if order.kind not in CONSTRAINED or order.kind == "regex":
+    if order.kind not in CONSTRAINED or order.kind in _FREE:
         return ""
     for choice in answer.values():
         if choice.finish == "length":

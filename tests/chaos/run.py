@@ -52,7 +52,7 @@ class Plan:
     orders: int = 48
     output_tokens_max: int = 400
     constrained_share: float = 0.0
-    """Of orders whose answers must follow a grammar, or call a tool."""
+    """Of orders whose answers must follow a grammar, call a tool, or show their prompt's log-probabilities."""
     leave_share: float = 0.0
     """Of requests whose client goes before the end."""
 
@@ -63,7 +63,7 @@ class Result:
     faults: list[Fault] = field(default_factory=list)
     answers: int = 0
     constrained: int = 0
-    """Of the answers, those that had to follow a grammar; all valid, or a violation."""
+    """Of the answers, those of such orders; all valid, or a violation."""
     tokens: int = 0
     left: int = 0
     resent: int = 0

@@ -111,7 +111,8 @@ def show(result: Result, console: Console) -> None:
         )
     if result.plan.constrained_share:
         console.print(
-            f"{result.constrained:,} whole answers had to follow a grammar or call a tool; what is not valid is a violation."
+            f"{result.constrained:,} whole answers had to follow a grammar, call a tool or show their prompt's scores;"
+            " what is not valid is a violation."
         )
     console.print(
         f"{result.answers:,} whole answers, {result.tokens:,} tokens compared, {result.resent} requests sent again to another"

@@ -107,7 +107,7 @@ def test_nothing_is_placed_without_room_for_its_whole_life_and_what_has_room_goe
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (submit("x", 4000, max_tokens=97), Reject.TOO_LONG),
+        (submit("x", 4000, max_tokens=98), Reject.TOO_LONG),
         (submit("x", 2000, max_tokens=2000), Reject.TOO_LARGE),
         (submit("x", attempt=9), Reject.TOO_MANY_ATTEMPTS),
     ],

@@ -1,6 +1,7 @@
 """Tensors that claim to be on a GPU, in a torch that was built without: for running the code around kernels.
 
-Indexing in Python wants the device itself in such a torch, so it is spelled out in operations that do not.
+A copy from the host that is not told to be `non_blocking` fails. Indexing in Python wants the device itself in such a torch, so
+it is spelled out in operations that do not.
 """
 
 from collections.abc import Iterator
@@ -11,9 +12,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
+_GPU = torch.device("cuda", 0)
+_WAITS = "a copy from the host for which the host waits"
+
 
 class _Spelled(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.Tensor.__getitem__ and args[0].device.type == "cuda":
             return _getitem(*args)
         if func is torch.Tensor.__getitem__ and type(args[0]) is torch.Tensor:  # a buffer of the host
@@ -21,10 +26,18 @@ class _Spelled(TorchFunctionMode):
                 return func(*args)
         if func is torch.Tensor.contiguous and args[0].device.type == "cuda":
             return args[0].clone(memory_format=torch.contiguous_format)
+        if func is torch.Tensor.pin_memory:
+            return args[0]
         if func is torch.Tensor.copy_ and args[0].device.type == "cuda":
             assert args[0].shape == args[1].shape, "a copy to the device"
+            assert args[1].device.type == "cuda" or kwargs.get("non_blocking"), _WAITS
             return args[0]
-        return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and args[0].device.type == "cpu" and args[1:] == (_GPU,):
+            assert kwargs.get("non_blocking"), _WAITS
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device=_GPU)
+        if func is torch.tensor:
+            assert kwargs.get("device") != _GPU, _WAITS
+        return func(*args, **kwargs)
 
 
 def _getitem(tensor: torch.Tensor, index: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 
 from engine import triton_launch
 from engine.gpu.decoder import Decoder
@@ -22,9 +22,9 @@ from engine.sampling.sampler import SamplerState
 from tests import tiny_models
 from tests.engine.fake_gpu import FakeGpu
 from tests.engine.gpu_runners import candidate_of
-from tests.engine.test_gpu_runner import SAMPLINGS
+from tests.engine.test_gpu_runner import FORBIDDING, SAMPLINGS, OtherParity
 
-ROWS = len(SAMPLINGS)
+ROWS = len(SAMPLINGS) + len(FORBIDDING)
 OPS: dict[str, Callable[[torch.Tensor], Ops]] = {"torch": TorchOps}
 try:
     from engine.gpu.triton_ops import TritonOps
@@ -63,8 +63,13 @@ def two_steps(
     """Of sequences that ask for everything there is; all join in the first, and one leaves before the second."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(triton_launch, "launch", lambda *arguments, **constants: None)
-    states = [SamplerState(one, 0, tiny_models.VOCAB, [7, 8]) for one in SAMPLINGS]
-    rows = [DecodeRow(name, 7, 40 + name, (3, 4, 5), state, 1) for name, state in enumerate(states)]
+    forbidden = SamplerState.forbidden
+    monkeypatch.setattr(SamplerState, "forbidden", unset_fake_temporarily()(forbidden))  # it is computed on the host
+    states = [
+        SamplerState(one, 0, tiny_models.VOCAB, [7, 8], constraint=OtherParity() if one.grammar else None)
+        for one in (*SAMPLINGS, *FORBIDDING)
+    ]
+    rows = [DecodeRow(name, 7, 39 + name, (3, 4, 5), state, 1) for name, state in enumerate(states)]
     gpu = FakeGpu()
     with gpu.on():
         pool = torch.empty((8, len(weights.layers), 2, 16, 2, 16), dtype=torch.bfloat16, device="cuda")

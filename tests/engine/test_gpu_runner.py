@@ -12,11 +12,12 @@ import torch
 
 from decode_worker.batch import Row, StepPlan
 from decode_worker.compute import run_ahead
-from engine.engine import Engine
+from engine.engine import Engine, SeqChunk
 from engine.gpu.replay import buckets
 from engine.gpu.weights import fuse
 from engine.kv.allocator import BlockAllocator
 from engine.model.backend import recognised
+from engine.pipeline import DecodeRow
 from engine.sampling.sampler import SamplerState, sample
 from proto.sampling import Sampling
 from tests import tiny_models
@@ -33,6 +34,13 @@ SAMPLINGS = (
     Sampling(max_tokens=99, temperature=0.9, top_k=20, repetition_penalty=1.3, seed=3),
     Sampling(max_tokens=99, temperature=1.0, frequency_penalty=0.7, presence_penalty=0.5, seed=4, logprobs=0),
     Sampling(max_tokens=99, temperature=0.0, logit_bias=((9, 3.5), (11, -100.0)), logprobs=2),
+)
+FORBIDDING = (
+    Sampling(max_tokens=99, temperature=1.0, seed=1, grammar="parity"),
+    Sampling(
+        max_tokens=99, temperature=1.0, seed=2, bad_words=((20,), (30, 31)), allowed_token_ids=tuple(range(20, 40))
+    ),
+    Sampling(max_tokens=99, temperature=1.2, seed=3, min_tokens=9, stop_token_ids=tuple(range(6, 300))),
 )
 
 
@@ -123,14 +131,7 @@ def test_the_pipeline_draws_what_the_host_draws(tmp_path: Path) -> None:
 def test_draws_that_depend_on_the_last_token_wait_for_it(tmp_path: Path) -> None:
     """A grammar, bad words and the least length, beside a stream that runs ahead; through the decode worker's steps."""
     engine = gpu_engine(tiny_models.make("llama", tmp_path, spread=0.1))
-    samplings = (
-        Sampling(max_tokens=99, temperature=1.0, seed=1, grammar="parity"),
-        Sampling(
-            max_tokens=99, temperature=1.0, seed=2, bad_words=((20,), (30, 31)), allowed_token_ids=tuple(range(20, 40))
-        ),
-        Sampling(max_tokens=99, temperature=1.2, seed=3, min_tokens=9, stop_token_ids=tuple(range(6, 300))),
-        Sampling(max_tokens=99, temperature=1.0, seed=4),
-    )
+    samplings = (*FORBIDDING, Sampling(max_tokens=99, temperature=1.0, seed=4))
     prompts = prompts_of((5, 9, 20, 3), seed=1)
     expected = [one_by_one(engine, *both, 12) for both in zip(prompts, samplings, strict=True)]
     allocator = BlockAllocator(engine.blocks)
@@ -182,6 +183,33 @@ def test_after_a_failed_step_the_next_ones_are_as_new(tmp_path: Path) -> None:
     engine.pipeline.launch([stream.row()], [])
     engine.pipeline.abandon()
     assert pipelined(engine, prompts, [GREEDY] * 2, 8) == expected
+
+
+def test_a_row_that_would_be_written_outside_of_its_buffers_is_refused(tmp_path: Path) -> None:
+    """On a GPU it would end the process, or change another stream."""
+    engine = gpu_engine(tiny_models.make("llama", tmp_path))
+    context, size = engine.info.context_tokens, engine.info.block_size
+    state = SamplerState(GREEDY, 0, engine.info.vocab_size, [])
+    covering = tuple(range(-(-context // size)))
+    rows = {
+        "context": DecodeRow("long", 7, context, (*covering, 0), state, 1),
+        "outside": DecodeRow("uncovered", 7, size, (3,), state, 1),
+        "table": DecodeRow("many blocks", 7, 5, (*covering, 0), state, 1),
+    }
+    assert engine.pipeline is not None
+    for why, row in rows.items():
+        with pytest.raises(ValueError, match=why):
+            engine.pipeline.launch([row], [])
+    with pytest.raises(ValueError, match="sequences"):
+        engine.pipeline.launch([DecodeRow(name, 7, 5, (3,), state, 1) for name in range(ROWS_MAX + 1)], [])
+    for chunk in (
+        SeqChunk([7] * 2, context - 1, range(len(covering) + 1), True),
+        SeqChunk([7], 0, [engine.blocks], True),
+        SeqChunk([7] * 2, size - 1, [1], True),
+        SeqChunk([], 0, [1], True),
+    ):
+        with pytest.raises(ValueError, match=r"context|pool|cover|empty"):
+            engine.forward([chunk])
 
 
 def test_weights_are_in_memory_once_and_the_model_still_runs(tmp_path: Path) -> None:

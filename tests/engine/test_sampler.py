@@ -242,6 +242,19 @@ def test_a_row_whose_grammar_allows_nothing_fails_alone() -> None:
     assert sampled[0] is None and sampled[1] is not None and sampled[1].token == 1
 
 
+@pytest.mark.parametrize(
+    ("grammar", "token"), [(Only(2, 7), 7), (Only(2), 2), (Only(3, 6), 6)], ids=["both", "form wins", "one of two"]
+)
+def test_limits_choose_among_what_a_grammar_allows(grammar: Only, token: int) -> None:
+    options: dict[str, Any] = {"min_tokens": 5, "stop_token_ids": (2,), "bad_words": ((3,),), "temperature": 0.0}
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [2, 3]] = 9.0
+    state = constrained(grammar, **options)
+    (sampled,) = sample(logits, [state])
+    assert sampled is not None and sampled.token == token
+    assert int((logits[0] + state.forbidden()).argmax()) == token, "as a GPU draws it"
+
+
 def test_a_drawn_token_is_taken_in_by_the_grammar() -> None:
     grammar = Only(1)
     constrained(grammar).accept(1)

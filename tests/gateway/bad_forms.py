@@ -72,9 +72,6 @@ def _formats(t: Rows) -> None:
     t.chat(
         "format and ignore_eos", "ignore_eos", "invalid_value", response_format={"type": "json_object"}, ignore_eos=True
     )
-    t.chat(
-        "format and bad words", "bad_words", "invalid_value", response_format={"type": "json_object"}, bad_words=["a"]
-    )
     tag: dict[str, Any] = {"type": "structural_tag"}
     t.chat("tag without a format", where, "invalid_value", response_format=tag)
     t.chat("tag of an unknown format", where, "invalid_value", response_format={**tag, "format": {"type": "x"}})

@@ -189,7 +189,7 @@ def _stops(t: Rows) -> None:
     t.completion("stop a number", "stop", "invalid_type", stop=3)
     t.completion("stop with a number in it", "stop", "invalid_type", stop=["a", 3])
     t.completion("stop empty string", "stop", "invalid_value", stop="")
-    t.completion("stops too many", "stop", "invalid_value", stop=["a", "b", "c", "d", "e"])
+    t.completion("stops too many", "stop", "invalid_value", stop=list("abcdefghijklmnopq"))
     t.completion("stop too long", "stop", "invalid_value", stop="x" * 257)
     t.completion("stop_token_ids negative", "stop_token_ids[0]", "invalid_value", stop_token_ids=[-1])
     t.completion("stop_token_ids over the vocabulary", "stop_token_ids", "invalid_value", stop_token_ids=[t.vocab_size])

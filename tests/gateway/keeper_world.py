@@ -27,7 +27,7 @@ from proto.sampling import Sampling
 @dataclass(frozen=True)
 class Word:
     text: str
-    stopped: bool
+    stop: str = ""
 
 
 class Words:
@@ -38,10 +38,10 @@ class Words:
 
     def push(self, token: int) -> Word:
         word = f"{token} "
-        return Word("", True) if word in self._stops else Word(word, False)
+        return Word("", word) if word in self._stops else Word(word)
 
     def finish(self) -> Word:
-        return Word("", False)
+        return Word("")
 
 
 LIMITS = StreamLimits(link_wait_s=10, idle_s=120, resume_delay_s=0.1, stall_s=5, streams_max=4, settle_s=0)

@@ -9,7 +9,7 @@ from gateway.streams.types import StreamLimits
 from gateway.text.detokenize import Assembler, Detokenizer
 from proto.errors import RemoteProtocolError
 from proto.progress import PromptLogprobs
-from tests.gateway.fakes import ANSWER, BLOCK_SIZE, Site
+from tests.gateway.fakes import ANSWER, BLOCK_SIZE, CONTEXT_TOKENS, Site
 from tests.gateway.http_words import chat, completion, events, on_site, post
 from tests.tiny_models import EOS
 
@@ -57,6 +57,28 @@ def test_no_output_is_the_prompt_alone() -> None:
         assert (await completion(site, max_tokens=0))["choices"][0]["text"] == ""
         (found,), _ = await events(site, "/v1/completions", prompt="Hi", max_tokens=0, echo=True)
         assert found["choices"][0]["text"] == "Hi"
+
+    on_site(test)
+
+
+def test_a_prompt_may_fill_the_context_where_nothing_is_to_follow() -> None:
+    async def test(site: Site) -> None:
+        full = [5] * CONTEXT_TOKENS
+        answer = await completion(site, prompt=full, max_tokens=0, echo=True, logprobs=0)
+        assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == CONTEXT_TOKENS
+        for fields in ({"max_tokens": 1}, {}, {"max_tokens": 0, "prompt": [*full, 5]}):
+            refused = await post(site, "/v1/completions", **{"prompt": full, **fields})
+            assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+    on_site(test)
+
+
+def test_limits_and_a_form_go_together() -> None:
+    async def test(site: Site) -> None:
+        form = {"type": "json_object"}
+        await chat(site, response_format=form, min_tokens=2, bad_words=["no"], allowed_token_ids=[9], max_tokens=5)
+        sampling = site.cluster.submits[-1][0].sampling
+        assert sampling.grammar and sampling.min_tokens == 2 and sampling.bad_words and sampling.allowed_token_ids
 
     on_site(test)
 
@@ -165,7 +187,7 @@ def test_stop_strings_count_behind_the_fewest_tokens() -> None:
     ids = list(b"abab")
     sink = Assembler(Detokenizer(lambda some: bytes(some).decode(), frozenset()), ["a"], min_tokens=2)
     pieces = [sink.push(token) for token in ids[:3]]
-    assert "".join(piece.text for piece in pieces) == "ab" and pieces[-1].stopped
+    assert "".join(piece.text for piece in pieces) == "ab" and pieces[-1].stop == "a"
 
 
 def test_a_salt_keeps_prompts_apart() -> None:

@@ -1,7 +1,6 @@
 """Grammars are compiled in processes of their own: what takes too long is refused, and nobody else is kept waiting."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -9,12 +8,23 @@ import pytest
 from gateway.http.errors import ApiError
 from gateway.structured import checker as module
 from gateway.structured.checker import GrammarChecker
+from gateway.text.tokenizer import ModelTokenizer
 from tests.gateway.fakes import make_site
 
 GOOD = 'start: "a"'
-STUCK = ("import sys, time", "for line in sys.stdin:", "    stuck = 'stuck' in line", "    if stuck:", "        time.sleep(60)",
-         "    print('\"\"', flush=True)")  # fmt: skip
-"""A compiler that never ends where the grammar says so."""
+SPIN = """
+import time
+from gateway.structured import compile_process as process
+from runtime.grammar import compiler
+def make(grammar, tokenizer):
+    while "spin" in grammar:
+        pass
+    time.sleep(60 if "wait" in grammar else 0)
+    return compiler.make_matcher(grammar, tokenizer)
+process.make_matcher = make
+process.main()
+"""
+"""The compiler, which never ends where the grammar says so."""
 
 
 def with_checker(test: Callable[[GrammarChecker], Awaitable[None]]) -> None:
@@ -47,17 +57,38 @@ def test_good_and_bad_ones_and_what_is_remembered() -> None:
 
 
 def test_one_that_takes_too_long_is_refused_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", "\n".join(STUCK)))
+    monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", SPIN))
 
     async def test(checker: GrammarChecker) -> None:
-        await asyncio.gather(refusal(checker, "a", "1"), refusal(checker, "b", "2"))  # both processes are there
-        stuck = [asyncio.create_task(refusal(checker, "a", f"stuck {number}")) for number in range(3)]
+        await asyncio.gather(
+            refusal(checker, "a", GOOD), refusal(checker, "b", 'start: "b"')
+        )  # both processes are there
+        stuck = [asyncio.create_task(refusal(checker, "a", f"spin {number}")) for number in range(3)]
         await asyncio.sleep(0)
-        began = time.monotonic()
-        assert await refusal(checker, "b", GOOD) == ""
-        assert time.monotonic() - began < module.COMPILE_S / 2
-        assert all("longer than" in message for message in await asyncio.gather(*stuck))
-        assert await refusal(checker, "a", "again") == ""
+        assert await refusal(checker, "b", 'start: "c"') == ""
+        assert not any(task.done() for task in stuck)
+        assert all("takes more than" in message for message in await asyncio.gather(*stuck))
+        assert await refusal(checker, "a", 'start: "d"') == ""
+
+    with_checker(test)
+
+
+def test_a_busy_machine_refuses_no_grammar_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", SPIN))
+
+    async def test(checker: GrammarChecker) -> None:
+        assert await refusal(checker, "a", GOOD) == ""
+        monkeypatch.setattr(module, "ANSWER_S", 0.2)
+        assert await refusal(checker, "a", "wait") == "503 None"
+        assert not any("wait" in verdict for verdict in checker._verdicts.values()) and len(checker._verdicts) == 1
+
+    with_checker(test)
+
+
+def test_no_tokenizer_is_written_out_while_streams_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(checker: GrammarChecker) -> None:
+        monkeypatch.setattr(ModelTokenizer, "serialized", lambda self: pytest.fail("on the event loop"))
+        assert await refusal(checker, "a", GOOD) == ""
 
     with_checker(test)
 

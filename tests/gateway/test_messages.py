@@ -2,12 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import anthropic
 import pytest
 
-from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
+from gateway.anthropic.convert import as_chat
+from gateway.anthropic.types import MessagesRequest
+from gateway.openai.forms import Chat
+from gateway.openai.request_types import validate
+from tests.gateway.fakes import ANSWER, CONTEXT_TOKENS, MODEL, Site, make_site, served
 from tests.gateway.http_words import ANSWER_TOKENS
 
 Client = anthropic.AsyncAnthropic
@@ -100,3 +105,58 @@ def test_errors_have_anthropics_shape() -> None:
             await client.with_options(api_key="wrong").messages.create(model=MODEL, max_tokens=9, messages=HI)
 
     with_client(test, api_keys=("secret",))
+
+
+def test_what_a_conversation_has_is_counted_where_it_is_too_long_to_be_answered() -> None:
+    async def test(site: Site, client: Client) -> None:
+        long: Any = [{"role": "user", "content": "x " * 2 * CONTEXT_TOKENS}]
+        assert (await client.messages.count_tokens(model=MODEL, messages=long)).input_tokens > CONTEXT_TOKENS
+        with pytest.raises(anthropic.BadRequestError, match="context is"):
+            await client.messages.create(model=MODEL, max_tokens=9, messages=long)
+
+    with_client(test)
+
+
+def test_a_schema_and_thoughts_that_are_not_wanted() -> None:
+    async def test(site: Site, client: Client) -> None:
+        schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+        config: Any = {"format": {"type": "json_schema", "schema": schema}}
+        await client.messages.create(model=MODEL, max_tokens=9, messages=HI, output_config=config)
+        assert '"city"' in site.cluster.submits[-1][0].sampling.grammar
+        tokenizer = site.gateway.models[0].tokenizer
+        facts = replace(tokenizer.template, variables=tokenizer.template.variables | {"enable_thinking"})
+        for thinking, options in (("disabled", {"enable_thinking": False}), ("adaptive", {})):
+            request = as_chat(validate(MessagesRequest, {
+                "model": MODEL, "max_tokens": 9, "messages": HI, "thinking": {"type": thinking}}))  # fmt: skip
+            assert Chat.of(request, facts).options == options
+
+    with_client(test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [*HI, {"role": "assistant", "content": "{"}]}, "last message must be the user's"),
+        ({"tools": [{**WEATHER, "defer_loading": True}]}, r"tools\[0\].defer_loading"),
+        ({"tools": [{**WEATHER, "input_schema": {"type": "array"}}]}, r"'tools\[0\].input_schema'"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, r"'tools\[0\].name'"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"enum": [[]] * 4001}}}}, "'output_config.format"),
+        ({"output_config": {"effort": "high"}}, "'output_config.effort' has no effect"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_by_the_clients_own_name_for_it(fields: dict[str, Any], message: str) -> None:
+    async def test(site: Site, client: Client) -> None:
+        with pytest.raises(anthropic.BadRequestError, match=message):
+            await client.messages.create(**{"model": MODEL, "max_tokens": 9, "messages": HI, **fields})
+        assert not site.cluster.submits
+
+    with_client(test)
+
+
+def test_a_result_that_is_an_error_says_so() -> None:
+    use = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "no such city", "is_error": True}
+    turns = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    request = as_chat(validate(MessagesRequest, {"model": MODEL, "max_tokens": 9, "messages": turns}))
+    assert request.messages[-1].text() == "Error: no such city"

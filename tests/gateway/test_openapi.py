@@ -45,6 +45,10 @@ def test_every_route_is_described_and_the_description_is_served() -> None:
             for method, operation in operations.items():
                 for media_type, content in operation["responses"]["200"]["content"].items():
                     assert content["schema"], (path, method, media_type)
+        schemas = answer.json()["components"]["schemas"]
+        assert "array" not in str(schemas["TokenizeRequest"]["properties"]["prompt"]), "it is one text"
+        refused = answer.json()["paths"]["/v1/messages"]["post"]["responses"]["400"]["content"]["application/json"]
+        assert refused["schema"]["$ref"].endswith("/AnthropicError")
         site.gateway.threads.shutdown()
 
     asyncio.run(body())

@@ -7,7 +7,11 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.openai.request_types import validate
 from gateway.response_store import ResponseStore
+from gateway.responses.convert import as_chat, input_items
+from gateway.responses.types import ResponsesRequest
+from gateway.tools.request import tools_of
 from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
 from tests.gateway.http_words import ANSWER_TOKENS, on_site
 
@@ -79,7 +83,7 @@ def test_a_conversation_goes_on_from_what_is_kept() -> None:
         assert "only once" not in prompt, "instructions are of one response"
         assert (await client.responses.retrieve(second.id)).output_text == ANSWER
         await client.responses.delete(first.id)
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError, match=f"{first.id}.*another gateway"):
             await client.responses.create(model=MODEL, input="x", previous_response_id=first.id)
         unkept = await client.responses.create(model=MODEL, input="x", store=False)
         with pytest.raises(openai.NotFoundError):
@@ -113,6 +117,35 @@ def test_a_call_and_its_result() -> None:
         assert "sunny in Rome" in prompt_of(site)
 
     with_client(test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "odd"}}}}, "text.format.schema"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input"),
+    ],
+)
+def test_errors_have_the_names_of_this_api(fields: dict[str, Any], param: str) -> None:
+    async def test(site: Site, client: Client) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(**{"model": MODEL, "input": "Hi", **fields})
+        assert caught.value.param == param and f"'{param}" in caught.value.message
+
+    with_client(test)
+
+
+def test_tools_that_are_allowed_and_several_thoughts() -> None:
+    chosen = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    thoughts = [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": t}]} for t in "ab"]
+    items = [{"role": "user", "content": "Hi"}, *thoughts, {"role": "user", "content": "so?"}]
+    body = {"model": MODEL, "input": items, "tools": [WEATHER], "tool_choice": chosen}
+    request = validate(ResponsesRequest, body)
+    chat = as_chat(request, input_items(request))
+    assert chat.messages[1].reasoning_content == "a\nb"
+    tools = tools_of({"tools": chat.tools, "tool_choice": chat.tool_choice})
+    assert tools is not None and tools.must_call and [tool.name for tool in tools.allowed] == ["weather"]
 
 
 TENANTS = """
@@ -194,6 +227,8 @@ def test_pages_of_the_origins_that_are_named_may_call() -> None:
                 answer = await client.options("/v1/chat/completions", headers=headers)
                 assert answer.headers.get("access-control-allow-origin") == allowed
                 answer = await client.get("/health", headers={"Origin": origin})
+                if allowed:  # a pattern is not allowed there
+                    assert "x-ratelimit-remaining-tokens" in answer.headers["access-control-expose-headers"]
                 assert answer.headers.get("access-control-allow-origin") == allowed
 
     on_site(test)

@@ -113,7 +113,7 @@ def test_stop_string_ends_the_choice_and_cancels_the_rest() -> None:
     bench.open(stops=("6 ",))
     last = bench.tokens(0, 5, 6, 7)
     assert last[1:] == [
-        Deliver("r", 0, "5 ", (5, 6), (), Finish.STOP),
+        Deliver("r", 0, "5 ", (5, 6), (), Finish.STOP, "6 "),
         last[2],
         Ended("r"),
     ]

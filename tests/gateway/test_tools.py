@@ -1,6 +1,5 @@
 """Tool calls and thoughts: what templates get, how answers are read, in whatever pieces they come."""
 
-import asyncio
 import json
 import random
 from dataclasses import replace
@@ -12,7 +11,6 @@ from tokenizers import AddedToken
 from gateway.http.errors import ApiError
 from gateway.openai.forms import Chat
 from gateway.openai.request_types import ChatRequest, validate
-from gateway.structured.checker import GrammarChecker
 from gateway.text.template_facts import TemplateFacts
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from gateway.tools.call_reader import Arguments, CallBegun, CallReader
@@ -135,6 +133,18 @@ def test_a_model_with_a_response_template_of_its_own_is_read_with_it() -> None:
     reading = Reading(template, "<|user|>x<|assistant|>", frozenset(), own=True)
     got = read(reading, '[T]hm[/T]Now CALL f({"a": 1})', random.Random(4))
     assert (got[0].strip(), got[1], got[2]) == ("Now", "hm", [["f", '{"a": 1}']])
+
+
+@pytest.mark.parametrize("arguments", ["{bad", "[" * 5_000], ids=["no JSON", "too deep"])
+def test_a_call_that_the_models_own_template_cannot_read_is_content(arguments: str) -> None:
+    calls = {"open": "CALL ", "close": ";", "repeats": True, "content": "json"}
+    template = {"start_anchor": "<|a|>", "fields": {"content": {"optional": False}, "tool_calls": calls}}
+    reading = Reading(template, "<|a|>", frozenset(), own=True)
+    for seed in range(20):
+        got = read(reading, f"CALL {arguments}; and more", random.Random(seed))
+        assert got[0].endswith(f"{arguments}; and more") and not got[2]
+    name = '{"name": "f", "arguments": {}}'
+    assert read(reading, f"CALL {name};", random.Random(1)) == ("", "", [["f", "{}"]])
 
 
 # --- templates --------------------------------------------------------------------------------------------------------
@@ -285,10 +295,3 @@ def test_a_thought_may_come_before_a_form() -> None:
     assert accepts(begun.grammar, 'so</think>{"a": 1}') and not accepts(begun.grammar, '{"a": 1}')
     assert accepts(none.grammar, "{}") and not accepts(none.grammar, "<think></think>{}")
     assert begun.reading is not None and begun.reading.thought_begun and none.reading is None
-
-
-def test_the_checker_is_lazy() -> None:
-    def never() -> bytes:
-        raise AssertionError
-
-    asyncio.run(GrammarChecker(never).close())

@@ -47,6 +47,22 @@ def test_every_role_is_a_process_with_options_that_parse() -> None:
     assert cluster.processes[2].cores == plan.prefill[0].cores == (0,)
 
 
+def shares_of(settings: ServeSettings) -> list[float]:
+    workers = clusters.build(settings, MODEL).processes[2:]
+    return [parse(WorkerSettings, [*_options(spec.arguments), "--role", "decode"]).gpu_memory_share for spec in workers]
+
+
+def test_workers_on_one_gpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = ServeSettings(prefill=1, decode=2, port=0, device="cuda")
+    assert shares_of(on_gpu) == [0.3] * 3
+    assert shares_of(ServeSettings(port=0, device="cpu")) == [0.9] * 2
+    (tmp_path / "crossdock.toml").write_text("[worker]\ngpu_memory_share = 0.2\n")
+    monkeypatch.setenv("CROSSDOCK_CONFIG", str(tmp_path / "crossdock.toml"))
+    assert shares_of(on_gpu) == [0.2] * 3
+    monkeypatch.setenv("CROSSDOCK_GPU_MEMORY_SHARE", "0.25")
+    assert shares_of(on_gpu) == [0.25] * 3
+
+
 def test_every_process_has_a_watchdog_and_the_launcher_a_page_of_its_own() -> None:
     cluster = clusters.build(ServeSettings(port=0, device="cpu", metrics="127.0.0.1:9400"), MODEL)  # type: ignore[arg-type]
     found = {spec.name: spec.watchdog_s for spec in cluster.processes}

@@ -105,6 +105,8 @@ def test_each_worker_has_its_gpu_and_its_port() -> None:
     assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in workers] == ["3", "GPU-8a", "GPU-8a"]
     assert {one.environment["CUDA_DEVICE_ORDER"] for one in workers} == {"PCI_BUS_ID"}
     assert all(isinstance(one.settings, WorkerSettings) and one.settings.device == "cuda" for one in workers)
+    shares = [one.settings.gpu_memory_share for one in workers if isinstance(one.settings, WorkerSettings)]
+    assert shares == [0.9, 0.45, 0.45]
     binds = [one.settings.kv_bind for one in workers if isinstance(one.settings, WorkerSettings)]
     assert binds == ["tcp://127.0.0.1:0", "tcp://127.0.0.1:7300", "tcp://127.0.0.1:7301"]
 

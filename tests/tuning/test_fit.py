@@ -25,6 +25,12 @@ def test_a_fit_finds_the_costs_that_made_the_samples_though_some_were_slow() -> 
     assert cost.residuals.worst > 3
 
 
+def test_one_slow_size_does_not_raise_all_larger_ones() -> None:
+    measured = {1: 10.0, 2: 30.0, 4: 12.0, 8: 18.0, 16: 24.0}
+    found = fit.curve([StepSample(size, 0.0, ms) for size, ms in measured.items()], 0.0)
+    assert found.ms == pytest.approx((10.0, 20.0, 20.0, 20.0, 24.0))
+
+
 def test_work_of_the_other_role_counts_by_its_share_of_the_time() -> None:
     cost = GPU.decode
     alone = cost.step_ms(4, 1000)
@@ -37,7 +43,7 @@ def test_transfers_and_host_costs_are_lines() -> None:
     hand_overs = [HandOver(tokens, 1000.0, 2 + 0.01 * tokens) for tokens in (16, 64, 256) for _ in range(3)]
     transfer = fit.transfer_cost(hand_overs, "shm")
     assert transfer.ms(100) == pytest.approx(3.0)
-    samples = Samples(outside=[Outside(n, 8 + 0.002 * n) for n in (10, 100, 1000)], second_token_ms=[(32, 5.0)])
+    samples = Samples(outside=[Outside(n, 8 + 0.002 * n) for n in (10, 100, 1000)], second_token_ms=[(200, 7.0)])
     host = fit.host_cost(samples, transfer)
     assert (host.request_ms, host.request_token_ms, host.join_ms) == pytest.approx((8.0, 0.002, 3.0))
 

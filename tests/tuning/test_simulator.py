@@ -9,15 +9,16 @@ from tests.tuning.profiles import GPU
 from tuning.advise import Slo, Workers
 from tuning.bounds import attainable
 from tuning.goals import Goals
-from tuning.profile import Curve, DecodeCost
-from tuning.search import Space, search
+from tuning.profile import Capacity, Curve, DecodeCost, HostCost
+from tuning.search import Candidate, Space, search
+from tuning.sensitivity import map_of
 from tuning.simulator.batch import Batch
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.gaps import Gaps
 from tuning.simulator.job import Job, Sent
 from tuning.simulator.options import Failure, Options
 from tuning.simulator.room import Room
-from tuning.traffic import excerpt
+from tuning.traffic import Change, excerpt, fitted, with_cancels
 
 SLO = Slo(500.0, 25.0)
 
@@ -64,6 +65,37 @@ def _stepwise(cost: DecodeCost, jobs: list[Job], comes: list[float]) -> dict[int
                 ends[number] = now
                 del running[number]
     return ends
+
+
+@pytest.mark.parametrize("kv_token_ms", [0.0, 1e-12, 1e-9, 1e-3])
+def test_a_boundary_is_found_again_by_its_time_at_the_end_of_a_day(kv_token_ms: float) -> None:
+    cost, rng = DecodeCost(Curve((1.0, 64.0), (0.5, 2.0)), kv_token_ms), np.random.default_rng(4)
+    for _ in range(300):
+        batch = Batch(0, cost, Room(10**9, 16), 100, Gaps())
+        batch.begin_s = float(rng.uniform(0, 86_400))
+        batch.sequences, batch.kv_tokens = int(rng.integers(1, 64)), int(rng.integers(100, 10**5))
+        steps = int(rng.integers(1, 4000))
+        assert batch.steps_until(batch.boundary_s(steps)) == steps
+
+
+def test_the_step_in_which_a_worker_is_lost_gives_no_token() -> None:
+    batch = Batch(0, DecodeCost(Curve((1.0, 8.0), (10.0, 10.0))), Room(1000, 16), 100, Gaps())
+    job = Job(0, Sent(0.0, 10, 4), 256)
+    batch.room.place(0, 10, 4, 0)
+    job.last_s = 0.0
+    batch.join(job, 0.0)
+    assert batch.lose_all(0.025) == [(job, 2)]
+
+
+def test_a_sequence_ends_on_time_though_another_is_about_to_join() -> None:
+    """Between the arrival of KV and the join."""
+    profile = GPU.replaced(decode=DecodeCost(Curve((1.0, 8.0), (10.0, 12.0))), host=HostCost(join_ms=50.0))
+    alone = [Sent(0.0, 100, 10)]
+    for at_s in np.linspace(0.01, 0.2, 40).tolist():
+        outcome = Simulator(profile, Workers(1, 1), [*alone, Sent(at_s, 100, 50)]).run()
+        least = Simulator(profile, Workers(1, 1), alone).run().tpot_ms[0]
+        assert outcome.tpot_ms[0] >= least - 1e-9
+        assert 50 <= outcome.hand_over_ms[1] <= 66
 
 
 def test_room_is_that_of_the_production_admission() -> None:
@@ -131,6 +163,53 @@ def test_no_run_beats_its_bound() -> None:
     for workers in (Workers(1, 1), Workers(1, 3), Workers(4, 1), Workers(0, 0, 2)):
         bound = attainable(GPU, workers, sent, goals, Options())
         assert Simulator(GPU, workers, sent).run().attainment(SLO) <= bound
+
+
+def test_what_cannot_serve_enough_by_its_bound_is_not_simulated() -> None:
+    found = search(GPU, traffic(12.0, 1000, prompt=7.2), Goals(Slo(1000.0, 40.0)), Space(4))
+    skipped = [one for one in found.results.values() if not one.requests]
+    assert skipped
+    assert found.best.attainment > max(one.bound for one in skipped)
+
+
+def test_clients_that_leave_free_the_room_of_their_answers() -> None:
+    sent = traffic(4.0, 600, output=6.0)
+    all_leave = with_cancels(sent, 1.0, 1)
+    assert sum(one.forwarded_tokens < one.output_tokens for one in all_leave) > 0.95 * len(sent)
+    assert with_cancels(sent, 0.0, 1) == sent
+    some = with_cancels(sent, 0.3, 1)
+    assert 0.2 < sum(one.leaves_after > 0 for one in some) / len(sent) < 0.4
+    tight = GPU.replaced(decode_capacity=Capacity(1500, 16, 256))
+    stay, leave = (Simulator(tight, Workers(2, 1), part).run() for part in (sent, all_leave))
+    assert stay.no_room.mean() > 2 * leave.no_room.mean() > 0
+    assert not np.isnan(leave.ttft_ms).any()
+    assert leave.output_tokens.tolist() == [one.forwarded_tokens for one in all_leave]
+    failing = Options(failures=(Failure(5.0, 2, 2.0), Failure(9.0, 0, 2.0)))
+    assert not np.isnan(Simulator(GPU, Workers(2, 1), some, failing).run().ttft_ms).any()
+
+
+def test_longer_requests_than_the_context_are_cut_and_counted() -> None:
+    sent = [Sent(0.0, 900, 100), Sent(1.0, 900, 200), Sent(2.0, 5000, 5000)]
+    found, cut = fitted(sent, 1000)
+    assert cut == 2
+    assert [(one.prompt_tokens, one.output_tokens) for one in found] == [(900, 100), (800, 200), (500, 500)]
+
+
+def test_the_map_shows_the_recommended_ratio_however_many_workers_there_are() -> None:
+    goals, sent = Goals(SLO), traffic(5.0, 30)
+    found = search(GPU, sent, goals, Space(18, mixed=False))
+    found.best.candidate = Candidate(Workers(15, 3), 256)
+    cells = map_of(GPU, sent, goals, found, Options(), lambda what, done, of: None)
+    assert (15, 3) in {(cell.prefill, cell.decode) for cell in cells}
+    assert len(cells) <= 11 * 11
+    assert (1, 1) in {(cell.prefill, cell.decode) for cell in cells}
+
+
+def test_a_hit_rate_that_is_tried_takes_the_place_of_block_ids() -> None:
+    [changed] = Change(hit_rate=0.4).applied([Sent(0.0, 1000, 10, (1, 2))])
+    assert not changed.blocks
+    [changed] = Change(load=2.0).applied([Sent(1.0, 1000, 10, (1, 2))])
+    assert changed.blocks and changed.at_s == 0.5
 
 
 def test_limits_of_a_class_are_its_own() -> None:

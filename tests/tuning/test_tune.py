@@ -72,6 +72,7 @@ def test_a_mix_for_one_worker_is_not_disaggregated(here: Path) -> None:
     report = json.loads(done.stdout)
     assert report["recommendation"]["workers"] == "1M"
     assert not report["disaggregate"]
+    assert not report["turns"]
     assert "do not disaggregate" in done.stderr
 
 
@@ -80,6 +81,10 @@ def test_mistakes_name_the_option(here: Path) -> None:
         (("--profile", "none.json"), "--profile"),
         (("--trace", "none.csv"), "--trace"),
         (("--slo", "gold:5"), "--slo"),
+        (("--slo", "batch:nan:5"), "--slo"),
+        (("--slo", "batch:500:50", "--rate", "2", "--duration", "9"), "--slo: no request is of the class batch"),
+        (("--cancel-share", "2"), "--cancel-share"),
+        (("--rate", "0.1", "--duration", "0.01"), "--rate: no request comes within --duration"),
         (("--html", "no/such/folder.html"), "--html"),
         (("--step-tokens", "0"), "--step-tokens"),
     ):
@@ -90,6 +95,11 @@ def test_mistakes_name_the_option(here: Path) -> None:
     done = crossdock(here, "tune", "check", "bad.json")
     assert done.returncode != 0
     assert "not a file of crossdock tune --out" in done.stderr + done.stdout
+    for settings, named in (({"rate": -1}, "settings.rate"), ({"trace": "gone.csv"}, "gone.csv")):
+        (here / "bad.json").write_text(json.dumps({"format": 1, "settings": settings, "ranked": [{"workers": "1P1D"}]}))
+        done = crossdock(here, "tune", "check", "bad.json")
+        assert done.returncode != 0
+        assert re.search(f"bad.json: .*{named}", done.stderr + done.stdout), done.stderr
 
 
 def test_aiperf_records_are_a_trace(tmp_path: Path) -> None:

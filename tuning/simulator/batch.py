@@ -18,6 +18,10 @@ from tuning.simulator.gaps import Gaps
 from tuning.simulator.job import Job
 from tuning.simulator.room import Room
 
+_SAME_BOUNDARY = 1e-6
+"""Of a step: a time that lies so little behind a boundary is the boundary, rounded. Times of a day have 11 digits after the
+point, so steps may be as short as 0.1 ms."""
+
 
 class Batch:
     def __init__(self, number: int, cost: DecodeCost, room: Room, seqs_max: int, gaps: Gaps, slow: float = 1.0) -> None:
@@ -67,13 +71,10 @@ class Batch:
         passed = now - self.begin_s
         if passed <= 0 or not self.sequences:
             return 0
-        a, b = self._a(), self._b()
-        if b * passed < 1e-9 * a * a:
-            steps = ceil(passed / a - 1e-9)
-        else:
-            half = a - b / 2
-            steps = ceil((sqrt(half * half + 2 * b * passed) - half) / b - 1e-9)
-        return max(steps, 0)
+        b = self._b()
+        half = self._a() - b / 2
+        # The root of T(k) = now, in the form that loses no digits where b is small.
+        return ceil(2 * passed / (half + sqrt(half * half + 2 * b * passed)) - _SAME_BOUNDARY)
 
     def steps_begun(self, now: float) -> int:
         return self.steps + self.steps_until(now)
@@ -142,9 +143,11 @@ class Batch:
         return self.begin_s
 
     def lose_all(self, now: float) -> list[tuple[Job, int]]:
-        """The worker is lost: its sequences, with the tokens of each that were forwarded."""
+        """The worker is lost: its sequences, with the tokens of each that were forwarded. The step in progress counts for
+        nothing."""
         self.sync(now)
-        found = [(job, job.output - 1 - max(end - self.steps, 0)) for end, _, job in self._ends]
+        done = self.steps - 1 if self.begin_s >= now else self.steps
+        found = [(job, max(job.output - 1 - (end - done), 0)) for end, _, job in self._ends]
         self._ends.clear()
         self.sequences = self.kv_tokens = 0
         return found

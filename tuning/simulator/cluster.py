@@ -123,7 +123,7 @@ class Simulator(Placing):
         elif worker.batch is job.decode:
             self._arrived(job, job.attempt)
         else:
-            self._at(max(worker.link_free_s, self.now) + self._latency_s, _ARRIVED, job, job.attempt)
+            self._at(max(worker.link_free_s, self.now) + self._latency_s + self._join_s, _ARRIVED, job, job.attempt)
 
     def _ended_in_prefill(self, job: Job) -> None:
         if self.options.late_room:
@@ -133,7 +133,7 @@ class Simulator(Placing):
             self._release(job)
 
     def _arrived(self, job: Job, attempt: int) -> None:
-        """Its KV is on the decode worker."""
+        """Its KV is on the decode worker, which knows of it."""
         if attempt != job.attempt:
             return
         batch: Batch = job.decode
@@ -145,7 +145,7 @@ class Simulator(Placing):
     def _join(self, job: Job, batch: Batch) -> None:
         job.prefill.release_blocks(job)
         job.left_s = self.now
-        batch.join(job, self.now + (self._join_s if batch is not job.prefill.batch else 0.0))
+        batch.join(job, self.now)
         job.join_s = batch.begin_s
         if batch.room.exact:
             self.freed(batch)

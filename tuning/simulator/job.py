@@ -19,6 +19,12 @@ class Sent(NamedTuple):
     """Ids of its prompt's blocks; equal ids are equal tokens."""
     tenant: str = "default"
     priority: str = DEFAULT_PRIORITY_CLASS
+    leaves_after: int = 0
+    """Tokens after which its client leaves; 0: it stays to the end."""
+
+    @property
+    def forwarded_tokens(self) -> int:
+        return min(self.leaves_after, self.output_tokens) if self.leaves_after else self.output_tokens
 
 
 class Job:
@@ -63,8 +69,9 @@ class Job:
         priority_classes: Mapping[str, PriorityClass] = DEFAULT_PRIORITY_CLASSES,
     ) -> None:
         self.number, self.sent, self.at_s = number, sent, sent.at_s
-        self.prompt, self.output, self.blocks = sent.prompt_tokens, sent.output_tokens, sent.blocks
-        self.output_max = self.output
+        self.prompt, self.output, self.blocks = sent.prompt_tokens, sent.forwarded_tokens, sent.blocks
+        self.output_max = sent.output_tokens
+        """What the coordinator knows of: its client may leave earlier."""
         self.chunks = -(-self.prompt // step_tokens)
         priority_class = priority_classes[sent.priority]
         self.due = self.at_s + priority_class.ttft_s + self.chunks * priority_class.ttft_s_per_chunk

@@ -38,6 +38,7 @@ class Outcome:
     """From the first token to the first decode step."""
     prompt_tokens: Floats
     output_tokens: Floats
+    """That its client had, which may have left early."""
     cached_tokens: Floats
     classes: tuple[str, ...]
     """Priority classes."""
@@ -112,7 +113,7 @@ def outcome_of(
     at_s, first_s = column(job.at_s for job in jobs), column(job.first_s for job in jobs)
     placed_s, join_s = column(job.placed_s for job in jobs), column(job.join_s for job in jobs)
     end_s = column(job.end_s for job in jobs)
-    prompt, output = (column(getattr(job.sent, what) for job in jobs) for what in ("prompt_tokens", "output_tokens"))
+    prompt, output = (column(getattr(job.sent, what) for job in jobs) for what in ("prompt_tokens", "forwarded_tokens"))
     served, ended = first_s != NOT_YET, end_s != NOT_YET
     ttft_ms = np.where(served, 1000 * (first_s - at_s) + host_ms + host_token_ms * prompt, np.nan)
     tpot_ms = np.where(ended & (output > 1), 1000 * (end_s - first_s) / np.maximum(output - 1, 1), np.nan)

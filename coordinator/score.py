@@ -2,7 +2,8 @@
 
     score(p, d) = queue * (tokens before it on p / rate of p)
                 + compute * (prompt tokens not cached on p / rate of p)
-                + transfer * (blocks not cached on d)   [+ remote * (the same), where p and d are on different hosts]
+                + transfer * (blocks not cached on d)   [+ remote * (the same), where p and d are on different hosts; none of it
+                                                         where they are the halves of one mixed worker]
                 + room * (fullness of p squared) + load * (fullness of d)
                 + numerics                      where an interrupted stream began on a worker that computes other bits than d
                 + trouble * (share of recent work that failed on p + the same of d, or of what went from p to d if that is more)
@@ -67,6 +68,8 @@ class DecodeSide:
     """Of its blocks or its sequences, whichever is more."""
     failure_rate: float
     host: str
+    is_same_process: bool = False
+    """It is the other half of the mixed worker that computes the prompt."""
     other_numerics: bool = False
     """It computes other bits than the worker where this stream began."""
 
@@ -81,6 +84,8 @@ def prefill_s(prompt_tokens: int, side: PrefillSide, weights: Weights, waiting: 
 def decode_s(side: DecodeSide, prefill_host: str, weights: Weights) -> float:
     """The part of the score that the decode worker decides, given where the prompt is computed."""
     per_block = weights.transfer_s + (weights.remote_s if side.host != prefill_host else 0.0)
+    if side.is_same_process:
+        per_block = 0.0
     own = per_block * side.missing_blocks + weights.load_s * side.fullness + weights.trouble_s * side.failure_rate
     return own + (weights.numerics_s if side.other_numerics else 0.0)
 

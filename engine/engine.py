@@ -62,10 +62,19 @@ class Engine:
         self.info = info
         self.pool = pool
         """[blocks, layers, 2, block_size, kv_heads, head_dim], block-major, zeroed at start."""
+        self.first_block = 0
         self.blocks = pool.shape[0]
+        """Those of the pool that may be used, from `first_block` on."""
         self.tokens_forwarded = 0
         """Token positions ever forwarded."""
         self.runner = runner
+
+    def part(self, first_block: int, blocks: int) -> "Engine":
+        """The same model and pool, of which only these blocks are used; with a count of tokens of its own."""
+        assert first_block >= 0 and 0 < blocks <= self.pool.shape[0] - first_block
+        part = Engine(self.runner, self.info, self.pool)
+        part.first_block, part.blocks = first_block, blocks
+        return part
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:

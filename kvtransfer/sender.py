@@ -1,7 +1,7 @@
 """The prefill worker's end: offers finished KV to decode workers and sends it while the next chunk computes."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,7 @@ from kvtransfer.session.session import (
     SendSegment,
 )
 from kvtransfer.transport_choice import TransportChoice
-from kvtransfer.transports.registry import TRANSPORTS, suited
+from kvtransfer.transports.registry import TRANSPORTS, suited, within_process
 from kvtransfer.transports.transport import Rendezvous, SegmentJob
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
@@ -72,13 +72,15 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         settings: KvSettings,
         on_pairs: Callable[[list[PairState]], None] = lambda pairs: None,
         on_pair_error: Callable[[Exception], None] = lambda error: None,
+        own_peers: Container[int] = (),
     ) -> None:
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not. `on_result` says that the blocks may be
-        reused."""
+        reused. `own_peers` are receivers in this process."""
         super().__init__(layout, pool, incarnation, clock, send, settings, on_pair_error=on_pair_error)
         self._digests = BlockDigests(self._rows) if self._rows.is_flat else None
         self._on_result = on_result
         self._on_pairs = on_pairs
+        self._own_peers = own_peers
         self._last_pair_id = 0
         self._choice = TransportChoice(
             suited(settings.transports, pool.device.type), settings.demote_ms, settings.demote_max_ms
@@ -200,6 +202,8 @@ class KvSender(Driver[SenderSession, _Outgoing]):
     def _open_route(self, peer_incarnation: int, block_size: int) -> _Outgoing:
         self._last_pair_id += 1
         transports = self._choice.proposal(peer_incarnation, self._clock())
+        if peer_incarnation in self._own_peers:
+            transports = within_process(transports) or within_process(self._settings.transports)
         self._make_room(transports)
         route = _Outgoing(peer_incarnation, self._last_pair_id, self._rows_of(block_size), transports)
         self._routes[peer_incarnation] = route

@@ -100,7 +100,7 @@ TABLE: Final[Table] = {
     ),
     "gateway": Command("Serve the OpenAI HTTP API.", "runtime.settings.roles:GatewaySettings", "gateway.main:run"),
     "worker": Command(
-        "Compute prompts (prefill) or stream answers (decode).",
+        "Compute prompts (prefill), stream answers (decode), or do both (mixed).",
         "runtime.settings.workers:WorkerSettings",
         "launcher.worker:run",
     ),

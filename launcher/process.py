@@ -16,6 +16,10 @@ _LINE_END = re.compile(rb"[\r\n]+")
 _KEPT_LINES = 50
 
 
+WORKER_MODULES = {"prefill": "prefill_worker", "decode": "decode_worker", "mixed": "launcher.mixed_worker"}
+"""By role."""
+
+
 def python_command(module: str, *arguments: str) -> tuple[str, ...]:
     """`-P` keeps a folder of the same name in the user's working directory from being run instead."""
     return (sys.executable, "-P", "-m", module, *arguments)

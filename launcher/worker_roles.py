@@ -1,14 +1,19 @@
-"""What a worker process needs of its roles: one engine and one allocator, over which either is made."""
+"""What a worker process needs of its roles: one engine and one allocator, over which either is made; or, in a mixed worker, an
+allocator for each, over its own part of the KV pool.
+"""
 
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from engine.gpu.memory import GpuShare
 from engine.kv.allocator import BlockAllocator
+from engine.kv.split import prefill_blocks
 from engine.model.loader import load_engine
 from engine.thread import EngineThread, pick_device
-from kvtransfer.transports.registry import allowed_on, memory_for
+from kvtransfer.transports.registry import WrongTransport, allowed_on, memory_for, within_process
 from kvtransfer.transports.transport import PoolMemory
 from prefill_worker.worker import PrefillWorker
+from proto.errors import BadOption
+from proto.messages import Role
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.driver import WorkerDriver
 from runtime.worker.process import as_config_error, run_worker
@@ -20,14 +25,39 @@ class Roles:
 
     def __init__(self, transports: tuple[str, ...], memory: PoolMemory | None) -> None:
         self._transports, self._memory = transports, memory
-        self._blocks: BlockAllocator | None = None
+        self._blocks: dict[int, BlockAllocator] = {}
+        """By their first block."""
+        self._receivers: set[int] = set()
+        """Decode workers that this process is, or was."""
 
     def make(self, engine: Engine, driver: WorkerDriver) -> WorkerRole:
-        if self._blocks is None:
-            self._blocks = BlockAllocator(engine.blocks)
+        blocks = self._blocks.get(engine.first_block)
+        if blocks is None:
+            blocks = self._blocks[engine.first_block] = BlockAllocator(engine.blocks, engine.first_block)
         if driver.settings.role == "prefill":
-            return PrefillWorker(engine, self._blocks, driver, self._transports)
-        return DecodeWorker(engine, self._blocks, driver, self._transports, self._memory)
+            return PrefillWorker(engine, blocks, driver, self._transports, self._receivers)
+        self._receivers.add(driver.hello.incarnation)
+        return DecodeWorker(engine, blocks, driver, self._transports, self._memory)
+
+
+class PoolTooSmall(BadOption):
+    """For a mixed worker."""
+
+
+def split(engine: Engine, settings: WorkerSettings) -> dict[Role, Engine]:
+    """The parts of the pool for the two roles of a mixed worker. Raises `PoolTooSmall`."""
+    info, blocks = engine.info, engine.blocks
+    context = -(-info.context_tokens // info.block_size)
+    if blocks < 2 * context:
+        needed, there = (count * info.block_bytes / (1 << 30) for count in (2 * context, blocks))
+        error = PoolTooSmall(
+            f"a mixed worker needs room for two contexts of {info.context_tokens} tokens, one in each role: {needed:.3g} GiB of"
+            f" KV cache; there are {there:.3g}"
+        )
+        error.option = "--gpu-memory-share" if settings.kv_bytes_on(engine.pool.device.type) is None else "--kv-gib"
+        raise error
+    prefill = prefill_blocks(blocks, context)
+    return {Role.PREFILL: engine.part(0, prefill), Role.DECODE: engine.part(prefill, blocks - prefill)}
 
 
 def run(settings: WorkerSettings) -> int:
@@ -36,6 +66,10 @@ def run(settings: WorkerSettings) -> int:
     device = pick_device(settings.device)
     with as_config_error():
         transports = allowed_on(settings.kv_transport, device, settings.transfer_encryption == "on")
+        if settings.role == "mixed" and not within_process(transports):
+            raise WrongTransport(
+                f"{settings.kv_transport} does not work within one process, as the roles of a mixed worker need; auto does"
+            )
     memory = memory_for(transports, device)
     return run_worker(
         settings,
@@ -53,4 +87,5 @@ def run(settings: WorkerSettings) -> int:
         ),
         be_nice=thread.be_nice,
         make_role=Roles(transports, memory).make,
+        split=lambda engine: split(engine, settings),
     )

@@ -1,6 +1,6 @@
 """What a prefill worker does of its own: orders to its core, steps of prompt chunks, KV to decode workers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 
 from engine.engine import Engine
@@ -31,9 +31,15 @@ class PrefillWorker:
     ports: Mapping[str, LinkCounters] = {}
 
     def __init__(
-        self, engine: Engine, blocks: BlockAllocator, driver: WorkerDriver, transports: tuple[str, ...]
+        self,
+        engine: Engine,
+        blocks: BlockAllocator,
+        driver: WorkerDriver,
+        transports: tuple[str, ...],
+        own_peers: Container[int],
     ) -> None:
-        """`blocks` are those of the engine's pool, all free or cached; `transports` are those that KV may be sent by."""
+        """`blocks` are those of the engine's pool for this role, all free or cached; `transports` are those that KV may be sent
+        by; `own_peers` are decode workers in this process."""
         settings, info = driver.settings, engine.info
         self.engine, self.driver = engine, driver
         self.registration, self.gateways = driver.registration, driver.gateways
@@ -65,6 +71,7 @@ class PrefillWorker:
             on_result=self._kv_result,
             on_pairs=lambda pairs: self._report_pairs(),
             on_pair_error=lambda error: end_if_gpu_is_lost(error, driver.log),
+            own_peers=own_peers,
             settings=KvSettings(
                 transports=transports,
                 encrypt=settings.encrypts_transfers,

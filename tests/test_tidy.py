@@ -48,6 +48,7 @@ PURE = (
     "engine/kv/allocator.py",
     "engine/sampling/finish.py",
     "engine/kv/prefix_tree.py",
+    "engine/kv/split.py",
     "engine/kv/sequence.py",
     "gateway/text/block_hashes.py",
     "gateway/text/fair_queue.py",

@@ -211,11 +211,10 @@ class Model:
         return ttft, self._tpot(batch, 0.0), load, batch
 
     def _together(self, mixed: int, share: float) -> tuple[Floats, Floats, float, _Decode]:
-        busy_ms = self.prefill_ms - self.profile.mixed_saved_ms * self.chunks
-        load = share * self.per_ms * float(busy_ms.mean()) / mixed
+        load = share * self.per_ms * float(self.prefill_ms.mean()) / mixed
         batch = self._batch(mixed, share, min(load, _BUSY_MAX))
-        ttft = self._ttft(mixed, busy_ms + self.chunks * batch.step_ms, load, batch.load)
-        work = share * self.per_ms / mixed * float((busy_ms**2).mean())
+        ttft = self._ttft(mixed, self.prefill_ms + self.chunks * batch.step_ms, load, batch.load)
+        work = share * self.per_ms / mixed * float((self.prefill_ms**2).mean())
         return ttft, self._tpot(batch, min(load, _BUSY_MAX), work), load, batch
 
     def _judged(self, workers: Workers, ttft: Floats, tpot: Floats, load: float, batch: _Decode) -> Estimate:

@@ -15,6 +15,7 @@ this must hold:
 - no worker was lost for `calm_s`, none is drained or changing its role, and each role keeps one.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, sqrt
@@ -63,6 +64,8 @@ class Seat(NamedTuple):
     role: Role
     requests: int
     draining: bool = False
+    is_mixed: bool = False
+    """It is one half of a mixed worker, which does not change its role."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ class Autopilot:
         if seen.traffic is None or not (present.prefill and present.decode):
             self._agreed = 0
             what = "too few requests" if seen.traffic is None else f"{present} lacks a role"
+            if seen.traffic is not None and present.mixed:
+                what = f"mixed workers do not change their role, and {present} has no others of both roles"
             return Decision(present, present, None, 0.0, f"{what}: nothing is compared")
         traffic, is_now, best = self._compared(seen, present, now)
         direction = _sign(best.workers.prefill - present.prefill) if _gain(is_now, best) >= self.rules.gain_min else 0
@@ -180,8 +185,8 @@ class Autopilot:
 
 
 def ratio_of(seen: Observation) -> Workers:
-    roles = [one.role for one in seen.workers]
-    return Workers(roles.count(Role.PREFILL), roles.count(Role.DECODE))
+    roles = Counter((one.role, one.is_mixed) for one in seen.workers)
+    return Workers(roles[Role.PREFILL, False], roles[Role.DECODE, False], roles[Role.PREFILL, True])
 
 
 def _at_least(requests: int) -> float:
@@ -220,8 +225,13 @@ def observation_of(report: StatusReport, model: str) -> Observation:
     """Of the workers of this model."""
     traffic = next((one for one in report.traffic if one.model == model), None)
     counters = report.counters
+    workers = [one for one in report.workers if one.model == model]
+    roles = Counter((one.host, one.pid) for one in workers)
     return Observation(
-        [Seat(one.name, one.role, one.requests, one.draining) for one in report.workers if one.model == model],
+        [
+            Seat(one.name, one.role, one.requests, one.draining, one.pid > 0 and roles[one.host, one.pid] > 1)
+            for one in workers
+        ],
         latest(traffic) if traffic is not None else None,
         of_longer(traffic) if traffic is not None else None,
         counters.get("prefill_lost", 0) + counters.get("decode_lost", 0),
@@ -230,11 +240,13 @@ def observation_of(report: StatusReport, model: str) -> Observation:
 
 
 def _best(model: Model, present: Workers) -> Estimate:
-    """Of all ratios of so many workers, or, of many, some at even distances and the neighbours."""
-    total = present.total
+    """Of all ratios of so many workers, or, of many, some at even distances and the neighbours. Mixed ones stay."""
+    total = present.prefill + present.decode
     step = max(1, total // CANDIDATES_MAX)
     counts = {*range(1, total, step), present.prefill - 1, present.prefill, present.prefill + 1}
-    found = [model.estimate(Workers(count, total - count)) for count in sorted(counts) if 0 < count < total]
+    found = [
+        model.estimate(Workers(count, total - count, present.mixed)) for count in sorted(counts) if 0 < count < total
+    ]
     top = max(one.goodput for one in found)
     # Of those that are as good, the one that takes the fewest changes.
     equal = [one for one in found if one.goodput >= 0.995 * top]
@@ -259,7 +271,7 @@ def _reason(is_now: Estimate, best: Estimate, traffic: Traffic) -> str:
 
 def _whom(workers: Sequence[Seat], role: Role, distance: int) -> tuple[str, ...]:
     """Of this role, those with the fewest requests; one stays."""
-    having = sorted((one.requests, one.name) for one in workers if one.role is role)
+    having = sorted((one.requests, one.name) for one in workers if one.role is role and not one.is_mixed)
     most = min(max(1, int(STEP * len(workers))), MAX_FLIPS_AT_ONCE, len(having) - 1)
     return tuple(name for _, name in having[: min(distance, most)])
 

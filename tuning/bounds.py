@@ -33,7 +33,7 @@ def attainable(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: 
     decode_span_ms = prefill_span_ms + tpot_ms * float(steps.max(initial=0.0))
     apart = workers.prefill + workers.mixed, workers.decode + workers.mixed
     bounds = [_fit(prompt_ms, apart[0] * prefill_span_ms), _fit(decode_ms, apart[1] * decode_span_ms)]
-    if not workers.prefill and not workers.decode and not profile.mixed_saved_ms:
+    if not workers.prefill and not workers.decode:
         bounds.append(_fit(prompt_ms + decode_ms, workers.mixed * decode_span_ms))
     return min(bounds)
 

@@ -2,8 +2,9 @@
 
     prefill step   = curve(prompt tokens of the step) + context_ms * sum of tokens * mean context
     decode step    = curve(sequences) + kv_token_ms * KV tokens read
-    mixed step     = prefill step + decode step - saved_ms, where both are in it
     KV transfer    = latency_ms + bytes / bandwidth, of which a prompt's last chunk is what prefill cannot hide
+
+A mixed worker does prefill steps and decode steps in turn.
 
 Curves are piecewise linear through the measured medians. The residuals of the fit are kept: they make the error bands.
 """
@@ -140,8 +141,6 @@ class Profile(msgspec.Struct, frozen=True):
     decode_capacity: Capacity
     transfer: TransferCost = TransferCost()
     host: HostCost = HostCost()
-    mixed_saved_ms: float = 0.0
-    """What a step with prompt tokens and sequences saves beside two steps: weights are read once."""
     prefill_cores: int = 0
     """Cores that all prefill workers of the host share, one worker being able to fill one; 0: each has its own …"""
     decode_cores: int = 0

@@ -138,5 +138,6 @@ def _decode_side(worker: Worker, request: Request, prefill: Worker, pool: Pool, 
             pool.failure_rate(worker), pool.breakers.failure_rate((prefill.incarnation, worker.incarnation), now)
         ),
         host=worker.hello.host,
+        is_same_process=worker.is_same_process(prefill),
         other_numerics=request.resumed and request.numerics not in ("", worker.hello.numerics),
     )

@@ -51,6 +51,8 @@ def _refusal(state: State, request: FlipRequest, named: list[Worker]) -> str:
     role = worker.hello.role
     if role is request.role:
         return f"{request.worker} is a {role} worker already"
+    if any(worker.is_same_process(other) for other in state.workers.values()):
+        return f"{request.worker} is one half of a mixed worker; start its process with another --role to change that"
     if running := state.flipping.get(worker.incarnation):
         return f"{request.worker} is changing its role to {running.role}; wait until that is done"
     if len(state.flipping) >= MAX_FLIPS_AT_ONCE:

@@ -98,6 +98,11 @@ class Worker:
         room = KvAdmission(capacity.kv_blocks, capacity.block_size) if hello.role is Role.DECODE else None
         return Worker(hello.incarnation, hello, capacity, capacity.max_seqs, room)
 
+    def is_same_process(self, other: "Worker") -> bool:
+        """Whether the two are the halves of one mixed worker."""
+        own, there = self.hello, other.hello
+        return own.name != there.name and own.pid > 0 and (own.host, own.pid) == (there.host, there.pid)
+
     @property
     def free_blocks(self) -> int:
         """Blocks that nothing held here will ever need."""

@@ -16,12 +16,15 @@ class OutOfBlocks(CrossdockError):
 
 
 class BlockAllocator:
-    """Hands out block numbers 0 … total - 1. Low numbers first, in runs as long as they come, so that KV segments are long."""
+    """Hands out the block numbers first … first + total - 1. Low numbers first, in runs as long as they come, so that KV
+    segments are long."""
 
-    def __init__(self, total: int) -> None:
-        assert total >= 1, total
+    def __init__(self, total: int, first: int = 0) -> None:
+        """`first`: other than 0 where an allocator has only a part of a pool."""
+        assert total >= 1 and first >= 0, (total, first)
         self.total = total
-        self._free = list(range(total - 1, -1, -1))
+        self._numbers = range(first, first + total)
+        self._free = list(reversed(self._numbers))
         self._refs: dict[int, int] = {}
         self._quarantined: set[int] = set()
         self._prefixes = PrefixTree()
@@ -123,13 +126,13 @@ class BlockAllocator:
     def check_invariants(self) -> None:
         """Asserts conservation, and that no block is in two states."""
         free, held = set(self._free), set(self._refs)
-        cached = {block for block in range(self.total) if self._prefixes.is_idle(block)}
+        cached = {block for block in self._numbers if self._prefixes.is_idle(block)}
         states = (free, held, cached, self._quarantined)
         assert len(free) == len(self._free), "a block is free twice"
         assert len(cached) == self.cached_count
         assert all(count >= 1 for count in self._refs.values()), "a held block has no reference"
         assert sum(map(len, states)) == self.total, "a block is in two states, was lost, or made up"
-        assert set().union(*states) == set(range(self.total)), "blocks were lost or made up"
+        assert set().union(*states) == set(self._numbers), "blocks were lost or made up"
         self._prefixes.check_invariants(held)
 
     def _drop(self, block: int) -> bool:

@@ -145,6 +145,8 @@ class CudaIpc(Transport):
     devices = ("cuda",)
     skips_unwanted = True
     confidential = True
+    within_process = False
+    """CUDA opens no handle of memory in the process that made it."""
 
     def unusable(self, local: Local, same_host: bool) -> str:
         if not isinstance(local.memory, DeviceMemory):

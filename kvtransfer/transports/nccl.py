@@ -263,6 +263,8 @@ class _Listener(Listener):
 class Nccl(Transport):
     name = "nccl"
     devices = ("cuda",)
+    within_process = False
+    """NCCL refuses two ranks on one GPU."""
 
     def unusable(self, local: Local, same_host: bool) -> str:
         return cannot_run(distributed.is_nccl_available(), os.environ.get(_HANDLING, ""))

@@ -39,6 +39,11 @@ def suited(names: tuple[str, ...], device: str) -> tuple[str, ...]:
     return tuple(name for name in names if device in TRANSPORTS[name].devices)
 
 
+def within_process(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of them whose pairs may have both ends in one process."""
+    return tuple(name for name in names if TRANSPORTS[name].within_process)
+
+
 def allowed_on(option: str, device: str, confidential: bool = False) -> tuple[str, ...]:
     """What `--kv-transport` stands for in a worker whose KV is on a device of this type; with `confidential`, only those that
     never send KV to another host in the clear. Raises `WrongTransport`."""

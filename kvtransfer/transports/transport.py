@@ -199,6 +199,8 @@ class Transport(ABC):
     """Where a pool may be that it sends from, and receives into."""
     skips_unwanted: ClassVar[bool] = False
     """Of what is announced, it does not send what the receiver does not want any more."""
+    within_process: ClassVar[bool] = True
+    """Both ends of a pair may be in one process, as those of a mixed worker are."""
     confidential: ClassVar[bool] = False
     """KV stays within the host, or can be encrypted."""
 

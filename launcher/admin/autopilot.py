@@ -170,7 +170,9 @@ def registry_of(seen: Seen) -> MetricsRegistry:
 
     def workers(of: str) -> list[tuple[Labels, float]]:
         found: Workers | None = getattr(seen.decision, of) if seen.decision is not None else None
-        return [] if found is None else [(("prefill",), float(found.prefill)), (("decode",), float(found.decode))]
+        if found is None:
+            return []
+        return [((role,), float(getattr(found, role))) for role in ("prefill", "decode", "mixed")]
 
     for of, about in (
         ("present", "Workers of each role now."),

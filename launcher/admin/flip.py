@@ -3,10 +3,10 @@
 import asyncio
 import sys
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import uvloop
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
@@ -25,6 +25,12 @@ _COMMIT_S = 30.0
 """Beyond the hand-over: what worker and coordinator take to give a change up."""
 
 
+def _not_mixed(value: object) -> object:
+    if value == "mixed":
+        raise ValueError("is no role that a worker takes while it runs; start it with --role mixed")
+    return value
+
+
 class FlipSettings(KeyOptions):
     """Change a worker's role, prefill or decode, while the cluster serves.
 
@@ -41,7 +47,7 @@ class FlipSettings(KeyOptions):
         description="Name of the worker, as in crossdock status.",
         json_schema_extra={"argument": "WORKER"},
     )
-    role: Literal["prefill", "decode"] = Field(
+    role: Annotated[Literal["prefill", "decode"], BeforeValidator(_not_mixed)] = Field(
         description="The role it takes: prefill or decode.", json_schema_extra={"argument": "ROLE"}
     )
     streams: Literal["move", "finish"] = Field(

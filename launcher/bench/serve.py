@@ -70,7 +70,7 @@ async def _run(settings: ServeBenchSettings, tenants: Sequence[Tenant], console:
     async with contextlib.AsyncExitStack() as stack:
         if settings.start:
             model = models.ready(settings.model, "", console)
-            ratio = Ratio(settings.prefill, settings.decode)
+            ratio = settings.ratio
             site = await stack.enter_async_context(started(settings, ratio, tenants, model, console))
         else:
             site = _named(settings, tenants)
@@ -116,6 +116,7 @@ async def started(
             "port": 0,
             "prefill": ratio.prefill,
             "decode": ratio.decode,
+            "mixed": ratio.mixed,
             "device": settings.device,
             "ready_timeout_s": settings.ready_timeout_s,
             "event_log": str(event_log),

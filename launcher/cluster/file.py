@@ -7,8 +7,8 @@
     address = "10.0.0.1"
     coordinator = true
     gateways = 1
-    workers = "1P2D"                # one prefill worker, two decode workers
-    gpus = [0, 1, 2]                # one for each worker, prefill first
+    workers = "1P2D"                # one prefill worker, two decode workers; "2M" would be two that do both phases
+    gpus = [0, 1, 2]                # one for each worker, prefill first, mixed last
 
     [decode]                        # options of a role, everywhere; of one host in [hosts.NAME.decode]
     kv_gib = 40.0
@@ -33,7 +33,7 @@ EVERYWHERE: Final = ("0.0.0.0", "::")
 WORKERS_MAX: Final = 64
 PATH_OPTIONS: Final = ("tenants", "usage_db", "event_log", "profile")
 _HOST_NAME: Final = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")
-_WORKERS: Final = re.compile(r"^(\d{1,2})P(\d{1,2})D$", re.IGNORECASE)
+_WORKERS: Final = re.compile(r"^(?:(\d{1,2})P(\d{1,2})D)?(?:(?:^|\+)(\d{1,2})M)?$", re.IGNORECASE)
 _GPU: Final = re.compile(r"^(\d{1,3}|(GPU|MIG)-[A-Za-z0-9/-]{1,80})$")
 
 
@@ -74,9 +74,10 @@ def _check_cores(value: str) -> str:
 
 def _parse_ratio(value: Any) -> Ratio:
     found = _WORKERS.match(str(value))
-    if found is None or max(int(found[1]), int(found[2])) > WORKERS_MAX:
-        raise ValueError(f"is not a ratio like 2P1D, of at most {WORKERS_MAX} each")
-    return Ratio(int(found[1]), int(found[2]))
+    counts = [int(count or 0) for count in found.groups()] if found else []
+    if not str(value) or found is None or max(counts) > WORKERS_MAX:
+        raise ValueError(f"is not a ratio like 2P1D, 3M or 1P1D+1M, of at most {WORKERS_MAX} each")
+    return Ratio(*counts)
 
 
 def _parse_gpu(value: Any) -> str:
@@ -124,7 +125,7 @@ class Host(_Table):
     gateways: Annotated[int, Field(ge=0, le=64)] = 0
     workers: Annotated[Ratio, BeforeValidator(_parse_ratio)] = Ratio(0, 0)
     gpus: list[Gpu] = []
-    """One for each worker, prefill first; empty: workers compute on the CPU."""
+    """One for each worker, prefill first and mixed last; empty: workers compute on the CPU."""
     cores: Annotated[str, AfterValidator(_check_cores)] = ""
     """Shared out to workers that compute on the CPU; empty: nothing is pinned."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -133,6 +134,7 @@ class Host(_Table):
     worker: RoleOptions = {}
     prefill: RoleOptions = {}
     decode: RoleOptions = {}
+    mixed: RoleOptions = {}
 
     @property
     def listens_on(self) -> str:
@@ -163,6 +165,7 @@ class ClusterFile(_Table):
     worker: RoleOptions = {}
     prefill: RoleOptions = {}
     decode: RoleOptions = {}
+    mixed: RoleOptions = {}
     autopilot: RoleOptions = {}
     """Empty: there is none. Else one runs beside the coordinator."""
     hosts: Annotated[dict[Name, Host], Field(min_length=1, max_length=1024)]
@@ -203,8 +206,8 @@ def incomplete(file: ClusterFile) -> list[str]:
     hosts = file.hosts.values()
     found = {
         "gateways": sum(host.gateways for host in hosts),
-        'prefill workers (workers = "1P…")': sum(host.workers.prefill for host in hosts),
-        'decode workers (workers = "…1D")': sum(host.workers.decode for host in hosts),
+        'prefill workers (workers = "1P…")': sum(host.workers.prefill + host.workers.mixed for host in hosts),
+        'decode workers (workers = "…1D")': sum(host.workers.decode + host.workers.mixed for host in hosts),
     }
     return [f"hosts: there are no {what}" for what, count in found.items() if not count]
 
@@ -268,7 +271,7 @@ def _hosts(file: ClusterFile) -> list[str]:
     found = []
     apart = not all(is_loopback(host.address) for host in file.hosts.values())
     for name, host in file.hosts.items():
-        workers = host.workers.prefill + host.workers.decode
+        workers = host.workers.total
         if host.gpus and len(host.gpus) != workers:
             found.append(
                 f"[hosts.{name}] gpus: {len(host.gpus)} for {workers} workers; name one for each, and one that is shared"

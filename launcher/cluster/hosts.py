@@ -121,8 +121,8 @@ def _keys_of(folder: Path, host: Host) -> Iterable[Path]:
         "coordinator": host.coordinator,
         "client": host.coordinator,
         "gateway": host.gateways,
-        "prefill": host.workers.prefill,
-        "decode": host.workers.decode,
+        "prefill": host.workers.prefill + host.workers.mixed,
+        "decode": host.workers.decode + host.workers.mixed,
     }
     for path in sorted(folder.iterdir()):
         name = NAME.fullmatch(path.stem)

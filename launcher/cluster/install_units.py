@@ -77,7 +77,7 @@ def verify(root: Path, paths: list[str]) -> None:
 def _model(at: Place) -> str:
     """Raises `SettingsError`."""
     host = at.file.hosts[at.host]
-    if not at.file.model and (host.gateways or host.workers.prefill or host.workers.decode):
+    if not at.file.model and (host.gateways or host.workers.total):
         raise SettingsError("FILE: model: units need a folder that they can read, like /srv/models/llama, or ORG/NAME")
     return at.file.model or "none"
 

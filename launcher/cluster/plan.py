@@ -3,6 +3,7 @@
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 from launcher.cluster.file import EVERYWHERE, ClusterError, ClusterFile, Host, is_ip, is_loopback
 from launcher.local.core_plan import CpuPlan, Seat, plan_cpu
 from launcher.local.watchdog import WATCHDOG_S
+from launcher.process import WORKER_MODULES
 from runtime.settings.addresses import METRICS_OFF
 from runtime.settings.autopilot import AutopilotSettings
 from runtime.settings.cores import cores_text, parse_cores
@@ -18,19 +20,17 @@ from runtime.settings.roles import CoordinatorSettings, GatewaySettings
 from runtime.settings.types import Options
 from runtime.settings.workers import WorkerSettings, gpu_share_of
 
-ROLES: Final = ("coordinator", "gateway", "prefill", "decode", "autopilot")
+ROLES: Final = ("coordinator", "gateway", *WORKER_MODULES, "autopilot")
 SETTINGS: Final[dict[str, type[Options]]] = {
     "coordinator": CoordinatorSettings,
     "gateway": GatewaySettings,
-    "prefill": WorkerSettings,
-    "decode": WorkerSettings,
+    **dict.fromkeys(WORKER_MODULES, WorkerSettings),
     "autopilot": AutopilotSettings,
 }
 MODULES: Final = {
     "coordinator": "coordinator",
     "gateway": "gateway",
-    "prefill": "prefill_worker",
-    "decode": "decode_worker",
+    **WORKER_MODULES,
     "autopilot": "launcher.admin.autopilot",
 }
 _DECIDED: Final = frozenset(
@@ -130,11 +130,12 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
         settings = _settings(file, name, "gateway", decided, {"host": host.listens_on})
         found.append(Planned("gateway", index, settings, cores=cpu.control))
     gpus = iter(host.gpus)
-    for role, seats in (("prefill", cpu.prefill), ("decode", cpu.decode)):
+    kv_ports = count()
+    for role, seats in (("prefill", cpu.prefill), ("decode", cpu.decode), ("mixed", cpu.mixed)):
         for index, seat in enumerate(seats):
             decided = shared | {"name": f"{name}.{role}-{index}", "role": role} | _data_plane(host)
-            if role == "decode":
-                decided |= _bound(host, "kv_bind", file.ports.kv, index)
+            if role != "prefill":
+                decided |= _bound(host, "kv_bind", file.ports.kv, next(kv_ports))
             found.append(_worker(file, name, role, index, seat, cpu.control, decided, next(gpus, "")))
     if host.coordinator and file.autopilot:
         decided = {key: value for key, value in shared.items() if key != "model"} | {"name": "autopilot"}
@@ -192,11 +193,14 @@ def _worker(
 
 
 def _cpu_plan(host: Host) -> CpuPlan:
-    prefill, decode = host.workers.prefill, host.workers.decode
-    if host.cores and prefill + decode:
-        return plan_cpu(parse_cores(host.cores), prefill=prefill, decode=decode, on_gpu=False, threads=host.threads)
+    workers = host.workers
+    if host.cores and workers.total:
+        return plan_cpu(
+            parse_cores(host.cores), prefill=workers.prefill, decode=workers.decode, mixed=workers.mixed, on_gpu=False,
+            threads=host.threads,
+        )  # fmt: skip
     seat = Seat((), host.threads or 1, 0)
-    return CpuPlan((), (seat,) * prefill, (seat,) * decode)
+    return CpuPlan((), (seat,) * workers.prefill, (seat,) * workers.decode, (seat,) * workers.mixed)
 
 
 def _settings(
@@ -206,7 +210,7 @@ def _settings(
     is decided, which none of them may name."""
     cls = SETTINGS[role]
     tables = [("common", file.common)]
-    if role in ("prefill", "decode"):
+    if role in WORKER_MODULES:
         tables += [("worker", file.worker), (role, getattr(file, role))]
         tables += [(f"hosts.{host}.{key}", getattr(file.hosts[host], key)) for key in ("worker", role)]
     else:

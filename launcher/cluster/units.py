@@ -32,6 +32,7 @@ _DESCRIPTIONS: Final = {
     "gateway": "crossdock gateway %i (OpenAI HTTP API)",
     "prefill": "crossdock prefill worker %i",
     "decode": "crossdock decode worker %i",
+    "mixed": "crossdock mixed worker %i",
     "autopilot": "crossdock autopilot (ratio of prefill and decode workers)",
 }
 _ALONE: Final = ("coordinator", "coordinator-standby")
@@ -138,7 +139,7 @@ def _kind(process: Planned) -> str:
 
 def is_ours(path: str) -> bool:
     """Whether an earlier call may have made it: what a new one does not make again is removed."""
-    alone, many = "|".join(_SINGLE), "gateway|prefill|decode"
+    alone, many = "|".join(_SINGLE), "gateway|prefill|decode|mixed"
     return bool(
         re.fullmatch(rf"{UNITS}/crossdock-({alone}|({many})@\d*)\.service(\.d/cores\.conf)?", path)
         or re.fullmatch(rf"{OPTIONS}/({alone}|({many})-\d+)\.env", path)
@@ -205,15 +206,19 @@ def _stop_s(processes: Sequence[Planned]) -> int:
 
 
 def _credentials(role: str, on: Installed) -> list[str]:
-    """Of the folder of keys: the public ones and this role's secret one."""
+    """Of the folder of keys: the public ones and this role's secret one; a mixed worker has those of both its roles."""
     if not on.keys:
         return []
     public = [name for name in on.key_files if name.endswith(".key")]
-    who = "client" if role == "autopilot" else role
-    own = [name for name in on.key_files if re.fullmatch(rf"{who}(-.+)?\.key_secret", name)]
+    owners = {"autopilot": ("client",), "mixed": ("prefill", "decode")}.get(role, (role,))
+    return public + [_secret(owner, on) for owner in owners]
+
+
+def _secret(role: str, on: Installed) -> str:
+    own = [name for name in on.key_files if re.fullmatch(rf"{role}(-.+)?\.key_secret", name)]
     if not own:
-        raise ClusterError(f"keys: {on.keys} has no {who}.key_secret")
-    return [*public, f"{who}.key_secret" if f"{who}.key_secret" in own else own[0]]
+        raise ClusterError(f"keys: {on.keys} has no {role}.key_secret")
+    return f"{role}.key_secret" if f"{role}.key_secret" in own else own[0]
 
 
 def _options(process: Planned) -> str:
@@ -230,7 +235,9 @@ def _options(process: Planned) -> str:
     chosen = {key: getattr(settings, key) for key in sorted(settings.model_fields_set) if key not in ("role", "keys")}
     values = {ENV_PREFIX + key.upper(): _text(value) for key, value in chosen.items() if key not in SECRETS}
     values |= {ENV_PREFIX + key.upper(): value for key, value in process.secrets().items()}
-    values |= role_environment(process.threads, sends_kv=process.role == "prefill") | dict(process.environment)
+    values |= role_environment(process.threads, sends_kv=process.role in ("prefill", "mixed")) | dict(
+        process.environment
+    )
     return "".join(f"{key}={_quoted(value)}\n" for key, value in values.items())
 
 

@@ -32,7 +32,7 @@ from runtime.settings.environment import SUPERVISED
 from runtime.settings.options import SettingsError
 from runtime.settings.types import ENV_PREFIX
 
-STOP_STAGES = {"autopilot": 0, "gateway": 0, "prefill": 1, "decode": 1, "coordinator": 2}
+STOP_STAGES = {"autopilot": 0, "gateway": 0, "prefill": 1, "decode": 1, "mixed": 1, "coordinator": 2}
 """Streams are ended by their gateway, before the workers that compute them go; the coordinator hears of it all."""
 DOWN_S = 60.0
 LOG = "up.log"
@@ -111,7 +111,7 @@ def _plan(at: Place, console: Console) -> tuple[HostPlan, str]:
     host, file = at.file.hosts[at.host], at.file
     try:
         plan_host(file, at.host, "not looked for yet")  # a mistake is told before a model is fetched
-        if not (host.gateways or host.workers.prefill or host.workers.decode):
+        if not (host.gateways or host.workers.total):
             return plan_host(file, at.host, "none"), ""
         model = models.ready(file.model, file.model_id, console)
         return plan_host(file, at.host, str(model.path), model.model_id), model.model_id
@@ -175,7 +175,9 @@ async def _wait(settings: UpSettings, plan: HostPlan, supervisor: Supervisor, co
 
 
 def spec_of(process: Planned) -> ProcessSpec:
-    environment = child_environment(process.threads, sends_kv=process.role == "prefill") | dict(process.environment)
+    environment = child_environment(process.threads, sends_kv=process.role in ("prefill", "mixed")) | dict(
+        process.environment
+    )
     environment |= {ENV_PREFIX + key.upper(): value for key, value in process.secrets().items()}
     environment |= {SUPERVISED: "1"}
     arguments = python_command(process.module, *process.arguments())

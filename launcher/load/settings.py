@@ -38,7 +38,7 @@ class LoadSettings(JsonOption):
     """What is sent, and what counts as good."""
 
     panels: ClassVar[Panels] = {
-        "Server": "url start api_key model_id model prefill decode ratios device ready_timeout_s tokenizer event_log",
+        "Server": "url start api_key model_id model prefill decode mixed ratios device ready_timeout_s tokenizer event_log",
         "Arrivals": "rate arrivals cv duration_s requests warmup_s in_flight_max timeout_s seed",
         "Trace": "trace speed scale_tokens from_s",
         "Requests": "prompt_tokens output_tokens prefix_share prefixes prefix_tokens endpoint ignore_eos token_ids"
@@ -147,12 +147,23 @@ class ServeBenchSettings(LoadSettings):
     start: bool = Field(False, description="Start a cluster for the time of the run.")
     prefill: int = Field(1, ge=1, le=64, description="Prefill workers of a cluster started here.")
     decode: int = Field(1, ge=1, le=64, description="Decode workers of a cluster started here.")
+    mixed: int = Field(
+        0, ge=0, le=64, description="Start so many workers that do both phases, and, unless they are given, no others."
+    )
     api_key: str = Field("", description="Key, where no tenants are given and the server wants one.")
     model_id: str = Field("", description="Model to ask for; empty: the first that the server names.")
     event_log: str = Field(
         "",
         description="Coordinator's event log of a server on this machine, to read queue waits from; a started one has its own.",
     )
+
+    @property
+    def ratio(self) -> Ratio:
+        """Of the cluster that is started."""
+        counts = {"prefill": self.prefill, "decode": self.decode}
+        if self.mixed:
+            counts = {role: count if role in self.model_fields_set else 0 for role, count in counts.items()}
+        return Ratio(**counts, mixed=self.mixed)
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
@@ -167,7 +178,9 @@ class RatioSettings(LoadSettings):
     Starts each ratio in turn, sends it the same requests at the same times, and compares goodput.
     """
 
-    ratios: RatioList = Field(description="Ratios to try, like 1P1D,2P1D,1P2D; repeated or with commas.")
+    ratios: RatioList = Field(
+        description="Ratios to try, like 1P1D,2P1D,2M (M: mixed workers); repeated or with commas."
+    )
 
 
 class CompareSettings(JsonOption):

@@ -11,7 +11,7 @@ from runtime.settings.options import SettingsError
 
 TENANTS_MAX = 1000
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64})?")
-_RATIO = re.compile(r"([1-9]\d?)[Pp]([1-9]\d?)[Dd]")
+_RATIO = re.compile(r"(?:([1-9]\d?)P([1-9]\d?)D)?(\+(?=\d))?(?:([1-9]\d?)M)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,33 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Ratio:
+    """`mixed` workers do both phases."""
+
     prefill: int
     decode: int
+    mixed: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises `ValueError`."""
         found = _RATIO.fullmatch(text)
-        if found is None or int(found[1]) > 64 or int(found[2]) > 64:
-            raise ValueError(f"has {text!r}, which is not a ratio like 2P1D, of at most 64 each")
-        return cls(int(found[1]), int(found[2]))
+        counts = [int(count or 0) for count in found.group(1, 2, 4)] if found else []
+        if (
+            found is None
+            or not any(counts)
+            or max(counts) > 64
+            or bool(found[3]) != (bool(found[1]) and bool(found[4]))
+        ):
+            raise ValueError(f"has {text!r}, which is not a ratio like 2P1D, 3M or 1P1D+1M, of at most 64 each")
+        return cls(*counts)
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode + self.mixed
 
     def __str__(self) -> str:
-        return f"{self.prefill}P{self.decode}D"
+        parts = [f"{self.prefill}P{self.decode}D"] if self.prefill or self.decode else []
+        return "+".join(parts + ([f"{self.mixed}M"] if self.mixed else []))
 
 
 def _number(text: str, what: str) -> float:

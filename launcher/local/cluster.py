@@ -12,7 +12,7 @@ from launcher.local.registry import default_db
 from launcher.local.supervisor import ProcessSpec
 from launcher.local.watchdog import WATCHDOG_S
 from launcher.models.resolve import ReadyModel
-from launcher.process import child_environment, python_command
+from launcher.process import WORKER_MODULES, child_environment, python_command
 from runtime.settings import machine
 from runtime.settings.addresses import METRICS_OFF, split_metrics
 from runtime.settings.autopilot import AutopilotSettings
@@ -109,6 +109,7 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
         tuple(os.sched_getaffinity(0)),
         prefill=settings.prefill,
         decode=settings.decode,
+        mixed=settings.mixed,
         on_gpu=on_gpu,
         threads=settings.threads,
     )
@@ -139,7 +140,7 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
         *(_spec("gateway", "gateway", front, control | api_keys, plan.control) for front in fronts),
     ]
     of_workers = shared | (_gpu_share(settings, shared) if on_gpu else {})
-    for role, seats in (("prefill", plan.prefill), ("decode", plan.decode)):
+    for role, seats in (("prefill", plan.prefill), ("decode", plan.decode), ("mixed", plan.mixed)):
         for index, seat in enumerate(seats):
             observed = {"metrics": metrics[len(processes)]}
             processes.append(worker_spec(role, index, seat, settings, of_workers | observed, plan.control))
@@ -155,7 +156,7 @@ def _gpu_share(settings: ServeSettings, shared: dict[str, str]) -> dict[str, str
     """All workers are on one GPU, and share its memory unless the environment or the file says how. Raises `SettingsError`."""
     if "gpu_memory_share" in load(WorkerSettings, shared | {"role": "decode"}).model_fields_set:
         return {}
-    return {"gpu_memory_share": str(gpu_share_of(settings.prefill + settings.decode))}
+    return {"gpu_memory_share": str(gpu_share_of(settings.prefill + settings.decode + settings.mixed))}
 
 
 def _autopilot_spec(settings: ServeSettings, shared: dict[str, str]) -> ProcessSpec:
@@ -196,7 +197,7 @@ def _own_key(settings: ServeSettings) -> str:
 def _metrics_addresses(settings: ServeSettings) -> list[str]:
     """For each process, in the order in which they start, and last the launcher's own; one that starts again has the same.
     Raises `SettingsError`."""
-    processes = 1 + settings.gateways + settings.prefill + settings.decode + 1
+    processes = 1 + settings.gateways + settings.prefill + settings.decode + settings.mixed + 1
     if settings.metrics == METRICS_OFF:
         return [METRICS_OFF] * processes
     host, first = split_metrics(settings.metrics)
@@ -243,9 +244,9 @@ def worker_spec(
     worker = WorkerSettings.model_validate(options | asked | shared)
     return _spec(
         role,
-        f"{role}_worker",
+        WORKER_MODULES[role],
         worker,
-        child_environment(seat.threads, sends_kv=role == "prefill"),
+        child_environment(seat.threads, sends_kv=role != "decode"),
         tuple(sorted({*control, *seat.cores})) if control else (),
         name=worker.name,
     )
@@ -259,7 +260,7 @@ def _spec(
     cores: tuple[int, ...],
     name: str = "",
 ) -> ProcessSpec:
-    # `python -m prefill_worker` knows its role.
+    # The module knows its role.
     arguments = python_command(module, *to_arguments(settings, fixed={"role"}))
     environment = environment | {SUPERVISED: "1"}
     return ProcessSpec(name or settings.name, arguments, environment, cores, watchdog_s=WATCHDOG_S[role])

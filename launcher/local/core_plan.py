@@ -2,10 +2,11 @@
 
 On CPU the phases are kept apart by cores: decode workers get cores of their own, so that nothing else runs between
 two tokens; prefill workers and the control processes share the rest. There prefill is niced, so that the coordinator
-and the gateway, which need little but need it at once, run ahead of it.
+and the gateway, which need little but need it at once, run ahead of it. A mixed worker is seated like a decode worker; where
+all are mixed, they and the control processes share all cores, and they are niced.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PREFILL_NICE = 10
 
@@ -25,24 +26,44 @@ class CpuPlan:
     """Cores of coordinator, gateway and launcher; empty: not pinned."""
     prefill: tuple[Seat, ...]
     decode: tuple[Seat, ...]
+    mixed: tuple[Seat, ...] = ()
     note: str = ""
     """What the user should know about it, if anything."""
 
 
-def plan_cpu(cores: tuple[int, ...], *, prefill: int, decode: int, on_gpu: bool, threads: int = 0) -> CpuPlan:
+def plan_cpu(
+    cores: tuple[int, ...], *, prefill: int, decode: int, on_gpu: bool, mixed: int = 0, threads: int = 0
+) -> CpuPlan:
     """`cores`: those this process may use. `threads` per worker; 0: as many as its cores, and never more than those."""
-    assert cores and prefill + decode >= 1 and threads >= 0
+    assert cores and prefill + decode + mixed >= 1 and threads >= 0
     if on_gpu:
-        return CpuPlan((), (Seat((), threads or 1, 0),) * prefill, (Seat((), threads or 1, 0),) * decode)
+        seat = Seat((), threads or 1, 0)
+        return CpuPlan((), (seat,) * prefill, (seat,) * decode, (seat,) * mixed)
+    if mixed and not prefill and not decode:
+        return _all_mixed(tuple(sorted(cores)), mixed, threads)
+    plan = _phases_apart(cores, prefill, decode + mixed, threads)
+    return replace(plan, decode=plan.decode[:decode], mixed=plan.decode[decode:])
+
+
+def _all_mixed(cores: tuple[int, ...], mixed: int, threads: int) -> CpuPlan:
+    sets = _share(cores, mixed)
+    size = len(sets[0])
+    notes = [_cut(threads, size)] if threads > size else []
+    if mixed > len(cores):
+        notes.append(f"{mixed} mixed workers share {len(cores)} core(s) and will slow each other")
+    seats = tuple(Seat(chosen, min(threads or size, size), PREFILL_NICE) for chosen in sets)
+    return CpuPlan(cores, (), (), seats, "; ".join(notes))
+
+
+def _phases_apart(cores: tuple[int, ...], prefill: int, decode: int, threads: int) -> CpuPlan:
     if len(cores) == 1:
         notes = []
         if prefill and decode:
             notes.append("only one CPU core: prefill and decode share it, so long prompts will slow running streams")
         if threads > 1:
             notes.append(_cut(threads, 1))
-        return CpuPlan(
-            cores, (Seat(cores, 1, PREFILL_NICE),) * prefill, (Seat(cores, 1, 0),) * decode, "; ".join(notes)
-        )
+        seats = (Seat(cores, 1, PREFILL_NICE),) * prefill, (Seat(cores, 1, 0),) * decode
+        return CpuPlan(cores, *seats, note="; ".join(notes))
     cores = tuple(sorted(cores))
     # Half of the cores, but one for each decode worker where there are enough, and never the last one of the others. Where one
     # kind is on other hosts, this one gets what it would have.

@@ -45,7 +45,9 @@ def run(settings: ServeSettings) -> int:
 
 
 async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, started_at: float) -> int:
-    console.print(f"Starting {model.model_id}: {settings.prefill} prefill and {settings.decode} decode worker(s)")
+    counts = {"prefill": settings.prefill, "decode": settings.decode, "mixed": settings.mixed}
+    workers = " and ".join(f"{count} {role}" for role, count in counts.items() if count)
+    console.print(f"Starting {model.model_id}: {workers} worker(s)")
     async with running(settings, model, console) as up:
         console.print(
             f"Ready after {clock.now() - started_at:.1f} s. Logs: {up.log_dir}\n", highlight=False, soft_wrap=True

@@ -7,7 +7,7 @@ long as they take. Silence does not count while this process itself did not run.
 
 from dataclasses import dataclass
 
-WATCHDOG_S = {"coordinator": 10.0, "gateway": 10.0, "prefill": 30.0, "decode": 30.0}
+WATCHDOG_S = {"coordinator": 10.0, "gateway": 10.0, "prefill": 30.0, "decode": 30.0, "mixed": 30.0}
 """By role. The coordinator fences a worker that stands still within seconds, and its streams go on elsewhere, so killing it is
 not urgent. Nobody takes the place of a coordinator or a gateway that hangs."""
 _LOOKS = 8

@@ -75,7 +75,8 @@ scrape_configs:
 Units are seconds, bytes, tokens and ratios. Counters end in `_total`; a histogram has `_bucket`, `_sum` and `_count`. Labels
 have names that the operator chose or values from short lists, but no text of a client, no key and no id of a request. `tenant`
 has a series for each of the 50 tenants with the most service lately, and `(other)` for the rest. All processes also export
-`process_cpu_seconds_total`, `process_resident_memory_bytes` and other figures of the operating system.
+`process_cpu_seconds_total`, `process_resident_memory_bytes` and other figures of the operating system. A mixed worker exports
+the metrics of a prefill and of a decode worker; each of its series has the label `role` as well.
 """
 _ROLES = {"coordinator": "Coordinator", "gateway": "Gateway", "prefill": "Prefill worker", "decode": "Decode worker",
           "supervisor": "`crossdock serve` and `up`", "autopilot": "`crossdock autopilot`"}  # fmt: skip

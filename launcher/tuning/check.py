@@ -38,7 +38,7 @@ def run(settings: TuneCheckSettings) -> int:
     tuned = _tuned(report["settings"], settings.recommendation)
     profile = load_profile(settings.profile or tuned.profile)
     console = bench_report.console_for(settings)
-    ratios = _ratios(settings, report, console)
+    ratios = _ratios(settings, report)
     if left_out := _not_played(tuned):
         names = ", ".join(left_out)
         console.print(f"[dim]Neither run live nor part of the prediction: {names}[/dim]", highlight=False)
@@ -76,7 +76,7 @@ def _not_played(tuned: TuneSettings) -> list[str]:
     return [f"--{name}" for name, value in options.items() if value]
 
 
-def _ratios(settings: TuneCheckSettings, report: Mapping[str, Any], console: Console) -> list[Ratio]:
+def _ratios(settings: TuneCheckSettings, report: Mapping[str, Any]) -> list[Ratio]:
     """Raises `SettingsError`."""
     names = settings.ratios or list(dict.fromkeys(one["workers"] for one in report["ranked"]))
     found = []
@@ -84,11 +84,9 @@ def _ratios(settings: TuneCheckSettings, report: Mapping[str, Any], console: Con
         try:
             found.append(Ratio.parse(name))
         except ValueError as error:
-            if settings.ratios:
-                raise SettingsError(f"--ratios: {error}") from None
-            console.print(f"[dim]{name} is not run: local clusters have prefill and decode workers[/dim]")
+            raise SettingsError(f"{'--ratios' if settings.ratios else settings.recommendation}: {error}") from None
     if not found:
-        raise SettingsError("--ratios: needed, since the recommendation has no ratio that can be started here")
+        raise SettingsError("--ratios: needed, since the recommendation has none")
     return found if settings.ratios else found[:RATIOS_MAX]
 
 
@@ -112,7 +110,7 @@ async def _run(
             context = profile.decode_capacity.context_tokens
             plan = load_plan.make(load, tenants, min(context, profile.prefill_capacity.context_tokens))
             sent = [Sent(one.due_s, one.prompt_tokens, one.output_tokens) for one in plan.requests]
-            workers = Workers(ratio.prefill, ratio.decode)
+            workers = Workers(ratio.prefill, ratio.decode, ratio.mixed)
             foretold = predict(profile, workers, sent, slo, from_s=load.warmup_s)
             rows.append(compared(str(ratio), foretold, result.figures))
             interrupted = bool(result.about["interrupted"])

@@ -45,12 +45,8 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 
 def apply_note(report: Mapping[str, Any]) -> str:
     """Above the command and the lines of `cluster.toml`."""
-    if report["disaggregate"]:
-        return "To apply it, on one machine or in cluster.toml:"
-    note = "crossdock has no mixed workers yet: for this traffic, a server that does both in one process is better."
-    if report["apply"]["workers"]:
-        note += f" The best ratio with separate phases is {report['apply']['workers']}:"
-    return note
+    apply = "To apply it, on one machine or in cluster.toml:"
+    return apply if report["disaggregate"] else f"Workers that do both phases are better for this traffic. {apply}"
 
 
 def headline(report: Mapping[str, Any]) -> str:

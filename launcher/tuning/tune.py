@@ -118,7 +118,7 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
             "class_attainment": found.class_attainment,
             "map": [cell._asdict() for cell in cells],
             "turns": [turn._asdict() for turn in turned],
-            "apply": apply_lines(next((one for one in found.ranked if not one.candidate.workers.mixed), best), profile),
+            "apply": apply_lines(best, profile),
             "seconds": round(time.perf_counter() - began, 1),
         }
     )
@@ -169,19 +169,21 @@ def fewest(found: Found) -> str:
 
 
 def apply_lines(result: Result, profile: Profile) -> dict[str, Any]:
-    """The command for one machine, and lines of `cluster.toml`; empty if all that was simulated to the end is mixed."""
+    """The command for one machine, and lines of `cluster.toml`."""
     candidate = result.candidate
     workers = candidate.workers
     model = profile.about.get("model", "")
-    if workers.mixed:
-        return {"workers": "", "command": "", "cluster_toml": [], "model": shlex.quote(str(model))}
-    command = f"crossdock serve --prefill {workers.prefill} --decode {workers.decode}"
+    counts = {"prefill": workers.prefill, "decode": workers.decode, "mixed": workers.mixed}
+    command = " ".join(["crossdock serve", *(f"--{role} {count}" for role, count in counts.items() if count)])
     lines = ["[hosts.NAME]", f'workers = "{workers}"']
     if candidate.step_tokens != profile.step_tokens:
         command = f"CROSSDOCK_STEP_TOKENS={candidate.step_tokens} {command}"
         lines += ["", "[coordinator]", f"step_tokens = {candidate.step_tokens}"]
     if candidate.seqs_max:
-        lines += ["", "[decode]", f"max_seqs = {candidate.seqs_max}"]
+        if workers.decode:
+            lines += ["", "[decode]", f"max_seqs = {candidate.seqs_max}"]
+        if workers.mixed:
+            lines += ["", "[mixed]", f"max_seqs = {candidate.seqs_max}"]
     return {"workers": str(workers), "command": command, "cluster_toml": lines, "model": shlex.quote(str(model))}
 
 

@@ -8,10 +8,10 @@ seconds, however often it is asked for.
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.types import Receive, Scope, Send
 
 from proto.errors import CrossdockError
@@ -39,6 +39,14 @@ class PortTaken(CrossdockError):
     """Somebody else listens there, perhaps this process's predecessor: another start may do better."""
 
 
+class MetricsPage(Protocol):
+    """Where a role shows its metrics: a `MetricsServer`, or a part of one (`combined`)."""
+
+    @property
+    def address(self) -> str: ...
+    def show(self, registry: MetricsRegistry, not_ready: Callable[[], str | None]) -> None: ...
+
+
 class MetricsServer:
     """The port, and the ASGI app on it. `asked` is the option's value, `advertise` what others are told of this process, if
     anything."""
@@ -47,7 +55,7 @@ class MetricsServer:
         self.address = ""
         """HOST:PORT for others, once it listens; empty where it does not."""
         self._asked, self._advertise = asked, advertise
-        self._registry: MetricsRegistry | None = None
+        self._registry: CollectorRegistry | None = None
         self._not_ready: Callable[[], str | None] = lambda: "it is starting"
         self._more: dict[str, Callable[[], Any]] = {}
         self._listening: list[socket.socket] = []
@@ -82,7 +90,7 @@ class MetricsServer:
 
     def show(
         self,
-        registry: MetricsRegistry,
+        registry: CollectorRegistry,
         not_ready: Callable[[], str | None],
         more: dict[str, Callable[[], Any]] | None = None,
     ) -> None:
@@ -124,7 +132,7 @@ class MetricsServer:
             return Reply(200, msgspec.json.encode(self._more[path]()), _JSON)
         return Reply(503 if path == "/metrics" else 404)
 
-    def _text(self, registry: MetricsRegistry) -> bytes:
+    def _text(self, registry: CollectorRegistry) -> bytes:
         made_at, text = self._made
         now = clock.now()
         if now - made_at >= FRESH_S:

@@ -1,6 +1,6 @@
 """Settings of `crossdock serve`."""
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,7 +15,7 @@ class ServeSettings(KeyOptions):
     section = "serve"
     panels: ClassVar[Panels] = {
         "Model": "model model_id device dtype weights threads kv_gib",
-        "Processes": "prefill decode gateways ready_timeout_s",
+        "Processes": "prefill decode mixed gateways ready_timeout_s",
         "Autopilot": "autopilot profile slo_ttft_ms slo_tpot_ms",
         "Network and keys": "host port api_keys keys metrics",
         "Tenants and records": "tenants usage_db event_log",
@@ -27,8 +27,15 @@ class ServeSettings(KeyOptions):
         json_schema_extra={"also_argument": "MODEL"},
     )
     model_id: str = Field("", max_length=512, description="Model name that clients use; empty: taken from the model.")
-    prefill: int = Field(1, ge=1, le=64, description="Number of prefill workers.")
-    decode: int = Field(1, ge=1, le=64, description="Number of decode workers.")
+    prefill: int = Field(1, ge=0, le=64, description="Number of prefill workers; with --mixed, 0 unless it is given.")
+    decode: int = Field(1, ge=0, le=64, description="Number of decode workers; with --mixed, 0 unless it is given.")
+    mixed: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Number of workers that do both phases, each with one copy of the weights: no KV crosses between processes,"
+        " but long prompts slow running streams.",
+    )
     gateways: int = Field(
         1,
         ge=1,
@@ -92,6 +99,19 @@ class ServeSettings(KeyOptions):
         " crossdock status, and last those of crossdock serve itself. Port 0: free ones; off: none.",
     )
     verbose: bool = Field(False, description="Show every log line of every process, not only warnings and errors.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mixed_alone(cls, given: dict[str, Any]) -> dict[str, Any]:
+        alone = {"prefill": 0, "decode": 0} if str(given.get("mixed", 0)) != "0" else {}
+        return alone | given
+
+    @model_validator(mode="after")
+    def _check_roles(self) -> Self:
+        for option, count, what in (("--prefill", self.prefill, "prompts"), ("--decode", self.decode, "answers")):
+            if not count + self.mixed:
+                raise ValueError(f"{option}: 0, and no --mixed: nothing would compute {what}")
+        return self
 
     @model_validator(mode="after")
     def _check_autopilot(self) -> Self:

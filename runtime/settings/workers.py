@@ -5,6 +5,7 @@ from typing import ClassVar, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from proto.held import STEP_TOKENS
+from proto.limits import MAX_ID_CHARS
 from proto.messages import Role
 from runtime.settings.addresses import EVERY_INTERFACE, Address
 from runtime.settings.cores import parse_cores
@@ -21,7 +22,7 @@ def gpu_share_of(workers: int) -> float:
 
 
 class WorkerSettings(ClientSettings):
-    """Compute prompts (prefill) or stream answers (decode)."""
+    """Compute prompts (prefill), stream answers (decode), or do both (mixed)."""
 
     section = "worker"
     panels: ClassVar[Panels] = {
@@ -31,7 +32,10 @@ class WorkerSettings(ClientSettings):
         "KV transfer": "kv_bind transfer_host kv_interface kv_transport transfer_encryption kv_digest kv_mib_per_s"
         " kv_timeout_ms",
     }
-    role: Literal["prefill", "decode"] = Field(description="Which half of the work this process does.")
+    role: Literal["prefill", "decode", "mixed"] = Field(
+        description="Which half of the work this process does. mixed: both, in turn, over one copy of the weights. Each half"
+        " has its part of the KV cache and registers as a worker of its own, NAME-prefill and NAME-decode."
+    )
     device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
     dtype: Dtype = Field(
         "auto",
@@ -155,6 +159,11 @@ class WorkerSettings(ClientSettings):
     def cores(self) -> tuple[int, ...]:
         return parse_cores(self.cpu_cores)
 
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """In which it registers."""
+        return (Role.PREFILL, Role.DECODE) if self.role == "mixed" else (Role(self.role),)
+
     def in_role(self, role: Role) -> Self:
         """The same process in that role. Raises `ValueError` with the option that does not suit it."""
         changed = self.model_copy(update={"role": str(role)})
@@ -162,7 +171,7 @@ class WorkerSettings(ClientSettings):
         return changed
 
     def _check_role(self) -> None:
-        if self.role == "decode":
+        if self.role != "prefill":
             self._check_reachable("--kv-bind", self.kv_bind)
 
     @model_validator(mode="after")
@@ -172,6 +181,10 @@ class WorkerSettings(ClientSettings):
         if self.transfer_encryption == "on" and not self.keys:
             raise ValueError(
                 "--transfer-encryption: on needs --keys, since its key travels over the link between the two"
+            )
+        if self.role == "mixed" and len(self.name) > (most := MAX_ID_CHARS - len("-prefill")):
+            raise ValueError(
+                f"--name: at most {most} characters, since mixed workers register as NAME-prefill and NAME-decode"
             )
         self._check_role()
         return self

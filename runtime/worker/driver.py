@@ -1,7 +1,7 @@
 """Drives a worker in one role: its link to the coordinator, its links to gateways, its steps, its metrics, its end.
 
 What a role does of its own is a `WorkerRole`. The driver asks it for steps, runs them on the compute thread one after the
-other, and hands the results back.
+other, and hands the results back. A mixed worker has two drivers, one for each role, whose steps take turns on that thread.
 
 A change of role makes another driver, with a role and an incarnation of its own, over the same engine and thread. It gets
 ready while this one is drained. Then this one ends and that one registers.
@@ -29,7 +29,7 @@ from proto.status import KvHeld
 from runtime.link.connection_pool import ConnectionPool
 from runtime.link.peer import LinkSettings, Peer
 from runtime.metrics.common import link_counters
-from runtime.metrics.server import MetricsServer
+from runtime.metrics.server import MetricsPage
 from runtime.process import clock
 from runtime.process.driver import Stop, watched
 from runtime.process.exits import HUNG_EXIT
@@ -60,13 +60,15 @@ class WorkerDriver:
         name: str,
         log: Log,
         links: LinkSettings,
-        metrics_server: MetricsServer,
+        metrics_server: MetricsPage,
         watch: StepWatch,
         in_role: "Callable[[Role, WorkerDriver], WorkerDriver]",
+        say_ready: Callable[[Role], None],
         before: "WorkerDriver | None" = None,
     ) -> None:
         """`thread` is the compute thread, on which `engine` was loaded, and `watch` looks after it. `in_role(role, self)` makes
-        a driver for another role, to which this one is `before`; it may raise what `make_role` raises, and `ConfigError`."""
+        a driver for another role, to which this one is `before`; it may raise what `make_role` raises, and `ConfigError`.
+        `say_ready(role)` is called after each registration."""
         self.settings, self.log, self.name, self.links = settings, log, name, links
         self.hello = _hello(settings, engine, name, metrics_server.address)
         if before is not None:
@@ -76,7 +78,7 @@ class WorkerDriver:
             settings=settings,
             hello=self.hello,
             held=lambda: self.role.held(),
-            on_registered=lambda: self.role.registered(),
+            on_registered=self._registered,
             on_message=self._order,
             on_lost=lambda reason: self.role.coordinator_lost(reason),
             log=log,
@@ -98,6 +100,7 @@ class WorkerDriver:
         self._thread = thread
         self._watch = watch
         self._in_role = in_role
+        self._say_ready = say_ready
         self._successor: WorkerDriver | None = None
         """Ready to take over."""
         self._preparing: asyncio.Task[None] | None = None
@@ -192,6 +195,10 @@ class WorkerDriver:
         self._preparing, self._successor = None, successor
         self.registration.ready_to_flip()
 
+    def _registered(self) -> None:
+        self._say_ready(self.hello.role)
+        self.role.registered()
+
     def _order(self, _: Peer, message: Message, blob: bytes) -> None:
         if isinstance(message, StatusRequest):
             self.registration.send(self.role.kv_held())
@@ -213,8 +220,15 @@ class WorkerDriver:
         step = self.role.next_step()
         if step is None:
             return None
+        return step, asyncio.get_running_loop().run_in_executor(self._thread, self._compute, step)
+
+    def _compute(self, step: ComputeStep[ResultT]) -> ResultT:
+        """On the compute thread."""
         self._watch.begin(step.tokens, clock.now())
-        return step, asyncio.get_running_loop().run_in_executor(self._thread, step.compute)
+        try:
+            return step.compute()
+        finally:
+            self._watch.end(clock.now())
 
     async def _finish_step(
         self, step: ComputeStep[ResultT], computing: "asyncio.Future[ResultT]"
@@ -227,8 +241,6 @@ class WorkerDriver:
             step.failed(str(error))
             end_if_gpu_is_lost(error, self.log)
             return None
-        finally:
-            self._watch.end(clock.now())
         finish_later = step.done(result)
         following = self._start_step()
         finish_later()

@@ -1,17 +1,19 @@
 """The process of a worker: load the model on the compute thread, then drive the worker, in one role after the other, until told
-to stop.
+to stop. A mixed worker is driven in both roles at once, each over its own part of the KV pool.
 """
 
+import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 
 from proto.errors import BadOption, CrossdockError
 from proto.messages import Role
 from runtime.link.keys import keys_for
 from runtime.link.server import CannotBind, LinkSettings
-from runtime.metrics.server import MetricsServer
+from runtime.metrics.combined import CombinedPage
+from runtime.metrics.server import MetricsPage, MetricsServer
 from runtime.process import clock, log, notify
 from runtime.process import garbage_collector as collector
 from runtime.process.driver import Stop, run_process, unless_stopped
@@ -41,12 +43,14 @@ def run_worker(
     load: Callable[[], EngineT],
     be_nice: Callable[[int], None],
     make_role: Callable[[EngineT, WorkerDriver], WorkerRole],
+    split: Callable[[EngineT], Mapping[Role, EngineT]],
 ) -> int:
     """Call `load` on `thread`, then drive the role that `make_role` makes of its result until SIGTERM or SIGINT. It is called
-    again for each change of role, with a driver whose settings name the new one. `be_nice(niceness)` is called on `thread` once
-    the model is loaded. Returns the exit code; raises `ConfigError`, as `load` may, or in place of its `BadOption`."""
+    again for each change of role, with a driver whose settings name the new one. `split` gives each role of a mixed worker its
+    part of the engine. `be_nice(niceness)` is called on `thread` once the model is loaded. Returns the exit code; raises
+    `ConfigError`, as `load` and `split` may, or in place of their `BadOption`."""
 
-    links = _links(settings)
+    links = {role: _links(settings.in_role(role)) for role in settings.roles}
 
     def load_and_be_nice() -> EngineT:
         engine = load()
@@ -70,20 +74,14 @@ def run_worker(
             logger.error("cannot load the model", model=settings.model, error=str(error))
             return 1
         if engine is not None:
+            with as_config_error():
+                parts = split(engine) if len(settings.roles) > 1 else {Role(settings.role): engine}
             leave_cores(settings.cores)
             _log_loaded(logger, engine)
-            watch = StepWatch(settings.step_timeout_ms / 1000)
-            notify.only_while(notify.Pulse(thread, clock.now, lambda: watch.longest_s))
-
-            def make_driver(role: Role, before: WorkerDriver | None = None) -> WorkerDriver:
-                return WorkerDriver(
-                    settings.in_role(role), engine, make_role, thread=thread, name=name, log=logger, metrics_server=metrics,
-                    links=links if before is None else _links(settings.in_role(role)),
-                    watch=watch, in_role=make_driver, before=before,
-                )  # fmt: skip
-
-            if status := await _drive(make_driver(Role(settings.role)), stop, logger):
-                return status
+            drivers = _drivers(settings, parts, make_role, thread, name, logger, metrics, links)
+            statuses = await asyncio.gather(*(_drive(driver, stop, logger) for driver in drivers))
+            if any(statuses):
+                return max(statuses)
         await metrics.close()
         logger.info("stopped")
         return 0
@@ -92,6 +90,55 @@ def run_worker(
         return run_process(main)
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _drivers(
+    settings: WorkerSettings,
+    parts: Mapping[Role, EngineT],
+    make_role: Callable[[EngineT, WorkerDriver], WorkerRole],
+    thread: Executor,
+    name: str,
+    logger: Log,
+    metrics: MetricsServer,
+    links: Mapping[Role, LinkSettings],
+) -> list[WorkerDriver]:
+    """One for each role with a part of the engine. Those of a mixed worker share thread, watch and metrics."""
+    is_mixed = len(parts) > 1
+    watch = StepWatch(settings.step_timeout_ms / 1000)
+    # What is asked of the thread waits for one step of each role.
+    notify.only_while(notify.Pulse(thread, clock.now, lambda: len(parts) * watch.longest_s))
+    page: MetricsPage = CombinedPage(metrics, len(parts)) if is_mixed else metrics
+    readiness = _Readiness(parts)
+
+    def make(role: Role, before: WorkerDriver | None = None) -> WorkerDriver:
+        engine = parts[role] if before is None else parts[Role(settings.role)]
+        return WorkerDriver(
+            settings.in_role(role), engine, make_role, thread=thread,
+            name=f"{name}-{role}" if is_mixed else name,
+            log=logger.bind(role=str(role)) if is_mixed else logger, metrics_server=page,
+            links=links[role] if before is None else _links(settings.in_role(role)),
+            watch=watch, in_role=_keeps_its_role if is_mixed else make, before=before,
+            say_ready=readiness.registered,
+        )  # fmt: skip
+
+    return [make(role) for role in parts]
+
+
+class _Readiness:
+    """A process is ready once it is registered in each of its roles."""
+
+    def __init__(self, roles: Iterable[Role]) -> None:
+        self._missing = set(roles)
+        self._words = f"registered as {' and '.join(roles)} worker"
+
+    def registered(self, role: Role) -> None:
+        self._missing.discard(role)
+        if not self._missing:
+            notify.ready(self._words)
+
+
+def _keeps_its_role(role: Role, driver: WorkerDriver) -> WorkerDriver:
+    raise ConfigError(f"{driver.name} is one half of a mixed worker, which cannot become a {role} worker while it runs")
 
 
 def _log_loaded(logger: Log, engine: LoadedEngine) -> None:
@@ -111,7 +158,7 @@ def _links(settings: WorkerSettings) -> LinkSettings:
 
 
 async def _drive(driver: WorkerDriver, stop: Stop, logger: Log) -> int:
-    """One role after the other; returns the exit code."""
+    """One role after the other; returns the exit code. On a failure, what else this process does is to stop, too."""
     following: WorkerDriver | None = driver
     try:
         while following is not None:
@@ -119,9 +166,11 @@ async def _drive(driver: WorkerDriver, stop: Stop, logger: Log) -> int:
     except CannotBind as error:
         machine.check_listening("--kv-bind", error)
         logger.error("cannot start", error=f"--kv-bind: {error.strerror}")
+        stop.set()
         return 1
     except TimeoutError:
         logger.critical("cannot change the role, as a KV transfer does not end; ending", role=driver.settings.role)
+        stop.set()
         return 1
     return 0
 

@@ -14,7 +14,7 @@ from runtime.link.client import LinkClient
 from runtime.link.peer import LinkCounters
 from runtime.link.server import LinkSettings, OnMessage, Peer, is_orderly
 from runtime.link.waiting import WaitNotice
-from runtime.process import clock, notify
+from runtime.process import clock
 from runtime.process.driver import Stop
 from runtime.process.log import Log
 from runtime.settings.workers import WorkerSettings
@@ -214,7 +214,6 @@ class Registration:
             peer.send(message)
         self._lost_at = float("inf")
         self._log.info("registered", coordinator_incarnation=welcome.incarnation)
-        notify.ready(f"registered as {self._hello.role} worker")
         self._on_registered()
 
     def _down(self, _: Peer, reason: str) -> None:

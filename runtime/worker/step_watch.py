@@ -6,6 +6,9 @@ in a library) is found by how long it runs. What a slow machine takes must not b
 - A step of more tokens than any before may compile, allocate, or just take longer: it has `FIRST_OF_ITS_SIZE` times as long.
 - No other has less than `TIMES_THE_LONGEST` times what the longest one took so far.
 - While the process itself was stopped, so was the step: its time begins anew.
+
+`begin` and `end` are called on the compute thread, so that a step does not count while it waits there for another one.
+`hung_for` may be called from other threads.
 """
 
 import math
@@ -44,7 +47,8 @@ class StepWatch:
 
     def begin(self, tokens: int, now: float) -> None:
         assert tokens > 0 and not self._tokens
-        self._tokens, self._began_at = tokens, now
+        self._began_at = now  # before the tokens, which say to other threads that it counts
+        self._tokens = tokens
 
     def end(self, now: float) -> None:
         """It has ended, well or not."""

@@ -237,3 +237,16 @@ def test_step_reports_of_others_prove_nothing() -> None:
     h.receive(21, DecodeProgress(3, 10, 0))
     h.receive(40, StepDone(99, (), 1.0, 0))
     assert not last(h).first_step_ms
+
+
+def test_the_halves_of_a_mixed_worker_keep_their_roles() -> None:
+    h = Harness.make(prefill=2, decode=2)
+    for role, incarnation in ((Role.PREFILL, 40), (Role.DECODE, 41)):
+        hello = worker_hello(role, incarnation)
+        h.post(PeerUp(incarnation, msgspec.structs.replace(hello, name=f"m-{role}", host="h", pid=7)))
+    other = msgspec.structs.replace(worker_hello(Role.DECODE, 42), name="other", host="elsewhere", pid=7)
+    h.post(PeerUp(42, other))
+    for name, role in (("m-prefill", Role.DECODE), ("m-decode", Role.PREFILL)):
+        assert f"{name} is one half of a mixed worker" in ask(h, name, role)
+    assert not h.take(Flip)
+    assert not ask(h, "other", Role.PREFILL)

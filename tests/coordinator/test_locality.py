@@ -21,6 +21,13 @@ HERE = PrefillSide(tokens_before=0, tokens_per_s=1000.0, cached_tokens=0, fullne
 DECODE = DecodeSide(missing_blocks=10, fullness=0.0, failure_rate=0.0, host="a")
 
 
+def test_a_mixed_workers_own_half_is_preferred_until_it_is_fuller_than_the_transfer_is_worth() -> None:
+    own, other = replace(DECODE, is_same_process=True), replace(DECODE, missing_blocks=10)
+    assert best_decode([(1, other), (2, own)], "a", WEIGHTS) == 2
+    assert best_decode([(1, other), (2, replace(own, fullness=0.004))], "a", WEIGHTS) == 2
+    assert best_decode([(1, other), (2, replace(own, fullness=0.006))], "a", WEIGHTS) == 1
+
+
 def chain(*parts: int) -> list[bytes]:
     found = [b""]
     for part in parts:

@@ -58,14 +58,16 @@ def test_calibrate_tune_and_check(folder: Path) -> None:
     best = json.loads((folder / "best.json").read_text())
     assert best["ranked"]
     said = crossdock(
-        folder, "tune", "check", "best.json", "--duration", "20", "--model", "model", "--ratios", "1P1D", "--json"
+        folder, "tune", "check", "best.json", "--duration", "20", "--model", "model", "--ratios", "1P1D,2M", "--json"
     )
-    [run] = json.loads(said)["runs"]
-    assert run["requests"] > 10
-    for metric in ("ttft_ms", "tpot_ms"):
-        assert run[metric]["p50"]["measured"] > 0
-        # No assertion on how near: that is measured on a quiet machine, see docs/results.md.
-        assert run[metric]["p50"]["low"] <= run[metric]["p50"]["predicted"] <= run[metric]["p50"]["high"]
+    runs = json.loads(said)["runs"]
+    assert [run["ratio"] for run in runs] == ["1P1D", "2M"]
+    for run in runs:
+        assert run["requests"] > 10
+        for metric in ("ttft_ms", "tpot_ms"):
+            assert run[metric]["p50"]["measured"] > 0
+            # No assertion on how near: that is measured on a quiet machine, see docs/results.md.
+            assert run[metric]["p50"]["low"] <= run[metric]["p50"]["predicted"] <= run[metric]["p50"]["high"]
 
 
 def test_ctrl_c_leaves_no_process_and_no_file(folder: Path) -> None:

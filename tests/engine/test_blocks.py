@@ -14,6 +14,21 @@ from proto.sampling import Sampling
 TOTAL = 12
 
 
+def test_an_allocator_over_a_part_of_a_pool_gives_out_that_part_alone() -> None:
+    allocator = BlockAllocator(TOTAL, first=100)
+    taken = allocator.allocate(TOTAL)
+    assert taken == list(range(100, 100 + TOTAL))
+    allocator.insert([b"a", b"b"], taken[:2])
+    allocator.quarantine(taken[2:4])
+    allocator.free([*taken[:2], *taken[4:]])
+    allocator.check_invariants()
+    assert allocator.match_prefix([b"a", b"b"]) == [100, 101]
+    allocator.unquarantine(taken[2:4])
+    allocator.check_invariants()
+    with pytest.raises(OutOfBlocks):
+        allocator.allocate(TOTAL)
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     """The twin is one list: how many references each block has, or -1 for quarantined."""
 

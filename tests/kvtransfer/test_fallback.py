@@ -41,6 +41,21 @@ def test_a_pair_that_cannot_meet_by_shm_meets_by_tcp(monkeypatch):
     with_ends(test)
 
 
+def test_within_one_process_only_what_works_there_is_proposed(monkeypatch):
+    """As between the halves of a mixed worker on a GPU, where only tcp does."""
+    monkeypatch.setattr("kvtransfer.transports.shm.Shm.within_process", False)
+
+    async def test(ends: Ends) -> None:
+        ends.sender._own_peers = {2}
+        ends.transfer("r", [1, 2, 3])
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvSent)
+        assert [frame.transports for frame in ends.frames if isinstance(frame, PairOpen)] == [("tcp",)]
+
+    with_ends(test)
+    assert transports.within_process(("cuda_ipc", "nccl", "tcp")) == ("tcp",)
+
+
 def test_another_host_is_served_by_tcp(monkeypatch):
     monkeypatch.setattr("kvtransfer.driver.host_id", lambda: os.urandom(4).hex())
 

@@ -36,7 +36,7 @@ def test_help_names_every_command() -> None:
     [
         (("worker", "--model", "m"), "crossdock: --role: needed"),
         (("serve", "/no/such/folder"), "crossdock: --model: there is no folder /no/such/folder"),
-        (("serve", "--prefill", "0"), "crossdock: --prefill: 0 is under 1"),
+        (("serve", "--prefill", "0"), "crossdock: --prefill: 0, and no --mixed: nothing would compute prompts"),
         (("bench", "dev", "isolation", "--plot", "/no/such/folder/x.svg"), "crossdock: --plot: there is no folder"),
         (("bench", "dev", "isolation", "--prompt-words-max", "1"), "crossdock: --prompt-words-max: 1 is under"),
         (("replay",), "crossdock: FILE: needed"),

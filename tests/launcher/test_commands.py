@@ -79,7 +79,17 @@ def test_panels_name_fields_and_long_helps_have_them(command: Command) -> None:
     settings = command.settings_class()
     panels = panels_of(settings)
     known = {field for cls in settings.__mro__ for field in getattr(cls, "model_fields", {})}
-    others = {"ratios", "start", "url", "api_key", "model_id", "prefill", "decode", "event_log"}  # of two kinds of load
+    others = {
+        "ratios",
+        "start",
+        "url",
+        "api_key",
+        "model_id",
+        "prefill",
+        "decode",
+        "mixed",
+        "event_log",
+    }  # of two kinds of load
     assert set(panels) <= known | others
     if len(settings.model_fields) > 8 and panels:
         assert set(settings.model_fields) <= set(panels)

@@ -64,7 +64,7 @@ def test_every_error_gets_a_line_of_its_own() -> None:
         load(WorkerSettings, {"role": "both", "kv_gib": "0"})
     lines = str(caught.value).splitlines()
     assert lines[0] == "--model: needed (or environment CROSSDOCK_MODEL or model in [worker] of the file)"
-    assert lines[1] == "--role: both is not one of 'prefill' or 'decode'"
+    assert lines[1] == "--role: both is not one of 'prefill', 'decode' or 'mixed'"
     assert lines[2] == "--kv-gib: 0 is not over 0.0"
 
 

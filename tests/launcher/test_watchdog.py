@@ -67,6 +67,6 @@ def test_without_a_time_there_is_no_watchdog() -> None:
 
 
 def test_every_role_has_a_watchdog() -> None:
-    assert set(WATCHDOG_S) == {"coordinator", "gateway", "prefill", "decode"}
+    assert set(WATCHDOG_S) == {"coordinator", "gateway", "prefill", "decode", "mixed"}
     # Tests of faults stop processes for up to 4 s, and a heartbeat may be lost for 3.5 of them.
     assert all(timeout_s >= 10.0 for timeout_s in WATCHDOG_S.values())

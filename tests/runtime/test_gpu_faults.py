@@ -137,7 +137,7 @@ async def main(stop):
         role=role, log=log.configure(level="info", fmt="json", process="w"), _watch=StepWatch(1.0),
         _work=asyncio.Event(), _thread=ThreadPoolExecutor(1),
     )
-    for name in ("_start_step", "_finish_step"):
+    for name in ("_start_step", "_compute", "_finish_step"):
         setattr(driver, name, getattr(WorkerDriver, name).__get__(driver))
     await WorkerDriver._run_steps(driver)
     return 0

@@ -11,10 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 import uvloop
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter, ValidationError
 
 from runtime.metrics import http as metrics_http
 from runtime.metrics import server as metrics_server
+from runtime.metrics.combined import CombinedPage
 from runtime.metrics.http import CONNECTIONS_MAX
 from runtime.metrics.registry import MetricsRegistry
 from runtime.metrics.server import MetricsServer, PortTaken
@@ -47,6 +49,32 @@ async def ask(host: str, port: int, request: bytes = b"GET /metrics HTTP/1.1\r\n
         return await reader.read(-1)  # until it is closed from there
     finally:
         writer.close()
+
+
+def test_two_roles_on_one_page_are_told_apart() -> None:
+    async def test(server: MetricsServer, host: str, port: int) -> None:
+        page, up = CombinedPage(server, 2), {"decode": False}
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+            for role in ("prefill", "decode"):
+                assert (await client.get("/ready")).status_code == 503, "it is starting"
+                registry = MetricsRegistry(role)
+                registry.by("gauge", "crossdock_kv_blocks", "Blocks.", "state", lambda: {"free": 3.0})
+                registry.histogram(f"crossdock_{role}_step_seconds", "Time.", (1.0,)).observe(0.5)
+                registry.introduce(name=f"m-{role}")
+                page.show(registry, lambda role=role: None if up.get(role, True) else f"{role} is not there")  # type: ignore[misc]
+            assert "decode is not there" in (await client.get("/ready")).text
+            up["decode"] = True
+            assert (await client.get("/ready")).status_code == 200
+            text = (await client.get("/metrics")).text
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        assert len(families) == text.count("# TYPE"), "a family is there twice"
+        blocks = [(sample.labels["role"], sample.value) for sample in families["crossdock_kv_blocks"].samples]
+        assert blocks == [("prefill", 3.0), ("decode", 3.0)]
+        assert len(families["process_start_time_seconds"].samples) == 1
+        assert {s.labels["name"] for s in families["crossdock_process_info"].samples} == {"m-prefill", "m-decode"}
+        assert all(s.labels["role"] == "decode" for s in families["crossdock_decode_step_seconds"].samples)
+
+    served(test)
 
 
 def test_what_is_where() -> None:

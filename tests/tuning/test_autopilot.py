@@ -45,6 +45,15 @@ def test_it_takes_the_least_busy_worker_of_the_other_role_once_it_has_looked_twi
     assert second.needed is not None and second.needed.prefill >= 5 and second.needed.decode == 1
 
 
+def test_mixed_workers_are_counted_and_left_alone() -> None:
+    halves = [Seat(f"a-{role}", role, 0, is_mixed=True) for role in (Role.PREFILL, Role.DECODE)]
+    _, second = looks(Autopilot(PROFILE, Rules(SLO)), [Observation([*seats(1, 5), *halves], PROMPTS)] * 2)
+    assert second.present == Workers(1, 5, 1) and second.wanted.mixed == 1
+    assert second.workers == ("w5",), "the least busy one is half of a mixed worker"
+    (alone,) = looks(Autopilot(PROFILE, Rules(SLO)), [Observation(halves, PROMPTS)])
+    assert not alone.workers and "1M has no others of both roles" in alone.reason
+
+
 @pytest.mark.parametrize(("ratio", "count"), [((16, 48), 8), ((23, 41), 3), ((60, 4), 0)])
 def test_of_many_workers_up_to_an_eighth_change_at_once(ratio: tuple[int, int], count: int) -> None:
     prompts = replace(PROMPTS, requests_per_s=64.0)

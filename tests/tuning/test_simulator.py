@@ -148,6 +148,25 @@ def test_mixed_workers_slow_streams_and_separate_ones_do_not() -> None:
     assert np.nanquantile(mixed.tpot_ms, 0.9) > 1.2 * np.nanquantile(apart.tpot_ms, 0.9)
 
 
+def test_a_mixed_workers_steps_take_turns() -> None:
+    """A prompt of four chunks beside a stream waits for the decode step under way, and for one between its chunks each."""
+    sent = [Sent(0.0, 16, 400), Sent(1.0, 1024, 2)]
+    apart, mixed = (Simulator(GPU, workers, sent).run() for workers in (Workers(1, 1), Workers(0, 0, 1)))
+    step_ms = GPU.decode.curve(1)
+    longer = float(mixed.ttft_ms[1] - apart.ttft_ms[1])
+    assert 3 * step_ms < longer < 4 * step_ms + 0.2, longer
+    # The stream stands still for the four chunks, and no longer.
+    chunks_ms = float(apart.ttft_ms[1]) - GPU.host.request_ms
+    assert 399 * float(mixed.tpot_ms[0] - apart.tpot_ms[0]) == pytest.approx(chunks_ms, rel=0.1)
+
+
+def test_a_mixed_worker_has_one_pool_for_both() -> None:
+    simulator = Simulator(GPU, Workers(1, 1, 1), traffic(1.0, 10))
+    separate, own = simulator.batches
+    assert separate.room.kv_blocks == simulator.prefill[0].free_blocks == 8192
+    assert own.room.kv_blocks + simulator.prefill[1].free_blocks == 8192
+
+
 def test_the_crossover_is_found() -> None:
     """Short prompts and long answers on two workers: two mixed ones decode with both. Long prompts and a strict limit on
     gaps: separate ones."""

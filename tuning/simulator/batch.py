@@ -6,7 +6,7 @@ seconds, where n sequences have kv tokens of KV at its begin; so boundary k lies
     T(k) = t + k * (a + b * kv) + b * n * k * (k - 1) / 2
 
 and the cost of a run does not depend on how many tokens it has. A sequence joins at the first boundary after its KV is there.
-A batch that computes prompts too (a mixed worker) has single steps of another length in between: `stretched_step`.
+The batch of a mixed worker waits for its prefill steps, which come in between: `wait_for`.
 """
 
 from collections import deque
@@ -130,17 +130,19 @@ class Batch:
             self.forwarded = int(self.token_steps)
         return found
 
-    def stretched_step(self, now: float, took_s: float) -> float:
-        """One step of another length, from the first boundary on; returns when it ends."""
+    def wait_for(self, now: float, took_s: float) -> float:
+        """A prefill step of this length, from the first boundary on, and then a decode step; returns when the prefill step has
+        ended."""
         self.sync(now)
-        count = self.sequences
-        self.gaps.add(took_s, count)
-        self.busy_s += took_s
+        ended_s = self.begin_s + took_s
+        count, step_s = self.sequences, self._a() if self.sequences else 0.0
+        self.gaps.add(took_s + step_s, count)
+        self.busy_s += took_s + step_s
         self.token_steps += count
-        self.begin_s += took_s
+        self.begin_s = ended_s + step_s
         self.steps += 1 if count else 0
         self.kv_tokens += count
-        return self.begin_s
+        return ended_s
 
     def lose_all(self, now: float) -> list[tuple[Job, int]]:
         """The worker is lost: its sequences, with the tokens of each that were forwarded. The step in progress counts for

@@ -37,7 +37,6 @@ class Simulator(Placing):
         super().__init__(profile, workers, sent, options)
         self._due: list[tuple[float, int, int, Any, Any]] = []
         self._pushed = 0
-        self._saved_s = profile.mixed_saved_ms / 1000
         self._host = Host(profile, self._push_step, self._push_end)
         host = profile.host
         self._gap_s, self._join_s = host.step_gap_ms / 1000, host.join_ms / 1000
@@ -81,12 +80,11 @@ class Simulator(Placing):
             worker.busy_s += took_s
             self._host.start(worker, took_s, self.now)
             return
+        # One thread computes: the step begins when the decode step under way has ended, and the next decode step after it.
         batch.sync(self.now)
-        if batch.sequences:
-            took_s += batch.step_s() - self._saved_s
         worker.running = True
-        worker.busy_s += took_s
-        self._push_step(batch.stretched_step(self.now, took_s), worker)
+        worker.busy_s += took_s + (batch.step_s() if batch.sequences else 0.0)
+        self._push_step(batch.wait_for(self.now, took_s), worker)
         self._push_end(batch)
 
     def _push_step(self, ends_s: float, worker: PrefillWorker) -> None:
@@ -104,8 +102,7 @@ class Simulator(Placing):
         for job, start, tokens in step.chunks:
             if job.prefill is not worker:
                 continue  # its attempt was interrupted
-            if job.decode is not worker.batch:
-                worker.send(tokens, self.now, self._token_s)
+            worker.send(tokens, self.now, self._token_s)
             if start + tokens == job.prompt:
                 self._prompt_done(job, worker)
         self.start(worker)
@@ -116,12 +113,10 @@ class Simulator(Placing):
         if job.first_s == NOT_YET:
             job.first_s = self.now
         if job.blocks:
-            remember(job, worker, self.options.block_tokens, self.profile.prefill_capacity.kv_tokens)
+            remember(job, worker, self.options.block_tokens, worker.kv_tokens)
         if job.output <= 1:
             worker.release_blocks(job)
             self._ended_in_prefill(job)
-        elif worker.batch is job.decode:
-            self._arrived(job, job.attempt)
         else:
             self._at(max(worker.link_free_s, self.now) + self._latency_s + self._join_s, _ARRIVED, job, job.attempt)
 

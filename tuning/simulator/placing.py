@@ -3,8 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import msgspec
+
 from coordinator.placement.steps import MOVES_MAX
 from coordinator.waiting.queue_keys import class_key, classes_without_room, is_class
+from engine.kv.split import prefill_blocks
 from tuning.advise import Workers
 from tuning.profile import Profile
 from tuning.simulator.batch import Batch
@@ -53,11 +56,16 @@ class Placing(ABC):
         for number in range(prefill):
             prefill_workers.append(PrefillWorker(number, profile.prefill_capacity, limits, None, slow.get(number, 1.0)))
         for number in range(prefill, prefill + decode + mixed):
-            room = Room(capacity.kv_blocks, capacity.block_size)
+            blocks, is_mixed = capacity.kv_blocks, number >= prefill + decode
+            if is_mixed:
+                part = prefill_blocks(blocks, -(-capacity.context_tokens // capacity.block_size))
+                prefill_capacity, blocks = msgspec.structs.replace(capacity, kv_blocks=part), max(blocks - part, 1)
+            room = Room(blocks, capacity.block_size)
             batch = Batch(number, profile.decode, room, seqs_max, self.gaps, slow.get(number, 1.0))
             batches.append(batch)
-            if number >= prefill + decode:
-                prefill_workers.append(PrefillWorker(number, capacity, limits, batch, slow.get(number, 1.0)))
+            if is_mixed:
+                mixed_slow = slow.get(number, 1.0)
+                prefill_workers.append(PrefillWorker(number, prefill_capacity, limits, batch, mixed_slow))
         self.prefill: Sequence[PrefillWorker] = prefill_workers
         self.batches: Sequence[Batch] = batches
 
@@ -179,15 +187,15 @@ class Placing(ABC):
         self.order.move(job, key)
 
     def _decode_for(self, job: Job, worker: PrefillWorker) -> Batch | None:
-        """The least full one with room, as by `coordinator.score`; a mixed worker keeps what it computes, if it has room."""
+        """The least full one with room, as by `coordinator.score`, which spares a mixed worker's own half the transfer."""
         own = worker.batch
-        if own is not None and self._has_room(own, job):
-            return own
         best, best_rank = None, (0.0, 0, 0)
+        saved = self._weights.transfer_s * worker.blocks(job) / self._weights.load_s
         for batch in self.batches:
-            if batch is own or not self._has_room(batch, job):
+            if not self._has_room(batch, job):
                 continue
             full = max(batch.room.taken / batch.room.kv_blocks, batch.held_seqs / batch.seqs_max)
+            full -= saved if batch is own else 0.0
             rank = (full, batch.forwarded, batch.number)
             if best is None or rank < best_rank:
                 best, best_rank = batch, rank

@@ -61,6 +61,10 @@ class PrefillWorker:
     def fullness(self) -> float:
         return 1 - self.free_blocks / self._kv_blocks
 
+    @property
+    def kv_tokens(self) -> int:
+        return self._kv_blocks * self.block_size
+
     def send(self, tokens: int, now: float, token_s: float) -> None:
         """Their KV leaves after the step; one prompt's after the other's."""
         took_s = tokens * token_s

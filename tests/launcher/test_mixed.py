@@ -1,0 +1,201 @@
+"""Mixed workers from the options to the processes: how the pool is split, how they are written, where they sit."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.engine import Engine, ModelInfo
+from engine.kv.split import prefill_blocks
+from launcher.admin.flip import FlipSettings
+from launcher.cluster import units
+from launcher.cluster.file import ClusterError, incomplete, parse
+from launcher.cluster.plan import check, plan_host
+from launcher.cluster.units import Installed
+from launcher.load.settings import ServeBenchSettings
+from launcher.load.tenants import Ratio
+from launcher.local import cluster as clusters
+from launcher.local.core_plan import PREFILL_NICE, plan_cpu
+from launcher.models.resolve import ReadyModel
+from launcher.tuning import check as tune_check
+from launcher.tuning import tune
+from launcher.tuning.settings import TuneCheckSettings
+from launcher.worker_roles import PoolTooSmall, split
+from proto.messages import Role
+from runtime.settings.command_line import parse as parse_options
+from runtime.settings.options import SettingsError
+from runtime.settings.options import load as load_settings
+from runtime.settings.serve import ServeSettings
+from runtime.settings.workers import WorkerSettings
+from tests.tuning.profiles import GPU
+from tuning.advise import Workers
+
+MODEL = ReadyModel(Path("/models/tiny"), "tiny")
+FILE = """
+insecure = true
+[hosts.a]
+address = "10.0.0.1"
+coordinator = true
+gateways = 1
+workers = "{workers}"
+gpus = {gpus}
+[mixed]
+max_seqs = 7
+"""
+
+
+def engine(blocks: int, context_tokens: int) -> Engine:
+    info = ModelInfo(
+        model_path="m", model_type="llama", context_tokens=context_tokens, vocab_size=8, layers=1, kv_heads=1, head_dim=4,
+        dtype="float32", block_size=16, block_bytes=1 << 20, eos_token_ids=(), attention_tokens=0, fingerprint="f",
+    )  # fmt: skip
+    return Engine(SimpleNamespace(), info, torch.zeros(blocks, 1))  # type: ignore[arg-type]
+
+
+def test_prefill_gets_a_quarter_but_a_context_and_at_most_half() -> None:
+    assert prefill_blocks(1000, 100) == 250
+    assert prefill_blocks(300, 100) == 100
+    assert prefill_blocks(150, 100) == 75
+    assert prefill_blocks(1, 100) == 1
+    parts = split(engine(1000, 1600), WorkerSettings(role="mixed", model="m"))
+    ranges = [range(part.first_block, part.first_block + part.blocks) for part in parts.values()]
+    assert ranges == [range(250), range(250, 1000)] and list(parts) == [Role.PREFILL, Role.DECODE]
+    parts[Role.PREFILL].tokens_forwarded += 5
+    assert parts[Role.DECODE].tokens_forwarded == 0, "each counts its own"
+
+
+def test_a_pool_without_room_for_a_context_in_each_names_the_option() -> None:
+    assert split(engine(200, 1600), WorkerSettings(role="mixed", model="m"))
+    with pytest.raises(PoolTooSmall, match=r"two contexts of 1600 tokens.* 0\.195 GiB .* there are 0\.194") as refused:
+        split(engine(199, 1600), WorkerSettings(role="mixed", model="m"))
+    assert refused.value.option == "--kv-gib"
+
+
+def test_names_of_the_halves_are_names_and_both_listen_where_others_reach_them() -> None:
+    assert WorkerSettings(role="mixed", model="m", name="n" * 56)
+    for given, why in (
+        ({"name": "n" * 57}, "--name: at most 56"),
+        ({"kv_bind": "tcp://0.0.0.0:1"}, "--advertise: needed"),
+    ):
+        with pytest.raises(SettingsError, match=why):
+            load_settings(WorkerSettings, {"role": "mixed", "model": "m"} | given)
+
+
+def test_no_worker_becomes_mixed_while_it_runs() -> None:
+    with pytest.raises(
+        SettingsError, match="ROLE: mixed is no role that a worker takes while it runs; start it with --role mixed"
+    ):
+        load_settings(FlipSettings, {"worker": "decode-0", "role": "mixed"})
+
+
+@pytest.mark.parametrize(
+    ("text", "ratio"),
+    [("2P1D", Ratio(2, 1)), ("3m", Ratio(0, 0, 3)), ("1P2D+4M", Ratio(1, 2, 4))],
+)
+def test_ratios_are_written_as_the_report_of_tune_has_them(text: str, ratio: Ratio) -> None:
+    assert Ratio.parse(text) == ratio
+    assert str(ratio) == str(Workers(ratio.prefill, ratio.decode, ratio.mixed)) == text.upper()
+    assert ratio.total == sum((ratio.prefill, ratio.decode, ratio.mixed))
+
+
+@pytest.mark.parametrize("text", ["", "+", "0M", "1P1D+", "+2M", "1P1D2M", "2M+1P1D", "65M", "1P", "2D"])
+def test_what_is_no_ratio_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a ratio like 2P1D, 3M or"):
+        Ratio.parse(text)
+
+
+def test_serve_starts_what_is_asked_for() -> None:
+    def counts(**given: Any) -> tuple[int, int, int]:
+        found = ServeSettings(**given)
+        return found.prefill, found.decode, found.mixed
+
+    assert counts() == (1, 1, 0) and counts(mixed=2) == (0, 0, 2) and counts(mixed=2, decode=1) == (0, 1, 2)
+    assert load_settings(ServeSettings, {"mixed": "3"}).prefill == 0
+    for option in ("prefill", "decode"):
+        with pytest.raises(SettingsError, match=f"--{option}: 0, and no --mixed"):
+            load_settings(ServeSettings, {option: "0"})
+    assert ServeBenchSettings(start=True, mixed=2).ratio == Ratio(0, 0, 2)
+    assert ServeBenchSettings(start=True).ratio == Ratio(1, 1)
+
+
+def test_each_is_a_process_with_options_that_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0, 1})
+    built = clusters.build(ServeSettings(mixed=2, port=0), MODEL)
+    workers = [spec for spec in built.processes if spec.name.startswith("mixed-")]
+    assert [spec.name for spec in workers] == ["mixed-0", "mixed-1"] and len(built.processes) == 4
+    for spec, core in zip(workers, "01", strict=True):
+        at = spec.arguments.index("-m")
+        assert spec.arguments[at + 1] == "launcher.mixed_worker"
+        settings = parse_options(WorkerSettings, [*spec.arguments[at + 2 :], "--role", "mixed"])
+        assert settings.roles == (Role.PREFILL, Role.DECODE)
+        assert (settings.cpu_cores, settings.nice) == (core, PREFILL_NICE)
+
+
+def test_where_all_are_mixed_each_has_its_share_of_the_cores() -> None:
+    plan = plan_cpu(tuple(range(5)), prefill=0, decode=0, mixed=2, on_gpu=False)
+    assert [seat.cores for seat in plan.mixed] == [(0, 1), (2, 3)] and plan.control == (0, 1, 2, 3, 4)
+    crowded = plan_cpu((0, 1), prefill=0, decode=0, mixed=3, on_gpu=False, threads=2)
+    assert "3 mixed workers share 2" in crowded.note and "--threads 2" in crowded.note
+    beside = plan_cpu(tuple(range(8)), prefill=1, decode=2, mixed=1, on_gpu=False)
+    assert (len(beside.prefill), len(beside.decode), len(beside.mixed)) == (1, 2, 1)
+    taken = [core for seat in (*beside.decode, *beside.mixed) for core in seat.cores]
+    assert len(set(taken)) == len(taken) and not set(taken) & set(beside.control)
+
+
+def test_a_cluster_file_places_them_last_with_ports_of_their_own() -> None:
+    file = parse(FILE.format(workers="1P1D+2M", gpus="[0, 1, 2, 3]"), Path("/"))
+    assert not incomplete(file) and check(file)
+    found = {process.name: process for process in plan_host(file, "a", "m").processes}
+    mixed = [found["a.mixed-0"], found["a.mixed-1"]]
+    assert [process.environment["CUDA_VISIBLE_DEVICES"] for process in mixed] == ["2", "3"]
+    ports = [process.settings.kv_bind.rpartition(":")[2] for process in (found["a.decode-0"], *mixed)]  # type: ignore[attr-defined]
+    assert len(set(ports)) == 3
+    assert {process.module for process in mixed} == {"launcher.mixed_worker"}
+    assert [process.settings.max_seqs for process in (found["a.decode-0"], *mixed)] == [64, 7, 7]  # type: ignore[attr-defined]
+    alone = parse(FILE.format(workers="1M", gpus="[0]"), Path("/"))
+    assert not incomplete(alone)
+    with pytest.raises(ClusterError, match="gpus: 1 for 2 workers"):
+        parse(FILE.format(workers="2M", gpus="[0]"), Path("/"))
+
+
+def test_a_unit_has_the_keys_of_both_roles() -> None:
+    names = ("coordinator", "gateway", "prefill", "decode", "client")
+    keys = tuple(name + end for name in names for end in (".key", ".key_secret"))
+    plan = plan_host(parse(FILE.format(workers="1M", gpus="[0]"), Path("/")), "a", "/m")
+    files = units.render(plan, Installed("/bin/python", (), "/opt", "/etc/crossdock/keys", keys))
+    text = files[f"{units.UNITS}/crossdock-mixed@.service"]
+    assert "-m launcher.mixed_worker" in text
+    for role in names:
+        assert (f"LoadCredential={role}.key_secret" in text) is (role in ("prefill", "decode"))
+    assert all(units.is_ours(path) for path in files if "mixed" in path)
+
+
+@pytest.mark.parametrize(
+    ("workers", "command", "lines"),
+    [
+        (Workers(0, 0, 2), "crossdock serve --mixed 2", ['workers = "2M"', "[mixed]"]),
+        (
+            Workers(1, 2, 1),
+            "crossdock serve --prefill 1 --decode 2 --mixed 1",
+            ['workers = "1P2D+1M"', "[decode]", "[mixed]"],
+        ),
+    ],
+)
+def test_tune_prints_what_applies_it(workers: Workers, command: str, lines: list[str]) -> None:
+    candidate = SimpleNamespace(workers=workers, step_tokens=GPU.step_tokens, seqs_max=32)
+    found = tune.apply_lines(SimpleNamespace(candidate=candidate), GPU)  # type: ignore[arg-type]
+    assert found["command"] == command and set(lines) <= set(found["cluster_toml"])
+    given = dict(zip(*[iter(command.split()[2:])] * 2, strict=True))
+    settings = load_settings(ServeSettings, {name.removeprefix("--"): count for name, count in given.items()})
+    assert Workers(settings.prefill, settings.decode, settings.mixed) == workers
+    written = next(line for line in found["cluster_toml"] if line.startswith("workers")).split('"')[1]
+    count = workers.total
+    assert parse(FILE.format(workers=written, gpus=list(range(count))), Path("/")).hosts["a"].workers.total == count
+
+
+def test_tune_check_runs_mixed_candidates() -> None:
+    report = {"ranked": [{"workers": name} for name in ("2M", "1P1D", "2M", "1P2D+1M", "3M")]}
+    ratios = tune_check._ratios(TuneCheckSettings(recommendation="best.json"), report)
+    assert [str(ratio) for ratio in ratios] == ["2M", "1P1D", "1P2D+1M"]

@@ -12,6 +12,7 @@ from torch import nn
 
 from engine.attention.forward_batch import LOGITS_ROWS, SeqChunk, rows_of_logits
 from engine.cpu import library
+from engine.cpu.huge_pages import HugePages
 from engine.cpu.recognise import LayerParts, ModelParts
 from engine.cpu.weights import PackedWeights
 
@@ -38,7 +39,8 @@ class CpuDecoder:
         self._block_size = pool.shape[3]
         self._context_tokens = context_tokens
         self._rotary = _RotaryTables(parts.rotary, parts.rotary_types, context_tokens)
-        self._head = PackedWeights([parts.head], format)
+        self._memory = HugePages()
+        self._head = PackedWeights([parts.head], format, self._memory)
         self._vocab_size = self._head.rows
         tied = parts.embedding.data_ptr() == parts.head.weight.data_ptr()
         self._embedding = None if tied else parts.embedding.detach().float().clone()
@@ -72,7 +74,7 @@ class CpuDecoder:
         return library.Layer(qkv, out, router, mlps, experts, *pointers, *sizes, parts.window, parts.rotary)
 
     def _packed(self, parts: Sequence[nn.Linear], format: str) -> library.Linear:
-        weights = PackedWeights(parts, format)
+        weights = PackedWeights(parts, format, self._memory)
         self._kept.append(weights)
         return weights.described()
 

@@ -6,6 +6,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from engine.cpu.huge_pages import HugePages
 from engine.cpu.library import PANEL, Linear
 
 FORMATS: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
@@ -14,7 +15,7 @@ FORMATS: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
 class PackedWeights:
     """Some linear layers of one input, as one."""
 
-    def __init__(self, parts: Sequence[nn.Linear], format: str) -> None:
+    def __init__(self, parts: Sequence[nn.Linear], format: str, memory: HugePages) -> None:
         weight = torch.cat([part.weight.detach().float() for part in parts])
         self.rows = weight.shape[0]
         more = -self.rows % PANEL
@@ -26,7 +27,7 @@ class PackedWeights:
             weight, self.scale = _as_int8(weight)
         elif format == "bfloat16":
             weight = weight.to(torch.bfloat16)
-        self.panels = weight.view(-1, PANEL, self.inputs).transpose(1, 2).contiguous()
+        self.panels = memory.copy(weight.view(-1, PANEL, self.inputs).transpose(1, 2))
         """[panels, inputs, 64]"""
         self.bias: torch.Tensor | None = None
         if any(part.bias is not None for part in parts):

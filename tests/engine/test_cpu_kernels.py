@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from engine.cpu import library
+from engine.cpu.huge_pages import HugePages
 from engine.cpu.recognise import ModelParts, recognise
 from engine.cpu.weights import PackedWeights, round_weights
 from engine.engine import SeqChunk
@@ -160,7 +161,7 @@ def test_bits_do_not_depend_on_the_instruction_set_or_on_threads(tmp_path: Path)
 def test_products_are_those_of_the_rounded_weights(format: str, outputs: int) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(48, outputs).requires_grad_(False)
-    packed = PackedWeights([layer], format)
+    packed = PackedWeights([layer], format, HugePages())
     if format != "float32":
         round_weights([layer], format)
     for rows in (1, 5, 6, 7, 250):

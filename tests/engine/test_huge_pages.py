@@ -1,5 +1,7 @@
 """Memory for weights."""
 
+import itertools
+
 import torch
 
 from engine.cpu.huge_pages import HugePages
@@ -14,4 +16,4 @@ def test_copies_lie_side_by_side_and_apart() -> None:
         assert copy.is_contiguous() and copy.data_ptr() % 64 == 0
     assert found[1].data_ptr() - found[0].data_ptr() == 192, "one arena, as long as there is room in it"
     spans = sorted((one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()) for one in found)
-    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))

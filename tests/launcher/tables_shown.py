@@ -177,4 +177,5 @@ _BAND = {
 CHECKED: dict[str, Any] = {
     "ratio": "128P384D", "requests": 1_234_567, "ttft_ms": {"p50": _BAND, "p90": {**_BAND, "covered": False}},
     "attainment": {"predicted": 0.9, "low": 0.8, "high": 1.0, "measured": 0.95, "error": 5.0, "covered": True},
+    "goodput_per_s": {"predicted": 123.4, "low": 111.1, "high": 234.5, "measured": 123.5, "error": 5.0, "covered": True},
 }  # fmt: skip

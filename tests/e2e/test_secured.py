@@ -134,7 +134,7 @@ def test_no_prompt_no_key_and_no_secret_of_a_tenant_is_written_anywhere(secured:
     assert secured.ask().status_code == 200
     assert secured.ask(stream=True, stream_options={"include_usage": True}).status_code == 200
     assert secured.ask(prompt=PROMPT * 20_000).status_code == 400
-    assert secured.ask(stop=[PROMPT] * 9).status_code == 400
+    assert secured.ask(stop=[PROMPT] * 17).status_code == 400
     assert secured.ask(**{PROMPT: 1}).status_code == 400
     assert secured.ask(model=PROMPT).status_code == 404
     assert secured.ask(priority=PROMPT).status_code == 400

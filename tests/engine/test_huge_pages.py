@@ -1,7 +1,10 @@
 """Memory for weights."""
 
-import itertools
+import re
+from itertools import pairwise
+from pathlib import Path
 
+import pytest
 import torch
 
 from engine.cpu.huge_pages import HugePages
@@ -16,4 +19,20 @@ def test_copies_lie_side_by_side_and_apart() -> None:
         assert copy.is_contiguous() and copy.data_ptr() % 64 == 0
     assert found[1].data_ptr() - found[0].data_ptr() == 192, "one arena, as long as there is room in it"
     spans = sorted((one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()) for one in found)
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_the_kernel_is_asked_for_huge_pages_of_private_memory() -> None:
+    """Shared memory, which is what Python maps unless told otherwise, gets none where it is not allowed as well."""
+    tensor = HugePages(arena_bytes=4 << 20).copy(torch.ones(1 << 18))
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists() or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("no huge pages here")
+    permissions, flags, inside = "", "", False
+    for line in smaps.read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+)", line):
+            inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
+            permissions = found[3] if inside else permissions
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert permissions == "rw-p" and "hg" in flags.split()

@@ -17,7 +17,7 @@ class _Name(NamedTuple):
     hash: bytes
     """What the block held when it got the name."""
     chain: int
-    index: int
+    at: int
     """Among the blocks of the chain."""
 
 
@@ -35,7 +35,7 @@ class BlockChains:
             name = self._name_of(block, hash_, before)
             if name is None or block in new:
                 self._chains += newest is None
-                name = newest = _Name(hash_, self._chains, 0 if newest is None else newest.index + 1)
+                name = newest = _Name(hash_, self._chains, 0 if newest is None else newest.at + 1)
                 self._names[block] = name
             else:
                 newest = None
@@ -49,7 +49,7 @@ class BlockChains:
             before = self._name_of(block, hash_, before)
             if before is None:
                 break
-            if before.index:
+            if before.at:
                 counts[-1][1] += 1
             elif len(counts) < MAX_PREFIX_PARTS:
                 counts.append([before.chain, 1])
@@ -62,4 +62,4 @@ class BlockChains:
         name = self._names.get(block)
         if name is None or name.hash != hash_:
             return None
-        return name if not name.index or (before and before[1:] == (name.chain, name.index - 1)) else None
+        return name if not name.at or (before and before[1:] == (name.chain, name.at - 1)) else None

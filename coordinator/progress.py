@@ -17,6 +17,7 @@ from proto.messages import (
     Finished,
     HandedOver,
     Released,
+    Role,
     StepDone,
     WorkFailed,
 )
@@ -43,9 +44,10 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
     pool = state.pools[worker.hello.model]
     pool.changed(worker)
     pool.ask(worker)
-    tokens = 0
+    tokens, pairs = 0, 0.0
     for chunk in done.computed:
         tokens += chunk.length
+        pairs += chunk.length * (chunk.start + chunk.length / 2)
         state.billing.computed(chunk.request_id, chunk.attempt, chunk.length)
         request = state.current(chunk.request_id, chunk.attempt)
         if request is None or (attempt_progress := request.attempt_progress).prefill_incarnation != incarnation:
@@ -61,6 +63,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
             state.move(request, Trigger.PROMPT_DONE, now)
     if tokens and done.step_ms > 0:
         worker.measure(tokens, done.step_ms)
+        pool.step_times[Role.PREFILL].add(1, tokens, pairs, done.step_ms, now)
     for chunk in asked:
         state.record_usage(state.billing.release(chunk.request_id, now))
 
@@ -156,6 +159,7 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
         room.joined((joined.request_id, joined.attempt), joined.step)
     room.reached(done.steps)
     worker.steps_done = done.steps
+    _time_steps(state, worker, done, now)
     if done.steps:
         state.stepped(incarnation)
     for shared in done.prefixes:
@@ -169,6 +173,15 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
     elif done.joined or done.prefixes or was_short:
         # An attempt that runs is known to end, and counts for less than one that may come at any time.
         state.pools[worker.hello.model].freed(worker)
+
+
+def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) -> None:
+    """Keep how long its steps took. Those of a mixed worker are left out: prompts were computed in between."""
+    steps, sequences = done.timed_steps, done.timed_sequences
+    if not steps <= sequences <= steps * worker.capacity.max_seqs or worker.hello.process or not steps * done.timed_ms:
+        return
+    sample = state.pools[worker.hello.model].step_times[Role.DECODE]
+    sample.add(steps, sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps, now)
 
 
 def finished(state: State, incarnation: int, event: Received, now: float) -> None:

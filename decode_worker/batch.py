@@ -68,9 +68,18 @@ class StepPlan(Generic[S]):
     copies: tuple[BlockCopy, ...]
     """Blocks to copy before the forward, in order."""
 
+    @property
+    def kv_tokens(self) -> int:
+        """That it reads, its own among them."""
+        return sum(row.position + 1 for row in self.rows)
+
 
 @dataclass
 class StepOutcome(Generic[S]):
+    sequences: int = 0
+    """In the step."""
+    kv_tokens: int = 0
+    """That the step has read."""
     by_gateway: dict[int, tuple[Peer, list[TokenItem]]] = field(default_factory=dict)
     ended: list[DecodeRequest[S]] = field(default_factory=list)
     broken: list[DecodeRequest[S]] = field(default_factory=list)
@@ -159,8 +168,9 @@ class Batch(Generic[S]):
         """The oldest step is computed: one draw for each row. Names tokens to send and sequences that ended, which no step in
         flight touches any more."""
         assert self._in_flight and len(drawn) == len(self._in_flight[0].rows)
-        outcome: StepOutcome[S] = StepOutcome()
-        for row, draw in zip(self._in_flight.popleft().rows, drawn, strict=True):
+        plan = self._in_flight.popleft()
+        outcome: StepOutcome[S] = StepOutcome(len(plan.rows), plan.kv_tokens)
+        for row, draw in zip(plan.rows, drawn, strict=True):
             sequence = row.running
             sequence.steps_in_flight -= 1
             if not sequence.is_over and sequence.key not in self._left:

@@ -189,12 +189,14 @@ class DecodeCore(Generic[S]):
         for gateway, items in outcome.by_gateway.values():
             self._ports.gateways.send(gateway, Tokens(tuple(items)))
         self._say(final_reports)
+        self._progress.stepped(outcome, now)
         progress = self._progress.due(now)
         # A coordinator that comes back is told by the Hello what is held here, and counts that whole.
         if progress is not None and self._ports.registration.up:
             self._ports.registration.send(progress)
 
     def step_failed(self, error: str) -> None:
+        self._progress.paused()
         ended = self.batch.abandon()
         for sequence in ended:
             self._mark_failed(sequence, f"the model failed: {error[:300]}")

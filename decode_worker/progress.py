@@ -1,7 +1,9 @@
-"""What the coordinator is told of the running batch: how far it is, who joined, and whether blocks run short. Pure."""
+"""What the coordinator is told of the running batch: how far it is, who joined, whether blocks run short, and how long steps
+take. Pure."""
 
 from typing import Generic, TypeVar
 
+from decode_worker.batch import StepOutcome
 from decode_worker.requests import AttemptTable, Phase
 from proto.progress import DecodeProgress
 
@@ -18,6 +20,24 @@ class ProgressReport(Generic[S]):
     def __init__(self, table: AttemptTable[S]) -> None:
         self._table = table
         self._said_at = float("-inf")
+        self._stepped_at: float | None = None
+        """When the last step ended, if another one followed at once."""
+        self._timed_s = 0.0
+        self._timed = (0, 0, 0)
+        """Steps, and over them the sums of sequences and KV tokens, since the last report."""
+
+    def stepped(self, outcome: StepOutcome[S], now: float) -> None:
+        """A step has ended, and the next one has begun if anything still runs. What lies between two ends is what a stream
+        sees: the step, and what the worker does between steps."""
+        if self._stepped_at is not None:
+            steps, sequences, kv_tokens = self._timed
+            self._timed = steps + 1, sequences + outcome.sequences, kv_tokens + outcome.kv_tokens
+            self._timed_s += now - self._stepped_at
+        self._stepped_at = now if self._table.batch.in_flight is not None else None
+
+    def paused(self) -> None:
+        """The next step does not follow the last one at once."""
+        self._stepped_at = None
 
     def due(self, now: float) -> DecodeProgress | None:
         """What to tell the coordinator now; None most of the time, however many sequences run."""
@@ -28,7 +48,11 @@ class ProgressReport(Generic[S]):
         joined, table.joined = tuple(table.joined), []
         prefixes, table.prefixes = tuple(table.prefixes), []
         short_blocks = shortage(table, WARN_STEPS)
-        return DecodeProgress(table.batch.steps, table.allocator.room, short_blocks, joined, prefixes)
+        (steps, sequences, kv_tokens), timed_ms = self._timed, 1000 * self._timed_s
+        self._timed, self._timed_s = (0, 0, 0), 0.0
+        return DecodeProgress(
+            table.batch.steps, table.allocator.room, short_blocks, joined, prefixes, steps, timed_ms, sequences, kv_tokens
+        )  # fmt: skip
 
 
 def shortage(table: AttemptTable[S], horizon: int) -> int:

@@ -41,6 +41,13 @@ class DecodeProgress(Message, frozen=True):
     """Attempts that joined the batch since the last message."""
     prefixes: Annotated[tuple[SharedPrefix, ...], Meta(max_length=1 << 16)] = ()
     """Attempts of which this became known, or more of it, since the last message."""
+    timed_steps: Count = 0
+    """Steps since the last message that followed each other without a pause. Sums over them are:"""
+    timed_ms: DurationMs = 0.0
+    """their times, each from the end of the step before to its own end;"""
+    timed_sequences: Count = 0
+    timed_kv_tokens: Count = 0
+    """tokens of KV that they read."""
 
 
 class Hung(Message, frozen=True):

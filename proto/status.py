@@ -24,6 +24,7 @@ class ProcessRole(StrEnum):
         return (Role.PREFILL, Role.DECODE) if self is ProcessRole.MIXED else (Role(self.value),)
 
 
+Amount = Annotated[float, Meta(ge=0.0, le=1e15)]
 ErrorRatio = Annotated[float, Meta(ge=0.0, le=1e9)] | None
 
 
@@ -139,6 +140,22 @@ class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
     """For each later token, as far as they have come; 0: none has."""
 
 
+class StepTimes(msgspec.Struct, frozen=True, array_like=True):
+    """A sample of the last steps of all workers of one role that serve one model, of each size some. Rows of decode are means
+    over some steps of one worker, back to back."""
+
+    model: Text
+    role: Role
+    ages_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
+    steps: Annotated[tuple[Count, ...], Meta(max_length=1024)]
+    """That each row is the mean of."""
+    sizes: Annotated[tuple[Amount, ...], Meta(max_length=1024)]
+    """Prompt tokens of a prefill step, sequences of a decode step."""
+    reads: Annotated[tuple[Amount, ...], Meta(max_length=1024)]
+    """Pairs of tokens that attend to each other in a prefill step, KV tokens that a decode step reads."""
+    ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
+
+
 class PredictionError(msgspec.Struct, frozen=True, array_like=True):
     """How far an autopilot's model was from what was measured: medians of its comparisons of the last hour."""
 
@@ -161,6 +178,8 @@ class AutopilotStatus(msgspec.Struct, frozen=True, array_like=True):
     error: PredictionError = PredictionError()
     age_ms: DurationMs = 0.0
     """Since it said so."""
+    learned: Text = ""
+    """How it has corrected its profile, in words; empty: not at all."""
 
 
 class AutopilotReport(Message, frozen=True):
@@ -193,3 +212,4 @@ class StatusReport(Message, frozen=True):
     """The last ones, latest last."""
     traffic: Annotated[tuple[TrafficStatus, ...], Meta(max_length=64)] = ()
     autopilots: Annotated[tuple[AutopilotStatus, ...], Meta(max_length=64)] = ()
+    step_times: Annotated[tuple[StepTimes, ...], Meta(max_length=128)] = ()

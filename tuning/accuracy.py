@@ -50,13 +50,18 @@ class _Look(NamedTuple):
 
 class Accuracy:
     def __init__(self, profile: Profile, slo: Slo) -> None:
-        # What the gateway adds is not in what the coordinator measures.
-        host = msgspec.structs.replace(profile.host, request_ms=0.0, request_token_ms=0.0)
-        self._profile, self._slo = msgspec.structs.replace(profile, host=host), slo
+        self._slo = slo
+        self.predict_with(profile)
         self._looks: deque[_Look] = deque()
         """Of the last minute, all with the same workers."""
         self._compared_at: float | None = None
         self._errors: deque[tuple[float, tuple[float | None, ...]]] = deque(maxlen=int(KEPT_S / WINDOW_S))
+
+    def predict_with(self, profile: Profile) -> None:
+        """From now on."""
+        # What the gateway adds is not in what the coordinator measures.
+        host = msgspec.structs.replace(profile.host, request_ms=0.0, request_token_ms=0.0)
+        self._profile = msgspec.structs.replace(profile, host=host)
 
     def look(self, workers: Workers | None, status: TrafficStatus, now: float) -> None:
         if workers is None or (self._looks and self._looks[-1].workers != workers):

@@ -82,12 +82,18 @@ def curve(samples: Sequence[StepSample], per_read: float) -> Curve:
     groups: dict[int, list[float]] = defaultdict(list)
     for one in samples:
         groups[one.size].append(one.ms - per_read * one.reads)
-    at, pools = sorted(groups), list[list[float]]()
-    for count in at:
-        pools.append([max(median(groups[count]), 1e-3)])
+    at = sorted(groups)
+    return Curve(tuple(float(count) for count in at), tuple(rising([max(median(groups[count]), 1e-3) for count in at])))
+
+
+def rising(values: Iterable[float]) -> list[float]:
+    """Where they fall, their means instead."""
+    pools = list[list[float]]()
+    for value in values:
+        pools.append([value])
         while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
             pools[-2:] = [pools[-2] + pools[-1]]
-    return Curve(tuple(float(count) for count in at), tuple(fmean(pool) for pool in pools for _ in pool))
+    return [fmean(pool) for pool in pools for _ in pool]
 
 
 def fitted(samples: Sequence[StepSample]) -> tuple[Curve, float, Residuals]:

@@ -72,6 +72,11 @@ def status(state: State) -> StatusReport:
             )
             for model, pool in state.pools.items()
         )[:MODELS_SHOWN],
+        step_times=tuple(
+            sample.report(model, role, state.now)
+            for model, pool in list(state.pools.items())[:MODELS_SHOWN]
+            for role, sample in pool.step_times.items()
+        ),
         autopilots=tuple(
             msgspec.structs.replace(one, age_ms=1000 * max(state.now - at, 0.0))
             for one, at in state.autopilots.values()

@@ -11,6 +11,7 @@ the third is not.
 from coordinator.score import Weights
 from coordinator.step_pace import StepLimits, StepPace
 from coordinator.workers.candidates import Candidates
+from coordinator.workers.step_times import StepSample
 from coordinator.workers.traffic import Traffic
 from coordinator.workers.worker import Worker
 from proto.held import Capacity
@@ -25,6 +26,7 @@ class Pool(Candidates):
         self._step_limits = steps or StepLimits()
         self.model = model
         self.traffic = Traffic()
+        self.step_times = {Role.PREFILL: StepSample(), Role.DECODE: StepSample()}
         self.context_tokens = 0
         """The longest prompt + output every worker takes."""
         self.no_room = self.cache_waits = 0

@@ -20,12 +20,15 @@ from runtime.settings.command_line import run_role
 from tuning.accuracy import Accuracy
 from tuning.advise import Slo, Workers
 from tuning.autopilot import Autopilot, Decision, Observation, Rules, observation_of, ratio_of
+from tuning.learned import Learner
 from tuning.profile import Profile, ProfileError, decoded
 
 ASK_MS = 3_000
 SAY_EVERY_S = 60.0
 """The same advice is logged again after so long."""
 SAY_ERROR_EVERY_S = 600.0
+SAY_LEARNED_MIN = 0.05
+"""Steps take so much longer or less long than was said last."""
 
 
 @dataclass
@@ -40,6 +43,11 @@ class Seen:
     refused: int = 0
     _said: tuple[Workers, float] = field(default=(Workers(0, 0), float("-inf")))
     _error_said_at: float = 0.0
+    learned: str = ""
+    """How the profile was corrected."""
+    factors: dict[Role, float] = field(default_factory=dict)
+    """How many times as long steps take as the profile says."""
+    _factors_said: dict[Role, float] = field(default_factory=dict)
 
     def is_news(self, decision: Decision, now: float) -> bool:
         wanted, at = self._said
@@ -54,13 +62,27 @@ class Seen:
         self._error_said_at = now
         return True
 
+    def is_correction_news(self) -> bool:
+        if all(abs(new / self._factors_said.get(role, 1e-9) - 1) < SAY_LEARNED_MIN for role, new in self.factors.items()):
+            return False
+        self._factors_said = dict(self.factors)
+        return True
+
     def question(self, mode: str) -> Message:
         """For a `StatusReport`: with the last decision, once there is one."""
         one = self.decision
         if one is None:
             return StatusRequest()
-        reason = one.reason[:MAX_TEXT_CHARS]
-        return AutopilotReport(AutopilotStatus(self.model, mode, str(one.present), str(one.wanted), reason, self.error))
+        said = AutopilotStatus(
+            self.model,
+            mode,
+            str(one.present),
+            str(one.wanted),
+            one.reason[:MAX_TEXT_CHARS],
+            self.error,
+            learned=self.learned[:MAX_TEXT_CHARS],
+        )
+        return AutopilotReport(said)
 
 
 def run(settings: AutopilotSettings) -> int:

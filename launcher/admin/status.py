@@ -161,7 +161,7 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     tenants = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.tenants]
     flips = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.flips]
     autopilots = [asdict(one) | {"error": asdict(one.error)} for one in report.autopilots]
-    del fields["traffic"]  # samples for the autopilot
+    del fields["traffic"], fields["step_times"]  # samples for the autopilot
     return fields | {
         "workers": workers, "kv_pairs": pairs, "tenants": tenants, "flips": flips, "autopilots": autopilots,
     }  # fmt: skip

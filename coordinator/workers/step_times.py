@@ -1,0 +1,54 @@
+"""How long the last steps of one role took, for those who predict with a profile of these times.
+
+Of each size of steps, by powers of two, some are kept: a batch of 64 that ran an hour ago is still known when now all are of 2.
+Of one size at most one in `SPACING_S` is looked at, on a grid of time that no worker's reports keep step with. So the sample is
+spread over workers and at least half a minute, whatever the number of workers.
+"""
+
+from collections import deque
+from math import inf
+
+import msgspec
+
+from proto.messages import Role
+from proto.status import StepTimes
+
+SIZES = 16
+"""Classes: 1, 2 to 3, 4 to 7 and so on; the last one has all larger sizes, too."""
+KEPT = 32
+"""Of each class."""
+SPACING_S = 1.07
+
+
+class _Row(msgspec.Struct, frozen=True, gc=False):
+    at: float
+    steps: int
+    size: float
+    reads: float
+    ms: float
+
+
+class StepSample:
+    def __init__(self) -> None:
+        self._rows: list[deque[_Row]] = [deque(maxlen=KEPT) for _ in range(SIZES)]
+        self._next_at = [-inf] * SIZES
+
+    def add(self, steps: int, size: float, reads: float, ms: float, now: float) -> None:
+        """The mean of so many steps. `size` is 1 at least."""
+        at = min(int(size).bit_length(), SIZES) - 1
+        if now < self._next_at[at]:
+            return
+        self._next_at[at] = max(self._next_at[at], now - SPACING_S) + SPACING_S
+        self._rows[at].append(_Row(now, steps, size, reads, ms))
+
+    def report(self, model: str, role: Role, now: float) -> StepTimes:
+        rows = [row for rows in self._rows for row in rows]
+        return StepTimes(
+            model,
+            role,
+            tuple(1000 * max(now - row.at, 0.0) for row in rows),
+            tuple(row.steps for row in rows),
+            tuple(row.size for row in rows),
+            tuple(row.reads for row in rows),
+            tuple(row.ms for row in rows),
+        )

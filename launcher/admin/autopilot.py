@@ -63,7 +63,9 @@ class Seen:
         return True
 
     def is_correction_news(self) -> bool:
-        if all(abs(new / self._factors_said.get(role, 1e-9) - 1) < SAY_LEARNED_MIN for role, new in self.factors.items()):
+        if all(
+            abs(new / self._factors_said.get(role, 1e-9) - 1) < SAY_LEARNED_MIN for role, new in self.factors.items()
+        ):
             return False
         self._factors_said = dict(self.factors)
         return True
@@ -110,7 +112,8 @@ def run(settings: AutopilotSettings) -> int:
         notify.ready(f"{settings.mode}s")
         logger.info("autopilot", mode=settings.mode, profile=settings.profile)
         pilot, accuracy = Autopilot(profile, rules), Accuracy(profile, rules.slo)
-        await _watch(settings, pilot, accuracy, seen, keys, stop, logger)
+        learner = Learner(profile) if settings.learn else None
+        await _watch(settings, pilot, accuracy, learner, seen, keys, stop, logger)
         await metrics.close()
         return 0
 
@@ -126,8 +129,8 @@ def _profile(path: str) -> Profile:
 
 
 async def _watch(
-    settings: AutopilotSettings, pilot: Autopilot, accuracy: Accuracy, seen: Seen, keys: Keys | None, stop: Stop,
-    logger: Log,
+    settings: AutopilotSettings, pilot: Autopilot, accuracy: Accuracy, learner: Learner | None, seen: Seen,
+    keys: Keys | None, stop: Stop, logger: Log,
 ) -> None:  # fmt: skip
     while not stop.is_set():
         try:
@@ -139,11 +142,25 @@ async def _watch(
             if settings.model_id or len(models) == 1:
                 seen.model = settings.model_id or models[0]
                 observed = observation_of(report, seen.model)
+                if learner is not None:
+                    _learn(learner, pilot, accuracy, report, seen, logger)
                 _compare(accuracy, observed, report, seen, logger)
                 await _decide(settings, pilot, observed, seen, keys, logger)
             else:
                 logger.warning("no model to look after; --model-id names one", models=models)
         await stop.unless_at_once(stop.wait(), settings.every_s)
+
+
+def _learn(
+    learner: Learner, pilot: Autopilot, accuracy: Accuracy, report: StatusReport, seen: Seen, logger: Log
+) -> None:
+    """From now on, predict with what steps take."""
+    pilot.profile = learner.look(report, seen.model)
+    accuracy.predict_with(pilot.profile)
+    seen.learned = learner.learned.words
+    seen.factors = {role: one.factor for role, one in learner.learned.corrections.items()}
+    if seen.is_correction_news():
+        logger.info("the profile is corrected", by=seen.learned)
 
 
 def _compare(accuracy: Accuracy, observed: Observation, report: StatusReport, seen: Seen, logger: Log) -> None:
@@ -230,6 +247,14 @@ def registry_of(seen: Seen) -> MetricsRegistry:
         "crossdock_autopilot_comparisons",
         "Half minutes of the last hour in which predictions were compared with what was measured.",
         lambda: seen.error.comparisons,
+    )
+    registry.by(
+        "gauge",
+        "crossdock_autopilot_step_time_ratio",
+        "How many times as long steps take as the profile says that was measured by crossdock calibrate: their median. The"
+        " autopilot predicts with what they take.",
+        "role",
+        lambda: {role.value: factor for role, factor in seen.factors.items()},
     )
     registry.total("crossdock_autopilot_flips", "Changes of role that it has ordered.", lambda: seen.flips)
     registry.total("crossdock_autopilot_refused", "Changes of role that the coordinator refused.", lambda: seen.refused)

@@ -200,6 +200,8 @@ def _show_autopilots(report: StatusReport, console: Console) -> None:
         wanted = f"wants {one.wanted} instead of {one.present}" if one.wanted != one.present else f"keeps {one.present}"
         line = f"Autopilot of {one.model} ({one.mode}{age}): {wanted}; {one.reason}"
         console.print(escape(line), highlight=False, soft_wrap=True)
+        if one.learned:
+            console.print(escape(f"It has corrected its profile: {one.learned}"), highlight=False, soft_wrap=True)
         if one.error.comparisons:
             console.print(f"Error of its predictions in the last hour: {error_words(one.error)}", highlight=False)
 

@@ -24,7 +24,7 @@ from launcher.load.tenants import Ratio, Tenant
 from launcher.local.core_plan import plan_cpu
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve as models
-from launcher.tuning import event_log
+from launcher.tuning import event_log, from_events
 from launcher.tuning import measure as measuring
 from launcher.tuning.event_log import Logged
 from launcher.tuning.measure import Measured, Session
@@ -47,6 +47,9 @@ _VERSIONS = ("crossdock", "torch", "transformers")
 def run(settings: CalibrateSettings) -> int:
     bench_report.check_writable(settings.out, "--out")
     console = bench_report.console_for(settings)
+    if settings.from_events:
+        _finish(settings, from_events.corrected(settings, console), console)
+        return 0
     return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
@@ -69,15 +72,15 @@ async def _run(settings: CalibrateSettings, console: Console) -> int:
         await asyncio.sleep(LOG_SETTLES_S)
         logged = event_log.read(Path(site.event_log), "--event-log")
     profile = profile_of(measured, logged, _about(probed, settings.device), shared_cores(settings.device))
-    _write(settings.out, encoded(profile))
-    show(profile, console)
-    console.print(f"Written: {settings.out}", highlight=False, soft_wrap=True)
-    bench_report.write_json(settings, msgspec.to_builtins(profile))
+    _finish(settings, profile, console)
     return 0
 
 
-def _write(path: str, data: bytes) -> None:
-    Path(path).expanduser().write_bytes(data)
+def _finish(settings: CalibrateSettings, profile: Profile, console: Console) -> None:
+    Path(settings.out).expanduser().write_bytes(encoded(profile))
+    show(profile, console)
+    console.print(f"Written: {settings.out}", highlight=False, soft_wrap=True)
+    bench_report.write_json(settings, msgspec.to_builtins(profile))
 
 
 class _Bar:

@@ -1,15 +1,20 @@
 """What a coordinator's event log says of steps, hand-overs and requests."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import wrap_file
 
 from coordinator.core import Core
 from coordinator.event_log.format import EventLogError
 from coordinator.event_log.replay import Replay
-from coordinator.events import Action, Event, PeerUp, Received
+from coordinator.events import Action, Event, PeerDown, PeerUp, Received
 from proto.held import Capacity
-from proto.messages import Chunk, Finished, HandedOver, Role, StepDone, Submit
+from proto.messages import Chunk, Finished, HandedOver, Hello, Role, StepDone, Submit
+from proto.progress import DecodeProgress
 from runtime.settings.options import SettingsError
 
 
@@ -30,21 +35,40 @@ class LoggedStep:
         return sum(chunk.length * (chunk.start + chunk.length / 2) for chunk in self.chunks)
 
 
+@dataclass(frozen=True)
+class LoggedDecode:
+    """Decode steps of one worker, back to back; sums."""
+
+    at_s: float
+    """When they were reported."""
+    steps: int
+    ms: float
+    sequences: int
+    kv_tokens: int
+
+
 @dataclass
 class Logged:
     """Times in seconds of the coordinator's clock."""
 
     steps: list[LoggedStep] = field(default_factory=list)
+    decode: list[LoggedDecode] = field(default_factory=list)
+    """Of workers that do nothing else."""
     hand_overs: dict[str, HandedOver] = field(default_factory=dict)
     submitted: dict[str, tuple[float, Submit]] = field(default_factory=dict)
     """First attempts."""
     output_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     capacities: dict[Role, Capacity] = field(default_factory=dict)
     hosts: set[str] = field(default_factory=set)
+    models: set[str] = field(default_factory=set)
+    most_workers: dict[Role, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """At one time, on each host."""
     step_tokens: int = 0
     attention_tokens: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
     """Of each prompt, as its prefill worker found them."""
+    _up: dict[int, Hello] = field(default_factory=dict)
+    """Workers, by incarnation."""
 
     def steps_of(self) -> dict[str, list[LoggedStep]]:
         """By request."""
@@ -56,9 +80,9 @@ class Logged:
 
     def before(self, core: Core, event: Event, now: float) -> None:
         if isinstance(event, PeerUp) and event.hello.capacity is not None:
-            self.capacities[event.hello.role] = event.hello.capacity
-            self.hosts.add(event.hello.host)
-            self.attention_tokens = self.attention_tokens or event.hello.attention_tokens
+            self._worker_up(event.hello, event.hello.capacity)
+        elif isinstance(event, PeerDown):
+            self._up.pop(event.incarnation, None)
         if not isinstance(event, Received):
             return
         match event.message:
@@ -66,6 +90,9 @@ class Logged:
                 self.steps.append(LoggedStep(now, event.incarnation, chunks, ms))
                 for chunk in chunks:
                     self.cached_tokens.setdefault(chunk.request_id, chunk.start)
+            case DecodeProgress(timed_steps=steps, timed_ms=ms) as done if steps and ms > 0:
+                if event.incarnation in self._up and not self._up[event.incarnation].process:
+                    self.decode.append(LoggedDecode(now, steps, ms, done.timed_sequences, done.timed_kv_tokens))
             case HandedOver() as done:
                 self.hand_overs[done.request_id] = done
             case Submit() as submit:
@@ -73,15 +100,34 @@ class Logged:
             case Finished() as done:
                 self.output_tokens[done.request_id] += done.output_tokens
 
+    def _worker_up(self, hello: Hello, capacity: Capacity) -> None:
+        self.capacities[hello.role] = capacity
+        self.hosts.add(hello.host)
+        self.models.add(hello.model)
+        self.attention_tokens = self.attention_tokens or hello.attention_tokens
+        self._up[hello.incarnation] = hello
+        present = sum((one.role, one.host) == (hello.role, hello.host) for one in self._up.values())
+        self.most_workers[hello.role][hello.host] = max(self.most_workers[hello.role][hello.host], present)
+
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
         """What the core makes of it is not looked at."""
 
 
-def read(path: Path, option: str) -> Logged:
-    """An event log that is still being written is read up to its last whole record. Raises `SettingsError`."""
-    logged = Logged()
+def read(path: Path, option: str, console: Console | None = None) -> Logged:
+    """An event log that is still being written is read up to its last whole record; with a progress bar, if there is a
+    `console`. Raises `SettingsError`."""
+    logged, path = Logged(), path.expanduser()
     try:
-        with path.expanduser().open("rb") as file:
+        with (
+            path.open("rb") as opened,
+            (
+                nullcontext(opened)
+                if console is None
+                else wrap_file(
+                    opened, path.stat().st_size, description=f"reading {path.name}", console=console, transient=True
+                )
+            ) as file,
+        ):
             again = Replay(file)
             logged.step_tokens = again.header.limits.step_tokens
             difference = again.run(logged)

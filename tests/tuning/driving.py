@@ -17,6 +17,7 @@ from simulation.cluster.surroundings import ClientRequest, Timing
 from tuning.accuracy import Accuracy
 from tuning.advise import Slo
 from tuning.autopilot import Autopilot, Decision, Rules, observation_of, ratio_of
+from tuning.learned import Learner
 from tuning.profile import Profile
 
 EVERY_S = 2.0
@@ -79,9 +80,10 @@ def arrivals(phases: Sequence[Phase], seed: int) -> list[tuple[float, int, Phase
 def drive(
     phases: Sequence[Phase], profile: Profile, slo: Slo, prefill: int, decode: int, *, seed: int = 1,
     rules: Rules | None = None, log: Callable[[str], None] = lambda line: None,
-    accuracy: Accuracy | None = None,
+    accuracy: Accuracy | None = None, believed: Profile | None = None, learner: Learner | None = None,
 ) -> Outcome:  # fmt: skip
-    """With `rules` the autopilot drives; else the ratio is fixed."""
+    """With `rules` the autopilot drives; else the ratio is fixed. Steps take what `profile` says; the autopilot is told
+    `believed` if that is another one. With a `learner`, it and `accuracy` predict with the profile that this corrects."""
     cluster = VirtualCluster(
         Limits(step_tokens=profile.step_tokens, queue_requests_max=100_000, queue_tokens_max=1 << 40),
         Modelled(hand_over_s=(0.002, 0.004), report_s=0.001, profile=profile),
@@ -110,17 +112,22 @@ def drive(
         ask = partial(cluster.submit, output_tokens=(output_tokens,))
         cluster.at(at, ask, name, "tenant", prompt_tokens, OUTPUT_TOKENS_MAX)
     if rules is not None:
-        pilot = Autopilot(profile, rules)
-        cluster.at(EVERY_S, _look, cluster, pilot, found, log)
+        pilot = Autopilot(believed or profile, rules)
+        cluster.at(EVERY_S, _look, cluster, pilot, learner, found, log)
     if accuracy is not None:
-        cluster.at(EVERY_S, _compare, cluster, accuracy)
+        cluster.at(EVERY_S, _compare, cluster, accuracy, learner)
     cluster.run(sum(phase.seconds for phase in phases) + 120.0)
     return found
 
 
-def _look(cluster: VirtualCluster, pilot: Autopilot, found: Outcome, log: Callable[[str], None]) -> None:
+def _look(
+    cluster: VirtualCluster, pilot: Autopilot, learner: Learner | None, found: Outcome, log: Callable[[str], None]
+) -> None:
     cluster.core.now = cluster.now
-    decision = pilot.decide(observation_of(report.status(cluster.core), "m"), cluster.now)
+    status = report.status(cluster.core)
+    if learner is not None:
+        pilot.profile = learner.look(status, "m")
+    decision = pilot.decide(observation_of(status, "m"), cluster.now)
     found.decisions.append(decision)
     if not found.ratios or found.ratios[-1][1] != str(decision.present):
         found.ratios.append((cluster.now, str(decision.present)))
@@ -130,12 +137,14 @@ def _look(cluster: VirtualCluster, pilot: Autopilot, found: Outcome, log: Callab
         found.flips.append((cluster.now, 1 if decision.role is Role.PREFILL else -1))
         hand_over_ms = HAND_OVER_MS if decision.role is Role.PREFILL else 0.0
         cluster.flip(worker, decision.role, hand_over_ms, decision.reason[:500])
-    cluster.at(cluster.now + EVERY_S, _look, cluster, pilot, found, log)
+    cluster.at(cluster.now + EVERY_S, _look, cluster, pilot, learner, found, log)
 
 
-def _compare(cluster: VirtualCluster, accuracy: Accuracy) -> None:
+def _compare(cluster: VirtualCluster, accuracy: Accuracy, learner: Learner | None) -> None:
     cluster.core.now = cluster.now
     status = report.status(cluster.core)
+    if learner is not None:
+        accuracy.predict_with(learner.look(status, "m"))
     seen = observation_of(status, "m")
     accuracy.look(None if seen.is_changing else ratio_of(seen), status.traffic[0], cluster.now)
-    cluster.at(cluster.now + EVERY_S, _compare, cluster, accuracy)
+    cluster.at(cluster.now + EVERY_S, _compare, cluster, accuracy, learner)

@@ -10,6 +10,7 @@ from proto.status import TrafficStatus
 from tests.tuning.driving import Phase, drive
 from tuning.advise import Slo, Traffic, Workers
 from tuning.autopilot import Autopilot, Decision, Observation, Rules, Seat, latest, of_longer
+from tuning.learned import Learner
 from tuning.profile import Capacity, Curve, DecodeCost, HostCost, PrefillCost, Profile, TransferCost
 
 PROFILE = Profile(
@@ -125,6 +126,15 @@ def test_it_follows_traffic_that_turns() -> None:
 
 def test_steady_traffic_changes_nothing() -> None:
     assert not drive([Phase(100, 4.0, 4000, 150)], PROFILE, SLO, 4, 4, rules=Rules(SLO)).flips
+
+
+def test_with_a_wrong_profile_it_still_finds_the_ratio_once_it_has_seen_steps() -> None:
+    """The profile says that prompts take a quarter of what they take: 2 prefill workers would do."""
+    wrong, phases = PROFILE.scaled(prefill=0.25), [Phase(150, 8.0, 6000, 20)]
+    stays = drive(phases, PROFILE, SLO, 2, 6, rules=Rules(SLO), believed=wrong)
+    learns = drive(phases, PROFILE, SLO, 2, 6, rules=Rules(SLO), believed=wrong, learner=Learner(wrong))
+    assert not stays.flips and len(learns.flips) >= 3 and {way for _, way in learns.flips} == {1}
+    assert learns.goodput > 3 * stays.goodput + 100, (learns.goodput, stays.goodput)
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from decode_worker.batch import StepOutcome
 from decode_worker.progress import REPORT_S, ProgressReport, shortage
 from engine.kv.allocator import OutOfBlocks
 from proto.progress import DecodeProgress, Joined
@@ -31,6 +32,39 @@ def test_every_attempt_is_named_once_with_the_step_after_which_it_joined() -> No
     w.batch.plan(w.stuck.append)
     said = report.due(2.0)
     assert said is not None and said.joined == () and said.free_blocks == w.table.allocator.free_count
+
+
+def test_it_tells_how_long_steps_took_that_followed_each_other() -> None:
+    w = World()
+    report = ProgressReport(w.table)
+    w.run(reserve("a", 6, max_tokens=50))
+    w.batch.plan(w.stuck.append)
+    report.stepped(StepOutcome(1, 7), 1.0)  # nothing is known of when it began
+    report.stepped(StepOutcome(1, 8), 1.02)
+    report.stepped(StepOutcome(2, 20), 1.05)
+    said = report.due(1.05)
+    assert said is not None
+    assert (said.timed_steps, said.timed_sequences, said.timed_kv_tokens) == (2, 3, 28)
+    assert 49.9 < said.timed_ms < 50.1
+    report.paused()
+    report.stepped(StepOutcome(1, 9), 9.0)
+    said = report.due(9.0)
+    assert said is not None and said.timed_steps == 0 and said.timed_ms == 0.0, "said once; and a pause is no step"
+    w.batch.abandon()
+    report.stepped(StepOutcome(1, 9), 9.1)  # nothing runs any more
+    report.stepped(StepOutcome(1, 9), 20.0)
+    said = report.due(20.0)
+    assert said is not None and said.timed_steps == 1 and 99 < said.timed_ms < 101
+
+
+def test_a_step_tells_its_sequences_and_the_kv_that_it_reads() -> None:
+    w = World()
+    w.run(reserve("a", 6, max_tokens=50))
+    w.run(reserve("b", 3, max_tokens=50))
+    plan = w.batch.plan(w.stuck.append)
+    assert plan is not None
+    outcome = w.batch.apply([(1, None)] * 2)
+    assert (outcome.sequences, outcome.kv_tokens) == (2, 7 + 4)
 
 
 def test_a_prompt_that_is_expected_wants_its_blocks_at_once() -> None:

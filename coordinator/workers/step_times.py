@@ -38,7 +38,8 @@ class StepSample:
         at = min(int(size).bit_length(), SIZES) - 1
         if now < self._next_at[at]:
             return
-        self._next_at[at] = max(self._next_at[at], now - SPACING_S) + SPACING_S
+        next_at = self._next_at[at] + SPACING_S
+        self._next_at[at] = next_at if next_at > now else now + SPACING_S
         self._rows[at].append(_Row(now, steps, size, reads, ms))
 
     def report(self, model: str, role: Role, now: float) -> StepTimes:

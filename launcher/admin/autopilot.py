@@ -143,7 +143,7 @@ async def _watch(
                 seen.model = settings.model_id or models[0]
                 observed = observation_of(report, seen.model)
                 if learner is not None:
-                    _learn(learner, pilot, accuracy, report, seen, logger)
+                    learn(learner, pilot, accuracy, report, seen, logger)
                 _compare(accuracy, observed, report, seen, logger)
                 await _decide(settings, pilot, observed, seen, keys, logger)
             else:
@@ -151,7 +151,7 @@ async def _watch(
         await stop.unless_at_once(stop.wait(), settings.every_s)
 
 
-def _learn(
+def learn(
     learner: Learner, pilot: Autopilot, accuracy: Accuracy, report: StatusReport, seen: Seen, logger: Log
 ) -> None:
     """From now on, predict with what steps take."""

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from coordinator.events import PeerUp
+from coordinator.events import PeerUp, Tick
 from coordinator.reporting.report import status
 from coordinator.workers.step_times import KEPT, SIZES, SPACING_S, StepSample
 from proto.errors import RemoteProtocolError
@@ -55,6 +55,7 @@ def test_steps_of_prefill_are_kept_with_the_tokens_that_attend_to_each_other() -
     h.now = 1.0
     h.receive(10, StepDone(step.step_id, step.chunks, 12.5, 30))
     h.now = 3.0
+    h.post(Tick())
     assert of(h, Role.PREFILL) == StepTimes("m", Role.PREFILL, (2000.0,), (1,), (30.0,), (450.0,), (12.5,))
     assert of(h, Role.DECODE).ms == ()
 

@@ -74,7 +74,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Fault:
-    """`who` and `other` are names of processes; `how` depends on the kind."""
+    """`who` and `other` are names of processes, but for a flip, where `other` is a role; `how` depends on the kind."""
 
     at_s: float
     kind: str
@@ -230,7 +230,8 @@ def _flips(plan: Plan, random: Random) -> list[Fault]:
         how = random.choice(("", "", "", "", "dies", "cannot"))
         grace_s = random.choice((0.0, 0.0, random.uniform(0.0, 0.5)))
         at_s = random.choice(plan.asked).at_s + random.uniform(0.0, 0.4)
-        flips.append(Fault(at_s, "flip", random.choice(plan.workers), how=how, grace_s=grace_s))
+        role = random.choice(("prefill", "decode", "mixed"))
+        flips.append(Fault(at_s, "flip", random.choice(plan.workers), role, how=how, grace_s=grace_s))
     return flips
 
 

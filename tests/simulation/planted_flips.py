@@ -60,14 +60,13 @@ def a_worker_that_lost_its_coordinator_waits_for_ever_to_change(m: pytest.Monkey
 @bug
 def what_was_cached_in_the_old_role_is_found_and_written_to(m: pytest.MonkeyPatch) -> None:
     """The new role takes all blocks for free, and their old names still stand."""
-    report_all = BlockAllocator.report_all
+    close = BlockAllocator.close
 
     def all_are_free(self: BlockAllocator) -> None:
-        report_all(self)
-        if not self.held_count:
-            self.pool.free[:] = range(self.total)
+        close(self)
+        self.pool.free[:] = range(self.total)
 
-    m.setattr(BlockAllocator, "report_all", all_are_free)
+    m.setattr(BlockAllocator, "close", all_are_free)
 
 
 @bug

@@ -118,7 +118,7 @@ class Cluster(Surroundings):
             case "flip":
                 assert isinstance(process, PrefillProcess | DecodeProcess)
                 process.lineup.flip_ends = fault.how
-                self._order_flip(process, Role(fault.other), fault.grace_s)
+                self._order_flip(process, Role(fault.other), fault.grace_s, fault.how == "by force")
             case "step":
                 for worker in self._all_of(process):
                     worker.fail_step = fault.how

@@ -14,7 +14,6 @@ from kvtransfer.transports.transport import PoolMemory
 from prefill_worker.worker import PrefillWorker
 from proto.errors import BadOption
 from proto.messages import Role
-from proto.status import ProcessRole
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.driver import WorkerDriver
 from runtime.worker.process import as_config_error, run_worker
@@ -39,10 +38,10 @@ class Roles:
         self._receivers.add(driver.hello.incarnation)
         return DecodeWorker(engine, blocks, driver, self._transports, self._memory)
 
-    def shares(self, engine: Engine, role: ProcessRole, settings: WorkerSettings) -> dict[Role, Engine]:
+    def shares(self, engine: Engine, role: Role, settings: WorkerSettings) -> dict[Role, Engine]:
         """Of each role of the process. Raises `PoolTooSmall` and `WrongTransport`."""
-        if role is not ProcessRole.MIXED:
-            return {Role(role.value): engine}
+        if role is not Role.MIXED:
+            return {role: engine}
         check_within_process(settings, self._transports)
         return split(engine, settings)
 

@@ -9,8 +9,8 @@ worker                → coordinator    FlipFailed        it keeps its role
 """
 
 from proto.fields import DurationMs, HandOverMs, Text
-from proto.messages import Message
-from proto.status import ProcessRole, WorkerStatus
+from proto.messages import Message, Role
+from proto.status import WorkerStatus
 
 
 class Draining(Message, frozen=True):
@@ -48,7 +48,7 @@ class Flip(Message, frozen=True):
     The worker gets ready meanwhile, and changes over when it holds nothing and has been told `Drained`, if it is mixed, in both
     its roles. `Draining` without a time takes the order back."""
 
-    role: ProcessRole
+    role: Role
     hand_over_ms: DurationMs
 
 
@@ -62,7 +62,7 @@ class FlipRequest(Message, frozen=True):
     """Give the worker process of this name that role. `force`: also if no other worker has its present one."""
 
     worker: Text
-    role: ProcessRole
+    role: Role
     hand_over_ms: DurationMs
     force: bool = False
     why: Text = ""

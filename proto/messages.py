@@ -15,7 +15,6 @@ Rules that hold for all of them:
   one.
 """
 
-from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -46,17 +45,9 @@ from proto.held import Capacity, Held
 from proto.parts import Chunk as Chunk
 from proto.parts import Peer as Peer
 from proto.parts import RateState as RateState
+from proto.parts import Role as Role
 from proto.parts import TokenItem as TokenItem
 from proto.sampling import Sampling
-
-
-class Role(StrEnum):
-    COORDINATOR = "coordinator"
-    GATEWAY = "gateway"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    OBSERVER = "observer"
-    """`crossdock status`, `drain` and `flip`: asks, and may stop placement on a worker or change its role."""
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -1,6 +1,5 @@
 """What people are told of a cluster, and what workers report for that alone."""
 
-from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -9,20 +8,6 @@ from msgspec import Meta
 from proto.fields import Count, DurationMs, Incarnation, Text
 from proto.kv import TransportName
 from proto.messages import Message, Role
-
-
-class ProcessRole(StrEnum):
-    """What a worker process does. A mixed one does both, and registers as two workers."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """In which it registers."""
-        return (Role.PREFILL, Role.DECODE) if self is ProcessRole.MIXED else (Role(self.value),)
-
 
 Amount = Annotated[float, Meta(ge=0.0, le=1e15)]
 ErrorRatio = Annotated[float, Meta(ge=0.0, le=1e9)] | None
@@ -103,8 +88,8 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
     worker: Text
     """The name of its process."""
     pid: Count
-    before: ProcessRole
-    role: ProcessRole
+    before: Role
+    role: Role
     """The one it takes."""
     state: Text
     """`draining`, `registering`, `done` or `failed`."""

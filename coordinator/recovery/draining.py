@@ -3,6 +3,9 @@ handed over: its gateway submits it again, with the tokens it has, as an attempt
 
 Streams are not handed over earlier, even where others have room: one that ends where it is has no gap at all. A worker is told
 that it may go when it holds nothing and nothing can be on its way to it.
+
+A worker that is drained because it is to prefill keeps the KV of its streams. They wait until it does so: then it computes
+their last tokens, and sends the KV to the decode worker that they go on with.
 """
 
 from collections.abc import Sequence
@@ -21,6 +24,8 @@ from proto.errors import Interrupt
 from proto.messages import Interrupted, Release, Role
 
 ORDERS_MAX = 1024
+KEPT_S_MAX = 0.5
+"""For which a stream waits to be resumed where its KV is, instead of being computed again elsewhere."""
 
 
 def needs(request: Request, worker: Worker) -> bool:
@@ -143,8 +148,14 @@ def hand_over(state: State, now: float) -> None:
         if now < worker.hand_over_at:
             continue
         worker.hand_over_at = inf
+        flip = state.flipping.get(worker.incarnation)
         for request in dependents(state, worker):
-            state.interrupt(request, Interrupt.DRAINED, f"{worker.hello.name} is drained", now)
+            keeps = flip is not None and request.state is RequestState.DECODING and flip.keeps(worker.hello.role)
+            state.interrupt(request, Interrupt.DRAINED, f"{worker.hello.name} is drained", now, tell=not keeps)
+            if keeps and flip is not None:
+                flip.kept.append(request.key)
+                flip.kept_until = now + KEPT_S_MAX
+                state.keeping[flip] = None
             if worker.hello.role is Role.PREFILL:
                 state.claim_room(request)
         if worker.hello.role is Role.DECODE:

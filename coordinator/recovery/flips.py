@@ -9,19 +9,22 @@ from collections.abc import Sequence
 from math import inf
 
 from coordinator.events import Received
+from coordinator.lifecycle import State as RequestState
 from coordinator.recovery import draining
 from coordinator.reporting import report
 from coordinator.state import State
 from coordinator.workers.flip import Flip, FlipState
-from coordinator.workers.worker import Worker
+from coordinator.workers.worker import WORKERS, Worker
 from proto.drain import Draining, FlipAnswer, FlipFailed, FlipRequest
 from proto.drain import Flip as FlipOrder
+from proto.errors import Interrupt
 from proto.limits import MAX_FLIPS_AT_ONCE
-from proto.messages import Hello, Role
-from proto.status import ProcessRole
+from proto.messages import Hello, Interrupted, Role
 
 REGISTER_S_MAX = 15.0
 """In which a process that holds nothing has registered in its new role, or is given its old one back."""
+CACHE_TOLD_S = 0.1
+"""In which a worker that has come back has told what it has cached."""
 FIRST_VERSION = 10
 """Of the protocol: workers of an older one know nothing of this."""
 
@@ -45,16 +48,18 @@ def asked(state: State, incarnation: int, event: Received, now: float) -> None:
 
 def _refusal(state: State, request: FlipRequest, workers: Sequence[Worker]) -> str:
     name = request.worker
+    if request.role not in (*WORKERS, Role.MIXED):
+        return f"a worker cannot take the role {request.role}; the roles are prefill, decode and mixed"
     if why := draining.unnamed(state, name, workers):
         return why
     if (process := workers[0].process_name) != name:
         return f"{name} is one role of the mixed worker {process}; name that"
-    before = ProcessRole.MIXED if workers[0].hello.process else ProcessRole(workers[0].hello.role)
+    before = Role.MIXED if workers[0].hello.process else Role(workers[0].hello.role)
     if before is request.role:
         return f"{name} is a {before} worker already"
     if running := state.flipping.get(workers[0].incarnation):
         return f"{name} is changing its role to {running.role}; wait until that is done"
-    if len(workers) < len(before.roles):
+    if len(workers) < len(before.registers_as):
         return f"{name} is a mixed worker, and registered in one of its roles alone; try again"
     if (others := len(_running(state))) >= MAX_FLIPS_AT_ONCE:
         return f"{others} workers are changing their roles, and no more than that may at once"
@@ -133,6 +138,7 @@ def worker_joined(state: State, hello: Hello, now: float) -> None:
         state.unproven[hello.incarnation] = flip
         if flip.came_back(hello):
             flip.state, flip.registered_at = FlipState.DONE, now
+            flip.kept_until = min(flip.kept_until, now + CACHE_TOLD_S)
             _forget(state, flip)
             state.counters["flips"] += 1
     elif flip.state is FlipState.REGISTERING:
@@ -151,11 +157,40 @@ def _give_up(state: State, flip: Flip, why: str) -> None:
     flip.state, flip.failure = FlipState.FAILED, why[:500]
     _forget(state, flip)
     state.counters["flips_failed"] += 1
+    _resume(state, flip)
     for incarnation in flip.incarnations:
         worker = state.workers.get(incarnation)
         if worker is not None and not worker.leaving:
             draining.end(state, worker)
             state.send(worker.incarnation, Draining(None))
+
+
+def cache_told(state: State, incarnation: int) -> None:
+    """By a worker: if it has just come back, its coordinator knows now what it has kept."""
+    flip = state.unproven.get(incarnation)
+    if flip is not None and flip.state is FlipState.DONE:
+        _resume(state, flip)
+
+
+def resume_due(state: State, now: float) -> None:
+    """Streams that have waited for their worker to come back for too long are computed again elsewhere."""
+    for flip in list(state.keeping):
+        if now >= flip.kept_until:
+            _resume(state, flip)
+
+
+def next_resume(state: State) -> float:
+    return min((flip.kept_until for flip in state.keeping), default=inf)
+
+
+def _resume(state: State, flip: Flip) -> None:
+    state.keeping.pop(flip, None)
+    kept, flip.kept = flip.kept, []
+    for key in kept:
+        request = state.current(*key)
+        if request is not None and request.state is RequestState.INTERRUPTED:
+            why = f"{flip.name} is drained"
+            state.send(request.gateway_incarnation, Interrupted(*key, Interrupt.DRAINED, why))
 
 
 def _forget(state: State, flip: Flip) -> None:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from proto.messages import Hello, Role
-from proto.status import FlipStatus, ProcessRole
+from proto.status import FlipStatus
 
 
 class FlipState(StrEnum):
@@ -21,7 +22,7 @@ class FlipState(StrEnum):
 class Flip:
     hellos: Sequence[Hello]
     """Of the process in its old role: one, or two of a mixed worker."""
-    role: ProcessRole
+    role: Role
     """The new one."""
     force: bool
     why: str
@@ -34,24 +35,32 @@ class Flip:
     """0: none has run yet."""
     registered: set[Role] = field(default_factory=set)
     """Roles in which it has come back."""
+    kept: list[tuple[str, int]] = field(default_factory=list)
+    """Attempts that were streams here, whose gateways are not told yet that they are interrupted: what the process has computed
+    for them serves their next ones, once it prefills."""
+    kept_until: float = inf
 
     @property
     def name(self) -> str:
         return self.hellos[0].process or self.hellos[0].name
 
     @property
-    def before(self) -> ProcessRole:
-        return ProcessRole.MIXED if len(self.hellos) > 1 else ProcessRole(self.hellos[0].role)
+    def before(self) -> Role:
+        return Role.MIXED if len(self.hellos) > 1 else Role(self.hellos[0].role)
 
     @property
     def incarnations(self) -> tuple[int, ...]:
         """Of the old role."""
         return tuple(hello.incarnation for hello in self.hellos)
 
+    def keeps(self, role: Role) -> bool:
+        """Whether the KV of streams on its worker of this role is of use to the process afterwards."""
+        return role is Role.DECODE and Role.PREFILL in self.role.registers_as
+
     def came_back(self, hello: Hello) -> bool:
         """In this role; True if it has now registered in all that it takes."""
         self.registered.add(hello.role)
-        return self.registered == set(self.role.roles)
+        return self.registered == set(self.role.registers_as)
 
     def status(self) -> FlipStatus:
         def ms(since: float, until: float) -> float:

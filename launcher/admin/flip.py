@@ -14,7 +14,7 @@ from launcher.admin.status import WHICH_COORDINATOR, NoAnswer, ask, converse, co
 from proto.drain import FlipAnswer, FlipRequest
 from proto.errors import PeerRefused
 from proto.messages import Role
-from proto.status import FlipStatus, ProcessRole, StatusReport, WorkerStatus
+from proto.status import FlipStatus, StatusReport, WorkerStatus
 from runtime.link.keys import Keys, keys_for
 from runtime.process import clock
 from runtime.settings.addresses import AddressOrEmpty
@@ -79,7 +79,7 @@ def run(settings: FlipSettings) -> int:
 
 
 async def _flip(settings: FlipSettings, coordinator: str, keys: Keys | None) -> int:
-    role = ProcessRole(settings.role)
+    role = Role(settings.role)
     request = FlipRequest(settings.worker, role, 1000 * settings.hand_over_s, settings.force)
     answer = await converse(coordinator, request, FlipAnswer, settings.timeout_ms, keys)
     if answer.refusal:
@@ -101,7 +101,7 @@ async def _flip(settings: FlipSettings, coordinator: str, keys: Keys | None) -> 
 
 
 async def follow(
-    coordinator: str, worker: WorkerStatus, before: ProcessRole, role: ProcessRole, hand_over_s: float, first_step_s: float,
+    coordinator: str, worker: WorkerStatus, before: Role, role: Role, hand_over_s: float, first_step_s: float,
     timeout_ms: int, keys: Keys | None = None, on_state: Callable[[str], None] = lambda state: None,
 ) -> FlipStatus:  # fmt: skip
     """Wait for the end of a change that was ordered, `done` or `failed`, and for the first step after it. `worker`: one of the
@@ -128,12 +128,12 @@ async def follow(
     return FlipStatus(worker.process, worker.pid, before, role, "failed", failure=failure)
 
 
-def role_of(worker: WorkerStatus) -> ProcessRole:
+def role_of(worker: WorkerStatus) -> Role:
     """Of its process: mixed, if it registers in two roles and so has another name."""
-    return ProcessRole.MIXED if worker.process != worker.name else ProcessRole(worker.role)
+    return Role.MIXED if worker.process != worker.name else Role(worker.role)
 
 
-def what_became(report: StatusReport, worker: WorkerStatus, before: ProcessRole, role: ProcessRole) -> FlipStatus:
+def what_became(report: StatusReport, worker: WorkerStatus, before: Role, role: Role) -> FlipStatus:
     """Of the last change of this process's role, which was ordered to be `role`."""
     mine = [one for one in report.flips if one.worker == worker.process and one.pid == worker.pid]
     if mine:
@@ -141,7 +141,7 @@ def what_became(report: StatusReport, worker: WorkerStatus, before: ProcessRole,
     # Another coordinator by now, which knows nothing of it.
     found = [one for one in report.workers if one.process == worker.process and one.pid == worker.pid]
     state, failure = "registering", ""
-    if {one.role for one in found} == set(role.roles):
+    if {one.role for one in found} == set(role.registers_as):
         state = "done"
     elif found and not any(one.draining for one in found):
         state, failure = "failed", "the coordinator was lost meanwhile; try again"

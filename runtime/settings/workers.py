@@ -35,8 +35,9 @@ class WorkerSettings(ClientSettings):
         " kv_timeout_ms",
     }
     role: Literal["prefill", "decode", "mixed"] = Field(
-        description="Which half of the work this process does. mixed: both, in turn, over one copy of the weights. Each half"
-        " has its part of the KV cache and registers as a worker of its own, NAME-prefill and NAME-decode."
+        description="Which half of the work this process does. mixed: both, in turn, over one copy of the weights. It"
+        " registers as two workers, NAME-prefill and NAME-decode, that share its KV cache. crossdock flip changes the role of a"
+        " running process."
     )
     device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
     dtype: Dtype = Field(

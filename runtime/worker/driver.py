@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -36,13 +36,11 @@ from runtime.process.exits import HUNG_EXIT
 from runtime.process.log import Log
 from runtime.process.zmq_sockets import close_sockets
 from runtime.settings.workers import WorkerSettings
+from runtime.worker.changeover import Changeover
 from runtime.worker.gpu_faults import end_if_gpu_is_lost
 from runtime.worker.registration import Registration
 from runtime.worker.role import ComputeStep, LoadedEngine, WorkerRole
 from runtime.worker.step_watch import StepWatch
-
-if TYPE_CHECKING:
-    from runtime.worker.changeover import Changeover
 
 _STEP_END_S = 5.0
 
@@ -66,12 +64,13 @@ class WorkerDriver:
         metrics_server: MetricsPage,
         watch: StepWatch,
         say_ready: Callable[[Role], None],
+        changeover: Changeover,
         process: str = "",
         before: "Sequence[WorkerDriver]" = (),
     ) -> None:
         """`thread` is the compute thread, on which `engine` was loaded, and `watch` looks after it. `say_ready(role)` is called
-        after each registration. `process` is the name of the mixed worker that this is one role of; `before` are the drivers
-        that this one follows, in another role of the process."""
+        after each registration. `changeover` is that of all drivers of the process. `process` is the name of the mixed worker
+        that this is one role of; `before` are the drivers that this one follows, in another role of the process."""
         self.settings, self.log, self.name, self.links = settings, log, name, links
         self.hello = _hello(settings, engine, name, metrics_server.address)
         flipped_from = before[0].hello.incarnation if before else 0
@@ -87,12 +86,12 @@ class WorkerDriver:
             log=log,
             is_idle=lambda: self.gateways.idle,
             links=links,
-            on_flip=lambda role: self.changeover.ordered(self, role),
-            on_may_flip=lambda: self.changeover.look(),
+            on_flip=lambda role: changeover.ordered(self.registration, role),
+            on_may_flip=changeover.look,
             is_quiet=lambda: self.role.kv_held() == NOTHING_HELD,
         )
-        self.changeover: Changeover
-        """Of all drivers of this process, set by it."""
+        self._changeover = changeover
+        changeover.add(self.registration)
         self.gateways = ConnectionPool(
             hello=self.hello,
             to=Role.GATEWAY,
@@ -153,11 +152,11 @@ class WorkerDriver:
         finally:
             for task in (stopping, stepping, watching, flipping):
                 task.cancel()
-            self.changeover.ordered(self, None)
+            self._changeover.ordered(self.registration, None)
             await asyncio.wait({stepping}, timeout=_STEP_END_S)
             await self.registration.close()
             # Late: a transfer thread is stuck with a dead peer; a process that ends may go all the same.
-            with contextlib.suppress(*(() if self.changeover.is_decided else (TimeoutError,))):
+            with contextlib.suppress(*(() if self._changeover.is_decided else (TimeoutError,))):
                 await self.role.close_transfers()
         if stepping.done() and not stepping.cancelled():
             stepping.result()

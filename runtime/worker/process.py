@@ -11,20 +11,19 @@ from typing import Generic
 
 from proto.errors import BadOption, CrossdockError
 from proto.messages import Role
-from proto.status import ProcessRole
 from runtime.link.keys import keys_for
 from runtime.link.server import CannotBind, LinkSettings
 from runtime.metrics.combined import CombinedPage
 from runtime.metrics.server import MetricsPage, MetricsServer
 from runtime.process import clock, log, notify
 from runtime.process import garbage_collector as collector
-from runtime.process.driver import Stop, run_process, unless_stopped
+from runtime.process.driver import Stop, run_process, unless_stopped, watched
 from runtime.process.exits import ConfigError
 from runtime.process.log import Log
 from runtime.process.niceness import be_nice_as_group
 from runtime.settings import machine
 from runtime.settings.workers import MIXED_NAME_CHARS, WorkerSettings
-from runtime.worker.changeover import Changeover, MakeDrivers
+from runtime.worker.changeover import Changeover
 from runtime.worker.driver import EngineT, WorkerDriver
 from runtime.worker.role import LoadedEngine, WorkerRole
 from runtime.worker.step_watch import StepWatch
@@ -46,14 +45,14 @@ def run_worker(
     load: Callable[[], EngineT],
     be_nice: Callable[[int], None],
     make_role: Callable[[EngineT, WorkerDriver], WorkerRole],
-    shares: Callable[[EngineT, ProcessRole], Mapping[Role, EngineT]],
+    shares: Callable[[EngineT, Role], Mapping[Role, EngineT]],
 ) -> int:
     """Call `load` on `thread`, then drive the roles that `make_role` makes of its result until SIGTERM or SIGINT. It is called
     again for each change of role, with a driver whose settings name the new one. `shares` gives each of a process's roles its
     share of the engine. `be_nice(niceness)` is called on `thread` once the model is loaded. Returns the exit code; raises
     `ConfigError`, as `load` and `shares` may, or in place of their `BadOption`."""
-    role = ProcessRole(settings.role)
-    for one in role.roles:
+    role = Role(settings.role)
+    for one in role.registers_as:
         _links(settings.in_role(one))  # what is wrong with the keys is said before the model is loaded
 
     def load_and_be_nice() -> EngineT:
@@ -81,7 +80,7 @@ def run_worker(
             leave_cores(settings.cores)
             _log_loaded(logger, engine)
             process = _Process(settings, name, logger, metrics, thread, lambda role: shares(engine, role), make_role)
-            if status := await _drive(process.drivers(role, ()), process.drivers, stop, logger):
+            if status := await _drive(_Lineup(process, role), stop, logger):
                 return status
         await metrics.close()
         logger.info("stopped")
@@ -103,19 +102,19 @@ class _Process(Generic[EngineT]):
         logger: Log,
         metrics: MetricsServer,
         thread: Executor,
-        shares: Callable[[ProcessRole], Mapping[Role, EngineT]],
+        shares: Callable[[Role], Mapping[Role, EngineT]],
         make_role: Callable[[EngineT, WorkerDriver], WorkerRole],
     ) -> None:
         self._settings, self._name, self._log, self._metrics = settings, name, logger, metrics
         self._thread, self._shares, self._make_role = thread, shares, make_role
         self._watch = watch = StepWatch(settings.step_timeout_ms / 1000)
         # What is asked of the thread waits for one step of each role.
-        notify.only_while(notify.Pulse(thread, clock.now, lambda: len(ProcessRole.MIXED.roles) * watch.longest_s))
+        notify.only_while(notify.Pulse(thread, clock.now, lambda: len(Role.MIXED.registers_as) * watch.longest_s))
 
-    def drivers(self, role: ProcessRole, before: Sequence[WorkerDriver]) -> list[WorkerDriver]:
+    def drivers(self, role: Role, before: Sequence[WorkerDriver], changeover: Changeover) -> list[WorkerDriver]:
         """One for each role that the process registers in then. Those of a mixed worker share its metrics' page. Raises
         `ConfigError`, and what `make_role` raises."""
-        roles, settings, name = role.roles, self._settings, self._name
+        roles, settings, name = role.registers_as, self._settings, self._name
         is_mixed = len(roles) > 1
         if is_mixed and len(name) > MIXED_NAME_CHARS:
             raise ConfigError(
@@ -131,7 +130,7 @@ class _Process(Generic[EngineT]):
                 name=f"{name}-{one}" if is_mixed else name,
                 log=self._log.bind(role=str(one)) if is_mixed or before else self._log,
                 links=_links(settings.in_role(one)), metrics_server=page, watch=self._watch,
-                say_ready=readiness.registered, process=name if is_mixed else "", before=before,
+                say_ready=readiness.registered, changeover=changeover, process=name if is_mixed else "", before=before,
             )
             for one in roles
         ]  # fmt: skip
@@ -168,14 +167,58 @@ def _links(settings: WorkerSettings) -> LinkSettings:
     return LinkSettings(heartbeat_ms=settings.heartbeat_ms, keys=keys_for(settings, Role(settings.role), bound))
 
 
-async def _drive(drivers: Sequence[WorkerDriver], make: MakeDrivers, stop: Stop, logger: Log) -> int:
+class _Lineup(Generic[EngineT]):
+    """The drivers of a process in one of its roles, and those that follow them."""
+
+    def __init__(self, process: _Process[EngineT], role: Role, before: Sequence[WorkerDriver] = ()) -> None:
+        """Raises `ConfigError`, and what making a role raises."""
+        self._process = process
+        self.changeover = Changeover(self._begin_to_prepare, self._drop)
+        self.drivers = process.drivers(role, before, self.changeover)
+        self.following: _Lineup[EngineT] | None = None
+        """Ready to register."""
+        self._preparing: asyncio.Task[None] | None = None
+
+    def _begin_to_prepare(self, role: Role) -> None:
+        self._preparing = watched(self._prepare(role))
+
+    async def _prepare(self, role: Role) -> None:
+        try:
+            self.following = _Lineup(self._process, role, self.drivers)
+            for driver in self.following.drivers:
+                await driver.prepare()
+        except (CrossdockError, OSError, ValueError) as error:
+            self._preparing = None
+            self.changeover.failed(str(error))
+            return
+        self._preparing = None
+        self.changeover.prepared()
+
+    def _drop(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+        if self.following is not None:
+            watched(_discard(self.following.drivers))
+        self._preparing = self.following = None
+
+
+async def _discard(drivers: Sequence[WorkerDriver]) -> None:
+    """They have never registered."""
+    for driver in drivers:
+        with contextlib.suppress(TimeoutError):
+            await driver.role.close_transfers()
+        await driver.close()
+
+
+async def _drive(lineup: _Lineup[EngineT], stop: Stop, logger: Log) -> int:
     """One role after the other; returns the exit code."""
-    while drivers:
-        changeover = Changeover(drivers, make)
-        statuses = await asyncio.gather(*(_run(driver, stop, logger) for driver in drivers))
+    following: _Lineup[EngineT] | None = lineup
+    while following is not None:
+        lineup = following
+        statuses = await asyncio.gather(*(_run(driver, stop, logger) for driver in lineup.drivers))
         if any(statuses):
             return max(statuses)
-        drivers = changeover.successors if changeover.is_decided else ()
+        following = lineup.following if lineup.changeover.is_decided else None
     return 0
 
 

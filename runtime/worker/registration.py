@@ -11,8 +11,7 @@ import msgspec
 from proto import limits
 from proto.drain import Drained, Draining, Flip, FlipFailed
 from proto.held import Held
-from proto.messages import CacheEvents, Finished, Hello, Message, Welcome
-from proto.status import ProcessRole
+from proto.messages import CacheEvents, Finished, Hello, Message, Role, Welcome
 from runtime.link.client import LinkClient
 from runtime.link.peer import LinkCounters
 from runtime.link.server import LinkSettings, OnMessage, Peer, is_orderly
@@ -46,7 +45,7 @@ class Registration:
         links: LinkSettings,
         is_idle: Callable[[], bool] = lambda: True,
         on_registered: Callable[[], None] = lambda: None,
-        on_flip: Callable[[ProcessRole | None], None] = lambda role: None,
+        on_flip: Callable[[Role | None], None] = lambda role: None,
         on_may_flip: Callable[[], None] = lambda: None,
         is_quiet: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -166,6 +165,11 @@ class Registration:
     def ready_to_flip(self) -> None:
         self._service.is_ready = True
         self.look()
+
+    @property
+    def flips(self) -> bool:
+        """Whether this worker is about to take another role."""
+        return self._service.flips_to is not None
 
     def not_ready_to_flip(self) -> None:
         self._service.is_ready = False

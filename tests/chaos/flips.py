@@ -17,7 +17,7 @@ from launcher.admin.status import NoAnswer, converse
 from launcher.http.streams import percentile
 from proto.drain import FlipAnswer, FlipRequest
 from proto.messages import Role
-from proto.status import FlipStatus, ProcessRole, WorkerStatus
+from proto.status import FlipStatus, WorkerStatus
 from tests.chaos import bench
 from tests.chaos.client import Seen
 from tests.chaos.cluster import Cluster, Member, Violation
@@ -108,7 +108,7 @@ class FlipRun(Run):
         processes = await self._processes()
         self.found.ratios[ratio(processes)] += 1
         name = self.random.choice([one for one in processes if _others_serve(processes, one)])
-        role = self.random.choice([one for one in ProcessRole if one is not role_of(processes[name][0])])
+        role = self.random.choice([one for one in Role if one is not role_of(processes[name][0])])
         victim = self._victim(name, processes) if self.random.random() < self._kill_share else None
         hand_over_ms = self.random.choice((0.0, 0.0, FINISH_MS))
         killing = asyncio.create_task(self._kill_soon(victim)) if victim is not None else None
@@ -125,7 +125,7 @@ class FlipRun(Run):
     async def _flip(
         self,
         worker: WorkerStatus,
-        role: ProcessRole,
+        role: Role,
         hand_over_ms: float,
         *,
         is_disturbed: bool = False,
@@ -175,7 +175,7 @@ class FlipRun(Run):
                 return
             name = next((one for one in changed if _others_serve(processes, one)), changed[0])
             force = not _others_serve(processes, name)
-            await self._flip(processes[name][0], ProcessRole(started[name]), 0.0, is_disturbed=True, force=force)
+            await self._flip(processes[name][0], Role(started[name]), 0.0, is_disturbed=True, force=force)
         raise Violation("workers do not take their own roles again")
 
 
@@ -187,8 +187,8 @@ def _others_serve(processes: Processes, *but: str) -> bool:
 
 def ratio(processes: Processes) -> str:
     roles = Counter(role_of(workers[0]) for workers in processes.values())
-    parts = [f"{roles[ProcessRole.PREFILL]}P{roles[ProcessRole.DECODE]}D"] if roles - Counter(mixed=99) else []
-    return "+".join(parts + ([f"{roles[ProcessRole.MIXED]}M"] if roles[ProcessRole.MIXED] else []))
+    parts = [f"{roles[Role.PREFILL]}P{roles[Role.DECODE]}D"] if roles - Counter(mixed=99) else []
+    return "+".join(parts + ([f"{roles[Role.MIXED]}M"] if roles[Role.MIXED] else []))
 
 
 async def flips(
@@ -240,8 +240,8 @@ def main() -> int:
     made = argparse.ArgumentParser(
         prog="scripts/flips",
         description="Workers change their roles (crossdock flip) between prefill, decode and mixed while clients stream from a"
-        " tiny model. Every stream is compared with that of a quiet cluster; blocks, the ledger, descriptors, threads and shared"
-        " memory are audited at the end. Status 1 if a promise was broken.",
+        " tiny model. Every stream is compared with that of a quiet cluster; blocks, the ledger, descriptors, threads and"
+        " shared memory are audited at the end. Status 1 if a promise was broken.",
     )
     made.add_argument("--flips", type=int, default=60, metavar="N", help="number of changes of role (default 60)")
     made.add_argument("--answers", type=int, default=3_000, metavar="N", help="whole answers, at least (default 3000)")

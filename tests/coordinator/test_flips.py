@@ -4,23 +4,22 @@ import msgspec
 import pytest
 
 from coordinator.events import PeerDown, PeerUp, Tick
-from coordinator.recovery.flips import REGISTER_S_MAX
+from coordinator.recovery.draining import KEPT_S_MAX
+from coordinator.recovery.flips import CACHE_TOLD_S, REGISTER_S_MAX
 from coordinator.reporting.report import status
 from proto.drain import Drained, Draining, DrainRequest, Flip, FlipAnswer, FlipFailed, FlipRequest
-from proto.errors import Interrupt
+from proto.errors import CancelReason, Interrupt
 from proto.limits import MAX_FLIPS_AT_ONCE, PROTOCOL_VERSION
-from proto.messages import Finished, Hello, Interrupted, Released, Reserve, Role, StepDone
+from proto.messages import CacheEvents, Cancel, Finished, Hello, Interrupted, Release, Released, Reserve, Role, StepDone
 from proto.progress import DecodeProgress
-from proto.status import FlipStatus, ProcessRole
+from proto.status import FlipStatus
 from tests.coordinator.test_draining import compute, decoding, placed_on
 from tests.coordinator.world import Harness, submit, worker_hello
 
 
-def ask(
-    h: Harness, worker: str, role: Role | ProcessRole, *, hand_over_ms: float = 0.0, force: bool = False, why: str = ""
-) -> str:
+def ask(h: Harness, worker: str, role: Role, *, hand_over_ms: float = 0.0, force: bool = False, why: str = "") -> str:
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "flip-1")))
-    h.receive(5, FlipRequest(worker, ProcessRole(role), hand_over_ms, force, why))
+    h.receive(5, FlipRequest(worker, role, hand_over_ms, force, why))
     (answer,) = h.take(FlipAnswer, 5)
     h.post(PeerDown(5, "said goodbye"))
     assert isinstance(answer, FlipAnswer)
@@ -44,9 +43,8 @@ def test_streams_move_the_worker_goes_when_it_holds_nothing_and_its_first_step_p
     name = next(w.hello.name for w in h.core.workers.values() if w.holdings)
     own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
     assert not ask(h, name, Role.PREFILL, why="more prompts")
-    assert h.take(Flip, own) == [Flip(ProcessRole.PREFILL, 0.0)]
-    assert [i.reason for i in h.take(Interrupted) if isinstance(i, Interrupted)] == [Interrupt.DRAINED]
-    assert not h.take(Drained) and last(h).state == "draining"
+    assert h.take(Flip, own) == [Flip(Role.PREFILL, 0.0)]
+    assert h.take(Release, own) == [Release("a", 1)] and not h.take(Drained) and last(h).state == "draining"
     h.now += 0.1
     h.receive(own, Released("a", 1, 1))
     assert h.take(Drained, own) and last(h).state == "registering"
@@ -63,10 +61,63 @@ def test_streams_move_the_worker_goes_when_it_holds_nothing_and_its_first_step_p
     assert h.core.counters["flips"] == 1 and not h.core.counters["prefill_restarted"]
 
 
+def moving(h: Harness, role: Role = Role.PREFILL) -> int:
+    """A worker with a stream is about to change its role; returns its incarnation."""
+    decoding(h, submit("a"))
+    own = next(w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings)
+    assert not ask(h, f"decode-{own}", role)
+    return own
+
+
+def interrupted(h: Harness) -> list[tuple[str, Interrupt]]:
+    return [(one.request_id, one.reason) for one in h.take(Interrupted) if isinstance(one, Interrupted)]
+
+
+def test_a_stream_is_resumed_when_the_worker_that_has_its_kv_prefills() -> None:
+    h = Harness.make(decode=2)
+    own = moving(h)
+    h.receive(own, Released("a", 1, 1))
+    come_back(h, own, 40, Role.PREFILL)
+    assert not interrupted(h), "what it has cached is not known yet"
+    h.receive(40, CacheEvents(b"k" * 16, b""))
+    assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.keeping
+    h.receive(40, CacheEvents(b"l" * 16, b""))
+    assert not h.take(Interrupted), "once"
+
+
+def test_a_stream_does_not_wait_for_a_worker_that_does_not_come_back() -> None:
+    h = Harness.make(decode=2)
+    own = moving(h)
+    assert h.core.next_deadline() == KEPT_S_MAX
+    h.now = KEPT_S_MAX
+    h.post(Tick())
+    assert interrupted(h) == [("a", Interrupt.DRAINED)], "nothing is let go of yet"
+    h = Harness.make(decode=2)
+    own = moving(h)
+    h.receive(own, FlipFailed("no room"))
+    assert interrupted(h) == [("a", Interrupt.DRAINED)]
+    h = Harness.make(decode=2)
+    own = moving(h)
+    h.receive(own, Released("a", 1, 1))
+    come_back(h, own, 40, Role.PREFILL)
+    h.now = CACHE_TOLD_S
+    h.post(Tick())
+    assert interrupted(h) == [("a", Interrupt.DRAINED)], "it has nothing cached, and so says nothing"
+
+
+def test_a_stream_whose_client_goes_while_it_waits_is_over() -> None:
+    h = Harness.make(decode=2)
+    own = moving(h, Role.MIXED)
+    h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
+    h.now = KEPT_S_MAX
+    h.post(Tick())
+    assert not h.take(Interrupted) and not h.core.keeping and own in h.core.workers
+
+
 def test_a_prefill_worker_becomes_a_decode_worker_when_its_prompts_are_handed_over() -> None:
     h = Harness.make(prefill=2)
     assert not ask(h, "prefill-10", Role.DECODE, hand_over_ms=500.0)
-    assert h.take(Flip, 10) == [Flip(ProcessRole.DECODE, 500.0)] and h.take(Drained, 10), "it was idle"
+    assert h.take(Flip, 10) == [Flip(Role.DECODE, 500.0)] and h.take(Drained, 10), "it was idle"
     come_back(h, 10, 40, Role.DECODE)
     h.receive(40, DecodeProgress(3, 10, 0))
     assert last(h).state == "done" and not h.core.unproven
@@ -91,6 +142,7 @@ def test_requests_have_their_time_to_finish() -> None:
     [
         ("decode-9", Role.PREFILL, "no worker is called 'decode-9'; there are decode-20, prefill-10, prefill-11"),
         ("decode-20", Role.DECODE, "decode-20 is a decode worker already"),
+        ("prefill-10", Role.GATEWAY, "cannot take the role gateway; the roles are prefill, decode and mixed"),
         ("decode-20", Role.PREFILL, "decode-20 is the only decode worker of m that takes work"),
     ],
 )
@@ -227,7 +279,7 @@ def test_one_that_was_killed_and_started_again_is_what_it_was() -> None:
 
 def test_only_operators_tools_may_ask() -> None:
     h = Harness.make(decode=2)
-    h.receive(1, FlipRequest("decode-20", ProcessRole.PREFILL, 0.0))
+    h.receive(1, FlipRequest("decode-20", Role.PREFILL, 0.0))
     assert h.protocol_violation and not h.core.draining and not h.core.flips
 
 
@@ -260,7 +312,7 @@ def test_a_mixed_worker_goes_when_both_its_roles_are_empty_and_comes_back_in_one
     decoding(h, submit("a"))
     mixed_up(h, 50, "m-1", 8)
     assert not ask(h, "m-0", Role.PREFILL, hand_over_ms=1e6)
-    order = Flip(ProcessRole.PREFILL, 1e6)
+    order = Flip(Role.PREFILL, 1e6)
     assert h.take(Flip, prefill) == [order] == h.take(Flip, decode)
     assert not h.take(Drained), "one of its roles has a stream"
     assert ask(h, "m-0", Role.PREFILL).startswith("m-0 is changing its role to prefill")
@@ -277,7 +329,7 @@ def test_a_mixed_worker_goes_when_both_its_roles_are_empty_and_comes_back_in_one
 
 def test_a_worker_becomes_mixed_when_both_roles_are_registered() -> None:
     h = Harness.make(prefill=2, decode=1)
-    assert not ask(h, "prefill-10", ProcessRole.MIXED)
+    assert not ask(h, "prefill-10", Role.MIXED)
     h.post(PeerDown(10, "said goodbye"))
     hello = msgspec.structs.replace(worker_hello(Role.DECODE, 41), name="prefill-10-decode", process="prefill-10")
     h.post(PeerUp(41, msgspec.structs.replace(hello, flipped_from=10)))
@@ -312,7 +364,7 @@ def test_the_roles_of_a_mixed_worker_go_together() -> None:
     h = Harness.make(prefill=1, decode=0)
     mixed_up(h, 40)
     assert "m-0-decode is one role of the mixed worker m-0" in ask(h, "m-0-decode", Role.PREFILL)
-    assert "m-0 is a mixed worker already" in ask(h, "m-0", ProcessRole.MIXED)
+    assert "m-0 is a mixed worker already" in ask(h, "m-0", Role.MIXED)
     assert "m-0-decode is the only decode worker of m that takes work" in ask(h, "m-0", Role.PREFILL)
     h.post(PeerUp(20, worker_hello(Role.DECODE, 20)))
     h.post(PeerDown(41, "no heartbeat"))

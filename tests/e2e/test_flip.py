@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 import uvloop
 
 from launcher.admin.status import converse
-from proto.drain import DrainAnswer, DrainRequest
+from proto.drain import DrainAnswer, DrainRequest, FlipAnswer, FlipRequest
 from proto.messages import Role
 from tests.e2e.balancer import Load
 from tests.e2e.parts import ROOT, parts
@@ -77,6 +78,37 @@ def test_a_worker_becomes_mixed_and_something_else_again_while_streams_run(up: T
     ]  # fmt: skip
     for what in ("decode_restarted", "prefill_restarted", "decode_lost", "prefill_lost", "flips_failed"):
         assert report.counters.get(what) == before.get(what), what
+
+
+@pytest.mark.parametrize("role", ["prefill", "mixed"])
+def test_a_stream_goes_on_with_the_kv_that_its_worker_has_kept(up: Twins, role: str) -> None:
+    """The worker computes no more than the last tokens of it again."""
+    prompt, tokens = [200 + len(role), *range(60, 90)], 900
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(up.complete, prompt, tokens, return_token_ids=True, ignore_eos=True)
+
+        def decoders() -> list[str]:
+            workers = up.status().workers
+            return [one.name for one in workers if one.role is Role.DECODE and one.requests and one.steps]
+
+        up.wait_for("it streams", lambda: len(decoders()) == 1 and up.status().running.get("decoding") == 1)
+        (worker,) = decoders()
+        time.sleep(0.2)  # so that it has come some way
+        request = FlipRequest(worker, Role(role), 0.0)
+        assert not uvloop.run(converse(up.coordinator, request, FlipAnswer, 5_000)).refusal
+        up.wait_for("its first step", lambda: up.status().flips[-1].first_step_ms > 0.0)
+        found = up.scrape(f"{worker}-prefill" if role == "mixed" else worker)
+        sums = {
+            what: sum(value for (name, labels), value in found.items() if name == f"crossdock_prefix_cache_{what}_tokens_total"
+                      and ("role", "decode") not in labels)
+            for what in ("queried", "hit")
+        }  # fmt: skip
+        assert sums["queried"] > len(prompt) + 50, "it prefills what it had, with some of the answer"
+        assert sums["queried"] - sums["hit"] <= 17, sums
+        moved = answer.result(60)["choices"][0]["token_ids"]
+    assert flip(up, worker, "decode", "--first-step-s", "0").returncode == 0
+    up.wait_idle()
+    assert moved == up.token_ids(prompt, tokens, ignore_eos=True)
 
 
 def order(up: Twins, worker: str, *, undo: bool = False) -> None:

@@ -24,7 +24,6 @@ from launcher.tuning import tune
 from launcher.tuning.settings import TuneCheckSettings
 from launcher.worker_roles import PoolTooSmall, Roles, split
 from proto.messages import Role
-from proto.status import ProcessRole
 from runtime.settings.command_line import parse as parse_options
 from runtime.settings.options import SettingsError
 from runtime.settings.options import load as load_settings
@@ -87,12 +86,12 @@ def test_a_worker_that_cannot_be_mixed_says_which_option_it_is() -> None:
     roles = Roles(("nccl",), None)
     settings = WorkerSettings(role="decode", model="m", kv_transport="nccl")
     with pytest.raises(WrongTransport, match="nccl does not work within one process") as refused:
-        roles.shares(engine(1000, 1600), ProcessRole.MIXED, settings)
+        roles.shares(engine(1000, 1600), Role.MIXED, settings)
     assert refused.value.option == "--kv-transport"
     whole = engine(199, 1600)
-    assert roles.shares(whole, ProcessRole.PREFILL, settings) == {Role.PREFILL: whole}
+    assert roles.shares(whole, Role.PREFILL, settings) == {Role.PREFILL: whole}
     with pytest.raises(PoolTooSmall):
-        Roles(("shm",), None).shares(whole, ProcessRole.MIXED, settings)
+        Roles(("shm",), None).shares(whole, Role.MIXED, settings)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_each_is_a_process_with_options_that_parse(monkeypatch: pytest.MonkeyPat
         at = spec.arguments.index("-m")
         assert spec.arguments[at + 1] == "launcher.mixed_worker"
         settings = parse_options(WorkerSettings, [*spec.arguments[at + 2 :], "--role", "mixed"])
-        assert settings.roles == (Role.PREFILL, Role.DECODE)
+        assert settings.role == "mixed" and Role(settings.role).registers_as == (Role.PREFILL, Role.DECODE)
         assert (settings.cpu_cores, settings.nice) == (core, PREFILL_NICE)
 
 

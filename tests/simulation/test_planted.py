@@ -18,6 +18,7 @@ FOUND_BY = {
     "blocks_count_as_free_when_a_release_is_sent": 182,
     "chunks_need_not_continue_what_is_computed": 77,
     "nobody_says_that_a_worker_is_drained": 58,
+    "one_role_of_a_mixed_worker_goes_before_the_other": 725,
     "room_kept_for_a_request_outlives_it": 110,
     "tokens_of_any_attempt_are_taken": 84,
 }

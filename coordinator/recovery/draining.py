@@ -150,7 +150,7 @@ def hand_over(state: State, now: float) -> None:
         worker.hand_over_at = inf
         flip = state.flipping.get(worker.incarnation)
         for request in dependents(state, worker):
-            keeps = flip is not None and request.state is RequestState.DECODING and flip.keeps(worker.hello.role)
+            keeps = flip is not None and flip.keeps(worker.hello.role) and _is_kept(request)
             state.interrupt(request, Interrupt.DRAINED, f"{worker.hello.name} is drained", now, tell=not keeps)
             if keeps and flip is not None:
                 flip.kept.append(request.key)
@@ -160,6 +160,12 @@ def hand_over(state: State, now: float) -> None:
                 state.claim_room(request)
         if worker.hello.role is Role.DECODE:
             _hand_over_adopted(state, worker)
+
+
+def _is_kept(request: Request) -> bool:
+    """Whether a worker that is to prefill keeps its KV: that of a stream with one choice, whose blocks have names."""
+    submit = request.submit
+    return request.state is RequestState.DECODING and submit.choices == 1 and submit.hash_block_size > 0
 
 
 def _hand_over_adopted(state: State, worker: Worker) -> None:

@@ -42,7 +42,7 @@ class Changeover:
         """A registration is told that the process is to take this role, or, with None, that it is not."""
         if self.is_decided:
             return
-        if role is None or role is not self._role:
+        if self._role is not None and role is not self._role:
             self._take_back()
         if role is None:
             return

@@ -10,11 +10,23 @@ from coordinator.reporting.report import status
 from proto.drain import Drained, Draining, DrainRequest, Flip, FlipAnswer, FlipFailed, FlipRequest
 from proto.errors import CancelReason, Interrupt
 from proto.limits import MAX_FLIPS_AT_ONCE, PROTOCOL_VERSION
-from proto.messages import CacheEvents, Cancel, Finished, Hello, Interrupted, Release, Released, Reserve, Role, StepDone
+from proto.messages import (
+    CacheEvents,
+    Cancel,
+    Finished,
+    Hello,
+    Interrupted,
+    Release,
+    Released,
+    Reserve,
+    Role,
+    StepDone,
+    Submit,
+)
 from proto.progress import DecodeProgress
 from proto.status import FlipStatus
 from tests.coordinator.test_draining import compute, decoding, placed_on
-from tests.coordinator.world import Harness, submit, worker_hello
+from tests.coordinator.world import Harness, named, submit, worker_hello
 
 
 def ask(h: Harness, worker: str, role: Role, *, hand_over_ms: float = 0.0, force: bool = False, why: str = "") -> str:
@@ -63,7 +75,7 @@ def test_streams_move_the_worker_goes_when_it_holds_nothing_and_its_first_step_p
 
 def moving(h: Harness, role: Role = Role.PREFILL) -> int:
     """A worker with a stream is about to change its role; returns its incarnation."""
-    decoding(h, submit("a"))
+    decoding(h, named(submit("a"), 1))
     own = next(w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings)
     assert not ask(h, f"decode-{own}", role)
     return own
@@ -83,6 +95,15 @@ def test_a_stream_is_resumed_when_the_worker_that_has_its_kv_prefills() -> None:
     assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.keeping
     h.receive(40, CacheEvents(b"l" * 16, b""))
     assert not h.take(Interrupted), "once"
+
+
+@pytest.mark.parametrize("request_", [submit("a"), named(submit("a", choices=2), 1)], ids=["unnamed", "choices"])
+def test_a_stream_whose_kv_nobody_will_find_is_resumed_at_once(request_: Submit) -> None:
+    h = Harness.make(decode=2)
+    decoding(h, request_)
+    own = next(w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings)
+    assert not ask(h, f"decode-{own}", Role.PREFILL)
+    assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.keeping
 
 
 def test_a_stream_does_not_wait_for_a_worker_that_does_not_come_back() -> None:

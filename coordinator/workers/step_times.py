@@ -1,8 +1,8 @@
 """How long the last steps of one role took, for those who predict with a profile of these times.
 
 Of each size of steps, by powers of two, some are kept: a batch of 64 that ran an hour ago is still known when now all are of 2.
-Of one size at most one in `SPACING_S` is looked at, on a grid of time that no worker's reports keep step with. So the sample is
-spread over workers and at least half a minute, whatever the number of workers.
+Of one size one in `SPACING_S` is taken, on a grid of time that no worker's reports keep step with. So the sample is spread over
+workers and at least half a minute, whatever the number of workers.
 """
 
 from collections import deque
@@ -32,15 +32,19 @@ class StepSample:
     def __init__(self) -> None:
         self._rows: list[deque[_Row]] = [deque(maxlen=KEPT) for _ in range(SIZES)]
         self._next_at = [-inf] * SIZES
+        self._takes_next = [True] * SIZES
 
     def add(self, steps: int, size: float, reads: float, ms: float, now: float) -> None:
         """The mean of so many steps. `size` is 1 at least."""
         at = min(int(size).bit_length(), SIZES) - 1
-        if now < self._next_at[at]:
-            return
-        next_at = self._next_at[at] + SPACING_S
-        self._next_at[at] = next_at if next_at > now else now + SPACING_S
-        self._rows[at].append(_Row(now, steps, size, reads, ms))
+        if self._takes_next[at]:
+            self._takes_next[at] = False
+            self._rows[at].append(_Row(now, steps, size, reads, ms))
+        elif now >= self._next_at[at]:
+            # Not this one: the step that is under way at a given moment is more likely a long one.
+            self._takes_next[at] = True
+            next_at = self._next_at[at] + SPACING_S
+            self._next_at[at] = next_at if next_at > now else now + SPACING_S
 
     def report(self, model: str, role: Role, now: float) -> StepTimes:
         rows = [row for rows in self._rows for row in rows]

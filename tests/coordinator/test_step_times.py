@@ -1,5 +1,7 @@
 """What the coordinator tells of how long steps take."""
 
+import random
+
 import msgspec
 import pytest
 
@@ -45,6 +47,20 @@ def test_a_sample_is_spread_over_workers_whose_reports_come_in_step() -> None:
     found = seen.report("m", Role.DECODE, 100.0)
     assert min(found.ms.count(1.0), found.ms.count(2.0)) >= KEPT / 4
     assert max(found.ages_ms) > 1000 * SPACING_S * (KEPT - 2)
+
+
+def test_long_steps_are_not_taken_more_often_than_short_ones() -> None:
+    """One in five takes 100 times as long: it runs at almost any given moment."""
+    source, seen, now, long = random.Random(1), StepSample(), 0.0, 0
+    for _ in range(KEPT):
+        until = now + 60.0
+        while now < until:
+            ms = 1_000.0 if source.random() < 0.2 else 10.0
+            now += ms / 1000
+            seen.add(1, 4.0, 0.0, ms, now)
+        found = seen.report("m", Role.DECODE, now).ms
+        long += found.count(1_000.0)
+    assert long < 0.3 * KEPT * len(found)
 
 
 def test_steps_of_prefill_are_kept_with_the_tokens_that_attend_to_each_other() -> None:

@@ -121,6 +121,19 @@ class HostCost(msgspec.Struct, frozen=True):
     residuals: Residuals = Residuals()
 
 
+class ControlCost(msgspec.Struct, frozen=True):
+    """Core time of what passes tokens on: a decode worker's event loop, gateway and client, on cores that they share with prefill
+    workers (`Profile.prefill_cores`). 0: not measured, and not modelled."""
+
+    step_ms: float = 0.0
+    """For each decode step …"""
+    token_ms: float = 0.0
+    """… and each of its tokens."""
+
+    def of(self, sequences: float) -> float:
+        return self.step_ms + self.token_ms * sequences
+
+
 class Capacity(msgspec.Struct, frozen=True):
     """Of each worker."""
 
@@ -158,6 +171,9 @@ class Profile(msgspec.Struct, frozen=True):
     about: dict[str, Any] = {}
     """Hardware, model, dtype, versions, when."""
     format: int = FORMAT
+    control: ControlCost = ControlCost()
+    run_dof: int = 0
+    """Degrees of freedom of `run_sigma`; 0: it is taken as known."""
 
     def replaced(self, **changes: Any) -> "Profile":
         return msgspec.structs.replace(self, **changes)

@@ -1,6 +1,7 @@
 """The measurements behind `crossdock calibrate`, at a live cluster of one prefill and one decode worker."""
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -22,6 +23,10 @@ from tuning.fit import HandOver, Outside, Samples, StepSample
 
 STREAM_STEPS = 40
 """Steps for which all streams of a batch are to run together."""
+PAUSE_S = 0.1
+"""Between prompts, on average. Back to back they would find everything in the caches, which prompts of traffic do not."""
+CORE_MS, CORE_STEPS = 400.0, (40, 400)
+"""How long streams run, and how many steps at least and at most, to see what tokens take of the control processes' cores."""
 SHORTEST = (8, 32, 64, 128, 192, 256)
 
 
@@ -40,6 +45,8 @@ class Measured:
     batches: list[tuple[int, Batch, list[Record]]] = field(default_factory=list)
     beside: list[tuple[int, Batch, list[Record], list[Record]]] = field(default_factory=list)
     """Streams, and prompts that were computed meanwhile."""
+    core: list[tuple[int, float]] = field(default_factory=list)
+    """Sequences of a batch, and core time of the control processes for each of its steps, in ms."""
 
 
 @dataclass
@@ -93,38 +100,69 @@ def batches(sequences_max: int, longest: int) -> Iterator[Batch]:
         count *= 2
 
 
-def requests_of(rounds: int, step_tokens: int, longest: int, sequences_max: int) -> int:
+def requests_of(step_tokens: int, longest: int, sequences_max: int) -> int:
     """How many `measure` sends."""
     each = 2 * len(lengths(step_tokens, longest)) + sum(one.sequences for one in batches(sequences_max, longest))
-    return rounds * (each + 4 + 6) + 4
+    return each + len(_WARM_UP) + 4 + 6 + 2 * sum(_CORE_SEQUENCES)
 
 
-async def measure(session: Session, rounds: int, step_tokens: int, longest: int, sequences_max: int) -> Measured:
-    found = Measured()
-    for prompt in (64, step_tokens, 16, 64):
+_WARM_UP = (64, 256, *(16,) * 10)
+"""Prompt tokens. The first requests to a process take longer."""
+_CORE_SEQUENCES = (1, 4)
+
+
+async def measure(
+    session: Session,
+    number: int,
+    step_tokens: int,
+    longest: int,
+    sequences_max: int,
+    core_ms: Callable[[], float | None],
+) -> Measured:
+    """One round. `core_ms`: core time of the control processes so far, if that is known."""
+    found, pauses = Measured(), random.Random(f"{number} pauses")
+    for prompt in _WARM_UP:
         await session.play([(min(prompt, longest), 8)])
     beside = Batch(4, min(64, longest), min(160, longest))
-    for number in range(rounds):
-        for count in lengths(step_tokens, longest):
-            for _ in range(2):
-                found.prompts.append((number, (await session.play([(count, 1)]))[0]))
-        for batch in batches(sequences_max, longest):
-            if context := session.probed.target.context_tokens:
-                batch = replace(batch, output_tokens=min(batch.output_tokens, context - batch.context_tokens))
-            plan = [(batch.context_tokens, batch.output_tokens)] * batch.sequences
-            found.batches.append((number, batch, await session.play(plan)))
-        streams = asyncio.create_task(session.play([(beside.context_tokens, beside.output_tokens)] * beside.sequences))
-        try:
-            computed = [(await session.play([(min(2 * step_tokens, longest), 1)]))[0] for _ in range(6)]
-            found.beside.append((number, beside, await streams, computed))
-        finally:
-            streams.cancel()
-            await asyncio.gather(streams, return_exceptions=True)
+    for count in lengths(step_tokens, longest) * 2:
+        await asyncio.sleep(min(pauses.expovariate(1 / PAUSE_S), 4 * PAUSE_S))
+        found.prompts.append((number, (await session.play([(count, 1)]))[0]))
+    for batch in batches(sequences_max, longest):
+        if context := session.probed.target.context_tokens:
+            batch = replace(batch, output_tokens=min(batch.output_tokens, context - batch.context_tokens))
+        plan = [(batch.context_tokens, batch.output_tokens)] * batch.sequences
+        found.batches.append((number, batch, await session.play(plan)))
+    streams = asyncio.create_task(session.play([(beside.context_tokens, beside.output_tokens)] * beside.sequences))
+    try:
+        computed = [(await session.play([(min(2 * step_tokens, longest), 1)]))[0] for _ in range(6)]
+        found.beside.append((number, beside, await streams, computed))
+    finally:
+        streams.cancel()
+        await asyncio.gather(streams, return_exceptions=True)
+    for sequences in _CORE_SEQUENCES:
+        found.core += await _core(session, sequences, longest, core_ms)
     return found
 
 
+async def _core(
+    session: Session, sequences: int, longest: int, core_ms: Callable[[], float | None]
+) -> list[tuple[int, float]]:
+    """Of two plays that differ only in their steps."""
+    prompt, few = min(32, longest // 2), 8
+    before = core_ms()
+    records = await session.play([(prompt, few)] * sequences)
+    between = core_ms()
+    least, most = CORE_STEPS
+    steps = round(min(max(CORE_MS / max(records[0].tpot_ms or 1.0, 1e-3), least), most, longest - prompt - few))
+    await session.play([(prompt, few + steps)] * sequences)
+    after = core_ms()
+    if before is None or between is None or after is None or steps < 1:
+        return []
+    return [(sequences, max((after - between) - (between - before), 0.0) / steps)]
+
+
 def samples_of(measured: Measured, logged: Logged) -> Samples:
-    samples, steps = Samples(), logged.steps_of()
+    samples, steps = Samples(core=list(measured.core)), logged.steps_of()
     for number, record in measured.prompts:
         own = steps.get(record.request_id, [])
         samples.prefill += [StepSample(step.tokens, step.pairs, step.ms, number) for step in own]
@@ -132,7 +170,7 @@ def samples_of(measured: Measured, logged: Logged) -> Samples:
         samples.step_gaps_ms += gaps
         if own and record.ttft_ms is not None:
             outside = record.ttft_ms - sum(step.ms for step in own) - sum(max(gap, 0.0) for gap in gaps)
-            samples.outside.append(Outside(record.prompt_asked, outside))
+            samples.outside.append(Outside(record.prompt_asked, outside, number))
     for number, batch, records in measured.batches:
         found = _steady(records, batch, number)
         if found is not None:

@@ -4,7 +4,7 @@ With more workers of a role busy than they have cores, each gets its part (proce
 are busy, steps take longer by a measured factor. Where a profile says neither, nothing is shared, and this costs nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tuning.profile import Profile
 from tuning.simulator.batch import Batch
@@ -24,6 +24,11 @@ class Host:
         self._shared = bool(self._prefill_cores or self._decode_cores) or (
             max(self._beside_decode, self._beside_prefill) > 1
         )
+        control = profile.control
+        self._step_s, self._token_s = control.step_ms / 1000, control.token_ms / 1000
+        self.talks = bool(profile.prefill_cores and control.step_ms)
+        """Whether requests take the time of cores that prefill workers use too."""
+        self._talking = 0
         self._push_step, self._push_end = push_step, push_end
         self._running: dict[int, PrefillWorker] = {}
         self._busy: dict[int, Batch] = {}
@@ -53,8 +58,35 @@ class Host:
             self._retime(now, None)
         self._push_end(batch)
 
+    def talk(self, alone_s: float, now: float) -> float:
+        """A request comes through client, gateway and coordinator, which takes so long where nothing else runs; returns until
+        when it takes, by what runs now."""
+        self._talking += 1
+        if self._running:
+            self._retime(now, None)
+        return now + alone_s * self._stretch(self._talking)
+
+    def talked(self, now: float) -> None:
+        self._talking -= 1
+        if self._running:
+            self._retime(now, None)
+
+    def _stretch(self, count: int) -> float:
+        busy = [(self._step_s + self._token_s * batch.sequences) / batch.step_s() for batch in self._busy.values()]
+        return stretch(count, self._prefill_cores, busy)
+
+    def hand_over_slower(self) -> float:
+        return self._stretch(1 + self._talking) if self.talks else 1.0
+
+    def _prefill_slower(self) -> float:
+        count = len(self._running)
+        beside = self._beside_decode if self._busy else 1.0
+        if self.talks:
+            return self._stretch(count + self._talking) * beside if count else 1.0
+        return _share(count, self._prefill_cores) * beside
+
     def _retime(self, now: float, new: PrefillWorker | None) -> None:
-        share = _share(len(self._running), self._prefill_cores) * (self._beside_decode if self._busy else 1.0)
+        share = self._prefill_slower()
         if share != self._prefill_share:
             for worker in self._running.values():
                 if worker is not new:
@@ -70,6 +102,13 @@ class Host:
                 batch.sync(now)
                 batch.share = share
                 self._push_end(batch)
+
+
+def stretch(count: int, cores: int, tokens: Sequence[float]) -> float:
+    """How many times as long each of `count` takes that want a core each of `cores`, beside decode workers whose tokens want so
+    much of one. Where there is too little for all, every one gets an equal part, or less if it wants less (max-min fairness)."""
+    left, equal = cores - sum(tokens), (count + len(tokens)) / cores
+    return max(1.0, min(count / left, equal) if left > 0 else equal)
 
 
 def _share(busy: int, cores: int) -> float:

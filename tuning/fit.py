@@ -15,6 +15,7 @@ from proto.errors import CrossdockError
 from tuning.profile import ControlCost, Curve, DecodeCost, HostCost, PrefillCost, Residuals, TransferCost
 
 SIGMA_MIN, SIGMA_MAX = 0.01, 0.25
+GAP_POINTS = 100
 
 
 class FitError(CrossdockError):
@@ -62,6 +63,9 @@ class Samples:
     """Of a stream that ran alone: tokens of its prompt's last step, and its first gap less its later ones."""
     core: list[tuple[int, float]] = field(default_factory=list)
     """Sequences of a batch, and core time of the control processes for each of its steps, in ms."""
+
+    gaps: list[float] = field(default_factory=list)
+    """Between tokens of streams that ran undisturbed, over their mean."""
 
     def add(self, others: "Samples") -> None:
         for each in fields(self):
@@ -196,3 +200,11 @@ def outside_ratios(samples: Iterable[Outside], cost: HostCost) -> list[tuple[int
     return [
         (one.round, one.ms / max(cost.request_ms + cost.request_token_ms * one.prompt_tokens, 1e-3)) for one in samples
     ]
+
+
+def gap_spread(ratios: Sequence[float]) -> tuple[float, ...]:
+    """`GAP_POINTS` quantiles at even distances; none of too few gaps."""
+    order = sorted(ratios)
+    if len(order) < 2 * GAP_POINTS:
+        return ()
+    return tuple(order[int((place + 0.5) / GAP_POINTS * len(order))] for place in range(GAP_POINTS))

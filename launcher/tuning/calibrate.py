@@ -84,7 +84,7 @@ async def _round(
         if probed.target.context_tokens:
             longest = min(longest, probed.target.context_tokens // 2)
         sizes = STEP_TOKENS, longest, settings.sequences_max
-        bar.expect(settings.rounds * measuring.requests_of(*sizes))
+        bar.expect(sum(measuring.requests_of(one, *sizes) for one in range(settings.rounds)))
         seed = settings.seed + number
         prompts = probed.prompts(load.model_copy(update={"seed": seed}), Plan((), 1, 0))
         to = Session(session, probed, prompts, site.tenants[0], bar.advance)
@@ -132,7 +132,7 @@ def profile_of(samples: Samples, logged: Logged, about: dict[str, Any], cores: t
     if control.step_ms and samples.decode_beside:
         # What tokens take from prefill is simulated; only what it loses beyond that is left here.
         tokens = median(control.of(one.size) / one.ms for one, _ in samples.decode_beside)
-        beside_decode = max(beside_decode / stretch(1, cores[0], [tokens]), 1.0)
+        beside_decode = max(beside_decode / stretch(1, cores[0], 1, tokens), 1.0)
     run_sigma, run_dof = fit.run_spread(
         [
             fit.step_ratios(samples.prefill, prefill),
@@ -157,6 +157,7 @@ def profile_of(samples: Samples, logged: Logged, about: dict[str, Any], cores: t
         about=about,
         control=control,
         run_dof=run_dof,
+        gap_spread=fit.gap_spread(samples.gaps),
     )
 
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from math import ceil
 from statistics import fmean, median
 
 import aiohttp
@@ -92,17 +93,25 @@ def lengths(step_tokens: int, longest: int) -> list[int]:
     return short + long
 
 
-def batches(sequences_max: int, longest: int) -> Iterator[Batch]:
+def batches(sequences_max: int, longest: int, lag: int) -> Iterator[Batch]:
+    """`lag`: steps that a stream has done before the next one begins."""
     count = 1
     while count <= sequences_max:
         for context in (min(longest, 32), min(longest, 512)):
-            yield Batch(count, context, STREAM_STEPS + 6 * count)
+            yield Batch(count, context, STREAM_STEPS + max(lag, 6) * count)
         count *= 2
 
 
-def requests_of(step_tokens: int, longest: int, sequences_max: int) -> int:
+def sizes_of(number: int, step_tokens: int, longest: int, sequences_max: int) -> tuple[int, int]:
+    """Longest prompt and most sequences of a round. The first one measures everything; the others are there for how much runs
+    differ, and do not take as long."""
+    return (longest, sequences_max) if not number else (min(longest, 2 * step_tokens), min(sequences_max, 4))
+
+
+def requests_of(number: int, step_tokens: int, longest: int, sequences_max: int) -> int:
     """How many `measure` sends."""
-    each = 2 * len(lengths(step_tokens, longest)) + sum(one.sequences for one in batches(sequences_max, longest))
+    longest, sequences_max = sizes_of(number, step_tokens, longest, sequences_max)
+    each = 2 * len(lengths(step_tokens, longest)) + sum(one.sequences for one in batches(sequences_max, longest, 0))
     return each + len(_WARM_UP) + 4 + 6 + 2 * sum(_CORE_SEQUENCES)
 
 
@@ -120,14 +129,17 @@ async def measure(
     core_ms: Callable[[], float | None],
 ) -> Measured:
     """One round. `core_ms`: core time of the control processes so far, if that is known."""
+    longest, sequences_max = sizes_of(number, step_tokens, longest, sequences_max)
     found, pauses = Measured(), random.Random(f"{number} pauses")
+    lag = 0
     for prompt in _WARM_UP:
-        await session.play([(min(prompt, longest), 8)])
+        [record] = await session.play([(min(prompt, longest), 8)])
+        lag = ceil((record.ttft_ms or 0.0) / max(record.tpot_ms or 1.0, 0.1))
     beside = Batch(4, min(64, longest), min(160, longest))
     for count in lengths(step_tokens, longest) * 2:
         await asyncio.sleep(min(pauses.expovariate(1 / PAUSE_S), 4 * PAUSE_S))
         found.prompts.append((number, (await session.play([(count, 1)]))[0]))
-    for batch in batches(sequences_max, longest):
+    for batch in batches(sequences_max, longest, lag):
         if context := session.probed.target.context_tokens:
             batch = replace(batch, output_tokens=min(batch.output_tokens, context - batch.context_tokens))
         plan = [(batch.context_tokens, batch.output_tokens)] * batch.sequences
@@ -172,9 +184,10 @@ def samples_of(measured: Measured, logged: Logged) -> Samples:
             outside = record.ttft_ms - sum(step.ms for step in own) - sum(max(gap, 0.0) for gap in gaps)
             samples.outside.append(Outside(record.prompt_asked, outside, number))
     for number, batch, records in measured.batches:
-        found = _steady(records, batch, number)
-        if found is not None:
-            samples.decode.append(found)
+        gaps = _steady(records, batch)
+        if gaps:
+            samples.decode.append(_mean_step(records, batch, gaps, number))
+            samples.gaps += [gap / fmean(gaps) for gap in gaps]
         alone = steps.get(records[0].request_id)
         if batch.sequences == 1 and alone and len(records[0].gaps_ms) > 2:
             first, *later = records[0].gaps_ms
@@ -192,14 +205,23 @@ def _times(record: Record) -> list[float]:
     return list(accumulate((gap / 1000 for gap in record.gaps_ms), initial=record.first_s))
 
 
-def _steady(records: Sequence[Record], batch: Batch, number: int) -> StepSample | None:
-    """The mean step while all run; None where they did not run together for long enough."""
+def _together(records: Sequence[Record]) -> tuple[float, float]:
+    """From when on, and until when, all run."""
     times = [_times(record) for record in records]
-    begin, end = max(one[1] for one in times if len(one) > 1), min(one[-1] for one in times)
+    return max(one[1] for one in times if len(one) > 1), min(one[-1] for one in times)
+
+
+def _steady(records: Sequence[Record], batch: Batch) -> list[float]:
+    """Gaps in seconds while all run; none where they did not run together for long enough."""
+    begin, end = _together(records)
+    times = [_times(record) for record in records]
     gaps = [later - earlier for one in times for earlier, later in pairwise(one) if earlier >= begin and later <= end]
-    if len(gaps) < 8 * batch.sequences:
-        return None
-    done = sum(sum(1 for at in one if at <= (begin + end) / 2) for one in times)
+    return gaps if len(gaps) >= 8 * batch.sequences else []
+
+
+def _mean_step(records: Sequence[Record], batch: Batch, gaps: Sequence[float], number: int) -> StepSample:
+    begin, end = _together(records)
+    done = sum(sum(1 for at in _times(one) if at <= (begin + end) / 2) for one in records)
     kv_tokens = batch.sequences * batch.context_tokens + done
     return StepSample(batch.sequences, kv_tokens, 1000 * fmean(gaps), number)
 

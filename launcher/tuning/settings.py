@@ -60,7 +60,10 @@ class CalibrateSettings(JsonOption):
     )
     device: Device = Field("auto", description="Where to compute.")
     rounds: int = Field(
-        5, ge=1, le=100, description="How often everything is measured, each time with workers that are started anew."
+        5,
+        ge=1,
+        le=100,
+        description="How often to measure, each time with workers that are started anew: how much runs differ.",
     )
     sequences_max: int = Field(16, ge=1, le=1024, description="Most streams at once that decode is measured with.")
     context_tokens_max: int = Field(

@@ -70,7 +70,7 @@ class State:
         """What people said last of workers, by incarnation: when what still runs there is handed over, or None for not at
         all."""
         self.flipping: dict[int, Flip] = {}
-        """Workers that are changing their role, by their incarnation in the old one: `MAX_FLIPS_AT_ONCE` at most."""
+        """Of workers that are changing their role, by their incarnations in the old one: `MAX_FLIPS_AT_ONCE` at most."""
         self.flips: deque[Flip] = deque(maxlen=FLIPS_SHOWN)
         """The last changes of roles, those included."""
         self.autopilots: dict[str, tuple[AutopilotStatus, float]] = {}
@@ -99,7 +99,7 @@ class State:
     def stepped(self, incarnation: int) -> None:
         """A worker has run a step: if it has changed its role, that is proven."""
         flip = self.unproven.pop(incarnation, None)
-        if flip is not None:
+        if flip is not None and not flip.first_step_at:
             flip.first_step_at = self.now
 
     def current(self, request_id: str, attempt: int) -> Request | None:

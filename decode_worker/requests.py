@@ -112,6 +112,7 @@ class AttemptTable(Generic[S]):
             return str(error)
         attempt.phase = Phase.RECEIVING
         attempt.cached_blocks = len(cached)
+        self.chains.name(attempt.hashes, cached)
         self._report_prefix(attempt, cached)
         self.taken_tokens += attempt.order.prompt_tokens
         self.found_tokens += len(cached) * self.block_size
@@ -137,7 +138,7 @@ class AttemptTable(Generic[S]):
         if known == blocks[:cached]:  # else what it begins with has become suspect since
             self.allocator.insert(hashes, blocks[: len(hashes)])
             known = self.allocator.match_prefix(hashes)
-            self.chains.name(known, blocks[: len(hashes)], cached)
+            self.chains.name(hashes, known, blocks[cached : len(hashes)])
             self.allocator.free(blocks[: len(known)])
             blocks = [*known, *blocks[len(known) :]]
             self._report_prefix(attempt, known)
@@ -146,7 +147,7 @@ class AttemptTable(Generic[S]):
 
     def _report_prefix(self, attempt: Attempt[S], blocks: list[int]) -> None:
         """It holds these blocks of the prefix tree until it ends."""
-        parts = self.chains.parts(blocks)
+        parts = self.chains.parts(attempt.hashes, blocks)
         if parts != attempt.prefix:
             attempt.prefix = parts
             self.prefixes.append(SharedPrefix(*attempt.key, parts))

@@ -98,6 +98,7 @@ class DecodeWorker:
 
     async def close(self) -> None:
         self.grammars.close()
+        self.table.allocator.close()
         await self.server.close()
 
     def registered(self) -> None:

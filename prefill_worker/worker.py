@@ -91,6 +91,7 @@ class PrefillWorker:
 
     async def close(self) -> None:
         self.grammars.close()
+        self.table.allocator.close()
         await self.receivers.close()
 
     def registered(self) -> None:

@@ -7,8 +7,15 @@ from msgspec import Meta
 
 from proto import limits
 from proto.errors import FinishReason
-from proto.fields import Attempt, ChoiceIndex, Count, RequestId, Seconds, Tokens_
+from proto.fields import Attempt, ChoiceIndex, Count, Incarnation, RequestId, Seconds, Text, Tokens_
 from proto.sampling import TokenId, TokenLogprobs
+
+
+class Peer(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """Where another process is and which incarnation of it is meant."""
+
+    address: Text
+    incarnation: Incarnation
 
 
 class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):

@@ -1,5 +1,6 @@
 """What people are told of a cluster, and what workers report for that alone."""
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -8,6 +9,20 @@ from msgspec import Meta
 from proto.fields import Count, DurationMs, Incarnation, Text
 from proto.kv import TransportName
 from proto.messages import Message, Role
+
+
+class ProcessRole(StrEnum):
+    """What a worker process does. A mixed one does both, and registers as two workers."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """In which it registers."""
+        return (Role.PREFILL, Role.DECODE) if self is ProcessRole.MIXED else (Role(self.value),)
+
 
 ErrorRatio = Annotated[float, Meta(ge=0.0, le=1e9)] | None
 
@@ -64,6 +79,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     """As in `Hello`."""
     steps: Count = 0
     """That it has run in its present role, as last heard."""
+    process: Text = ""
+    """Its own name, or, where it is one role of a mixed worker, the name of that."""
 
 
 class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -83,9 +100,10 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
     """A worker's change of role."""
 
     worker: Text
+    """The name of its process."""
     pid: Count
-    before: Role
-    role: Role
+    before: ProcessRole
+    role: ProcessRole
     """The one it takes."""
     state: Text
     """`draining`, `registering`, `done` or `failed`."""

@@ -1,10 +1,11 @@
-"""One worker's change of role, from the order to its first step in the new role."""
+"""One worker process's change of role, from the order to its first step in the new role."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from proto.messages import Hello, Role
-from proto.status import FlipStatus
+from proto.status import FlipStatus, ProcessRole
 
 
 class FlipState(StrEnum):
@@ -18,9 +19,9 @@ class FlipState(StrEnum):
 
 @dataclass(eq=False)
 class Flip:
-    hello: Hello
-    """Of the worker in its old role."""
-    role: Role
+    hellos: Sequence[Hello]
+    """Of the process in its old role: one, or two of a mixed worker."""
+    role: ProcessRole
     """The new one."""
     force: bool
     why: str
@@ -31,15 +32,35 @@ class Flip:
     registered_at: float = 0.0
     first_step_at: float = 0.0
     """0: none has run yet."""
+    registered: set[Role] = field(default_factory=set)
+    """Roles in which it has come back."""
+
+    @property
+    def name(self) -> str:
+        return self.hellos[0].process or self.hellos[0].name
+
+    @property
+    def before(self) -> ProcessRole:
+        return ProcessRole.MIXED if len(self.hellos) > 1 else ProcessRole(self.hellos[0].role)
+
+    @property
+    def incarnations(self) -> tuple[int, ...]:
+        """Of the old role."""
+        return tuple(hello.incarnation for hello in self.hellos)
+
+    def came_back(self, hello: Hello) -> bool:
+        """In this role; True if it has now registered in all that it takes."""
+        self.registered.add(hello.role)
+        return self.registered == set(self.role.roles)
 
     def status(self) -> FlipStatus:
         def ms(since: float, until: float) -> float:
             return max(0.0, 1000 * (until - since)) if until else 0.0
 
         return FlipStatus(
-            self.hello.name,
-            self.hello.pid,
-            self.hello.role,
+            self.name,
+            self.hellos[0].pid,
+            self.before,
             self.role,
             self.state.value,
             self.why,

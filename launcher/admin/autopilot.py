@@ -7,7 +7,7 @@ from launcher.admin.status import NoAnswer, converse, error_words
 from proto.drain import FlipAnswer, FlipRequest
 from proto.limits import MAX_TEXT_CHARS
 from proto.messages import Message, Role, StatusRequest
-from proto.status import AutopilotReport, AutopilotStatus, PredictionError, StatusReport
+from proto.status import AutopilotReport, AutopilotStatus, PredictionError, ProcessRole, StatusReport
 from runtime.link.keys import Keys, keys_for
 from runtime.metrics.registry import Labels, MetricsRegistry
 from runtime.metrics.server import MetricsServer
@@ -151,7 +151,9 @@ async def _flip(
 ) -> None:
     # Prompts that are being computed move at once; streams may end where they are.
     hand_over_ms = 1000 * settings.drain_timeout_s if decision.role is Role.PREFILL else 0.0
-    request = FlipRequest(worker, decision.role, hand_over_ms, False, f"autopilot: {decision.reason}"[:500])
+    request = FlipRequest(
+        worker, ProcessRole(decision.role), hand_over_ms, False, f"autopilot: {decision.reason}"[:500]
+    )
     try:
         answer = await converse(settings.coordinator, request, FlipAnswer, ASK_MS, keys)
     except NoAnswer as error:

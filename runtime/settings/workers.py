@@ -14,6 +14,8 @@ from runtime.settings.types import WEIGHTS_HELP, Cores, Device, Dtype, Panels, W
 
 GPU_MEMORY_SHARE: Final = 0.9
 """Of all workers on one GPU together, unless they are told their own."""
+MIXED_NAME_CHARS: Final = MAX_ID_CHARS - len("-prefill")
+"""Of a mixed worker, at most."""
 
 
 def gpu_share_of(workers: int) -> float:
@@ -159,11 +161,6 @@ class WorkerSettings(ClientSettings):
     def cores(self) -> tuple[int, ...]:
         return parse_cores(self.cpu_cores)
 
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """In which it registers."""
-        return (Role.PREFILL, Role.DECODE) if self.role == "mixed" else (Role(self.role),)
-
     def in_role(self, role: Role) -> Self:
         """The same process in that role. Raises `ValueError` with the option that does not suit it."""
         changed = self.model_copy(update={"role": str(role)})
@@ -182,9 +179,9 @@ class WorkerSettings(ClientSettings):
             raise ValueError(
                 "--transfer-encryption: on needs --keys, since its key travels over the link between the two"
             )
-        if self.role == "mixed" and len(self.name) > (most := MAX_ID_CHARS - len("-prefill")):
+        if self.role == "mixed" and len(self.name) > MIXED_NAME_CHARS:
             raise ValueError(
-                f"--name: at most {most} characters, since mixed workers register as NAME-prefill and NAME-decode"
+                f"--name: at most {MIXED_NAME_CHARS} characters, since mixed workers register as NAME-prefill and NAME-decode"
             )
         self._check_role()
         return self

@@ -10,7 +10,7 @@ serve in its role is known there alone. With the link, or with `FLIP_AFTER_S` af
 
 from proto.drain import Drained, Draining, Flip
 from proto.fields import HandOverMs
-from proto.messages import Role
+from proto.status import ProcessRole
 
 GO_AFTER_S = 5.0
 FLIP_AFTER_S = 10.0
@@ -24,7 +24,7 @@ class Service:
         self._hand_over_at: float | None = None
         """While it is drained, for whatever reason."""
         self._dismissed = False
-        self.flips_to: Role | None = None
+        self.flips_to: ProcessRole | None = None
         """The role to take, while it is drained for that."""
         self.is_ready = False
         """All that the new role needs is there."""

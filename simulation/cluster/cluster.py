@@ -28,6 +28,7 @@ from proto.held import Capacity
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Cancel, Hello, Interrupted, Message, Rejected, Role, Submit
 from proto.sampling import Sampling
+from proto.status import ProcessRole
 from simulation.cluster.decode import BatchedDecode, PacedDecode
 from simulation.cluster.prefill import PrefillWorker
 from simulation.cluster.surroundings import STOP, ClientRequest, Surroundings, Timing
@@ -174,12 +175,12 @@ class VirtualCluster(Surroundings):
     def flip(self, name: str, role: Role, hand_over_ms: float = 0.0, why: str = "") -> None:
         """As `crossdock flip`. The worker loses what it has cached."""
         self.post(PeerUp(OBSERVER, hello(Role.OBSERVER, OBSERVER)))
-        self.receive(OBSERVER, FlipRequest(name, role, hand_over_ms, False, why))
+        self.receive(OBSERVER, FlipRequest(name, ProcessRole(role), hand_over_ms, False, why))
         self.post(PeerDown(OBSERVER, "said goodbye"))
 
     def _role_order(self, incarnation: int, message: Message) -> None:
         if isinstance(message, Flip):
-            self._flipping[incarnation] = message.role
+            self._flipping[incarnation] = Role(message.role.value)
         elif isinstance(message, Drained) and incarnation in self._flipping:
             self.at(self.now, self._leave_role, incarnation, self._flipping.pop(incarnation))
         else:

@@ -2,6 +2,7 @@
 
 from proto.drain import DrainRequest, FlipRequest
 from proto.messages import Role
+from proto.status import ProcessRole
 from simulation.faults.coordinator_process import CoordinatorProcess
 from simulation.faults.gateway_process import GatewayProcess
 from simulation.faults.ledger import Ledger
@@ -154,7 +155,7 @@ class Cluster(Surroundings):
 
     def _order_flip(self, worker: PrefillProcess | DecodeProcess, hand_over_s: float, force: bool = False) -> None:
         role = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
-        self.coordinator.ask(FlipRequest(worker.name, role, 1000 * hand_over_s, force))
+        self.coordinator.ask(FlipRequest(worker.name, ProcessRole(role), 1000 * hand_over_s, force))
 
     def worker_flips(self, worker: Process) -> None:
         assert isinstance(worker, PrefillProcess | DecodeProcess)

@@ -10,6 +10,7 @@ from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Role, Tokens
 from proto.messages import Peer as Destination
 from proto.progress import Hung
+from proto.status import ProcessRole
 from runtime.worker.service import GO_AFTER_S
 from runtime.worker.step_watch import StepWatch
 from simulation.faults.oracles import DRAINED
@@ -118,7 +119,7 @@ class WorkerProcess(PoolProcess):
 
     # --- change of role -------------------------------------------------------------------------------------------------
 
-    def prepare_flip(self, _: Role) -> None:
+    def prepare_flip(self, _: ProcessRole) -> None:
         """As `runtime.worker.driver`: ready, or not, after a while."""
         ready = self.registration.ready_to_flip
         if self.flip_ends == "cannot":

@@ -7,7 +7,8 @@ import msgspec
 from proto.drain import Drained, Draining, Flip, FlipFailed
 from proto.held import Held
 from proto.limits import MAX_CACHE_CHANGES
-from proto.messages import CacheEvents, Hello, Message, Role
+from proto.messages import CacheEvents, Hello, Message
+from proto.status import ProcessRole
 from runtime.worker.service import Service
 from simulation.world.links import Client, Link, OnMessage
 from simulation.world.world import Process
@@ -27,7 +28,7 @@ class Registration:
         is_idle: Callable[[], bool],
         on_may_go: Callable[[], None],
         on_registered: Callable[[], None],
-        on_flip: Callable[[Role], None],
+        on_flip: Callable[[ProcessRole], None],
         is_quiet: Callable[[], bool],
         on_may_flip: Callable[[], None],
     ) -> None:

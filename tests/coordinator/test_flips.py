@@ -11,14 +11,16 @@ from proto.errors import Interrupt
 from proto.limits import MAX_FLIPS_AT_ONCE, PROTOCOL_VERSION
 from proto.messages import Finished, Hello, Interrupted, Released, Reserve, Role, StepDone
 from proto.progress import DecodeProgress
-from proto.status import FlipStatus
+from proto.status import FlipStatus, ProcessRole
 from tests.coordinator.test_draining import compute, decoding, placed_on
 from tests.coordinator.world import Harness, submit, worker_hello
 
 
-def ask(h: Harness, worker: str, role: Role, *, hand_over_ms: float = 0.0, force: bool = False, why: str = "") -> str:
+def ask(
+    h: Harness, worker: str, role: Role | ProcessRole, *, hand_over_ms: float = 0.0, force: bool = False, why: str = ""
+) -> str:
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "flip-1")))
-    h.receive(5, FlipRequest(worker, role, hand_over_ms, force, why))
+    h.receive(5, FlipRequest(worker, ProcessRole(role), hand_over_ms, force, why))
     (answer,) = h.take(FlipAnswer, 5)
     h.post(PeerDown(5, "said goodbye"))
     assert isinstance(answer, FlipAnswer)
@@ -42,7 +44,7 @@ def test_streams_move_the_worker_goes_when_it_holds_nothing_and_its_first_step_p
     name = next(w.hello.name for w in h.core.workers.values() if w.holdings)
     own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
     assert not ask(h, name, Role.PREFILL, why="more prompts")
-    assert h.take(Flip, own) == [Flip(Role.PREFILL, 0.0)]
+    assert h.take(Flip, own) == [Flip(ProcessRole.PREFILL, 0.0)]
     assert [i.reason for i in h.take(Interrupted) if isinstance(i, Interrupted)] == [Interrupt.DRAINED]
     assert not h.take(Drained) and last(h).state == "draining"
     h.now += 0.1
@@ -64,7 +66,7 @@ def test_streams_move_the_worker_goes_when_it_holds_nothing_and_its_first_step_p
 def test_a_prefill_worker_becomes_a_decode_worker_when_its_prompts_are_handed_over() -> None:
     h = Harness.make(prefill=2)
     assert not ask(h, "prefill-10", Role.DECODE, hand_over_ms=500.0)
-    assert h.take(Flip, 10) == [Flip(Role.DECODE, 500.0)] and h.take(Drained, 10), "it was idle"
+    assert h.take(Flip, 10) == [Flip(ProcessRole.DECODE, 500.0)] and h.take(Drained, 10), "it was idle"
     come_back(h, 10, 40, Role.DECODE)
     h.receive(40, DecodeProgress(3, 10, 0))
     assert last(h).state == "done" and not h.core.unproven
@@ -90,7 +92,6 @@ def test_requests_have_their_time_to_finish() -> None:
         ("decode-9", Role.PREFILL, "no worker is called 'decode-9'; there are decode-20, prefill-10, prefill-11"),
         ("decode-20", Role.DECODE, "decode-20 is a decode worker already"),
         ("decode-20", Role.PREFILL, "decode-20 is the only decode worker of m that takes work"),
-        ("prefill-10", Role.GATEWAY, "cannot take the role gateway; the roles are prefill and decode"),
     ],
 )
 def test_what_cannot_be_is_refused(worker: str, role: Role, why: str) -> None:
@@ -226,7 +227,7 @@ def test_one_that_was_killed_and_started_again_is_what_it_was() -> None:
 
 def test_only_operators_tools_may_ask() -> None:
     h = Harness.make(decode=2)
-    h.receive(1, FlipRequest("decode-20", Role.PREFILL, 0.0))
+    h.receive(1, FlipRequest("decode-20", ProcessRole.PREFILL, 0.0))
     assert h.protocol_violation and not h.core.draining and not h.core.flips
 
 
@@ -239,14 +240,87 @@ def test_step_reports_of_others_prove_nothing() -> None:
     assert not last(h).first_step_ms
 
 
-def test_the_halves_of_a_mixed_worker_keep_their_roles() -> None:
-    h = Harness.make(prefill=2, decode=2)
-    for role, incarnation in ((Role.PREFILL, 40), (Role.DECODE, 41)):
-        hello = worker_hello(role, incarnation)
-        h.post(PeerUp(incarnation, msgspec.structs.replace(hello, name=f"m-{role}", host="h", pid=7)))
-    other = msgspec.structs.replace(worker_hello(Role.DECODE, 42), name="other", host="elsewhere", pid=7)
-    h.post(PeerUp(42, other))
-    for name, role in (("m-prefill", Role.DECODE), ("m-decode", Role.PREFILL)):
-        assert f"{name} is one half of a mixed worker" in ask(h, name, role)
-    assert not h.take(Flip)
-    assert not ask(h, "other", Role.PREFILL)
+# --- mixed workers ----------------------------------------------------------------------------------------------------
+
+
+def mixed_up(h: Harness, first: int, name: str = "m-0", pid: int = 7, flipped_from: int = 0) -> tuple[int, int]:
+    """A mixed worker's two registrations: `first` of prefill, and the next one of decode."""
+    for at, role in enumerate((Role.PREFILL, Role.DECODE)):
+        hello = msgspec.structs.replace(
+            worker_hello(role, first + at), name=f"{name}-{role}", process=name, host="h", pid=pid,
+            flipped_from=flipped_from,
+        )  # fmt: skip
+        h.post(PeerUp(first + at, hello))
+    return first, first + 1
+
+
+def test_a_mixed_worker_goes_when_both_its_roles_are_empty_and_comes_back_in_one() -> None:
+    h = Harness.make(prefill=1, decode=0)
+    prefill, decode = mixed_up(h, 40)
+    decoding(h, submit("a"))
+    mixed_up(h, 50, "m-1", 8)
+    assert not ask(h, "m-0", Role.PREFILL, hand_over_ms=1e6)
+    order = Flip(ProcessRole.PREFILL, 1e6)
+    assert h.take(Flip, prefill) == [order] == h.take(Flip, decode)
+    assert not h.take(Drained), "one of its roles has a stream"
+    assert ask(h, "m-0", Role.PREFILL).startswith("m-0 is changing its role to prefill")
+    h.receive(decode, Finished("a", 1, 4, 4))
+    assert h.take(Drained, prefill) and h.take(Drained, decode) and last(h).state == "registering"
+    for incarnation in (prefill, decode):
+        h.post(PeerDown(incarnation, "said goodbye"))
+    h.post(PeerUp(60, msgspec.structs.replace(worker_hello(Role.PREFILL, 60), name="m-0", flipped_from=decode)))
+    flip = last(h)
+    assert (flip.worker, flip.before, flip.role, flip.state) == ("m-0", "mixed", "prefill", "done")
+    assert not h.core.flipping and not h.core.draining
+    assert not h.core.counters["prefill_restarted"] and not h.core.counters["decode_restarted"]
+
+
+def test_a_worker_becomes_mixed_when_both_roles_are_registered() -> None:
+    h = Harness.make(prefill=2, decode=1)
+    assert not ask(h, "prefill-10", ProcessRole.MIXED)
+    h.post(PeerDown(10, "said goodbye"))
+    hello = msgspec.structs.replace(worker_hello(Role.DECODE, 41), name="prefill-10-decode", process="prefill-10")
+    h.post(PeerUp(41, msgspec.structs.replace(hello, flipped_from=10)))
+    assert last(h).state == "registering"
+    hello = msgspec.structs.replace(worker_hello(Role.PREFILL, 40), name="prefill-10-prefill", process="prefill-10")
+    h.post(PeerUp(40, msgspec.structs.replace(hello, flipped_from=10)))
+    assert last(h).state == "done" and h.core.counters["flips"] == 1
+    h.now = 1.0
+    h.receive(41, DecodeProgress(3, 10, 0))
+    assert last(h).first_step_ms == 1000.0, "the first step of either"
+    h.now = 2.0
+    h.core.stepped(40)
+    assert last(h).first_step_ms == 1000.0 and not h.core.unproven
+
+
+def test_if_one_connection_to_a_mixed_worker_is_lost_both_roles_stay() -> None:
+    h = Harness.make(decode=1)
+    prefill, decode = mixed_up(h, 40)
+    assert not ask(h, "m-0", Role.DECODE)
+    assert h.take(Drained, prefill) and h.take(Drained, decode)
+    h.take(Draining)
+    h.post(PeerDown(prefill, "no heartbeat"))
+    own = msgspec.structs.replace(
+        worker_hello(Role.PREFILL, prefill), name="m-0-prefill", process="m-0", host="h", pid=7
+    )
+    h.post(PeerUp(prefill, own))
+    assert last(h).failure == "the connection to it was lost" and h.take(Draining, decode) == [Draining(None)]
+    assert not h.core.draining and not h.core.flipping
+
+
+def test_the_roles_of_a_mixed_worker_go_together() -> None:
+    h = Harness.make(prefill=1, decode=0)
+    mixed_up(h, 40)
+    assert "m-0-decode is one role of the mixed worker m-0" in ask(h, "m-0-decode", Role.PREFILL)
+    assert "m-0 is a mixed worker already" in ask(h, "m-0", ProcessRole.MIXED)
+    assert "m-0-decode is the only decode worker of m that takes work" in ask(h, "m-0", Role.PREFILL)
+    h.post(PeerUp(20, worker_hello(Role.DECODE, 20)))
+    h.post(PeerDown(41, "no heartbeat"))
+    assert "registered in one of its roles alone" in ask(h, "m-0", Role.PREFILL)
+
+
+def test_two_mixed_workers_of_one_name_are_told_apart() -> None:
+    h = Harness.make(prefill=1, decode=1)
+    mixed_up(h, 40)
+    mixed_up(h, 50, pid=8)
+    assert "2 workers are called 'm-0': give each a --name of its own" in ask(h, "m-0", Role.PREFILL)

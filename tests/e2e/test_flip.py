@@ -14,6 +14,7 @@ import uvloop
 from launcher.admin.status import converse
 from proto.drain import DrainAnswer, DrainRequest
 from proto.messages import Role
+from tests.e2e.balancer import Load
 from tests.e2e.parts import ROOT, parts
 from tests.e2e.test_rolling import Twins, come, load
 from tuning.profile import Capacity, Curve, DecodeCost, PrefillCost, Profile, encoded
@@ -42,15 +43,40 @@ def test_a_worker_takes_the_other_role_and_its_own_again_while_streams_run(up: T
     with load(up) as loads:
         come(up, loads)
         for role, streams in (("prefill", "move"), ("decode", "move"), ("prefill", "finish"), ("decode", "finish")):
-            done = flip(up, "decode-0", role, "--streams", streams, "--drain-timeout-s", "0.3", "--first-step-s", "20")
-            assert done.returncode == 0 and f"decode-0 is a {role} worker now" in done.stdout, done.stderr
-            assert "its first step was done" in done.stdout
+            take_role(up, loads, role, streams)
             assert roles(up)["decode-0"] == role
-            come(up, loads)
     report = up.status()
     assert {worker.name: worker.pid for worker in report.workers} == pids, "the processes are the same"
     assert [one.state for one in report.flips] == ["done"] * 4 and report.counters["flips"] == 4
     assert not report.counters.get("decode_restarted") and not report.counters.get("prefill_lost")
+
+
+def take_role(up: Twins, loads: list[Load], role: str, streams: str) -> None:
+    """It is decode-0 that does, under load."""
+    done = flip(up, "decode-0", role, "--streams", streams, "--drain-timeout-s", "0.3", "--first-step-s", "20")
+    assert done.returncode == 0 and f"decode-0 is a {role} worker now" in done.stdout, done.stderr
+    assert "its first step was done" in done.stdout
+    come(up, loads)
+
+
+def test_a_worker_becomes_mixed_and_something_else_again_while_streams_run(up: Twins) -> None:
+    before = up.status().counters
+    pid = up.processes["decode-0"].pid
+    with load(up) as loads:
+        come(up, loads)
+        for role, streams in (("mixed", "move"), ("prefill", "finish"), ("mixed", "finish"), ("decode", "move")):
+            take_role(up, loads, role, streams)
+            own = {worker.name for worker in up.status().workers if worker.pid == pid}
+            assert own == ({"decode-0-prefill", "decode-0-decode"} if role == "mixed" else {"decode-0"})
+            if role == "mixed":
+                refused = flip(up, "decode-0-decode", "decode")
+                assert refused.returncode == 1 and "one role of the mixed worker decode-0" in refused.stderr
+    report = up.status()
+    assert [(one.before, one.role) for one in report.flips][-4:] == [
+        ("decode", "mixed"), ("mixed", "prefill"), ("prefill", "mixed"), ("mixed", "decode"),
+    ]  # fmt: skip
+    for what in ("decode_restarted", "prefill_restarted", "decode_lost", "prefill_lost", "flips_failed"):
+        assert report.counters.get(what) == before.get(what), what
 
 
 def order(up: Twins, worker: str, *, undo: bool = False) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from proto.drain import Drained, Draining, Flip
-from proto.messages import Role
+from proto.status import ProcessRole
 from runtime.worker.service import FLIP_AFTER_S, Service
 
 
@@ -50,8 +50,8 @@ def test_a_drain_that_was_undone_dismisses_nobody() -> None:
 
 def test_it_changes_its_role_when_it_is_ready_holds_nothing_and_may_go() -> None:
     service = Service()
-    service.ordered(Flip(Role.PREFILL, 500.0), 1.0)
-    assert service.flips_to is Role.PREFILL and service.hand_over_ms(1.0) == 500.0
+    service.ordered(Flip(ProcessRole.PREFILL, 500.0), 1.0)
+    assert service.flips_to is ProcessRole.PREFILL and service.hand_over_ms(1.0) == 500.0
     service.ordered(Drained(), 1.2)
     assert not service.may_flip(empty=True), "what it needs in the new role is not there yet"
     service.is_ready = True
@@ -63,7 +63,7 @@ def test_it_changes_its_role_when_it_is_ready_holds_nothing_and_may_go() -> None
 @pytest.mark.parametrize("what", ["the link is lost", "the order is taken back", "it is to end"])
 def test_an_order_to_change_the_role_can_become_void(what: str) -> None:
     service = Service()
-    service.ordered(Flip(Role.PREFILL, 500.0), 1.0)
+    service.ordered(Flip(ProcessRole.PREFILL, 500.0), 1.0)
     service.is_ready = True
     if what == "the link is lost":
         service.link_lost()

@@ -65,7 +65,7 @@ def what_was_cached_in_the_old_role_is_found_and_written_to(m: pytest.MonkeyPatc
     def all_are_free(self: BlockAllocator) -> None:
         report_all(self)
         if not self.held_count:
-            self._free = list(range(self.total))
+            self.pool.free[:] = range(self.total)
 
     m.setattr(BlockAllocator, "report_all", all_are_free)
 

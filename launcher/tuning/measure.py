@@ -24,6 +24,7 @@ from tuning.fit import HandOver, Outside, Samples, StepSample
 
 STREAM_STEPS = 40
 """Steps for which all streams of a batch are to run together."""
+LAG_MAX = 32
 PAUSE_S = 0.1
 """Between prompts, on average. Back to back they would find everything in the caches, which prompts of traffic do not."""
 CORE_MS, CORE_STEPS = 400.0, (40, 400)
@@ -134,7 +135,7 @@ async def measure(
     lag = 0
     for prompt in _WARM_UP:
         [record] = await session.play([(min(prompt, longest), 8)])
-        lag = ceil((record.ttft_ms or 0.0) / max(record.tpot_ms or 1.0, 0.1))
+        lag = min(ceil((record.ttft_ms or 0.0) / max(record.tpot_ms or 1.0, 0.1)), LAG_MAX)
     beside = Batch(4, min(64, longest), min(160, longest))
     for count in lengths(step_tokens, longest) * 2:
         await asyncio.sleep(min(pauses.expovariate(1 / PAUSE_S), 4 * PAUSE_S))

@@ -76,6 +76,7 @@ class Simulator(Placing):
 
     def _submit(self, job: Job, _: object) -> None:
         self._host.talked(self.now)
+        job.submitted_s = self.now
         self.submit(job)
 
     # --- prefill ----------------------------------------------------------------------------------------------------------

@@ -58,8 +58,10 @@ def test_the_spread_is_that_of_rounds_and_not_of_single_steps() -> None:
     rng = np.random.default_rng(2)
     quiet = [[(n, float(np.exp(rng.normal(0.0, 0.3)))) for n in range(5) for _ in range(2000)]]
     assert fit.run_spread(quiet) == (pytest.approx(0.01, abs=0.012), 4)
-    slower = [[(n, 1.0 + 0.2 * n) for n in range(5) for _ in range(10)]]
-    assert fit.run_spread(slower)[0] > 0.2
+    slower = [1.0 + 0.1 * n for n in range(5)]
+    # Of a sixth run, beside the mean of five.
+    wanted = np.log(slower).std(ddof=1) * np.sqrt(1 + 1 / 5)
+    assert fit.run_spread([[(n, one) for n, one in enumerate(slower)]])[0] == pytest.approx(wanted)
     assert fit.run_spread([[(0, 1.0), (0, 1.1)]]) == (0.03, 0), "one round says nothing of others"
 
 

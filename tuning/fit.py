@@ -73,16 +73,19 @@ class Samples:
 
 
 def slope(samples: Iterable[StepSample]) -> float:
-    """ms for each read, from differences between samples of equal counts; at least 0."""
+    """ms for each read: the median over sizes of the slope within each, so that one size that was disturbed does not bend it;
+    at least 0."""
     groups: dict[int, list[StepSample]] = defaultdict(list)
     for one in samples:
         groups[one.size].append(one)
-    above = below = 0.0
+    found: list[float] = []
     for group in groups.values():
         mean_reads, mean_ms = fmean(one.reads for one in group), fmean(one.ms for one in group)
-        above += sum((one.reads - mean_reads) * (one.ms - mean_ms) for one in group)
-        below += sum((one.reads - mean_reads) ** 2 for one in group)
-    return max(above / below, 0.0) if below > 0 else 0.0
+        above = sum((one.reads - mean_reads) * (one.ms - mean_ms) for one in group)
+        below = sum((one.reads - mean_reads) ** 2 for one in group)
+        if below > 0:
+            found.append(above / below)
+    return max(median(found), 0.0) if found else 0.0
 
 
 def curve(samples: Sequence[StepSample], per_read: float) -> Curve:

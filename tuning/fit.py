@@ -7,6 +7,7 @@ medians need not be linear in the count. Medians, not means: a measurement on a 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import combinations
 from math import log, sqrt
 from statistics import fmean, median, variance
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from tuning.profile import ControlCost, Curve, DecodeCost, HostCost, PrefillCost
 
 SIGMA_MIN, SIGMA_MAX = 0.01, 0.25
 GAP_POINTS = 100
+GROUP_MAX = 150
+"""Samples of one size that a slope is made of."""
 
 
 class FitError(CrossdockError):
@@ -73,18 +76,19 @@ class Samples:
 
 
 def slope(samples: Iterable[StepSample]) -> float:
-    """ms for each read: the median over sizes of the slope within each, so that one size that was disturbed does not bend it;
-    at least 0."""
+    """ms for each read, at least 0: within each size the median slope between two samples (Theil and Sen), and of sizes the
+    median, so that neither single slow steps nor one size that was disturbed bend it."""
     groups: dict[int, list[StepSample]] = defaultdict(list)
     for one in samples:
         groups[one.size].append(one)
     found: list[float] = []
     for group in groups.values():
-        mean_reads, mean_ms = fmean(one.reads for one in group), fmean(one.ms for one in group)
-        above = sum((one.reads - mean_reads) * (one.ms - mean_ms) for one in group)
-        below = sum((one.reads - mean_reads) ** 2 for one in group)
-        if below > 0:
-            found.append(above / below)
+        some = group[:: -(-len(group) // GROUP_MAX)]
+        between = [
+            (b.ms - a.ms) / (b.reads - a.reads) for a, b in combinations(some, 2) if abs(b.reads - a.reads) > 1e-9
+        ]
+        if between:
+            found.append(median(between))
     return max(median(found), 0.0) if found else 0.0
 
 

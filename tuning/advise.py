@@ -207,13 +207,15 @@ class Model:
         servers = min(prefill, cores[0] or prefill)
         batch = self._batch(decode, share, 0.0, max(1.0, decode / (cores[1] or decode or 1)))
         load = share * self.per_ms * float(self.prefill_ms.mean()) / max(servers, 1e-9)
-        ttft = self._ttft(servers, self.prefill_ms, load, batch.load)
+        ttft = self._ttft(servers, self.prefill_ms, load, batch.load, self.profile.host.step_gap_ms)
         return ttft, self._tpot(batch, 0.0), load, batch
 
     def _together(self, mixed: int, share: float) -> tuple[Floats, Floats, float, _Decode]:
         load = share * self.per_ms * float(self.prefill_ms.mean()) / mixed
         batch = self._batch(mixed, share, min(load, _BUSY_MAX))
-        ttft = self._ttft(mixed, self.prefill_ms + self.chunks * batch.step_ms, load, batch.load)
+        # The first chunk comes in the middle of a decode step, so it waits for half of it.
+        early_ms = self.profile.host.step_gap_ms + batch.step_ms / 2
+        ttft = self._ttft(mixed, self.prefill_ms + self.chunks * batch.step_ms, load, batch.load, early_ms)
         work = share * self.per_ms / mixed * float((self.prefill_ms**2).mean())
         return ttft, self._tpot(batch, min(load, _BUSY_MAX), work), load, batch
 
@@ -247,9 +249,10 @@ class Model:
 
     # --- phases ---------------------------------------------------------------------------------------------------------
 
-    def _ttft(self, servers: int, service_ms: Floats, load: float, other_load: float) -> Floats:
-        """For each request, the probability that it keeps the limit of its first token."""
-        slack = self.slo.ttft_ms - service_ms - self.host_ms
+    def _ttft(self, servers: int, service_ms: Floats, load: float, other_load: float, early_ms: float) -> Floats:
+        """For each request, the probability that it keeps the limit of its first token, which comes so long before a worker is
+        free again."""
+        slack = self.slo.ttft_ms - (service_ms - early_ms) - self.host_ms
         if not servers:
             return np.zeros_like(slack)
         busy = min(load, _BUSY_MAX)

@@ -6,15 +6,19 @@ medians need not be linear in the count. Medians, not means: a measurement on a 
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from math import log
-from statistics import fmean, median, pstdev
+from dataclasses import dataclass, field, fields
+from itertools import combinations
+from math import log, sqrt
+from statistics import fmean, median, variance
 from typing import NamedTuple
 
 from proto.errors import CrossdockError
-from tuning.profile import Curve, DecodeCost, HostCost, PrefillCost, Residuals, TransferCost
+from tuning.profile import ControlCost, Curve, DecodeCost, HostCost, PrefillCost, Residuals, TransferCost
 
 SIGMA_MIN, SIGMA_MAX = 0.01, 0.25
+GAP_POINTS = 100
+GROUP_MAX = 150
+"""Samples of one size that a slope is made of."""
 
 
 class FitError(CrossdockError):
@@ -44,6 +48,7 @@ class Outside(NamedTuple):
 
     prompt_tokens: int
     ms: float
+    round: int = 0
 
 
 @dataclass
@@ -59,19 +64,32 @@ class Samples:
     step_gaps_ms: list[float] = field(default_factory=list)
     second_token_ms: list[tuple[int, float]] = field(default_factory=list)
     """Of a stream that ran alone: tokens of its prompt's last step, and its first gap less its later ones."""
+    core: list[tuple[int, float]] = field(default_factory=list)
+    """Sequences of a batch, and core time of the control processes for each of its steps, in ms."""
+
+    gaps: list[float] = field(default_factory=list)
+    """Between tokens of streams that ran undisturbed, over their mean."""
+
+    def add(self, others: "Samples") -> None:
+        for each in fields(self):
+            getattr(self, each.name).extend(getattr(others, each.name))
 
 
 def slope(samples: Iterable[StepSample]) -> float:
-    """ms for each read, from differences between samples of equal counts; at least 0."""
+    """ms for each read, at least 0: within each size the median slope between two samples (Theil and Sen), and of sizes the
+    median, so that neither single slow steps nor one size that was disturbed bend it."""
     groups: dict[int, list[StepSample]] = defaultdict(list)
     for one in samples:
         groups[one.size].append(one)
-    above = below = 0.0
+    found: list[float] = []
     for group in groups.values():
-        mean_reads, mean_ms = fmean(one.reads for one in group), fmean(one.ms for one in group)
-        above += sum((one.reads - mean_reads) * (one.ms - mean_ms) for one in group)
-        below += sum((one.reads - mean_reads) ** 2 for one in group)
-    return max(above / below, 0.0) if below > 0 else 0.0
+        some = group[:: -(-len(group) // GROUP_MAX)]
+        between = [
+            (b.ms - a.ms) / (b.reads - a.reads) for a, b in combinations(some, 2) if abs(b.reads - a.reads) > 1e-9
+        ]
+        if between:
+            found.append(median(between))
+    return max(median(found), 0.0) if found else 0.0
 
 
 def curve(samples: Sequence[StepSample], per_read: float) -> Curve:
@@ -160,10 +178,46 @@ def host_cost(samples: Samples, transfer: TransferCost) -> HostCost:
     return HostCost(request_ms, token_ms, gap_ms, join_ms, Residuals.of(residuals))
 
 
-def run_sigma(samples: Sequence[StepSample], cost: PrefillCost | DecodeCost) -> float:
-    """How much whole rounds of the measurement differ."""
-    rounds: dict[int, list[float]] = defaultdict(list)
-    for one in samples:
-        rounds[one.round].append(one.ms / cost.step_ms(one.size, one.reads))
-    means = [log(fmean(values)) for values in rounds.values()]
-    return min(max(pstdev(means), SIGMA_MIN), SIGMA_MAX) if len(means) > 1 else 0.03
+def control_cost(samples: Sequence[tuple[int, float]]) -> ControlCost:
+    """`samples`: sequences of a batch, and core time for each of its steps, in ms."""
+    return ControlCost(*line_through([(float(count), ms) for count, ms in samples]))
+
+
+def run_spread(parts: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, int]:
+    """How far times of another run may lie from the fit, as the standard deviation of their logarithm, and its degrees of
+    freedom. `parts`: of prefill steps, decode steps and requests, pairs of the round and measured / fitted.
+
+    What is the same in all rounds but not in truth is not seen here. Parts of a round are slow together, so they give no more
+    degrees of freedom than rounds do.
+    """
+    squares, count, rounds_max = 0.0, 0, 0
+    for part in parts:
+        rounds: dict[int, list[float]] = defaultdict(list)
+        for number, ratio in part:
+            rounds[number].append(ratio)
+        logs = [log(median(values)) for values in rounds.values() if median(values) > 0]
+        if len(logs) > 1:
+            # A new run differs from the truth as each round did, and so does the mean of the rounds.
+            squares += variance(logs) * (1 + 1 / len(logs))
+            count, rounds_max = count + 1, max(rounds_max, len(logs))
+    if not count:
+        return 0.03, 0
+    return min(max(sqrt(squares / count), SIGMA_MIN), SIGMA_MAX), rounds_max - 1
+
+
+def step_ratios(samples: Iterable[StepSample], cost: PrefillCost | DecodeCost) -> list[tuple[int, float]]:
+    return [(one.round, one.ms / cost.step_ms(one.size, one.reads)) for one in samples]
+
+
+def outside_ratios(samples: Iterable[Outside], cost: HostCost) -> list[tuple[int, float]]:
+    return [
+        (one.round, one.ms / max(cost.request_ms + cost.request_token_ms * one.prompt_tokens, 1e-3)) for one in samples
+    ]
+
+
+def gap_spread(ratios: Sequence[float]) -> tuple[float, ...]:
+    """`GAP_POINTS` quantiles at even distances; none of too few gaps."""
+    order = sorted(ratios)
+    if len(order) < 2 * GAP_POINTS:
+        return ()
+    return tuple(order[int((place + 0.5) / GAP_POINTS * len(order))] for place in range(GAP_POINTS))

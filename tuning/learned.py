@@ -133,12 +133,14 @@ def is_crowded(profile: Profile, role: Role, workers: Iterable[int]) -> bool:
 
 
 def _applied(profile: Profile, corrections: Mapping[Role, Correction]) -> Learned:
-    changes: dict[str, PrefillCost | DecodeCost] = {}
+    changes: dict[str, PrefillCost | DecodeCost | float] = {}
     for role, one in corrections.items():
         kind = PrefillCost if role is Role.PREFILL else DecodeCost
         changes[role.value] = kind(one.curve, one.per_read, one.residuals)
-    sigma = max([profile.run_sigma, *(min(one.sigma, SIGMA_MAX) for one in corrections.values())])
-    return Learned(profile.replaced(run_sigma=sigma, **changes), corrections)
+    sigma = min(max((one.sigma for one in corrections.values()), default=0.0), SIGMA_MAX)
+    if sigma > profile.run_sigma:
+        changes |= {"run_sigma": sigma, "run_dof": PERIODS - 1}
+    return Learned(profile.replaced(**changes), corrections)
 
 
 # --- one role ---------------------------------------------------------------------------------------------------------

@@ -1,11 +1,16 @@
 """What a run would look like at the client, with error bands. Pure.
 
-A band has two causes. The machine is never twice the same: the run is simulated again with prefill and decode steps scaled by
-draws from the profile's run-to-run spread. And a trace is one sample of its traffic: windows of it are drawn with replacement
-(a block bootstrap, whose blocks do not overlap), which changes the figures without another simulation.
+A band has three causes:
+
+- A run as a whole is faster or slower than the calibration: the run is simulated again with times scaled by draws from the
+  profile's run-to-run spread. That was estimated from few rounds, so the draws are of Student's distribution.
+- Each request is faster or slower than the fit says: its times are scaled by draws from the residuals.
+- A trace is one sample of its traffic: windows of it are drawn with replacement (a block bootstrap, whose blocks do not
+  overlap).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -13,18 +18,19 @@ import numpy.typing as npt
 
 from tuning.advise import Workers
 from tuning.goals import Limits
-from tuning.profile import Profile
+from tuning.profile import Profile, Residuals
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
 from tuning.simulator.options import Options
-from tuning.simulator.outcome import Bools, Floats
+from tuning.simulator.outcome import Bools, Floats, Outcome
 
 Ints = npt.NDArray[np.int64]
-RUNS: Final = 9
-DRAWS: Final = 200
+RUNS: Final = 25
+DRAWS: Final = 500
 WINDOWS_MIN: Final = 8
 BAND: Final = (0.05, 0.95)
 SHARES: Final = (0.5, 0.9, 0.99)
+GAP_POINTS: Final = 200
 
 
 class Band(NamedTuple):
@@ -58,34 +64,64 @@ def predict(
     """`from_s`: requests that arrive earlier are a warm-up, and not counted, but for their gaps between tokens."""
     rng = np.random.default_rng([seed, 1])
     point = Simulator(profile, workers, sent, options).run()
-    outcomes = [point]
-    for _ in range(runs - 1):
-        scales = np.exp(rng.normal(0.0, profile.run_sigma, 2)).tolist()
-        outcomes.append(Simulator(profile.scaled(*scales), workers, sent, options).run())
+    scales = zip(*(run_factors(profile, runs - 1, rng) for _ in ("prefill", "decode")), strict=True)
+    outcomes = [point, *(Simulator(profile.scaled(*both), workers, sent, options).run() for both in scales)]
     counted = point.at_s >= from_s
     draws: dict[str, list[list[float]]] = {name: [] for name in ("attainment", "ttft_ms", "tpot_ms")}
     for number in range(DRAWS):
-        outcome = outcomes[number % len(outcomes)]
+        outcome = scattered(outcomes[number % len(outcomes)], profile, rng)
         chosen = resampled(outcome.at_s, counted, rng)
         draws["attainment"].append([float(outcome.good(slo)[chosen].mean())])
         for metric in ("ttft_ms", "tpot_ms"):
             draws[metric].append(quantiles(getattr(outcome, metric)[chosen]))
-    value = float(point.good(slo)[counted].mean()) if counted.any() else 1.0
-    attainment = _band(value, [one[0] for one in draws["attainment"]])
-    latency = {
-        metric: {
-            f"p{100 * share:.0f}": _band(middle, [one[place] for one in draws[metric]])
-            for place, (share, middle) in enumerate(
-                zip(SHARES, quantiles(getattr(point, metric)[counted]), strict=True)
+    gaps = [gap_quantiles(outcome, profile) for outcome in outcomes]
+    return Prediction(
+        workers,
+        _band([one[0] for one in draws["attainment"]] if counted.any() else [1.0]),
+        {
+            metric: {f"p{100 * share:.0f}": _band([one[place] for one in found]) for place, share in enumerate(SHARES)}
+            for metric, found in (
+                ("ttft_ms", draws["ttft_ms"]),
+                ("tpot_ms", draws["tpot_ms"]),
+                ("itl_ms", gaps),
             )
-        }
-        for metric in ("ttft_ms", "tpot_ms")
-    }
-    gaps = [outcome.percentiles("itl_ms", SHARES) for outcome in outcomes]
-    latency["itl_ms"] = {
-        f"p{100 * share:.0f}": _band(gaps[0][place], [one[place] for one in gaps]) for place, share in enumerate(SHARES)
-    }
-    return Prediction(workers, attainment, latency)
+        },
+    )
+
+
+def run_factors(profile: Profile, count: int, rng: np.random.Generator) -> list[float]:
+    """How many times as long everything takes in each of so many runs: at even distances of the distribution, in any order."""
+    if not count:
+        return []
+    size = 400 * count
+    drawn = rng.standard_t(profile.run_dof, size) if profile.run_dof else rng.normal(size=size)
+    middle = np.quantile(drawn, (np.arange(count) + 0.5) / count)
+    return [float(factor) for factor in np.exp(rng.permutation(profile.run_sigma * middle))]
+
+
+def scattered(outcome: Outcome, profile: Profile, rng: np.random.Generator) -> Outcome:
+    """With each request's times as far from the fit as measurements were."""
+
+    def factors(residuals: Residuals) -> Floats:
+        return np.exp(rng.normal(0.0, residuals.sigma, len(outcome.at_s)))
+
+    host_ms = np.minimum(profile.host.request_ms, outcome.ttft_ms)
+    steps_ms = outcome.ttft_ms - host_ms
+    join_ms = outcome.hand_over_ms / np.maximum(outcome.output_tokens - 1, 1)
+    return replace(
+        outcome,
+        ttft_ms=host_ms * factors(profile.host.residuals) + steps_ms * factors(profile.prefill.residuals),
+        tpot_ms=(outcome.tpot_ms - join_ms) * factors(profile.decode.residuals)
+        + join_ms * factors(profile.transfer.residuals),
+    )
+
+
+def gap_quantiles(outcome: Outcome, profile: Profile) -> list[float]:
+    """Gaps between tokens, each as far from the mean step as gaps were measured."""
+    if not profile.gap_spread:
+        return outcome.percentiles("itl_ms", SHARES)
+    steps = outcome.percentiles("itl_ms", tuple((np.arange(GAP_POINTS) + 0.5) / GAP_POINTS))
+    return quantiles(np.outer(steps, profile.gap_spread).ravel())
 
 
 def quantiles(values: Floats) -> list[float]:
@@ -112,10 +148,11 @@ def resampled(at_s: Floats, counted: Bools, rng: np.random.Generator) -> Ints:
     return np.concatenate([parts[one] for one in rng.integers(len(parts), size=len(parts))])
 
 
-def _band(value: float, draws: Sequence[float]) -> Band:
+def _band(draws: Sequence[float]) -> Band:
+    """With their median, which is what most likely is about to be measured."""
     found = np.array(draws)
     found = found[~np.isnan(found)]
     if not len(found):
-        return Band(value, value, value)
-    low, high = np.quantile(found, BAND)
-    return Band(value, min(float(low), value), max(float(high), value))
+        return Band(float("nan"), float("nan"), float("nan"))
+    low, middle, high = np.quantile(found, (BAND[0], 0.5, BAND[1]))
+    return Band(float(middle), float(low), float(high))

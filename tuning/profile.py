@@ -11,6 +11,7 @@ Curves are piecewise linear through the measured medians. The residuals of the f
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from math import log
 from typing import Any, Final
 
 import msgspec
@@ -52,6 +53,11 @@ class Residuals(msgspec.Struct, frozen=True):
     p50: float = 0.0
     p90: float = 0.0
     worst: float = 0.0
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of their logarithm, by the middle 8 in 10: single ones lie far off."""
+        return log((1 + self.p90) / (1 + self.p10)) / 2.563 if -1 < self.p10 <= self.p90 else 0.0
 
     @staticmethod
     def of(found: Sequence[float]) -> "Residuals":
@@ -121,6 +127,19 @@ class HostCost(msgspec.Struct, frozen=True):
     residuals: Residuals = Residuals()
 
 
+class ControlCost(msgspec.Struct, frozen=True):
+    """Core time of what passes tokens on: event loops of decode workers, gateway and client. They share cores with prefill
+    workers (`Profile.prefill_cores`). 0: not measured, and not modelled."""
+
+    step_ms: float = 0.0
+    """For each decode step …"""
+    token_ms: float = 0.0
+    """… and each of its tokens."""
+
+    def of(self, sequences: float) -> float:
+        return self.step_ms + self.token_ms * sequences
+
+
 class Capacity(msgspec.Struct, frozen=True):
     """Of each worker."""
 
@@ -158,12 +177,19 @@ class Profile(msgspec.Struct, frozen=True):
     about: dict[str, Any] = {}
     """Hardware, model, dtype, versions, when."""
     format: int = FORMAT
+    control: ControlCost = ControlCost()
+    run_dof: int = 0
+    """Degrees of freedom of `run_sigma`; 0: it is taken as known."""
+    gap_spread: tuple[float, ...] = ()
+    """Gaps between tokens of streams that ran undisturbed, over their mean: quantiles at even distances."""
 
     def replaced(self, **changes: Any) -> "Profile":
         return msgspec.structs.replace(self, **changes)
 
     def scaled(self, prefill: float = 1.0, decode: float = 1.0) -> "Profile":
-        """The same machine with prefill and decode steps that take so many times as long."""
+        """The same machine with decode steps that take so many times as long, and prefill steps with what the host does for
+        requests, mostly on the same cores."""
+        host, transfer, control = self.host, self.transfer, self.control
         return self.replaced(
             prefill=msgspec.structs.replace(
                 self.prefill, curve=self.prefill.curve.scaled(prefill), context_ms=self.prefill.context_ms * prefill
@@ -171,6 +197,14 @@ class Profile(msgspec.Struct, frozen=True):
             decode=msgspec.structs.replace(
                 self.decode, curve=self.decode.curve.scaled(decode), kv_token_ms=self.decode.kv_token_ms * decode
             ),
+            host=msgspec.structs.replace(
+                host,
+                request_ms=host.request_ms * prefill,
+                request_token_ms=host.request_token_ms * prefill,
+                step_gap_ms=host.step_gap_ms * prefill,
+            ),
+            transfer=msgspec.structs.replace(transfer, latency_ms=transfer.latency_ms * prefill),
+            control=ControlCost(control.step_ms * prefill, control.token_ms * prefill),
         )
 
 

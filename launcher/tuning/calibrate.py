@@ -5,6 +5,7 @@ import os
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 import msgspec
@@ -24,8 +25,10 @@ from launcher.load.tenants import Ratio, Tenant
 from launcher.local.core_plan import plan_cpu
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve as models
+from launcher.models.resolve import ReadyModel
 from launcher.tuning import event_log, from_events
 from launcher.tuning import measure as measuring
+from launcher.tuning.core_time import shared_core_ms
 from launcher.tuning.event_log import Logged
 from launcher.tuning.measure import Measured, Session
 from launcher.tuning.settings import CalibrateSettings
@@ -33,7 +36,9 @@ from proto.held import Capacity as Told
 from proto.messages import Role
 from runtime.process.version import version_of
 from tuning import fit
-from tuning.profile import Capacity, Profile, encoded
+from tuning.fit import Samples
+from tuning.profile import Capacity, ControlCost, Profile, encoded
+from tuning.simulator.cores import stretch
 
 STEP_TOKENS = 256
 """The shortest of the long prompts that are measured: a whole step of a CPU."""
@@ -58,22 +63,35 @@ async def _run(settings: CalibrateSettings, console: Console) -> int:
     load = LoadSettings(
         model=settings.model, device=settings.device, ready_timeout_s=settings.ready_timeout_s, token_ids=True
     )
+    samples, bar = Samples(), _Bar(console)
+    with bar:
+        for number in range(settings.rounds):
+            measured, logged, probed = await _round(settings, load, model, number, bar, console)
+            samples.add(measuring.samples_of(measured, logged))
+    profile = profile_of(samples, logged, _about(probed, settings.device), shared_cores(settings.device))
+    _finish(settings, profile, console)
+    return 0
+
+
+async def _round(
+    settings: CalibrateSettings, load: LoadSettings, model: ReadyModel, number: int, bar: "_Bar", console: Console
+) -> tuple[Measured, Logged, Probed]:
+    """Each round has a cluster of its own: processes that are started again are not as fast as before."""
     tenant = Tenant("default")
     async with started(load, Ratio(1, 1), [tenant], model, console) as site, new_session(silence_s=None) as session:
         probed = await probe(session, site.base_url, site.key, "", load)
         longest = settings.context_tokens_max
         if probed.target.context_tokens:
             longest = min(longest, probed.target.context_tokens // 2)
-        sizes = settings.rounds, STEP_TOKENS, longest, settings.sequences_max
-        with _Bar(console, measuring.requests_of(*sizes)) as bar:
-            prompts = probed.prompts(load.model_copy(update={"seed": settings.seed}), Plan((), 1, 0))
-            to = Session(session, probed, prompts, site.tenants[0], bar.advance)
-            measured = await measuring.measure(to, *sizes)
+        sizes = STEP_TOKENS, longest, settings.sequences_max
+        bar.expect(sum(measuring.requests_of(one, *sizes) for one in range(settings.rounds)))
+        seed = settings.seed + number
+        prompts = probed.prompts(load.model_copy(update={"seed": seed}), Plan((), 1, 0))
+        to = Session(session, probed, prompts, site.tenants[0], bar.advance)
+        cores = frozenset(os.sched_getaffinity(0))
+        measured = await measuring.measure(to, number, *sizes, lambda: shared_core_ms(cores))
         await asyncio.sleep(LOG_SETTLES_S)
-        logged = event_log.read(Path(site.event_log), "--event-log")
-    profile = profile_of(measured, logged, _about(probed, settings.device), shared_cores(settings.device))
-    _finish(settings, profile, console)
-    return 0
+        return measured, event_log.read(Path(site.event_log), "--event-log"), probed
 
 
 def _finish(settings: CalibrateSettings, profile: Profile, console: Console) -> None:
@@ -86,12 +104,15 @@ def _finish(settings: CalibrateSettings, profile: Profile, console: Console) -> 
 class _Bar:
     """A progress bar that draws seldom: it must not take time from what is measured."""
 
-    def __init__(self, console: Console, total: int) -> None:
+    def __init__(self, console: Console) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
         self._progress = Progress(
             *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, refresh_per_second=1
         )
-        self._task = self._progress.add_task("measuring", total=total)
+        self._task = self._progress.add_task("measuring", total=None)
+
+    def expect(self, total: int) -> None:
+        self._progress.update(self._task, total=total)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -104,26 +125,42 @@ class _Bar:
         self._progress.advance(self._task, count)
 
 
-def profile_of(measured: Measured, logged: Logged, about: dict[str, Any], cores: tuple[int, int] = (0, 0)) -> Profile:
+def profile_of(samples: Samples, logged: Logged, about: dict[str, Any], cores: tuple[int, int] = (0, 0)) -> Profile:
     """`cores`: that all prefill and all decode workers of this host share; 0: no limit. Raises `FitError`."""
-    samples = measuring.samples_of(measured, logged)
     prefill, decode = fit.prefill_cost(samples.prefill), fit.decode_cost(samples.decode)
     transfer = fit.transfer_cost(samples.hand_overs, measuring.transport_of(logged))
+    host = fit.host_cost(samples, transfer)
+    control = fit.control_cost(samples.core) if cores[0] else ControlCost()
+    beside_decode = fit.beside([(one, 1.0) for one in samples.prefill_beside], prefill)
+    if control.step_ms and samples.decode_beside:
+        # What tokens take from prefill is simulated; only what it loses beyond that is left here.
+        tokens = median(control.of(one.size) / one.ms for one, _ in samples.decode_beside)
+        beside_decode = max(beside_decode / stretch(1, cores[0], 1, tokens), 1.0)
+    run_sigma, run_dof = fit.run_spread(
+        [
+            fit.step_ratios(samples.prefill, prefill),
+            fit.step_ratios(samples.decode, decode),
+            fit.outside_ratios(samples.outside, host),
+        ]
+    )
     return Profile(
         prefill,
         decode,
         _capacity(logged.capacities[Role.PREFILL]),
         _capacity(logged.capacities[Role.DECODE]),
         transfer,
-        fit.host_cost(samples, transfer),
+        host,
         prefill_cores=cores[0],
         decode_cores=cores[1],
-        beside_decode=fit.beside([(one, 1.0) for one in samples.prefill_beside], prefill),
+        beside_decode=beside_decode,
         beside_prefill=fit.beside(samples.decode_beside, decode),
-        run_sigma=max(fit.run_sigma(samples.prefill, prefill), fit.run_sigma(samples.decode, decode)),
+        run_sigma=run_sigma,
         step_tokens=logged.step_tokens,
         attention_tokens=logged.attention_tokens,
         about=about,
+        control=control,
+        run_dof=run_dof,
+        gap_spread=fit.gap_spread(samples.gaps),
     )
 
 
@@ -179,6 +216,12 @@ def show(profile: Profile, console: Console) -> None:
         f"Host: {host.request_ms:.1f} ms a request + {1000 * host.request_token_ms:.1f} µs a prompt token,"
         f" {host.step_gap_ms:.2f} ms between steps, {host.join_ms:.2f} ms to join a batch",
     ]
+    if profile.control.step_ms:
+        lines.append(
+            f"Tokens on the cores of gateway and client: {profile.control.step_ms:.2f} ms a decode step"
+            f" + {1000 * profile.control.token_ms:.0f} µs a token"
+        )
+    lines.append(f"From one start of the workers to the next, times differ by {profile.run_sigma:.0%}")
     if max(profile.beside_decode, profile.beside_prefill) > 1.01:
         lines.append(
             f"Both roles on this host: prefill takes {profile.beside_decode:.2f} times as long beside decode,"

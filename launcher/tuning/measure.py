@@ -1,9 +1,11 @@
 """The measurements behind `crossdock calibrate`, at a live cluster of one prefill and one decode worker."""
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from math import ceil
 from statistics import fmean, median
 
 import aiohttp
@@ -22,6 +24,11 @@ from tuning.fit import HandOver, Outside, Samples, StepSample
 
 STREAM_STEPS = 40
 """Steps for which all streams of a batch are to run together."""
+LAG_MAX = 32
+PAUSE_S = 0.1
+"""Between prompts, on average. Back to back they would find everything in the caches, which prompts of traffic do not."""
+CORE_MS, CORE_STEPS = 400.0, (40, 400)
+"""How long streams run, and how many steps at least and at most, to see what tokens take of the control processes' cores."""
 SHORTEST = (8, 32, 64, 128, 192, 256)
 
 
@@ -40,6 +47,8 @@ class Measured:
     batches: list[tuple[int, Batch, list[Record]]] = field(default_factory=list)
     beside: list[tuple[int, Batch, list[Record], list[Record]]] = field(default_factory=list)
     """Streams, and prompts that were computed meanwhile."""
+    core: list[tuple[int, float]] = field(default_factory=list)
+    """Sequences of a batch, and core time of the control processes for each of its steps, in ms."""
 
 
 @dataclass
@@ -85,46 +94,88 @@ def lengths(step_tokens: int, longest: int) -> list[int]:
     return short + long
 
 
-def batches(sequences_max: int, longest: int) -> Iterator[Batch]:
+def batches(sequences_max: int, longest: int, lag: int) -> Iterator[Batch]:
+    """`lag`: steps that a stream has done before the next one begins."""
     count = 1
     while count <= sequences_max:
         for context in (min(longest, 32), min(longest, 512)):
-            yield Batch(count, context, STREAM_STEPS + 6 * count)
+            yield Batch(count, context, STREAM_STEPS + max(lag, 6) * count)
         count *= 2
 
 
-def requests_of(rounds: int, step_tokens: int, longest: int, sequences_max: int) -> int:
+def sizes_of(number: int, step_tokens: int, longest: int, sequences_max: int) -> tuple[int, int]:
+    """Longest prompt and most sequences of a round. The first one measures everything; the others are there for how much runs
+    differ, and do not take as long."""
+    return (longest, sequences_max) if not number else (min(longest, 2 * step_tokens), min(sequences_max, 4))
+
+
+def requests_of(number: int, step_tokens: int, longest: int, sequences_max: int) -> int:
     """How many `measure` sends."""
-    each = 2 * len(lengths(step_tokens, longest)) + sum(one.sequences for one in batches(sequences_max, longest))
-    return rounds * (each + 4 + 6) + 4
+    longest, sequences_max = sizes_of(number, step_tokens, longest, sequences_max)
+    each = 2 * len(lengths(step_tokens, longest)) + sum(one.sequences for one in batches(sequences_max, longest, 0))
+    return each + len(_WARM_UP) + 4 + 6 + 2 * sum(_CORE_SEQUENCES)
 
 
-async def measure(session: Session, rounds: int, step_tokens: int, longest: int, sequences_max: int) -> Measured:
-    found = Measured()
-    for prompt in (64, step_tokens, 16, 64):
-        await session.play([(min(prompt, longest), 8)])
+_WARM_UP = (64, 256, *(16,) * 10)
+"""Prompt tokens. The first requests to a process take longer."""
+_CORE_SEQUENCES = (1, 4)
+
+
+async def measure(
+    session: Session,
+    number: int,
+    step_tokens: int,
+    longest: int,
+    sequences_max: int,
+    core_ms: Callable[[], float | None],
+) -> Measured:
+    """One round. `core_ms`: core time of the control processes so far, if that is known."""
+    longest, sequences_max = sizes_of(number, step_tokens, longest, sequences_max)
+    found, pauses = Measured(), random.Random(f"{number} pauses")
+    lag = 0
+    for prompt in _WARM_UP:
+        [record] = await session.play([(min(prompt, longest), 8)])
+        lag = min(ceil((record.ttft_ms or 0.0) / max(record.tpot_ms or 1.0, 0.1)), LAG_MAX)
     beside = Batch(4, min(64, longest), min(160, longest))
-    for number in range(rounds):
-        for count in lengths(step_tokens, longest):
-            for _ in range(2):
-                found.prompts.append((number, (await session.play([(count, 1)]))[0]))
-        for batch in batches(sequences_max, longest):
-            if context := session.probed.target.context_tokens:
-                batch = replace(batch, output_tokens=min(batch.output_tokens, context - batch.context_tokens))
-            plan = [(batch.context_tokens, batch.output_tokens)] * batch.sequences
-            found.batches.append((number, batch, await session.play(plan)))
-        streams = asyncio.create_task(session.play([(beside.context_tokens, beside.output_tokens)] * beside.sequences))
-        try:
-            computed = [(await session.play([(min(2 * step_tokens, longest), 1)]))[0] for _ in range(6)]
-            found.beside.append((number, beside, await streams, computed))
-        finally:
-            streams.cancel()
-            await asyncio.gather(streams, return_exceptions=True)
+    for count in lengths(step_tokens, longest) * 2:
+        await asyncio.sleep(min(pauses.expovariate(1 / PAUSE_S), 4 * PAUSE_S))
+        found.prompts.append((number, (await session.play([(count, 1)]))[0]))
+    for batch in batches(sequences_max, longest, lag):
+        if context := session.probed.target.context_tokens:
+            batch = replace(batch, output_tokens=min(batch.output_tokens, context - batch.context_tokens))
+        plan = [(batch.context_tokens, batch.output_tokens)] * batch.sequences
+        found.batches.append((number, batch, await session.play(plan)))
+    streams = asyncio.create_task(session.play([(beside.context_tokens, beside.output_tokens)] * beside.sequences))
+    try:
+        computed = [(await session.play([(min(2 * step_tokens, longest), 1)]))[0] for _ in range(6)]
+        found.beside.append((number, beside, await streams, computed))
+    finally:
+        streams.cancel()
+        await asyncio.gather(streams, return_exceptions=True)
+    for sequences in _CORE_SEQUENCES:
+        found.core += await _core(session, sequences, longest, core_ms)
     return found
 
 
+async def _core(
+    session: Session, sequences: int, longest: int, core_ms: Callable[[], float | None]
+) -> list[tuple[int, float]]:
+    """Of two plays that differ only in their steps."""
+    prompt, few = min(32, longest // 2), 8
+    before = core_ms()
+    records = await session.play([(prompt, few)] * sequences)
+    between = core_ms()
+    least, most = CORE_STEPS
+    steps = round(min(max(CORE_MS / max(records[0].tpot_ms or 1.0, 1e-3), least), most, longest - prompt - few))
+    await session.play([(prompt, few + steps)] * sequences)
+    after = core_ms()
+    if before is None or between is None or after is None or steps < 1:
+        return []
+    return [(sequences, max((after - between) - (between - before), 0.0) / steps)]
+
+
 def samples_of(measured: Measured, logged: Logged) -> Samples:
-    samples, steps = Samples(), logged.steps_of()
+    samples, steps = Samples(core=list(measured.core)), logged.steps_of()
     for number, record in measured.prompts:
         own = steps.get(record.request_id, [])
         samples.prefill += [StepSample(step.tokens, step.pairs, step.ms, number) for step in own]
@@ -132,11 +183,12 @@ def samples_of(measured: Measured, logged: Logged) -> Samples:
         samples.step_gaps_ms += gaps
         if own and record.ttft_ms is not None:
             outside = record.ttft_ms - sum(step.ms for step in own) - sum(max(gap, 0.0) for gap in gaps)
-            samples.outside.append(Outside(record.prompt_asked, outside))
+            samples.outside.append(Outside(record.prompt_asked, outside, number))
     for number, batch, records in measured.batches:
-        found = _steady(records, batch, number)
-        if found is not None:
-            samples.decode.append(found)
+        gaps = _steady(records, batch)
+        if gaps:
+            samples.decode.append(_mean_step(records, batch, gaps, number))
+            samples.gaps += [gap / fmean(gaps) for gap in gaps]
         alone = steps.get(records[0].request_id)
         if batch.sequences == 1 and alone and len(records[0].gaps_ms) > 2:
             first, *later = records[0].gaps_ms
@@ -154,14 +206,23 @@ def _times(record: Record) -> list[float]:
     return list(accumulate((gap / 1000 for gap in record.gaps_ms), initial=record.first_s))
 
 
-def _steady(records: Sequence[Record], batch: Batch, number: int) -> StepSample | None:
-    """The mean step while all run; None where they did not run together for long enough."""
+def _together(records: Sequence[Record]) -> tuple[float, float]:
+    """From when on, and until when, all run."""
     times = [_times(record) for record in records]
-    begin, end = max(one[1] for one in times if len(one) > 1), min(one[-1] for one in times)
+    return max(one[1] for one in times if len(one) > 1), min(one[-1] for one in times)
+
+
+def _steady(records: Sequence[Record], batch: Batch) -> list[float]:
+    """Gaps in seconds while all run; none where they did not run together for long enough."""
+    begin, end = _together(records)
+    times = [_times(record) for record in records]
     gaps = [later - earlier for one in times for earlier, later in pairwise(one) if earlier >= begin and later <= end]
-    if len(gaps) < 8 * batch.sequences:
-        return None
-    done = sum(sum(1 for at in one if at <= (begin + end) / 2) for one in times)
+    return gaps if len(gaps) >= 8 * batch.sequences else []
+
+
+def _mean_step(records: Sequence[Record], batch: Batch, gaps: Sequence[float], number: int) -> StepSample:
+    begin, end = _together(records)
+    done = sum(sum(1 for at in _times(one) if at <= (begin + end) / 2) for one in records)
     kv_tokens = batch.sequences * batch.context_tokens + done
     return StepSample(batch.sequences, kv_tokens, 1000 * fmean(gaps), number)
 

@@ -63,7 +63,12 @@ class CalibrateSettings(JsonOption):
         json_schema_extra={"also_argument": "MODEL"},
     )
     device: Device = Field("auto", description="Where to compute.")
-    rounds: int = Field(3, ge=1, le=100, description="How often everything is measured.")
+    rounds: int = Field(
+        5,
+        ge=1,
+        le=100,
+        description="How often to measure, each time with workers that are started anew: how much runs differ.",
+    )
     sequences_max: int = Field(16, ge=1, le=1024, description="Most streams at once that decode is measured with.")
     context_tokens_max: int = Field(
         1024, ge=64, le=1 << 20, description="Longest prompt that is measured; cut to half of the model's context."

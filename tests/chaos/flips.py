@@ -31,6 +31,7 @@ FINISH_MS = 500.0
 """That streams have to end, where they are not moved at once."""
 FIRST_STEP_S = 20.0
 KILL_WITHIN_S = 0.3
+ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 
 
 @dataclass
@@ -108,7 +109,7 @@ class FlipRun(Run):
         processes = await self._processes()
         self.found.ratios[ratio(processes)] += 1
         name = self.random.choice([one for one in processes if _others_serve(processes, one)])
-        role = self.random.choice([one for one in Role if one is not role_of(processes[name][0])])
+        role = self.random.choice([one for one in ROLES if one is not role_of(processes[name][0])])
         victim = self._victim(name, processes) if self.random.random() < self._kill_share else None
         hand_over_ms = self.random.choice((0.0, 0.0, FINISH_MS))
         killing = asyncio.create_task(self._kill_soon(victim)) if victim is not None else None

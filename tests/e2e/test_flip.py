@@ -83,7 +83,7 @@ def test_a_worker_becomes_mixed_and_something_else_again_while_streams_run(up: T
 @pytest.mark.parametrize("role", ["prefill", "mixed"])
 def test_a_stream_goes_on_with_the_kv_that_its_worker_has_kept(up: Twins, role: str) -> None:
     """The worker computes no more than the last tokens of it again."""
-    prompt, tokens = [200 + len(role), *range(60, 90)], 900
+    prompt, tokens = [200 + len(role), *range(60, 90)], 470
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(up.complete, prompt, tokens, return_token_ids=True, ignore_eos=True)
 
@@ -93,7 +93,7 @@ def test_a_stream_goes_on_with_the_kv_that_its_worker_has_kept(up: Twins, role: 
 
         up.wait_for("it streams", lambda: len(decoders()) == 1 and up.status().running.get("decoding") == 1)
         (worker,) = decoders()
-        time.sleep(0.2)  # so that it has come some way
+        time.sleep(0.05)  # so that it has come some way
         request = FlipRequest(worker, Role(role), 0.0)
         assert not uvloop.run(converse(up.coordinator, request, FlipAnswer, 5_000)).refusal
         up.wait_for("its first step", lambda: up.status().flips[-1].first_step_ms > 0.0)
@@ -103,7 +103,7 @@ def test_a_stream_goes_on_with_the_kv_that_its_worker_has_kept(up: Twins, role: 
                       and ("role", "decode") not in labels)
             for what in ("queried", "hit")
         }  # fmt: skip
-        assert sums["queried"] > len(prompt) + 50, "it prefills what it had, with some of the answer"
+        assert sums["queried"] > len(prompt) + 16, "it prefills what it had, with some of the answer"
         assert sums["queried"] - sums["hit"] <= 17, sums
         moved = answer.result(60)["choices"][0]["token_ids"]
     assert flip(up, worker, "decode", "--first-step-s", "0").returncode == 0

@@ -6,6 +6,7 @@ import pytest
 
 from tests.tuning.profiles import GPU
 from tuning.advise import Slo, Traffic, Workers, advise, erlang_c, neighbours
+from tuning.profile import HostCost
 
 SLO = Slo(500.0, 30.0)
 LONG_PROMPTS = Traffic(40.0, [1500, 900, 1200] * 20, [100, 150, 200] * 20)
@@ -59,6 +60,15 @@ def test_neighbours_differ_by_one_worker_and_can_serve() -> None:
     assert set(neighbours(Workers(2, 1), False)) == {Workers(1, 2)}
     assert set(neighbours(Workers(1, 1), True)) == {Workers(0, 1, 1), Workers(1, 0, 1)}
     assert set(neighbours(Workers(1, 0, 1), True)) == {Workers(0, 0, 2), Workers(1, 1, 0), Workers(0, 1, 1)}
+
+
+def test_the_first_chunk_on_a_mixed_worker_waits_for_half_a_step() -> None:
+    profile = GPU.replaced(host=HostCost())
+    prefill_ms, step_ms = profile.prefill.prompt_ms(256, 0, 256), profile.decode.step_ms(1, 306)
+    for share, kept in ((0.4, 0.0), (0.6, 1.0)):
+        slo = Slo(prefill_ms + share * step_ms, 1000.0)
+        found = advise(profile, Traffic(0.01, [256] * 40, [100] * 40), Workers(0, 0, 1), slo).present
+        assert found.ttft_attainment == pytest.approx(kept, abs=0.01)
 
 
 def test_erlang_c_is_as_in_the_tables() -> None:

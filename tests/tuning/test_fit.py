@@ -31,6 +31,15 @@ def test_one_slow_size_does_not_raise_all_larger_ones() -> None:
     assert found.ms == pytest.approx((10.0, 20.0, 20.0, 20.0, 24.0))
 
 
+def test_one_disturbed_size_does_not_bend_the_slope() -> None:
+    """The largest batch reads most, and is the first that the machine cannot keep up with."""
+    line, per_read = GPU.decode.curve, 1e-4
+    samples = [StepSample(n, n * kv, line(n) + per_read * n * kv) for n in (1, 2, 4, 8) for kv in (50.0, 500.0)]
+    cost = fit.decode_cost([*samples, StepSample(16, 800.0, 20.0), StepSample(16, 8000.0, 90.0)])
+    assert cost.kv_token_ms == pytest.approx(per_read)
+    assert cost.step_ms(4, 800) == pytest.approx(GPU.decode.curve(4) + 800 * per_read)
+
+
 def test_work_of_the_other_role_counts_by_its_share_of_the_time() -> None:
     cost = GPU.decode
     alone = cost.step_ms(4, 1000)

@@ -44,6 +44,8 @@ class Batch:
         """Those of them whose prompts are computed."""
         self.share = 1.0
         """How much longer steps take because others use the same cores."""
+        self.tokens_want = 0.0
+        """Cores that passing on its tokens would fill."""
         self.version = 0
         self.forwarded = 0
         """Tokens, when a sequence last ended: which worker has done least."""

@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from tuning.advise import Workers
-from tuning.profile import Profile
+from tuning.profile import HostCost, Profile
 from tuning.simulator import failures
 from tuning.simulator.batch import Batch
 from tuning.simulator.caches import remember
@@ -24,7 +24,7 @@ from tuning.simulator.outcome import Outcome, outcome_of
 from tuning.simulator.placing import Placing
 from tuning.simulator.prefill import PrefillWorker
 
-_STEP, _ARRIVED, _END, _DOWN, _UP = range(5)
+_STEP, _ARRIVED, _END, _DOWN, _UP, _SUBMIT = range(6)
 """Kinds of events."""
 
 
@@ -40,6 +40,7 @@ class Simulator(Placing):
         self._host = Host(profile, self._push_step, self._push_end)
         host = profile.host
         self._gap_s, self._join_s = host.step_gap_ms / 1000, host.join_ms / 1000
+        self._request_s, self._request_token_s = host.request_ms / 1000, host.request_token_ms / 1000
         transfer = profile.transfer
         self._latency_s = transfer.latency_ms / 1000
         self._token_s = transfer.bytes_per_token / transfer.bytes_per_ms / 1000
@@ -52,28 +53,39 @@ class Simulator(Placing):
 
     def run(self) -> Outcome:
         due = self._due
-        handlers = self._step_ended, self._arrived, self._sequence_ended, self._lost, self._came
+        handlers = self._step_ended, self._arrived, self._sequence_ended, self._lost, self._came, self._submit
         jobs = iter(self.jobs)
-        job = next(jobs, None)
+        job, talks = next(jobs, None), self._host.talks
         while job is not None or due:
             if job is not None and (not due or job.at_s <= due[0][0]):
                 self.now = job.at_s
-                self.submit(job)
+                if talks:
+                    self._at(
+                        self._host.talk(self._request_s + self._request_token_s * job.prompt, self.now), _SUBMIT, job
+                    )
+                else:
+                    self.submit(job)
                 job = next(jobs, None)
             else:
                 self.now, _, kind, what, also = heappop(due)
                 handlers[kind](what, also)
             if self.news:
                 self.schedule()
-        host = self.profile.host
+        host = HostCost() if talks else self.profile.host
         return outcome_of(self.jobs, self.prefill, self.batches, self.gaps, host.request_ms, host.request_token_ms)
+
+    def _submit(self, job: Job, _: object) -> None:
+        self._host.talked(self.now)
+        job.submitted_s = self.now
+        self.submit(job)
 
     # --- prefill ----------------------------------------------------------------------------------------------------------
 
     def start(self, worker: PrefillWorker) -> None:
         if worker.running or not worker.steps:
             return
-        took_s = worker.steps[0].took_s + self._gap_s
+        worker.after_s = max(worker.free_s - self.now, 0.0)
+        took_s = worker.steps[0].took_s + worker.after_s
         worker.began_s = self.now
         batch = worker.batch
         if batch is None:
@@ -98,13 +110,14 @@ class Simulator(Placing):
         self._host.stop(worker, self.now)
         worker.tokens_in_flight -= step.tokens
         worker.tokens_forwarded += step.tokens
-        worker.pace.measure(step.tokens, 1000 * (self.now - worker.began_s - self._gap_s))
+        worker.pace.measure(step.tokens, 1000 * (self.now - worker.began_s - worker.after_s))
         for job, start, tokens in step.chunks:
             if job.prefill is not worker:
                 continue  # its attempt was interrupted
             worker.send(tokens, self.now, self._token_s)
             if start + tokens == job.prompt:
                 self._prompt_done(job, worker)
+        worker.free_s = self.now + self._gap_s
         self.start(worker)
         self.news = True
 
@@ -118,7 +131,8 @@ class Simulator(Placing):
             worker.release_blocks(job)
             self._ended_in_prefill(job)
         else:
-            self._at(max(worker.link_free_s, self.now) + self._latency_s + self._join_s, _ARRIVED, job, job.attempt)
+            latency_s = self._latency_s * self._host.hand_over_slower()
+            self._at(max(worker.link_free_s, self.now) + latency_s + self._join_s, _ARRIVED, job, job.attempt)
 
     def _ended_in_prefill(self, job: Job) -> None:
         if self.options.late_room:

@@ -24,6 +24,13 @@ class Host:
         self._shared = bool(self._prefill_cores or self._decode_cores) or (
             max(self._beside_decode, self._beside_prefill) > 1
         )
+        control = profile.control
+        self._step_s, self._token_s = control.step_ms / 1000, control.token_ms / 1000
+        self.talks = bool(profile.prefill_cores and control.step_ms)
+        """Whether requests take the time of cores that prefill workers use too."""
+        self._talking = 0
+        self._tokens_want = 0.0
+        """Cores that the tokens of all decode workers would fill."""
         self._push_step, self._push_end = push_step, push_end
         self._running: dict[int, PrefillWorker] = {}
         self._busy: dict[int, Batch] = {}
@@ -45,6 +52,10 @@ class Host:
     def batch_changed(self, batch: Batch, now: float) -> None:
         """Its sequences have changed, and with them its next end."""
         busy = batch.sequences > 0
+        if self.talks:
+            wants = (self._step_s + self._token_s * batch.sequences) / batch.step_s() if busy else 0.0
+            self._tokens_want += wants - batch.tokens_want
+            batch.tokens_want = wants
         if self._shared and busy != (batch.number in self._busy):
             if busy:
                 self._busy[batch.number] = batch
@@ -53,8 +64,43 @@ class Host:
             self._retime(now, None)
         self._push_end(batch)
 
+    def talk(self, alone_s: float, now: float) -> float:
+        """A request comes through client, gateway and coordinator, which takes so long where nothing else runs; returns until
+        when it takes, by what runs now."""
+        self._talking += 1
+        if self._running:
+            self._retime_prefill(now, None)
+        return now + alone_s * self._stretch(self._talking)
+
+    def talked(self, now: float) -> None:
+        self._talking -= 1
+        if self._running:
+            self._retime_prefill(now, None)
+
+    def _stretch(self, count: int) -> float:
+        return stretch(count, self._prefill_cores, len(self._busy), self._tokens_want)
+
+    def hand_over_slower(self) -> float:
+        return self._stretch(1 + self._talking + len(self._running)) if self.talks else 1.0
+
+    def _prefill_slower(self) -> float:
+        count = len(self._running)
+        beside = self._beside_decode if self._busy else 1.0
+        if self.talks:
+            return self._stretch(count + self._talking) * beside if count else 1.0
+        return _share(count, self._prefill_cores) * beside
+
     def _retime(self, now: float, new: PrefillWorker | None) -> None:
-        share = _share(len(self._running), self._prefill_cores) * (self._beside_decode if self._busy else 1.0)
+        self._retime_prefill(now, new)
+        share = _share(len(self._busy), self._decode_cores) * (self._beside_prefill if self._running else 1.0)
+        for batch in self._busy.values():
+            if batch.share != share:
+                batch.sync(now)
+                batch.share = share
+                self._push_end(batch)
+
+    def _retime_prefill(self, now: float, new: PrefillWorker | None) -> None:
+        share = self._prefill_slower()
         if share != self._prefill_share:
             for worker in self._running.values():
                 if worker is not new:
@@ -64,12 +110,13 @@ class Host:
             self._prefill_share = share
         elif new is not None:
             self._push_step(now + new.left_s * share, new)
-        share = _share(len(self._busy), self._decode_cores) * (self._beside_prefill if self._running else 1.0)
-        for batch in self._busy.values():
-            if batch.share != share:
-                batch.sync(now)
-                batch.share = share
-                self._push_end(batch)
+
+
+def stretch(count: int, cores: int, batches: int, tokens_want: float) -> float:
+    """How many times as long each of `count` takes that want a core each of `cores`, beside the tokens of so many decode
+    workers, which want so many cores. Where there is too little for all, each gets an equal part (max-min fairness)."""
+    left, equal = cores - tokens_want, (count + batches) / cores
+    return max(1.0, min(count / left, equal) if left > 0 else equal)
 
 
 def _share(busy: int, cores: int) -> float:

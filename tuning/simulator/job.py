@@ -59,6 +59,7 @@ class Job:
         "prefill",
         "prompt",
         "sent",
+        "submitted_s",
     )
 
     def __init__(
@@ -69,6 +70,8 @@ class Job:
         priority_classes: Mapping[str, PriorityClass] = DEFAULT_PRIORITY_CLASSES,
     ) -> None:
         self.number, self.sent, self.at_s = number, sent, sent.at_s
+        self.submitted_s = sent.at_s
+        """When it came to the coordinator."""
         self.prompt, self.output, self.blocks = sent.prompt_tokens, sent.forwarded_tokens, sent.blocks
         self.output_max = sent.output_tokens
         """What the coordinator knows of: its client may leave earlier."""

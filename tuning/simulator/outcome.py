@@ -112,6 +112,7 @@ def outcome_of(
 
     at_s, first_s = column(job.at_s for job in jobs), column(job.first_s for job in jobs)
     placed_s, join_s = column(job.placed_s for job in jobs), column(job.join_s for job in jobs)
+    submitted_s = column(job.submitted_s for job in jobs)
     end_s = column(job.end_s for job in jobs)
     prompt, output = (column(getattr(job.sent, what) for job in jobs) for what in ("prompt_tokens", "forwarded_tokens"))
     served, ended = first_s != NOT_YET, end_s != NOT_YET
@@ -126,7 +127,7 @@ def outcome_of(
         at_s,
         ttft_ms,
         tpot_ms,
-        1000 * np.where(placed_s != NOT_YET, placed_s - at_s, 0.0),
+        1000 * np.where(placed_s != NOT_YET, placed_s - submitted_s, 0.0),
         np.array([job.no_room for job in jobs], dtype=bool),
         1000 * np.where(join_s != NOT_YET, join_s - first_s, 0.0),
         prompt,

@@ -50,6 +50,8 @@ class PrefillWorker:
         self.left_s = 0.0
         """Of the step that runs, as if alone, at `since_s`."""
         self.since_s = self.began_s = 0.0
+        self.free_s = self.after_s = 0.0
+        """When it can begin its next step, and how long the one that runs had to wait for that."""
         self.version = 0
         self.busy_s = 0.0
         self.link_free_s = 0.0

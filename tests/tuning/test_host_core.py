@@ -1,0 +1,104 @@
+"""Cores that requests and tokens share with prefill workers: in the simulator, and as calibrate measures them."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from launcher.tuning.core_time import shared_core_ms
+from tests.tuning.profiles import GPU
+from tuning.advise import Workers
+from tuning.fit import control_cost
+from tuning.profile import ControlCost, Curve, DecodeCost, HostCost, PrefillCost
+from tuning.simulator.cluster import Simulator
+from tuning.simulator.cores import stretch
+from tuning.simulator.job import Sent
+
+TINY = GPU.replaced(
+    prefill=PrefillCost(Curve((1.0, 256.0), (1.0, 2.0))),
+    decode=DecodeCost(Curve((1.0, 8.0), (1.0, 1.0))),
+    host=HostCost(request_ms=10.0, step_gap_ms=3.0),
+    prefill_cores=1,
+    decode_cores=1,
+    control=ControlCost(1.0),
+)
+"""A step's tokens take a core for as long as the step."""
+ONE_EACH = Workers(1, 1)
+
+
+def ttft(*sent: Sent, workers: Workers = ONE_EACH) -> list[float]:
+    return [float(ms) for ms in Simulator(TINY, workers, sent).run().ttft_ms]
+
+
+def test_a_request_that_is_alone_takes_what_calibrate_measured() -> None:
+    assert ttft(Sent(0.0, 256, 1)) == pytest.approx([10 + 2])
+    assert ttft(Sent(0.0, 512, 1)) == pytest.approx([10 + 2 + 3 + 2]), (
+        "no gap before the first step, none after the last"
+    )
+
+
+def test_requests_and_steps_at_once_share_the_core() -> None:
+    # The second one comes when the first has its core for itself; each is timed by what runs when it begins.
+    first, second = ttft(Sent(0.0, 256, 1), Sent(0.005, 256, 1))
+    assert second == pytest.approx(20 + 2)
+    assert 12 < first <= 14, "its step runs beside the second request"
+    # Prompts on two workers, which have one core.
+    assert ttft(Sent(0.0, 256, 1), Sent(0.02, 256, 1), workers=Workers(2, 1)) == pytest.approx([12, 12])
+
+
+def test_tokens_take_their_part_of_the_core_and_no_more() -> None:
+    streams = [Sent(0.0, 16, 1000), Sent(0.0001, 16, 1000)]
+    beside_one = ttft(streams[0], Sent(0.1, 256, 1))[1]
+    beside_two = ttft(*streams, Sent(0.1, 256, 1), workers=Workers(1, 2))[2]
+    assert beside_one == pytest.approx(2 * 12, rel=0.01)
+    assert beside_two == pytest.approx(3 * 12, rel=0.35), "two decode workers on one core have longer steps"
+    assert beside_one < beside_two
+
+
+def test_parts_of_a_core_are_equal_where_it_is_too_small() -> None:
+    assert stretch(1, 1, 0, 0.0) == 1.0
+    assert stretch(1, 1, 1, 0.02) == pytest.approx(1 / 0.98)
+    assert stretch(1, 1, 1, 0.9) == 2.0
+    assert stretch(2, 1, 1, 5.0) == 3.0
+    assert stretch(2, 4, 1, 0.5) == 1.0
+
+
+def test_a_profile_without_these_figures_is_simulated_as_before() -> None:
+    rng = np.random.default_rng(1)
+    sent = [Sent(at, int(rng.integers(16, 900)), 40) for at in np.cumsum(rng.exponential(0.02, 200)).tolist()]
+    plain = TINY.replaced(control=ControlCost(), host=HostCost(step_gap_ms=3.0))
+    without = Simulator(plain, Workers(2, 2), sent).run()
+    with_host = Simulator(plain.replaced(host=TINY.host), Workers(2, 2), sent).run()
+    assert with_host.ttft_ms == pytest.approx(without.ttft_ms + 10.0)
+    # Workers that have cores of their own, or a GPU: what tokens take does not matter.
+    apart = plain.replaced(host=TINY.host, prefill_cores=0, decode_cores=0)
+    figures = [
+        Simulator(one, Workers(2, 2), sent).run().ttft_ms for one in (apart, apart.replaced(control=TINY.control))
+    ]
+    assert (figures[0] == figures[1]).all()
+
+
+def test_waiting_in_the_queue_begins_at_the_coordinator() -> None:
+    outcome = Simulator(TINY, Workers(1, 1), [Sent(0.0, 256, 1)]).run()
+    assert outcome.queue_ms[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_what_tokens_take_is_a_line_over_the_sequences() -> None:
+    found = control_cost([(1, 0.5), (4, 0.8), (1, 0.5), (4, 0.8), (4, 9.0)])
+    assert (found.step_ms, found.token_ms) == pytest.approx((0.4, 0.1))
+    assert control_cost([]) == ControlCost()
+
+
+def test_the_kernel_says_how_long_threads_ran_on_these_cores() -> None:
+    cores = frozenset(os.sched_getaffinity(0))
+    before = shared_core_ms(cores)
+    if before is None:
+        pytest.skip("this kernel keeps no account of threads")
+    until = time.process_time() + 0.05
+    while time.process_time() < until:
+        pass
+    after = shared_core_ms(cores)
+    assert after is not None
+    assert after - before > 40
+    assert shared_core_ms(frozenset({10_000})) == 0.0

@@ -1,7 +1,6 @@
 """`crossdock tune`: which workers serve a traffic best, on the terminal, as JSON and as a page."""
 
 import math
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -184,7 +183,7 @@ def apply_lines(result: Result, profile: Profile) -> dict[str, Any]:
             lines += ["", "[decode]", f"max_seqs = {candidate.seqs_max}"]
         if workers.mixed:
             lines += ["", "[mixed]", f"max_seqs = {candidate.seqs_max}"]
-    return {"workers": str(workers), "command": command, "cluster_toml": lines, "model": shlex.quote(str(model))}
+    return {"workers": str(workers), "command": command, "cluster_toml": lines, "model": str(model)}
 
 
 def workers_of(text: str) -> Workers:

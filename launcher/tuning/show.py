@@ -68,7 +68,8 @@ def headline(report: Mapping[str, Any]) -> str:
         text += f"; {best['binds']} limits it"
     fewest = report["fewest_workers"]
     if fewest and fewest != best["workers"]:
-        text += f". The fewest workers that keep it: {fewest}"
+        what = "keep it" if report["kept"] else "serve as much, within 1 %"
+        text += f". The fewest workers that {what}: {fewest}"
     return text + "."
 
 

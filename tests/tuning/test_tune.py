@@ -151,3 +151,15 @@ def test_an_output_that_cannot_be_written_is_said_before_anything_is_measured(tm
         with pytest.raises(SettingsError, match=f"^--out: .*{why}"):
             check_writable(str(path), "--out")
     check_writable(str(tmp_path / "a.json"), "--out")
+
+
+def test_where_no_ratio_keeps_the_limits_the_fewest_that_serve_as_much_are_named(here: Path) -> None:
+    mix = ("--rate", "0.5", "--duration", "200", "--workers", "4", "--slo-ttft-ms", "30", "--json")
+    done = crossdock(here, "tune", *mix)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    best, fewest = report["recommendation"], report["fewest_workers"]
+    assert not report["kept"] and workers_of(fewest).total < best["total"]
+    (as_much,) = [one["attainment"] for one in report["candidates"] if one["workers"] == fewest]
+    assert as_much >= 0.99 * best["attainment"] > 0
+    assert f"The fewest workers that serve as much, within 1 %: {fewest}." in " ".join(done.stderr.split())

@@ -107,6 +107,8 @@ class Core(State):
                 pass
         if self.draining:
             draining.hand_over(self, now)
+        if self.keeping:
+            flips.resume_due(self, now)
         schedule(self, now)
         if self.flipping:
             flips.look(self, now)
@@ -123,8 +125,7 @@ class Core(State):
             waiting.append(write_off)
         if (hand_over := draining.next_hand_over(self)) < inf:
             waiting.append(hand_over)
-        if (flip_deadline := flips.next_deadline(self)) < inf:
-            waiting.append(flip_deadline)
+        waiting += [at for at in (flips.next_deadline(self), flips.next_resume(self)) if at < inf]
         return min(waiting, default=None)
 
     def _received(self, event: Received, now: float) -> None:

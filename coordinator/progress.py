@@ -5,6 +5,7 @@ from coordinator.kv_admission.shared_blocks import chains
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as RequestState
 from coordinator.placement.preemption import relieve
+from coordinator.recovery import flips
 from coordinator.request import Request
 from coordinator.state import State
 from coordinator.workers.prefix_index import usable_hashes
@@ -115,6 +116,8 @@ def cache_events(state: State, incarnation: int, event: Received, now: float) ->
     assert isinstance(report, CacheEvents)
     model = state.workers[incarnation].hello.model
     state.pools[model].locality.learn(incarnation, report.inserted, report.evicted)
+    if state.keeping:
+        flips.cache_told(state, incarnation)
 
 
 def handed_over(state: State, incarnation: int, event: Received, now: float) -> None:

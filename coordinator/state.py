@@ -70,13 +70,15 @@ class State:
         """What people said last of workers, by incarnation: when what still runs there is handed over, or None for not at
         all."""
         self.flipping: dict[int, Flip] = {}
-        """Workers that are changing their role, by their incarnation in the old one: `MAX_FLIPS_AT_ONCE` at most."""
+        """Of workers that are changing their role, by their incarnations in the old one: `MAX_FLIPS_AT_ONCE` at most."""
         self.flips: deque[Flip] = deque(maxlen=FLIPS_SHOWN)
         """The last changes of roles, those included."""
         self.autopilots: dict[str, tuple[AutopilotStatus, float]] = {}
         """By model, what its autopilot said last, and when."""
         self.unproven: dict[int, Flip] = {}
         """Those that are done, by the worker's new incarnation, until its first step in the new role."""
+        self.keeping: dict[Flip, None] = {}
+        """Changes of role with streams that wait to be resumed where their KV is."""
         self.counters: Counter[str] = Counter()
         self.out: list[Action] = []
         """What the event in hand has led to so far."""
@@ -99,7 +101,7 @@ class State:
     def stepped(self, incarnation: int) -> None:
         """A worker has run a step: if it has changed its role, that is proven."""
         flip = self.unproven.pop(incarnation, None)
-        if flip is not None:
+        if flip is not None and not flip.first_step_at:
             flip.first_step_at = self.now
 
     def current(self, request_id: str, attempt: int) -> Request | None:
@@ -151,7 +153,8 @@ class State:
         last = self.ended.get(request_id)
         return last.drained if last is not None else -1
 
-    def interrupt(self, request: Request, reason: Interrupt, why: str, now: float) -> None:
+    def interrupt(self, request: Request, reason: Interrupt, why: str, now: float, *, tell: bool = True) -> None:
+        """`tell`: its gateway, now, so that it comes back at once."""
         self.counters[f"interrupted_{reason}"] += 1
         if reason is Interrupt.DRAINED:
             attempt_progress = request.begin()
@@ -159,7 +162,8 @@ class State:
         self.withdraw(request)
         self.move(request, Trigger.INTERRUPT, now, f"{reason}: {why}")
         self.interrupted[request.id] = request
-        self.send(request.gateway_incarnation, Interrupted(*request.key, reason, why))
+        if tell:
+            self.send(request.gateway_incarnation, Interrupted(*request.key, reason, why))
 
     def claim_room(self, request: Request) -> None:
         """Its attempt was interrupted through no fault of its decode worker. What it has reserved there goes over from that

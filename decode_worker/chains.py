@@ -2,46 +2,64 @@
 
 The blocks that one attempt brought, and that stand for their hashes in the prefix tree, are a chain with a number of its own.
 A block is found by its hash only together with all before it, so whoever holds a block of a chain holds those before it too. A
-name says nothing of a block that is not in the tree: it may have been given up, and hold something else by now.
+name says nothing of a block that is not in the tree: it may have been given up, and hold something else by now, maybe of the
+other role of a mixed worker.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from proto.limits import MAX_PREFIX_PARTS
 from proto.parts import PrefixPart
 
 
+class _Name(NamedTuple):
+    hash: bytes
+    """What the block held when it got the name."""
+    chain: int
+    at: int
+    """Among the blocks of the chain."""
+
+
 class BlockChains:
     def __init__(self) -> None:
-        self._chain_of: dict[int, int] = {}
-        """Of blocks that were in the tree when they were brought; the last name of each."""
+        self._names: dict[int, _Name] = {}
+        """By block, the last one of each."""
         self._chains = 0
 
-    def name(self, known: Sequence[int], brought: Sequence[int], start: int) -> None:
-        """An attempt has brought these blocks, but for those before `start`, which were here. `known` are the tree's blocks for
-        its prompt: its own, where nobody had brought the same before."""
-        is_new = False
-        for at in range(start, len(brought)):
-            block = brought[at]
-            self._chain_of.pop(block, None)
-            if at < len(known) and known[at] == block:
-                self._chains += not is_new
-                self._chain_of[block] = self._chains
-                is_new = True
+    def name(self, hashes: Sequence[bytes], known: Sequence[int], brought: Sequence[int] = ()) -> None:
+        """`known` are the tree's blocks for a prompt with these hashes. Of those, `brought` came with it just now, and get new
+        names, as do those that have none: a prefill worker in this process, or before this role, has computed them."""
+        new, before, newest = set(brought), None, None
+        for hash_, block in zip(hashes, known, strict=False):
+            name = self._name_of(block, hash_, before)
+            if name is None or block in new:
+                self._chains += newest is None
+                name = newest = _Name(hash_, self._chains, 0 if newest is None else newest.at + 1)
+                self._names[block] = name
             else:
-                is_new = False
+                newest = None
+            before = name
 
-    def parts(self, blocks: Sequence[int]) -> tuple[PrefixPart, ...]:
-        """Blocks of the tree, from the beginning of a prompt on, as parts of chains."""
+    def parts(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> tuple[PrefixPart, ...]:
+        """Blocks of the tree, from the beginning of a prompt with these hashes on, as parts of chains."""
         counts: list[list[int]] = []
-        for block in blocks:
-            chain = self._chain_of.get(block)
-            if chain is None:
+        before = None
+        for hash_, block in zip(hashes, blocks, strict=False):
+            before = self._name_of(block, hash_, before)
+            if before is None:
                 break
-            if counts and counts[-1][0] == chain:
+            if before.at:
                 counts[-1][1] += 1
             elif len(counts) < MAX_PREFIX_PARTS:
-                counts.append([chain, 1])
+                counts.append([before.chain, 1])
             else:
                 break
         return tuple(PrefixPart(chain, count) for chain, count in counts)
+
+    def _name_of(self, block: int, hash_: bytes, before: _Name | None) -> _Name | None:
+        """If it still stands for what it was named for, behind the block that was before it then."""
+        name = self._names.get(block)
+        if name is None or name.hash != hash_:
+            return None
+        return name if not name.at or (before and before[1:] == (name.chain, name.at - 1)) else None

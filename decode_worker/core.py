@@ -198,7 +198,7 @@ class DecodeCore(Generic[S]):
         ended = self.batch.abandon()
         for sequence in ended:
             self._mark_failed(sequence, f"the model failed: {error[:300]}")
-        self._say(self.table.ended(ended))
+        self._say(self.table.ended(ended, is_sound=False))
 
     def _stuck(self, sequences: list[DecodeRequest[S]]) -> None:
         attempt = self.table.attempts.get(sequences[0].key)

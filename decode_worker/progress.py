@@ -3,7 +3,6 @@
 from typing import Generic, TypeVar
 
 from decode_worker.requests import AttemptTable, Phase
-from engine.kv.allocator import BlockAllocator
 from proto.progress import DecodeProgress
 
 S = TypeVar("S")
@@ -29,11 +28,7 @@ class ProgressReport(Generic[S]):
         joined, table.joined = tuple(table.joined), []
         prefixes, table.prefixes = tuple(table.prefixes), []
         short_blocks = shortage(table, WARN_STEPS)
-        return DecodeProgress(table.batch.steps, _room(table.allocator), short_blocks, joined, prefixes)
-
-
-def _room(allocator: BlockAllocator) -> int:
-    return allocator.free_count + allocator.cached_count
+        return DecodeProgress(table.batch.steps, table.allocator.room, short_blocks, joined, prefixes)
 
 
 def shortage(table: AttemptTable[S], horizon: int) -> int:
@@ -44,7 +39,7 @@ def shortage(table: AttemptTable[S], horizon: int) -> int:
     """
     size, batch = table.block_size, table.batch
     assert batch.in_flight is not None or not batch.running
-    free = _room(table.allocator)
+    free = table.allocator.room
     wanted = sum(
         -(-attempt.order.prompt_tokens // size)
         for attempt in table.attempts.values()

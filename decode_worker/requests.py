@@ -21,6 +21,7 @@ from kvtransfer.session.session import Accepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt
 from proto.held import Held
+from proto.kv import kept_names
 from proto.messages import Finished, Released, Reserve, WorkFailed
 from proto.parts import PrefixPart
 from proto.progress import Joined, SharedPrefix
@@ -75,6 +76,8 @@ class AttemptTable(Generic[S]):
         self.batch = batch
         self.tokens_forwarded = tokens_forwarded
         self.prefix_cache = prefix_cache
+        self.keeps: Callable[[], bool] = lambda: False
+        """Whether this process is about to take another role, in which what attempts have computed serves their next ones."""
         self.attempts: dict[Key, Attempt[S]] = {}
         self.quarantined: dict[Key, list[int]] = {}
         """Blocks of attempts that failed while a sender may still write to them."""
@@ -112,6 +115,7 @@ class AttemptTable(Generic[S]):
             return str(error)
         attempt.phase = Phase.RECEIVING
         attempt.cached_blocks = len(cached)
+        self.chains.name(attempt.hashes, cached)
         self._report_prefix(attempt, cached)
         self.taken_tokens += attempt.order.prompt_tokens
         self.found_tokens += len(cached) * self.block_size
@@ -137,7 +141,7 @@ class AttemptTable(Generic[S]):
         if known == blocks[:cached]:  # else what it begins with has become suspect since
             self.allocator.insert(hashes, blocks[: len(hashes)])
             known = self.allocator.match_prefix(hashes)
-            self.chains.name(known, blocks[: len(hashes)], cached)
+            self.chains.name(hashes, known, blocks[cached : len(hashes)])
             self.allocator.free(blocks[: len(known)])
             blocks = [*known, *blocks[len(known) :]]
             self._report_prefix(attempt, known)
@@ -146,7 +150,7 @@ class AttemptTable(Generic[S]):
 
     def _report_prefix(self, attempt: Attempt[S], blocks: list[int]) -> None:
         """It holds these blocks of the prefix tree until it ends."""
-        parts = self.chains.parts(blocks)
+        parts = self.chains.parts(attempt.hashes, blocks)
         if parts != attempt.prefix:
             attempt.prefix = parts
             self.prefixes.append(SharedPrefix(*attempt.key, parts))
@@ -182,12 +186,15 @@ class AttemptTable(Generic[S]):
             return self.ended([sequence for sequence in attempt.sequences if not sequence.steps_in_flight])
         return self._forget(attempt)
 
-    def ended(self, sequences: list[DecodeRequest[S]]) -> list[FinalReport]:
-        """These sequences run no more. Frees their blocks; returns what is to be said of attempts now without any."""
+    def ended(self, sequences: list[DecodeRequest[S]], *, is_sound: bool = True) -> list[FinalReport]:
+        """These sequences run no more. Frees their blocks; returns what is to be said of attempts now without any. `is_sound`:
+        all that should be in the blocks was computed."""
         said: list[FinalReport] = []
         for sequence in sequences:
-            sequence.blocks.release()
             attempt = self.attempts.get(sequence.key)
+            if attempt is not None and isinstance(attempt.final_report, Released) and is_sound and self.keeps():
+                self._keep(attempt, sequence.blocks)
+            sequence.blocks.release()
             if attempt is None or sequence not in attempt.sequences:
                 continue
             attempt.sequences = [other for other in attempt.sequences if other is not sequence]
@@ -201,6 +208,16 @@ class AttemptTable(Generic[S]):
                     )
                 said += self._forget(attempt)
         return said
+
+    def _keep(self, attempt: Attempt[S], held: SequenceBlocks) -> None:
+        """Give a stream's blocks the names under which its next attempt asks for them, if they all can be trusted."""
+        order, full = attempt.order, held.length // self.block_size
+        known = self.allocator.match_prefix(attempt.hashes)
+        self.allocator.free(known)
+        is_whole = len(attempt.hashes) == order.prompt_tokens // self.block_size and known == held.table[: len(known)]
+        if order.choices == 1 and self.prefix_cache and is_whole and len(known) == len(attempt.hashes):
+            names = kept_names(b"".join(attempt.hashes), *attempt.key, self.block_size, held.length)
+            self.allocator.insert(split_hashes(names), held.table[:full])
 
     def of_gateway(self, incarnation: int) -> list[Attempt[S]]:
         return [attempt for attempt in self.attempts.values() if attempt.order.gateway.incarnation == incarnation]

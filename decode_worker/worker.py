@@ -55,6 +55,7 @@ class DecodeWorker:
         self.table = AttemptTable(
             blocks, info.block_size, batch, lambda: engine.tokens_forwarded, settings.prefix_cache
         )
+        self.table.keeps = lambda: self.registration.flips
         self.core = DecodeCore(self, self.table, vocab_size=info.vocab_size, make_state=self._sampler_state)
         self.grammars = GrammarThread(info.model_path, info.vocab_size, info.eos_token_ids)
         self._matchers: list[Matcher] = []
@@ -98,6 +99,7 @@ class DecodeWorker:
 
     async def close(self) -> None:
         self.grammars.close()
+        self.table.allocator.close()
         await self.server.close()
 
     def registered(self) -> None:

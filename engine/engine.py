@@ -62,18 +62,17 @@ class Engine:
         self.info = info
         self.pool = pool
         """[blocks, layers, 2, block_size, kv_heads, head_dim], block-major, zeroed at start."""
-        self.first_block = 0
         self.blocks = pool.shape[0]
-        """Those of the pool that may be used, from `first_block` on."""
+        """How many of the pool's may be used at once."""
         self.tokens_forwarded = 0
         """Token positions ever forwarded."""
         self.runner = runner
 
-    def part(self, first_block: int, blocks: int) -> "Engine":
-        """The same model and pool, of which only these blocks are used; with a count of tokens of its own."""
-        assert first_block >= 0 and 0 < blocks <= self.pool.shape[0] - first_block
+    def part(self, blocks: int) -> "Engine":
+        """The same model and pool for one of two roles, which uses so many blocks; with a count of tokens of its own."""
+        assert 0 < blocks <= self.blocks
         part = Engine(self.runner, self.info, self.pool)
-        part.first_block, part.blocks = first_block, blocks
+        part.blocks = blocks
         return part
 
     @torch.inference_mode()

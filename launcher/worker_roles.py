@@ -1,11 +1,11 @@
-"""What a worker process needs of its roles: one engine and one allocator, over which either is made; or, in a mixed worker, an
-allocator for each, over its own part of the KV pool.
+"""What a worker process needs of its roles: one engine, one KV pool and one prefix cache, over which prefill, decode, or both
+are made, each with an allocator of its own.
 """
 
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from engine.gpu.memory import GpuShare
-from engine.kv.allocator import BlockAllocator
+from engine.kv.allocator import BlockAllocator, BlockPool
 from engine.kv.split import prefill_blocks
 from engine.model.loader import load_engine
 from engine.thread import EngineThread, pick_device
@@ -21,23 +21,37 @@ from runtime.worker.role import WorkerRole
 
 
 class Roles:
-    """Makes the role of a driver. What is cached in the blocks stays from one role to the next."""
+    """Makes the roles of drivers. They share the blocks of the pool, and what is cached there stays when they change."""
 
     def __init__(self, transports: tuple[str, ...], memory: PoolMemory | None) -> None:
         self._transports, self._memory = transports, memory
-        self._blocks: dict[int, BlockAllocator] = {}
-        """By their first block."""
+        self._pool: BlockPool | None = None
         self._receivers: set[int] = set()
         """Decode workers that this process is, or was."""
 
     def make(self, engine: Engine, driver: WorkerDriver) -> WorkerRole:
-        blocks = self._blocks.get(engine.first_block)
-        if blocks is None:
-            blocks = self._blocks[engine.first_block] = BlockAllocator(engine.blocks, engine.first_block)
+        if self._pool is None:
+            self._pool = BlockPool(engine.pool.shape[0])
+        blocks = BlockAllocator(engine.blocks, self._pool)
         if driver.settings.role == "prefill":
             return PrefillWorker(engine, blocks, driver, self._transports, self._receivers)
         self._receivers.add(driver.hello.incarnation)
         return DecodeWorker(engine, blocks, driver, self._transports, self._memory)
+
+    def shares(self, engine: Engine, role: Role, settings: WorkerSettings) -> dict[Role, Engine]:
+        """Of each role of the process. Raises `PoolTooSmall` and `WrongTransport`."""
+        if role is not Role.MIXED:
+            return {role: engine}
+        check_within_process(settings, self._transports)
+        return split(engine, settings)
+
+
+def check_within_process(settings: WorkerSettings, transports: tuple[str, ...]) -> None:
+    """Raises `WrongTransport` where the roles of a mixed worker could not reach each other."""
+    if not within_process(transports):
+        raise WrongTransport(
+            f"{settings.kv_transport} does not work within one process, as the two roles of a mixed worker need; auto does"
+        )
 
 
 class PoolTooSmall(BadOption):
@@ -45,7 +59,7 @@ class PoolTooSmall(BadOption):
 
 
 def split(engine: Engine, settings: WorkerSettings) -> dict[Role, Engine]:
-    """The parts of the pool for the two roles of a mixed worker. Raises `PoolTooSmall`."""
+    """How much of the pool each role of a mixed worker may have. Raises `PoolTooSmall`."""
     info, blocks = engine.info, engine.blocks
     context = -(-info.context_tokens // info.block_size)
     if blocks < 2 * context:
@@ -57,7 +71,7 @@ def split(engine: Engine, settings: WorkerSettings) -> dict[Role, Engine]:
         error.option = "--gpu-memory-share" if settings.kv_bytes_on(engine.pool.device.type) is None else "--kv-gib"
         raise error
     prefill = prefill_blocks(blocks, context)
-    return {Role.PREFILL: engine.part(0, prefill), Role.DECODE: engine.part(prefill, blocks - prefill)}
+    return {Role.PREFILL: engine.part(prefill), Role.DECODE: engine.part(blocks - prefill)}
 
 
 def run(settings: WorkerSettings) -> int:
@@ -66,11 +80,10 @@ def run(settings: WorkerSettings) -> int:
     device = pick_device(settings.device)
     with as_config_error():
         transports = allowed_on(settings.kv_transport, device, settings.transfer_encryption == "on")
-        if settings.role == "mixed" and not within_process(transports):
-            raise WrongTransport(
-                f"{settings.kv_transport} does not work within one process, as the roles of a mixed worker need; auto does"
-            )
+        if settings.role == "mixed":
+            check_within_process(settings, transports)
     memory = memory_for(transports, device)
+    roles = Roles(transports, memory)
     return run_worker(
         settings,
         thread=thread,
@@ -86,6 +99,6 @@ def run(settings: WorkerSettings) -> int:
             allocate=memory.allocate if memory is not None else None,
         ),
         be_nice=thread.be_nice,
-        make_role=Roles(transports, memory).make,
-        split=lambda engine: split(engine, settings),
+        make_role=roles.make,
+        shares=lambda engine, role: roles.shares(engine, role, settings),
     )

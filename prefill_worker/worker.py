@@ -24,6 +24,8 @@ from runtime.worker.gpu_faults import end_if_gpu_is_lost
 from runtime.worker.grammars import GrammarThread
 from runtime.worker.role import ComputeStep
 
+CACHE_REPORTS_MAX = 16
+
 
 class PrefillWorker:
     """A `WorkerRole`."""
@@ -91,10 +93,13 @@ class PrefillWorker:
 
     async def close(self) -> None:
         self.grammars.close()
+        self.table.allocator.close()
         await self.receivers.close()
 
     def registered(self) -> None:
-        self.registration.report_cache(self.table.allocator.take_changes)
+        # In its last role it may have kept what streams that are resumed now had computed: all of that is told at once.
+        for _ in range(CACHE_REPORTS_MAX if self.driver.hello.flipped_from and not self.core.links_lost else 1):
+            self.registration.report_cache(self.table.allocator.take_changes)
         if self.core.links_lost:
             self._report_pairs()  # a coordinator that has started anew does not know them
 

@@ -28,7 +28,7 @@ class Drained(Message, frozen=True):
 
 
 class DrainRequest(Message, frozen=True):
-    """Drain the worker of this name, or, to `undo` that, place on it again."""
+    """Drain the worker of this name, or both roles of the mixed one, or, to `undo` that, place on it again."""
 
     worker: Text
     undo: bool
@@ -45,8 +45,8 @@ class DrainAnswer(Message, frozen=True):
 class Flip(Message, frozen=True):
     """Take this role. Nothing new is placed on the worker from now on, and what runs there is handed over in `hand_over_ms`.
 
-    The worker gets ready meanwhile, and changes over when it holds nothing and has been told `Drained`. `Draining` without a
-    time takes the order back."""
+    The worker gets ready meanwhile, and changes over when it holds nothing and has been told `Drained`, if it is mixed, in both
+    its roles. `Draining` without a time takes the order back."""
 
     role: Role
     hand_over_ms: DurationMs
@@ -59,7 +59,7 @@ class FlipFailed(Message, frozen=True):
 
 
 class FlipRequest(Message, frozen=True):
-    """Give the worker of this name that role. `force`: also if no other worker has its present one."""
+    """Give the worker process of this name that role. `force`: also if no other worker has its present one."""
 
     worker: Text
     role: Role

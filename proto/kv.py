@@ -12,6 +12,7 @@ Shapes and dtypes never travel: both sides take them from their own layout, whos
 All counts of blocks are in those of the pair, `PairOpen.block_size`: where the two ends' sizes differ, the smaller.
 """
 
+from hashlib import blake2b
 from typing import Annotated
 
 import msgspec
@@ -146,3 +147,21 @@ class Abort(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     reason: Text
+
+
+def kept_names(known: bytes, request_id: str, attempt: int, block_size: int, tokens: int) -> bytes:
+    """The names of all full KV blocks of a stream that is about to be resumed, whose context has so many `tokens`: `known` are
+    those of its first blocks, which the attempt was submitted with. `block_size` is in tokens.
+
+    A prompt's blocks are named by the gateway: hashes of its tokens, under a key that no worker has. So a decode worker cannot
+    name blocks that hold output. What it can name is where they come from: this attempt at this request has computed them, up
+    to this token. The gateway, which knows the attempts of its requests, names them alike when it submits the next one.
+
+    An attempt runs once and in one place, so a name stands for one content. The ids of requests are the gateway's own: no
+    client can choose one.
+    """
+    blocks = range(len(known) // limits.HASH_BYTES, tokens // block_size)
+    ends = (f"{request_id} {attempt} {(block + 1) * block_size}" for block in blocks)
+    return known + b"".join(
+        blake2b(end.encode(), digest_size=limits.HASH_BYTES, person=b"crossdock-kept").digest() for end in ends
+    )

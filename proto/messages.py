@@ -15,7 +15,6 @@ Rules that hold for all of them:
   one.
 """
 
-from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -36,6 +35,7 @@ from proto.fields import (
     HandOverMs,
     Incarnation,
     Name,
+    NameOrEmpty,
     RequestId,
     Seconds,
     Text,
@@ -43,18 +43,11 @@ from proto.fields import (
 )
 from proto.held import Capacity, Held
 from proto.parts import Chunk as Chunk
+from proto.parts import Peer as Peer
 from proto.parts import RateState as RateState
+from proto.parts import Role as Role
 from proto.parts import TokenItem as TokenItem
 from proto.sampling import Sampling
-
-
-class Role(StrEnum):
-    COORDINATOR = "coordinator"
-    GATEWAY = "gateway"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    OBSERVER = "observer"
-    """`crossdock status`, `drain` and `flip`: asks, and may stop placement on a worker or change its role."""
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -91,9 +84,11 @@ class Hello(Message, frozen=True):
     numerics: Text = ""
     """What decides the last bits of what a worker computes. A stream is resumed exactly where it is equal; empty: not known."""
     flipped_from: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    """The incarnation under which this process had the other role until now; 0: it had none."""
+    """An incarnation under which this process had another role until now; 0: it had none."""
     attention_tokens: Tokens_ = 0
     """Of a worker: the context at which attention takes as much work as the weights; 0: not known."""
+    process: NameOrEmpty = ""
+    """The name of the mixed worker that this is one role of; empty: the process has no other role."""
 
 
 class Welcome(Message, frozen=True):
@@ -211,13 +206,6 @@ class ClusterState(Message, frozen=True):
 
 
 # --- coordinator → prefill worker ----------------------------------------------------------------------------------------
-
-
-class Peer(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
-    """Where another process is and which incarnation of it is meant."""
-
-    address: Text
-    incarnation: Incarnation
 
 
 class Prefill(Message, frozen=True):

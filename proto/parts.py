@@ -1,5 +1,6 @@
 """Structs that messages are made of; `proto.messages` exports those of its own messages."""
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -7,8 +8,30 @@ from msgspec import Meta
 
 from proto import limits
 from proto.errors import FinishReason
-from proto.fields import Attempt, ChoiceIndex, Count, RequestId, Seconds, Tokens_
+from proto.fields import Attempt, ChoiceIndex, Count, Incarnation, RequestId, Seconds, Text, Tokens_
 from proto.sampling import TokenId, TokenLogprobs
+
+
+class Role(StrEnum):
+    COORDINATOR = "coordinator"
+    GATEWAY = "gateway"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    OBSERVER = "observer"
+    """`crossdock status`, `drain` and `flip`: asks, and may stop placement on a worker or change its role."""
+    MIXED = "mixed"
+    """A worker process that does both, and registers as two workers: nobody says `Hello` in it."""
+
+    @property
+    def registers_as(self) -> "tuple[Role, ...]":
+        return (Role.PREFILL, Role.DECODE) if self is Role.MIXED else (self,)
+
+
+class Peer(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """Where another process is and which incarnation of it is meant."""
+
+    address: Text
+    incarnation: Incarnation
 
 
 class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):

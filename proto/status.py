@@ -64,6 +64,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     """As in `Hello`."""
     steps: Count = 0
     """That it has run in its present role, as last heard."""
+    process: Text = ""
+    """Its own name, or, where it is one role of a mixed worker, the name of that."""
 
 
 class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +85,7 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
     """A worker's change of role."""
 
     worker: Text
+    """The name of its process."""
     pid: Count
     before: Role
     role: Role

@@ -18,6 +18,8 @@ def refusal(hello: Hello, pools: Mapping[str, Pool]) -> str | None:
     """Why a process may not join, or None."""
     if hello.role is Role.COORDINATOR:
         return "there is one coordinator, and you are speaking to it"
+    if hello.role is Role.MIXED:
+        return "a mixed worker registers as a prefill and as a decode worker"
     if hello.role not in WORKERS:
         return None
     if hello.capacity is None or not hello.model or not hello.fingerprint:

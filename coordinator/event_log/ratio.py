@@ -40,20 +40,16 @@ class Ratio:
     """What is new after each event."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Flip] = {}
-        """Changes of role that have not ended, by the worker's incarnation in its old role."""
+        self._open: dict[Flip, None] = {}
+        """Changes of role that have not ended."""
         self._wanted: dict[str, str] = {}
 
     def news(self, core: Core, event: Event, at_s: float) -> list[RoleChange | Advice]:
         found: list[RoleChange | Advice] = []
-        for incarnation, flip in core.flipping.items():
-            if incarnation not in self._open:
-                self._open[incarnation] = flip
-                found.append(_role_change(flip, at_s))
-        for incarnation, flip in list(self._open.items()):
-            if core.flipping.get(incarnation) is not flip:
-                del self._open[incarnation]
-                found.append(_role_change(flip, at_s))
+        running = dict.fromkeys(core.flipping.values())
+        found += [_role_change(flip, at_s) for flip in running if flip not in self._open]
+        found += [_role_change(flip, at_s) for flip in self._open if flip not in running]
+        self._open = running
         message = event.message if isinstance(event, Received) else None
         if isinstance(message, AutopilotReport):
             said = message.status

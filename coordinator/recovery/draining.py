@@ -3,9 +3,12 @@ handed over: its gateway submits it again, with the tokens it has, as an attempt
 
 Streams are not handed over earlier, even where others have room: one that ends where it is has no gap at all. A worker is told
 that it may go when it holds nothing and nothing can be on its way to it.
+
+A worker that is drained because it is to prefill keeps the KV of its streams. They wait until it does so: then it computes
+their last tokens, and sends the KV to the decode worker that they go on with.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from math import inf
 
 from coordinator.events import Received
@@ -14,13 +17,15 @@ from coordinator.lifecycle import State as RequestState
 from coordinator.reporting import report
 from coordinator.request import Request
 from coordinator.state import State
-from coordinator.workers.flip import Flip
+from coordinator.workers.flip import FlipState
 from coordinator.workers.worker import Worker
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
 from proto.errors import Interrupt
 from proto.messages import Interrupted, Release, Role
 
 ORDERS_MAX = 1024
+KEPT_S_MAX = 0.5
+"""For which a stream waits to be resumed where its KV is, instead of being computed again elsewhere."""
 
 
 def needs(request: Request, worker: Worker) -> bool:
@@ -94,10 +99,9 @@ def asked(state: State, incarnation: int, event: Received, now: float) -> None:
     """By a person, who knows workers by name."""
     request = event.message
     assert isinstance(request, DrainRequest)
-    named = [worker for worker in state.workers.values() if worker.hello.name == request.worker]
-    refusal = _refusal(request, named, [worker.hello.name for worker in state.workers.values()], state.flipping)
-    if not refusal:
-        (worker,) = named
+    workers = named(state, request.worker)
+    refusal = _refusal(state, request, workers)
+    for worker in workers if not refusal else ():
         if request.undo:
             end(state, worker)
         else:
@@ -110,21 +114,30 @@ def asked(state: State, incarnation: int, event: Received, now: float) -> None:
     state.send(incarnation, DrainAnswer(refusal[:500], report.workers(state)))
 
 
-def unnamed(name: str, named: list[Worker], names: list[str]) -> str:
-    """Why no worker is meant by a name, where `named` have it and `names` are those of all; empty if one is."""
-    if not named:
-        return f"no worker is called {name!r}; there are {', '.join(sorted(names)) or 'none'}"
-    if len(named) > 1:
-        return f"{len(named)} workers are called {name!r}: give each a --name of its own"
+def named(state: State, name: str) -> list[Worker]:
+    """Those that people mean by a name: one, or both roles of a mixed worker; more if several processes have it."""
+    own = [worker for worker in state.workers.values() if worker.hello.name == name]
+    return own or [worker for worker in state.workers.values() if worker.hello.process == name]
+
+
+def unnamed(state: State, name: str, found: Sequence[Worker]) -> str:
+    """Why no worker is meant by a name that `found` have; empty if one is."""
+    if not found:
+        names = sorted({worker.process_name for worker in state.workers.values()})
+        return f"no worker is called {name!r}; there are {', '.join(names) or 'none'}"
+    is_process = found[0].hello.name != name
+    processes = {(worker.hello.host, worker.hello.pid) if is_process else worker.incarnation for worker in found}
+    if len(processes) > 1:
+        return f"{len(processes)} workers are called {name!r}: give each a --name of its own"
     return ""
 
 
-def _refusal(request: DrainRequest, named: list[Worker], names: list[str], flipping: Mapping[int, Flip]) -> str:
-    if why := unnamed(request.worker, named, names):
+def _refusal(state: State, request: DrainRequest, workers: Sequence[Worker]) -> str:
+    if why := unnamed(state, request.worker, workers):
         return why
-    if (flip := flipping.get(named[0].incarnation)) is not None:
+    if (flip := state.flipping.get(workers[0].incarnation)) is not None:
         return f"{request.worker} is changing its role to {flip.role}; wait until that is done"
-    if named[0].leaving:
+    if workers[0].leaving:
         return f"{request.worker} is about to end, and will be gone when it is drained" if request.undo else ""
     return ""
 
@@ -135,12 +148,24 @@ def hand_over(state: State, now: float) -> None:
         if now < worker.hand_over_at:
             continue
         worker.hand_over_at = inf
+        flip = state.flipping.get(worker.incarnation)
         for request in dependents(state, worker):
-            state.interrupt(request, Interrupt.DRAINED, f"{worker.hello.name} is drained", now)
+            keeps = flip is not None and flip.keeps(worker.hello.role) and _is_kept(request)
+            state.interrupt(request, Interrupt.DRAINED, f"{worker.hello.name} is drained", now, tell=not keeps)
+            if keeps and flip is not None:
+                flip.kept.append(request.key)
+                flip.kept_until = now + KEPT_S_MAX
+                state.keeping[flip] = None
             if worker.hello.role is Role.PREFILL:
                 state.claim_room(request)
         if worker.hello.role is Role.DECODE:
             _hand_over_adopted(state, worker)
+
+
+def _is_kept(request: Request) -> bool:
+    """Whether a worker that is to prefill keeps its KV: that of a stream with one choice, whose blocks have names."""
+    submit = request.submit
+    return request.state is RequestState.DECODING and submit.choices == 1 and submit.hash_block_size > 0
 
 
 def _hand_over_adopted(state: State, worker: Worker) -> None:
@@ -159,9 +184,13 @@ def _hand_over_adopted(state: State, worker: Worker) -> None:
 def dismiss(state: State) -> None:
     """Tell those that hold nothing any more."""
     for worker in state.draining.values():
-        if not (worker.dismissed or worker.holdings or worker.steps):
-            worker.dismissed = True
-            state.send(worker.incarnation, Drained())
+        if worker.dismissed or worker.holdings or worker.steps:
+            continue
+        flip = state.flipping.get(worker.incarnation)
+        if flip is not None and flip.state is FlipState.DRAINING:
+            continue  # its process has something in its other role
+        worker.dismissed = True
+        state.send(worker.incarnation, Drained())
 
 
 def next_hand_over(state: State) -> float:

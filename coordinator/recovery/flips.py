@@ -1,13 +1,15 @@
-"""Workers change their role: one is drained, and then registers as another incarnation, in the other role.
+"""Worker processes change their role: one is drained, and then registers as another incarnation, in the other role, or in both.
 
-A few may change at once. The last one of its role that takes work stays, unless that is forced: it is looked at when the
-change is asked for, when another worker goes, and before the worker may change over. Up to then a change can be given up. It
-is given up on both sides if the connection to the worker is lost.
+A few may change at once. The last worker of a role that takes work stays, unless that is forced: it is looked at when the
+change is asked for, when another worker goes, and before the process may change over. Up to then a change can be given up. It
+is given up on both sides if a connection to the process is lost.
 """
 
+from collections.abc import Sequence
 from math import inf
 
 from coordinator.events import Received
+from coordinator.lifecycle import State as RequestState
 from coordinator.recovery import draining
 from coordinator.reporting import report
 from coordinator.state import State
@@ -15,11 +17,14 @@ from coordinator.workers.flip import Flip, FlipState
 from coordinator.workers.worker import WORKERS, Worker
 from proto.drain import Draining, FlipAnswer, FlipFailed, FlipRequest
 from proto.drain import Flip as FlipOrder
+from proto.errors import Interrupt
 from proto.limits import MAX_FLIPS_AT_ONCE
-from proto.messages import Hello, Role
+from proto.messages import Hello, Interrupted, Role
 
 REGISTER_S_MAX = 15.0
-"""In which a worker that holds nothing has registered in its new role, or is given its old one back."""
+"""In which a process that holds nothing has registered in its new role, or is given its old one back."""
+CACHE_TOLD_S = 0.1
+"""In which a worker that has come back has told what it has cached."""
 FIRST_VERSION = 10
 """Of the protocol: workers of an older one know nothing of this."""
 
@@ -28,46 +33,58 @@ def asked(state: State, incarnation: int, event: Received, now: float) -> None:
     """By a person or the autopilot."""
     request = event.message
     assert isinstance(request, FlipRequest)
-    named = [worker for worker in state.workers.values() if worker.hello.name == request.worker]
-    refusal = _refusal(state, request, named)
+    workers = draining.named(state, request.worker)
+    refusal = _refusal(state, request, workers)
     if not refusal:
-        (worker,) = named
-        flip = Flip(worker.hello, request.role, request.force, request.why, now)
-        state.flipping[worker.incarnation] = flip
+        flip = Flip([worker.hello for worker in workers], request.role, request.force, request.why, now)
         state.flips.append(flip)
-        state.drain_orders.pop(worker.incarnation, None)
-        draining.begin(state, worker, request.hand_over_ms, now)
-        state.send(worker.incarnation, FlipOrder(request.role, request.hand_over_ms))
+        for worker in workers:
+            state.flipping[worker.incarnation] = flip
+            state.drain_orders.pop(worker.incarnation, None)
+            draining.begin(state, worker, request.hand_over_ms, now)
+            state.send(worker.incarnation, FlipOrder(request.role, request.hand_over_ms))
     state.send(incarnation, FlipAnswer(refusal[:500], report.workers(state)))
 
 
-def _refusal(state: State, request: FlipRequest, named: list[Worker]) -> str:
-    names = [worker.hello.name for worker in state.workers.values()]
-    if request.role not in WORKERS:
-        return f"a worker cannot take the role {request.role}; the roles are {' and '.join(WORKERS)}"
-    if why := draining.unnamed(request.worker, named, names):
+def _refusal(state: State, request: FlipRequest, workers: Sequence[Worker]) -> str:
+    name = request.worker
+    if request.role not in (*WORKERS, Role.MIXED):
+        return f"a worker cannot take the role {request.role}; the roles are prefill, decode and mixed"
+    if why := draining.unnamed(state, name, workers):
         return why
-    (worker,) = named
-    role = worker.hello.role
-    if role is request.role:
-        return f"{request.worker} is a {role} worker already"
-    if any(worker.is_same_process(other) for other in state.workers.values()):
-        return f"{request.worker} is one half of a mixed worker; start its process with another --role to change that"
-    if running := state.flipping.get(worker.incarnation):
-        return f"{request.worker} is changing its role to {running.role}; wait until that is done"
-    if len(state.flipping) >= MAX_FLIPS_AT_ONCE:
-        return f"{len(state.flipping)} workers are changing their roles, and no more than that may at once"
+    if (process := workers[0].process_name) != name:
+        return f"{name} is one role of the mixed worker {process}; name that"
+    before = Role.MIXED if workers[0].hello.process else Role(workers[0].hello.role)
+    if before is request.role:
+        return f"{name} is a {before} worker already"
+    if running := state.flipping.get(workers[0].incarnation):
+        return f"{name} is changing its role to {running.role}; wait until that is done"
+    if len(workers) < len(before.registers_as):
+        return f"{name} is a mixed worker, and registered in one of its roles alone; try again"
+    if (others := len(_running(state))) >= MAX_FLIPS_AT_ONCE:
+        return f"{others} workers are changing their roles, and no more than that may at once"
+    return next(filter(None, (_refusal_of(state, request, worker) for worker in workers)), "")
+
+
+def _refusal_of(state: State, request: FlipRequest, worker: Worker) -> str:
+    """Why one of its workers cannot go."""
+    name, role = worker.hello.name, worker.hello.role
     if worker.draining:
-        ending = "is about to end" if worker.leaving else f"is drained; crossdock drain {request.worker} --undo first"
-        return f"{request.worker} {ending}"
+        ending = "is about to end" if worker.leaving else f"is drained; crossdock drain {name} --undo first"
+        return f"{name} {ending}"
     if worker.hello.version < FIRST_VERSION:
-        return f"{request.worker} runs an older version of crossdock, which cannot change its role"
+        return f"{name} runs an older version of crossdock, which cannot change its role"
     if not request.force and _is_last(state, worker):
         return (
-            f"{request.worker} is the only {role} worker of {worker.hello.model} that takes work: nothing would be served"
-            " without it; --force does it all the same"
+            f"{name} is the only {role} worker of {worker.hello.model} that takes work: nothing would be served without it;"
+            " --force does it all the same"
         )
     return ""
+
+
+def _running(state: State) -> list[Flip]:
+    """Each once: that of a mixed worker is found by both of its incarnations."""
+    return list(dict.fromkeys(state.flipping.values()))
 
 
 def _is_last(state: State, worker: Worker) -> bool:
@@ -79,46 +96,53 @@ def _is_last(state: State, worker: Worker) -> bool:
 
 def look(state: State, now: float) -> None:
     """After each event while some change: which of them may change over now, or have taken too long."""
-    for flip in list(state.flipping.values()):
+    for flip in _running(state):
         _look_at(state, flip, now)
 
 
 def _look_at(state: State, flip: Flip, now: float) -> None:
-    worker = state.workers.get(flip.hello.incarnation)
+    workers = [state.workers[one] for one in flip.incarnations if one in state.workers]
     if flip.state is FlipState.REGISTERING:
         if now >= flip.drained_at + REGISTER_S_MAX:
             _give_up(state, flip, f"it did not register as a {flip.role} worker within {REGISTER_S_MAX:.0f} s")
-    elif worker is not None and worker.leaving:
+    elif any(worker.leaving for worker in workers):
         _give_up(state, flip, "it is to end")
-    elif worker is not None and not (worker.holdings or worker.steps):
-        if not flip.force and _is_last(state, worker):
-            _give_up(state, flip, f"it has become the only {flip.hello.role} worker that takes work")
+    elif workers and not any(worker.holdings or worker.steps for worker in workers):
+        last = [worker for worker in workers if not flip.force and _is_last(state, worker)]
+        if last:
+            _give_up(state, flip, f"it has become the only {last[0].hello.role} worker that takes work")
         else:
             flip.state, flip.drained_at = FlipState.REGISTERING, now  # `draining.dismiss` follows
 
 
 def worker_lost(state: State, worker: Worker, reason: str) -> None:
     """Called when any worker goes, after it has been taken out of its pool."""
-    for flip in list(state.flipping.values()):
+    for flip in _running(state):
         if flip.state is not FlipState.DRAINING:
             continue  # one that may change over goes as it should; whether it comes back is seen then
-        if flip.hello.incarnation == worker.incarnation:
+        if worker.incarnation in flip.incarnations:
             _give_up(state, flip, f"the connection to it was lost: {reason}")
-        elif not flip.force and _is_last(state, state.workers[flip.hello.incarnation]):
-            _give_up(state, flip, f"it has become the only {flip.hello.role} worker, as {worker.hello.name} is gone")
+            continue
+        left = [state.workers[one] for one in flip.incarnations]
+        if not flip.force and (last := [one for one in left if _is_last(state, one)]):
+            role = last[0].hello.role
+            _give_up(state, flip, f"it has become the only {role} worker, as {worker.hello.name} is gone")
 
 
 def worker_joined(state: State, hello: Hello, now: float) -> None:
-    flip = next((one for one in state.flipping.values() if one.hello.name == hello.name), None)
+    name = hello.process or hello.name
+    flip = next((one for one in _running(state) if one.name == name), None)
     if flip is None:
         return
-    if hello.flipped_from == flip.hello.incarnation:
-        flip.state, flip.registered_at = FlipState.DONE, now
-        del state.flipping[flip.hello.incarnation]
-        state.counters["flips"] += 1
+    if hello.flipped_from in flip.incarnations:
         state.unproven[hello.incarnation] = flip
+        if flip.came_back(hello):
+            flip.state, flip.registered_at = FlipState.DONE, now
+            flip.kept_until = min(flip.kept_until, now + CACHE_TOLD_S)
+            _forget(state, flip)
+            state.counters["flips"] += 1
     elif flip.state is FlipState.REGISTERING:
-        again = hello.incarnation == flip.hello.incarnation
+        again = hello.incarnation in flip.incarnations
         _give_up(state, flip, "the connection to it was lost" if again else "it was started again")
 
 
@@ -131,14 +155,51 @@ def failed(state: State, incarnation: int, event: Received, now: float) -> None:
 
 def _give_up(state: State, flip: Flip, why: str) -> None:
     flip.state, flip.failure = FlipState.FAILED, why[:500]
-    del state.flipping[flip.hello.incarnation]
+    _forget(state, flip)
     state.counters["flips_failed"] += 1
-    worker = state.workers.get(flip.hello.incarnation)
-    if worker is not None and not worker.leaving:
-        draining.end(state, worker)
-        state.send(worker.incarnation, Draining(None))
+    _resume(state, flip)
+    for incarnation in flip.incarnations:
+        worker = state.workers.get(incarnation)
+        if worker is not None and not worker.leaving:
+            draining.end(state, worker)
+            state.send(worker.incarnation, Draining(None))
+
+
+def cache_told(state: State, incarnation: int) -> None:
+    """By a worker: if it has just come back, its coordinator knows now what it has kept."""
+    flip = state.unproven.get(incarnation)
+    if flip is not None and flip.state is FlipState.DONE:
+        _resume(state, flip)
+
+
+def resume_due(state: State, now: float) -> None:
+    """Streams that have waited for their worker to come back for too long are computed again elsewhere."""
+    for flip in list(state.keeping):
+        if now >= flip.kept_until:
+            _resume(state, flip)
+
+
+def next_resume(state: State) -> float:
+    return min((flip.kept_until for flip in state.keeping), default=inf)
+
+
+def _resume(state: State, flip: Flip) -> None:
+    state.keeping.pop(flip, None)
+    kept, flip.kept = flip.kept, []
+    for key in kept:
+        request = state.current(*key)
+        if request is not None and request.state is RequestState.INTERRUPTED:
+            why = f"{flip.name} is drained"
+            state.send(request.gateway_incarnation, Interrupted(*key, Interrupt.DRAINED, why))
+
+
+def _forget(state: State, flip: Flip) -> None:
+    for hello in flip.hellos:
+        del state.flipping[hello.incarnation]
+        if flip.state is FlipState.DONE and state.names.get(hello.name) == hello.incarnation:
+            del state.names[hello.name]  # a mixed worker's names are others
 
 
 def next_deadline(state: State) -> float:
-    registering = (flip for flip in state.flipping.values() if flip.state is FlipState.REGISTERING)
+    registering = (flip for flip in _running(state) if flip.state is FlipState.REGISTERING)
     return min((flip.drained_at + REGISTER_S_MAX for flip in registering), default=inf)

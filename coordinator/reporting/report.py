@@ -45,6 +45,7 @@ def workers(state: State) -> tuple[WorkerStatus, ...]:
             draining=worker.draining,
             numerics=worker.hello.numerics,
             steps=worker.steps_done,
+            process=worker.process_name,
         )
         for worker in state.workers.values()
     ]

@@ -1,7 +1,9 @@
-"""One worker's change of role, from the order to its first step in the new role."""
+"""One worker process's change of role, from the order to its first step in the new role."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from proto.messages import Hello, Role
 from proto.status import FlipStatus
@@ -18,8 +20,8 @@ class FlipState(StrEnum):
 
 @dataclass(eq=False)
 class Flip:
-    hello: Hello
-    """Of the worker in its old role."""
+    hellos: Sequence[Hello]
+    """Of the process in its old role: one, or two of a mixed worker."""
     role: Role
     """The new one."""
     force: bool
@@ -31,15 +33,43 @@ class Flip:
     registered_at: float = 0.0
     first_step_at: float = 0.0
     """0: none has run yet."""
+    registered: set[Role] = field(default_factory=set)
+    """Roles in which it has come back."""
+    kept: list[tuple[str, int]] = field(default_factory=list)
+    """Attempts that were streams here, whose gateways are not told yet that they are interrupted: what the process has computed
+    for them serves their next ones, once it prefills."""
+    kept_until: float = inf
+
+    @property
+    def name(self) -> str:
+        return self.hellos[0].process or self.hellos[0].name
+
+    @property
+    def before(self) -> Role:
+        return Role.MIXED if len(self.hellos) > 1 else Role(self.hellos[0].role)
+
+    @property
+    def incarnations(self) -> tuple[int, ...]:
+        """Of the old role."""
+        return tuple(hello.incarnation for hello in self.hellos)
+
+    def keeps(self, role: Role) -> bool:
+        """Whether the KV of streams on its worker of this role is of use to the process afterwards."""
+        return role is Role.DECODE and Role.PREFILL in self.role.registers_as
+
+    def came_back(self, hello: Hello) -> bool:
+        """In this role; True if it has now registered in all that it takes."""
+        self.registered.add(hello.role)
+        return self.registered == set(self.role.registers_as)
 
     def status(self) -> FlipStatus:
         def ms(since: float, until: float) -> float:
             return max(0.0, 1000 * (until - since)) if until else 0.0
 
         return FlipStatus(
-            self.hello.name,
-            self.hello.pid,
-            self.hello.role,
+            self.name,
+            self.hellos[0].pid,
+            self.before,
             self.role,
             self.state.value,
             self.why,

@@ -104,6 +104,11 @@ class Worker:
         return own.name != there.name and own.pid > 0 and (own.host, own.pid) == (there.host, there.pid)
 
     @property
+    def process_name(self) -> str:
+        """What people call its process by: a mixed one is two workers."""
+        return self.hello.process or self.hello.name
+
+    @property
     def free_blocks(self) -> int:
         """Blocks that nothing held here will ever need."""
         taken = self.kv_blocks_taken if self.room is None else self.room.taken

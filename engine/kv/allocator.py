@@ -3,6 +3,9 @@
 Every block is in exactly one state: free, held (with a reference count of one or more), cached (nobody holds it, but it holds
 a known prefix, until the room is needed), or quarantined (a receive into it is not proven dead, so nobody may have it).
 Conservation: free + held + cached + quarantined = total.
+
+The two roles of a mixed worker have an allocator each, over one `BlockPool`: what one of them has cached serves the other, too.
+Each takes so many blocks at most, and both together no more than there are.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,28 +18,81 @@ class OutOfBlocks(CrossdockError):
     """Fewer free and cached blocks than asked for; nothing was taken."""
 
 
-class BlockAllocator:
-    """Hands out the block numbers first … first + total - 1. Low numbers first, in runs as long as they come, so that KV
-    segments are long."""
+class BlockPool:
+    """The blocks that one or more allocators hand out. Low numbers first, in runs as long as they come, so that KV segments
+    are long."""
 
-    def __init__(self, total: int, first: int = 0) -> None:
-        """`first`: other than 0 where an allocator has only a part of a pool."""
-        assert total >= 1 and first >= 0, (total, first)
+    def __init__(self, total: int) -> None:
+        assert total >= 1, total
         self.total = total
-        self._numbers = range(first, first + total)
-        self._free = list(reversed(self._numbers))
+        self.free = list(reversed(range(total)))
+        self.prefixes = PrefixTree()
+        self.holders: dict[int, int] = {}
+        """Of each held block, how many allocators hold it."""
+        self.quarantined: set[int] = set()
+
+    def take(self, count: int) -> list[int]:
+        while count > len(self.free):
+            self.free += self.prefixes.evict()
+        return [self.free.pop() for _ in range(count)]
+
+    def hold(self, block: int) -> None:
+        """One more allocator does."""
+        self.prefixes.hold(block)
+        self.holders[block] = self.holders.get(block, 0) + 1
+
+    def let_go(self, block: int) -> None:
+        """One allocator does; whether it is kept for its contents then is the prefix tree's to say."""
+        self.holders[block] -= 1
+        if not self.holders[block]:
+            del self.holders[block]
+            if not self.prefixes.release(block):
+                self.free.append(block)
+
+    def check_invariants(self) -> None:
+        """Asserts conservation, and that no block is in two states."""
+        free, held = set(self.free), set(self.holders)
+        cached = {block for block in range(self.total) if self.prefixes.is_idle(block)}
+        states = (free, held, cached, self.quarantined)
+        assert len(free) == len(self.free), "a block is free twice"
+        assert len(cached) == self.prefixes.idle_count
+        assert all(count >= 1 for count in self.holders.values()), "a held block has no reference"
+        assert sum(map(len, states)) == self.total, "a block is in two states, was lost, or made up"
+        assert set().union(*states) == set(range(self.total)), "blocks were lost or made up"
+        self.prefixes.check_invariants(held)
+
+
+class BlockAllocator:
+    """Hands out the blocks of a pool to one role, up to `total` at once."""
+
+    def __init__(self, total: int, pool: BlockPool | None = None) -> None:
+        """`pool`: the one it shares with others; without, it has one of its own."""
+        self.pool = pool or BlockPool(total)
+        assert 1 <= total <= self.pool.total, (total, self.pool.total)
+        self.total = total
+        self._prefixes = self.pool.prefixes
+        self._changes = self._prefixes.follow()
         self._refs: dict[int, int] = {}
         self._quarantined: set[int] = set()
-        self._prefixes = PrefixTree()
+
+    def close(self) -> None:
+        """Its role is over."""
+        self._prefixes.unfollow(self._changes)
+
+    @property
+    def room(self) -> int:
+        """How many blocks it can give out, cached ones included."""
+        left = self.total - len(self._refs) - len(self._quarantined)
+        return min(left, len(self.pool.free) + self._prefixes.idle_count)
 
     @property
     def free_count(self) -> int:
-        return len(self._free)
+        return self.room - self.cached_count
 
     @property
     def cached_count(self) -> int:
         """Blocks that nobody holds and whose contents are kept: they count as room, since they are given up when needed."""
-        return self._prefixes.idle_count
+        return min(self._prefixes.idle_count, self.room)
 
     @property
     def held_count(self) -> int:
@@ -50,13 +106,13 @@ class BlockAllocator:
         """`count` blocks, each with one reference, cached ones given up as needed. Raises OutOfBlocks, taking nothing, when
         there are fewer."""
         assert count >= 0, count
-        room = len(self._free) + self.cached_count
+        room = self.room
         if count > room:
             raise OutOfBlocks(f"{count} KV blocks wanted, {room} of {self.total} free")
-        while count > len(self._free):
-            self._free += self._prefixes.evict()
-        taken = [self._free.pop() for _ in range(count)]
-        self._refs.update(dict.fromkeys(taken, 1))
+        taken = self.pool.take(count)
+        ones = dict.fromkeys(taken, 1)
+        self.pool.holders.update(ones)
+        self._refs.update(ones)
         return taken
 
     def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
@@ -64,7 +120,8 @@ class BlockAllocator:
         written to."""
         blocks = self._prefixes.longest(hashes)
         for block in blocks:
-            self._prefixes.hold(block)
+            if block not in self._refs:
+                self.pool.hold(block)
             self._refs[block] = self._refs.get(block, 0) + 1
         return blocks
 
@@ -76,15 +133,15 @@ class BlockAllocator:
 
     def forget(self, blocks: Sequence[int]) -> None:
         """What is in these blocks, and in blocks that continue them, is suspect: nobody is to find it any more."""
-        self._free += self._prefixes.forget(blocks)
+        self.pool.free += self._prefixes.forget(blocks)
 
     def take_changes(self, most: int) -> tuple[bytes, bytes]:
         """(hashes inserted, hashes evicted) since the last report, joined; at most `most` in all."""
-        return self._prefixes.take_changes(most)
+        return self._changes.take(most)
 
     def report_all(self) -> None:
         """The next reports name every known hash: whoever is reported to has started anew."""
-        self._prefixes.report_all()
+        self._changes.begin(self._prefixes.hashes)
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each of these held blocks."""
@@ -96,49 +153,40 @@ class BlockAllocator:
         """One reference less to each; those without any left become cached, where they are known, or free, in such an order
         that tails go before heads and that free blocks go out again ascending."""
         for block in reversed(blocks):
-            if self._drop(block) and not self._prefixes.release(block):
-                self._free.append(block)
+            assert block in self._refs, f"block {block} is freed but not held"
+            self._refs[block] -= 1
+            if not self._refs[block]:
+                del self._refs[block]
+                self.pool.let_go(block)
 
     def quarantine(self, blocks: Sequence[int]) -> None:
         """Takes held blocks with a single reference out of use until `unquarantine`."""
         for block in blocks:
-            assert self._refs.get(block) == 1, (
-                f"block {block} is quarantined with {self._refs.get(block, 0)} references"
-            )
+            references = self._refs.get(block, 0) + self.pool.holders.get(block, 0) - 1
+            assert references == 1, f"block {block} is quarantined with {references} references"
             self.forget([block])
-            del self._refs[block]
+            del self._refs[block], self.pool.holders[block]
             self._quarantined.add(block)
+            self.pool.quarantined.add(block)
 
     def unquarantine(self, blocks: Iterable[int]) -> None:
         """Frees quarantined blocks, once nothing can write to them any more."""
         for block in blocks:
             assert block in self._quarantined, f"block {block} is not quarantined"
             self._quarantined.remove(block)
-            self._free.append(block)
+            self.pool.quarantined.remove(block)
+            self.pool.free.append(block)
 
     def refs(self, block: int) -> int:
-        """References to a block; 0 when nobody holds it."""
+        """Its references to a block; 0 when it does not hold it."""
         return self._refs.get(block, 0)
 
     def is_quarantined(self, block: int) -> bool:
         return block in self._quarantined
 
     def check_invariants(self) -> None:
-        """Asserts conservation, and that no block is in two states."""
-        free, held = set(self._free), set(self._refs)
-        cached = {block for block in self._numbers if self._prefixes.is_idle(block)}
-        states = (free, held, cached, self._quarantined)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert len(cached) == self.cached_count
+        """Asserts those of the pool, and that what this allocator holds is held there."""
+        self.pool.check_invariants()
         assert all(count >= 1 for count in self._refs.values()), "a held block has no reference"
-        assert sum(map(len, states)) == self.total, "a block is in two states, was lost, or made up"
-        assert set().union(*states) == set(self._numbers), "blocks were lost or made up"
-        self._prefixes.check_invariants(held)
-
-    def _drop(self, block: int) -> bool:
-        assert block in self._refs, f"block {block} is freed but not held"
-        self._refs[block] -= 1
-        if self._refs[block]:
-            return False
-        del self._refs[block]
-        return True
+        assert set(self._refs) <= set(self.pool.holders) and self._quarantined <= self.pool.quarantined
+        assert len(self._refs) + len(self._quarantined) <= self.total

@@ -10,7 +10,7 @@ is remembered as its copy while it is held, so that letting go of a chain counts
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 CHANGES_MAX = 1 << 16
 """Changes kept for the next report; of more, the oldest are forgotten, since reports are hints."""
@@ -26,6 +26,34 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
 
 
+class PrefixChanges:
+    """What has become known or was given up since this was last asked, for somebody who keeps a copy."""
+
+    def __init__(self, known: Iterable[bytes]) -> None:
+        self._changes: OrderedDict[bytes, bool] = OrderedDict()
+        """Hash → whether it is known now."""
+        self.begin(known)
+
+    def begin(self, known: Iterable[bytes]) -> None:
+        """The copy is empty."""
+        self._changes = OrderedDict.fromkeys(known, True)
+
+    def note(self, hash_: bytes, known: bool) -> None:
+        if self._changes.pop(hash_, known) is not known:
+            return  # there and back again since the last report
+        self._changes[hash_] = known
+        if len(self._changes) > CHANGES_MAX:
+            self._changes.popitem(last=False)
+
+    def take(self, most: int) -> tuple[bytes, bytes]:
+        """(hashes known since, hashes given up since) the last report, joined; at most `most` in all."""
+        parts: dict[bool, list[bytes]] = {True: [], False: []}
+        for _ in range(min(most, len(self._changes))):
+            hash_, known = self._changes.popitem(last=False)
+            parts[known].append(hash_)
+        return b"".join(parts[True]), b"".join(parts[False])
+
+
 class PrefixTree:
     def __init__(self) -> None:
         self._nodes: dict[bytes, _Node] = {}
@@ -34,8 +62,21 @@ class PrefixTree:
         """Held blocks with the contents of another block's node."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Blocks with a node that nobody holds, the one let go of longest ago first."""
-        self._changes: OrderedDict[bytes, bool] = OrderedDict()
-        """Hash → whether it is known now, of those that changed since they were last reported."""
+        self._followers: list[PrefixChanges] = []
+
+    @property
+    def hashes(self) -> Iterable[bytes]:
+        """All that are known, parents before children."""
+        return self._nodes
+
+    def follow(self) -> PrefixChanges:
+        """From now on it is told of all changes; as if all that is known now had just become so."""
+        changes = PrefixChanges(self._nodes)
+        self._followers.append(changes)
+        return changes
+
+    def unfollow(self, changes: PrefixChanges) -> None:
+        self._followers.remove(changes)
 
     @property
     def idle_count(self) -> int:
@@ -103,18 +144,6 @@ class PrefixTree:
                 freed += self._remove(self._node_of[block])
         return freed
 
-    def take_changes(self, most: int) -> tuple[bytes, bytes]:
-        """(hashes known since, hashes given up since) the last report, joined; at most `most` in all."""
-        parts: dict[bool, list[bytes]] = {True: [], False: []}
-        for _ in range(min(most, len(self._changes))):
-            hash_, known = self._changes.popitem(last=False)
-            parts[known].append(hash_)
-        return b"".join(parts[True]), b"".join(parts[False])
-
-    def report_all(self) -> None:
-        """Whoever is reported to knows nothing any more."""
-        self._changes = OrderedDict.fromkeys(self._nodes, True)
-
     def check_invariants(self, held: set[int]) -> None:
         """Asserts that the maps agree, that no node outlives its parent, and that nobody holds an idle block."""
         assert len(self._nodes) == len(self._node_of)
@@ -141,8 +170,5 @@ class PrefixTree:
         return freed
 
     def _note(self, hash_: bytes, known: bool) -> None:
-        if self._changes.pop(hash_, known) is not known:
-            return  # there and back again since the last report
-        self._changes[hash_] = known
-        if len(self._changes) > CHANGES_MAX:
-            self._changes.popitem(last=False)
+        for changes in self._followers:
+            changes.note(hash_, known)

@@ -8,6 +8,7 @@ from zlib import crc32
 import msgspec
 
 from gateway.streams.types import Finish, StreamLimits, StreamSpec, TextSink
+from gateway.text.block_hashes import BlockNames
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, Submit, TokenItem
@@ -90,6 +91,10 @@ class Submission:
     """In doubt, but the coordinator may know more: when it is asked."""
     heard_at: float = 0.0
     """When this attempt was sent, last brought tokens, or was last asked after."""
+    names: BlockNames | None = None
+    """Of the attempt that was submitted last ..."""
+    named: tuple[int, int] = (0, 0)
+    """... its number, and its tokens, output among them."""
     ended_early: bool = False
     """Some choice ended here while its worker, or the coordinator, believes that it goes on."""
 
@@ -173,7 +178,7 @@ class Submission:
         sent = self.choices[0].tokens if len(self.choices) == 1 else []
         packed = pack_tokens((*spec.prompt, *sent))
         sampling = msgspec.structs.replace(spec.sampling, prompt_logprobs=-1) if sent else spec.sampling
-        names = spec.names.extended(packed) if spec.names is not None and sent else spec.names
+        names = self._names(packed, len(sent))
         submit = Submit(
             request_id=self.request_id,
             attempt=self.attempt,
@@ -192,6 +197,16 @@ class Submission:
             priority=spec.priority,
         )
         return submit, packed
+
+    def _names(self, packed: bytes, sent: int) -> BlockNames | None:
+        """Of the blocks of the current attempt. What the last one has computed may be there still, where it ran."""
+        names, (attempt, before), tokens = self.stream.spec.names, self.named, len(packed) // 4
+        if names is not None and attempt != self.attempt:
+            if sent:
+                kept = self.names.of_kept(self.request_id, attempt, before, tokens) if self.names is not None else None
+                names = kept or names.extended(packed)
+            self.names, self.named = names, (self.attempt, tokens)
+        return self.names
 
     def last_word(self, reason: CancelReason) -> Cancel:
         output_tokens = sum(len(choice.tokens) for choice in self.choices)

@@ -13,6 +13,7 @@
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from proto.kv import kept_names
 from proto.limits import HASH_BYTES, MAX_BLOCK_HASHES
 
 
@@ -34,6 +35,14 @@ class BlockNames:
         return BlockNames(
             self.block_size, self.cache_group, block_hashes(packed, self.block_size, self.cache_group, self.hashes)
         )
+
+    def of_kept(self, request_id: str, attempt: int, before: int, tokens: int) -> "BlockNames | None":
+        """Of the context of the next attempt, where this attempt had these names for `before` tokens: its worker may have kept
+        what it has computed. None if not all of those had names."""
+        if len(self.hashes) // HASH_BYTES < before // self.block_size:
+            return None
+        hashes = kept_names(self.hashes, request_id, attempt, self.block_size, tokens)
+        return BlockNames(self.block_size, self.cache_group, hashes[: MAX_BLOCK_HASHES * HASH_BYTES])
 
 
 def group_key(cache_group: str, block_size: int) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Set
 
 import uvloop
 from pydantic import Field
@@ -12,7 +13,7 @@ from launcher.admin.status import WHICH_COORDINATOR, NoAnswer, ask, converse, co
 from proto.drain import DrainAnswer, DrainRequest
 from proto.errors import PeerRefused
 from proto.messages import Role
-from proto.status import Process, WorkerStatus
+from proto.status import Process
 from runtime.link.keys import Keys, keys_for
 from runtime.process import clock
 from runtime.process.exits import HUNG_EXIT
@@ -26,6 +27,8 @@ _TIMEOUT_S = 10.0
 
 class DrainSettings(KeyOptions):
     """Place nothing new on a worker. Its requests continue there for a while, then on other workers.
+
+    Of a mixed worker NAME, both roles are drained, or, with NAME-prefill or NAME-decode, that one alone.
 
     The worker stays up until it is ended or put back with --undo. Ending it with SIGTERM drains it too.
 
@@ -64,38 +67,39 @@ async def _drain(settings: DrainSettings, coordinator: str, keys: Keys | None) -
     answer = await converse(coordinator, request, DrainAnswer, settings.timeout_ms, keys)
     if answer.refusal:
         raise PeerRefused(answer.refusal)
-    (worker,) = (worker for worker in answer.workers if worker.name == settings.worker)
+    named = [worker for worker in answer.workers if settings.worker in (worker.name, worker.process)]
+    requests = sum(worker.requests for worker in named)
     if settings.undo:
-        _say(f"{worker.name} takes requests again")
+        _say(f"{settings.worker} takes requests again")
     elif not settings.wait:
-        _say(
-            f"{worker.name} gets nothing new; {_left(worker.requests)} there, for {settings.drain_timeout_s:g} s at most"
-        )
+        _say(f"{settings.worker} gets nothing new; {_left(requests)} there, for {settings.drain_timeout_s:g} s at most")
     else:
-        return await _wait(settings, coordinator, worker, keys)
+        return await _wait(
+            settings, coordinator, {Process(worker.name, worker.pid) for worker in named}, requests, keys
+        )
     return 0
 
 
-async def _wait(settings: DrainSettings, coordinator: str, worker: WorkerStatus, keys: Keys | None) -> int:
+async def _wait(
+    settings: DrainSettings, coordinator: str, named: Set[Process], at_first: int, keys: Keys | None
+) -> int:
     """Until it holds nothing, hangs, or is gone. The coordinator is asked again and again, as it may be another one by then."""
     until = clock.now() + settings.drain_timeout_s + _TIMEOUT_S
-    at_first, left = worker.requests, worker.requests
+    name, left = settings.worker, at_first
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(f"draining {worker.name}", total=at_first)
+        bar = progress.add_task(f"draining {name}", total=at_first)
         while left and clock.now() < until:
             await asyncio.sleep(_LOOK_EVERY_S)
             try:
                 report = await ask(coordinator, settings.timeout_ms, keys)
             except NoAnswer:
                 continue
-            left = sum(
-                found.requests for found in report.workers if found.pid == worker.pid and found.name == worker.name
-            )
+            left = sum(found.requests for found in report.workers if Process(found.name, found.pid) in named)
             progress.update(bar, completed=at_first - left)
-            if Process(worker.name, worker.pid) in report.hung:
-                _say(f"{worker.name} hung and was given up; what ran there goes on elsewhere, as after a loss")
+            if not named.isdisjoint(report.hung):
+                _say(f"{name} hung and was given up; what ran there goes on elsewhere, as after a loss")
                 return HUNG_EXIT
-    _say(f"{worker.name}: {_left(left)} there" if left else f"{worker.name} is drained")
+    _say(f"{name}: {_left(left)} there" if left else f"{name} is drained")
     return 1 if left else 0
 
 

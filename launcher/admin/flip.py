@@ -3,10 +3,10 @@
 import asyncio
 import sys
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Literal
 
 import uvloop
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
@@ -25,18 +25,14 @@ _COMMIT_S = 30.0
 """Beyond the hand-over: what worker and coordinator take to give a change up."""
 
 
-def _not_mixed(value: object) -> object:
-    if value == "mixed":
-        raise ValueError("is no role that a worker takes while it runs; start it with --role mixed")
-    return value
-
-
 class FlipSettings(KeyOptions):
-    """Change a worker's role, prefill or decode, while the cluster serves.
+    """Change a worker's role while the cluster serves: prefill, decode, or mixed, which is both.
 
     The process stays, with its weights and the prompts it has cached. Nothing new is placed on it, what runs there continues
     on other workers, and then it registers in its new role. Returns when it has run its first step there, or, if no request
     comes to it, when it is registered.
+
+    A mixed worker is two to the coordinator, NAME-prefill and NAME-decode, that share the KV cache. Give its NAME alone.
 
     A process that is started again begins in the role it was configured with.
     """
@@ -44,11 +40,11 @@ class FlipSettings(KeyOptions):
     worker: str = Field(
         min_length=1,
         max_length=64,
-        description="Name of the worker, as in crossdock status.",
+        description="Name of the worker, as in crossdock status; of a mixed one, without -prefill and -decode.",
         json_schema_extra={"argument": "WORKER"},
     )
-    role: Annotated[Literal["prefill", "decode"], BeforeValidator(_not_mixed)] = Field(
-        description="The role it takes: prefill or decode.", json_schema_extra={"argument": "ROLE"}
+    role: Literal["prefill", "decode", "mixed"] = Field(
+        description="The role it takes: prefill, decode, or mixed.", json_schema_extra={"argument": "ROLE"}
     )
     streams: Literal["move", "finish"] = Field(
         "move",
@@ -88,33 +84,34 @@ async def _flip(settings: FlipSettings, coordinator: str, keys: Keys | None) -> 
     answer = await converse(coordinator, request, FlipAnswer, settings.timeout_ms, keys)
     if answer.refusal:
         raise PeerRefused(answer.refusal)
-    (worker,) = (worker for worker in answer.workers if worker.name == settings.worker)
+    worker = next(worker for worker in answer.workers if worker.process == settings.worker)
+    before = role_of(worker)
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(f"draining {worker.name}")
+        bar = progress.add_task(f"draining {settings.worker}")
         flip = await follow(
-            coordinator, worker, role, settings.hand_over_s, settings.first_step_s, settings.timeout_ms, keys,
-            lambda state: progress.update(bar, description=f"{state} {worker.name}"),
+            coordinator, worker, before, role, settings.hand_over_s, settings.first_step_s, settings.timeout_ms, keys,
+            lambda state: progress.update(bar, description=f"{state} {settings.worker}"),
         )  # fmt: skip
     if flip.state != "done":
-        sys.stderr.write(f"{worker.name} stays a {worker.role} worker: {flip.failure}\n")
+        sys.stderr.write(f"{settings.worker} stays a {before} worker: {flip.failure}\n")
         return 1
     sys.stdout.write(_words(flip) + "\n")
     return 0
 
 
 async def follow(
-    coordinator: str, worker: WorkerStatus, role: Role, hand_over_s: float, first_step_s: float, timeout_ms: int,
-    keys: Keys | None = None, on_state: Callable[[str], None] = lambda state: None,
+    coordinator: str, worker: WorkerStatus, before: Role, role: Role, hand_over_s: float, first_step_s: float,
+    timeout_ms: int, keys: Keys | None = None, on_state: Callable[[str], None] = lambda state: None,
 ) -> FlipStatus:  # fmt: skip
-    """Wait for the end of a change that was ordered, `done` or `failed`, and for the first step after it. The coordinator is
-    asked again and again, as it may be another one by then."""
+    """Wait for the end of a change that was ordered, `done` or `failed`, and for the first step after it. `worker`: one of the
+    process, in its old role. The coordinator is asked again and again, as it may be another one by then."""
     until = clock.now() + hand_over_s + _COMMIT_S
     done_at: float | None = None
-    flip = FlipStatus(worker.name, worker.pid, worker.role, role, "draining")
+    flip = FlipStatus(worker.process, worker.pid, before, role, "draining")
     while clock.now() < until:
         try:
-            flip = what_became(await ask(coordinator, timeout_ms, keys), worker, role)
+            flip = what_became(await ask(coordinator, timeout_ms, keys), worker, before, role)
         except NoAnswer:
             await asyncio.sleep(_LOOK_EVERY_S)
             continue
@@ -127,22 +124,28 @@ async def follow(
                 return flip
             until = max(until, done_at + first_step_s + 1.0)
         await asyncio.sleep(_LOOK_EVERY_S)
-    return FlipStatus(worker.name, worker.pid, worker.role, role, "failed", failure="nothing was heard of it in time")
+    failure = "nothing was heard of it in time"
+    return FlipStatus(worker.process, worker.pid, before, role, "failed", failure=failure)
 
 
-def what_became(report: StatusReport, worker: WorkerStatus, role: Role) -> FlipStatus:
-    """Of the last change of this worker's role, which was ordered to be `role`."""
-    mine = [one for one in report.flips if one.worker == worker.name and one.pid == worker.pid]
+def role_of(worker: WorkerStatus) -> Role:
+    """Of its process: mixed, if it registers in two roles and so has another name."""
+    return Role.MIXED if worker.process != worker.name else Role(worker.role)
+
+
+def what_became(report: StatusReport, worker: WorkerStatus, before: Role, role: Role) -> FlipStatus:
+    """Of the last change of this process's role, which was ordered to be `role`."""
+    mine = [one for one in report.flips if one.worker == worker.process and one.pid == worker.pid]
     if mine:
         return mine[-1]
     # Another coordinator by now, which knows nothing of it.
-    found = [one for one in report.workers if one.name == worker.name and one.pid == worker.pid]
+    found = [one for one in report.workers if one.process == worker.process and one.pid == worker.pid]
     state, failure = "registering", ""
-    if found and found[0].role is role:
+    if {one.role for one in found} == set(role.registers_as):
         state = "done"
-    elif found and not found[0].draining:
+    elif found and not any(one.draining for one in found):
         state, failure = "failed", "the coordinator was lost meanwhile; try again"
-    return FlipStatus(worker.name, worker.pid, worker.role, role, state, failure=failure)
+    return FlipStatus(worker.process, worker.pid, before, role, state, failure=failure)
 
 
 def _words(flip: FlipStatus) -> str:

@@ -14,6 +14,8 @@ from runtime.settings.types import WEIGHTS_HELP, Cores, Device, Dtype, Panels, W
 
 GPU_MEMORY_SHARE: Final = 0.9
 """Of all workers on one GPU together, unless they are told their own."""
+MIXED_NAME_CHARS: Final = MAX_ID_CHARS - len("-prefill")
+"""Of a mixed worker, at most."""
 
 
 def gpu_share_of(workers: int) -> float:
@@ -33,8 +35,9 @@ class WorkerSettings(ClientSettings):
         " kv_timeout_ms",
     }
     role: Literal["prefill", "decode", "mixed"] = Field(
-        description="Which half of the work this process does. mixed: both, in turn, over one copy of the weights. Each half"
-        " has its part of the KV cache and registers as a worker of its own, NAME-prefill and NAME-decode."
+        description="Which half of the work this process does. mixed: both, in turn, over one copy of the weights. It"
+        " registers as two workers, NAME-prefill and NAME-decode, that share its KV cache. crossdock flip changes the role of a"
+        " running process."
     )
     device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
     dtype: Dtype = Field(
@@ -159,11 +162,6 @@ class WorkerSettings(ClientSettings):
     def cores(self) -> tuple[int, ...]:
         return parse_cores(self.cpu_cores)
 
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """In which it registers."""
-        return (Role.PREFILL, Role.DECODE) if self.role == "mixed" else (Role(self.role),)
-
     def in_role(self, role: Role) -> Self:
         """The same process in that role. Raises `ValueError` with the option that does not suit it."""
         changed = self.model_copy(update={"role": str(role)})
@@ -182,9 +180,9 @@ class WorkerSettings(ClientSettings):
             raise ValueError(
                 "--transfer-encryption: on needs --keys, since its key travels over the link between the two"
             )
-        if self.role == "mixed" and len(self.name) > (most := MAX_ID_CHARS - len("-prefill")):
+        if self.role == "mixed" and len(self.name) > MIXED_NAME_CHARS:
             raise ValueError(
-                f"--name: at most {most} characters, since mixed workers register as NAME-prefill and NAME-decode"
+                f"--name: at most {MIXED_NAME_CHARS} characters, since mixed workers register as NAME-prefill and NAME-decode"
             )
         self._check_role()
         return self

@@ -3,8 +3,8 @@
 What a role does of its own is a `WorkerRole`. The driver asks it for steps, runs them on the compute thread one after the
 other, and hands the results back. A mixed worker has two drivers, one for each role, whose steps take turns on that thread.
 
-A change of role makes another driver, with a role and an incarnation of its own, over the same engine and thread. It gets
-ready while this one is drained. Then this one ends and that one registers.
+A change of role makes other drivers, each with a role and an incarnation of its own, over the same engine and thread. They get
+ready while the present ones are drained. Then these end and those register (`runtime.worker.changeover`).
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from runtime.process.exits import HUNG_EXIT
 from runtime.process.log import Log
 from runtime.process.zmq_sockets import close_sockets
 from runtime.settings.workers import WorkerSettings
+from runtime.worker.changeover import Changeover
 from runtime.worker.gpu_faults import end_if_gpu_is_lost
 from runtime.worker.registration import Registration
 from runtime.worker.role import ComputeStep, LoadedEngine, WorkerRole
@@ -62,17 +63,18 @@ class WorkerDriver:
         links: LinkSettings,
         metrics_server: MetricsPage,
         watch: StepWatch,
-        in_role: "Callable[[Role, WorkerDriver], WorkerDriver]",
         say_ready: Callable[[Role], None],
-        before: "WorkerDriver | None" = None,
+        changeover: Changeover,
+        process: str = "",
+        before: "Sequence[WorkerDriver]" = (),
     ) -> None:
-        """`thread` is the compute thread, on which `engine` was loaded, and `watch` looks after it. `in_role(role, self)` makes
-        a driver for another role, to which this one is `before`; it may raise what `make_role` raises, and `ConfigError`.
-        `say_ready(role)` is called after each registration."""
+        """`thread` is the compute thread, on which `engine` was loaded, and `watch` looks after it. `say_ready(role)` is called
+        after each registration. `changeover` is that of all drivers of the process. `process` is the name of the mixed worker
+        that this is one role of; `before` are the drivers that this one follows, in another role of the process."""
         self.settings, self.log, self.name, self.links = settings, log, name, links
         self.hello = _hello(settings, engine, name, metrics_server.address)
-        if before is not None:
-            self.hello = msgspec.structs.replace(self.hello, flipped_from=before.hello.incarnation)
+        flipped_from = before[0].hello.incarnation if before else 0
+        self.hello = msgspec.structs.replace(self.hello, process=process, flipped_from=flipped_from)
         """Without the address of a port, which is known when the role has started."""
         self.registration = Registration(
             settings=settings,
@@ -84,11 +86,12 @@ class WorkerDriver:
             log=log,
             is_idle=lambda: self.gateways.idle,
             links=links,
-            on_flip=self._prepare_flip,
+            on_flip=lambda role: changeover.ordered(self.registration, role),
+            on_may_flip=changeover.look,
             is_quiet=lambda: self.role.kv_held() == NOTHING_HELD,
         )
-        if before is not None:
-            self.registration.succeeds(before.registration)
+        self._changeover = changeover
+        changeover.add(self.registration)
         self.gateways = ConnectionPool(
             hello=self.hello,
             to=Role.GATEWAY,
@@ -99,11 +102,7 @@ class WorkerDriver:
         )
         self._thread = thread
         self._watch = watch
-        self._in_role = in_role
         self._say_ready = say_ready
-        self._successor: WorkerDriver | None = None
-        """Ready to take over."""
-        self._preparing: asyncio.Task[None] | None = None
         self._address: str | None = None
         """Where others reach this role, once it has started; empty if they need not."""
         self._work = asyncio.Event()
@@ -118,15 +117,15 @@ class WorkerDriver:
         """Open what others connect to. Raises `CannotBind`."""
         self._address = await self.role.start()
 
-    async def run(self, stop: Stop) -> "WorkerDriver | None":
-        """Register, then run steps until told to stop; then take leave of what runs. Returns the driver of the role that this
-        process is to take instead, prepared; None: it is to end. Raises `CannotBind`, what a step raised that is no failure of
-        the model, and `TimeoutError` if a transfer does not end that would have to, before another role may use the pool."""
+    async def run(self, stop: Stop) -> None:
+        """Register, then run steps until told to stop, or to make way for another role; then take leave of what runs. Raises
+        `CannotBind`, what a step raised that is no failure of the model, and `TimeoutError` if a transfer does not end that
+        would have to, before another role may use the pool."""
         if self._address is None:
             await self.prepare()
         self._show_metrics()
         try:
-            return await self._work_until_stopped(self._address or "", stop)
+            await self._work_until_stopped(self._address or "", stop)
         finally:
             await self.close()
 
@@ -141,59 +140,28 @@ class WorkerDriver:
         link_counters(registry, ends, lambda: self.registration.up)
         self._metrics_server.show(registry, self.registration.not_ready)
 
-    async def _work_until_stopped(self, address: str, stop: Stop) -> "WorkerDriver | None":
+    async def _work_until_stopped(self, address: str, stop: Stop) -> None:
         await self.registration.start(address)
         loop = asyncio.get_running_loop()
         stepping, stopping = watched(self._run_steps()), loop.create_task(stop.wait())
-        watching, flipping = watched(self._end_if_hung()), loop.create_task(self.registration.may_flip())
-        successor: WorkerDriver | None = None
+        watching, flipping = watched(self._end_if_hung()), loop.create_task(self.registration.has_flipped())
         try:
             await asyncio.wait({stepping, stopping, flipping}, return_when=asyncio.FIRST_COMPLETED)
-            if flipping.done():
-                successor, self._successor = self._successor, None
-            elif not stepping.done():
+            if not (flipping.done() or stepping.done()):
                 await self.registration.leave(self.settings.drain_timeout_s, stop)
         finally:
             for task in (stopping, stepping, watching, flipping):
                 task.cancel()
-            self._prepare_flip(None)
+            self._changeover.ordered(self.registration, None)
             await asyncio.wait({stepping}, timeout=_STEP_END_S)
             await self.registration.close()
             # Late: a transfer thread is stuck with a dead peer; a process that ends may go all the same.
-            with contextlib.suppress(*(() if successor else (TimeoutError,))):
+            with contextlib.suppress(*(() if self._changeover.is_decided else (TimeoutError,))):
                 await self.role.close_transfers()
         if stepping.done() and not stepping.cancelled():
             stepping.result()
-        return successor
 
-    # --- change of role -------------------------------------------------------------------------------------------------
-
-    def _prepare_flip(self, role: Role | None) -> None:
-        """Make ready to take this role, or, with None, drop what was made ready."""
-        if self._preparing is not None:
-            self._preparing.cancel()
-            self._preparing = None
-        if self._successor is not None:
-            watched(_discard(self._successor))
-            self._successor = None
-        if role is not None:
-            self._preparing = watched(self._prepare_successor(role))
-
-    async def _prepare_successor(self, role: Role) -> None:
-        successor: WorkerDriver | None = None
-        try:
-            successor = self._in_role(role, self)
-            await successor.prepare()
-        except (CrossdockError, OSError, ValueError) as error:
-            self._preparing = None
-            self.registration.cannot_flip(str(error))
-            return
-        except asyncio.CancelledError:
-            if successor is not None:
-                watched(_discard(successor))
-            raise
-        self._preparing, self._successor = None, successor
-        self.registration.ready_to_flip()
+    # --- the coordinator ------------------------------------------------------------------------------------------------
 
     def _registered(self) -> None:
         self._say_ready(self.hello.role)
@@ -259,13 +227,6 @@ class WorkerDriver:
             logging.shutdown()
             close_sockets()
             os._exit(HUNG_EXIT)
-
-
-async def _discard(driver: WorkerDriver) -> None:
-    """It has never registered."""
-    with contextlib.suppress(TimeoutError):
-        await driver.role.close_transfers()
-    await driver.close()
 
 
 def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: str) -> Hello:

@@ -1,12 +1,13 @@
 """The process of a worker: load the model on the compute thread, then drive the worker, in one role after the other, until told
-to stop. A mixed worker is driven in both roles at once, each over its own part of the KV pool.
+to stop. A mixed worker is driven in both roles at once, each over its own share of the KV pool.
 """
 
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from typing import Generic
 
 from proto.errors import BadOption, CrossdockError
 from proto.messages import Role
@@ -16,12 +17,13 @@ from runtime.metrics.combined import CombinedPage
 from runtime.metrics.server import MetricsPage, MetricsServer
 from runtime.process import clock, log, notify
 from runtime.process import garbage_collector as collector
-from runtime.process.driver import Stop, run_process, unless_stopped
+from runtime.process.driver import Stop, run_process, unless_stopped, watched
 from runtime.process.exits import ConfigError
 from runtime.process.log import Log
 from runtime.process.niceness import be_nice_as_group
 from runtime.settings import machine
-from runtime.settings.workers import WorkerSettings
+from runtime.settings.workers import MIXED_NAME_CHARS, WorkerSettings
+from runtime.worker.changeover import Changeover
 from runtime.worker.driver import EngineT, WorkerDriver
 from runtime.worker.role import LoadedEngine, WorkerRole
 from runtime.worker.step_watch import StepWatch
@@ -43,14 +45,15 @@ def run_worker(
     load: Callable[[], EngineT],
     be_nice: Callable[[int], None],
     make_role: Callable[[EngineT, WorkerDriver], WorkerRole],
-    split: Callable[[EngineT], Mapping[Role, EngineT]],
+    shares: Callable[[EngineT, Role], Mapping[Role, EngineT]],
 ) -> int:
-    """Call `load` on `thread`, then drive the role that `make_role` makes of its result until SIGTERM or SIGINT. It is called
-    again for each change of role, with a driver whose settings name the new one. `split` gives each role of a mixed worker its
-    part of the engine. `be_nice(niceness)` is called on `thread` once the model is loaded. Returns the exit code; raises
-    `ConfigError`, as `load` and `split` may, or in place of their `BadOption`."""
-
-    links = {role: _links(settings.in_role(role)) for role in settings.roles}
+    """Call `load` on `thread`, then drive the roles that `make_role` makes of its result until SIGTERM or SIGINT. It is called
+    again for each change of role, with a driver whose settings name the new one. `shares` gives each of a process's roles its
+    share of the engine. `be_nice(niceness)` is called on `thread` once the model is loaded. Returns the exit code; raises
+    `ConfigError`, as `load` and `shares` may, or in place of their `BadOption`."""
+    role = Role(settings.role)
+    for one in role.registers_as:
+        _links(settings.in_role(one))  # what is wrong with the keys is said before the model is loaded
 
     def load_and_be_nice() -> EngineT:
         engine = load()
@@ -74,14 +77,11 @@ def run_worker(
             logger.error("cannot load the model", model=settings.model, error=str(error))
             return 1
         if engine is not None:
-            with as_config_error():
-                parts = split(engine) if len(settings.roles) > 1 else {Role(settings.role): engine}
             leave_cores(settings.cores)
             _log_loaded(logger, engine)
-            drivers = _drivers(settings, parts, make_role, thread, name, logger, metrics, links)
-            statuses = await asyncio.gather(*(_drive(driver, stop, logger) for driver in drivers))
-            if any(statuses):
-                return max(statuses)
+            process = _Process(settings, name, logger, metrics, thread, lambda role: shares(engine, role), make_role)
+            if status := await _drive(_Lineup(process, role), stop, logger):
+                return status
         await metrics.close()
         logger.info("stopped")
         return 0
@@ -92,36 +92,50 @@ def run_worker(
         thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _drivers(
-    settings: WorkerSettings,
-    parts: Mapping[Role, EngineT],
-    make_role: Callable[[EngineT, WorkerDriver], WorkerRole],
-    thread: Executor,
-    name: str,
-    logger: Log,
-    metrics: MetricsServer,
-    links: Mapping[Role, LinkSettings],
-) -> list[WorkerDriver]:
-    """One for each role with a part of the engine. Those of a mixed worker share thread, watch and metrics."""
-    is_mixed = len(parts) > 1
-    watch = StepWatch(settings.step_timeout_ms / 1000)
-    # What is asked of the thread waits for one step of each role.
-    notify.only_while(notify.Pulse(thread, clock.now, lambda: len(parts) * watch.longest_s))
-    page: MetricsPage = CombinedPage(metrics, len(parts)) if is_mixed else metrics
-    readiness = _Readiness(parts)
+class _Process(Generic[EngineT]):
+    """What all drivers of this process share, whatever its role."""
 
-    def make(role: Role, before: WorkerDriver | None = None) -> WorkerDriver:
-        engine = parts[role] if before is None else parts[Role(settings.role)]
-        return WorkerDriver(
-            settings.in_role(role), engine, make_role, thread=thread,
-            name=f"{name}-{role}" if is_mixed else name,
-            log=logger.bind(role=str(role)) if is_mixed else logger, metrics_server=page,
-            links=links[role] if before is None else _links(settings.in_role(role)),
-            watch=watch, in_role=_keeps_its_role if is_mixed else make, before=before,
-            say_ready=readiness.registered,
-        )  # fmt: skip
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        name: str,
+        logger: Log,
+        metrics: MetricsServer,
+        thread: Executor,
+        shares: Callable[[Role], Mapping[Role, EngineT]],
+        make_role: Callable[[EngineT, WorkerDriver], WorkerRole],
+    ) -> None:
+        self._settings, self._name, self._log, self._metrics = settings, name, logger, metrics
+        self._thread, self._shares, self._make_role = thread, shares, make_role
+        self._watch = watch = StepWatch(settings.step_timeout_ms / 1000)
+        # What is asked of the thread waits for one step of each role.
+        notify.only_while(notify.Pulse(thread, clock.now, lambda: len(Role.MIXED.registers_as) * watch.longest_s))
 
-    return [make(role) for role in parts]
+    def drivers(self, role: Role, before: Sequence[WorkerDriver], changeover: Changeover) -> list[WorkerDriver]:
+        """One for each role that the process registers in then. Those of a mixed worker share its metrics' page. Raises
+        `ConfigError`, and what `make_role` raises."""
+        roles, settings, name = role.registers_as, self._settings, self._name
+        is_mixed = len(roles) > 1
+        if is_mixed and len(name) > MIXED_NAME_CHARS:
+            raise ConfigError(
+                f"--name: {name} is too long for a mixed worker, which registers as NAME-prefill and NAME-decode"
+            )
+        page: MetricsPage = CombinedPage(self._metrics, len(roles)) if is_mixed else self._metrics
+        readiness = _Readiness(roles)
+        with as_config_error():
+            shares = self._shares(role)
+        made = [
+            WorkerDriver(
+                settings.in_role(one), shares[one], self._make_role, thread=self._thread,
+                name=f"{name}-{one}" if is_mixed else name,
+                log=self._log.bind(role=str(one)) if is_mixed or before else self._log,
+                links=_links(settings.in_role(one)), metrics_server=page, watch=self._watch,
+                say_ready=readiness.registered, changeover=changeover, process=name if is_mixed else "", before=before,
+            )
+            for one in roles
+        ]  # fmt: skip
+        made[0].registration.succeeds([driver.registration for driver in before])
+        return made
 
 
 class _Readiness:
@@ -135,10 +149,6 @@ class _Readiness:
         self._missing.discard(role)
         if not self._missing:
             notify.ready(self._words)
-
-
-def _keeps_its_role(role: Role, driver: WorkerDriver) -> WorkerDriver:
-    raise ConfigError(f"{driver.name} is one half of a mixed worker, which cannot become a {role} worker while it runs")
 
 
 def _log_loaded(logger: Log, engine: LoadedEngine) -> None:
@@ -157,12 +167,65 @@ def _links(settings: WorkerSettings) -> LinkSettings:
     return LinkSettings(heartbeat_ms=settings.heartbeat_ms, keys=keys_for(settings, Role(settings.role), bound))
 
 
-async def _drive(driver: WorkerDriver, stop: Stop, logger: Log) -> int:
-    """One role after the other; returns the exit code. On a failure, what else this process does is to stop, too."""
-    following: WorkerDriver | None = driver
+class _Lineup(Generic[EngineT]):
+    """The drivers of a process in one of its roles, and those that follow them."""
+
+    def __init__(self, process: _Process[EngineT], role: Role, before: Sequence[WorkerDriver] = ()) -> None:
+        """Raises `ConfigError`, and what making a role raises."""
+        self._process = process
+        self.changeover = Changeover(self._begin_to_prepare, self._drop)
+        self.drivers = process.drivers(role, before, self.changeover)
+        self.following: _Lineup[EngineT] | None = None
+        """Ready to register."""
+        self._preparing: asyncio.Task[None] | None = None
+
+    def _begin_to_prepare(self, role: Role) -> None:
+        self._preparing = watched(self._prepare(role))
+
+    async def _prepare(self, role: Role) -> None:
+        try:
+            self.following = _Lineup(self._process, role, self.drivers)
+            for driver in self.following.drivers:
+                await driver.prepare()
+        except (CrossdockError, OSError, ValueError) as error:
+            self._preparing = None
+            self.changeover.failed(str(error))
+            return
+        self._preparing = None
+        self.changeover.prepared()
+
+    def _drop(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+        if self.following is not None:
+            watched(_discard(self.following.drivers))
+        self._preparing = self.following = None
+
+
+async def _discard(drivers: Sequence[WorkerDriver]) -> None:
+    """They have never registered."""
+    for driver in drivers:
+        with contextlib.suppress(TimeoutError):
+            await driver.role.close_transfers()
+        await driver.close()
+
+
+async def _drive(lineup: _Lineup[EngineT], stop: Stop, logger: Log) -> int:
+    """One role after the other; returns the exit code."""
+    following: _Lineup[EngineT] | None = lineup
+    while following is not None:
+        lineup = following
+        statuses = await asyncio.gather(*(_run(driver, stop, logger) for driver in lineup.drivers))
+        if any(statuses):
+            return max(statuses)
+        following = lineup.following if lineup.changeover.is_decided else None
+    return 0
+
+
+async def _run(driver: WorkerDriver, stop: Stop, logger: Log) -> int:
+    """On a failure, what else this process does is to stop, too."""
     try:
-        while following is not None:
-            driver, following = following, await following.run(stop)
+        await driver.run(stop)
     except CannotBind as error:
         machine.check_listening("--kv-bind", error)
         logger.error("cannot start", error=f"--kv-bind: {error.strerror}")

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import itemgetter
 
 import msgspec
 
@@ -29,7 +31,7 @@ class Registration:
     """`held()` is asked at each registration; `on_lost` is called when the coordinator goes. `is_idle`: nothing but what is
     `held` waits to be done or sent; when that changes, `look` is to be called. `on_registered` is called after each
     registration. `on_flip(role)`: this worker is to change its role, so make ready for it (`ready_to_flip`), or, with None,
-    it is not to any more. `is_quiet`: no transfer can touch a block."""
+    it is not to any more; `on_may_flip`: it `could_flip` now. `is_quiet`: no transfer can touch a block."""
 
     def __init__(
         self,
@@ -44,12 +46,13 @@ class Registration:
         is_idle: Callable[[], bool] = lambda: True,
         on_registered: Callable[[], None] = lambda: None,
         on_flip: Callable[[Role | None], None] = lambda role: None,
+        on_may_flip: Callable[[], None] = lambda: None,
         is_quiet: Callable[[], bool] = lambda: True,
     ) -> None:
         self._service = Service()
         self._may_go = asyncio.Event()
-        self._may_flip = asyncio.Event()
-        self._on_flip, self._is_quiet = on_flip, is_quiet
+        self._flipped = asyncio.Event()
+        self._on_flip, self._on_may_flip, self._is_quiet = on_flip, on_may_flip, is_quiet
         self._flip_timer: asyncio.TimerHandle | None = None
         self._is_idle = is_idle
         self._on_message = on_message
@@ -142,18 +145,34 @@ class Registration:
             owed = self._in_doubt()
             if service.may_go(up=self.up, empty=not owed and not self._held() and self._is_idle()):
                 self._may_go.set()
-        elif service.may_flip(empty=not self._held() and self._is_idle() and self._is_quiet()):
-            self._may_flip.set()
+        elif self.could_flip:
+            self._on_may_flip()
 
     # --- change of role -------------------------------------------------------------------------------------------------
 
-    async def may_flip(self) -> None:
-        """Returns when this worker is to register in its new role."""
-        await self._may_flip.wait()
+    @property
+    def could_flip(self) -> bool:
+        """Whether nothing here speaks against it at this moment."""
+        return self._service.may_flip(empty=not self._held() and self._is_idle() and self._is_quiet())
+
+    def flip(self) -> None:
+        """It is decided: this registration ends."""
+        self._flipped.set()
+
+    async def has_flipped(self) -> None:
+        await self._flipped.wait()
 
     def ready_to_flip(self) -> None:
         self._service.is_ready = True
         self.look()
+
+    @property
+    def flips(self) -> bool:
+        """Whether this worker is about to take another role."""
+        return self._service.flips_to is not None
+
+    def not_ready_to_flip(self) -> None:
+        self._service.is_ready = False
 
     def cannot_flip(self, why: str) -> None:
         """It stays as it is, and says so."""
@@ -162,9 +181,10 @@ class Registration:
         self._log.error("keeps its role", error=why)
         self.send(FlipFailed(why[:500]))
 
-    def succeeds(self, earlier: "Registration") -> None:
-        """This one is of the same process after its change of role."""
-        self._finished = earlier._finished
+    def succeeds(self, earlier: "Sequence[Registration]") -> None:
+        """This one is of the same process after its change of role, and says what those may owe."""
+        owed = sorted(chain.from_iterable(one._finished for one in earlier), key=itemgetter(0))
+        self._finished.extend(owed)
 
     def _flip(self, order: Flip) -> None:
         self._log.info("changing role", role=order.role, attempts=len(self._held()), within_ms=order.hand_over_ms)
@@ -175,13 +195,12 @@ class Registration:
         self._on_flip(order.role)
 
     def _flip_overdue(self) -> None:
-        if self._service.flips_to is not None and not self._may_flip.is_set():
+        if self._service.flips_to is not None and not self._flipped.is_set():
             what = "its new role is not ready" if not self._service.is_ready else "something is left on it"
             self.cannot_flip(f"{what} {FLIP_AFTER_S:.0f} s after the hand-over")
 
     def _keep_role(self) -> None:
-        if not self._may_flip.is_set():  # else it is on its way
-            self._on_flip(None)
+        self._on_flip(None)
 
     def _in_doubt(self) -> list[Finished]:
         """What the coordinator that was lost may not have heard, or not written."""

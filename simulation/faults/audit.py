@@ -30,8 +30,8 @@ def unsettled(cluster: Cluster) -> str:
     if core.draining:
         return f"drained still: {[worker.hello.name for worker in core.draining.values()]}"
     if core.flipping:
-        return f"changing their roles still: {[flip.hello.name for flip in core.flipping.values()]}"
-    changed = [worker.name for worker in cluster.workers if worker.role is not role_of(worker.name)]
+        return f"changing their roles still: {[flip.name for flip in core.flipping.values()]}"
+    changed = [worker.name for worker in cluster.workers if worker.lineup.role is not role_of(worker.name)]
     if changed:
         return f"not in their own roles: {changed}"
     for worker in cluster.workers:

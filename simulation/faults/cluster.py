@@ -1,5 +1,7 @@
 """The simulated cluster: its processes, a supervisor that starts them again, and the faults that a plan names."""
 
+from collections.abc import Sequence
+
 from proto.drain import DrainRequest, FlipRequest
 from proto.messages import Role
 from simulation.faults.coordinator_process import CoordinatorProcess
@@ -9,7 +11,7 @@ from simulation.faults.oracles import Oracles
 from simulation.faults.plan import Asked, Fault, Plan
 from simulation.faults.surroundings import Surroundings
 from simulation.faults.worker_process import role_of
-from simulation.faults.worker_processes import DecodeProcess, PrefillProcess
+from simulation.faults.worker_processes import DecodeProcess, PrefillProcess, line_up
 from simulation.world.network import Network
 from simulation.world.world import Process
 
@@ -50,20 +52,36 @@ class Cluster(Surroundings):
 
     @property
     def workers(self) -> list[PrefillProcess | DecodeProcess]:
-        return [p for p in self.processes.values() if isinstance(p, PrefillProcess | DecodeProcess)]
+        """All that they register as."""
+        return [one for process in self.processes.values() for one in self._all_of(process)]
 
     @property
     def gateways(self) -> list[GatewayProcess]:
         return [p for p in self.processes.values() if isinstance(p, GatewayProcess)]
 
     def start(self, name: str) -> None:
-        role = name.partition("-")[0]
-        kinds = {"gateway": GatewayProcess, "prefill": PrefillProcess, "decode": DecodeProcess}
         self._leaving.pop(name, None)
-        process = CoordinatorProcess(self) if role == "coordinator" else kinds[role](self, name)
-        self.processes[name] = process
-        process.log("starts")
-        process.start()
+        role, started = name.partition("-")[0], list[Process]()
+        if role in ("coordinator", "gateway"):
+            started = [CoordinatorProcess(self) if role == "coordinator" else GatewayProcess(self, name)]
+        else:
+            started += line_up(self, name, Role(role))
+        self._begin(started, "starts")
+
+    def _begin(self, started: Sequence[Process], what: str) -> None:
+        self.processes[started[0].name] = started[0]
+        for process in started:
+            process.log(what)
+            process.start()
+
+    def _all_of(self, process: Process) -> list[PrefillProcess | DecodeProcess]:
+        """What a worker process has registered as; nothing of others."""
+        if not isinstance(process, PrefillProcess | DecodeProcess):
+            return []
+        return [one for one in process.lineup.halves if isinstance(one, PrefillProcess | DecodeProcess)]
+
+    def _parts_of(self, process: Process) -> Sequence[Process]:
+        return self._all_of(process) or [process]
 
     def ask(self, asked: Asked) -> None:
         """A client comes; one that finds its gateway dead or stuck goes away again."""
@@ -84,7 +102,8 @@ class Cluster(Surroundings):
             case "crash":
                 self.end(process, fault.for_s)
             case "pause":
-                process.pause()
+                for part in self._parts_of(process):
+                    part.pause()
                 self.network.suspect_all()
                 self.after(fault.for_s, self._resume, process)
             case "partition":
@@ -98,22 +117,23 @@ class Cluster(Surroundings):
                 self._drain(process, fault)
             case "flip":
                 assert isinstance(process, PrefillProcess | DecodeProcess)
-                process.flip_ends = fault.how
-                self._order_flip(process, fault.grace_s)
+                process.lineup.flip_ends = fault.how
+                self._order_flip(process, Role(fault.other), fault.grace_s, fault.how == "by force")
             case "step":
-                assert isinstance(process, PrefillProcess | DecodeProcess)
-                process.fail_step = fault.how
+                for worker in self._all_of(process):
+                    worker.fail_step = fault.how
             case "hang":
-                assert isinstance(process, PrefillProcess | DecodeProcess)
-                process.hang_s = fault.for_s
+                self.random.choice(self._all_of(process)).hang_s = fault.for_s
             case "transfer":
-                assert isinstance(process, PrefillProcess | DecodeProcess)
-                process.call(process.transfers.break_pair)
+                for worker in self._all_of(process):
+                    worker.call(worker.transfers.break_pair)
 
     def end(self, process: Process, for_s: float) -> None:
         """Whatever ended it, it is started again after `for_s`."""
-        process.stop()
-        self.network.process_died(process)
+        for part in self._parts_of(process):
+            if part.alive:
+                part.stop()
+                self.network.process_died(part)
         if isinstance(process, GatewayProcess):
             self.oracles.gateway_died(process.name)
         self.network.suspect_all()
@@ -127,19 +147,17 @@ class Cluster(Surroundings):
             self.coordinator.ask(DrainRequest(process.name, False, 1000 * fault.grace_s))
             self.after(fault.for_s, self._undo_drain, process.name)
         elif process.name not in self._leaving:
-            assert isinstance(process, PrefillProcess | DecodeProcess)
             self._leaving[process.name] = fault.for_s
-            process.call(process.drain, fault.grace_s)
+            for worker in self._all_of(process):
+                worker.call(worker.drain, fault.grace_s)
 
     def _undo_drain(self, name: str) -> None:
         """A person tries again until it is done."""
-        worker = self.processes[name]
-        assert isinstance(worker, PrefillProcess | DecodeProcess)
-        known, drained = (
-            self.coordinator.core.workers.get(worker.incarnation),
-            worker.registration.service.hand_over_ms(0.0),
-        )
-        put_back = known is not None and not known.draining and drained is None
+        put_back = True
+        for worker in self._all_of(self.processes[name]):
+            known = self.coordinator.core.workers.get(worker.incarnation)
+            drained = worker.registration.service.hand_over_ms(0.0)
+            put_back &= known is not None and not known.draining and drained is None
         if name in self._leaving or (put_back and not self.coordinator.paused):
             return
         self.coordinator.ask(DrainRequest(name, True, 0.0))
@@ -148,37 +166,42 @@ class Cluster(Surroundings):
     def worker_goes(self, worker: Process, why: str) -> None:
         assert isinstance(worker, PrefillProcess | DecodeProcess)
         self.oracles.goes(worker, worker.registration.held(), why)
-        self._end(worker, self._leaving.pop(worker.name))
+        worker.stop()
+        self.network.process_died(worker, in_order=True)
+        self.network.suspect_all()
+        if not any(other.alive for other in self._all_of(worker)):
+            self.after(self._leaving.pop(worker.name), self._restart, worker)
 
     # --- changes of role ------------------------------------------------------------------------------------------------
 
-    def _order_flip(self, worker: PrefillProcess | DecodeProcess, hand_over_s: float, force: bool = False) -> None:
-        role = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
+    def _order_flip(self, worker: Process, role: Role, hand_over_s: float, force: bool = False) -> None:
         self.coordinator.ask(FlipRequest(worker.name, role, 1000 * hand_over_s, force))
 
     def worker_flips(self, worker: Process) -> None:
         assert isinstance(worker, PrefillProcess | DecodeProcess)
-        self.oracles.flips(worker, worker.registration.held(), worker.allocator, worker.transfers.idle)
-        worker.allocator.report_all()
-        worker.stop()
-        self.network.process_died(worker, in_order=True)
+        for half in self._all_of(worker):
+            self.oracles.flips(half, half.registration.held(), half.allocator, half.transfers.idle)
+            half.allocator.close()
+            half.stop()
+            self.network.process_died(half, in_order=True)
         self.network.suspect_all()
         self.after(self.random.uniform(0.0, FLIP_S_MAX), self._start_flipped, worker)
 
     def _start_flipped(self, worker: PrefillProcess | DecodeProcess) -> None:
         if self.processes[worker.name] is not worker:
             return  # it was killed meanwhile, and started again
-        kind = DecodeProcess if isinstance(worker, PrefillProcess) else PrefillProcess
-        process = self.processes[worker.name] = kind(self, worker.name, worker)
-        process.log(f"starts as a {process.role} worker")
-        process.start()
+        role = worker.lineup.next_role
+        assert role is not None
+        self._begin(line_up(self, worker.name, role, worker.lineup), f"starts as a {role} worker")
 
     def _flip_back(self) -> None:
         """A person gives every worker its own role again, and looks again: one may be changing over."""
-        changed = [worker for worker in self.workers if worker.role is not role_of(worker.name)]
-        for worker in changed:
-            worker.flip_ends = ""
-            self._order_flip(worker, 0.0, force=True)
+        for name in self.plan.workers:
+            worker = self.processes[name]
+            assert isinstance(worker, PrefillProcess | DecodeProcess)
+            if worker.lineup.role is not role_of(name):
+                worker.lineup.flip_ends = ""
+                self._order_flip(worker, role_of(name), 0.0, force=True)
         self.after(0.5, self._flip_back)
 
     def begins_anew(self, coordinator: Process) -> None:
@@ -197,13 +220,14 @@ class Cluster(Surroundings):
         self.after(for_s, self._restart, process)
 
     def _restart(self, process: Process) -> None:
-        if self.processes[process.name] is process:
+        if self.processes[process.name] is self._parts_of(process)[0]:
             self.start(process.name)
 
     def _resume(self, process: Process) -> None:
         if process.paused:
             self.log(process.name, "resumes")
-            process.resume()
+            for part in self._parts_of(process):
+                part.resume()
 
     def _partition(self, fault: Fault) -> None:
         ways = [(fault.who, fault.other)]
@@ -220,8 +244,9 @@ class Cluster(Surroundings):
         self.network.mend(*ways)
 
     def _cut(self, process: Process, how: str) -> None:
+        parts = self._parts_of(process)
         for wire in list(self.network.wires):
-            if process in wire.processes and self.random.random() < 0.7:
+            if any(part in wire.processes for part in parts) and self.random.random() < 0.7:
                 if how == "hole":
                     wire.hole[self.random.randrange(2)] = True
                 else:
@@ -235,8 +260,8 @@ class Cluster(Surroundings):
             self.network.slow.pop(process.name, None)
             if on:
                 self.network.slow[process.name] = SLOW_FRAMES_S
-        elif isinstance(process, PrefillProcess | DecodeProcess):
-            process.slow = SLOW_STEPS if on else 1.0
+        for worker in self._all_of(process) if how == "steps" else ():
+            worker.slow = SLOW_STEPS if on else 1.0
 
     # --- healing --------------------------------------------------------------------------------------------------------
 
@@ -249,10 +274,10 @@ class Cluster(Surroundings):
         self.network.slow.clear()
         self._mend(*self._partitions)
         for process in list(self.processes.values()):
-            if not process.alive:
+            if not any(part.alive for part in self._parts_of(process)):
                 self._restart(process)
             self._resume(process)
         for worker in self.workers:
-            worker.slow, worker.fail_step, worker.hang_s, worker.flip_ends = 1.0, "", 0.0, ""
+            worker.slow, worker.fail_step, worker.hang_s, worker.lineup.flip_ends = 1.0, "", 0.0, ""
         self.network.break_robbed()
         self._flip_back()

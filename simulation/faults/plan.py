@@ -74,7 +74,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Fault:
-    """`who` and `other` are names of processes; `how` depends on the kind."""
+    """`who` and `other` are names of processes, but for a flip, where `other` is a role; `how` depends on the kind."""
 
     at_s: float
     kind: str
@@ -224,13 +224,15 @@ def _drains(plan: Plan, random: Random) -> list[Fault]:
 
 
 def _flips(plan: Plan, random: Random) -> list[Fault]:
-    """Of a role that only one worker has, it will be refused."""
+    """Where only one worker has its role, it will be refused, unless it is forced."""
     flips = []
+    names = random.choice((plan.workers, [random.choice(plan.workers)]))  # one may change again and again
     for _ in range(random.choice((0, 0, 1, 1, 2, 4))):
-        how = random.choice(("", "", "", "", "dies", "cannot"))
+        how = random.choice(("", "", "by force", "by force", "dies", "cannot"))
         grace_s = random.choice((0.0, 0.0, random.uniform(0.0, 0.5)))
         at_s = random.choice(plan.asked).at_s + random.uniform(0.0, 0.4)
-        flips.append(Fault(at_s, "flip", random.choice(plan.workers), how=how, grace_s=grace_s))
+        role = random.choice(("prefill", "decode", "mixed", "mixed"))
+        flips.append(Fault(at_s, "flip", random.choice(names), role, how=how, grace_s=grace_s))
     return flips
 
 

@@ -12,6 +12,8 @@ class Surroundings(NetworkedWorld):
     ledger: Ledger
     oracles: Oracles
     slow_disk_s: float
+    restart_s = 0.5
+    """In which a worker that ended itself is started again."""
 
     def end(self, process: Process, for_s: float) -> None:
         """End a process without warning; it is started again after `for_s`."""

@@ -12,6 +12,7 @@ from proto.messages import Peer as Destination
 from proto.progress import Hung
 from runtime.worker.service import GO_AFTER_S
 from runtime.worker.step_watch import StepWatch
+from simulation.faults.lineup import Lineup
 from simulation.faults.oracles import DRAINED
 from simulation.faults.surroundings import Surroundings
 from simulation.transfers.connections import PoolProcess
@@ -24,7 +25,6 @@ from simulation.world.toy_model import Toy
 from simulation.world.world import Violation
 
 STEP_TIMEOUT_S = 1.0
-RESTART_S = 0.5
 MODEL, FINGERPRINT = "toy", "f"
 
 
@@ -52,28 +52,26 @@ class WorkerProcess(PoolProcess):
     toy: Toy
     allocator: BlockAllocator
 
-    def __init__(self, cluster: Surroundings, name: str, before: "WorkerProcess | None" = None) -> None:
-        """`before` is the same process in its other role: pool and cache stay."""
-        super().__init__(cluster, name)
-        self.cluster = cluster
+    def __init__(self, cluster: Surroundings, lineup: Lineup) -> None:
+        super().__init__(cluster, lineup.name)
+        self.cluster, self.lineup = cluster, lineup
+        lineup.halves.append(self)
         plan = cluster.plan
-        configured = role_of(name)
-        self.kv_blocks, self.block_size = plan.kv_blocks[configured], plan.block_size[configured]
-        self.flip_ends = ""
-        """What is wrong with its next change of role: it cannot be prepared (`cannot`), or the process dies in it (`dies`)."""
+        self.kv_blocks, self.block_size = lineup.blocks_of(self.role), plan.block_size[role_of(lineup.name)]
         self.slow = 1.0
         self.fail_step = ""
         """The next step fails: in the model (`error`), or its logits are not finite (`nan`)."""
         self.hang_s = 0.0
         """So much longer does the next step take."""
         self.watch = StepWatch(STEP_TIMEOUT_S)
-        self._hangs = self._goes_over = False
-        self.toy = before.toy if before is not None else Toy(self.kv_blocks, self.block_size)
-        self.allocator = before.allocator if before is not None else BlockAllocator(self.kv_blocks)
+        self._hangs = False
+        self.toy = lineup.toy
+        self.allocator = BlockAllocator(self.kv_blocks, lineup.pool)
         self.hello = Hello(
-            PROTOCOL_VERSION, self.role, self.incarnation, name, MODEL, FINGERPRINT, f"{name}/kv",
+            PROTOCOL_VERSION, self.role, self.incarnation, lineup.name_of(self.role), MODEL, FINGERPRINT, f"{lineup.name}/kv",
             Capacity(self.kv_blocks, self.block_size, plan.max_seqs, plan.context_tokens),
-            flipped_from=before.incarnation if before is not None else 0,
+            host="sim", pid=lineup.pid, flipped_from=lineup.flipped_from,
+            process=lineup.name if lineup.role is Role.MIXED else "",
         )  # fmt: skip
 
     def start(self) -> None:
@@ -90,7 +88,7 @@ class WorkerProcess(PoolProcess):
         if not self._hangs:
             raise Violation("no false alarm", f"{self.name} ends itself, though its step does not hang")
         self.registration.send(Hung(1000 * ran_s))
-        self.cluster.end(self, RESTART_S)
+        self.cluster.end(self, self.cluster.restart_s)
 
     def compute(self, tokens: int, seconds: float, then: Callable[..., None], *arguments: Any) -> None:
         """A step, on the thread that computes."""
@@ -116,31 +114,11 @@ class WorkerProcess(PoolProcess):
     def may_go(self) -> None:
         self.after(0.0, self._go, DRAINED)
 
-    # --- change of role -------------------------------------------------------------------------------------------------
-
-    def prepare_flip(self, _: Role) -> None:
-        """As `runtime.worker.driver`: ready, or not, after a while."""
-        ready = self.registration.ready_to_flip
-        if self.flip_ends == "cannot":
-            self.after(self.world.random.uniform(0.001, 0.05), self.registration.cannot_flip, "planted")
-        else:
-            self.after(self.world.random.uniform(0.001, 0.05), ready)
-
     def is_quiet(self) -> bool:
         return not (self.allocator.held_count or self.allocator.quarantined_count) and self.transfers.idle
 
-    def may_flip(self) -> None:
-        if not self._goes_over:
-            self._goes_over = True
-            self.after(0.0, self._flip)
-
-    def _flip(self) -> None:
-        if self.flip_ends == "dies":
-            self.log("dies in its change of role")
-            self.cluster.end(self, RESTART_S)
-        else:
-            self.log("changes its role")
-            self.cluster.worker_flips(self)
+    def is_flipping(self) -> bool:
+        return self.registration.service.flips_to is not None
 
     def report_cache(self) -> None:
         self.registration.report_cache(self.allocator.take_changes)
@@ -155,7 +133,8 @@ class WorkerProcess(PoolProcess):
     def check_writable(self, blocks: Sequence[int]) -> None:
         """Nobody else may hold what is received into, and nobody may find it in the cache."""
         for block in blocks:
-            if self.allocator.refs(block) != 1 and not self.allocator.is_quarantined(block):
+            alone = self.allocator.refs(block) == 1 == self.lineup.pool.holders.get(block)
+            if not alone and not self.allocator.is_quarantined(block):
                 raise Violation("no block is freed early", f"{self.name} receives KV into block {block}, not its own")
 
     def check_held(self, blocks: list[int] | tuple[int, ...], request_id: str) -> None:

@@ -13,8 +13,9 @@ from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.prompts import Key, PromptTable
 from proto.kv import Commit, FirstToken
 from proto.messages import Message, Reserve, Role, TokenItem
+from simulation.faults.lineup import Lineup
 from simulation.faults.surroundings import Surroundings
-from simulation.faults.worker_process import Gateways, WorkerProcess, unexpected
+from simulation.faults.worker_process import Gateways, WorkerProcess, role_of, unexpected
 from simulation.transfers.receiver import Receiver
 from simulation.transfers.sender import Sender
 from simulation.world.connection_pool import ConnectionPool
@@ -29,8 +30,8 @@ STEP_TOKENS_MAX = 64
 class PrefillProcess(WorkerProcess):
     role = Role.PREFILL
 
-    def __init__(self, cluster: Surroundings, name: str, before: WorkerProcess | None = None) -> None:
-        super().__init__(cluster, name, before)
+    def __init__(self, cluster: Surroundings, lineup: Lineup) -> None:
+        super().__init__(cluster, lineup)
         self.core = PrefillCore(
             self,
             PromptTable(self.allocator, self.block_size, cluster.plan.prefix_cache),
@@ -47,9 +48,9 @@ class PrefillProcess(WorkerProcess):
             is_idle=lambda: self.gateways.idle,
             on_may_go=self.may_go,
             on_registered=self.report_cache,
-            on_flip=self.prepare_flip,
             is_quiet=self.is_quiet,
-            on_may_flip=self.may_flip,
+            changeover=lineup.changeover,
+            on_flipped=lineup.flipped,
         )
         self.gateways = Gateways(self, self.hello, unexpected, self.core.gateway_lost, self.registration.look)
         self.receivers = ConnectionPool(self, self.hello, self._kv_message, self._receiver_lost)
@@ -121,8 +122,8 @@ class PrefillProcess(WorkerProcess):
 class DecodeProcess(WorkerProcess):
     role = Role.DECODE
 
-    def __init__(self, cluster: Surroundings, name: str, before: WorkerProcess | None = None) -> None:
-        super().__init__(cluster, name, before)
+    def __init__(self, cluster: Surroundings, lineup: Lineup) -> None:
+        super().__init__(cluster, lineup)
         batch: Batch[ToyState] = Batch()
         table = AttemptTable(
             self.allocator,
@@ -131,6 +132,7 @@ class DecodeProcess(WorkerProcess):
             lambda: self.toy.tokens_forwarded,
             cluster.plan.prefix_cache,
         )
+        table.keeps = self.is_flipping
         self.core: DecodeCore[ToyState] = DecodeCore(self, table, vocab_size=VOCAB, make_state=_toy_state)
         self.registration = Registration(
             self,
@@ -141,15 +143,15 @@ class DecodeProcess(WorkerProcess):
             is_idle=lambda: self.gateways.idle,
             on_may_go=self.may_go,
             on_registered=self.report_cache,
-            on_flip=self.prepare_flip,
             is_quiet=self.is_quiet,
-            on_may_flip=self.may_flip,
+            changeover=lineup.changeover,
+            on_flipped=lineup.flipped,
         )
         self.gateways = Gateways(self, self.hello, unexpected, self.core.gateway_lost, self.registration.look)
         self.senders: Senders[Link] = Senders()
         self.server = Server(
             self,
-            f"{name}/kv",
+            f"{lineup.name}/kv",
             accept=lambda hello: None if hello.role is Role.PREFILL else "this is a KV port",
             on_up=lambda link: None,
             on_message=self._kv_message,
@@ -236,3 +238,15 @@ def _toy_state(order: Reserve, first: FirstToken, prompt_tokens: list[int]) -> T
     )
     state.accept(first.token)
     return state
+
+
+KINDS: dict[Role, type[PrefillProcess | DecodeProcess]] = {Role.PREFILL: PrefillProcess, Role.DECODE: DecodeProcess}
+
+
+def line_up(
+    cluster: Surroundings, name: str, role: Role, before: Lineup | None = None
+) -> list[PrefillProcess | DecodeProcess]:
+    """A worker process in a role; `before`: in which it was until now."""
+    configured, plan = role_of(name), cluster.plan
+    lineup = Lineup(cluster, name, role, plan.kv_blocks[configured], plan.block_size[configured], before)
+    return [KINDS[one](cluster, lineup) for one in role.registers_as]

@@ -7,7 +7,8 @@ import msgspec
 from proto.drain import Drained, Draining, Flip, FlipFailed
 from proto.held import Held
 from proto.limits import MAX_CACHE_CHANGES
-from proto.messages import CacheEvents, Hello, Message, Role
+from proto.messages import CacheEvents, Hello, Message
+from runtime.worker.changeover import Changeover
 from runtime.worker.service import Service
 from simulation.world.links import Client, Link, OnMessage
 from simulation.world.world import Process
@@ -27,14 +28,15 @@ class Registration:
         is_idle: Callable[[], bool],
         on_may_go: Callable[[], None],
         on_registered: Callable[[], None],
-        on_flip: Callable[[Role], None],
         is_quiet: Callable[[], bool],
-        on_may_flip: Callable[[], None],
+        changeover: Changeover,
+        on_flipped: Callable[[], None],
     ) -> None:
         self._process, self._hello, self.held, self._on_lost = process, hello, held, on_lost
         self._on_message, self._is_idle, self._on_may_go = on_message, is_idle, on_may_go
-        self._on_registered, self._on_flip, self._is_quiet = on_registered, on_flip, is_quiet
-        self._on_may_flip = on_may_flip
+        self._on_registered, self._is_quiet = on_registered, is_quiet
+        self._changeover, self._on_flipped = changeover, on_flipped
+        changeover.add(self)
         self.service = Service()
         self._link: Link | None = None
         self._unsaid: list[Message] = []
@@ -55,6 +57,7 @@ class Registration:
 
     def leave(self, grace_s: float) -> None:
         draining = self.service.leave(grace_s, self._process.now())
+        self._changeover.ordered(self, None)
         if self._link is not None:
             self._link.send(draining)
         self.look()
@@ -63,29 +66,41 @@ class Registration:
         service = self.service
         if service.leaving and service.may_go(up=self.up, empty=not self.held() and self._is_idle()):
             self._on_may_go()
-        elif service.may_flip(empty=not self.held() and self._is_idle() and self._is_quiet()):
-            self._on_may_flip()
+        elif self.could_flip:
+            self._changeover.look()
+
+    @property
+    def could_flip(self) -> bool:
+        return self.service.may_flip(empty=not self.held() and self._is_idle() and self._is_quiet())
+
+    def flip(self) -> None:
+        self._on_flipped()
 
     def ready_to_flip(self) -> None:
-        if self.service.flips_to is not None:
-            self.service.is_ready = True
-            self.look()
+        self.service.is_ready = True
+        self.look()
+
+    def not_ready_to_flip(self) -> None:
+        self.service.is_ready = False
 
     def cannot_flip(self, why: str) -> None:
-        if self.service.flips_to is not None:
-            self.service.keep_role()
-            self.send(FlipFailed(why))
+        self.service.keep_role()
+        self._changeover.ordered(self, None)
+        self.send(FlipFailed(why))
 
     def _overdue(self) -> None:
-        if self.service.flip_overdue_s(self._process.now()) >= 0.0:
+        if self.service.flips_to is not None and self.service.flip_overdue_s(self._process.now()) >= 0.0:
             self.cannot_flip("overdue")
 
     def _message(self, link: Link, message: Message, blob: bytes) -> None:
         if isinstance(message, Draining | Drained | Flip):
+            flips = self.service.flips_to is not None
             self.service.ordered(message, self._process.now())
             if isinstance(message, Flip) and self.service.flips_to is not None:
                 self._process.after(-self.service.flip_overdue_s(self._process.now()) + 0.01, self._overdue)
-                self._on_flip(message.role)
+                self._changeover.ordered(self, message.role)
+            elif flips and self.service.flips_to is None:
+                self._changeover.ordered(self, None)
             self.look()
         else:
             self._on_message(link, message, blob)
@@ -113,6 +128,8 @@ class Registration:
 
     def _down(self, _: Link, reason: str) -> None:
         self._link = None
+        if self.service.flips_to is not None:
+            self._changeover.ordered(self, None)
         self.service.link_lost()
         self._on_lost(reason)
         self.look()

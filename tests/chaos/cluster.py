@@ -291,8 +291,8 @@ class Watcher:
             await self._link.close()
 
     def names(self) -> set[str]:
-        """Of workers and gateways; none while no coordinator answers."""
-        return {w.name for w in self.report.workers} | set(self.report.gateways) if self.report else set()
+        """Of worker processes and gateways; none while no coordinator answers."""
+        return {w.process for w in self.report.workers} | set(self.report.gateways) if self.report else set()
 
     def lost(self, role: str) -> int:
         """How many of a role this coordinator has lost so far."""

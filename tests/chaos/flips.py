@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from launcher.admin.flip import follow
+from launcher.admin.flip import follow, role_of
 from launcher.admin.status import NoAnswer, converse
 from launcher.http.streams import percentile
 from proto.drain import FlipAnswer, FlipRequest
@@ -31,6 +31,7 @@ FINISH_MS = 500.0
 """That streams have to end, where they are not moved at once."""
 FIRST_STEP_S = 20.0
 KILL_WITHIN_S = 0.3
+ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 
 
 @dataclass
@@ -64,8 +65,12 @@ class Result:
         return found
 
 
+Processes = dict[str, list[WorkerStatus]]
+"""By name, what each registers as."""
+
+
 class FlipRun(Run):
-    """Flips one worker after the other between 2P2D, 3P1D and 1P3D until there were enough flips and answers."""
+    """Flips one worker after the other between prefill, decode and mixed until there were enough flips and answers."""
 
     def __init__(
         self, cluster: Cluster, plan: Plan, flips: int, answers: int, kill_share: float, progress: Callable[[int], None]
@@ -94,18 +99,21 @@ class FlipRun(Run):
 
     # --- one change -----------------------------------------------------------------------------------------------------
 
-    async def _workers(self) -> list[WorkerStatus]:
-        return list((await self.cluster.watcher.next_report()).workers)
+    async def _processes(self) -> Processes:
+        found: Processes = {}
+        for worker in (await self.cluster.watcher.next_report()).workers:
+            found.setdefault(worker.process, []).append(worker)
+        return found
 
     async def _flip_one(self) -> None:
-        workers = await self._workers()
-        by_role = Counter(worker.role for worker in workers)
-        self.found.ratios[f"{by_role[Role.PREFILL]}P{by_role[Role.DECODE]}D"] += 1
-        worker = self.random.choice([one for one in workers if by_role[one.role] > 1])
-        victim = self._victim(worker, workers) if self.random.random() < self._kill_share else None
+        processes = await self._processes()
+        self.found.ratios[ratio(processes)] += 1
+        name = self.random.choice([one for one in processes if _others_serve(processes, one)])
+        role = self.random.choice([one for one in ROLES if one is not role_of(processes[name][0])])
+        victim = self._victim(name, processes) if self.random.random() < self._kill_share else None
         hand_over_ms = self.random.choice((0.0, 0.0, FINISH_MS))
         killing = asyncio.create_task(self._kill_soon(victim)) if victim is not None else None
-        flip = await self._flip(worker, hand_over_ms, is_disturbed=killing is not None)
+        flip = await self._flip(processes[name][0], role, hand_over_ms, is_disturbed=killing is not None)
         if killing is not None:
             await killing
         if flip is not None and flip.state == "done":
@@ -116,12 +124,18 @@ class FlipRun(Run):
                 raise Violation(f"{flip.worker} stays a {flip.before} worker: {flip.failure}")
 
     async def _flip(
-        self, worker: WorkerStatus, hand_over_ms: float, *, is_disturbed: bool = False, force: bool = False
+        self,
+        worker: WorkerStatus,
+        role: Role,
+        hand_over_ms: float,
+        *,
+        is_disturbed: bool = False,
+        force: bool = False,
     ) -> FlipStatus | None:
         """None: it was refused beside a kill."""
-        role, address = other(worker.role), self.cluster.coordinator
+        name, before, address = worker.process, role_of(worker), self.cluster.coordinator
         try:
-            request = FlipRequest(worker.name, role, hand_over_ms, force, "scripts/flips")
+            request = FlipRequest(name, role, hand_over_ms, force, "scripts/flips")
             answer = await converse(address, request, FlipAnswer, ASK_MS)
         except NoAnswer:
             if is_disturbed:
@@ -130,20 +144,20 @@ class FlipRun(Run):
         if answer.refusal:
             if is_disturbed:
                 return None
-            raise Violation(f"{worker.name} to {role}: {answer.refusal}")
-        flip = await follow(address, worker, role, hand_over_ms / 1000, 0.0 if is_disturbed else FIRST_STEP_S, ASK_MS)
+            raise Violation(f"{name} to {role}: {answer.refusal}")
+        first_step_s = 0.0 if is_disturbed else FIRST_STEP_S
+        flip = await follow(address, worker, before, role, hand_over_ms / 1000, first_step_s, ASK_MS)
         if flip.state == "done" and not flip.first_step_ms and not is_disturbed:
-            raise Violation(f"{worker.name} has run no step as a {role} worker in {FIRST_STEP_S:g} s under load")
+            raise Violation(f"{name} has run no step as a {role} worker in {FIRST_STEP_S:g} s under load")
         return flip
 
-    def _victim(self, flipping: WorkerStatus, workers: list[WorkerStatus]) -> Member | None:
+    def _victim(self, flipping: str, processes: Processes) -> Member | None:
         """Whose loss leaves a worker of each role, whatever becomes of the change; or a coordinator."""
         members = [self.cluster.serving()]
         for member in self.cluster.members:
-            rest = [one for one in workers if one.name not in (member.name, flipping.name)]
-            if {one.role for one in rest} == {Role.PREFILL, Role.DECODE} and member.role in ("prefill", "decode"):
+            if member.role in ("prefill", "decode") and _others_serve(processes, member.name, flipping):
                 members.append(member)
-            if member.name == flipping.name:
+            if member.name == flipping:
                 members += [member] * 2
         return self.random.choice(members)
 
@@ -156,17 +170,26 @@ class FlipRun(Run):
         """Each to the role it was started in, so that the audit compares like with like."""
         for _ in range(REFUSED_MAX):
             started = {member.name: member.role for member in self.cluster.members}
-            changed = [one for one in await self._workers() if started.get(one.name) != one.role]
-            by_role = Counter(one.role for one in await self._workers())
-            able = [one for one in changed if by_role[one.role] > 1] or changed
+            processes = await self._processes()
+            changed = [name for name, (one, *_) in processes.items() if started.get(name) != role_of(one)]
             if not changed:
                 return
-            await self._flip(able[0], 0.0, is_disturbed=True, force=by_role[able[0].role] == 1)
+            name = next((one for one in changed if _others_serve(processes, one)), changed[0])
+            force = not _others_serve(processes, name)
+            await self._flip(processes[name][0], Role(started[name]), 0.0, is_disturbed=True, force=force)
         raise Violation("workers do not take their own roles again")
 
 
-def other(role: Role) -> Role:
-    return Role.DECODE if role is Role.PREFILL else Role.PREFILL
+def _others_serve(processes: Processes, *but: str) -> bool:
+    """Whether there is a worker of each role beside these."""
+    rest = {worker.role for name, workers in processes.items() if name not in but for worker in workers}
+    return rest == {Role.PREFILL, Role.DECODE}
+
+
+def ratio(processes: Processes) -> str:
+    roles = Counter(role_of(workers[0]) for workers in processes.values())
+    parts = [f"{roles[Role.PREFILL]}P{roles[Role.DECODE]}D"] if roles - Counter(mixed=99) else []
+    return "+".join(parts + ([f"{roles[Role.MIXED]}M"] if roles[Role.MIXED] else []))
 
 
 async def flips(
@@ -217,9 +240,9 @@ def show(result: Result, console: Console) -> None:
 def main() -> int:
     made = argparse.ArgumentParser(
         prog="scripts/flips",
-        description="Workers change their roles (crossdock flip) between 2P2D, 3P1D and 1P3D while clients stream from a tiny"
-        " model. Every stream is compared with that of a quiet cluster; blocks, the ledger, descriptors, threads and shared"
-        " memory are audited at the end. Status 1 if a promise was broken.",
+        description="Workers change their roles (crossdock flip) between prefill, decode and mixed while clients stream from a"
+        " tiny model. Every stream is compared with that of a quiet cluster; blocks, the ledger, descriptors, threads and"
+        " shared memory are audited at the end. Status 1 if a promise was broken.",
     )
     made.add_argument("--flips", type=int, default=60, metavar="N", help="number of changes of role (default 60)")
     made.add_argument("--answers", type=int, default=3_000, metavar="N", help="whole answers, at least (default 3000)")

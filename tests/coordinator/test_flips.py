@@ -4,16 +4,29 @@ import msgspec
 import pytest
 
 from coordinator.events import PeerDown, PeerUp, Tick
-from coordinator.recovery.flips import REGISTER_S_MAX
+from coordinator.recovery.draining import KEPT_S_MAX
+from coordinator.recovery.flips import CACHE_TOLD_S, REGISTER_S_MAX
 from coordinator.reporting.report import status
 from proto.drain import Drained, Draining, DrainRequest, Flip, FlipAnswer, FlipFailed, FlipRequest
-from proto.errors import Interrupt
+from proto.errors import CancelReason, Interrupt
 from proto.limits import MAX_FLIPS_AT_ONCE, PROTOCOL_VERSION
-from proto.messages import Finished, Hello, Interrupted, Released, Reserve, Role, StepDone
+from proto.messages import (
+    CacheEvents,
+    Cancel,
+    Finished,
+    Hello,
+    Interrupted,
+    Release,
+    Released,
+    Reserve,
+    Role,
+    StepDone,
+    Submit,
+)
 from proto.progress import DecodeProgress
 from proto.status import FlipStatus
 from tests.coordinator.test_draining import compute, decoding, placed_on
-from tests.coordinator.world import Harness, submit, worker_hello
+from tests.coordinator.world import Harness, named, submit, worker_hello
 
 
 def ask(h: Harness, worker: str, role: Role, *, hand_over_ms: float = 0.0, force: bool = False, why: str = "") -> str:
@@ -43,8 +56,7 @@ def test_streams_move_the_worker_goes_when_it_holds_nothing_and_its_first_step_p
     own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
     assert not ask(h, name, Role.PREFILL, why="more prompts")
     assert h.take(Flip, own) == [Flip(Role.PREFILL, 0.0)]
-    assert [i.reason for i in h.take(Interrupted) if isinstance(i, Interrupted)] == [Interrupt.DRAINED]
-    assert not h.take(Drained) and last(h).state == "draining"
+    assert h.take(Release, own) == [Release("a", 1)] and not h.take(Drained) and last(h).state == "draining"
     h.now += 0.1
     h.receive(own, Released("a", 1, 1))
     assert h.take(Drained, own) and last(h).state == "registering"
@@ -59,6 +71,68 @@ def test_streams_move_the_worker_goes_when_it_holds_nothing_and_its_first_step_p
     compute(h, 40)
     assert round(last(h).first_step_ms) == 10 and [w.steps for w in status(h.core).workers if w.name == name] == [1]
     assert h.core.counters["flips"] == 1 and not h.core.counters["prefill_restarted"]
+
+
+def moving(h: Harness, role: Role = Role.PREFILL) -> int:
+    """A worker with a stream is about to change its role; returns its incarnation."""
+    decoding(h, named(submit("a"), 1))
+    own = next(w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings)
+    assert not ask(h, f"decode-{own}", role)
+    return own
+
+
+def interrupted(h: Harness) -> list[tuple[str, Interrupt]]:
+    return [(one.request_id, one.reason) for one in h.take(Interrupted) if isinstance(one, Interrupted)]
+
+
+def test_a_stream_is_resumed_when_the_worker_that_has_its_kv_prefills() -> None:
+    h = Harness.make(decode=2)
+    own = moving(h)
+    h.receive(own, Released("a", 1, 1))
+    come_back(h, own, 40, Role.PREFILL)
+    assert not interrupted(h), "what it has cached is not known yet"
+    h.receive(40, CacheEvents(b"k" * 16, b""))
+    assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.keeping
+    h.receive(40, CacheEvents(b"l" * 16, b""))
+    assert not h.take(Interrupted), "once"
+
+
+@pytest.mark.parametrize("request_", [submit("a"), named(submit("a", choices=2), 1)], ids=["unnamed", "choices"])
+def test_a_stream_whose_kv_nobody_will_find_is_resumed_at_once(request_: Submit) -> None:
+    h = Harness.make(decode=2)
+    decoding(h, request_)
+    own = next(w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings)
+    assert not ask(h, f"decode-{own}", Role.PREFILL)
+    assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.keeping
+
+
+def test_a_stream_does_not_wait_for_a_worker_that_does_not_come_back() -> None:
+    h = Harness.make(decode=2)
+    own = moving(h)
+    assert h.core.next_deadline() == KEPT_S_MAX
+    h.now = KEPT_S_MAX
+    h.post(Tick())
+    assert interrupted(h) == [("a", Interrupt.DRAINED)], "nothing is let go of yet"
+    h = Harness.make(decode=2)
+    own = moving(h)
+    h.receive(own, FlipFailed("no room"))
+    assert interrupted(h) == [("a", Interrupt.DRAINED)]
+    h = Harness.make(decode=2)
+    own = moving(h)
+    h.receive(own, Released("a", 1, 1))
+    come_back(h, own, 40, Role.PREFILL)
+    h.now = CACHE_TOLD_S
+    h.post(Tick())
+    assert interrupted(h) == [("a", Interrupt.DRAINED)], "it has nothing cached, and so says nothing"
+
+
+def test_a_stream_whose_client_goes_while_it_waits_is_over() -> None:
+    h = Harness.make(decode=2)
+    own = moving(h, Role.MIXED)
+    h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
+    h.now = KEPT_S_MAX
+    h.post(Tick())
+    assert not h.take(Interrupted) and not h.core.keeping and own in h.core.workers
 
 
 def test_a_prefill_worker_becomes_a_decode_worker_when_its_prompts_are_handed_over() -> None:
@@ -89,8 +163,8 @@ def test_requests_have_their_time_to_finish() -> None:
     [
         ("decode-9", Role.PREFILL, "no worker is called 'decode-9'; there are decode-20, prefill-10, prefill-11"),
         ("decode-20", Role.DECODE, "decode-20 is a decode worker already"),
+        ("prefill-10", Role.GATEWAY, "cannot take the role gateway; the roles are prefill, decode and mixed"),
         ("decode-20", Role.PREFILL, "decode-20 is the only decode worker of m that takes work"),
-        ("prefill-10", Role.GATEWAY, "cannot take the role gateway; the roles are prefill and decode"),
     ],
 )
 def test_what_cannot_be_is_refused(worker: str, role: Role, why: str) -> None:
@@ -239,14 +313,87 @@ def test_step_reports_of_others_prove_nothing() -> None:
     assert not last(h).first_step_ms
 
 
-def test_the_halves_of_a_mixed_worker_keep_their_roles() -> None:
-    h = Harness.make(prefill=2, decode=2)
-    for role, incarnation in ((Role.PREFILL, 40), (Role.DECODE, 41)):
-        hello = worker_hello(role, incarnation)
-        h.post(PeerUp(incarnation, msgspec.structs.replace(hello, name=f"m-{role}", host="h", pid=7)))
-    other = msgspec.structs.replace(worker_hello(Role.DECODE, 42), name="other", host="elsewhere", pid=7)
-    h.post(PeerUp(42, other))
-    for name, role in (("m-prefill", Role.DECODE), ("m-decode", Role.PREFILL)):
-        assert f"{name} is one half of a mixed worker" in ask(h, name, role)
-    assert not h.take(Flip)
-    assert not ask(h, "other", Role.PREFILL)
+# --- mixed workers ----------------------------------------------------------------------------------------------------
+
+
+def mixed_up(h: Harness, first: int, name: str = "m-0", pid: int = 7, flipped_from: int = 0) -> tuple[int, int]:
+    """A mixed worker's two registrations: `first` of prefill, and the next one of decode."""
+    for at, role in enumerate((Role.PREFILL, Role.DECODE)):
+        hello = msgspec.structs.replace(
+            worker_hello(role, first + at), name=f"{name}-{role}", process=name, host="h", pid=pid,
+            flipped_from=flipped_from,
+        )  # fmt: skip
+        h.post(PeerUp(first + at, hello))
+    return first, first + 1
+
+
+def test_a_mixed_worker_goes_when_both_its_roles_are_empty_and_comes_back_in_one() -> None:
+    h = Harness.make(prefill=1, decode=0)
+    prefill, decode = mixed_up(h, 40)
+    decoding(h, submit("a"))
+    mixed_up(h, 50, "m-1", 8)
+    assert not ask(h, "m-0", Role.PREFILL, hand_over_ms=1e6)
+    order = Flip(Role.PREFILL, 1e6)
+    assert h.take(Flip, prefill) == [order] == h.take(Flip, decode)
+    assert not h.take(Drained), "one of its roles has a stream"
+    assert ask(h, "m-0", Role.PREFILL).startswith("m-0 is changing its role to prefill")
+    h.receive(decode, Finished("a", 1, 4, 4))
+    assert h.take(Drained, prefill) and h.take(Drained, decode) and last(h).state == "registering"
+    for incarnation in (prefill, decode):
+        h.post(PeerDown(incarnation, "said goodbye"))
+    h.post(PeerUp(60, msgspec.structs.replace(worker_hello(Role.PREFILL, 60), name="m-0", flipped_from=decode)))
+    flip = last(h)
+    assert (flip.worker, flip.before, flip.role, flip.state) == ("m-0", "mixed", "prefill", "done")
+    assert not h.core.flipping and not h.core.draining
+    assert not h.core.counters["prefill_restarted"] and not h.core.counters["decode_restarted"]
+
+
+def test_a_worker_becomes_mixed_when_both_roles_are_registered() -> None:
+    h = Harness.make(prefill=2, decode=1)
+    assert not ask(h, "prefill-10", Role.MIXED)
+    h.post(PeerDown(10, "said goodbye"))
+    hello = msgspec.structs.replace(worker_hello(Role.DECODE, 41), name="prefill-10-decode", process="prefill-10")
+    h.post(PeerUp(41, msgspec.structs.replace(hello, flipped_from=10)))
+    assert last(h).state == "registering"
+    hello = msgspec.structs.replace(worker_hello(Role.PREFILL, 40), name="prefill-10-prefill", process="prefill-10")
+    h.post(PeerUp(40, msgspec.structs.replace(hello, flipped_from=10)))
+    assert last(h).state == "done" and h.core.counters["flips"] == 1
+    h.now = 1.0
+    h.receive(41, DecodeProgress(3, 10, 0))
+    assert last(h).first_step_ms == 1000.0, "the first step of either"
+    h.now = 2.0
+    h.core.stepped(40)
+    assert last(h).first_step_ms == 1000.0 and not h.core.unproven
+
+
+def test_if_one_connection_to_a_mixed_worker_is_lost_both_roles_stay() -> None:
+    h = Harness.make(decode=1)
+    prefill, decode = mixed_up(h, 40)
+    assert not ask(h, "m-0", Role.DECODE)
+    assert h.take(Drained, prefill) and h.take(Drained, decode)
+    h.take(Draining)
+    h.post(PeerDown(prefill, "no heartbeat"))
+    own = msgspec.structs.replace(
+        worker_hello(Role.PREFILL, prefill), name="m-0-prefill", process="m-0", host="h", pid=7
+    )
+    h.post(PeerUp(prefill, own))
+    assert last(h).failure == "the connection to it was lost" and h.take(Draining, decode) == [Draining(None)]
+    assert not h.core.draining and not h.core.flipping
+
+
+def test_the_roles_of_a_mixed_worker_go_together() -> None:
+    h = Harness.make(prefill=1, decode=0)
+    mixed_up(h, 40)
+    assert "m-0-decode is one role of the mixed worker m-0" in ask(h, "m-0-decode", Role.PREFILL)
+    assert "m-0 is a mixed worker already" in ask(h, "m-0", Role.MIXED)
+    assert "m-0-decode is the only decode worker of m that takes work" in ask(h, "m-0", Role.PREFILL)
+    h.post(PeerUp(20, worker_hello(Role.DECODE, 20)))
+    h.post(PeerDown(41, "no heartbeat"))
+    assert "registered in one of its roles alone" in ask(h, "m-0", Role.PREFILL)
+
+
+def test_two_mixed_workers_of_one_name_are_told_apart() -> None:
+    h = Harness.make(prefill=1, decode=1)
+    mixed_up(h, 40)
+    mixed_up(h, 50, pid=8)
+    assert "2 workers are called 'm-0': give each a --name of its own" in ask(h, "m-0", Role.PREFILL)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -12,8 +13,9 @@ import pytest
 import uvloop
 
 from launcher.admin.status import converse
-from proto.drain import DrainAnswer, DrainRequest
+from proto.drain import DrainAnswer, DrainRequest, FlipAnswer, FlipRequest
 from proto.messages import Role
+from tests.e2e.balancer import Load
 from tests.e2e.parts import ROOT, parts
 from tests.e2e.test_rolling import Twins, come, load
 from tuning.profile import Capacity, Curve, DecodeCost, PrefillCost, Profile, encoded
@@ -42,15 +44,71 @@ def test_a_worker_takes_the_other_role_and_its_own_again_while_streams_run(up: T
     with load(up) as loads:
         come(up, loads)
         for role, streams in (("prefill", "move"), ("decode", "move"), ("prefill", "finish"), ("decode", "finish")):
-            done = flip(up, "decode-0", role, "--streams", streams, "--drain-timeout-s", "0.3", "--first-step-s", "20")
-            assert done.returncode == 0 and f"decode-0 is a {role} worker now" in done.stdout, done.stderr
-            assert "its first step was done" in done.stdout
+            take_role(up, loads, role, streams)
             assert roles(up)["decode-0"] == role
-            come(up, loads)
     report = up.status()
     assert {worker.name: worker.pid for worker in report.workers} == pids, "the processes are the same"
     assert [one.state for one in report.flips] == ["done"] * 4 and report.counters["flips"] == 4
     assert not report.counters.get("decode_restarted") and not report.counters.get("prefill_lost")
+
+
+def take_role(up: Twins, loads: list[Load], role: str, streams: str) -> None:
+    """It is decode-0 that does, under load."""
+    done = flip(up, "decode-0", role, "--streams", streams, "--drain-timeout-s", "0.3", "--first-step-s", "20")
+    assert done.returncode == 0 and f"decode-0 is a {role} worker now" in done.stdout, done.stderr
+    assert "its first step was done" in done.stdout
+    come(up, loads)
+
+
+def test_a_worker_becomes_mixed_and_something_else_again_while_streams_run(up: Twins) -> None:
+    before = up.status().counters
+    pid = up.processes["decode-0"].pid
+    with load(up) as loads:
+        come(up, loads)
+        for role, streams in (("mixed", "move"), ("prefill", "finish"), ("mixed", "finish"), ("decode", "move")):
+            take_role(up, loads, role, streams)
+            own = {worker.name for worker in up.status().workers if worker.pid == pid}
+            assert own == ({"decode-0-prefill", "decode-0-decode"} if role == "mixed" else {"decode-0"})
+            if role == "mixed":
+                refused = flip(up, "decode-0-decode", "decode")
+                assert refused.returncode == 1 and "one role of the mixed worker decode-0" in refused.stderr
+    report = up.status()
+    assert [(one.before, one.role) for one in report.flips][-4:] == [
+        ("decode", "mixed"), ("mixed", "prefill"), ("prefill", "mixed"), ("mixed", "decode"),
+    ]  # fmt: skip
+    for what in ("decode_restarted", "prefill_restarted", "decode_lost", "prefill_lost", "flips_failed"):
+        assert report.counters.get(what) == before.get(what), what
+
+
+@pytest.mark.parametrize("role", ["prefill", "mixed"])
+def test_a_stream_goes_on_with_the_kv_that_its_worker_has_kept(up: Twins, role: str) -> None:
+    """The worker computes no more than the last tokens of it again."""
+    prompt, tokens = [200 + len(role), *range(60, 90)], 470
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(up.complete, prompt, tokens, return_token_ids=True, ignore_eos=True)
+
+        def decoders() -> list[str]:
+            workers = up.status().workers
+            return [one.name for one in workers if one.role is Role.DECODE and one.requests and one.steps]
+
+        up.wait_for("it streams", lambda: len(decoders()) == 1 and up.status().running.get("decoding") == 1)
+        (worker,) = decoders()
+        time.sleep(0.05)  # so that it has come some way
+        request = FlipRequest(worker, Role(role), 0.0)
+        assert not uvloop.run(converse(up.coordinator, request, FlipAnswer, 5_000)).refusal
+        up.wait_for("its first step", lambda: up.status().flips[-1].first_step_ms > 0.0)
+        found = up.scrape(f"{worker}-prefill" if role == "mixed" else worker)
+        sums = {
+            what: sum(value for (name, labels), value in found.items() if name == f"crossdock_prefix_cache_{what}_tokens_total"
+                      and ("role", "decode") not in labels)
+            for what in ("queried", "hit")
+        }  # fmt: skip
+        assert sums["queried"] > len(prompt) + 16, "it prefills what it had, with some of the answer"
+        assert sums["queried"] - sums["hit"] <= 17, sums
+        moved = answer.result(60)["choices"][0]["token_ids"]
+    assert flip(up, worker, "decode", "--first-step-s", "0").returncode == 0
+    up.wait_idle()
+    assert moved == up.token_ids(prompt, tokens, ignore_eos=True)
 
 
 def order(up: Twins, worker: str, *, undo: bool = False) -> None:

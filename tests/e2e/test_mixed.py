@@ -96,6 +96,17 @@ def test_sigterm_drains_both_halves(up: MixedTwins) -> None:
     assert lost == {key: n for key, n in before.items() if key.endswith("_lost")}
 
 
+def test_both_halves_are_drained_by_the_name_of_the_worker(up: MixedTwins) -> None:
+    with load(up) as loads:
+        come(up, loads)
+        drained = drain(up, "mixed-0", "--wait", "--drain-timeout-s", GRACE_S)
+        assert drained.returncode == 0 and "mixed-0 is drained" in drained.stdout, drained.stderr
+        assert {worker.name for worker in up.status().workers if worker.draining} == set(HALVES[:2])
+        come(up, loads)
+        assert drain(up, "mixed-0", "--undo").returncode == 0
+        assert not any(worker.draining for worker in up.status().workers)
+
+
 def test_one_half_is_drained_alone(up: MixedTwins) -> None:
     with load(up) as loads:
         come(up, loads)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.kv.allocator import BlockAllocator, OutOfBlocks
+from engine.kv.allocator import BlockAllocator, BlockPool, OutOfBlocks
 from engine.kv.sequence import SequenceBlocks
 from engine.sampling.finish import finish_reason
 from proto.errors import FinishReason
@@ -14,19 +14,56 @@ from proto.sampling import Sampling
 TOTAL = 12
 
 
-def test_an_allocator_over_a_part_of_a_pool_gives_out_that_part_alone() -> None:
-    allocator = BlockAllocator(TOTAL, first=100)
-    taken = allocator.allocate(TOTAL)
-    assert taken == list(range(100, 100 + TOTAL))
-    allocator.insert([b"a", b"b"], taken[:2])
-    allocator.quarantine(taken[2:4])
-    allocator.free([*taken[:2], *taken[4:]])
-    allocator.check_invariants()
-    assert allocator.match_prefix([b"a", b"b"]) == [100, 101]
-    allocator.unquarantine(taken[2:4])
-    allocator.check_invariants()
-    with pytest.raises(OutOfBlocks):
-        allocator.allocate(TOTAL)
+def test_two_allocators_share_a_pool_and_what_is_cached_in_it() -> None:
+    """As the two roles of a mixed worker do."""
+    pool = BlockPool(TOTAL)
+    prefill, decode = BlockAllocator(4, pool), BlockAllocator(TOTAL - 4, pool)
+    taken = prefill.allocate(4)
+    with pytest.raises(OutOfBlocks, match="1 KV blocks wanted, 0 of 4 free"):
+        prefill.allocate(1)
+    prefill.insert([b"a", b"b"], taken[:2])
+    assert decode.match_prefix([b"a", b"b", b"c"]) == taken[:2]
+    prefill.free(taken)
+    assert (prefill.held_count, decode.held_count, decode.room) == (0, 2, TOTAL - 6)
+    assert decode.allocate(TOTAL - 6) and prefill.room == 4, "what one of them holds is not taken from the other"
+    assert set(prefill.allocate(4)).isdisjoint(taken[:2]), "the other one still holds them"
+    for allocator in (prefill, decode):
+        assert allocator.take_changes(9) == (b"ab", b"") and allocator.take_changes(9) == (b"", b"")
+        allocator.check_invariants()
+    decode.close()
+    prefill.forget(taken[:2])
+    assert (prefill.take_changes(9), decode.take_changes(9)) == ((b"", b"ab"), (b"", b""))
+    assert BlockAllocator(1, pool).take_changes(9) == (b"", b"")
+
+
+@given(st.data())
+def test_roles_that_share_a_pool_never_run_out_within_what_is_theirs(data: st.DataObject) -> None:
+    pool = BlockPool(TOTAL)
+    roles = [BlockAllocator(5, pool), BlockAllocator(TOTAL - 5, pool)]
+    held: list[list[tuple[list[int], bool]]] = [[], []]
+    for _ in range(data.draw(st.integers(1, 30))):
+        at = data.draw(st.integers(0, 1))
+        role = roles[at]
+        if held[at] and data.draw(st.booleans()):
+            blocks, is_quarantined = held[at].pop(data.draw(st.integers(0, len(held[at]) - 1)))
+            (role.unquarantine if is_quarantined else role.free)(blocks)
+        else:
+            chain = [bytes([number]) for number in range(data.draw(st.integers(1, 4)))]
+            known = role.match_prefix(chain)
+            room = role.total - role.held_count - role.quarantined_count
+            assert role.room == room, "whatever the other one holds"
+            if len(chain) - len(known) > room:
+                role.free(known)
+                continue
+            blocks = known + role.allocate(len(chain) - len(known))
+            is_quarantined = not known and data.draw(st.booleans())
+            if is_quarantined:
+                role.quarantine(blocks)
+            else:
+                role.insert(chain, blocks, len(known))
+            held[at].append((blocks, is_quarantined))
+        for one in roles:
+            one.check_invariants()
 
 
 class AllocatorMachine(RuleBasedStateMachine):

@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.block_hashes import block_hashes
+from gateway.text.block_hashes import BlockNames, block_hashes
 from proto.codec import pack_tokens
+from proto.kv import kept_names
 from proto.limits import HASH_BYTES, MAX_BLOCK_HASHES, MAX_FRAME_BYTES
 from proto.messages import ClusterState
 from tests.gateway.fakes import BLOCK_SIZE, MODEL, Site
@@ -45,17 +46,41 @@ def test_the_longest_prompts_get_as_many_as_a_message_holds() -> None:
     assert MAX_BLOCK_HASHES * HASH_BYTES < MAX_FRAME_BYTES
 
 
-def test_what_is_submitted_has_names_and_a_resume_goes_on_from_them() -> None:
+def test_what_is_submitted_has_names_and_a_resume_asks_for_what_the_attempts_before_it_have_computed() -> None:
     async def test(site: Site) -> None:
-        site.cluster.interrupt_at = {1: 10}
+        site.cluster.interrupt_at = {1: 10, 2: 17}
         await completion(site, prompt=[9, 8, 7, 6, 5], max_tokens=30)
-        (first, _), (second, ids) = site.cluster.submits
-        group = "tenant:default"
-        assert first.hash_block_size == BLOCK_SIZE and len(first.block_hashes) == 2 * HASH_BYTES
-        assert second.block_hashes == block_hashes(pack_tokens(ids), BLOCK_SIZE, group)
-        assert second.block_hashes.startswith(first.block_hashes) and second.resumed_tokens == 10
+        (first, _), (second, _), (third, ids) = site.cluster.submits
+        assert first.hash_block_size == BLOCK_SIZE == 2 and len(first.block_hashes) == 2 * HASH_BYTES
+        assert second.block_hashes == kept_names(first.block_hashes, first.request_id, 1, 2, second.prompt_tokens)
+        assert second.resumed_tokens == 10 and len(second.block_hashes) == 7 * HASH_BYTES
+        assert third.block_hashes == kept_names(second.block_hashes, first.request_id, 2, 2, third.prompt_tokens)
+        assert len(third.block_hashes) == len(ids) // 2 * HASH_BYTES > len(second.block_hashes)
 
     on_site(test)
+
+
+def test_choices_that_are_resumed_by_themselves_have_names_by_their_text() -> None:
+    async def test(site: Site) -> None:
+        site.cluster.interrupt_at = {1: 10}
+        await completion(site, prompt=[9, 8, 7, 6, 5], max_tokens=30, n=2)
+        _, *resumed = site.cluster.submits
+        assert len(resumed) == 2
+        for submit, ids in resumed:
+            assert submit.block_hashes == block_hashes(pack_tokens(ids), BLOCK_SIZE, "tenant:default")
+
+    on_site(test)
+
+
+def test_names_of_what_was_kept_are_those_of_one_attempt_at_one_request() -> None:
+    prompt = BlockNames.of(pack_tokens([1, 2, 3, 4, 5]), 2, "org/a")
+    kept = prompt.of_kept("r", 1, 5, 9)
+    assert kept is not None and len(kept.hashes) == 4 * HASH_BYTES and kept.hashes.startswith(prompt.hashes)
+    for other in (prompt.of_kept("r", 2, 5, 9), prompt.of_kept("s", 1, 5, 9), prompt.of_kept("r 1", 1, 5, 9)):
+        assert other is not None and other.hashes[-HASH_BYTES:] != kept.hashes[-HASH_BYTES:]
+    assert prompt.of_kept("r", 1, 7, 9) is None, "of a prompt not all blocks of which had names"
+    long = prompt.of_kept("r", 1, 5, 2 * MAX_BLOCK_HASHES + 8)
+    assert long is not None and len(long.hashes) == MAX_BLOCK_HASHES * HASH_BYTES
 
 
 def test_where_the_block_size_is_not_known_nothing_has_a_name() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from engine.engine import Engine, ModelInfo
 from engine.kv.split import prefill_blocks
-from launcher.admin.flip import FlipSettings
+from kvtransfer.transports.registry import WrongTransport
 from launcher.cluster import units
 from launcher.cluster.file import ClusterError, incomplete, parse
 from launcher.cluster.plan import check, plan_host
@@ -20,7 +20,7 @@ from launcher.local.core_plan import PREFILL_NICE, plan_cpu
 from launcher.tuning import check as tune_check
 from launcher.tuning import tune
 from launcher.tuning.settings import TuneCheckSettings
-from launcher.worker_roles import PoolTooSmall, split
+from launcher.worker_roles import PoolTooSmall, Roles, split
 from proto.messages import Role
 from runtime.settings.command_line import parse as parse_options
 from runtime.settings.options import SettingsError
@@ -58,8 +58,7 @@ def test_prefill_gets_a_quarter_but_a_context_and_at_most_half() -> None:
     assert prefill_blocks(150, 100) == 75
     assert prefill_blocks(1, 100) == 1
     parts = split(engine(1000, 1600), WorkerSettings(role="mixed", model="m"))
-    ranges = [range(part.first_block, part.first_block + part.blocks) for part in parts.values()]
-    assert ranges == [range(250), range(250, 1000)] and list(parts) == [Role.PREFILL, Role.DECODE]
+    assert [(role, part.blocks) for role, part in parts.items()] == [(Role.PREFILL, 250), (Role.DECODE, 750)]
     parts[Role.PREFILL].tokens_forwarded += 5
     assert parts[Role.DECODE].tokens_forwarded == 0, "each counts its own"
 
@@ -81,11 +80,16 @@ def test_names_of_the_halves_are_names_and_both_listen_where_others_reach_them()
             load_settings(WorkerSettings, {"role": "mixed", "model": "m"} | given)
 
 
-def test_no_worker_becomes_mixed_while_it_runs() -> None:
-    with pytest.raises(
-        SettingsError, match="ROLE: mixed is no role that a worker takes while it runs; start it with --role mixed"
-    ):
-        load_settings(FlipSettings, {"worker": "decode-0", "role": "mixed"})
+def test_a_worker_that_cannot_be_mixed_says_which_option_it_is() -> None:
+    roles = Roles(("nccl",), None)
+    settings = WorkerSettings(role="decode", model="m", kv_transport="nccl")
+    with pytest.raises(WrongTransport, match="nccl does not work within one process") as refused:
+        roles.shares(engine(1000, 1600), Role.MIXED, settings)
+    assert refused.value.option == "--kv-transport"
+    whole = engine(199, 1600)
+    assert roles.shares(whole, Role.PREFILL, settings) == {Role.PREFILL: whole}
+    with pytest.raises(PoolTooSmall):
+        Roles(("shm",), None).shares(whole, Role.MIXED, settings)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def test_each_is_a_process_with_options_that_parse(monkeypatch: pytest.MonkeyPat
         at = spec.arguments.index("-m")
         assert spec.arguments[at + 1] == "launcher.mixed_worker"
         settings = parse_options(WorkerSettings, [*spec.arguments[at + 2 :], "--role", "mixed"])
-        assert settings.roles == (Role.PREFILL, Role.DECODE)
+        assert settings.role == "mixed" and Role(settings.role).registers_as == (Role.PREFILL, Role.DECODE)
         assert (settings.cpu_cores, settings.nice) == (core, PREFILL_NICE)
 
 

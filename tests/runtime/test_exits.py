@@ -65,7 +65,7 @@ def test_a_signal_while_the_model_loads_ends_a_worker_at_once() -> None:
             threading.Event().wait()
 
         settings = WorkerSettings(role="decode", model="m", log_format="json")
-        leave(run_worker(settings, thread=ThreadPoolExecutor(1), load=load, be_nice=None, make_role=None, split=None))
+        leave(run_worker(settings, thread=ThreadPoolExecutor(1), load=load, be_nice=None, make_role=None, shares=None))
     """)
     assert process.stdout is not None and process.stdout.readline() == "loading\n"
     process.send_signal(signal.SIGTERM)

@@ -18,7 +18,7 @@ NEXT, TOO_NEW = PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2
 
 def of_version(version: int) -> bytes:
     """A Hello with fields that this version does not know."""
-    plain = ["Hello", version, "gateway", 5, "other", "", "", "", None, "", 0, [], None, "", "", 0, 0]
+    plain = ["Hello", version, "gateway", 5, "other", "", "", "", None, "", 0, [], None, "", "", 0, 0, ""]
     packed: bytes = msgpack.packb([*plain, *[{"new": 1}] * 20])
     return packed
 

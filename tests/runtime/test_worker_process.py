@@ -37,7 +37,7 @@ def test_a_role_that_cannot_start_stops_the_other_one() -> None:
 
         driver: Any = SimpleNamespace(run=cannot, settings=SimpleNamespace(role="decode"))
         stop = Stop()
-        assert await process._drive(driver, stop, log.configure(level="error", fmt="json", process="w")) == 1
+        assert await process._run(driver, stop, log.configure(level="error", fmt="json", process="w")) == 1
         assert stop.is_set()
 
     uvloop.run(scene())

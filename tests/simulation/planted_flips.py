@@ -6,7 +6,9 @@ from coordinator.recovery import draining, flips
 from coordinator.state import State
 from coordinator.workers.worker import Worker
 from engine.kv.allocator import BlockAllocator
+from proto.drain import Drained
 from proto.messages import Role
+from runtime.worker.changeover import Changeover
 from runtime.worker.service import Service
 from tests.simulation.planted import Planted
 
@@ -18,6 +20,26 @@ bug = BUGS.add
 def a_worker_changes_its_role_with_streams_on_it(m: pytest.MonkeyPatch) -> None:
     """It does not wait until it holds nothing."""
     m.setattr(Service, "may_flip", lambda self, empty: self.flips_to is not None and self.is_ready)
+
+
+@bug
+def one_role_of_a_mixed_worker_goes_before_the_other(m: pytest.MonkeyPatch) -> None:
+    """The change is made as soon as one of them holds nothing."""
+
+    def look(self: Changeover) -> None:
+        if self._is_ready and not self.is_decided and any(half.could_flip for half in self._halves):
+            self.is_decided = True
+            for half in self._halves:
+                half.flip()
+
+    def dismiss(state: State) -> None:
+        for worker in state.draining.values():
+            if not (worker.dismissed or worker.holdings or worker.steps):
+                worker.dismissed = True
+                state.send(worker.incarnation, Drained())
+
+    m.setattr(Changeover, "look", look)
+    m.setattr(draining, "dismiss", dismiss)
 
 
 @bug
@@ -60,14 +82,13 @@ def a_worker_that_lost_its_coordinator_waits_for_ever_to_change(m: pytest.Monkey
 @bug
 def what_was_cached_in_the_old_role_is_found_and_written_to(m: pytest.MonkeyPatch) -> None:
     """The new role takes all blocks for free, and their old names still stand."""
-    report_all = BlockAllocator.report_all
+    close = BlockAllocator.close
 
     def all_are_free(self: BlockAllocator) -> None:
-        report_all(self)
-        if not self.held_count:
-            self._free = list(range(self.total))
+        close(self)
+        self.pool.free[:] = range(self.total)
 
-    m.setattr(BlockAllocator, "report_all", all_are_free)
+    m.setattr(BlockAllocator, "close", all_are_free)
 
 
 @bug

@@ -243,6 +243,7 @@ def a_prefix_is_shared_without_a_reference(m: pytest.MonkeyPatch) -> None:
         for block in blocks:
             self._refs.setdefault(block, 1)
             self._prefixes.hold(block)
+            self.pool.holders.setdefault(block, 1)
         return blocks
 
     m.setattr(BlockAllocator, "match_prefix", take)

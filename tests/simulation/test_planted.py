@@ -10,7 +10,7 @@ BUGS = planted_service.BUGS | planted_workers.BUGS | planted_flips.BUGS
 SEEDS = 400
 """Most are found within the first ten."""
 FOUND_BY = {
-    "a_client_that_leaves_is_not_cancelled": 147,
+    "a_client_that_leaves_is_not_cancelled": 936,
     "a_worker_changes_its_role_with_streams_on_it": 68,
     "a_worker_that_lost_its_coordinator_waits_for_ever_to_change": 105,
     "a_probe_without_a_verdict_is_never_over": 304,
@@ -18,6 +18,7 @@ FOUND_BY = {
     "blocks_count_as_free_when_a_release_is_sent": 182,
     "chunks_need_not_continue_what_is_computed": 77,
     "nobody_says_that_a_worker_is_drained": 58,
+    "one_role_of_a_mixed_worker_goes_before_the_other": 725,
     "room_kept_for_a_request_outlives_it": 110,
     "tokens_of_any_attempt_are_taken": 84,
 }

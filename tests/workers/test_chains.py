@@ -1,9 +1,11 @@
 """What a decode worker says of blocks that several attempts hold."""
 
 from decode_worker.batch import Batch
+from decode_worker.chains import BlockChains
 from decode_worker.progress import ProgressReport
 from decode_worker.requests import AttemptTable
-from engine.kv.allocator import BlockAllocator
+from engine.kv.allocator import BlockAllocator, BlockPool
+from proto.codec import split_hashes
 from proto.held import Held
 from proto.messages import Released
 from proto.parts import PrefixPart
@@ -97,3 +99,29 @@ def test_nothing_is_said_where_the_cache_is_off() -> None:
     for name in ("a", "b"):
         w.run(reserve(name, 2 * BLOCK, text=1))
     assert said(w) == {} and w.table.allocator.held_count == 4
+
+
+def test_what_the_other_role_of_a_mixed_worker_has_computed_is_shared_by_name() -> None:
+    pool = BlockPool(60)
+    prefill, w = BlockAllocator(20, pool), World()
+    w.table = AttemptTable(BlockAllocator(40, pool), BLOCK, Batch[str]())
+    w.batch = w.table.batch
+    order = reserve("a", 4 * BLOCK + 1, text=1)
+    hashes = split_hashes(order.block_hashes)
+    computed = prefill.allocate(2)
+    prefill.insert(hashes[:2], computed)
+    w.run(order)
+    assert tables(w, "a")[0][:2] == computed and said(w) == {"a": [(1, 2), (2, 2)]}
+    w.run(reserve("b", 3 * BLOCK, text=1))
+    assert said(w) == {"b": [(1, 2), (2, 1)]}
+
+
+def test_a_name_ends_with_what_the_block_held() -> None:
+    """The other role has put something else into a block that had a name."""
+    chains = BlockChains()
+    chains.name([b"a", b"b", b"c"], [1, 2, 3], [1, 2, 3])
+    assert chains.parts([b"a", b"b", b"c"], [1, 2, 3]) == (PrefixPart(1, 3),)
+    assert chains.parts([b"x", b"y"], [1, 2]) == () == chains.parts([b"b"], [2])
+    chains.name([b"a", b"b"], [7, 2])
+    assert chains.parts([b"a", b"b", b"c"], [7, 2, 3]) == (PrefixPart(2, 2),), "its third block follows another one"
+    assert chains.parts([b"a"], [1]) == (PrefixPart(1, 1),)

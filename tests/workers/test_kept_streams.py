@@ -1,0 +1,81 @@
+"""What a decode worker that is about to prefill keeps of its streams, under the names by which their next attempts ask."""
+
+from typing import Any
+
+import pytest
+
+from proto.codec import split_hashes
+from proto.errors import Interrupt
+from proto.kv import kept_names
+from proto.messages import Released, WorkFailed
+from tests.workers.test_batch import BLOCK, POOL, World, reserve
+
+
+def world(*, keeps: bool = True) -> World:
+    w = World()
+    w.table.keeps = lambda: keeps
+    return w
+
+
+def names(order: Any, tokens: int) -> list[bytes]:
+    return split_hashes(kept_names(order.block_hashes, order.request_id, order.attempt, BLOCK, tokens))
+
+
+def release(w: World, name: str = "a") -> None:
+    w.told += w.table.close(w.table.attempts[(name, 1)], Released(name, 1))
+
+
+@pytest.mark.parametrize("tokens", [3, 8, 10])
+@pytest.mark.parametrize("in_step", [False, True])
+def test_the_next_attempt_finds_all_full_blocks(tokens: int, in_step: bool) -> None:
+    w = world()
+    order = reserve("a", tokens, max_tokens=50, text=1)
+    w.run(order)
+    for _ in range(9):
+        w.step()
+    if in_step:
+        w.batch.plan(w.stuck.append)
+    length, table = w.batch.running[0].blocks.length, list(w.batch.running[0].blocks.table)
+    release(w)
+    if in_step:
+        assert not w.told, "a step still writes to its blocks"
+        w.step()
+    assert w.told == [Released("a", 1, 9)] and w.table.allocator.held_count == 0
+    found = w.table.allocator.match_prefix(names(order, length + 3 * BLOCK))
+    assert found == table[: length // BLOCK] and len(found) > tokens // BLOCK
+    w.table.allocator.check_invariants()
+
+
+def test_names_go_on_from_those_that_the_attempt_came_with() -> None:
+    """It was resumed itself: some of its blocks have names that no text stands for."""
+    w = world()
+    order = reserve("a", 10, max_tokens=50, text=1, resumed=4)
+    w.run(order)
+    for _ in range(6):
+        w.step()
+    release(w)
+    assert len(w.table.allocator.match_prefix(names(order, 16))) == 16 // BLOCK
+
+
+@pytest.mark.parametrize("why", ["stays", "failed", "no cache", "choices", "suspect", "broken step"])
+def test_what_nobody_will_ask_for_or_cannot_be_trusted_has_no_name(why: str) -> None:
+    w = world(keeps=why != "stays")
+    w.table.prefix_cache = why != "no cache"
+    order = reserve("a", 2 * BLOCK + 1, max_tokens=50, text=1, choices=2 if why == "choices" else 1)
+    w.run(order)
+    for _ in range(2 * BLOCK):
+        w.step()
+    if why == "suspect":
+        w.table.allocator.forget(w.batch.running[0].blocks.table[:1])
+    if why == "failed":
+        failed = WorkFailed("a", 1, Interrupt.GATEWAY_LINK_LOST, "gone")
+        w.table.close(w.table.attempts[("a", 1)], failed)
+    elif why == "broken step":
+        w.batch.plan(w.stuck.append)
+        release(w)
+        w.table.ended(w.batch.abandon(), is_sound=False)
+    else:
+        release(w)
+    known = {"no cache": 0, "suspect": 0}.get(why, 2)
+    assert len(w.table.allocator.match_prefix(names(order, 4 * BLOCK))) == known
+    assert w.table.allocator.room == POOL - known

@@ -16,8 +16,16 @@ from runtime.settings.types import JsonOption
 
 def check_writable(path: str, option: str) -> None:
     """Before minutes are spent. Raises `SettingsError`."""
-    if path and not Path(path).expanduser().absolute().parent.is_dir():
-        raise SettingsError(f"{option}: there is no folder {Path(path).expanduser().parent}")
+    if not path:
+        return
+    file = Path(path).expanduser()
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise SettingsError(f"{option}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise SettingsError(f"{option}: {path} is a folder, not a file")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise SettingsError(f"{option}: {path} cannot be written")
 
 
 def console_for(settings: JsonOption, **more: Any) -> Console:

@@ -25,8 +25,8 @@ from launcher import report as bench_report
 from launcher import tables
 from launcher.http.client import answers_ready, new_session
 from launcher.load import plot as load_plot
-from launcher.local.cluster import free_port
 from launcher.local.lifetime import until_interrupted
+from launcher.local.ports import free_port
 from launcher.models import resolve as models
 from launcher.process import python_command
 from proto.errors import CrossdockError

@@ -1,20 +1,19 @@
 """A whole cluster on this machine: which processes, with which options, on which cores."""
 
-import errno
 import os
 import secrets
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.local.core_plan import CpuPlan, Seat, plan_cpu
+from launcher.local.ports import Ports, http_ports, metrics_addresses
 from launcher.local.registry import default_db
 from launcher.local.supervisor import ProcessSpec
 from launcher.local.watchdog import WATCHDOG_S
 from launcher.models.resolve import ReadyModel
 from launcher.process import WORKER_MODULES, child_environment, python_command
 from runtime.settings import machine
-from runtime.settings.addresses import METRICS_OFF, split_metrics
+from runtime.settings.addresses import METRICS_OFF
 from runtime.settings.autopilot import AutopilotSettings
 from runtime.settings.cores import cores_text
 from runtime.settings.environment import SUPERVISED
@@ -26,8 +25,6 @@ from runtime.settings.workers import WorkerSettings, gpu_share_of
 from runtime.tenancy.file import read as read_tenants
 from runtime.tenancy.tenants import TenantsError
 
-_PORT_MIN = 20_000
-_GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -42,6 +39,8 @@ class Cluster:
     """For a client on this machine; empty where none is needed."""
     metrics: str = METRICS_OFF
     """Where the launcher itself shows metrics, of how the processes fare."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the choice of cores and ports."""
 
     @property
     def base_url(self) -> str:
@@ -55,55 +54,9 @@ def sees_gpu(device: str) -> bool:
     return Path("/dev/nvidiactl").exists() and machine.gpu_memory_bytes() > 0
 
 
-def free_port(host: str) -> int:
-    """A port that was free a moment ago: the coordinator's address must be known to all before any of them starts. It is
-    drawn below those that the kernel hands out, so that no other program gets it by chance in between. Raises `OSError`."""
-    first_given_out = int(_GIVEN_OUT.read_text().split()[0]) if _GIVEN_OUT.exists() else 0
-    tries = (
-        [secrets.choice(range(_PORT_MIN, first_given_out)) for _ in range(20)] if first_given_out > _PORT_MIN else []
-    )
-    for wanted in (*tries, 0):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            try:
-                probe.bind((host, wanted))
-            except OSError as error:
-                if wanted == 0 or error.errno != errno.EADDRINUSE:
-                    raise
-                continue
-            return int(probe.getsockname()[1])
-    raise AssertionError("0 is never in use")
-
-
-def http_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0. Raises `SettingsError` where it cannot be listened on."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        if port == 0:
-            return free_port(host)
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-            probe.listen(1)
-    except socket.gaierror:
-        raise SettingsError(f"--host: {host} is not an address of this machine") from None
-    except PermissionError:
-        raise SettingsError(f"--port: {port} is for programs with more rights; take one over 1023") from None
-    except OSError as error:
-        if error.errno == 98:
-            raise SettingsError(f"--port: {port} on {host} is taken by another program; choose another, or 0") from None
-        raise SettingsError(f"--host: cannot listen on {host}: {error.strerror}") from None
-    return port
-
-
-def http_ports(host: str, port: int, count: int) -> tuple[int, ...]:
-    """So many from `port` on, or free ones for 0. Raises `SettingsError` where one cannot be listened on."""
-    if port + count > 65_536:
-        raise SettingsError(f"--gateways: there are no {count} ports from {port} on")
-    return tuple(http_port(host, port + index if port else 0) for index in range(count))
-
-
-def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
-    """Raises `SettingsError`. Every role's own options may still come from the environment and the file."""
+def build(settings: ServeSettings, model: ReadyModel, ports: Ports) -> Cluster:
+    """Raises `SettingsError`. Every role's own options may still come from the environment and the file. The cluster's ports
+    are taken in `ports`, which is closed after the cluster has stopped."""
     on_gpu = sees_gpu(settings.device)
     plan = plan_cpu(
         tuple(os.sched_getaffinity(0)),
@@ -113,10 +66,10 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
         on_gpu=on_gpu,
         threads=settings.threads,
     )
-    ports = http_ports(settings.host, settings.port, settings.gateways)
-    coordinator = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    http = http_ports(settings, ports)
+    coordinator = f"tcp://127.0.0.1:{ports.draw('127.0.0.1')}"
     key = _own_key(settings)
-    metrics = _metrics_addresses(settings)
+    metrics = metrics_addresses(settings, ports)
     tenants = {"tenants": str(Path(settings.tenants).expanduser().resolve())} if settings.tenants else {}
     usage_db = settings.usage_db or (default_db() if settings.tenants else "")
     event_log = {"usage_db": str(Path(usage_db).expanduser().resolve())} if usage_db else {}
@@ -128,7 +81,7 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
             | {"name": f"gateway-{index}", "host": settings.host, "port": port, "metrics": metrics[1 + index]}
             | tenants
         )
-        for index, port in enumerate(ports)
+        for index, port in enumerate(http)
     ]
     # API keys go by the environment: flags can be seen in ps.
     api_keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
@@ -148,8 +101,11 @@ def build(settings: ServeSettings, model: ReadyModel) -> Cluster:
         processes.append(_autopilot_spec(settings, common | {"coordinator": coordinator, "model_id": model.model_id}))
     client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
     shown_host = f"[{client_host}]" if ":" in client_host else client_host
-    urls = tuple(f"http://{shown_host}:{port}" for port in ports)
-    return Cluster(urls, coordinator, plan, tuple(processes), key, metrics[-1])
+    urls = tuple(f"http://{shown_host}:{port}" for port in http)
+    notes = [plan.note] if plan.note else []
+    if settings.port not in (0, http[0]):
+        notes.append(f"port {settings.port} is taken by another program; serving on {http[0]} (--port chooses one)")
+    return Cluster(urls, coordinator, plan, tuple(processes), key, metrics[-1], tuple(notes))
 
 
 def _gpu_share(settings: ServeSettings, shared: dict[str, str]) -> dict[str, str]:
@@ -192,25 +148,6 @@ def _own_key(settings: ServeSettings) -> str:
         if tenants.keys and not settings.api_keys:
             return secrets.token_hex(32)
     return settings.api_keys[0] if settings.api_keys else ""
-
-
-def _metrics_addresses(settings: ServeSettings) -> list[str]:
-    """For each process, in the order in which they start, and last the launcher's own; one that starts again has the same.
-    Raises `SettingsError`."""
-    processes = 1 + settings.gateways + settings.prefill + settings.decode + settings.mixed + 1
-    if settings.metrics == METRICS_OFF:
-        return [METRICS_OFF] * processes
-    host, first = split_metrics(settings.metrics)
-    if first and first + processes - 1 > 65_535:
-        raise SettingsError(
-            f"--metrics: {processes} processes need as many ports from {first} on, and the last one is 65535"
-        )
-    shown = f"[{host}]" if ":" in host else host
-    try:
-        ports = list(range(first, first + processes)) if first else [free_port(host) for _ in range(processes)]
-    except OSError as error:
-        raise SettingsError(f"--metrics: cannot listen on {host}: {error.strerror}") from None
-    return [f"{shown}:{port}" for port in ports]
 
 
 def _decisions(settings: ServeSettings) -> dict[str, str]:

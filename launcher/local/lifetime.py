@@ -22,6 +22,7 @@ from launcher.http.client import answers_ready, new_session
 from launcher.local import cluster as clusters
 from launcher.local import registry as here
 from launcher.local.cluster import Cluster
+from launcher.local.ports import Ports
 from launcher.local.supervisor import Child, RoleFailed, Supervisor
 from launcher.models.resolve import ReadyModel
 from runtime.process import interrupts
@@ -49,24 +50,35 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
     Raises `SettingsError` before anything is started, `RoleFailed` where it does not get ready in time, and `SettingsError`
     or `ConfigError` where a role refuses its settings.
     """
-    cluster = clusters.build(settings, model)
-    if cluster.plan.note:
-        console.print(f"[yellow]note[/yellow] {escape(cluster.plan.note)}")
+    with Ports() as ports:
+        cluster = clusters.build(settings, model, ports)
+        for note in cluster.notes:
+            console.print(f"[yellow]note[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
+        async with (
+            new_session(cluster.base_url, cluster.key) as client,
+            _started(settings, cluster, model, console) as up,
+        ):
+            supervisor, log_dir = up
+            await wait_ready(lambda: _all_ready(client, cluster), supervisor, settings.ready_timeout_s, console)
+            supervisor.started_up = True
+            supervisor.observe(cluster.metrics)
+            yield Running(cluster, supervisor, client, log_dir)
+
+
+@contextlib.asynccontextmanager
+async def _started(
+    settings: ServeSettings, cluster: Cluster, model: ReadyModel, console: Console
+) -> AsyncIterator[tuple[Supervisor, Path]]:
+    """The processes of a cluster, not yet ready, and the folder of their logs; stopped at the end of the context."""
     log_dir = new_log_dir()
     supervisor = Supervisor(log_dir=log_dir, say=sayer(console), verbose=settings.verbose)
-    async with new_session(cluster.base_url, cluster.key) as client:
-        try:
-            with here.noted(
-                log_dir, model_id=model.model_id, base_url=cluster.base_url, coordinator=cluster.coordinator
-            ):
-                for spec in cluster.processes:
-                    supervisor.start(spec)
-                await wait_ready(lambda: _all_ready(client, cluster), supervisor, settings.ready_timeout_s, console)
-                supervisor.started_up = True
-                supervisor.observe(cluster.metrics)
-                yield Running(cluster, supervisor, client, log_dir)
-        finally:
-            await supervisor.close()
+    try:
+        with here.noted(log_dir, model_id=model.model_id, base_url=cluster.base_url, coordinator=cluster.coordinator):
+            for spec in cluster.processes:
+                supervisor.start(spec)
+            yield supervisor, log_dir
+    finally:
+        await supervisor.close()
 
 
 def run_until_stopped(begin: Callable[[], Coroutine[Any, Any, int]], console: Console) -> int:

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from launcher.http.client import RequestFailed, events
 from launcher.local import cluster as clusters
+from launcher.local import ports
 from launcher.local.lifetime import Running, run_until_stopped, running
 from launcher.models import resolve as models
 from launcher.models.resolve import ReadyModel
@@ -33,9 +34,7 @@ def run(settings: ServeSettings) -> int:
     """Raises `CrossdockError`, `SettingsError` among them, with what to tell the user."""
     console = Console()
     started_at = clock.now()
-    clusters.http_ports(
-        settings.host, settings.port, settings.gateways
-    )  # a taken one is told before a model is fetched for minutes
+    ports.check(settings)  # a taken one is told before a model is fetched for minutes
 
     def begin() -> Coroutine[Any, Any, int]:
         model = models.ready(settings.model, settings.model_id, console)

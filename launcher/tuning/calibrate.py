@@ -37,7 +37,7 @@ from proto.messages import Role
 from runtime.process.version import version_of
 from tuning import fit
 from tuning.fit import Samples
-from tuning.profile import Capacity, ControlCost, Profile, encoded
+from tuning.profile import Capacity, ControlCost, Profile, TransferCost, encoded
 from tuning.simulator.cores import stretch
 
 STEP_TOKENS = 256
@@ -46,6 +46,8 @@ LOG_SETTLES_S = 0.5
 """After the last request, until its last events are in the event log."""
 SCATTER_MAX = 0.3
 """On a quiet machine 9 in 10 steps take less than so much longer than the fit."""
+NO_LIMIT = TransferCost().bytes_per_ms
+"""Where long transfers took no longer than short ones: most of the KV is sent while the prompt is computed."""
 _VERSIONS = ("crossdock", "torch", "transformers")
 
 
@@ -204,6 +206,9 @@ def show(profile: Profile, console: Console) -> None:
             table.row(name, f"{at:.0f}", f"{ms:.2f}")
     table.show(console)
     host, transfer = profile.host, profile.transfer
+    speed = f" + {transfer.bytes_per_token / 1024:.0f} KiB a token at {transfer.bytes_per_ms / 1e6:.2f} GB/s"
+    if transfer.bytes_per_ms >= NO_LIMIT:
+        speed = " after the last step, however long the prompt"
     lines = [
         "8 in 10 steps took, beside these figures: "
         + ", ".join(
@@ -211,8 +216,7 @@ def show(profile: Profile, console: Console) -> None:
         ),
         f"Context: {1e6 * profile.prefill.context_ms:.2f} ns for each pair of tokens in prefill,"
         f" {1e6 * profile.decode.kv_token_ms:.0f} ns for each token of KV in a decode step",
-        f"KV transfer: {transfer.latency_ms:.2f} ms + {transfer.bytes_per_token / 1024:.0f} KiB a token at"
-        f" {transfer.bytes_per_ms / 1e6:.2f} GB/s",
+        f"KV transfer: {transfer.latency_ms:.2f} ms{speed}",
         f"Host: {host.request_ms:.1f} ms a request + {1000 * host.request_token_ms:.1f} µs a prompt token,"
         f" {host.step_gap_ms:.2f} ms between steps, {host.join_ms:.2f} ms to join a batch",
     ]

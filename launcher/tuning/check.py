@@ -52,7 +52,7 @@ def _read(path: str) -> dict[str, Any]:
             raise SettingsError(f"{path}: larger than {RECOMMENDATION_BYTES_MAX} bytes")
         report = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}") from None
+        raise SettingsError(f"{path}: {error.strerror}; crossdock tune --out makes one") from None
     except msgspec.DecodeError as error:
         raise SettingsError(f"{path}: not a file of crossdock tune --out: {error}") from None
     if report.get("format") != 1 or not isinstance(report.get("settings"), dict) or "ranked" not in report:

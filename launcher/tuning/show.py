@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher import tables
+from launcher.models.resolve import DEFAULT_MODEL_ID
 
 COLOURS = {
     "": "green",
@@ -46,6 +47,8 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 def apply_note(report: Mapping[str, Any]) -> str:
     """Above the command and the lines of `cluster.toml`."""
     apply = "To apply it, on one machine or in cluster.toml:"
+    if (model := report["apply"]["model"]) not in ("", DEFAULT_MODEL_ID):
+        apply = f"To apply it, on one machine (with --model for {model}) or in cluster.toml:"
     return apply if report["disaggregate"] else f"Workers that do both phases are better for this traffic. {apply}"
 
 
@@ -65,7 +68,8 @@ def headline(report: Mapping[str, Any]) -> str:
         text += f"; {best['binds']} limits it"
     fewest = report["fewest_workers"]
     if fewest and fewest != best["workers"]:
-        text += f". The fewest workers that keep it: {fewest}"
+        what = "keep it" if report["kept"] else "serve as much, within 1 %"
+        text += f". The fewest workers that {what}: {fewest}"
     return text + "."
 
 
@@ -165,14 +169,22 @@ def turn_lines(turns: Sequence[Mapping[str, Any]]) -> list[str]:
                 )
         elif turn["candidate"]:
             lines.append(f"At {turn['factor']:g} times the {turn['what']} {turn['candidate']} would be better.")
-    quiet = [turn for turn in turns if not turn["candidate"]]
+    quiet: dict[str, list[float]] = {}
+    for turn in turns:
+        if not turn["candidate"]:
+            quiet.setdefault(turn["what"], []).append(turn["factor"])
     if quiet:
-        each = (
-            f"{t['what']} {t['factor']:.0%}" if t["what"] == "hit rate" else f"{t['factor']:g} × {t['what']}"
-            for t in quiet
-        )
-        lines.append(f"It stays best, or within 1 %, up to {', '.join(each)}.")
+        lines.append(f"It stays best, or within 1 %, with {', '.join(_range(*one) for one in quiet.items())}.")
     return lines
+
+
+def _range(what: str, factors: Sequence[float]) -> str:
+    low, high = min(factors), max(factors)
+    if what == "hit rate":
+        return f"up to {100 * high:.0f} % of prompts cached"
+    if low < 1 < high:
+        return f"{low:g} to {high:g} times the {what}"
+    return f"up to {high:g} times the {what}" if high > 1 else f"down to {low:g} times the {what}"
 
 
 def how(report: Mapping[str, Any]) -> str:

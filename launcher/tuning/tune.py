@@ -1,7 +1,6 @@
 """`crossdock tune`: which workers serve a traffic best, on the terminal, as JSON and as a page."""
 
 import math
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,6 +74,13 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
     if cut:
         console.print(
             f"[yellow]{cut:,} requests were made shorter to fit the model's context[/yellow]", highlight=False
+        )
+    cores = profile.prefill_cores + profile.decode_cores
+    if 0 < cores < settings.workers:
+        console.print(
+            f"[yellow]All workers are taken to be on one host like the profile's, where {settings.workers} share {cores} cores"
+            " (--workers)[/yellow]",
+            highlight=False,
         )
     sent = with_cancels(sent, settings.cancel_share, settings.seed)
     check_classes(goals, sent)
@@ -162,8 +168,10 @@ def entry(result: Result, found: Found) -> dict[str, Any]:
 
 
 def fewest(found: Found) -> str:
-    """The fewest workers that keep the SLO, of those looked at; empty if none does."""
-    keep = [one for one in found.results.values() if one.requests and one.attainment >= found.goals.percentile]
+    """The fewest workers that keep the SLO, of those looked at; if none does, the fewest that serve as much, within 1 %."""
+    most = found.best.attainment
+    enough = found.goals.percentile if most >= found.goals.percentile else 0.99 * most
+    keep = [one for one in found.results.values() if one.requests and one.attainment >= enough]
     best = min(keep, key=lambda one: (one.candidate.workers.total, *one.rank()), default=None)
     return "" if best is None else str(best.candidate.workers)
 
@@ -184,7 +192,7 @@ def apply_lines(result: Result, profile: Profile) -> dict[str, Any]:
             lines += ["", "[decode]", f"max_seqs = {candidate.seqs_max}"]
         if workers.mixed:
             lines += ["", "[mixed]", f"max_seqs = {candidate.seqs_max}"]
-    return {"workers": str(workers), "command": command, "cluster_toml": lines, "model": shlex.quote(str(model))}
+    return {"workers": str(workers), "command": command, "cluster_toml": lines, "model": str(model)}
 
 
 def workers_of(text: str) -> Workers:

@@ -121,6 +121,8 @@ def what_is_wrong(details: ErrorDetails, message: str) -> str:
             return f"{shown} is over {context['le']}"
         case "greater_than_equal":
             return f"{shown} is under {context['ge']}"
+        case "less_than":
+            return f"{shown} is not under {context['lt']}"
         case "greater_than":
             return f"{shown} is not over {context['gt']}"
         case "int_parsing" | "int_type" | "int_from_float":
@@ -157,13 +159,14 @@ def bounds(field: FieldInfo) -> str:
     """`1 to 64`, or which words may be; empty: no bounds."""
     if get_origin(field.annotation) is Literal:
         return "one of " + ", ".join(get_args(field.annotation))
-    names = ("ge", "gt", "le")
+    names = ("ge", "gt", "le", "lt")
     limits = {name: getattr(meta, name) for meta in field.metadata for name in names if hasattr(meta, name)}
-    if "le" not in limits:
+    if not limits.keys() & {"le", "lt"}:
         return ""
+    upper = f"to {limits['le']}" if "le" in limits else f"under {limits['lt']}"
     if "ge" in limits:
-        return f"{limits['ge']} to {limits['le']}"
-    return f"over {limits['gt']}, to {limits['le']}"
+        return f"{limits['ge']} {upper}" if "le" in limits else f"{limits['ge']} or more, {upper}"
+    return f"over {limits['gt']}, {upper}"
 
 
 def complaints(lines: Iterable[str]) -> list[str]:

@@ -57,7 +57,10 @@ class ServeSettings(KeyOptions):
     host: str = Field(
         "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."
     )
-    port: Port = Field(8000, description="Port of the HTTP server; 0: any free one.")
+    port: Port = Field(
+        8000,
+        description="Port of the HTTP server; 0: any free one. If you leave the default and it is taken, the next free one.",
+    )
     api_keys: CommaList = Field(
         default_factory=list,
         description="Keys of the tenant 'default', separated by commas; without any, here or in the tenants file, no key is"

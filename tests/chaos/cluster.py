@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from launcher.local.cluster import free_port
+from launcher.local.ports import free_port
 from launcher.process import child_environment, python_command
 from proto import limits
 from proto.messages import Hello, Message, Role, StatusRequest, Welcome

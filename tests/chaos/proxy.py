@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.local.cluster import free_port
+from launcher.local.ports import free_port
 from tests.chaos.cluster import Cluster, Member
 
 CHUNK_BYTES = 1 << 16

@@ -113,7 +113,8 @@ class Served:
 class Live(Served):
     """`crossdock serve`; ready once made, on ports of its own choice."""
 
-    def __init__(self, model: Path, home: Path, *arguments: str, **settings: str) -> None:
+    def __init__(self, model: Path, home: Path, *arguments: str, port: int | None = 0, **settings: str) -> None:
+        """`port`: None leaves `--port` open. `settings` go by the environment."""
         super().__init__()
         self.model = model
         self.home = home
@@ -133,8 +134,7 @@ class Live(Served):
             "serve",
             "--model",
             str(model),
-            "--port",
-            "0",
+            *(() if port is None else ("--port", str(port))),
             *arguments,
         ]
         self.process = subprocess.Popen(

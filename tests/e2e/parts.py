@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import psutil
 
-from launcher.local.cluster import free_port
+from launcher.local.ports import free_port
 from proto.messages import Role
 from runtime.link.keys import Keys
 from tests.e2e.live import Served

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.local.cluster import free_port
+from launcher.local.ports import free_port
 from tests.documents import ROOT, Command, blocks, commands
 from tests.e2e.live import Live, live
 from tests.e2e.netns import network

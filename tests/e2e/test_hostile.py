@@ -15,7 +15,7 @@ import pytest
 
 from launcher.admin.keys import NewKeysSettings
 from launcher.admin.keys import run as make_keys
-from launcher.local.cluster import free_port
+from launcher.local.ports import free_port
 from tests.e2e.balancer import Balancer, Load
 from tests.e2e.live import at_once
 from tests.e2e.parts import ROOT, Parts, parts

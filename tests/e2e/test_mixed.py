@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.local.cluster import free_port
+from launcher.local.ports import free_port
 from tests.e2e.live import at_once
 from tests.e2e.parts import parts
 from tests.e2e.test_rolling import GRACE_S, Twins, come, drain, load

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from launcher.local.cluster import free_port
+from launcher.local.ports import free_port
 from proto.status import StatusReport
 from tests.e2e.balancer import Balancer, Load
 from tests.e2e.live import READY_S

@@ -1,21 +1,18 @@
 """What a cluster is made of, and the errors before anything is started."""
 
-import socket
 from pathlib import Path
 
 import pytest
 
-from launcher.local import cluster as clusters
 from launcher.local.core_plan import plan_cpu
-from launcher.models.resolve import ReadyModel
+from launcher.local.ports import free_port
 from launcher.process import STREAMED_COPIES
 from runtime.settings.command_line import parse
 from runtime.settings.options import SettingsError
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
 from runtime.settings.serve import ServeSettings
 from runtime.settings.workers import WorkerSettings
-
-MODEL = ReadyModel(Path("/models/tiny"), "tiny")
+from tests.launcher.built import build
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +25,7 @@ def _options(arguments: tuple[str, ...]) -> list[str]:
 
 
 def test_every_role_is_a_process_with_options_that_parse() -> None:
-    cluster = clusters.build(ServeSettings(prefill=2, decode=1, port=0, device="cpu", dtype="float32"), MODEL)
+    cluster = build(ServeSettings(prefill=2, decode=1, port=0, device="cpu", dtype="float32"))
     assert [spec.name for spec in cluster.processes] == [
         "coordinator",
         "gateway-0",
@@ -48,7 +45,7 @@ def test_every_role_is_a_process_with_options_that_parse() -> None:
 
 
 def shares_of(settings: ServeSettings) -> list[float]:
-    workers = clusters.build(settings, MODEL).processes[2:]
+    workers = build(settings).processes[2:]
     return [parse(WorkerSettings, [*_options(spec.arguments), "--role", "decode"]).gpu_memory_share for spec in workers]
 
 
@@ -64,80 +61,57 @@ def test_workers_on_one_gpu_share_its_memory(tmp_path: Path, monkeypatch: pytest
 
 
 def test_every_process_has_a_watchdog_and_the_launcher_a_page_of_its_own() -> None:
-    cluster = clusters.build(ServeSettings(port=0, device="cpu", metrics="127.0.0.1:9400"), MODEL)  # type: ignore[arg-type]
+    first = free_port("127.0.0.1")
+    cluster = build(ServeSettings(port=0, device="cpu", metrics=f"127.0.0.1:{first}"))
     found = {spec.name: spec.watchdog_s for spec in cluster.processes}
     assert found == {"coordinator": 10.0, "gateway-0": 10.0, "prefill-0": 30.0, "decode-0": 30.0}
-    assert cluster.metrics == "127.0.0.1:9404"
-    off = clusters.build(ServeSettings(port=0, device="cpu", metrics="off"), MODEL)  # type: ignore[arg-type]
+    assert cluster.metrics == f"127.0.0.1:{first + 4}"
+    off = build(ServeSettings(port=0, device="cpu", metrics="off"))
     assert off.metrics == "off"
 
 
 def test_each_gateway_has_a_port_of_its_own() -> None:
-    cluster = clusters.build(ServeSettings(port=0, gateways=3), MODEL)
+    cluster = build(ServeSettings(port=0, gateways=3))
     fronts = [parse(GatewaySettings, _options(spec.arguments)) for spec in cluster.processes[1:4]]
     assert [front.name for front in fronts] == ["gateway-0", "gateway-1", "gateway-2"]
     assert cluster.base_urls == tuple(f"http://127.0.0.1:{front.port}" for front in fronts)
     assert cluster.base_url == cluster.base_urls[0]
     with pytest.raises(SettingsError, match="--gateways"):
-        clusters.http_ports("127.0.0.1", 65_535, 2)
+        build(ServeSettings(port=65_535, gateways=2))
 
 
 def test_every_role_gets_the_folder_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cluster = clusters.build(ServeSettings(port=0, keys="keys"), MODEL)
+    cluster = build(ServeSettings(port=0, keys="keys"))
     for spec in cluster.processes:
         options = _options(spec.arguments)
         assert options[options.index("--keys") + 1] == str(tmp_path / "keys"), spec.name
 
 
 def test_api_keys_are_not_on_command_lines() -> None:
-    cluster = clusters.build(ServeSettings(port=0, api_keys=["sesame"]), MODEL)
+    cluster = build(ServeSettings(port=0, api_keys=["sesame"]))
     assert not any("sesame" in text for spec in cluster.processes for text in spec.arguments)
     assert cluster.processes[1].environment["CROSSDOCK_API_KEYS"] == "sesame"
 
 
 def test_only_those_who_send_kv_copy_past_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = clusters.build(ServeSettings(port=0), MODEL)
+    cluster = build(ServeSettings(port=0))
     streamed = [spec.name for spec in cluster.processes if STREAMED_COPIES.items() <= spec.environment.items()]
     assert streamed == ["prefill-0"]
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")  # somebody knows better
-    for spec in clusters.build(ServeSettings(port=0), MODEL).processes:
+    for spec in build(ServeSettings(port=0)).processes:
         assert spec.environment["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
 
 
-def test_a_taken_port_is_said_with_the_option() -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen(1)
-        port = other.getsockname()[1]
-        with pytest.raises(SettingsError, match=f"--port: {port} on 127.0.0.1 is taken"):
-            clusters.build(ServeSettings(port=port), MODEL)
-
-
-def test_ports_are_not_among_those_the_kernel_gives_to_others() -> None:
-    given_out = [int(bound) for bound in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()]
-    if given_out[0] <= 20_000:
-        pytest.skip("this machine gives out nearly all ports")
-    drawn = {clusters.free_port("127.0.0.1") for _ in range(10)}
-    assert len(drawn) > 1
-    assert all(1024 <= port < given_out[0] for port in drawn)
-
-
-@pytest.mark.parametrize("host", ["not a host", "192.0.2.1"])
-def test_a_host_that_is_not_ours_is_said_with_the_option(host: str) -> None:
-    with pytest.raises(SettingsError, match="--host: "):
-        clusters.build(ServeSettings(host=host, port=0), MODEL)
-
-
 def test_a_client_here_is_sent_to_loopback_where_all_interfaces_are_bound() -> None:
-    cluster = clusters.build(ServeSettings(host="0.0.0.0", port=0), MODEL)
+    cluster = build(ServeSettings(host="0.0.0.0", port=0))
     assert cluster.base_url.startswith("http://127.0.0.1:")
 
 
 def test_the_journal_is_the_coordinators_and_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
-    cluster = clusters.build(ServeSettings(port=0, event_log=str(tmp_path / "event_log")), MODEL)
+    cluster = build(ServeSettings(port=0, event_log=str(tmp_path / "event_log")))
     coordinator = parse(CoordinatorSettings, _options(cluster.processes[0].arguments))
     assert coordinator.event_log == str(tmp_path / "event_log")
     for wrong, why in ((str(tmp_path), "is a folder"), (str(tmp_path / "no" / "event_log"), "there is no folder")):
         with pytest.raises(SettingsError, match=f"--event-log: .*{why}"):
-            clusters.build(ServeSettings(port=0, event_log=wrong), MODEL)
+            build(ServeSettings(port=0, event_log=wrong))

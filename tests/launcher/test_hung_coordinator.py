@@ -13,7 +13,7 @@ from launcher.admin.status import NoAnswer, ask
 from launcher.cluster.file import parse
 from launcher.cluster.plan import coordinator_address, plan_host
 from launcher.cluster.up import spec_of
-from launcher.local.cluster import free_port
+from launcher.local.ports import free_port
 from launcher.local.supervisor import Supervisor
 
 pytestmark = pytest.mark.cluster

@@ -16,9 +16,7 @@ from launcher.cluster.plan import check, plan_host
 from launcher.cluster.units import Installed
 from launcher.load.settings import ServeBenchSettings
 from launcher.load.tenants import Ratio
-from launcher.local import cluster as clusters
 from launcher.local.core_plan import PREFILL_NICE, plan_cpu
-from launcher.models.resolve import ReadyModel
 from launcher.tuning import check as tune_check
 from launcher.tuning import tune
 from launcher.tuning.settings import TuneCheckSettings
@@ -29,10 +27,10 @@ from runtime.settings.options import SettingsError
 from runtime.settings.options import load as load_settings
 from runtime.settings.serve import ServeSettings
 from runtime.settings.workers import WorkerSettings
+from tests.launcher.built import build
 from tests.tuning.profiles import GPU
 from tuning.advise import Workers
 
-MODEL = ReadyModel(Path("/models/tiny"), "tiny")
 FILE = """
 insecure = true
 [hosts.a]
@@ -126,7 +124,7 @@ def test_serve_starts_what_is_asked_for() -> None:
 
 def test_each_is_a_process_with_options_that_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0, 1})
-    built = clusters.build(ServeSettings(mixed=2, port=0), MODEL)
+    built = build(ServeSettings(mixed=2, port=0))
     workers = [spec for spec in built.processes if spec.name.startswith("mixed-")]
     assert [spec.name for spec in workers] == ["mixed-0", "mixed-1"] and len(built.processes) == 4
     for spec, core in zip(workers, "01", strict=True):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from launcher.bench.peers import Peer, PeerFailed, PeersSettings, find_peers, started
 from launcher.load import plot
-from launcher.local.cluster import free_port
+from launcher.local.ports import free_port
 from runtime.settings.options import SettingsError
 
 SERVER = """

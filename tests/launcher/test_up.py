@@ -24,7 +24,7 @@ from launcher.cluster.hosts import Site, keys_there, parcel
 from launcher.cluster.plan import HostPlan
 from launcher.cluster.settings import UpSettings
 from launcher.local import registry as here
-from launcher.local.cluster import free_port
+from launcher.local.ports import free_port
 from runtime.settings.options import SettingsError
 from tuning.profile import Capacity, Curve, DecodeCost, PrefillCost, Profile, encoded
 

@@ -17,11 +17,11 @@ from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Closed, Entry, Opened
 from launcher.admin.usage import NoLedger, UsageSettings, read, show
 from launcher.local import cluster as clusters
-from launcher.models.resolve import ReadyModel
 from launcher.process import child_environment
 from runtime.settings.options import SettingsError
 from runtime.settings.serve import ServeSettings
 from runtime.tenancy.tenants import parse
+from tests.launcher.built import build
 
 DAY = 20_778
 """2026-11-21."""
@@ -139,9 +139,6 @@ def test_mistakes_are_one_line(arguments: tuple[str, ...], expected: str) -> Non
     assert done.stderr.startswith(expected) and done.stderr.count("\n") == 1
 
 
-MODEL = ReadyModel(Path("/models/tiny"), "tiny")
-
-
 def environments(cluster: clusters.Cluster) -> dict[str, str]:
     """API keys that each process finds in its environment."""
     return {spec.name: spec.environment.get("CROSSDOCK_API_KEYS", "") for spec in cluster.processes}
@@ -150,18 +147,18 @@ def environments(cluster: clusters.Cluster) -> dict[str, str]:
 def test_serve_hands_the_file_on_and_has_a_key_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text(f"[tenants.a]\nkeys = ['{hashlib.sha256(b'k').hexdigest()}']")
-    cluster = clusters.build(ServeSettings(port=0, tenants=str(file), usage_db=str(tmp_path / "u")), MODEL)
+    cluster = build(ServeSettings(port=0, tenants=str(file), usage_db=str(tmp_path / "u")))
     arguments = {spec.name: " ".join(spec.arguments) for spec in cluster.processes}
     assert f"--tenants {file}" in arguments["gateway-0"] and f"--tenants {file}" in arguments["coordinator"]
     assert f"--usage-db {tmp_path / 'u'}" in arguments["coordinator"]
     assert len(cluster.key) == 64 and environments(cluster)["gateway-0"] == cluster.key
     assert cluster.key not in " ".join(arguments.values())
     file.write_text("[tenants.a]")
-    assert clusters.build(ServeSettings(port=0, tenants=str(file)), MODEL).key == ""
+    assert build(ServeSettings(port=0, tenants=str(file))).key == ""
 
 
 def test_serve_names_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text("[tenants.a]\nweight = 0")
     with pytest.raises(SettingsError, match=r"--tenants: .*tenants\.a\.weight: must be > 0"):
-        clusters.build(ServeSettings(port=0, tenants=str(file)), MODEL)
+        build(ServeSettings(port=0, tenants=str(file)))

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from launcher.load import traces
+from launcher.report import check_writable
 from launcher.tuning.settings import TuneCheckSettings, TuneSettings
+from launcher.tuning.show import turn_lines
 from launcher.tuning.tune import workers_of
 from runtime.settings.options import SettingsError
 from tests.test_tidy import ROOT
@@ -87,6 +89,7 @@ def test_mistakes_name_the_option(here: Path) -> None:
         (("--rate", "0.1", "--duration", "0.01"), "--rate: no request comes within --duration"),
         (("--html", "no/such/folder.html"), "--html"),
         (("--step-tokens", "0"), "--step-tokens"),
+        (("--percentile", "100"), "--percentile: 100 is not under 100"),
     ):
         done = crossdock(here, "tune", *words)
         assert done.returncode != 0
@@ -129,3 +132,34 @@ def test_settings_of_a_recommendation_can_be_read_again() -> None:
     again = TuneSettings(**json.loads(json.dumps(settings.model_dump(exclude={"as_json"}))))
     assert again == settings
     assert TuneCheckSettings(recommendation="x").duration_s == 60
+
+
+def test_changes_of_traffic_that_turn_nothing_are_told_as_ranges() -> None:
+    quiet = [("prompt length", 3.0), ("prompt length", 0.3), ("load", 1.5), ("output length", 0.5), ("hit rate", 0.8)]
+    turns = [{"what": what, "factor": factor, "candidate": ""} for what, factor in quiet]
+    (line,) = turn_lines(turns)
+    assert line == (
+        "It stays best, or within 1 %, with 0.3 to 3 times the prompt length, up to 1.5 times the load,"
+        " down to 0.5 times the output length, up to 80 % of prompts cached."
+    )
+    turned = {"what": "load", "factor": 2.0, "candidate": "3P1D"}
+    assert turn_lines([turned, *turns])[0] == "At 2 times the load 3P1D would be better."
+
+
+def test_an_output_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    for path, why in ((tmp_path, "is a folder"), (tmp_path / "none" / "a.json", "there is no folder")):
+        with pytest.raises(SettingsError, match=f"^--out: .*{why}"):
+            check_writable(str(path), "--out")
+    check_writable(str(tmp_path / "a.json"), "--out")
+
+
+def test_where_no_ratio_keeps_the_limits_the_fewest_that_serve_as_much_are_named(here: Path) -> None:
+    mix = ("--rate", "0.5", "--duration", "200", "--workers", "4", "--slo-ttft-ms", "30", "--json")
+    done = crossdock(here, "tune", *mix)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    best, fewest = report["recommendation"], report["fewest_workers"]
+    assert not report["kept"] and workers_of(fewest).total < best["total"]
+    (as_much,) = [one["attainment"] for one in report["candidates"] if one["workers"] == fewest]
+    assert as_much >= 0.99 * best["attainment"] > 0
+    assert f"The fewest workers that serve as much, within 1 %: {fewest}." in " ".join(done.stderr.split())

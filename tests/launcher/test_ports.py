@@ -1,0 +1,98 @@
+"""Ports of a cluster: free, the cluster's own until it has stopped, and those that were asked for."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from launcher.local import ports as module
+from launcher.local.ports import PortInUse, Ports, free_port, http_ports
+from runtime.settings.options import SettingsError
+from runtime.settings.serve import ServeSettings
+from tests.launcher.built import build
+
+HOST = "127.0.0.1"
+
+
+@contextmanager
+def listening(port: int = 0) -> Iterator[int]:
+    """Another program."""
+    with socket.socket() as other:
+        other.bind((HOST, port))
+        other.listen(1)
+        yield other.getsockname()[1]
+
+
+def test_a_taken_port_is_said_with_the_option() -> None:
+    with listening() as port, pytest.raises(SettingsError, match=f"--port: {port} on 127.0.0.1 is taken"):
+        build(ServeSettings(port=port))
+
+
+def test_a_taken_metrics_port_is_said_with_the_option_and_the_port() -> None:
+    first = free_port(HOST)
+    with (
+        listening(first + 2),
+        pytest.raises(SettingsError, match=rf"--metrics: 5 .* from {first} on, and {first + 2} on"),
+    ):
+        build(ServeSettings(port=0, metrics=f"{HOST}:{first}"))
+
+
+@pytest.mark.parametrize("host", ["not a host", "192.0.2.1"])
+def test_a_host_that_is_not_ours_is_said_with_the_option(host: str) -> None:
+    with pytest.raises(SettingsError, match="--host: "):
+        build(ServeSettings(host=host, port=0))
+    with pytest.raises(SettingsError, match="--metrics: cannot listen on"):
+        build(ServeSettings(port=0, metrics="192.0.2.1:0"))
+
+
+def test_ports_are_not_among_those_the_kernel_gives_to_others() -> None:
+    given_out = [int(bound) for bound in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()]
+    if given_out[0] <= 20_000:
+        pytest.skip("this machine gives out nearly all ports")
+    drawn = {free_port(HOST) for _ in range(10)}
+    assert len(drawn) > 1
+    assert all(1024 <= port < given_out[0] for port in drawn)
+
+
+def test_no_port_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_port(HOST)
+    monkeypatch.setattr(module.secrets, "choice", lambda _ports: first)
+    with Ports() as ours, Ports() as theirs:
+        drawn = [ours.draw(HOST), ours.draw(HOST), theirs.draw(HOST)]
+        assert drawn[0] == first and len(set(drawn)) == 3
+
+
+def test_a_port_is_kept_from_other_processes_until_the_cluster_has_stopped() -> None:
+    port = free_port(HOST)
+    code = f"from launcher.local.ports import Ports; Ports().take({HOST!r}, {port})"
+    other = [sys.executable, "-c", code]
+    with Ports() as ports:
+        ports.take(HOST, port)
+        with listening(port):  # its own process still can
+            pass
+        done = subprocess.run(other, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 1 and "PortInUse" in done.stderr
+    assert subprocess.run(other, timeout=60, check=False).returncode == 0
+
+
+def test_the_next_free_ports_are_taken_where_the_default_is_not_free() -> None:
+    first = free_port(HOST)
+
+    def left_open(gateways: int) -> ServeSettings:
+        """As if `first` were the default of `--port`."""
+        return ServeSettings.model_construct(_fields_set=set(), port=first, gateways=gateways)
+
+    with listening(first + 1), Ports() as ours, Ports() as theirs:
+        assert http_ports(left_open(2), ours) == (first + 2, first + 3)
+        assert http_ports(left_open(1), theirs) == (first,), "a row that was not taken whole is free again"
+        with pytest.raises(PortInUse):
+            theirs.take(HOST, first + 2)
+        with pytest.raises(SettingsError, match=f"--port: {first} "):
+            http_ports(ServeSettings(port=first), ours)
+    with listening(first):
+        (note,) = [one for one in build(left_open(1)).notes if "port" in one]
+        assert note.startswith(f"port {first} is taken by another program; serving on {first + 1}")

@@ -73,6 +73,7 @@ PURE = (
     "runtime/worker/ports.py",
     "runtime/link/failure_detector.py",
     "runtime/worker/service.py",
+    "runtime/worker/changeover.py",
     "runtime/worker/step_watch.py",
     "launcher/cluster/file.py",
     "launcher/cluster/plan.py",

@@ -1,17 +1,13 @@
 """The roles that one simulated worker process has at a time, as `runtime.worker.process`: one, or both of a mixed worker."""
 
-from typing import TYPE_CHECKING
-
 from engine.kv.allocator import BlockPool
 from engine.kv.split import prefill_blocks
 from proto.messages import Role
 from runtime.worker.changeover import Changeover
 from simulation.faults.surroundings import Surroundings
+from simulation.transfers.connections import PoolProcess
 from simulation.world.toy_model import Toy
 from simulation.world.world import Timer
-
-if TYPE_CHECKING:
-    from simulation.faults.worker_process import WorkerProcess
 
 MIXED_BLOCKS_MIN = 48
 """Of a pool that is shared out between two roles, so that either has room for any request."""
@@ -27,7 +23,7 @@ class Lineup:
         self.toy: Toy = before.toy if before is not None else Toy(blocks, block_size)
         self.flipped_from = before.halves[0].incarnation if before is not None else 0
         self.pid: int = before.pid if before is not None else cluster.new_number()
-        self.halves: list[WorkerProcess] = []
+        self.halves: list[PoolProcess] = []
         self.changeover = Changeover(self._prepare, self._drop)
         self.next_role: Role | None = None
         """Ready to register in."""

@@ -68,6 +68,17 @@ def encoded(report: Mapping[str, Any]) -> str:
     return msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n"
 
 
+def note_cores(workers: int, profile: Profile, console: Console) -> None:
+    """Say so if more workers are looked at than the profile's host has cores for."""
+    cores = profile.prefill_cores + profile.decode_cores
+    if 0 < cores < workers:
+        console.print(
+            f"[yellow]All workers are taken to be on one host like the profile's, where {workers} share {cores} cores"
+            " (--workers)[/yellow]",
+            highlight=False,
+        )
+
+
 def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: Console) -> dict[str, Any]:
     """Everything that is shown. Raises `SettingsError`."""
     sent, cut = fitted(traffic(settings), context_tokens(profile))

@@ -86,7 +86,7 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
         console.print(
             f"[yellow]{cut:,} requests were made shorter to fit the model's context[/yellow]", highlight=False
         )
-    _warn_of_shared_cores(settings, profile, console)
+    note_cores(settings.workers, profile, console)
     sent = with_cancels(sent, settings.cancel_share, settings.seed)
     check_classes(goals, sent)
     space = Space(
@@ -134,16 +134,6 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
         }
     )
     return report
-
-
-def _warn_of_shared_cores(settings: TuneSettings, profile: Profile, console: Console) -> None:
-    cores = profile.prefill_cores + profile.decode_cores
-    if 0 < cores < settings.workers:
-        console.print(
-            f"[yellow]All workers are taken to be on one host like the profile's, where {settings.workers} share {cores} cores"
-            " (--workers)[/yellow]",
-            highlight=False,
-        )
 
 
 def plain(value: Any) -> Any:

@@ -92,10 +92,13 @@ class Space:
     mixed: bool = True
     step_tokens: tuple[int, ...] = (256,)
     seqs_max: tuple[int, ...] = (0,)
+    mixed_max: int = 0
+    """Mixed workers that there are cores for: each has its own in the model. 0: any number."""
 
     def layouts(self, total: int) -> list[Workers]:
         found = [Workers(prefill, total - prefill) for prefill in range(1, total)]
-        return [*found, Workers(0, 0, total)] if self.mixed else found
+        mixed = self.mixed and not 0 < self.mixed_max < total
+        return [*found, Workers(0, 0, total)] if mixed else found
 
     def candidates(self) -> list[Candidate]:
         found = []

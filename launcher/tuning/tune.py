@@ -74,7 +74,7 @@ def note_cores(workers: int, profile: Profile, console: Console) -> None:
     if 0 < cores < workers:
         console.print(
             f"[yellow]All workers are taken to be on one host like the profile's, where {workers} share {cores} cores"
-            " (--workers)[/yellow]",
+            f" (--workers); more than {cores} mixed ones are left out[/yellow]",
             highlight=False,
         )
 
@@ -94,6 +94,7 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
         settings.mixed or settings.workers == 1,
         tuple(settings.step_tokens or [profile.step_tokens]),
         tuple(settings.seqs_max or [0]),
+        mixed_max=profile.prefill_cores + profile.decode_cores,
     )
     options = Options(hit_rate=settings.hit_rate, block_tokens=block_tokens(settings))
     began = time.perf_counter()

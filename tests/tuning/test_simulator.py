@@ -224,6 +224,14 @@ def test_the_map_shows_the_recommended_ratio_however_many_workers_there_are() ->
     assert (1, 1) in {(cell.prefill, cell.decode) for cell in cells}
 
 
+def test_more_mixed_workers_than_there_are_cores_are_left_out() -> None:
+    """In the model each has a core of its own, so that they would seem to serve more than they can."""
+    for most, expected in ((0, [1, 2, 3, 4]), (2, [1, 2]), (4, [1, 2, 3, 4])):
+        candidates = Space(4, mixed_max=most).candidates()
+        assert [one.workers.mixed for one in candidates if one.workers.mixed] == expected
+        assert len([one for one in candidates if not one.workers.mixed]) == 1 + 2 + 3
+
+
 def test_a_hit_rate_that_is_tried_takes_the_place_of_block_ids() -> None:
     [changed] = Change(hit_rate=0.4).applied([Sent(0.0, 1000, 10, (1, 2))])
     assert not changed.blocks

@@ -41,7 +41,7 @@ class BlockPool:
         self.prefixes.hold(block)
         self.holders[block] = self.holders.get(block, 0) + 1
 
-    def let_go(self, block: int) -> None:
+    def release(self, block: int) -> None:
         """One allocator does; whether it is kept for its contents then is the prefix tree's to say."""
         self.holders[block] -= 1
         if not self.holders[block]:
@@ -157,7 +157,7 @@ class BlockAllocator:
             self._refs[block] -= 1
             if not self._refs[block]:
                 del self._refs[block]
-                self.pool.let_go(block)
+                self.pool.release(block)
 
     def quarantine(self, blocks: Sequence[int]) -> None:
         """Takes held blocks with a single reference out of use until `unquarantine`."""

@@ -84,7 +84,7 @@ async def _flip(settings: FlipSettings, coordinator: str, keys: Keys | None) -> 
     answer = await converse(coordinator, request, FlipAnswer, settings.timeout_ms, keys)
     if answer.refusal:
         raise PeerRefused(answer.refusal)
-    worker = next(worker for worker in answer.workers if worker.process == settings.worker)
+    worker = next(worker for worker in answer.workers if process_of(worker) == settings.worker)
     before = role_of(worker)
     columns = (SpinnerColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -108,7 +108,7 @@ async def follow(
     process, in its old role. The coordinator is asked again and again, as it may be another one by then."""
     until = clock.now() + hand_over_s + _COMMIT_S
     done_at: float | None = None
-    flip = FlipStatus(worker.process, worker.pid, before, role, "draining")
+    flip = FlipStatus(process_of(worker), worker.pid, before, role, "draining")
     while clock.now() < until:
         try:
             flip = what_became(await ask(coordinator, timeout_ms, keys), worker, before, role)
@@ -125,27 +125,32 @@ async def follow(
             until = max(until, done_at + first_step_s + 1.0)
         await asyncio.sleep(_LOOK_EVERY_S)
     failure = "nothing was heard of it in time"
-    return FlipStatus(worker.process, worker.pid, before, role, "failed", failure=failure)
+    return FlipStatus(process_of(worker), worker.pid, before, role, "failed", failure=failure)
+
+
+def process_of(worker: WorkerStatus) -> str:
+    """The name of its process; a coordinator of an older version does not say it."""
+    return worker.process or worker.name
 
 
 def role_of(worker: WorkerStatus) -> Role:
     """Of its process: mixed, if it registers in two roles and so has another name."""
-    return Role.MIXED if worker.process != worker.name else Role(worker.role)
+    return Role.MIXED if process_of(worker) != worker.name else Role(worker.role)
 
 
 def what_became(report: StatusReport, worker: WorkerStatus, before: Role, role: Role) -> FlipStatus:
     """Of the last change of this process's role, which was ordered to be `role`."""
-    mine = [one for one in report.flips if one.worker == worker.process and one.pid == worker.pid]
+    mine = [one for one in report.flips if one.worker == process_of(worker) and one.pid == worker.pid]
     if mine:
         return mine[-1]
     # Another coordinator by now, which knows nothing of it.
-    found = [one for one in report.workers if one.process == worker.process and one.pid == worker.pid]
+    found = [one for one in report.workers if process_of(one) == process_of(worker) and one.pid == worker.pid]
     state, failure = "registering", ""
     if {one.role for one in found} == set(role.registers_as):
         state = "done"
     elif found and not any(one.draining for one in found):
         state, failure = "failed", "the coordinator was lost meanwhile; try again"
-    return FlipStatus(worker.process, worker.pid, before, role, state, failure=failure)
+    return FlipStatus(process_of(worker), worker.pid, before, role, state, failure=failure)
 
 
 def _words(flip: FlipStatus) -> str:

@@ -57,6 +57,7 @@ PURE = (
     "gateway/response_store.py",
     "gateway/responses/convert.py",
     "gateway/streams/deadlines.py",
+    "gateway/streams/early.py",
     "gateway/streams/prompt_scores.py",
     "gateway/streams/final_messages.py",
     "gateway/streams/state.py",

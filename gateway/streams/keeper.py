@@ -2,7 +2,8 @@
 
 Rules:
 - A token is delivered once, in order, whichever worker or attempt it came from. What was already delivered is dropped;
-  what would leave a gap breaks the attempt, which is cancelled and resumed from what we have.
+  what would leave a gap breaks the attempt, which is cancelled and resumed from what we have. Only what comes before the
+  attempt's first token waits a moment for that one.
 - An attempt that ends without an end is resumed with the prompt and the tokens already delivered, after a short delay
   and a bounded number of times. Several choices that have begun are resumed one by one, since their texts differ.
 - Without a link to the coordinator, streams that run go on, and new ones wait a bounded time in bounded number.
@@ -203,6 +204,10 @@ class StreamKeeper:
         if choice.done or end < have or (end == have and item.finish is None):
             self._out.append(Noticed(Why.DUPLICATE_TOKENS, item.request_id))
             return
+        if item.index > have and submission.overtakes(choice, decoder):
+            submission.early.keep(item, decoder, now)
+            self._schedule(submission.stream)
+            return
         if item.index > have or submission.lacks_logprobs(item):
             self._broken(submission, f"token {have} of choice {choice.index} expected, {item.index} came", now)
             return
@@ -211,6 +216,9 @@ class StreamKeeper:
             self._schedule(submission.stream)
         self._runs(submission)
         self._take(submission, choice, item, have - item.index)
+        early, decoder = submission.early.take(item.choice)
+        for later in early:
+            self._item(later, decoder, now)
 
     def _broken(self, submission: Submission, why: str, now: float) -> None:
         if submission.phase is Phase.PENDING:
@@ -313,6 +321,8 @@ class StreamKeeper:
             elif pending and submission.waits_in_vain(now):
                 self._fail(stream, Failure(FailKind.UNREACHABLE, "the coordinator cannot be reached"))
                 return
+            elif not pending and now >= submission.early.late_at(self.limits.first_token_wait_s):
+                self._broken(submission, "its first token did not come", now)
             elif (
                 not pending and self.link_up and now >= submission.silent_at(self.limits, self._coordinator_incarnation)
             ):

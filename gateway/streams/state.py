@@ -7,6 +7,7 @@ from zlib import crc32
 
 import msgspec
 
+from gateway.streams.early import EarlyTokens
 from gateway.streams.types import Finish, StreamLimits, StreamSpec, TextSink
 from gateway.text.block_hashes import BlockNames
 from proto.codec import pack_tokens
@@ -32,6 +33,8 @@ class Choice:
     sink: TextSink
     tokens: list[int] = field(default_factory=list)
     done: bool = False
+    first: int = 0
+    """Number of the first token that the current attempt brings."""
 
     def read(
         self, fresh: tuple[int, ...], finish: Finish | None, max_tokens: int
@@ -95,6 +98,7 @@ class Submission:
     """Of the attempt that was submitted last ..."""
     named: tuple[int, int] = (0, 0)
     """... its number, and its tokens, output among them."""
+    early: EarlyTokens = field(default_factory=EarlyTokens)
     ended_early: bool = False
     """Some choice ended here while its worker, or the coordinator, believes that it goes on."""
 
@@ -123,6 +127,10 @@ class Submission:
         if self.attempt != item.attempt or not self.sent or not 0 <= number < len(self.choices):
             return None
         return self.choices[number]
+
+    def overtakes(self, choice: Choice, decoder: int) -> bool:
+        """Whether what a decode worker has sent, and what leaves a gap, may only have come before the attempt's first token."""
+        return bool(decoder) and self.phase is not Phase.PENDING and len(choice.tokens) == choice.first
 
     def lacks_logprobs(self, item: TokenItem) -> bool:
         """Of the tokens themselves, or of the prompt's, which come before them."""
@@ -258,6 +266,9 @@ class Submission:
         self.phase, self.sent, self.got_tokens = Phase.SENT, True, False
         self.coordinator, self.decoder = coordinator, 0
         self.cut_at = self.stall_at = self.ask_at = None
+        self.early = EarlyTokens()
+        for choice in self.choices:
+            choice.first = len(choice.tokens)
 
     def heard(self, decoder: int, now: float) -> bool:
         """Its tokens have come; whether they are the first of this attempt, which is waited for with less patience now."""
@@ -309,6 +320,8 @@ class Stream:
                     at = min(at, submission.not_before)
                 elif submission.is_new and submission.wait_until is not None:
                     at = min(at, submission.wait_until)
-            elif link_up:
-                at = min(at, submission.silent_at(limits, coordinator))
+            else:
+                at = min(at, submission.early.late_at(limits.first_token_wait_s))
+                if link_up:
+                    at = min(at, submission.silent_at(limits, coordinator))
         return at

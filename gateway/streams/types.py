@@ -34,6 +34,8 @@ class StreamLimits:
     stall_s: float = 5.0
     """Silence after which a stream that outlived its coordinator, or a worker's connection, is taken for lost, and one against
     which nothing speaks is asked after."""
+    first_token_wait_s: float = 1.0
+    """How long the tokens of a decode worker wait for the first one, which they overtook, before the attempt is resumed."""
     gone_s: float = 0.5
     """Silence after the end of the connection that its tokens came by, as long as one that lives takes to connect again. Then
     the coordinator that knows of it is asked; where that is gone, the stream is taken for lost."""

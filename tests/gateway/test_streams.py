@@ -2,7 +2,20 @@
 
 import pytest
 
-from gateway.streams.types import Admitted, Deliver, Ended, FailKind, Finish, Open, SendCancel, StreamSpec
+from gateway.streams.types import (
+    Admitted,
+    Deliver,
+    Ended,
+    FailKind,
+    Finish,
+    LinkDown,
+    LinkUp,
+    Noticed,
+    Open,
+    SendCancel,
+    StreamSpec,
+    Why,
+)
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Cancel, Interrupted, Rejected
 from proto.sampling import Sampling
@@ -45,6 +58,44 @@ def test_a_gap_breaks_the_attempt_and_resumes_from_what_came() -> None:
     assert submits(bench.wait()) == [("r", 2, [1, 2, 3, 5, 6], 2, 1, 0)]
     assert texts(bench.tokens(2, 7, attempt=1)) == []
     assert texts(bench.tokens(2, 7, attempt=2)) == ["7 "]
+
+
+def test_what_overtakes_the_first_token_waits_for_it() -> None:
+    bench = Bench()
+    bench.open(choices=2)
+    assert bench.tokens(1, 6) == bench.tokens(2, 7) == bench.tokens(1, 16, choice=1) == []
+    assert texts(bench.tokens(0, 5, decoder=0)) == ["5 ", "6 ", "7 "]
+    assert texts(bench.tokens(0, 15, choice=1, decoder=0)) == ["15 ", "16 "]
+    assert texts(bench.tokens(3, 8)) == ["8 "]
+    assert bench.wait() == [], "nothing waits for a first token any more"
+
+
+def test_it_waits_in_a_resumed_attempt_too_and_a_second_gap_breaks_it() -> None:
+    bench = Bench()
+    bench.open()
+    bench.tokens(0, 5, decoder=0)
+    bench.interrupt()
+    bench.wait()
+    assert bench.tokens(2, 7, attempt=2) == bench.tokens(4, 9, attempt=2) == []
+    late = bench.tokens(1, 6, attempt=2, decoder=0)
+    assert texts(late) == ["6 ", "7 "] and cancels(late) == [("r", 2, CancelReason.ABANDONED)]
+    assert submits(bench.wait()) == [("r", 3, [1, 2, 3, 5, 6, 7], 3, 1, 0)]
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_first_token_that_does_not_come_breaks_the_attempt_after_a_moment(link: bool) -> None:
+    bench = Bench()
+    bench.open()
+    bench.do(Accepted("r", 1))
+    bench.tokens(1, 6)
+    if not link:
+        bench.do(LinkDown())
+    opened = bench.now
+    noticed = [action.why for action in bench.wait() if isinstance(action, Noticed)]
+    assert noticed == [Why.BROKEN_STREAM] and bench.now == opened + LIMITS.first_token_wait_s
+    if not link:
+        assert submits(bench.do(LinkUp(7))) == []
+    assert submits(bench.wait()) == [("r", 2, [1, 2, 3], 0, 1, 0)]
 
 
 def test_missing_logprobs_break_the_attempt() -> None:

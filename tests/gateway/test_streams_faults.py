@@ -29,7 +29,7 @@ from tests.gateway.keeper_world import Words
 LIMITS = StreamLimits(attempts_max=6, idle_s=60, link_wait_s=20)
 LENGTH = 6
 FAULTS = st.sampled_from(
-    ["step", "step", "step", "step", "drop", "repeat", "late", "interrupt", "reject", "down", "up", "wait"]
+    ["step", "step", "step", "step", "drop", "repeat", "overtake", "late", "interrupt", "reject", "down", "up", "wait"]
 )
 
 
@@ -101,6 +101,13 @@ class World:
             if index < LENGTH
         ]
 
+    def receive(self, items: list[TokenItem]) -> None:
+        """The first token of an attempt comes from its prefill worker, the others from its decode worker."""
+        for item in items:
+            submit, _ = self.live.get(item.request_id, (None, 0))
+            first = submit is not None and item.index == submit.resumed_tokens
+            self.post(TokensReceived((item,), 0 if first else 20))
+
     def act(self, what: str, pick: int) -> None:
         names = sorted(self.live)
         name = names[pick % len(names)] if names else None
@@ -120,17 +127,21 @@ class World:
             self.post(Tick())
         elif what == "late" and self.sent:
             self.post(TokensReceived((self.sent[pick % len(self.sent)],), 20))
-        elif name is not None and what in ("step", "repeat", "drop"):
+        elif name is not None and what in ("step", "repeat", "overtake", "drop"):
             if self.up:
                 self.post(Accepted(name, self.live[name][0].attempt))
             if name not in self.live:
                 return
             items = self.items(name)
             self.sent += items
-            if what != "drop" and items:
-                self.post(TokensReceived(tuple(items), 20))
+            if what == "overtake":
+                following = self.items(name)
+                self.sent += following
+                self.receive(following)
+            if what != "drop" and name in self.live:
+                self.receive(items)
                 if what == "repeat":
-                    self.post(TokensReceived(tuple(reversed(items)), 20))
+                    self.receive(items[::-1])
         elif name is not None and self.up and what == "interrupt":
             submit, _ = self.live.pop(name)
             self.post(Interrupted(name, submit.attempt, Interrupt.DECODE_LOST))

@@ -19,6 +19,9 @@ SIGMA_MIN, SIGMA_MAX = 0.01, 0.25
 GAP_POINTS = 100
 GROUP_MAX = 150
 """Samples of one size that a slope is made of."""
+APART_MIN = 0.25
+"""By so much of the larger number of reads two samples must differ: between those that read nearly the same, the slope is that
+of noise."""
 
 
 class FitError(CrossdockError):
@@ -84,12 +87,14 @@ def slope(samples: Iterable[StepSample]) -> float:
     found: list[float] = []
     for group in groups.values():
         some = group[:: -(-len(group) // GROUP_MAX)]
-        between = [
-            (b.ms - a.ms) / (b.reads - a.reads) for a, b in combinations(some, 2) if abs(b.reads - a.reads) > 1e-9
-        ]
+        between = [(b.ms - a.ms) / (b.reads - a.reads) for a, b in combinations(some, 2) if _are_apart(a, b)]
         if between:
             found.append(median(between))
     return max(median(found), 0.0) if found else 0.0
+
+
+def _are_apart(a: StepSample, b: StepSample) -> bool:
+    return abs(b.reads - a.reads) > APART_MIN * max(a.reads, b.reads)
 
 
 def curve(samples: Sequence[StepSample], per_read: float) -> Curve:

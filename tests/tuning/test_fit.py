@@ -40,6 +40,13 @@ def test_one_disturbed_size_does_not_bend_the_slope() -> None:
     assert cost.step_ms(4, 800) == pytest.approx(GPU.decode.curve(4) + 800 * per_read)
 
 
+def test_batches_that_read_nearly_the_same_say_nothing_of_the_slope() -> None:
+    """Their streams end a step earlier or later from round to round; what they took differs by chance."""
+    alone = [StepSample(1, 56.0, 19.0), StepSample(1, 536.0, 21.4)]
+    others = [StepSample(n, 60.0 * n + at, 20.0 + at) for n in (2, 4) for at in (0.0, 1.0, 2.0)]
+    assert fit.decode_cost(alone + others).kv_token_ms == pytest.approx(2.4 / 480)
+
+
 def test_work_of_the_other_role_counts_by_its_share_of_the_time() -> None:
     cost = GPU.decode
     alone = cost.step_ms(4, 1000)

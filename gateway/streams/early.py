@@ -13,21 +13,20 @@ class EarlyTokens:
     """Of one attempt, for each of its choices, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._items: dict[int, list[TokenItem]] = {}
-        self._decoder = 0
+        self._items: dict[int, list[tuple[TokenItem, int]]] = {}
         self._since: float | None = None
 
     def keep(self, item: TokenItem, decoder: int, now: float) -> None:
-        self._items.setdefault(item.choice, []).append(item)
-        self._decoder = decoder
+        """`decoder`: the incarnation of the decode worker that sent it."""
+        self._items.setdefault(item.choice, []).append((item, decoder))
         self._since = now if self._since is None else self._since
 
-    def take(self, choice: int) -> tuple[list[TokenItem], int]:
-        """What was kept for this choice, whose first token has come; and the decode worker's incarnation."""
+    def take(self, choice: int) -> list[tuple[TokenItem, int]]:
+        """What was kept for this choice, whose first token has come, with its decode worker."""
         items = self._items.pop(choice, [])
         if not self._items:
             self._since = None
-        return items, self._decoder
+        return items
 
     def late_at(self, first_token_wait_s: float) -> float:
         """When the first token that they wait for is taken for lost."""

@@ -18,13 +18,11 @@ from gateway.streams.types import (
     Admitted,
     CapacityLost,
     ClientGone,
-    Deliver,
     Drain,
     Ended,
     Event,
     FailKind,
     Failure,
-    Finish,
     LinkDown,
     LinkUp,
     Noticed,
@@ -216,9 +214,8 @@ class StreamKeeper:
             self._schedule(submission.stream)
         self._runs(submission)
         self._take(submission, choice, item, have - item.index)
-        early, decoder = submission.early.take(item.choice)
-        for later in early:
-            self._item(later, decoder, now)
+        for later, its_decoder in submission.early.take(item.choice):
+            self._item(later, its_decoder, now)
 
     def _broken(self, submission: Submission, why: str, now: float) -> None:
         if submission.phase is Phase.PENDING:
@@ -228,15 +225,8 @@ class StreamKeeper:
         self._resume(submission, f"a broken stream: {why}", now)
 
     def _take(self, submission: Submission, choice: Choice, item: TokenItem, skip: int) -> None:
-        """Turn an item's tokens from number `skip` on into text, and end the choice where they say so."""
-        stream = submission.stream
-        fresh, logprobs = item.tokens[skip:], item.logprobs[skip:]
-        finish = None if item.finish is None else Finish(item.finish.value)
-        text, used, finish, stop = choice.read(fresh, finish, stream.spec.sampling.max_tokens)
-        cached, fresh = choice.found_cached(item), fresh[:used]
-        choice.tokens.extend(fresh)
-        self._out.append(Deliver(stream.id, choice.index, text, fresh, logprobs[:used], finish, stop, cached))
-        if finish is not None:
+        self._out.append(delivered := choice.take(item, skip, submission.stream))
+        if delivered.finish is not None:
             choice.done = True
             submission.ended_early |= item.finish is None or submission.phase is Phase.PENDING
             self._settle(submission)
@@ -315,6 +305,8 @@ class StreamKeeper:
             self._fail(stream, Failure(FailKind.IDLE, f"no token for {self.limits.idle_s:g} s"))
             return
         for submission in list(stream.submissions):
+            if stream.id not in self.streams:
+                return
             pending = submission.phase is Phase.PENDING
             if pending and self.link_up:
                 self._send_if_due(submission, now)
@@ -323,17 +315,15 @@ class StreamKeeper:
                 return
             elif not pending and now >= submission.early.late_at(self.limits.first_token_wait_s):
                 self._broken(submission, "its first token did not come", now)
-            elif (
-                not pending and self.link_up and now >= submission.silent_at(self.limits, self._coordinator_incarnation)
-            ):
+            elif pending or not self.link_up:
+                continue
+            elif now >= submission.silent_at(self.limits, self._coordinator_incarnation):
                 if submission.may_live(now):
                     # Said once more, its Submit is answered with what it is.
                     submission.asked(now, self.limits)
                     self._out.append(SendSubmit(*submission.to_submit(now)))
                 else:
                     self._broken(submission, "silent since a connection was lost", now)
-                if stream.id not in self.streams:
-                    return
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 

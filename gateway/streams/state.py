@@ -8,7 +8,7 @@ from zlib import crc32
 import msgspec
 
 from gateway.streams.early import EarlyTokens
-from gateway.streams.types import Finish, StreamLimits, StreamSpec, TextSink
+from gateway.streams.types import Deliver, Finish, StreamLimits, StreamSpec, TextSink
 from gateway.text.block_hashes import BlockNames
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, Reject
@@ -35,6 +35,15 @@ class Choice:
     done: bool = False
     first: int = 0
     """Number of the first token that the current attempt brings."""
+
+    def take(self, item: TokenItem, skip: int, stream: "Stream") -> Deliver:
+        """Turn an item's tokens from number `skip` on into text, and end the choice where they say so."""
+        fresh, logprobs = item.tokens[skip:], item.logprobs[skip:]
+        finish = None if item.finish is None else Finish(item.finish.value)
+        text, used, finish, stop = self.read(fresh, finish, stream.spec.sampling.max_tokens)
+        cached = self.found_cached(item)
+        self.tokens.extend(fresh[:used])
+        return Deliver(stream.id, self.index, text, fresh[:used], logprobs[:used], finish, stop, cached)
 
     def read(
         self, fresh: tuple[int, ...], finish: Finish | None, max_tokens: int

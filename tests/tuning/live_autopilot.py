@@ -91,6 +91,8 @@ class Bench:
         found = judged(name, phases, result.requests, self.slo)
         found.changes = changes
         self._say(found)
+        if result.about["interrupted"]:
+            raise asyncio.CancelledError  # the load took it for the end of its own run
         return found
 
     def _load(self, phases: Sequence[Phase]) -> LoadSettings:
@@ -212,7 +214,7 @@ def main() -> int:
     made.add_argument("--phase-s", type=float, default=300.0, help="length of the two heavy phases (default 300)")
     made.add_argument("--light", type=float, default=1.0, help="requests/s of the first phase (default 1)")
     made.add_argument("--prefill-heavy", type=float, default=8.0, help="requests/s of the second (default 8)")
-    made.add_argument("--decode-heavy", type=float, default=14.5, help="requests/s of the third (default 14.5)")
+    made.add_argument("--decode-heavy", type=float, default=18.5, help="requests/s of the third (default 18.5)")
     made.add_argument(
         "--prompt-tokens", type=int, default=1_200, help="of prompts in the first two, on average (default 1200)"
     )

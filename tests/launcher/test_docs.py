@@ -156,6 +156,8 @@ def test_options_named_in_the_pages_exist() -> None:
             "--answers",
             "--flips",
             "--kill-share",
+            "--phase-s",
+            "--decode-heavy",
         }
         assert not {one for one in named if one not in known}, path
 

@@ -100,7 +100,6 @@ class Limits:
     matter how long."""
     steps_in_flight: int = 2
     """Per prefill worker; two hide the round trip, more only delay cancellation."""
-    attempts_max: int = 8
     retry_floor: int = 100
     """Interrupted requests that may come back within ten seconds in any case ..."""
     retry_share: float = 1.0

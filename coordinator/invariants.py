@@ -41,7 +41,7 @@ def check(core: Core) -> None:
                 assert request.entry is not None and request.entry.key == bound_key(worker.incarnation)
                 assert request.state is State.QUEUED and request.attempt_progress.bound_to == worker.incarnation
         contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
-        assert pool.context_tokens == min(contexts, default=0)
+        assert pool.context_tokens == min(contexts, default=pool.context_tokens)
     assert sum(len(queue.fair) for queue in core.queues.values()) == sum(
         request.entry is not None for request in core.requests.values()
     )

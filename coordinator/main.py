@@ -70,7 +70,6 @@ class Coordinator:
                 step_tokens=settings.step_tokens,
                 step_ms=float(settings.step_ms),
                 steps_in_flight=settings.steps_in_flight,
-                attempts_max=settings.attempts_max,
                 retry_floor=settings.retry_floor,
                 retry_share=settings.retry_share,
                 kv_overcommit=settings.kv_overcommit,

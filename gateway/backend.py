@@ -10,7 +10,6 @@ from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import (
     Action,
     Admitted,
-    CapacityLost,
     ClientGone,
     Deliver,
     Drain,
@@ -114,8 +113,9 @@ class Backend:
         self._kinds: dict[str, set[tuple[str, str]]] = {name: set() for name in self.models}
         self._fingerprints: dict[str, str] = {}
         self._coordinator: Sender | None = None
-        self._servable: dict[str, int] = {}
-        """Tokens that each hash of a prompt is to cover, for each model; 0 where that is not known."""
+        self._servable: frozenset[str] = frozenset()
+        self._hash_block_sizes: dict[str, int] = {}
+        """Tokens that each hash of a prompt is to cover, by model, as the coordinator last said."""
         self._subscriptions: dict[str, Subscription] = {}
         self._times: dict[str, StreamTimes] = {}
         self._draining = False
@@ -129,7 +129,7 @@ class Backend:
             return "this gateway is shutting down"
         if self._coordinator is None:
             return "the coordinator cannot be reached"
-        if self._servable.keys().isdisjoint(self.models):
+        if self._servable.isdisjoint(self.models):
             return "the model needs at least one prefill and one decode worker that is up and not draining"
         return None
 
@@ -139,7 +139,7 @@ class Backend:
 
     def hash_block_size(self, model: str) -> int:
         """Tokens that each hash of a prompt is to cover; 0 while that is not known."""
-        return self._servable.get(model, 0)
+        return self._hash_block_sizes.get(model, 0)
 
     def system_fingerprint(self, model: str) -> str | None:
         """Of what decides whether two answers can be equal: the model's files, what computes, versions. None until a worker has
@@ -190,7 +190,7 @@ class Backend:
 
     def coordinator_down(self, _peer: Sender, _reason: str) -> None:
         self._coordinator = None
-        self._servable = {}
+        self._servable = frozenset()
         self._driver.post(LinkDown())
 
     def coordinator_message(self, _peer: Sender, message: Message, _blob: bytes) -> None:
@@ -198,9 +198,8 @@ class Backend:
             case Accepted() | Rejected() | Interrupted():
                 self._driver.post(message)
             case ClusterState(servable, sizes):
-                if any(name in self._servable and name not in servable for name in self.models):
-                    self._driver.post(CapacityLost())
-                self._servable = dict.fromkeys(servable, 0) | dict(zip(servable, sizes, strict=False))
+                self._servable = frozenset(servable)
+                self._hash_block_sizes |= zip(servable, sizes, strict=False)
             case _:
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")
 

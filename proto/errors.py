@@ -51,6 +51,7 @@ class Reject(StrEnum):
     RETRY_BUDGET = "retry_budget"
     """Too many interrupted requests come back at once; it may a little later."""
     TOO_MANY_ATTEMPTS = "too_many_attempts"
+    """Sent by older coordinators only: the gateway bounds the attempts."""
     SHUTTING_DOWN = "shutting_down"
 
 

@@ -149,7 +149,7 @@ class Submit(Message, frozen=True):
     hash_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Tokens that each of them covers. Workers whose blocks are a multiple know each by its last hash; others use none."""
     drained_attempts: Annotated[int, Meta(ge=0, lt=1_000)] = 0
-    """Earlier attempts that ended because a worker was drained: nobody's failure, so they do not count as tries."""
+    """Earlier attempts that a worker's drain or the loss of the coordinator's link cut short. They do not count as retries."""
     priority: Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] = 0
     """Among the requests of its tenant and priority class: the lowest goes first, whatever the deadlines."""
 

@@ -37,15 +37,15 @@ def refusal(hello: Hello, pools: Mapping[str, Pool]) -> str | None:
     return None
 
 
-def judge(submit: Submit, pool: Pool | None, limits: Limits) -> Refusal:
+def judge(submit: Submit, pool: Pool | None, limits: Limits, now: float) -> Refusal:
     """Whether a request could be served at all, however much waits: (None, "") or a reason and its words."""
     if pool is None:
         return Reject.UNKNOWN_MODEL, f"no worker has served model {submit.model!r} yet"
-    if submit.attempt - submit.drained_attempts > limits.attempts_max:
-        return Reject.TOO_MANY_ATTEMPTS, f"given up after {limits.attempts_max} attempts"
     if lacks := pool.lacks():
-        # A resume waits for the restart of what it lost; a new request is told at once.
-        return (None, "") if submit.attempt > 1 else (Reject.NO_CAPACITY, lacks)
+        if submit.attempt > 1:
+            return None, ""  # it waits for the restart of what it lost
+        if not pool.awaits_restart(now, limits.queue_wait_s_max):
+            return Reject.NO_CAPACITY, lacks
     total = submit.prompt_tokens + submit.sampling.max_tokens - submit.resumed_tokens
     if total - 1 > pool.context_tokens:  # the last token is drawn, and not computed on
         return Reject.TOO_LONG, f"{total} tokens in all; the context holds {pool.context_tokens}"

@@ -50,7 +50,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         return
     if submit.attempt == 1 and known is None and submit.model in state.pools:
         state.pools[submit.model].traffic.arrived(submit, now)
-    reason, why = _judge(state, submit)
+    reason, why = _judge(state, submit, now)
     request, retry_after_s = known, None
     if reason is None and request is None:
         request = Request(submit.request_id, incarnation, submit, event.blob, now, now, state.path(submit))
@@ -118,13 +118,13 @@ def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: flo
     request.fire(Trigger.RESUBMIT, now)
 
 
-def _judge(state: State, submit: Submit) -> admission.Refusal:
+def _judge(state: State, submit: Submit, now: float) -> admission.Refusal:
     key = submit.request_id, submit.attempt
     if key in state.where:
         return Reject.DUPLICATE, "a worker is still busy with this very attempt"
     if submit.attempt == 1 and submit.request_id in state.billing.bills:
         return Reject.DUPLICATE, "an earlier request of this id is not settled yet"
-    return admission.judge(submit, state.pools.get(submit.model), state.limits)
+    return admission.judge(submit, state.pools.get(submit.model), state.limits, now)
 
 
 def _admit(state: State, request: Request, now: float) -> admission.Refusal:

@@ -67,7 +67,7 @@ def down(state: State, incarnation: int, reason: str, now: float) -> None:
         state.draining.pop(incarnation, None)
         state.unproven.pop(incarnation, None)
         state.unbind_all(worker)
-        state.pools[hello.model].remove(worker)
+        state.pools[hello.model].remove(worker, now)
         worker.leave()
         for step, requests in worker.steps.values():
             for chunk, request in zip(step.chunks, requests, strict=True):

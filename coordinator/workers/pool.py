@@ -28,7 +28,9 @@ class Pool(Candidates):
         self.traffic = Traffic()
         self.step_times = {Role.PREFILL: StepSample(), Role.DECODE: StepSample()}
         self.context_tokens = 0
-        """The longest prompt + output every worker takes."""
+        """The longest prompt + output every worker takes, or took before all were lost."""
+        self._lost: dict[Role, tuple[Worker, float]] = {}
+        """The last worker of each role that has none now, and when it was lost. A drained worker is not lost."""
         self.no_room = self.cache_waits = 0
         """Turns that passed a request over: without room for it, or for a worker that has more of it cached."""
         self.finished = 0
@@ -38,6 +40,7 @@ class Pool(Candidates):
 
     def add(self, worker: Worker) -> None:
         self._side(worker)[worker.incarnation] = worker
+        self._lost.pop(worker.hello.role, None)
         self.locality.join(worker.incarnation, worker.capacity.kv_blocks, worker.hello.role)
         worker.on_change = self.changed
         limits = self._step_limits
@@ -46,8 +49,11 @@ class Pool(Candidates):
         self.reopen()
         self._measure()
 
-    def remove(self, worker: Worker) -> None:
-        del self._side(worker)[worker.incarnation]
+    def remove(self, worker: Worker, now: float) -> None:
+        side = self._side(worker)
+        del side[worker.incarnation]
+        if not side and not worker.draining:
+            self._lost[worker.hello.role] = worker, now
         self.locality.leave(worker.incarnation)
         self.breakers.leave(worker.incarnation)
         self.idle.drop(worker.incarnation)
@@ -91,6 +97,16 @@ class Pool(Candidates):
                 return f"every {role} worker is draining"
         return ""
 
+    def awaits_restart(self, now: float, within_s: float) -> bool:
+        """Whether each role has workers that take new work, or lost its last one at most `within_s` ago. Whoever supervises
+        that process is about to start it again."""
+        for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
+            if any(not worker.draining for worker in side.values()):
+                continue
+            if side or role not in self._lost or now >= self._lost[role][1] + within_s:
+                return False
+        return True
+
     def tokens_per_s(self) -> float:
         """Measured prefill rate of all workers together; 0 until something was measured."""
         return sum(worker.tokens_per_s for worker in self.prefill.values())
@@ -115,17 +131,16 @@ class Pool(Candidates):
         return tuple(frozenset(w.capacity for w in side.values() if not w.draining) for side in sides)
 
     def could_ever_fit(self, submit: Submit) -> bool:
-        for side in (self.prefill, self.decode):
-            for worker in side.values():
-                if worker.could_ever_take(submit):
-                    break
-            else:
+        """On workers that are up. Where a role has none, the one that it lost stands for the one that will be started again."""
+        for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
+            workers = side.values() or (self._lost[role][0],)
+            if not any(worker.could_ever_take(submit) for worker in workers):
                 return False
         return True
 
     def _measure(self) -> None:
         both = (*self.prefill.values(), *self.decode.values())
-        self.context_tokens = min((worker.capacity.context_tokens for worker in both), default=0)
+        self.context_tokens = min((worker.capacity.context_tokens for worker in both), default=self.context_tokens)
         self._block_sizes = sorted({worker.capacity.block_size for worker in both})
         self._mean_tokens_per_s = 0.0
 

@@ -16,7 +16,6 @@ from gateway.streams.state import Choice, Phase, Stream, Submission
 from gateway.streams.types import (
     Action,
     Admitted,
-    CapacityLost,
     ClientGone,
     Drain,
     Ended,
@@ -84,8 +83,6 @@ class StreamKeeper:
                 self._link_is_down(now)
             case WorkerDown(incarnation):
                 self._worker_is_down(incarnation, now)
-            case CapacityLost():
-                self._settled_at = now + self.limits.settle_s
             case Drain():
                 self._draining = True
             case Shutdown():
@@ -166,14 +163,17 @@ class StreamKeeper:
             self._out += map(SendCancel, self._words.about(event.request_id))  # it does not come back
         else:
             self._runs(submission)  # what is interrupted had been accepted
-            drained = event.reason is Interrupt.DRAINED and submission.drained < self.limits.drained_max
-            self._resume(submission, f"{event.reason}: {event.message}", now, drained=drained)
+            self._resume(submission, f"{event.reason}: {event.message}", now, drained=event.reason is Interrupt.DRAINED)
 
-    def _resume(self, submission: Submission, why: str, now: float, *, drained: bool = False) -> None:
-        """Submit what is not finished again, with the tokens that were delivered: a little later, or at once where nothing has
-        failed, which does not count as a try."""
-        submission.drained += drained
-        if not drained and submission.tries >= self.limits.attempts_max:
+    def _resume(
+        self, submission: Submission, why: str, now: float, *, drained: bool = False, link_lost: bool = False
+    ) -> None:
+        """Submit what is not finished again, with the tokens that were delivered: a little later, or at once after a drain.
+        Neither a drain nor the loss of the coordinator's link counts as a try."""
+        uncounted = (drained or link_lost) and submission.uncounted < self.limits.uncounted_max
+        submission.uncounted += uncounted
+        submission.forgive(self.limits.progress_tokens)
+        if not uncounted and submission.tries >= self.limits.attempts_max:
             message = f"interrupted {submission.tries} times, at last by {why}"
             self._fail(submission.stream, Failure(FailKind.INTERRUPTED, message))
             return
@@ -258,7 +258,7 @@ class StreamKeeper:
             elif same or not submission.got_tokens:
                 # The same coordinator cancelled all we had when it lost us; a new one never heard of what was queued.
                 self._cancel(submission, CancelReason.ABANDONED)
-                self._resume(submission, "the loss of the coordinator's link", now)
+                self._resume(submission, "the loss of the coordinator's link", now, link_lost=True)
             else:
                 self._doubt(submission, now)
             self._schedule(submission.stream)
@@ -270,7 +270,7 @@ class StreamKeeper:
             if submission.phase is Phase.SENT:
                 # Whether it arrived is not known: the next is a new attempt, which cannot be taken for the old one.
                 self._cancel(submission, CancelReason.ABANDONED)
-                submission.lost_before_answer(now)
+                submission.lost_before_answer(now, self.limits.uncounted_max)
             if submission.phase is Phase.PENDING and submission.wait_until is None:
                 submission.wait_until = now + self.limits.link_wait_s
             self._schedule(submission.stream)

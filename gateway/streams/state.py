@@ -80,8 +80,10 @@ class Submission:
     request_id: str
     choices: list[Choice]
     attempt: int = 1
-    drained: int = 0
-    """Attempts that a worker's draining cut short: they are no tries."""
+    uncounted: int = 0
+    """Attempts that a worker's drain or the loss of the coordinator's link cut short: they are no tries."""
+    forgiven: int = 0
+    """Tries up to the last attempt that brought enough tokens."""
     phase: Phase = Phase.PENDING
     sent: bool = False
     resuming: bool = False
@@ -124,7 +126,7 @@ class Submission:
 
     @property
     def tries(self) -> int:
-        return self.attempt - self.drained
+        return self.attempt - self.uncounted - self.forgiven
 
     @property
     def has_begun(self) -> bool:
@@ -154,7 +156,8 @@ class Submission:
             f"{self.stream.id}.c{choice.index}",
             [choice],
             attempt=self.attempt,
-            drained=self.drained,
+            uncounted=self.uncounted,
+            forgiven=self.forgiven,
             sent=True,
             resuming=True,
             not_before=now,
@@ -173,14 +176,20 @@ class Submission:
         self.resuming |= self.phase is Phase.RUNNING
         self.phase, self.not_before = Phase.PENDING, not_before
 
+    def forgive(self, progress_tokens: int) -> None:
+        """Where the attempt has brought so many tokens, tries are counted anew."""
+        if sum(len(choice.tokens) - choice.first for choice in self.choices) >= progress_tokens:
+            self.forgiven += self.tries
+
     def interrupted(self, now: float, backoff_s: float) -> None:
         """The next attempt begins after so long."""
         self.phase, self.resuming = Phase.PENDING, True
         self.interrupted_at, self.not_before = now, now + backoff_s
         self.stall_at = None
 
-    def lost_before_answer(self, now: float) -> None:
+    def lost_before_answer(self, now: float, uncounted_max: int) -> None:
         """The link went down before the coordinator answered."""
+        self.uncounted += self.uncounted < uncounted_max
         self.phase, self.resuming = Phase.PENDING, True
         self.not_before = self.interrupted_at = now
         self.wait_until = None
@@ -210,7 +219,7 @@ class Submission:
             deadline_ms=self._deadline_ms(now),
             block_hashes=names.hashes if names is not None else b"",
             hash_block_size=names.block_size if names is not None else 0,
-            drained_attempts=self.drained,
+            drained_attempts=self.uncounted,
             priority=spec.priority,
         )
         return submit, packed

@@ -18,14 +18,14 @@ class StreamLimits:
     streams_max: int = 4096
     """Live answers at once, those included that wait for the coordinator's link; one more is answered with 503."""
     link_wait_s: float = 10.0
-    settle_s: float = 3.0
-    """After a coordinator's start, or after the model lost its last worker of a kind: new requests that find no worker wait
-    until then, since a worker that was only slow connects again within moments."""
+    settle_s: float = 10.0
+    """After a coordinator's start, new requests that find no worker wait until then: workers are on their way back to it."""
     idle_s: float = 120.0
     attempts_max: int = 5
-    """Attempts at one choice, the first included. Below the coordinator's own bound, so that users meet ours."""
-    drained_max: int = 100
-    """More attempts cut short by the draining of a worker count as tries."""
+    """Attempts at one choice in a row that fail before they have brought `progress_tokens`."""
+    progress_tokens: int = 16
+    uncounted_max: int = 100
+    """More attempts cut short by drains, or by the loss of the coordinator's link, count as tries."""
     resume_delay_s: float = 0.05
     """Before the first resume; doubles with each, with jitter, lest a lost worker's streams all come back at once."""
     resume_delay_s_max: float = 1.0
@@ -125,11 +125,6 @@ class WorkerDown:
 
 
 @dataclass(frozen=True)
-class CapacityLost:
-    """The coordinator has just lost the model's last prefill or decode worker."""
-
-
-@dataclass(frozen=True)
 class Tick:
     """A deadline has come."""
 
@@ -150,7 +145,6 @@ Event = (
     | LinkUp
     | LinkDown
     | WorkerDown
-    | CapacityLost
     | Tick
     | Drain
     | Shutdown

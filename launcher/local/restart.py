@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from runtime.process.exits import HOPELESS_EXITS
 
 FIRST_DELAY_S = 0.1
-LAST_DELAY_S = 60.0
+LAST_DELAY_S = 10.0
+"""Well below the time that requests wait for a worker."""
 RESET_EVERY_S = 3.0
 """While a process is ready its failures are forgiven, one after each of these."""
-FAILURES_MAX = 11.0
-"""More are not counted: the delay has reached its maximum, and half a minute of readiness forgives nearly all."""
+FAILURES_MAX = 8.0
+"""More are not counted: the delay has reached its maximum, and half a minute of readiness forgives all."""
 STARTUP_FAILURES_MAX = 2
 """While the cluster has never been ready, what fails twice will fail again: say so soon."""
 

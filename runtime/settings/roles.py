@@ -60,7 +60,7 @@ class CoordinatorSettings(CommonSettings):
         "Queue": "queue_requests_max queue_tokens_max tenant_queue_max queue_wait_s_max resumed_wait_s_max",
         "Scheduling": "quantum_tokens bypasses_max step_tokens step_ms steps_in_flight kv_overcommit",
         "Tenants and records": "tenants usage_db usage_keep_days event_log event_log_max_mib",
-        "Recovery": "standby attempts_max retry_floor retry_share",
+        "Recovery": "standby retry_floor retry_share",
     }
     bind: Address = Field(
         "tcp://127.0.0.1:7070",
@@ -84,7 +84,7 @@ class CoordinatorSettings(CommonSettings):
         gt=0,
         le=86_400.0,
         description="Seconds after which a request that still waits gets 503, unless its priority class in --tenants sets"
-        " queue_wait_s.",
+        " queue_wait_s. For as long after the loss of a role's last worker, new requests wait for its restart.",
     )
     resumed_wait_s_max: float = Field(
         600.0,
@@ -146,9 +146,6 @@ class CoordinatorSettings(CommonSettings):
     )
     usage_keep_days: int = Field(
         400, ge=0, le=36_500, description="Days after which a request's row is deleted from --usage-db; 0: never."
-    )
-    attempts_max: int = Field(
-        8, ge=1, le=1_000, description="Attempts at one request, the first included, before it fails for good."
     )
     retry_floor: int = Field(
         100,

@@ -4,7 +4,6 @@ from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import (
     Action,
     Admitted,
-    CapacityLost,
     ClientGone,
     Deliver,
     Ended,
@@ -62,7 +61,6 @@ class GatewayProcess(Process):
         self.hello = Hello(PROTOCOL_VERSION, Role.GATEWAY, self.incarnation, name, address=name)
         self.workers = WorkerLinks()
         self.coordinator: Link | None = None
-        self._servable = False
         self._alarm = Alarm(self, lambda: self.post(Tick()))
         self.client = Client(
             self,
@@ -154,17 +152,15 @@ class GatewayProcess(Process):
         self.post(LinkUp(link.incarnation))
 
     def _coordinator_down(self, _: Link, reason: str) -> None:
-        self.coordinator, self._servable = None, False
+        self.coordinator = None
         self.post(LinkDown())
 
     def _coordinator_message(self, _: Link, message: Message, __: bytes) -> None:
         match message:
             case Accepted() | Rejected() | Interrupted():
                 self.post(message)
-            case ClusterState(servable):
-                if self._servable and not servable:
-                    self.post(CapacityLost())
-                self._servable = bool(servable)
+            case ClusterState():
+                pass
             case _:
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")
 

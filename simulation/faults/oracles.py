@@ -171,18 +171,18 @@ class Oracles:
         limits = self.plan.stream_limits
         tries = submit.attempt - submit.drained_attempts
         stream.attempts = max(stream.attempts, tries)
-        if tries > limits.attempts_max + stream.losses or submit.drained_attempts > stream.drains:
+        forgiven = sum(stream.got) // limits.progress_tokens
+        if tries > limits.attempts_max * (1 + forgiven) or submit.drained_attempts > stream.drains + stream.losses:
             raise Violation("bounded retries", f"attempt {submit.attempt}", stream.asked.stream_id)
         attempt, since, drained = self._backoff.pop(submit.request_id, (0, 0.0, False))
         if attempt and submit.attempt == attempt + 1:
-            least_s = (
-                0.0 if drained else 0.499 * min(limits.resume_delay_s * 2 ** (tries - 2), limits.resume_delay_s_max)
-            )
+            doublings = -1 if forgiven else tries - 2
+            least_s = 0.0 if drained else 0.499 * min(limits.resume_delay_s * 2**doublings, limits.resume_delay_s_max)
             waited_s = gateway.now() - since
             if waited_s < least_s or (drained and waited_s > 0.0):
                 why = f"attempt {submit.attempt} {waited_s:.3f} s after the last one's end"
                 raise Violation("draining" if drained else "bounded retries", why, stream.asked.stream_id)
-        if self.plan.only_drains and tries > 1 + stream.losses:
+        if self.plan.only_drains and tries > 1:
             raise Violation("draining", f"attempt {submit.attempt} is no resume of a drain's", stream.asked.stream_id)
 
     # --- workers --------------------------------------------------------------------------------------------------------

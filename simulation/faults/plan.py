@@ -147,7 +147,6 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
         limits=Limits(
             queue_requests_max=random.choice((3, 64)),
             step_tokens=random.choice((8, 16)),
-            attempts_max=2 * attempts_max,
             orphan_s_max=15.0,
             resubmit_s_max=10.0,
         ),

@@ -5,6 +5,7 @@ import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Received, Tick
 from coordinator.lifecycle import TERMINAL, TRANSITIONS, IllegalTransition, State, Trigger, advance
+from proto.drain import Draining
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.held import Held
 from proto.messages import (
@@ -109,7 +110,6 @@ def test_nothing_is_placed_without_room_for_its_whole_life_and_what_has_room_goe
     [
         (submit("x", 4000, max_tokens=98), Reject.TOO_LONG),
         (submit("x", 2000, max_tokens=2000), Reject.TOO_LARGE),
-        (submit("x", attempt=9), Reject.TOO_MANY_ATTEMPTS),
     ],
 )
 def test_rejected_with_a_reason_and_nothing_reserved(message: Message, reason: Reject) -> None:
@@ -127,15 +127,39 @@ def test_queue_bound_unknown_model_and_no_capacity() -> None:
     [answer] = h.take(Rejected)
     assert isinstance(answer, Rejected) and (answer.request_id, answer.reason) == ("d", Reject.QUEUE_FULL)
     assert 1.0 <= answer.retry_after_s <= 60.0
-    h.post(PeerDown(20, "gone"))
-    h.receive(1, submit("e"))
-    assert [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)] == [Reject.NO_CAPACITY]
     empty = Harness.make(0, 0)
     empty.receive(1, submit("f"))
     assert [m.reason for m in empty.take(Rejected) if isinstance(m, Rejected)] == [Reject.UNKNOWN_MODEL]
     half = Harness.make(1, 0)
     half.receive(1, submit("f"))
     assert [m.reason for m in half.take(Rejected) if isinstance(m, Rejected)] == [Reject.NO_CAPACITY]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_new_requests_wait_while_the_last_worker_of_a_role_is_started_again(role: Role) -> None:
+    h = Harness.make(limits=Limits(queue_wait_s_max=60.0), kv_blocks=500)
+    lost, again = (10, 11) if role is Role.PREFILL else (20, 21)
+    h.post(PeerDown(lost, "killed"))
+    h.receive(1, submit("waits"))
+    h.receive(1, submit("too long", 4000, max_tokens=98))
+    h.receive(1, submit("too large", 2000, max_tokens=2000))
+    assert [m.request_id for m in h.take(Accepted) if isinstance(m, Accepted)] == ["waits"]
+    reasons = [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)]
+    assert reasons == [Reject.TOO_LONG, Reject.TOO_LARGE], "the lost worker stands for the next one"
+    h.post(PeerUp(again, worker_hello(role, again)))
+    assert [m.request_id for m in h.take(Reserve) if isinstance(m, Reserve)] == ["waits"]
+    h.post(PeerDown(again, "killed"))
+    h.now += 61.0
+    h.receive(1, submit("late"))
+    assert [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)] == [Reject.NO_CAPACITY]
+
+
+def test_nobody_waits_for_a_worker_that_was_drained() -> None:
+    h = Harness.make()
+    h.receive(20, Draining(1e6))
+    h.post(PeerDown(20, "drained"))
+    h.receive(1, submit("new"))
+    assert [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)] == [Reject.NO_CAPACITY]
 
 
 def states_of_a_life() -> list[tuple[State, Harness]]:

@@ -265,14 +265,6 @@ def test_a_worker_that_hangs_while_it_drains_is_lost_and_its_stream_has_spent_a_
     assert status(h.core).hung == (Process(h.core.fenced[20].name, h.core.fenced[20].pid),)
 
 
-def test_attempts_cut_short_do_not_count() -> None:
-    h = Harness.make(limits=Limits(attempts_max=2))
-    h.receive(1, msgspec.structs.replace(submit("a", attempt=9), drained_attempts=7))
-    assert h.take(Accepted)
-    h.receive(1, msgspec.structs.replace(submit("b", attempt=9), drained_attempts=6))
-    assert h.take(Rejected)
-
-
 def ask(h: Harness, worker: str, *, undo: bool = False) -> DrainAnswer:
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "drain-1")))
     h.receive(5, DrainRequest(worker, undo, 2000.0))

@@ -145,7 +145,7 @@ class RandomWorld(Harness):
     then a worker dies, an attempt fails, a client leaves."""
 
     def __init__(self, seed: int, *, chaos: float = 0.05, make: type[Core] = Core) -> None:
-        super().__init__(make(Limits(queue_requests_max=20, step_tokens=8, attempts_max=50)))
+        super().__init__(make(Limits(queue_requests_max=20, step_tokens=8)))
         self.random = random.Random(seed)
         self.chaos = chaos
         self.next_incarnation = 100

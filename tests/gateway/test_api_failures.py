@@ -42,19 +42,6 @@ def test_rejections_have_their_status(reason: Reject, status: int, code: str, st
     on_site(test, limits=StreamLimits(settle_s=0))
 
 
-def test_a_request_right_after_a_worker_fell_silent_is_served_once_it_is_back() -> None:
-    async def test(site: Site) -> None:
-        backend, no_worker, refusals = site.gateway.backend, rejecting(Reject.NO_CAPACITY, 5.0), [True]
-        backend.keeper.limits = StreamLimits(settle_s=30)  # not of the coordinator's start
-        site.cluster.reject = lambda submit: no_worker(submit) if refusals and refusals.pop() else None
-        backend.coordinator_message(site.cluster, ClusterState((), ()), b"")
-        assert backend.not_ready
-        assert (await completion(site))["choices"][0]["text"] == ANSWER
-        assert [submit.attempt for submit, _ in site.cluster.submits] == [1, 1]
-
-    on_site(test, limits=StreamLimits(settle_s=0))
-
-
 def test_one_rejected_prompt_of_a_list_rejects_the_request() -> None:
     async def test(site: Site) -> None:
         site.cluster.gap_s = 0.05

@@ -137,6 +137,22 @@ def test_resumes_are_bounded_and_spaced() -> None:
     assert failures(bench.interrupt(attempt=LIMITS.attempts_max)) == [FailKind.INTERRUPTED]
 
 
+def test_attempts_that_bring_tokens_are_no_tries() -> None:
+    bench = Bench()
+    bench.open(max_tokens=1000)
+    enough = LIMITS.progress_tokens
+    for attempt in range(1, 3 * LIMITS.attempts_max):
+        for index in range((attempt - 1) * enough, attempt * enough):
+            bench.tokens(index, 5, attempt=attempt)
+        assert failures(bench.interrupt(attempt=attempt)) == []
+        assert len(submits(bench.wait())) == 1
+    for attempt in range(3 * LIMITS.attempts_max, 4 * LIMITS.attempts_max - 1):
+        bench.tokens((3 * LIMITS.attempts_max - 1) * enough + attempt - 3 * LIMITS.attempts_max, 5, attempt=attempt)
+        assert failures(bench.interrupt(attempt=attempt)) == []
+        bench.wait()
+    assert failures(bench.interrupt(attempt=4 * LIMITS.attempts_max - 1)) == [FailKind.INTERRUPTED]
+
+
 def test_choices_that_have_begun_resume_one_by_one() -> None:
     bench = Bench()
     bench.open(choices=3)
@@ -276,7 +292,7 @@ def test_choices_that_a_drain_cuts_short_go_on_one_by_one_at_once() -> None:
     bench.open(choices=2)
     bench.tokens(0, 5, choice=0)
     assert drain(bench, 1) == [("r.c0", 2, [1, 2, 3, 5], 1, 1, 0), ("r.c1", 2, [1, 2, 3], 0, 1, 1)]
-    assert {submission.drained for submission in bench.keeper.submissions.values()} == {1}
+    assert {submission.uncounted for submission in bench.keeper.submissions.values()} == {1}
 
 
 def test_a_resumed_stream_that_waited_too_long_for_a_place_fails() -> None:

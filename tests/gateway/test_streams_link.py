@@ -7,7 +7,6 @@ import pytest
 from gateway.streams.final_messages import AGAIN_S, LastWords
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import (
-    CapacityLost,
     ClientGone,
     Drain,
     FailKind,
@@ -96,22 +95,17 @@ def test_new_requests_wait_a_moment_for_the_workers_of_a_coordinator_just_starte
     assert failures(bench.do(Rejected("late", 1, Reject.NO_CAPACITY, "no worker"))) == [FailKind.REJECTED]
 
 
-def test_new_requests_wait_a_moment_for_a_worker_that_was_only_silent_for_too_long() -> None:
-    """A machine with other work stops a process for seconds: its link is given up, and it registers again at once."""
+def test_a_link_that_comes_back_costs_no_try() -> None:
     bench = Bench()
-    bench.keeper = StreamKeeper(replace(LIMITS, settle_s=3))
-    bench.do(LinkUp(7))
-    bench.now += 60
     bench.open()
-    bench.do(CapacityLost())
-    began = bench.now
-    assert bench.do(Rejected("r", 1, Reject.NO_CAPACITY, "no worker", retry_after_s=5)) == []
-    assert submits(bench.wait()) == [("r", 1, [1, 2, 3], 0, 1, 0)]
-    assert bench.now - began < 0.5, "it asks again soon"
-    assert failures(bench.do(Rejected("r", 1, Reject.TOO_LONG, "too long"))) == [FailKind.REJECTED]
-    bench.open("later")
-    bench.now = began + 3
-    assert failures(bench.do(Rejected("later", 1, Reject.NO_CAPACITY, "no worker"))) == [FailKind.REJECTED]
+    for coordinator in range(7, 7 + 4 * LIMITS.attempts_max):
+        bench.do(LinkDown())
+        assert failures(bench.do(LinkUp(coordinator))) == []
+        bench.wait()
+        bench.do(Accepted("r", bench.keeper.submissions["r"].attempt))
+    submission = bench.keeper.submissions["r"]
+    assert submission.attempt > 2 * LIMITS.attempts_max and submission.tries == 1
+    assert submission.to_submit(bench.now)[0].drained_attempts == submission.attempt - 1
 
 
 def test_a_stream_that_stays_silent_after_its_workers_connection_ended_is_resumed() -> None:

@@ -70,9 +70,9 @@ def retries_have_no_bound(m: pytest.MonkeyPatch) -> None:
     """A request that cannot work is tried for ever."""
     original = StreamKeeper._resume
 
-    def resume(self: StreamKeeper, submission: Submission, why: str, now: float, *, drained: bool = False) -> None:
+    def resume(self: StreamKeeper, submission: Submission, why: str, now: float, **how: bool) -> None:
         limits, self.limits = self.limits, StreamLimits(attempts_max=1000)
-        original(self, submission, why, now, drained=drained)
+        original(self, submission, why, now, **how)
         self.limits = limits
 
     m.setattr(StreamKeeper, "_resume", resume)
@@ -83,8 +83,8 @@ def what_a_drain_cuts_short_counts_as_a_try(m: pytest.MonkeyPatch) -> None:
     """A rolling restart uses up the attempts of long streams."""
     original = StreamKeeper._resume
 
-    def resume(self: StreamKeeper, submission: Submission, why: str, now: float, *, drained: bool = False) -> None:
-        original(self, submission, why, now)
+    def resume(self: StreamKeeper, submission: Submission, why: str, now: float, **how: bool) -> None:
+        original(self, submission, why, now, link_lost=how.get("link_lost", False))
 
     m.setattr(StreamKeeper, "_resume", resume)
 

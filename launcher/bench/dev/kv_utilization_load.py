@@ -75,7 +75,7 @@ class OverloadedCluster:
         progress is reported, so that every attempt stays counted with prompt + max_tokens."""
         self.kv_blocks = kv_blocks
         self.cluster = VirtualCluster(
-            Limits(queue_wait_s_max=1e6, kv_overcommit=overcommit, attempts_max=1000),
+            Limits(queue_wait_s_max=1e6, kv_overcommit=overcommit),
             Timing(inf, STEP_S, STEP_S, (0.0, 4 * STEP_S), report_s),
             prefill=4,
             prefill_blocks=kv_blocks,

@@ -214,6 +214,11 @@ def parse(text: str) -> Tenants:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise TenantsError(f"not TOML: {error}") from None
+    return from_tables(content)
+
+
+def from_tables(content: Mapping[str, object]) -> Tenants:
+    """`content`: the file's tables. Raises `TenantsError`."""
     try:
         part = _FilePart.model_validate(content)
     except ValidationError as error:

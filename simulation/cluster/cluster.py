@@ -11,7 +11,7 @@
 | `DecodeCore`, `AttemptTable`, `Batch`, allocator (`batched`) | what it draws; or the whole worker (`PacedDecode`) |
 |                                                              | KV hand-overs, the one gateway and its clients     |
 
-Nothing fails here but for want of KV blocks; `simulation.faults` is for the rest.
+Workers can be slow, failing or lost here (`start`, `lose`); `simulation.faults` is for the rest.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from coordinator.core import Core
 from coordinator.events import Event, Limits, PeerDown, PeerUp, Received, Send, StateChanged, Tick
 from coordinator.lifecycle import TERMINAL, State
 from proto.drain import Drained, Draining, Flip, FlipRequest
-from proto.errors import CancelReason, Interrupt
+from proto.errors import CancelReason, Interrupt, Reject
 from proto.held import Capacity
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Cancel, Hello, Interrupted, Message, Rejected, Role, Submit
 from proto.sampling import Sampling
 from simulation.cluster.decode import BatchedDecode, PacedDecode
 from simulation.cluster.prefill import PrefillWorker
-from simulation.cluster.surroundings import STOP, ClientRequest, Surroundings, Timing
+from simulation.cluster.surroundings import STOP, ClientRequest, Engine, Surroundings, Timing
 from simulation.cluster.transfers import Transfers
 
 MODEL = "m"
@@ -69,6 +69,8 @@ class VirtualCluster(Surroundings):
         """Called at the time when a request ends."""
         self.rejected: list[Rejected] = []
         self.transfers = Transfers(self)
+        self.resume_delay_s = 0.0
+        """Before the first resume of an interrupted request; doubled with each, up to 16 times as long."""
         self.commit_s = 0.05
         """Between the end of a worker's old role and its registration in the new one."""
         self._flipping: dict[int, Role] = {}
@@ -82,23 +84,35 @@ class VirtualCluster(Surroundings):
         self.decode: dict[int, BatchedDecode | PacedDecode] = {}
         self.post(PeerUp(GATEWAY, hello(Role.GATEWAY, GATEWAY)))
         for incarnation in range(FIRST_DECODE, FIRST_DECODE + decode):
-            self._start(hello(Role.DECODE, incarnation, self._capacity[Role.DECODE]))
+            self.start(hello(Role.DECODE, incarnation, self._capacity[Role.DECODE]))
         for incarnation in range(FIRST_PREFILL, FIRST_PREFILL + prefill):
-            self._start(hello(Role.PREFILL, incarnation, self._capacity[Role.PREFILL]))
-        self._incarnations = count(FIRST_FLIPPED)
+            self.start(hello(Role.PREFILL, incarnation, self._capacity[Role.PREFILL]))
+        self.incarnations = count(FIRST_FLIPPED)
 
-    def _start(self, worker: Hello) -> None:
-        incarnation, capacity = worker.incarnation, self._capacity[worker.role]
+    def start(self, worker: Hello, engine: Engine | None = None) -> None:
+        """A worker registers. `engine`: what it computes with, if it is not like the others or shared by two roles."""
+        incarnation, capacity = worker.incarnation, worker.capacity
+        assert capacity is not None
+        engine = engine or Engine(self, self.timing)
         if worker.role is Role.PREFILL:
-            self.prefill[incarnation] = PrefillWorker(self, self.transfers, incarnation, capacity)
+            self.prefill[incarnation] = PrefillWorker(self, self.transfers, incarnation, capacity, engine)
         else:
             self.decode[incarnation] = decode = (
-                BatchedDecode(self, self.transfers, incarnation, capacity, self._progress)
+                BatchedDecode(self, self.transfers, incarnation, capacity, self._progress, engine)
                 if self._batched
                 else PacedDecode(self, incarnation, self._progress)
             )
             self.transfers.receivers[incarnation] = decode
         self.post(PeerUp(incarnation, worker))
+
+    def lose(self, incarnation: int) -> None:
+        """The worker's process dies."""
+        worker = self.prefill.pop(incarnation, None) or self.decode.pop(incarnation)
+        worker.registration.up = False
+        if not isinstance(worker, PacedDecode):
+            worker.gateways.up = False
+        self.transfers.lose(incarnation)
+        self.post(PeerDown(incarnation, "killed"))
 
     # --- clients --------------------------------------------------------------------------------------------------------
 
@@ -113,6 +127,7 @@ class VirtualCluster(Surroundings):
         prompt: bytes = b"",
         block_hashes: bytes = b"",
         deadline_ms: float = 0.0,
+        priority_class: str = "",
     ) -> None:
         """A request comes now. `output_tokens`: where each choice stops; one choice that goes on to max_tokens if empty.
         `prompt`: packed token ids; zeros if empty."""
@@ -125,6 +140,7 @@ class VirtualCluster(Surroundings):
             Sampling(max_tokens=max_tokens, stop_token_ids=(STOP,)),
             len(output_tokens),
             tenant=tenant,
+            priority_class=priority_class,
             deadline_ms=deadline_ms,
             block_hashes=block_hashes,
             hash_block_size=self.block_size if block_hashes else 0,
@@ -143,14 +159,26 @@ class VirtualCluster(Surroundings):
     def _gateway(self, message: Message) -> None:
         if isinstance(message, Rejected):
             request = self.requests[message.request_id]
+            if message.reason is Reject.RETRY_BUDGET:
+                self.at(self.now + min(max(message.retry_after_s, 0.25), 2.0), self._submit_again, request)
+                return
             request.rejected = message
             self.rejected.append(message)
             self._ended(request, request.state or State.REJECTED)
         elif isinstance(message, Interrupted):
             drained = message.reason is Interrupt.DRAINED
-            self.at(self.now, self._resubmit, self.requests[message.request_id], drained)
+            request = self.requests[message.request_id]
+            request.interruptions += 1
+            delay_s = 0.0 if drained else self.resume_delay_s * 2 ** min(request.interruptions - 1, 4)
+            self.at(self.now + delay_s, self._resubmit, request, drained)
+
+    def _submit_again(self, request: ClientRequest) -> None:
+        if request.state is None:
+            self.receive(GATEWAY, request.submit, request.prompt + bytes(4 * request.submit.resumed_tokens))
 
     def _resubmit(self, request: ClientRequest, drained: bool) -> None:
+        if request.state is not None:
+            return
         submit = request.submit
         assert submit.choices == 1, "several choices come back one by one: not modelled"
         [emitted] = request.emitted_tokens
@@ -191,9 +219,9 @@ class VirtualCluster(Surroundings):
         self.prefill.pop(incarnation, None)
         self.decode.pop(incarnation, None)
         self.transfers.receivers.pop(incarnation, None)
-        following = hello(role, next(self._incarnations), self._capacity[role])
+        following = hello(role, next(self.incarnations), self._capacity[role])
         following = msgspec.structs.replace(following, name=name, flipped_from=incarnation)
-        self.at(self.now + self.commit_s, self._start, following)
+        self.at(self.now + self.commit_s, self.start, following)
 
     # --- the coordinator ------------------------------------------------------------------------------------------------
 

@@ -18,13 +18,19 @@ from proto.kv import Commit, Offer
 from proto.limits import MAX_VOCAB
 from proto.messages import Finished, Message, Release, Released, Reserve
 from proto.progress import DecodeProgress, Joined
-from simulation.cluster.surroundings import Gateways, Registration, Surroundings
+from simulation.cluster.surroundings import Engine, Gateways, Registration, Surroundings
 from simulation.cluster.transfers import Key, Transfers
 
 
 class BatchedDecode:
     def __init__(
-        self, cluster: Surroundings, transfers: Transfers, incarnation: int, capacity: Capacity, progress: bool
+        self,
+        cluster: Surroundings,
+        transfers: Transfers,
+        incarnation: int,
+        capacity: Capacity,
+        progress: bool,
+        engine: Engine,
     ) -> None:
         self.registration = Registration(cluster, incarnation, progress)
         self.gateways = Gateways(cluster)
@@ -41,6 +47,7 @@ class BatchedDecode:
         self.held_block_s = 0.0
         """KV blocks that were held, times seconds of steps."""
         self._cluster = cluster
+        self.engine = engine
         self._stepping = False
 
     def order(self, message: Message, blob: bytes) -> None:
@@ -49,15 +56,15 @@ class BatchedDecode:
     def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
         self.core.committed(incarnation, commit, blocks, prompt_tokens)
         if not self._stepping:
-            self._cluster.at(self._cluster.now, self._start_step)
+            self._cluster.at(self._cluster.now, self.engine.ask, self._start_step)
 
     def _start_step(self) -> None:
         plan = None if self._stepping else self.core.plan()
         if plan is not None:
             self._stepping = True
-            took_s = self._cluster.timing.decode_s(len(plan.rows))
+            took_s = self.engine.timing.decode_s(len(plan.rows))
             self.held_block_s += self.allocator.held_count * took_s
-            self._cluster.at(self._cluster.now + took_s, self._step_ended, plan)
+            self.engine.run(took_s, self._step_ended, plan)
 
     def _step_ended(self, plan: StepPlan[None]) -> None:
         self._stepping = False
@@ -67,7 +74,7 @@ class BatchedDecode:
             running = row.running
             drawn.append((self._cluster.draw(running.key[0], running.choice, running.index), None))
         outcome, final_reports = self.core.apply(drawn)
-        self._start_step()
+        self.engine.ask(self._start_step)
         self.core.pass_on(outcome, final_reports, self._cluster.now)
 
 

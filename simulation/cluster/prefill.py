@@ -9,12 +9,16 @@ from prefill_worker.prompts import Key, PrefillRequest, PromptTable
 from proto.held import Capacity
 from proto.limits import MAX_VOCAB
 from proto.messages import Message, TokenItem
-from simulation.cluster.surroundings import Gateways, Registration, Surroundings
+from simulation.cluster.surroundings import Engine, Gateways, Registration, Surroundings
 from simulation.cluster.transfers import KvSender, Transfers
+
+FAILED_STEP_S = 0.005
 
 
 class PrefillWorker:
-    def __init__(self, cluster: Surroundings, transfers: Transfers, incarnation: int, capacity: Capacity) -> None:
+    def __init__(
+        self, cluster: Surroundings, transfers: Transfers, incarnation: int, capacity: Capacity, engine: Engine
+    ) -> None:
         self.computed_tokens = 0
         self.computed: Counter[Key] = Counter()
         """Tokens of each attempt."""
@@ -28,24 +32,29 @@ class PrefillWorker:
             tokens_forwarded=lambda: self.computed_tokens,
         )
         self.sender = KvSender(transfers, incarnation, self.core.kv_result)
-        self.computing = False
         self.busy_s = 0.0
+        self.fails = False
+        """Each step ends at once, with an error."""
+        self.engine = engine
         self._cluster = cluster
 
     def order(self, message: Message, blob: bytes) -> None:
         self.core.order(message, blob)
-        self._start_step()
+        self.engine.ask(self._start_step)
 
     def _start_step(self) -> None:
-        begun = None if self.computing else self.core.begin_step()
+        begun = self.core.begin_step()
         if begun is not None:
-            self.computing = True
-            took_s = self._cluster.timing.prefill_s(sum(chunk.length for _, chunk in begun.work))
+            took_s = self.engine.timing.prefill_s(sum(chunk.length for _, chunk in begun.work))
+            took_s = FAILED_STEP_S if self.fails else took_s
             self.busy_s += took_s
-            self._cluster.at(self._cluster.now + took_s, self._step_ended, begun, took_s)
+            self.engine.run(took_s, self._step_ended, begun, took_s)
 
     def _step_ended(self, begun: Begun, took_s: float) -> None:
-        self.computing = False
+        if self.fails:
+            self.core.step_failed(begun, "it fails each step")
+            self.engine.ask(self._start_step)
+            return
         first: dict[Key, list[TokenItem]] = {}
         for prompt, chunk in begun.work:
             self.computed[prompt.key] += chunk.length
@@ -53,7 +62,7 @@ class PrefillWorker:
             if chunk.start + chunk.length == prompt.order.prompt_tokens:
                 first[prompt.key] = self._first_tokens(prompt)
         self.core.step_done(begun, StepResult(1000 * took_s, first, frozenset()))
-        self._start_step()
+        self.engine.ask(self._start_step)
 
     def _first_tokens(self, prompt: PrefillRequest) -> list[TokenItem]:
         order, found = prompt.order, []

@@ -61,6 +61,7 @@ class ClientRequest:
     rejected: Rejected | None = None
     recomputed_tokens: int = 0
     """Prompt tokens of attempts after the first."""
+    interruptions: int = 0
 
 
 class Surroundings(ABC):
@@ -113,16 +114,46 @@ class Surroundings(ABC):
                 self.ttft_s[request_id] = self.now - request.submitted_s
 
 
-class Registration:
-    """A worker's link to the coordinator, which keeps the order and is never lost; as `runtime.worker.ports.Coordinator`."""
+class Engine:
+    """What a worker computes with: one step at a time. The two roles of a mixed worker share one and take turns."""
 
-    up = True
+    def __init__(self, cluster: Surroundings, timing: Timing) -> None:
+        self.timing = timing
+        self.busy_s = 0.0
+        self._cluster = cluster
+        self.busy = False
+        self._waiting: list[Callable[[], None]] = []
+
+    def ask(self, start: Callable[[], None]) -> None:
+        """Call `start`, which may begin a step, once no other role computes."""
+        if start not in self._waiting:
+            self._waiting.append(start)
+        self._next()
+
+    def run(self, took_s: float, ended: Callable[..., None], *arguments: Any) -> None:
+        self.busy = True
+        self.busy_s += took_s
+        self._cluster.at(self._cluster.now + took_s, self._ended, ended, arguments)
+
+    def _ended(self, ended: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.busy = False
+        ended(*arguments)
+        self._next()
+
+    def _next(self) -> None:
+        while self._waiting and not self.busy:
+            self._waiting.pop(0)()
+
+
+class Registration:
+    """A worker's link to the coordinator, which keeps the order; as `runtime.worker.ports.Coordinator`."""
 
     def __init__(self, cluster: Surroundings, incarnation: int, progress: bool = True) -> None:
         self._cluster, self._incarnation, self._progress = cluster, incarnation, progress
+        self.up = True
 
     def send(self, message: Message) -> None:
-        if self._progress or not isinstance(message, DecodeProgress):
+        if self.up and (self._progress or not isinstance(message, DecodeProgress)):
             cluster = self._cluster
             cluster.at(cluster.now + cluster.timing.report_s, cluster.receive, self._incarnation, message)
 
@@ -137,6 +168,7 @@ class Gateways:
 
     def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster
+        self.up = True
 
     def connect(self, to: Peer) -> None:
         """There is no link to open."""
@@ -144,6 +176,8 @@ class Gateways:
     def send(self, to: Peer, message: Message) -> None:
         assert isinstance(message, Tokens)
         cluster = self._cluster
+        if not self.up:
+            return
         for item in message.items:
             if item.cached_tokens:
                 cluster.requests[item.request_id].cached_tokens = item.cached_tokens

@@ -55,7 +55,10 @@ class Transfers:
         blocks: int,
         on_result: Callable[[KvSent | KvFailed], None],
     ) -> None:
-        receiver = self.receivers[decode_incarnation]
+        receiver = self.receivers.get(decode_incarnation)
+        if receiver is None:
+            self.cluster.at(self.cluster.now, on_result, KvFailed(*key, "the decode worker was lost"))
+            return
         transfer = self._open[key] = _Transfer(key, prefill_incarnation, on_result, receiver)
         self._answered(transfer, receiver.offered(prefill_incarnation, Offer(*key, 0, blocks)))
 
@@ -64,6 +67,19 @@ class Transfers:
         if transfer is not None:
             took_s = cluster.random.uniform(*cluster.timing.hand_over_s)
             cluster.at(cluster.now + took_s, self._arrived, transfer, commit, list(prompt_tokens), took_s)
+
+    def lose(self, incarnation: int) -> None:
+        """A worker is gone: the other ends of its transfers notice."""
+        lost = self.receivers.pop(incarnation, None)
+        for transfer in list(self._open.values()):
+            if transfer.receiver is lost:
+                del self._open[transfer.key]
+                result = KvFailed(*transfer.key, "the decode worker was lost")
+                self.cluster.at(self.cluster.now, transfer.on_result, result)
+            elif transfer.prefill_incarnation == incarnation:
+                del self._open[transfer.key]
+                blocks = list(transfer.answer.block_ids) if isinstance(transfer.answer, Accepted) else []
+                self.cluster.at(self.cluster.now, transfer.receiver.not_received, *transfer.key, blocks)
 
     def _answered(self, transfer: _Transfer, answer: Accepted | str | None) -> None:
         transfer.answer = answer

@@ -1,0 +1,221 @@
+"""Plays a workload on the virtual cluster and keeps a record of every request. Pure: virtual time only."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from coordinator.events import Configured, PeerUp
+from coordinator.lifecycle import State
+from proto.drain import DrainRequest
+from proto.messages import Role
+from simulation.cluster.cluster import FIRST_DECODE, FIRST_PREFILL, OBSERVER, VirtualCluster, hello
+from simulation.cluster.decode import BatchedDecode
+from simulation.cluster.prefill import PrefillWorker
+from simulation.cluster.surroundings import ClientRequest, Engine, Timing
+from simulation.load.workload import Ask, Failure, Loop, WorkerSpec, Workload
+
+RETRY_JITTER = 0.1
+"""Clients come again up to this share later than they were told."""
+LOOK_EVERY_S = 0.25
+
+
+@dataclass(eq=False)
+class Outcome:
+    """What became of one request, over all its tries."""
+
+    ask: Ask
+    came_s: float
+    rejections: int = 0
+    state: State | None = None
+    """None: it had not ended at the end of the run."""
+    reason: str = ""
+    """Of the last rejection."""
+    ttft_s: float | None = None
+    """Since it first came, waits between tries included."""
+    tpot_s: float | None = None
+    interruptions: int = 0
+    computed_tokens: int = 0
+    """Prompt tokens computed for it, over all tries and attempts."""
+
+    @property
+    def is_good(self) -> bool:
+        goal = self.ask.goal
+        if self.state is not State.FINISHED or self.ttft_s is None:
+            return False
+        in_time = not goal.ttft_ms or 1000 * self.ttft_s <= goal.ttft_ms
+        return in_time and (not goal.tpot_ms or 1000 * (self.tpot_s or 0.0) <= goal.tpot_ms)
+
+
+@dataclass
+class Played:
+    workload: Workload
+    outcomes: list[Outcome] = field(default_factory=list)
+    computed_tokens: int = 0
+    """By all prefill workers, for whatever came of it."""
+    sequence_s: dict[str, float] = field(default_factory=dict)
+    """By tenant: sequences held in decode × seconds, until the last arrival."""
+
+
+def play(workload: Workload, progress: Callable[[float], None] = lambda now_s: None) -> Played:
+    return _Player(workload).play(progress)
+
+
+class _Player:
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        timing = Timing(hand_over_s=workload.hand_over_s, report_s=workload.report_s)
+        self._cluster = VirtualCluster(workload.limits, timing, prefill=0, decode=0, batched=True, seed=workload.seed)
+        self._cluster.resume_delay_s = 0.05
+        self._cluster.on_end = self._ended
+        self._cluster.post(Configured(workload.tenants, 0.0))
+        self._played = Played(workload)
+        self._outcomes: dict[str, Outcome] = {}
+        """Of requests that have not ended, by the id of the current try."""
+        self._tries: dict[str, Outcome] = {}
+        """By the id of any try."""
+        self._loops: dict[str, tuple[Loop, int]] = {}
+        """By the id of the current try: the client that sent it, and which of its requests comes next."""
+        self._running: dict[str, tuple[list[int], Engine]] = {}
+        """Incarnations of each worker, and what it computes with."""
+        self._all_prefill: list[PrefillWorker] = []
+        self._numbers = iter(range(1 << 62))
+
+    def play(self, progress: Callable[[float], None]) -> Played:
+        workload, cluster = self._workload, self._cluster
+        for worker in workload.workers:
+            self._start(worker)
+        for at_s, ask in workload.arrivals:
+            cluster.at(at_s, self._come, ask)
+        for loop in workload.loops:
+            cluster.at(loop.from_s, self._go_round, loop, 0)
+        for failure in workload.failures:
+            cluster.at(failure.at_s, self._fail, failure)
+        cluster.at(LOOK_EVERY_S, self._look, progress)
+        end_s = workload.duration_s + workload.settle_s
+        while cluster.next_s <= end_s and (cluster.now < workload.duration_s or self._outcomes):
+            cluster.step()
+        self._sum_up()
+        return self._played
+
+    def _look(self, progress: Callable[[float], None]) -> None:
+        cluster, held = self._cluster, self._played.sequence_s
+        progress(min(cluster.now, self._workload.duration_s))
+        if cluster.now > self._workload.duration_s:
+            return
+        for decode in cluster.decode.values():
+            assert isinstance(decode, BatchedDecode)
+            for running in decode.table.batch.running:
+                tenant = self._cluster.requests[running.key[0]].submit.tenant
+                held[tenant] = held.get(tenant, 0.0) + LOOK_EVERY_S
+        cluster.at(cluster.now + LOOK_EVERY_S, self._look, progress)
+
+    # --- requests -------------------------------------------------------------------------------------------------------
+
+    def _go_round(self, loop: Loop, number: int) -> None:
+        if self._cluster.now < loop.until_s:
+            name = self._come(loop.asks[number % len(loop.asks)])
+            self._loops[name] = loop, number + 1
+
+    def _come(self, ask: Ask) -> str:
+        outcome = Outcome(ask, self._cluster.now)
+        self._played.outcomes.append(outcome)
+        return self._try(outcome)
+
+    def _try(self, outcome: Outcome) -> str:
+        ask, name = outcome.ask, f"r{next(self._numbers)}"
+        self._outcomes[name] = self._tries[name] = outcome
+        self._cluster.submit(
+            name,
+            ask.tenant,
+            ask.prompt_tokens,
+            ask.max_tokens,
+            output_tokens=(min(ask.output_tokens, ask.max_tokens),),
+            deadline_ms=ask.deadline_ms,
+            priority_class=ask.priority_class,
+        )
+        return name
+
+    def _ended(self, request: ClientRequest) -> None:
+        name = request.submit.request_id
+        outcome = self._outcomes.pop(name)
+        loop = self._loops.pop(name, None)
+        outcome.interruptions += request.interruptions
+        rejected, cluster = request.rejected, self._cluster
+        if rejected is not None:
+            outcome.rejections, outcome.reason = outcome.rejections + 1, rejected.reason.value
+            if rejected.retry_after_s and outcome.rejections <= outcome.ask.retries:
+                wait_s = rejected.retry_after_s * (1 + RETRY_JITTER * cluster.random.random())
+                cluster.at(cluster.now + wait_s, self._retry, outcome, loop)
+                return
+        outcome.state = request.state
+        first_s = cluster.ttft_s.get(name)
+        if first_s is not None:
+            outcome.ttft_s = request.submitted_s + first_s - outcome.came_s
+            later = request.emitted_tokens[0] - 1
+            outcome.tpot_s = (cluster.now - request.submitted_s - first_s) / later if later > 0 else 0.0
+        if loop is not None:
+            cluster.at(cluster.now + loop[0].think_s, self._go_round, *loop)
+
+    def _retry(self, outcome: Outcome, loop: tuple[Loop, int] | None) -> None:
+        name = self._try(outcome)
+        if loop is not None:
+            self._loops[name] = loop
+
+    # --- workers --------------------------------------------------------------------------------------------------------
+
+    def _start(self, spec: WorkerSpec) -> None:
+        engine, started, cluster = Engine(self._cluster, spec.times), list[int](), self._cluster
+        for name in spec.roles:
+            role = Role(name)
+            first = FIRST_PREFILL if role is Role.PREFILL else FIRST_DECODE
+            incarnation = first + next(self._numbers) + (1 << 20)
+            process = spec.name if len(spec.roles) > 1 else ""
+            named = msgspec.structs.replace(hello(role, incarnation, spec.capacity), name=spec.name, process=process)
+            cluster.start(named, engine)
+            started.append(incarnation)
+            if role is Role.PREFILL:
+                self._all_prefill.append(cluster.prefill[incarnation])
+        self._running[spec.name] = started, engine
+
+    def _fail(self, failure: Failure) -> None:
+        cluster, (incarnations, engine) = self._cluster, self._running[failure.worker]
+        match failure.kind:
+            case "slow":
+                engine.timing = replace(self._workload.by_name()[failure.worker].times, factor=failure.factor)
+            case "failing":
+                for incarnation in incarnations:
+                    if incarnation in cluster.prefill:
+                        cluster.prefill[incarnation].fails = True
+            case "lost":
+                for incarnation in incarnations:
+                    cluster.lose(incarnation)
+            case "drained":
+                cluster.post(PeerUp(OBSERVER, hello(Role.OBSERVER, OBSERVER)))
+                cluster.receive(OBSERVER, DrainRequest(failure.worker, False, 0.0))
+        if failure.for_s:
+            cluster.at(cluster.now + failure.for_s, self._heal, failure)
+
+    def _heal(self, failure: Failure) -> None:
+        spec, (incarnations, engine) = self._workload.by_name()[failure.worker], self._running[failure.worker]
+        engine.timing = spec.times
+        for incarnation in incarnations:
+            if incarnation in self._cluster.prefill:
+                self._cluster.prefill[incarnation].fails = False
+        if failure.kind == "drained":
+            for incarnation in incarnations:
+                if incarnation in self._cluster.core.peers:
+                    self._cluster.lose(incarnation)
+        if failure.kind in ("lost", "drained"):
+            self._start(spec)
+
+    # --- the end --------------------------------------------------------------------------------------------------------
+
+    def _sum_up(self) -> None:
+        by_request: dict[str, int] = {}
+        for worker in self._all_prefill:
+            self._played.computed_tokens += worker.computed_tokens
+            for (name, _), tokens in worker.computed.items():
+                by_request[name] = by_request.get(name, 0) + tokens
+        for name, outcome in self._tries.items():
+            outcome.computed_tokens += by_request.get(name, 0)

@@ -1,0 +1,106 @@
+"""What a scenario consists of: workers, requests, clients that wait for their answers, and failures. Pure data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from coordinator.events import Limits
+from proto.held import Capacity
+from runtime.tenancy.tenants import Tenants, open_tenants
+from simulation.cluster.surroundings import Timing
+
+FailureKind = Literal["slow", "failing", "lost", "drained"]
+
+
+@dataclass(frozen=True)
+class StepTimes(Timing):
+    """How fast one worker is. A prefill step takes `prefill_step_s` and the tokens' share of a second, a decode step
+    `decode_step_s` and `decode_sequence_s` for each sequence."""
+
+    decode_sequence_s: float = 0.0
+    factor: float = 1.0
+    """Every step takes so many times as long."""
+
+    def prefill_s(self, tokens: int) -> float:
+        return self.factor * super().prefill_s(tokens)
+
+    def decode_s(self, streams: int) -> float:
+        return self.factor * (self.decode_step_s + streams * self.decode_sequence_s)
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One process; a mixed one has both roles and shares its time between them."""
+
+    name: str
+    roles: tuple[Literal["prefill", "decode"], ...]
+    capacity: Capacity
+    times: StepTimes
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A request that finishes within both counts as goodput; 0 is no limit."""
+
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request, apart from when it comes."""
+
+    stream: str
+    """The scenario's name for the traffic that it belongs to."""
+    tenant: str
+    priority_class: str
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    deadline_ms: float
+    goal: Goal
+    retries: int
+    """How often the client comes again after a rejection that says when."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A client that sends the next request `think_s` after the end of the last one, from `from_s` until `until_s`."""
+
+    asks: tuple[Ask, ...]
+    """Used one after the other, and again from the start."""
+    think_s: float
+    from_s: float
+    until_s: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    at_s: float
+    worker: str
+    kind: FailureKind
+    factor: float = 10.0
+    """Of `slow`: how many times as long each step takes."""
+    for_s: float = 0.0
+    """After that a slow or failing worker is as before, and a lost or drained one is started again; 0: never."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    workers: tuple[WorkerSpec, ...]
+    arrivals: tuple[tuple[float, Ask], ...]
+    """In the order of their times."""
+    loops: tuple[Loop, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    duration_s: float = 60.0
+    """No request comes later."""
+    settle_s: float = 120.0
+    """How much longer the run goes on, so that what came can end."""
+    limits: Limits = field(default_factory=Limits)
+    tenants: Tenants = field(default_factory=open_tenants)
+    hand_over_s: tuple[float, float] = (0.002, 0.004)
+    report_s: float = 0.001
+    seed: int = 1
+
+    def by_name(self) -> Mapping[str, WorkerSpec]:
+        return {worker.name: worker for worker in self.workers}

@@ -56,7 +56,7 @@ class BatchedDecode:
     def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
         self.core.committed(incarnation, commit, blocks, prompt_tokens)
         if not self._stepping:
-            self._cluster.at(self._cluster.now, self.engine.ask, self._start_step)
+            self._cluster.at(self._cluster.now, self._start_step)
 
     def _start_step(self) -> None:
         plan = None if self._stepping else self.core.plan()
@@ -74,7 +74,7 @@ class BatchedDecode:
             running = row.running
             drawn.append((self._cluster.draw(running.key[0], running.choice, running.index), None))
         outcome, final_reports = self.core.apply(drawn)
-        self.engine.ask(self._start_step)
+        self._start_step()
         self.core.pass_on(outcome, final_reports, self._cluster.now)
 
 

@@ -32,6 +32,7 @@ class PrefillWorker:
             tokens_forwarded=lambda: self.computed_tokens,
         )
         self.sender = KvSender(transfers, incarnation, self.core.kv_result)
+        self.computing = False
         self.busy_s = 0.0
         self.fails = False
         """Each step ends at once, with an error."""
@@ -40,20 +41,22 @@ class PrefillWorker:
 
     def order(self, message: Message, blob: bytes) -> None:
         self.core.order(message, blob)
-        self.engine.ask(self._start_step)
+        self._start_step()
 
     def _start_step(self) -> None:
-        begun = self.core.begin_step()
+        begun = None if self.computing else self.core.begin_step()
         if begun is not None:
+            self.computing = True
             took_s = self.engine.timing.prefill_s(sum(chunk.length for _, chunk in begun.work))
             took_s = FAILED_STEP_S if self.fails else took_s
             self.busy_s += took_s
             self.engine.run(took_s, self._step_ended, begun, took_s)
 
     def _step_ended(self, begun: Begun, took_s: float) -> None:
+        self.computing = False
         if self.fails:
             self.core.step_failed(begun, "it fails each step")
-            self.engine.ask(self._start_step)
+            self._start_step()
             return
         first: dict[Key, list[TokenItem]] = {}
         for prompt, chunk in begun.work:
@@ -62,7 +65,7 @@ class PrefillWorker:
             if chunk.start + chunk.length == prompt.order.prompt_tokens:
                 first[prompt.key] = self._first_tokens(prompt)
         self.core.step_done(begun, StepResult(1000 * took_s, first, frozenset()))
-        self.engine.ask(self._start_step)
+        self._start_step()
 
     def _first_tokens(self, prompt: PrefillRequest) -> list[TokenItem]:
         order, found = prompt.order, []

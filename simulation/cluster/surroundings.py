@@ -1,6 +1,7 @@
 """What everything in the virtual cluster shares: the clock with what is due, how long things take, and the requests."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -115,34 +116,29 @@ class Surroundings(ABC):
 
 
 class Engine:
-    """What a worker computes with: one step at a time. The two roles of a mixed worker share one and take turns."""
+    """What a worker computes with, one step after the other. The two roles of a mixed worker share one."""
 
     def __init__(self, cluster: Surroundings, timing: Timing) -> None:
         self.timing = timing
-        self.busy_s = 0.0
         self._cluster = cluster
-        self.busy = False
-        self._waiting: list[Callable[[], None]] = []
+        self._steps: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
+        """The first one runs."""
 
-    def ask(self, start: Callable[[], None]) -> None:
-        """Call `start`, which may begin a step, once no other role computes."""
-        if start not in self._waiting:
-            self._waiting.append(start)
-        self._next()
+    @property
+    def busy(self) -> bool:
+        return bool(self._steps)
 
     def run(self, took_s: float, ended: Callable[..., None], *arguments: Any) -> None:
-        self.busy = True
-        self.busy_s += took_s
-        self._cluster.at(self._cluster.now + took_s, self._ended, ended, arguments)
+        """`ended` is called when the step has run, after those that were asked for before."""
+        self._steps.append((took_s, ended, arguments))
+        if len(self._steps) == 1:
+            self._cluster.at(self._cluster.now + took_s, self._ended)
 
-    def _ended(self, ended: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self.busy = False
+    def _ended(self) -> None:
+        _, ended, arguments = self._steps.popleft()
+        if self._steps:
+            self._cluster.at(self._cluster.now + self._steps[0][0], self._ended)
         ended(*arguments)
-        self._next()
-
-    def _next(self) -> None:
-        while self._waiting and not self.busy:
-            self._waiting.pop(0)()
 
 
 class Registration:

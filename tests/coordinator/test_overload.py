@@ -37,7 +37,7 @@ class Watched(VirtualCluster):
 
     def advance(self, to_s: float) -> None:
         if to_s > self.now and any(len(queue) for queue in self.core.queues.values()):
-            self.idle_with_work_s += (to_s - self.now) * sum(not worker.engine.busy for worker in self.prefill.values())
+            self.idle_with_work_s += (to_s - self.now) * sum(not worker.computing for worker in self.prefill.values())
         super().advance(to_s)
 
 

@@ -30,6 +30,8 @@ def check(core: Core) -> None:
     queued = [request.id for queue in core.queues.values() for request in queue]
     assert len(queued) == len(set(queued))
     for queue in core.queues.values():
+        requests = [r for r in core.requests.values() if core.queues[r.submit.model] is queue]
+        assert queue.work_ahead.tokens == sum(request.uncomputed_tokens for request in requests)
         assert queue.backlog.tokens == sum(request.submit.prompt_tokens for request in queue)
         for request in queue:
             assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)

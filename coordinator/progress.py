@@ -42,7 +42,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
     if done.computed:
         worker.steps_done += 1
         state.stepped(incarnation)
-    pool = state.pools[worker.hello.model]
+    pool, queue = state.pools[worker.hello.model], state.queues[worker.hello.model]
     pool.changed(worker)
     pool.ask(worker)
     tokens, pairs = 0, 0.0
@@ -54,6 +54,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
         if request is None or (attempt_progress := request.attempt_progress).prefill_incarnation != incarnation:
             continue
         attempt_progress.computed_tokens += chunk.length
+        queue.count_uncomputed(request, max(request.submit.prompt_tokens - attempt_progress.computed_tokens, 0))
         if (
             request.state is RequestState.PREFILLING
             and attempt_progress.computed_tokens >= request.submit.prompt_tokens
@@ -63,7 +64,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
     if tokens and done.step_ms > 0:
-        worker.measure(tokens, done.step_ms)
+        pool.measure(worker, tokens, done.step_ms)
         pool.step_times[Role.PREFILL].add(1, tokens, pairs, done.step_ms, now)
     for chunk in asked:
         state.record_usage(state.billing.release(chunk.request_id, now))
@@ -108,7 +109,9 @@ def cache_miss(state: State, incarnation: int, event: Received, now: float) -> N
     submit = request.submit
     state.pools[submit.model].locality.forget(incarnation, usable_hashes(submit, size), miss.cached_tokens // size)
     request.cached_tokens = request.begin().computed_tokens = miss.cached_tokens
-    state.queues[submit.model].put_back(request, miss.cached_tokens)
+    queue = state.queues[submit.model]
+    queue.put_back(request, miss.cached_tokens)
+    queue.count_uncomputed(request, submit.prompt_tokens - miss.cached_tokens)
     worker.placed[request.id] = request
     worker.expect(request)
     state.pools[submit.model].ask(worker)

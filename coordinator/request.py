@@ -57,6 +57,8 @@ class Request(msgspec.Struct, eq=False):
     path: tuple[str, str, str]
     """(priority class, organisation, user): whose turn and whose bill."""
     state: State = State.QUEUED
+    uncomputed_tokens: int = 0
+    """Of its prompt, as its model's queue counts them as work ahead of others."""
     dispatched_tokens: int = 0
     """Prompt tokens sent out in chunks, the cached ones before them included."""
     cached_tokens: int = 0

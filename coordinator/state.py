@@ -205,6 +205,7 @@ class State:
     def withdraw(self, request: Request) -> None:
         """Take the attempt out of the queue or off its workers, whichever it is in, and its estimate off its tenant's bill."""
         queue = self.queues[request.submit.model]
+        queue.count_uncomputed(request, 0)
         queue.remove(request)
         queue.refund_output(request)
         if request.state is RequestState.QUEUED:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from coordinator.events import Limits
 from coordinator.placement.choice import uncached_tokens
 from coordinator.request import Request
+from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import WORKERS
 from proto.compatible import mismatch
@@ -56,16 +57,27 @@ def judge(submit: Submit, pool: Pool | None, limits: Limits, now: float) -> Refu
     return None, ""
 
 
-def feasible(request: Request, pool: Pool) -> Refusal:
-    """Whether a request's deadline can be met at the rates measured, if nothing else were waiting and no more of its prompt had
-    to be computed than is believed."""
+DEADLINE_MARGIN = 0.8
+"""Part of a deadline by which a first token must be expected: prompts share workers in the grain of chunks."""
+
+
+def feasible(request: Request, pool: Pool, queue: WaitQueue) -> tuple[Reject | None, str, float]:
+    """Whether a request's deadline can be met at the rates measured, behind what its tenant has waiting, if the tenant gets no
+    more than its share, and if no more of its prompt has to be computed than is believed. With seconds until another try may
+    succeed; 0 for never."""
     if request.deadline is None:
-        return None, ""
-    tokens = uncached_tokens(request.submit, pool)
-    soonest_s = pool.least_prefill_s(tokens)
-    if soonest_s * 1000 <= request.submit.deadline_ms:
-        return None, ""
-    return (
-        Reject.DEADLINE,
-        f"{tokens} prompt tokens to compute take {soonest_s * 1000:.0f} ms here; deadline_ms is less",
-    )
+        return None, "", 0.0
+    deadline_ms, tokens = request.submit.deadline_ms, uncached_tokens(request.submit, pool)
+    soonest_ms = 1000 * pool.least_prefill_s(tokens)
+    if soonest_ms > deadline_ms:
+        why = f"{tokens} prompt tokens to compute take {soonest_ms:.0f} ms here; deadline_ms is less"
+        return Reject.DEADLINE, why, 0.0
+    rate = pool.tokens_per_s()
+    if not rate or not queue.work_ahead.tokens:
+        return None, "", 0.0
+    before = queue.work_ahead.before(request.path, tokens) - tokens
+    expected_ms = 1000 * (before + tokens * len(pool.prefill)) / rate  # one prompt is computed on one worker
+    if expected_ms <= DEADLINE_MARGIN * deadline_ms:
+        return None, "", 0.0
+    why = f"its first token is expected in {expected_ms:.0f} ms, behind what this tenant has waiting; deadline_ms is less"
+    return Reject.DEADLINE, why, (expected_ms - DEADLINE_MARGIN * deadline_ms) / 1000

@@ -56,7 +56,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         request = Request(submit.request_id, incarnation, submit, event.blob, now, now, state.path(submit))
         reason, why, retry_after_s = tenancy.reserve(state, request, now)
         if reason is None:
-            reason, why = _admit(state, request, now)
+            reason, why, retry_after_s = _admit(state, request, now)
             if reason is not None and request.bill is not None:
                 state.billing.undo(request.bill, now, now + state.limits.orphan_s_max)
     if reason is not None:
@@ -127,15 +127,16 @@ def _judge(state: State, submit: Submit, now: float) -> admission.Refusal:
     return admission.judge(submit, state.pools.get(submit.model), state.limits, now)
 
 
-def _admit(state: State, request: Request, now: float) -> admission.Refusal:
-    """Whether a new request is let in beside what waits. One that was let in before and resumes is not asked again."""
+def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, str, float | None]:
+    """Whether a new request is let in beside what waits, and in how many seconds another try may succeed; None: as long as
+    its tenant's backlog takes. A request that was let in before and resumes is not asked again."""
     submit, limits = request.submit, state.limits
     pool, queue = state.pools[submit.model], state.queues[submit.model]
-    reason, why = admission.feasible(request, pool)
+    reason, why, retry_after_s = admission.feasible(request, pool, queue)
     if reason is not None:
-        return reason, why
+        return reason, why, retry_after_s
     if queue.backlog.waiting(request.path) >= limits.tenant_queue_max:
-        return Reject.QUEUE_FULL, f"{limits.tenant_queue_max} requests of this tenant are waiting already"
+        return Reject.QUEUE_FULL, f"{limits.tenant_queue_max} requests of this tenant are waiting already", None
     victims: list[Request] = []
     while len(queue) - len(victims) >= limits.queue_requests_max or (
         queue.backlog.tokens + submit.prompt_tokens > limits.queue_tokens_max
@@ -153,10 +154,10 @@ def _admit(state: State, request: Request, now: float) -> admission.Refusal:
     for victim in reversed(victims):
         queue.backlog.add(victim, now)  # until it is decided, nobody goes
     if reason is not None:
-        return reason, f"{len(queue)} requests of {queue.backlog.tokens} tokens are waiting already"
+        return reason, f"{len(queue)} requests of {queue.backlog.tokens} tokens are waiting already", None
     for victim in victims:
         _shed(state, victim, now)
-    return None, ""
+    return None, "", None
 
 
 def _shed(state: State, victim: Request, now: float) -> None:

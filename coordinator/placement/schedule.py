@@ -173,6 +173,7 @@ def _place(state: State, request: Request, prefill: Worker, decode: Worker, queu
     pool.unbind(request)
     queue.placed(request)
     reserve(request, prefill, decode)
+    queue.count_uncomputed(request, request.submit.prompt_tokens - request.cached_tokens)
     if pool.rooms.reservation is request:
         pool.rooms.reservation_charge(
             request.key, decode.holdings[request.key].kv_blocks / decode.capacity.kv_blocks, now

@@ -17,6 +17,7 @@ from coordinator.waiting.latest_starts import LatestStarts
 from coordinator.waiting.overload import Backlog, Rate
 from coordinator.waiting.queue_keys import Demand, class_key
 from coordinator.waiting.waits import Waits
+from coordinator.waiting.work_ahead import WorkAhead
 from proto.held import STEP_TOKENS
 from proto.messages import Chunk, Submit
 
@@ -62,6 +63,7 @@ class WaitQueue:
             limits.quantum_tokens, {**ring_weights(limits.priority_classes), **limits.weights}, limits.overtaken_max
         )
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
+        self.work_ahead = WorkAhead(self.fair.weights)
         self._served = Rate(0.0)
         """Cost of all tenants."""
         self.step_tokens = STEP_TOKENS
@@ -86,6 +88,7 @@ class WaitQueue:
         self._waits.priority_classes = limits.priority_classes
         self.nothing_due_before = 0.0
         self.fair.reweigh({**ring_weights(limits.priority_classes), **limits.weights})
+        self.work_ahead.reweigh(self.fair.weights)
 
     def forget(self, tenant: str) -> None:
         """One of which nothing waits or runs."""
@@ -103,6 +106,7 @@ class WaitQueue:
         assert not request.waits and request.entry is None
         request.waits = True
         self._waiting += 1
+        self.count_uncomputed(request, request.submit.prompt_tokens)
         self.backlog.add(request, now)
         if can_run:
             self._enter(request, self.class_key(request))
@@ -110,6 +114,12 @@ class WaitQueue:
         self._waits.add(request, self._waiting)
         self._latest_starts.add(request, self._waiting)
         self.nothing_due_before = min(self.nothing_due_before, request.since + self._waits.limit_s(request))
+
+    def count_uncomputed(self, request: Request, tokens: int) -> None:
+        """So much of its prompt is to be computed yet."""
+        urgent = request.deadline is not None
+        self.work_ahead.add(request.path, tokens - request.uncomputed_tokens, urgent=urgent)
+        request.uncomputed_tokens = tokens
 
     def put_back(self, request: Request, dispatched_tokens: int) -> None:
         """Its worker will skip what was dispatched behind `dispatched_tokens`, so that must be dispatched again. What it cost

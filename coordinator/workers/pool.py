@@ -31,6 +31,8 @@ class Pool(Candidates):
         """The longest prompt + output every worker takes, or took before all were lost."""
         self._lost: dict[Role, tuple[Worker, float]] = {}
         """The last worker of each role that has none now, and when it was lost. A drained worker is not lost."""
+        self._tokens_per_s, self._measured = 0.0, 0
+        """The sum of the rates of prefill workers, and of how many."""
         self.no_room = self.cache_waits = 0
         """Turns that passed a request over: without room for it, or for a worker that has more of it cached."""
         self.finished = 0
@@ -107,9 +109,17 @@ class Pool(Candidates):
                 return False
         return True
 
+    def measure(self, worker: Worker, tokens: int, step_ms: float) -> None:
+        """A prefill step of so many tokens has been computed."""
+        before = worker.tokens_per_s
+        worker.measure(tokens, step_ms)
+        self._measured += not before
+        self._tokens_per_s += worker.tokens_per_s - before
+
     def tokens_per_s(self) -> float:
-        """Measured prefill rate of all workers together; 0 until something was measured."""
-        return sum(worker.tokens_per_s for worker in self.prefill.values())
+        """Prefill rate of all workers together; 0 until something was measured. Those that were not measured count as the
+        mean of the others."""
+        return self._tokens_per_s * len(self.prefill) / self._measured if self._measured else 0.0
 
     def fastest_tokens_per_s(self) -> float:
         """Of the workers that take prompts, the highest rate measured with full steps; 0 where there is none."""
@@ -143,6 +153,8 @@ class Pool(Candidates):
         self.context_tokens = min((worker.capacity.context_tokens for worker in both), default=self.context_tokens)
         self._block_sizes = sorted({worker.capacity.block_size for worker in both})
         self._mean_tokens_per_s = 0.0
+        rates = [worker.tokens_per_s for worker in self.prefill.values() if worker.tokens_per_s]
+        self._tokens_per_s, self._measured = sum(rates), len(rates)
 
     def _side(self, worker: Worker) -> dict[int, Worker]:
         return self.prefill if worker.hello.role is Role.PREFILL else self.decode

@@ -8,6 +8,7 @@ from coordinator.placement.preemption import relieve
 from coordinator.recovery import flips
 from coordinator.request import Request
 from coordinator.state import State
+from coordinator.workers.circuit_breakers import NOBODY
 from coordinator.workers.prefix_index import usable_hashes
 from coordinator.workers.worker import Worker
 from proto.errors import Interrupt
@@ -141,7 +142,9 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
         and request.prefill_incarnation == incarnation
         and request.state in (RequestState.PREFILLING, RequestState.HANDING_OVER)
     ):
-        state.pools[request.submit.model].breakers.worked((incarnation, request.decode_incarnation))
+        breakers = state.pools[request.submit.model].breakers
+        breakers.worked((incarnation, request.decode_incarnation))
+        breakers.worked((incarnation, NOBODY))
         state.move(request, Trigger.HANDED_OVER, now)
 
 
@@ -208,7 +211,9 @@ def finished(state: State, incarnation: int, event: Received, now: float) -> Non
         output_tokens = done.output_tokens + request.submit.resumed_tokens
         state.queues[request.submit.model].learn(request, output_tokens)
         state.pools[request.submit.model].traffic.finished(request.id, output_tokens, now)
-        state.pools[request.submit.model].record_success()
+        pool = state.pools[request.submit.model]
+        pool.record_success()
+        pool.breakers.worked((incarnation, NOBODY) if worker.room is None else (NOBODY, incarnation))
         state.end(request, Trigger.FINISH, "done", now)
 
 
@@ -248,6 +253,10 @@ def _record_failure(state: State, request: Request, worker: Worker, reason: Inte
     pool = state.pools[request.submit.model]
     if reason is Interrupt.ENGINE_ERROR:
         pool.record_failure(worker)
+        alone = (worker.incarnation, NOBODY) if worker.room is None else (NOBODY, worker.incarnation)
+        if pool.breakers.failed(alone, request.attempt_progress.placed_at, now):
+            state.counters["workers_left_out"] += 1
+            state.unbind_without_pair(pool)
     elif reason is Interrupt.TRANSFER_FAILED:
         pair = request.prefill_incarnation, request.decode_incarnation
         if pool.breakers.failed(pair, request.attempt_progress.placed_at, now):

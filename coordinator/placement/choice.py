@@ -17,6 +17,10 @@ from proto.limits import HASH_BYTES
 from proto.messages import Role, Submit
 
 
+FASTER = 0.8
+"""A prompt waits for a faster worker that would have it in this part of the time: rates are not that exact."""
+
+
 def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
     """How much of a prompt this worker is believed to have, as far as that saves work."""
     if not submit.block_hashes:
@@ -47,11 +51,12 @@ def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now
 
     `waiting`: how many requests wait longer if the worker that asks computes longer.
     """
-    if len(pool.prefill) == 1 or not submit.block_hashes:
+    if len(pool.prefill) == 1:
         return None
-    there = [worker for worker in pool.holders(Role.PREFILL, submit) if worker is not asks and not worker.draining]
+    holders = pool.holders(Role.PREFILL, submit) if submit.block_hashes else ()
+    there = [worker for worker in holders if worker is not asks and not worker.draining]
     if not there:
-        return None
+        return _faster_prefill(submit, asks, pool, now)
     weights, here = pool.weights, cached_tokens(submit, asks, pool)
     here_s = prefill_s(submit.prompt_tokens, _prefill_side(asks, here, pool), weights, waiting)
     best, best_cached, best_s = None, 0, here_s - weights.margin_s
@@ -63,7 +68,7 @@ def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now
         if there_s < best_s and pool.has_pair(worker, now):
             best, best_cached, best_s = worker, cached, there_s
     if best is None:
-        return None
+        return _faster_prefill(submit, asks, pool, now) if not here else None
     prefix = _last_block(submit, best_cached)
     if here_s - pool.waits.of(prefix, asks.kv_tokens, now) <= best_s:
         pool.waits.computed(prefix)
@@ -73,10 +78,25 @@ def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now
     return best
 
 
+def _faster_prefill(submit: Submit, asks: Worker, pool: Pool, now: float) -> Worker | None:
+    """The prefill worker that would be done with a prompt first, though it is busy while a slower one asks; None if the one
+    that asks is the first."""
+    tokens = submit.prompt_tokens
+    best, best_s = None, FASTER * (asks.tokens_before + tokens) / pool.rate(asks)
+    for worker in pool.first_to_finish():
+        done_s = (worker.tokens_before + tokens) / pool.rate(worker)
+        if done_s < best_s and worker is not asks and worker.fits(submit) and pool.has_pair(worker, now):
+            best, best_s = worker, done_s
+    return best
+
+
 def better_than_bound(request: Request, asks: Worker, bound_to: Worker, pool: Pool, waiting: float, now: float) -> bool:
     """Whether a request that is bound to another worker, as the last there, had better run on the one that asks."""
     submit, weights = request.submit, pool.weights
     there, here = request.cached_tokens, cached_tokens(submit, asks, pool)
+    if there <= here:
+        tokens = submit.prompt_tokens - here
+        return (asks.tokens_before + tokens) / pool.rate(asks) < FASTER * bound_to.tokens_before / pool.rate(bound_to)
     there_side, here_side = _prefill_side(bound_to, there, pool), _prefill_side(asks, here, pool)
     there_side.tokens_before -= bound_to.undispatched[request.id]
     here_s = prefill_s(submit.prompt_tokens, here_side, weights, waiting)

@@ -18,6 +18,7 @@ from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
 from coordinator.waiting.queue_keys import bound_key
 from coordinator.workers.candidates import EXAMINED_MAX
+from coordinator.workers.circuit_breakers import NOBODY
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 
@@ -179,7 +180,9 @@ def _place(state: State, request: Request, prefill: Worker, decode: Worker, queu
             request.key, decode.holdings[request.key].kv_blocks / decode.capacity.kv_blocks, now
         )
         pool.reopen()
-    pool.breakers.placed((prefill.incarnation, decode.incarnation), request.key)
+    one, other = prefill.incarnation, decode.incarnation
+    for pair in ((one, other), (one, NOBODY), (NOBODY, other)):
+        pool.breakers.placed(pair, request.key)
     state.billing.hold(request.id, 2)
     request.begin().placed_at = now
     keep, take_in = orders(request, prefill, decode, state.peers[request.gateway_incarnation])

@@ -6,6 +6,7 @@ import msgspec
 
 from coordinator.reporting.served import services
 from coordinator.state import State
+from coordinator.workers.circuit_breakers import NOBODY
 from proto.messages import Role, Submit
 from proto.status import PairStatus, Process, StatusReport, TenantStatus, WorkerStatus
 
@@ -118,10 +119,12 @@ def _pairs(state: State) -> list[PairStatus]:
 
 
 def _left_out(state: State) -> list[str]:
-    return [
-        f"{state.workers[prefill].hello.name} → {state.workers[decode].hello.name}: {breaker.failures} transfers failed in a"
-        f" row; tried again in {max(breaker.open_until - state.now, 0.0):.0f} s"
-        for pool in state.pools.values()
-        for (prefill, decode), breaker in pool.breakers.pairs.items()
-        if breaker.tripped
-    ]
+    found = []
+    for pool in state.pools.values():
+        for pair, breaker in pool.breakers.pairs.items():
+            names = " → ".join(state.workers[one].hello.name for one in pair if one != NOBODY)
+            what = "attempts" if NOBODY in pair else "transfers"
+            again_s = max(breaker.open_until - state.now, 0.0)
+            if breaker.tripped:
+                found.append(f"{names}: {breaker.failures} {what} failed in a row; tried again in {again_s:.0f} s")
+    return found

@@ -5,11 +5,12 @@ are, and both by prefix. So a decision looks at a few workers, however many ther
 """
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from coordinator.request import Request
 from coordinator.score import Weights
 from coordinator.waiting.queue_keys import bound_key
-from coordinator.workers.circuit_breakers import Breakers
+from coordinator.workers.circuit_breakers import NOBODY, Breakers
 from coordinator.workers.ordered import Ordered
 from coordinator.workers.prefix_index import Locality, hashes_per_block
 from coordinator.workers.replication import Waits
@@ -38,6 +39,9 @@ class Candidates:
         self.idle = Ordered()
         """Prefill workers that can be given a step, the one with the least to do first; of equals, the one that has done
         least."""
+        self._finish = Ordered()
+        """Prefill workers, the one first that would be done first with a prompt of usual length."""
+        self._usual_tokens = 1024.0
         self.ready: dict[int, None] = {}
         """Those of them for which something may have come: under their own key, or since they asked last."""
         self.news = False
@@ -65,6 +69,11 @@ class Candidates:
     def changed(self, worker: "Worker") -> None:
         """What it holds or has to do has changed, or whether it takes work."""
         if worker.room is None:
+            if worker.draining:
+                self._finish.drop(worker.incarnation)
+            else:
+                done_s = (worker.tokens_before + self._usual_tokens) / self.rate(worker)
+                self._finish.put(worker.incarnation, done_s, worker.tokens_forwarded)
             if worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight):
                 self.idle.put(worker.incarnation, worker.tokens_in_flight, worker.tokens_forwarded)
             else:
@@ -75,6 +84,10 @@ class Candidates:
         else:
             self._stamp += 1
             self._least_full.put(worker.incarnation, worker.room.wholes - worker.capacity.kv_blocks, self._stamp)
+
+    def first_to_finish(self) -> "list[Worker]":
+        """A few prefill workers that would be done first with a prompt that came to them now."""
+        return [self.prefill[incarnation] for incarnation in islice(self._finish, EXAMINED_MAX)]
 
     def ask(self, worker: "Worker") -> None:
         """Something may have come for it alone."""
@@ -87,8 +100,13 @@ class Candidates:
         return all(any(not w.draining and w.could_ever_take(submit) for w in side.values()) for side in sides)
 
     def may_pair(self, prefill: "Worker", decode: "Worker", now: float) -> bool:
-        return not self.breakers.pairs or self.breakers.allows(
-            (prefill.incarnation, decode.incarnation), now, lambda key: key in decode.holdings
+        breakers, one, other = self.breakers, prefill.incarnation, decode.incarnation
+        if not breakers.pairs:
+            return True
+        return (
+            breakers.allows((one, other), now, lambda key: key in decode.holdings)
+            and breakers.allows_worker((one, NOBODY), now, lambda key: key in prefill.holdings, len(self.prefill))
+            and breakers.allows_worker((NOBODY, other), now, lambda key: key in decode.holdings, len(self.decode))
         )
 
     def has_pair(self, prefill: "Worker", now: float) -> bool:

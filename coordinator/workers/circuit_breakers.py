@@ -8,6 +8,10 @@ against either with others. Failures of attempts that were placed before the las
 and do not count: one broken connection takes all transfers on it. Two workers between which nothing works keep their requests
 waiting, rather than have them fail one attempt after the other.
 
+A worker on which the model fails has a breaker of its own, as a pair with `NOBODY`: it answers at once, so it would always have
+the least to do and be given every request. No more than half of the workers of a role are left out for that: where more fail,
+it is likely the requests that are at fault.
+
 Below this, a sender leaves a transport out for a while that broke (`kvtransfer.transport_choice`), so that a pair fails
 again only where every transport between its ends does.
 """
@@ -20,6 +24,7 @@ Pair = tuple[int, int]
 """Epochs of a prefill and a decode worker."""
 Key = tuple[str, int]
 
+NOBODY = 0
 TRIP_AFTER = 3
 OPEN_S, OPEN_S_MAX = 2.0, 30.0
 _TROUBLE = 0.2
@@ -70,6 +75,13 @@ class Breakers:
         if state is None or not state.tripped:
             return True
         return now >= state.open_until and (state.probe is None or not is_held(state.probe))
+
+    def allows_worker(self, pair: Pair, now: float, is_held: Callable[[Key], bool], workers: int) -> bool:
+        """The same of one worker, which is one of so many of its role."""
+        if self.allows(pair, now, is_held):
+            return True
+        role = pair.index(NOBODY)
+        return sum(other[role] == NOBODY and state.tripped for other, state in self.pairs.items()) > workers // 2
 
     def placed(self, pair: Pair, key: Key) -> None:
         state = self.pairs.get(pair)

@@ -62,6 +62,7 @@ class Pool(Candidates):
         self.hosts.pop(worker.incarnation, None)
         self.ready.pop(worker.incarnation, None)
         self._least_full.drop(worker.incarnation)
+        self._finish.drop(worker.incarnation)
         self.reopen()
         self._measure()
 
@@ -113,6 +114,7 @@ class Pool(Candidates):
         """A prefill step of so many tokens has been computed."""
         before = worker.tokens_per_s
         worker.measure(tokens, step_ms)
+        self.changed(worker)
         self._measured += not before
         self._tokens_per_s += worker.tokens_per_s - before
 

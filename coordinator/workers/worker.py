@@ -240,12 +240,14 @@ class Worker:
         left = request.submit.prompt_tokens - request.dispatched_tokens
         self.undispatched_tokens += left - self.undispatched.get(request.id, 0)
         self.undispatched[request.id] = left
+        self.on_change(self)
 
     def expect_no_more(self, request: Request) -> None:
         """It is neither placed here with something to dispatch nor bound to this worker any more."""
         self.placed.pop(request.id, None)
         self.bound.pop(request.id, None)
         self.undispatched_tokens -= self.undispatched.pop(request.id, 0)
+        self.on_change(self)
 
     def whole_blocks(self, submit: Submit) -> int:
         """The most blocks it comes to hold here."""

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.core import _HANDLERS as HANDLERS
-from coordinator.core import Core
+from coordinator.core import HANDLERS, Core
 from coordinator.events import Configured, Event, Limits, PeerDown, PeerUp, ProtocolViolation, Received, Send, Tick
 from coordinator.invariants import check
 from proto import limits
@@ -68,7 +67,9 @@ def run_with(name: str, seed: int, world: Any, events: int) -> Fault | None:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[-WHERE:]
         where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-        return Fault(name, seed, f"{type(error).__name__}: {error}"[:300], where, [str(one)[:400] for one in world.trail])
+        return Fault(
+            name, seed, f"{type(error).__name__}: {error}"[:300], where, [str(one)[:400] for one in world.trail]
+        )
     return None
 
 
@@ -113,14 +114,16 @@ class CoordinatorWorld:
         self.now = 1_000.0
         self.sent: deque[Send] = deque(maxlen=400)
         self.trail: deque[Event] = deque(maxlen=4)
-        self.by_role = {role: [kind for kind, (roles, _) in HANDLERS.items() if role in roles] for role in Role}
+        self.by_role = {role: [kind for kind, handler in HANDLERS.items() if role in handler.roles] for role in Role}
         self.feed(Configured(open_tenants(), 0.0))
         for incarnation in ROLES:
             self.join(incarnation)
 
     def step(self) -> None:
         source = self.random
-        self.now += source.choice([0, 0, 0.001, 0.01, 0.3, 5, 40, 4_000] if source.random() < 0.1 else [0, 0.001, 0.01, 0.3])
+        self.now += source.choice(
+            [0, 0, 0.001, 0.01, 0.3, 5, 40, 4_000] if source.random() < 0.1 else [0, 0.001, 0.01, 0.3]
+        )
         chance = source.random()
         if chance < 0.03:
             self.join(source.choice(list(ROLES)))
@@ -149,11 +152,15 @@ class CoordinatorWorld:
             if isinstance(action, Send):
                 decode(to_frames(action.message, action.blob))
                 self.sent.append(action)
-        check(self.core)
+        check(self.core, honest=False)
         self.core.next_deadline()
         for action in list(self.core.out):
             # The driver drops the peer in the loop's next turn; other events may come first.
-            if isinstance(action, ProtocolViolation) and action.incarnation in self.core.peers and self.random.random() < 0.7:
+            if (
+                isinstance(action, ProtocolViolation)
+                and action.incarnation in self.core.peers
+                and self.random.random() < 0.7
+            ):
                 self.feed(PeerDown(action.incarnation, action.reason))
 
     def join(self, incarnation: int) -> None:
@@ -167,7 +174,10 @@ class CoordinatorWorld:
         if role not in (Role.PREFILL, Role.DECODE):
             return Hello(version, role, incarnation, f"w{incarnation}")
         capacity = Capacity(
-            source.choice([64, 1000, 1 << 30]), source.choice([16, 16, 16, 32]), source.choice([4, 64]), source.choice([512, 4096])
+            source.choice([64, 1000, 1 << 30]),
+            source.choice([16, 16, 16, 32]),
+            source.choice([4, 64]),
+            source.choice([512, 4096]),
         )
         hello: Hello = self.messages.make(
             Hello,
@@ -188,7 +198,9 @@ class CoordinatorWorld:
     def word_of(self, incarnation: int) -> Message:
         """An answer to what it was told, in part; or anything that its role may say."""
         source, role = self.random, ROLES[incarnation]
-        kinds = [kind for kind in self.by_role.get(role, []) if kind is not Hung or source.random() < 0.1] or [StatusRequest]
+        kinds = [kind for kind in self.by_role.get(role, []) if kind is not Hung or source.random() < 0.1] or [
+            StatusRequest
+        ]
         told = [send.message for send in self.sent if send.incarnation == incarnation][-6:]
         if role is Role.GATEWAY and source.random() < 0.7:
             kinds, told = [Submit], []

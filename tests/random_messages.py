@@ -56,7 +56,7 @@ class RandomMessages:
                 value = min(max(source.choice(FLOATS), ge or 0.0), le if le is not None else 1e12)
                 return 0.5 if gt is not None and value <= gt else value
             case inspect.StrType(min_length=least, max_length=most, pattern=pattern):
-                text = source.choice(("", "x", "y1", "model failed", "ü" * 100))
+                text = source.choice(("", "x", "y1", "model failed", "ü" * 100, "\0" * 512))
                 return "x1" if (least and not text) or pattern else text[:most]
             case inspect.BytesType(min_length=least, max_length=most):
                 size = source.choice((least or 0, 16, 32, 160, 7))

@@ -11,8 +11,8 @@ counted here are never more than those the worker has.
     flips     workers that change their role
     schedule  what runs where and when, after each of these
 
-A peer's message is first checked, which changes nothing, and then applied. A bug met by the check ends the link of the peer that
-sent the message; one met later may have left the state half changed, and ends the process.
+A peer's message is first checked, which changes nothing, and then applied. A bug met by the check ends the link of the peer
+that sent the message; one met later may have left the state half changed, and ends the process.
 """
 
 import traceback
@@ -161,7 +161,7 @@ class Core(State):
             return None
         try:
             fault = handler.check(self, incarnation, event)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- nothing has changed, whatever it is
             why = f"a bug of this coordinator, met by {type(event.message).__name__}"
             return ProtocolViolation(incarnation, why, "".join(traceback.format_exception(error)))
         return ProtocolViolation(incarnation, fault) if fault else None

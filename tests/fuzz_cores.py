@@ -80,7 +80,7 @@ ROLES = {
     33: Role.PREFILL, 41: Role.OBSERVER,
 }  # fmt: skip
 """By incarnation."""
-REQUESTS = tuple(f"r{number}" for number in range(1, 7)) + ("r1.c0", "r1.c1")
+REQUESTS = (*(f"r{number}" for number in range(1, 7)), "r1.c0", "r1.c1")
 LARGEST = (0, 5, (1 << 40) - 1)
 
 

@@ -1,12 +1,13 @@
 """What the core's state means to people: `crossdock status`, and how long to wait before trying again."""
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from coordinator.reporting.served import services
 from coordinator.state import State
-from proto.messages import Role, Submit
+from proto.messages import Hello, Role, Submit
 from proto.status import PairStatus, Process, StatusReport, TenantStatus, WorkerStatus
 
 NO_CAPACITY_S = 5.0
@@ -129,4 +130,23 @@ def _left_out(state: State) -> list[str]:
         for pool in state.pools.values()
         for (prefill, decode), breaker in pool.breakers.pairs.items()
         if breaker.tripped
+    ]
+
+
+def summed(
+    now: tuple[Mapping[str, int], Mapping[str, int]], earlier: tuple[Mapping[str, int], Mapping[str, int]]
+) -> list[dict[str, int]]:
+    """Counters, and what they had come to before they began anew."""
+    return [
+        {name: min(one.get(name, 0) + before.get(name, 0), COUNTER_MAX) for name in {**before, **one}}
+        for one, before in zip(now, earlier, strict=True)
+    ]
+
+
+def targets(own: tuple[Role, str, str], hellos: Iterable[Hello]) -> list[dict[str, object]]:
+    """All that can be observed, as Prometheus asks for it (`http_sd_configs`). `own`: role, name and address."""
+    others = [(hello.role, hello.name, hello.metrics) for hello in hellos if hello.metrics]
+    return [
+        {"targets": [address], "labels": {"crossdock_role": role.value, "crossdock_name": name}}
+        for role, name, address in (own, *others)
     ]

@@ -205,7 +205,7 @@ class DecodeWorld(Ports):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.accepted: dict[Key, list[int]] = {}
+        self.accepted: dict[Key, Accepted] = {}
         self.offered: dict[Key, int] = {}
         """Sessions that are not decided, and whose they are."""
         self.now = 0.0
@@ -274,7 +274,7 @@ class DecodeWorld(Ports):
         if answer is None:
             self.offered[key] = peer
         elif isinstance(answer, Accepted):
-            self.accepted[key] = list(answer.block_ids)
+            self.accepted[key] = answer
 
     def transfer(self) -> None:
         """A session ends: with a commit of any contents, or without one."""
@@ -284,11 +284,12 @@ class DecodeWorld(Ports):
             self.core.not_received(*key, [])
         elif self.accepted:
             key = self.random.choice(list(self.accepted))
-            blocks = self.accepted.pop(key)
+            accepted = self.accepted.pop(key)
+            blocks = list(accepted.block_ids)
             commit = self.messages.make(Commit, request_id=key[0], attempt=key[1], digests=())
             self.trail.append(commit)
             if self.chance(0.2):
-                self.core.not_yet_free(*key, blocks[: len(blocks) // 2])
+                self.core.not_yet_free(*key, blocks[accepted.cached_blocks :][:2])
                 self.core.not_received(*key, blocks)
             elif self.chance(0.1):
                 self.core.cannot_run(commit, blocks, "x" * 600)
@@ -311,12 +312,14 @@ class DecodeWorld(Ports):
             rows = batch.in_flight.rows
             drawn: list[Draw] = [None if self.chance(0.03) else (self.random.randrange(VOCAB), None) for _ in rows]
             outcome, reports = self.core.apply(drawn)
+            if batch.may_plan:
+                self.core.plan()
             self.core.pass_on(outcome, reports, self.now)
 
     # --- the KV receiver
 
     def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
         if self.offered.pop((request_id, attempt), None) is not None and isinstance(answer, Accepted):
-            self.accepted[request_id, attempt] = list(answer.block_ids)
+            self.accepted[request_id, attempt] = answer
 
     def abort(self, request_id: str, attempt: int, reason: str) -> None: ...

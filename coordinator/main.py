@@ -28,6 +28,7 @@ from coordinator.lifecycle import TERMINAL
 from coordinator.outbox import Outbox
 from coordinator.recovery.leader_lock import PREDECESSOR_S, LeaderLock, NotLeader
 from coordinator.recovery.stall_detector import StallDetector, StallGuard
+from coordinator.reporting import report
 from coordinator.reporting.metrics import CoordinatorMetrics
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
@@ -53,8 +54,8 @@ _BEHIND_RETRY_S = 1.0
 class Coordinator:
     """Wires the core to its control port."""
 
-    def __init__(self, settings: CoordinatorSettings, stalls: int = 0) -> None:
-        """`stalls`: after which this process began anew."""
+    def __init__(self, settings: CoordinatorSettings, before: "Coordinator | None" = None) -> None:
+        """`before`: what this process was until it was away."""
         self.settings = settings
         self.name = name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
@@ -81,9 +82,6 @@ class Coordinator:
         self.driver: CoreDriver[Event, Action] = CoreDriver(
             StallGuard(self.recorded or self.core, self.stall_detector), perform=self._perform, tick=Tick()
         )
-        self.metrics = CoordinatorMetrics(self.core, clock.now)
-        self.metrics.stalls = stalls
-        self.metrics.registry.introduce(name=name)
         self.observed = MetricsServer(settings.metrics)
         self.peers: dict[int, Peer] = {}
         self.tenants: TenantsFile | None = None
@@ -110,6 +108,16 @@ class Coordinator:
                 keys=keys_for(settings, Role.COORDINATOR, {"--bind": settings.bind}),
             ),
         )
+
+        if before is None:
+            self.metrics = CoordinatorMetrics(self.core, clock.now)
+            self.metrics.registry.introduce(name=name)
+            self.links = {"control": self.server.counters}
+            link_counters(self.metrics.registry, self.links)
+        else:
+            self.metrics, self.links = before.metrics, before.links
+            self.metrics.begin_anew(self.core, before.complete(report.status(before.core)))
+            self.links["control"] = self.server.counters
 
     async def run(self, stop: asyncio.Event, bind_within_s: float = 0.0) -> int:
         """Until `stop`, a failure, or an absence. `bind_within_s`: how long a predecessor may take to let the port go."""
@@ -138,7 +146,6 @@ class Coordinator:
         self.stall_detector.begin(clock.now())
         watching.append(watched(garbage_collector.collect_seldom(self._load, clock.now)))
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
-        link_counters(self.metrics.registry, {"control": self.server.counters})
         self.observed.show(self.metrics.registry, lambda: None, {"/targets": self._targets})
         self.log.info("listening", address=address)
         notify.ready(f"listening on {address}")
@@ -256,7 +263,7 @@ class Coordinator:
     def _send(self, send: Send) -> None:
         peer, message = self.peers.get(send.incarnation), send.message
         if isinstance(message, StatusReport):
-            message = self._complete(message)
+            message = self.complete(message)
         if peer is not None:
             peer.send(message, send.blob)
 
@@ -275,32 +282,32 @@ class Coordinator:
                 self.metrics.moved(action)
                 emit = self.log.info if state in TERMINAL else self.log.debug
                 emit("request", request_id=request_id, attempt=attempt, state=state.value, why=why)
-            case ProtocolViolation(incarnation, reason):
-                self.server.counters.protocol_errors += 1
+            case ProtocolViolation(incarnation, reason, bug):
                 peer = self.peers.get(incarnation)
+                self.server.counters.protocol_errors += not bug
+                self.server.counters.failed_checks += bool(bug)
+                if bug:
+                    name = peer.hello.name if peer is not None else "unknown"
+                    self.log.error("a bug met by a peer's message; its link ends", peer=name, traceback=bug)
                 if peer is not None:
                     # Not from inside the core's own event: dropping makes one.
                     asyncio.get_running_loop().call_soon(self.server.drop, peer, reason)
 
-    def _complete(self, report: StatusReport) -> StatusReport:
+    def complete(self, said: StatusReport) -> StatusReport:
         """With what the core does not see: what it answers depends on its events alone."""
-        links = self.server.counters
-        turned_away = {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}
-        own_counters = {"protocol_errors": links.protocol_errors, "absences": self.metrics.stalls}
-        counters = report.counters | own_counters | turned_away
+        links, metrics = self.server.counters, self.metrics
+        own_counters = {"protocol_errors": links.protocol_errors, "failed_checks": links.failed_checks}
+        own_counters |= {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}
+        counters, finished = report.summed((said.counters | own_counters, said.finished), metrics.earlier)
+        counters["absences"] = metrics.absences
         own = {self.name: self.observed.address} if self.observed.address else {}
         return msgspec.structs.replace(
-            report, counters=counters, metrics=own | report.metrics, recent=self.metrics.recent.figures()
+            said, counters=counters, finished=finished, metrics=own | said.metrics, recent=metrics.recent.figures()
         )
 
     def _targets(self) -> list[dict[str, object]]:
-        """All that can be observed, as Prometheus asks for it (`http_sd_configs`)."""
         own = (Role.COORDINATOR, self.name, self.observed.address)
-        others = [(p.hello.role, p.hello.name, p.hello.metrics) for p in self.peers.values() if p.hello.metrics]
-        return [
-            {"targets": [address], "labels": {"crossdock_role": role.value, "crossdock_name": name}}
-            for role, name, address in (own, *others)
-        ]
+        return report.targets(own, [peer.hello for peer in self.peers.values()])
 
 
 async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
@@ -327,13 +334,12 @@ async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
 
 async def _serve_anew(settings: CoordinatorSettings, stop: Stop, bind_within_s: float) -> int:
     """Under a new incarnation after each absence."""
-    stalls = 0
+    serving = Coordinator(settings)
     while True:
-        serving = Coordinator(settings, stalls)
-        status = await serving.run(stop, bind_within_s)
-        if status or stop.is_set() or not serving.stall_detector.away_s:
-            return status
-        stalls, bind_within_s = stalls + 1, PREDECESSOR_S
+        exit_code = await serving.run(stop, bind_within_s)
+        if exit_code or stop.is_set() or not serving.stall_detector.away_s:
+            return exit_code
+        serving, bind_within_s = Coordinator(settings, serving), PREDECESSOR_S
 
 
 def run(settings: CoordinatorSettings) -> int:

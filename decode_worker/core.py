@@ -152,6 +152,8 @@ class DecodeCore(Generic[S]):
             range(order.first_choice, order.first_choice + order.choices)
         ):
             return f"choices {choices} committed"
+        if order.resumed_tokens + 1 >= order.sampling.max_tokens:
+            return f"committed with {order.resumed_tokens + 1} of {order.sampling.max_tokens} tokens"
         if prompt_tokens and len(prompt_tokens) != order.prompt_tokens:
             return f"{len(prompt_tokens)} prompt tokens committed, {order.prompt_tokens} reserved"
         if max([*prompt_tokens, *(first.token for first in commit.first_tokens)]) >= self._vocab_size:

@@ -22,6 +22,11 @@ class RemoteProtocolError(CrossdockError):
     """A peer sent bytes that are not a message of this protocol, or a message that is not allowed here and now."""
 
 
+class CheckFailed(CrossdockError):
+    """Our own code failed while it looked at what a peer sent, before anything had changed: that peer's link ends, and the
+    process goes on. The cause is the exception."""
+
+
 class PeerRefused(CrossdockError):
     """A peer answered the handshake or an offer with a refusal; `str()` says which field differs."""
 

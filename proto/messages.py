@@ -199,9 +199,9 @@ class Interrupted(Message, frozen=True):
 class ClusterState(Message, frozen=True):
     """What a gateway needs to know to be ready: sent on every change."""
 
-    servable_models: Annotated[tuple[Text, ...], Meta(max_length=64)]
+    servable_models: Annotated[tuple[Text, ...], Meta(max_length=limits.MAX_MODELS)]
     """Models with at least one prefill and one decode worker that take new work: neither is draining."""
-    hash_block_sizes: Annotated[tuple[BlockSize, ...], Meta(max_length=64)] = ()
+    hash_block_sizes: Annotated[tuple[BlockSize, ...], Meta(max_length=limits.MAX_MODELS)] = ()
     """Tokens that each hash of a prompt is to cover: for each of them, its workers' smallest block size."""
 
 

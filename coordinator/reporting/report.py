@@ -1,12 +1,13 @@
 """What the core's state means to people: `crossdock status`, and how long to wait before trying again."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 
 from coordinator.reporting.served import services
 from coordinator.state import State
-from proto.messages import Role, Submit
+from proto.messages import Hello, Role, Submit
 from proto.status import PairStatus, Process, StatusReport, TenantStatus, WorkerStatus
 
 NO_CAPACITY_S = 5.0
@@ -124,4 +125,14 @@ def _left_out(state: State) -> list[str]:
         for pool in state.pools.values()
         for (prefill, decode), breaker in pool.breakers.pairs.items()
         if breaker.tripped
+    ]
+
+
+def targets(name: str, address: str, peers: Iterable[Hello]) -> list[dict[str, object]]:
+    """All that can be observed, the coordinator first, as Prometheus asks for it (`http_sd_configs`)."""
+    own = (Role.COORDINATOR, name, address)
+    others = [(hello.role, hello.name, hello.metrics) for hello in peers if hello.metrics]
+    return [
+        {"targets": [each], "labels": {"crossdock_role": role.value, "crossdock_name": whose}}
+        for role, whose, each in (own, *others)
     ]

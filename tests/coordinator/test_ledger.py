@@ -170,7 +170,7 @@ def test_kill_in_the_middle_forgives_nothing_and_doubles_nothing(tmp_path: Path)
             assert outcome is None or request_id in closing_asked
         assert past.charged == (("a/x", 0, sum(charged for _, charged in kept.values())),)
         assert {row.request_id for row in past.open} == {name for name, row in kept.items() if row[0] is None}
-    assert len(acknowledged) > 1000 and len(closing_asked) > 500
+    assert len(acknowledged) >= len(closing_asked) > 500
     # The word of those who know how the open ones ended comes at last, all of it again, and twice.
     known = sorted(rows(path))
     write(path, *[closed(request_id) for request_id in known * 2])

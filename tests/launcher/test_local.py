@@ -64,7 +64,8 @@ def test_a_second_ctrl_c_kills_what_does_not_stop(tmp_path: Path) -> None:
 
 
 START = """
-import asyncio, sys
+import asyncio, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 from rich.console import Console
 from launcher.local.lifetime import run_until_stopped
 

@@ -72,7 +72,10 @@ def _wait(usage_db: Path, path: Path, taken: "Future[int]") -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (path.parent, usage_db.resolve().parent):
             if kind := network_file_system(folder):
-                raise ConfigError(f"--usage-db: {folder} is on {kind}, a network file system, whose locks may be lost")
+                raise ConfigError(
+                    f"--usage-db: {folder} is on {kind}, a network file system, whose locks may be lost:"
+                    " name a file on a local disk"
+                )
         descriptor = open_lock(path)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if not is_at(descriptor, path):

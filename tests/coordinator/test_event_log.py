@@ -70,7 +70,7 @@ def test_it_reaches_the_disk_without_being_closed(tmp_path: Path, monkeypatch: p
         assert read(path).events == 3
         event_log.close("stopped")
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 100))
     assert read(path).ended == "stopped"
 
 
@@ -229,7 +229,7 @@ def test_a_full_disk_later_ends_only_the_recording(tmp_path: Path, monkeypatch: 
         event_log.close("stopped")
         assert writes == before
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 100))
 
 
 def test_a_failing_core_leaves_its_last_event_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from runtime.process.driver import Stop
 from runtime.process.exits import ConfigError
 from runtime.settings.roles import CoordinatorSettings
 
-SOON_S = 5.0
+SOON_S = 60.0
 
 
 def test_the_next_has_its_turn_when_the_first_gives_up(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class LeaderLock:
                     raise NotLeader(f"{self.path}: another coordinator writes this ledger")
                 return False
             self._descriptor = taking.result()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise NotLeader(str(error)) from None
         finally:
             taking.cancel()
@@ -70,7 +70,7 @@ def _wait(usage_db: Path, path: Path, taken: "Future[int]") -> None:
     descriptor = -1
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in (path.parent, usage_db.resolve().parent):
+        for folder in (path.parent, Path(os.path.realpath(usage_db)).parent):
             if kind := network_file_system(folder):
                 raise ConfigError(
                     f"--usage-db: {folder} is on {kind}, a network file system, whose locks may be lost:"
@@ -80,7 +80,7 @@ def _wait(usage_db: Path, path: Path, taken: "Future[int]") -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if not is_at(descriptor, path):
             raise FileNotFoundError(f"{path} was removed while this coordinator waited for it")
-    except (OSError, ConfigError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         if taken.set_running_or_notify_cancel():
             taken.set_exception(error)
     else:

@@ -142,6 +142,15 @@ def test_a_link_to_a_network_file_system_is_followed(tmp_path: Path, monkeypatch
         asyncio.run(LeaderLock(str(tmp_path / "usage.sqlite")).take(Stop(), 60))
 
 
+@pytest.mark.parametrize("name", ["a\0b", "loop/usage.sqlite", "file/usage.sqlite"])
+def test_a_path_that_cannot_be_meant_is_said_at_once(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotLeader) as caught:
+        asyncio.run(asyncio.wait_for(LeaderLock(str(tmp_path / name)).take(Stop(), None), 60))
+    assert "another coordinator" not in str(caught.value)
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_after_an_absence_it_serves_only_if_the_lock_is_still_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], replaced: bool

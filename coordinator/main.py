@@ -8,7 +8,7 @@ import msgspec
 
 from coordinator.accounting.ledger import Ledger, LedgerError
 from coordinator.accounting.quota import DAY_S
-from coordinator.accounting.usage import Closed, Opened
+from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.core import Core
 from coordinator.event_log.recorder import EventLog, RecordedCore
 from coordinator.events import (
@@ -49,6 +49,7 @@ from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import Tenants, TenantsError, open_tenants
 
 _BEHIND_RETRY_S = 1.0
+_CLOCK_STEP_S = 1.0  # by so much the wall clock may go apart from the monotonic one before the core is told
 
 
 class Coordinator:
@@ -87,6 +88,7 @@ class Coordinator:
         self.tenants: TenantsFile | None = None
         self.ledger: Ledger | None = None
         self.outbox = Outbox()
+        self._utc_offset_s = 0.0
         self.failure: asyncio.Event = asyncio.Event()
         """The ledger cannot be written any more."""
         self.server = LinkServer(
@@ -131,7 +133,7 @@ class Coordinator:
             await self.observed.listen()
             await self._configure()
             if self.tenants is not None:
-                watching.append(watched(self.tenants.watch(self._tenants_changed)))
+                watching.append(watched(self.tenants.watch(self._put_in_force)))
             address = await self.server.start(bind_within_s)
         except TenantsError as error:
             raise ConfigError(f"--tenants: {error}") from error
@@ -139,14 +141,15 @@ class Coordinator:
             await self._close_ledger(watching)
             if isinstance(error, CannotBind):
                 machine.check_listening("--bind", error)
-            self.log.error(
-                "cannot start", error=f"--bind: {error.strerror}" if isinstance(error, CannotBind) else str(error)
-            )
+            why = f"--bind: {error.strerror}" if isinstance(error, CannotBind) else f"--usage-db: {error}"
+            self.log.error("cannot start", error=why)
             return 1
         self.stall_detector.begin(clock.now())
         watching.append(watched(garbage_collector.collect_seldom(self._load, clock.now)))
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
-        self.observed.show(self.metrics.registry, lambda: None, {"/targets": self._targets})
+        own = (Role.COORDINATOR, self.name, self.observed.address)
+        pages = {"/targets": lambda: report.targets(own, [peer.hello for peer in self.peers.values()])}
+        self.observed.show(self.metrics.registry, lambda: None, pages)
         self.log.info("listening", address=address)
         notify.ready(f"listening on {address}")
         await self.observed.serve()
@@ -172,13 +175,14 @@ class Coordinator:
         while True:
             if self.stall_detector.look(clock.now()):
                 return
+            self._look_at_wall_clock()
             await asyncio.sleep(self.stall_detector.limit_s / 8)
 
     # --- tenants and their usage ----------------------------------------------------------------------------------------
 
     async def _configure(self) -> None:
         """Tell the core who its tenants are and what they used, before anyone joins. Raises `TenantsError`, `LedgerError`."""
-        settings, now = self.settings, clock.now()
+        settings = self.settings
         if settings.tenants:
             self.tenants = TenantsFile(settings.tenants)
         tenants = self.tenants.tenants if self.tenants is not None else open_tenants()
@@ -193,10 +197,18 @@ class Coordinator:
             past = await self.ledger.start(int(clock.unix_time() // DAY_S))
         elif any(level.limits.tokens_per_day for policy in tenants.policies.values() for level in policy.levels):
             self.log.warning("tokens_per_day begins anew at each start: no --usage-db is given")
-        self.driver.post(Configured(tenants, clock.unix_time() - now, past))
+        self._put_in_force(tenants, past)
 
-    def _tenants_changed(self, tenants: Tenants) -> None:
-        self.driver.post(Configured(tenants, clock.unix_time() - clock.now()))
+    def _put_in_force(self, tenants: Tenants, past: Past | None = None) -> None:
+        self._utc_offset_s = clock.unix_time() - clock.now()
+        self.driver.post(Configured(tenants, self._utc_offset_s, past))
+
+    def _look_at_wall_clock(self) -> None:
+        """Days begin by it: the core is told when somebody has set it."""
+        step_s = clock.unix_time() - clock.now() - self._utc_offset_s
+        if abs(step_s) > _CLOCK_STEP_S:
+            self.log.warning("the wall clock was set", step_s=round(step_s, 1))
+            self._put_in_force(self.core.billing.quotas.tenants)
 
     def _committed(self, request_ids: list[str]) -> None:
         for send in self.outbox.committed(request_ids):
@@ -305,10 +317,6 @@ class Coordinator:
             said, counters=counters, finished=finished, metrics=own | said.metrics, recent=metrics.recent.figures()
         )
 
-    def _targets(self) -> list[dict[str, object]]:
-        own = (Role.COORDINATOR, self.name, self.observed.address)
-        return report.targets(own, [peer.hello for peer in self.peers.values()])
-
 
 async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
     """In our turn: others may write the same ledger."""
@@ -324,7 +332,7 @@ async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
     try:
         if not await leader_lock.take(stop, None if settings.standby else PREDECESSOR_S):
             return 0
-        return await _serve_anew(settings, stop, PREDECESSOR_S if settings.standby else 0.0)
+        return await _serve_anew(settings, stop, PREDECESSOR_S if settings.standby else 0.0, leader_lock)
     except NotLeader as error:
         logger.error("cannot start", error=f"--usage-db: {error}")
         return 1
@@ -332,13 +340,17 @@ async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
         leader_lock.give_up()
 
 
-async def _serve_anew(settings: CoordinatorSettings, stop: Stop, bind_within_s: float) -> int:
-    """Under a new incarnation after each absence."""
+async def _serve_anew(
+    settings: CoordinatorSettings, stop: Stop, bind_within_s: float, leader_lock: LeaderLock | None = None
+) -> int:
+    """Under a new incarnation after each absence. Raises `NotLeader` where another coordinator may serve since."""
     serving = Coordinator(settings)
     while True:
         exit_code = await serving.run(stop, bind_within_s)
         if exit_code or stop.is_set() or not serving.stall_detector.away_s:
             return exit_code
+        if leader_lock is not None and not leader_lock.is_held():
+            raise NotLeader(f"{leader_lock.path}: it was removed or replaced while this coordinator was away")
         serving, bind_within_s = Coordinator(settings, serving), PREDECESSOR_S
 
 

@@ -53,6 +53,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
         title="crossdock",
         version=version_of(),
         summary="OpenAI's API for completions and chat.",
+        openapi_url=None,  # `openapi.describe` serves it
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,

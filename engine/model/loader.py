@@ -102,14 +102,15 @@ def _resolve(model: str, progress: Callable[[str], None]) -> Path:
     """The folder of a model, fetched from the hub when `model` is not a local one."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        name, _, revision = model.partition("@")
+        if name.count("/") != 1 or name.startswith((".", "/", "~")):
             raise ModelUnsupported(f"{model}: no such folder, and not an ORG/NAME of the hub")
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
         progress(f"fetching {model}")
         try:
-            folder = Path(snapshot_download(model, allow_patterns=_DOWNLOAD))
+            folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=_DOWNLOAD))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise ModelUnsupported(f"{model}: cannot be fetched from the hub: {_first_line(error)}") from error
     if not (folder / "config.json").is_file():

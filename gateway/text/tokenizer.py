@@ -19,6 +19,7 @@ from proto import limits
 from proto.errors import CrossdockError
 
 _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
+_DOWNLOAD = ["*.json", "*.jinja", "*.model", "*.txt"]
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What the expressions of a template may raise."""
@@ -183,15 +184,20 @@ def _bytes_per_token_max(backend: Any) -> int | None:
 
 
 def load(model: str, *, model_sampling: bool = True) -> ModelTokenizer:
-    """Load tokenizer and facts of a folder or ORG/NAME; `model_sampling`: with the sampling defaults of its
+    """Load tokenizer and facts of a folder, ORG/NAME or ORG/NAME@REVISION; `model_sampling`: with the sampling defaults of its
     generation_config.json. Raises `ModelFilesError`."""
     import transformers
 
     path = Path(model).expanduser()
     source = str(path) if path.is_dir() else model
-    if not path.is_dir() and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
+    name, _, revision = model.partition("@")
+    if not path.is_dir() and (model.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelFilesError(f"{model}: there is no such folder")
     try:
+        if not path.is_dir() and revision:
+            from huggingface_hub import snapshot_download
+
+            source = snapshot_download(name, revision=revision, allow_patterns=_DOWNLOAD)
         config = _read_json(source, "config.json")
         if config is None:
             raise ModelFilesError(f"{model}: has no config.json")

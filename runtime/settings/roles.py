@@ -191,7 +191,8 @@ class ClientSettings(CommonSettings):
     coordinator: Address = Field("tcp://127.0.0.1:7070", description="Address of the coordinator.")
     model: str = Field(
         min_length=1,
-        description="Folder with a model in Hugging Face format (config, tokenizer, safetensors), or ORG/NAME.",
+        description="Folder with a model in Hugging Face format (config, tokenizer, safetensors), ORG/NAME, or"
+        " ORG/NAME@REVISION.",
     )
     model_id: str = Field(
         "", max_length=512, description="Model name that clients use; empty: the folder's name or ORG/NAME."

@@ -35,11 +35,11 @@ WEIGHTS_HELP: Final = (
 
 
 def model_id_of(model: str, model_id: str) -> str:
-    """The id clients use: `model_id` where given, else a folder's own name, else `ORG/NAME` as it stands."""
+    """The id clients use: `model_id` where given, else a folder's own name, else `ORG/NAME` without a revision."""
     if model_id:
         return model_id
     path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else model
+    return path.resolve().name if path.is_dir() else model.partition("@")[0]
 
 
 class Options(BaseSettings):

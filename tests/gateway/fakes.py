@@ -171,7 +171,7 @@ class Site:
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+        return httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60)
 
 
 def make_site(

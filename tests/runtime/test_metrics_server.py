@@ -54,7 +54,7 @@ async def ask(host: str, port: int, request: bytes = b"GET /metrics HTTP/1.1\r\n
 def test_two_roles_on_one_page_are_told_apart() -> None:
     async def test(server: MetricsServer, host: str, port: int) -> None:
         page, up = CombinedPage(server, 2), {"decode": False}
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as client:
             for role in ("prefill", "decode"):
                 assert (await client.get("/ready")).status_code == 503, "it is starting"
                 registry = MetricsRegistry(role)
@@ -80,7 +80,7 @@ def test_two_roles_on_one_page_are_told_apart() -> None:
 def test_what_is_where() -> None:
     async def test(server: MetricsServer, host: str, port: int) -> None:
         registry, not_ready = MetricsRegistry("gateway"), ["no worker"]
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as client:
             assert (await client.get("/health")).status_code == 200
             assert (await client.get("/ready")).status_code == 503, "it is starting"
             assert (await client.get("/metrics")).status_code == 503
@@ -104,7 +104,7 @@ def test_live_fails_with_what_feeds_the_watchdog(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(notify, "_checks", [lambda: progress[0], lambda: progress[1]])
 
     async def test(_: MetricsServer, host: str, port: int) -> None:
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as client:
             assert (await client.get("/live")).status_code == 200, "a process that starts is not ended for it"
             progress[1] = False
             assert (await client.get("/live")).status_code == 503

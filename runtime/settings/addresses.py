@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-_ADDRESS = re.compile(r"^tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.*_-]+):(?P<port>\d{1,5})$")
+_ADDRESS = re.compile(r"^tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.*_-]+):(?P<port>\d{1,5})\Z")
 EVERY_INTERFACE = ("*", "0.0.0.0", "[::]")
 METRICS_OFF = "off"
 

@@ -29,7 +29,7 @@ SECTIONS: Final[dict[str, type[Options]]] = {
     cls.section: cls for cls in (CoordinatorSettings, GatewaySettings, WorkerSettings, ServeSettings)
 }
 CONFIG_ENV: Final = ENV_PREFIX + "CONFIG"
-_COMPLAINT: Final = re.compile(r"^[\w .-]+: (--[a-z].*)$")
+_COMPLAINT: Final = re.compile(r"^[\w .-]+: (--[a-z].*)\Z")
 
 
 class SettingsError(CrossdockError):

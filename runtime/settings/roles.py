@@ -30,7 +30,7 @@ class CommonSettings(SecurityOptions):
     name: str = Field(
         "",
         max_length=64,
-        pattern=r"^[A-Za-z0-9_.:-]*$",
+        pattern=r"^[A-Za-z0-9_.:-]*\z",
         description="Name of this process in logs and in status; empty: role and process id.",
     )
     heartbeat_ms: int = Field(

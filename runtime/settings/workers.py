@@ -103,7 +103,7 @@ class WorkerSettings(ClientSettings):
     kv_interface: str = Field(
         "",
         max_length=64,
-        pattern=r"^[A-Za-z0-9_.:@-]*$",
+        pattern=r"^[A-Za-z0-9_.:@-]*\z",
         description="Network interface for KV blocks, like eth1: its address is the default of --transfer-host, and gloo and"
         " NCCL are told of it once, at the start. Empty: none is preferred.",
     )

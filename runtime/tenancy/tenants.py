@@ -159,8 +159,8 @@ class Tenants:
 
 # --- the file's shape -------------------------------------------------------------------------------------------------
 
-_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-_Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}\z")]
+_Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}\z")]
 _Limit = Annotated[int, Field(gt=0, le=_LIMIT_MAX)]
 _Milliseconds = Annotated[float, Field(gt=0.0, le=86_400_000.0)]
 _Weight = Annotated[float, Field(gt=0.0, le=1e6)]

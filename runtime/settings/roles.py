@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from runtime.settings.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
-from runtime.settings.types import CommaList, Panels, Port, SecurityOptions, model_id_of
+from runtime.settings.types import CommaList, HostNames, Networks, Panels, Port, SecurityOptions, model_id_of
 
 
 class CommonSettings(SecurityOptions):
@@ -227,7 +227,7 @@ class GatewaySettings(ClientSettings):
 
     section = "gateway"
     panels: ClassVar[Panels] = {
-        "HTTP": "host port body_bytes_max client_timeout_ms cors_origins access_log",
+        "HTTP": "host port body_bytes_max client_timeout_ms cors_origins allowed_hosts trusted_proxies access_log",
         "Tenants": "api_keys tenants tenant_requests_max",
         "Requests and streams": "more_models served_model_name generation_config default_max_tokens responses_keep_s"
         " queue_wait_s stream_idle_ms stream_keep_alive_ms",
@@ -275,6 +275,17 @@ class GatewaySettings(ClientSettings):
         default_factory=list,
         description="Origins of web pages that may call this API from a browser, separated by commas, like"
         " https://chat.example.org; *: all. Empty: none may.",
+    )
+    allowed_hosts: HostNames = Field(
+        default_factory=list,
+        description="Where no API key is needed: names, besides those of the addresses it listens on, by which clients may"
+        " reach this gateway (the Host header), separated by commas, like models.example.org; *: any, which lets web pages"
+        " reach it through a name of their own. Addresses and localhost are always allowed.",
+    )
+    trusted_proxies: Networks = Field(
+        default_factory=list,
+        description="Addresses and networks of reverse proxies, separated by commas, like 10.0.0.5,10.1.0.0/16. Their"
+        " X-Forwarded-For says which client a request counts for where there are no API keys; everybody else's is ignored.",
     )
     responses_keep_s: float = Field(
         3600.0,

@@ -116,6 +116,8 @@ class Backend:
         self._coordinator: Sender | None = None
         self._servable: dict[str, int] = {}
         """Tokens that each hash of a prompt is to cover, for each model; 0 where that is not known."""
+        self.hash_key = b""
+        """Of the cluster, for the hashes of prompts; as the coordinator says it."""
         self._subscriptions: dict[str, Subscription] = {}
         self._times: dict[str, StreamTimes] = {}
         self._draining = False
@@ -197,7 +199,8 @@ class Backend:
         match message:
             case Accepted() | Rejected() | Interrupted():
                 self._driver.post(message)
-            case ClusterState(servable, sizes):
+            case ClusterState(servable, sizes, hash_key):
+                self.hash_key = hash_key or self.hash_key
                 if any(name in self._servable and name not in servable for name in self.models):
                     self._driver.post(CapacityLost())
                 self._servable = dict.fromkeys(servable, 0) | dict(zip(servable, sizes, strict=False))

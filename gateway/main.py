@@ -189,9 +189,10 @@ class GatewayProcess:
                 self.log.warning("coordinator lost", reason=reason)
             self.backend.coordinator_down(peer, reason)
 
+        hello = msgspec.structs.replace(self.hello, address=address, metrics=self.observed.address)
         client = LinkClient(
             address=self.settings.coordinator,
-            hello=msgspec.structs.replace(self.hello, address=address, metrics=self.observed.address),
+            hello=lambda: msgspec.structs.replace(hello, hash_key=self.backend.hash_key),
             on_up=up,
             on_message=self.backend.coordinator_message,
             on_down=down,

@@ -278,14 +278,12 @@ class GatewaySettings(ClientSettings):
     )
     allowed_hosts: HostNames = Field(
         default_factory=list,
-        description="Where no API key is needed: names, besides those of the addresses it listens on, by which clients may"
-        " reach this gateway (the Host header), separated by commas, like models.example.org; *: any, which lets web pages"
-        " reach it through a name of their own. Addresses and localhost are always allowed.",
+        description="Where no API key is needed: more names by which clients may reach it (the Host header), separated by commas,"
+        " besides addresses, localhost and --host; *: any, so that a web page can reach it by a name of its own.",
     )
     trusted_proxies: Networks = Field(
         default_factory=list,
-        description="Addresses and networks of reverse proxies, separated by commas, like 10.0.0.5,10.1.0.0/16. Their"
-        " X-Forwarded-For says which client a request counts for where there are no API keys; everybody else's is ignored.",
+        description="Reverse proxies, like 10.0.0.5,10.1.0.0/16: X-Forwarded-For of no others says whose client a request is.",
     )
     responses_keep_s: float = Field(
         3600.0,

@@ -28,8 +28,10 @@ def name_shown(name: str) -> str:
     return name if _SHOWN.fullmatch(name) and not _KEY_LIKE.search(name) else "…"
 
 
-def not_toml(error: ValueError) -> str:
+def not_toml(error: ValueError | RecursionError) -> str:
     """Where the text stops being TOML. What the parser says beside that repeats the text."""
+    if isinstance(error, RecursionError):
+        return "not TOML that can be read: it is nested too deeply"
     at = re.search(r"\(at (line \d+, column \d+|end of document)\)", str(error))
     return f"not TOML, at {at[1]}" if at else "not TOML"
 

@@ -212,9 +212,7 @@ def parse(text: str) -> Tenants:
     """Raises `TenantsError`."""
     try:
         content = tomllib.loads(text)
-    except RecursionError:
-        raise TenantsError("not TOML that can be read: it is nested too deeply") from None
-    except ValueError as error:  # TOMLDecodeError, and what Python's own parsers of numbers and dates raise
+    except (ValueError, RecursionError) as error:
         raise TenantsError(not_toml(error)) from None
     try:
         part = _FilePart.model_validate(content)

@@ -89,3 +89,18 @@ print(run_process(main), run_process(main, private=True))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout.split() == ["0", "0"], done.stderr
+
+
+def test_a_role_opens_as_many_files_as_it_may() -> None:
+    code = """
+import resource
+from runtime.process.driver import run_process
+async def main(stop):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return int(soft != hard)
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+print(run_process(main))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.split() == ["0"], done.stderr

@@ -64,7 +64,11 @@ def say_what_is_encrypted(settings: WorkerSettings, transports: tuple[str, ...],
     clear += ["tcp"] if "tcp" in transports and not settings.encrypts_transfers else []
     left_out = [name for name in allowed_on(settings.kv_transport, device) if name not in transports]
     if clear:
-        log.warning("KV may cross to other hosts in the clear", transports=clear, because="--kv-transport, --transfer-encryption")
+        log.warning(
+            "KV may cross to other hosts in the clear",
+            transports=clear,
+            because="--kv-transport, --transfer-encryption",
+        )
     elif left_out:
         how = f"--kv-transport {left_out[0]} or --transfer-encryption off"
         log.info("KV crosses to other hosts encrypted", not_used=left_out, to_use_them=how)

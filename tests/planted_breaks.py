@@ -1,5 +1,5 @@
-"""Breaks of the measures in SECURITY.md: each switches one off, by an edit of the source as it is imported, upon which the test that
-the table names must fail. `tests/test_security.py` runs them.
+"""Breaks of the measures in SECURITY.md: each switches one off, by an edit of the source as it is imported, upon which the test
+that the table names must fail. `tests/test_security.py` runs them.
 
     python -m tests.planted_breaks TEST        runs one test with its break
 """
@@ -47,7 +47,9 @@ def run(test: str) -> int:
 
     plant(test)
     with tempfile.TemporaryDirectory() as folder:
-        site = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tests.planted_breaks import plant\nplant({test!r})\n"
+        site = (
+            f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom tests.planted_breaks import plant\nplant({test!r})\n"
+        )
         (Path(folder) / "sitecustomize.py").write_text(site)
         os.environ["PYTHONPATH"] = folder
         return int(pytest.main([test, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]))
@@ -55,7 +57,11 @@ def run(test: str) -> int:
 
 CURVE, LINK, TCP = "tests/runtime/test_curve.py::", "tests/runtime/test_link.py::", "tests/kvtransfer/test_tcp.py::"
 STRANGERS, RECORDS = "tests/kvtransfer/test_tcp_strangers.py::", "tests/kvtransfer/test_tcp_records.py::"
-TENANCY, SLOW, REACH = "tests/gateway/test_tenancy.py::", "tests/gateway/test_slow_clients.py::", "tests/gateway/test_reach.py::"
+TENANCY, SLOW, REACH = (
+    "tests/gateway/test_tenancy.py::",
+    "tests/gateway/test_slow_clients.py::",
+    "tests/gateway/test_reach.py::",
+)
 METRICS, TENANTS = "tests/runtime/test_metrics_server.py::", "tests/runtime/test_tenants_file.py::"
 RESPONSES, REPLAY = "tests/gateway/test_responses.py::", "tests/coordinator/test_replay.py::"
 HASHES, NOTIFY = "tests/coordinator/test_hash_key.py::", "tests/launcher/test_notify_listener.py::"
@@ -104,7 +110,9 @@ BREAKS: Final[dict[str, Break]] = {
     NOTIFY + "test_only_a_child_and_those_it_started_are_heard": Break(
         "launcher/local/notify_listener.py", "if sender == pid:", "if True:"
     ),
-    NOTIFY + "test_other_users_are_not_heard": Break("launcher/local/notify_listener.py", "if uid != os.getuid():", "if False:"),
+    NOTIFY + "test_other_users_are_not_heard": Break(
+        "launcher/local/notify_listener.py", "if uid != os.getuid():", "if False:"
+    ),
     "tests/proto/test_fuzz.py::test_frames_that_are_almost_messages_are_refused_and_nothing_else_is_raised": Break(
         "proto/codec.py", "    check_frames(frames)\n", ""
     ),
@@ -118,7 +126,9 @@ BREAKS: Final[dict[str, Break]] = {
         "proto/newer.py", "if lowest <= theirs <= highest:", "if True:"
     ),
     "tests/proto/test_versions.py::test_frames_that_are_almost_messages_of_the_next_version_raise_nothing_else": Break(
-        "proto/newer.py", "except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError)", "except KeyError"
+        "proto/newer.py",
+        "except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError)",
+        "except KeyError",
     ),
     LINK + "test_a_connection_that_does_not_get_on_with_its_handshake_is_closed": Break(
         "runtime/process/zmq_sockets.py", "socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)", "pass"
@@ -130,14 +140,19 @@ BREAKS: Final[dict[str, Break]] = {
         "kvtransfer/receiver.py", 'if listen_host in ("", "*", "0.0.0.0", "::"):', "if False:"
     ),
     STRANGERS + "test_who_says_nothing_is_closed_in_time": Break(
-        "kvtransfer/transports/tcp/listener.py", "PendingConnections(limit, HELLO_TIMEOUT_S)", "PendingConnections(limit, 1e9)"
+        "kvtransfer/transports/tcp/listener.py",
+        "PendingConnections(limit, HELLO_TIMEOUT_S)",
+        "PendingConnections(limit, 1e9)",
     ),
     TCP + "test_who_listens_without_the_key_is_given_nothing": Break(
         "kvtransfer/transports/tcp/handshake.py",
-        'if not hmac.compare_digest(proof, _proof(key, b"receiver", token, sender_nonce, nonce)):', "if False:",
+        'if not hmac.compare_digest(proof, _proof(key, b"receiver", token, sender_nonce, nonce)):',
+        "if False:",
     ),
     TCP + "test_a_hello_that_was_overheard_is_good_for_nothing": Break(
-        "kvtransfer/transports/tcp/listener.py", "self._expected.pop(hello.token, None)", "self._expected.get(hello.token)"
+        "kvtransfer/transports/tcp/listener.py",
+        "self._expected.pop(hello.token, None)",
+        "self._expected.get(hello.token)",
     ),
     TCP + "test_what_crosses_can_be_read_only_without_encryption": Break(
         "kvtransfer/receiver.py", "self._settings.encrypt or message.encrypt", "False"
@@ -146,7 +161,9 @@ BREAKS: Final[dict[str, Break]] = {
         "kvtransfer/transports/tcp/stream.py", "self._received += 1", "pass"
     ),
     RECORDS + "test_a_record_that_was_not_agreed_on_ends_its_connection_only": Break(
-        "kvtransfer/transports/tcp/stream.py", "if _HEADER.unpack(self._header) != (sequence, number, len(target)):", "if False:"
+        "kvtransfer/transports/tcp/stream.py",
+        "if _HEADER.unpack(self._header) != (sequence, number, len(target)):",
+        "if False:",
     ),
     STRANGERS + "test_strangers_at_the_port_cost_no_transfer": Break(
         "kvtransfer/transports/tcp/listener.py", "self._on_stranger(reason)", "pass"
@@ -155,7 +172,9 @@ BREAKS: Final[dict[str, Break]] = {
         "kvtransfer/transports/unix_socket.py", "return bool(uid == os.geteuid())", "return True"
     ),
     "tests/kvtransfer/test_digests.py::test_kv_that_changed_between_computation_and_transfer_is_refused": Break(
-        "kvtransfer/memory/digests.py", "if found := self.known(block_ids):", "self.make(block_ids)\n        if found := self.known(block_ids):"
+        "kvtransfer/memory/digests.py",
+        "if found := self.known(block_ids):",
+        "self.make(block_ids)\n        if found := self.known(block_ids):",
     ),
     TCP + "test_either_end_has_it_encrypted": Break(
         "kvtransfer/receiver.py", "self._settings.encrypt or message.encrypt", "self._settings.encrypt"
@@ -166,7 +185,9 @@ BREAKS: Final[dict[str, Break]] = {
     CLEAR + "test_with_keys_nothing_crosses_in_the_clear_unless_it_is_asked_for_by_name": Break(
         "runtime/settings/workers.py", ' or (self.encrypts_transfers and self.kv_transport == "auto")', ""
     ),
-    CLEAR + "test_the_start_says_what_may_cross_in_the_clear": Break("launcher/worker_roles.py", "    if clear:", "    if False:"),
+    CLEAR + "test_the_start_says_what_may_cross_in_the_clear": Break(
+        "launcher/worker_roles.py", "    if clear:", "    if False:"
+    ),
     TENANCY + "test_a_port_that_is_open_to_everyone_is_said": Break(
         "gateway/main.py", "if not (gateway.keys.needed or", "if not (True or"
     ),
@@ -192,7 +213,9 @@ BREAKS: Final[dict[str, Break]] = {
         "scripts/kubernetes.yaml", "CROSSDOCK_TENANTS: /tenants/tenants.toml", 'CROSSDOCK_TENANTS: ""'
     ),
     REACH + "test_only_a_trusted_proxy_says_which_client_a_request_is_for": Break(
-        "gateway/http/reach.py", "if client is None or not any(client in proxy for proxy in self._proxies):", "if False:"
+        "gateway/http/reach.py",
+        "if client is None or not any(client in proxy for proxy in self._proxies):",
+        "if False:",
     ),
     REACH + "test_pages_of_other_origins_may_not_call": Break(
         "gateway/http/reach.py", "or _is_own(origin, asked)", "or True"
@@ -243,8 +266,12 @@ BREAKS: Final[dict[str, Break]] = {
     "tests/gateway/test_served.py::test_bodies_over_the_limit_are_refused_with_and_without_a_length": Break(
         "gateway/http/body.py", "if held + len(part) > self.body_bytes_max:", "if False:"
     ),
-    "tests/gateway/test_tenant_slots.py": Break("gateway/fair_share.py", "if held + amount > min(room, self._tenant_max):", "if amount > room:"),
-    "tests/gateway/test_fair_queue.py": Break("gateway/text/fair_queue.py", "if organisation.credit >= job.cost:", "if True:"),
+    "tests/gateway/test_tenant_slots.py": Break(
+        "gateway/fair_share.py", "if held + amount > min(room, self._tenant_max):", "if amount > room:"
+    ),
+    "tests/gateway/test_fair_queue.py": Break(
+        "gateway/text/fair_queue.py", "if organisation.credit >= job.cost:", "if True:"
+    ),
     "tests/gateway/test_templates.py::test_what_a_template_makes_is_bounded": Break(
         "gateway/text/tokenizer.py", "if len(text) > _TEMPLATE_CHARS_MAX:", "if False:"
     ),
@@ -252,23 +279,26 @@ BREAKS: Final[dict[str, Break]] = {
         "gateway/text/tokenizer.py", "except (JinjaError, *_OF_TEMPLATES)", "except KeyboardInterrupt"
     ),
     "tests/engine/test_refusals.py::test_missing_and_broken_folders": Break(
-        "engine/model/loader.py", 'has no safetensors weights; other', "has other"
+        "engine/model/loader.py", "has no safetensors weights; other", "has other"
     ),
     RESPONSES + "test_no_tenant_reads_anothers_responses": Break(
-        "gateway/response_store.py", "self._tenants.get(tenant, OrderedDict()).get(response_id)",
+        "gateway/response_store.py",
+        "self._tenants.get(tenant, OrderedDict()).get(response_id)",
         "next((own[response_id] for own in self._tenants.values() if response_id in own), None)",
     ),
     RESPONSES + "test_what_is_kept_is_bounded_in_number_bytes_and_time_and_for_each_tenant": Break(
         "gateway/response_store.py", "if self._tenants[owner][oldest].until > now:", "if True:"
     ),
-    "tests/gateway/test_block_hashes.py": Break("gateway/text/block_hashes.py", 'f"{block_size}:{cache_group}"', 'f"{block_size}"'),
+    "tests/gateway/test_block_hashes.py": Break(
+        "gateway/text/block_hashes.py", 'f"{block_size}:{cache_group}"', 'f"{block_size}"'
+    ),
     HASHES + "test_gateways_share_one_random_key_that_outlives_the_coordinator": Break(
         "coordinator/main.py", "self.hash_key or peer.hello.hash_key or secrets", "self.hash_key or secrets"
     ),
     HASHES + "test_hashes_say_nothing_without_the_key": Break(
         "gateway/text/block_hashes.py", "digest_size=32, key=cluster_key,", "digest_size=32,"
     ),
-}  # fmt: skip
+}
 """By the name of the test in SECURITY.md."""
 
 if __name__ == "__main__":

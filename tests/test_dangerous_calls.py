@@ -37,8 +37,8 @@ def _constants(node: ast.AST) -> Iterator[str]:
 
 
 def patterns(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, regular expression) of all that a module compiles, or gives to pydantic or msgspec as `pattern`, and of each string
-    that begins like one, under whatever name it is used."""
+    """(line, regular expression) of all that a module compiles, or gives to pydantic or msgspec as `pattern`, and of each
+    string that begins like one, under whatever name it is used."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
@@ -73,8 +73,9 @@ def _flat(parsed: Any) -> Iterator[tuple[Any, Any]]:
 
 def test_no_pattern_ends_with_a_dollar() -> None:
     """`$` matches before a last line break too; `\\Z` (`\\z` for pydantic) does not."""
-    found = {f"{path}:{line}: {text}" for path, tree in _trees() if path != _JSON_SCHEMA
-             for line, text in patterns(tree)}
+    found = {
+        f"{path}:{line}: {text}" for path, tree in _trees() if path != _JSON_SCHEMA for line, text in patterns(tree)
+    }
     assert len(found) > 40
     assert not sorted(one for one in found if lets_a_line_break_through(one.split(": ", 1)[1]))
 

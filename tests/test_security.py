@@ -39,8 +39,9 @@ PARAGRAPHS = {
 }
 """Bold beginnings of the page's paragraphs, each with beginnings of the tests, or the files, that show what it promises."""
 CLUSTER = "needs a cluster of processes"
+EVERYWHERE = "test_unknown_keys_plain_clients_and_impostors_are_turned_away_at_every_port_and_counted"
 WITHOUT_BREAK = {
-    "tests/e2e/test_secured.py::test_unknown_keys_plain_clients_and_impostors_are_turned_away_at_every_port_and_counted": CLUSTER,
+    f"tests/e2e/test_secured.py::{EVERYWHERE}": CLUSTER,
     "tests/e2e/test_serve.py::test_keys_from_the_environment_are_those_of_every_process": CLUSTER,
     "tests/e2e/test_hostile.py::test_ten_thousand_hostile_connections_at_each_port": CLUSTER,
     "tests/e2e/test_fuzz.py::test_a_hundred_thousand_frames_at_each_port": CLUSTER,

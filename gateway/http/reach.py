@@ -1,5 +1,5 @@
-"""From where a request may come, before anything else looks at it: which client's it is behind a reverse proxy, and, where no key
-is needed, by which name it asked and from which web page.
+"""From where a request may come: which client's it is behind a reverse proxy, and, where no key is needed, by which name it asked
+and from which web page.
 
 Without a key, whoever reaches the port is let in, and so is a page in the browser of somebody who can: by a name that its owner
 points at this machine (DNS rebinding) it counts as the gateway's own page. Hence the names are looked at.
@@ -34,8 +34,8 @@ class Reach:
         origins: Collection[str] = (),
         trusted_proxies: Sequence[str] = (),
     ) -> None:
-        """`allowed_hosts`: names that are answered besides addresses and localhost. `origins`: those of web pages that may call;
-        in both, `*` is all. `trusted_proxies`: addresses and networks."""
+        """`allowed_hosts`: names that are answered besides addresses and localhost. `origins`: of web pages that may call; in
+        both, `*` is all. `trusted_proxies`: addresses and networks."""
         self._app = app
         self._answer = answer
         self._keys_needed = keys_needed

@@ -28,7 +28,7 @@ class NotifySocket:
         folder = tempfile.mkdtemp(prefix="crossdock-")
         if len(os.fsencode(folder)) + len("/notify") > _PATH_BYTES_MAX:
             os.rmdir(folder)
-            folder = tempfile.mkdtemp(prefix="crossdock-", dir="/tmp")  # noqa: S108 (made for this user alone)
+            folder = tempfile.mkdtemp(prefix="crossdock-", dir="/tmp")
         self.address = f"{folder}/notify"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)

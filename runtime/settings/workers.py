@@ -110,9 +110,8 @@ class WorkerSettings(ClientSettings):
     kv_transport: Literal["auto", "shm", "cuda_ipc", "nccl", "tcp", "gloo"] = Field(
         "auto",
         description="How KV crosses: shm in one host, cuda_ipc on one GPU, nccl between GPUs, tcp between any two; auto: the"
-        " best of these that a pair can use, with --keys only those that do not send KV to another host in the clear, which nccl"
-        " does. gloo, between any two, is for tests and trusted networks: it neither encrypts nor knows its peer, and a stranger"
-        " can end the worker.",
+        " best of these that a pair can use, with --keys without nccl, which sends KV to another host in the clear. gloo, between"
+        " any two, is for tests and trusted networks: it neither encrypts nor knows its peer, and a stranger can end the worker.",
     )
     transfer_encryption: Literal["auto", "on", "off"] = Field(
         "auto",

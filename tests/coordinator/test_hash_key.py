@@ -27,7 +27,10 @@ def gateway(incarnation: int, key: bytes = b"") -> Hello:
 
 def with_coordinator(scene: Callable[[Join], Awaitable[None]], event_log: str = "") -> None:
     async def body() -> None:
-        coordinator, stop = Coordinator(CoordinatorSettings(bind="tcp://127.0.0.1:0", metrics="off", event_log=event_log)), Stop()
+        coordinator, stop = (
+            Coordinator(CoordinatorSettings(bind="tcp://127.0.0.1:0", metrics="off", event_log=event_log)),
+            Stop(),
+        )
         running, clients = asyncio.create_task(coordinator.run(stop)), []
         await until(lambda: bool(coordinator.server._tasks))
         address = coordinator.server._socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -23,7 +23,18 @@ FOREIGN = [
     "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "models.example.org.evil",
     "2130706433", "0x7f.1", "localhost..", "xmodels.example.org", "sub.localhost",
 ]  # fmt: skip
-BROKEN = ["", " ", "a b", "localhost:x", "localhost:80:80", "[::1", "::1", "localhost/x", "user@localhost", "localhost,evil"]
+BROKEN = [
+    "",
+    " ",
+    "a b",
+    "localhost:x",
+    "localhost:80:80",
+    "[::1",
+    "::1",
+    "localhost/x",
+    "user@localhost",
+    "localhost,evil",
+]
 
 
 async def _asked(headers: list[tuple[str, str]], *, http_version: str = "1.1", **site) -> tuple[int, str]:
@@ -150,7 +161,11 @@ def test_only_a_trusted_proxy_says_which_client_a_request_is_for() -> None:
     assert owner("10.0.0.1", "203.0.113.7") == "address:203.0.113.7"
     assert owner("10.0.0.1", "203.0.113.7", proxies=()) == "address:10.0.0.1"
     assert owner("::ffff:10.0.0.1", "203.0.113.7:4711") == "address:203.0.113.7"
-    assert owner("10.0.0.1", "[2001:db8:1:2::7]:443") == owner("fd00::1", "2001:db8:1:2::9") == "address:0x20010db800010002"
+    assert (
+        owner("10.0.0.1", "[2001:db8:1:2::7]:443")
+        == owner("fd00::1", "2001:db8:1:2::9")
+        == "address:0x20010db800010002"
+    )
 
 
 def test_what_a_client_wrote_itself_does_not_count() -> None:
@@ -163,7 +178,8 @@ def test_what_a_client_wrote_itself_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["anything", "", ",", "unknown", "_hidden", "1.2.3", "203.0.113.7x", "fe80::1%a", "010.1.1.1", "\xb2", "localhost"]
+    "value",
+    ["anything", "", ",", "unknown", "_hidden", "1.2.3", "203.0.113.7x", "fe80::1%a", "010.1.1.1", "\xb2", "localhost"],
 )
 def test_what_is_no_address_is_nobody(value: str) -> None:
     assert owner("10.0.0.1", value) == "address:10.0.0.1"

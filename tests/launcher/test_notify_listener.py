@@ -54,11 +54,12 @@ def test_other_users_are_not_heard(said: Callable[[str, str], int], monkeypatch:
     """Nor may they enter the folder, where they could fill the socket so that the child is not heard either."""
     with NotifySocket() as heard:
         folder = Path(heard.address).parent
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and heard.address not in Path("/proc/net/unix").read_text().replace(
-            heard.address, "", 1
-        )
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and heard.address not in Path(
+            "/proc/net/unix"
+        ).read_text().replace(heard.address, "", 1)
         child = said(SAY % "WATCHDOG=1", heard.address)
-        monkeypatch.setattr(notify_listener.os, "getuid", lambda uid=os.getuid(): uid + 1)
+        other = os.getuid() + 1
+        monkeypatch.setattr(notify_listener.os, "getuid", lambda: other)
         assert heard.heard(child) == []
     assert not folder.exists()
 

@@ -274,7 +274,9 @@ def test_targets_are_json() -> None:
         server.show(
             MetricsRegistry("coordinator"), lambda: None, {"/targets": lambda: [{"targets": ["h:1"], "labels": {}}]}
         )
-        head, _, body = (await ask(host, port, b"GET /targets HTTP/1.1\r\nHost: localhost\r\n\r\n")).partition(b"\r\n\r\n")
+        head, _, body = (await ask(host, port, b"GET /targets HTTP/1.1\r\nHost: localhost\r\n\r\n")).partition(
+            b"\r\n\r\n"
+        )
         assert b"application/json" in head and json.loads(body)[0]["targets"] == ["h:1"]
 
     served(test)

@@ -1,5 +1,5 @@
-"""From where a request may come: which client's it is behind a reverse proxy, and, where no key is needed, by which name it asked
-and from which web page.
+"""From where a request may come: which client's it is behind a reverse proxy, and, where no key is needed, by which name it
+asked and from which web page.
 
 Without a key, whoever reaches the port is let in, and so is a page in the browser of somebody who can: by a name that its owner
 points at this machine (DNS rebinding) it counts as the gateway's own page. Hence the names are looked at.

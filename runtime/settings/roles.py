@@ -278,8 +278,8 @@ class GatewaySettings(ClientSettings):
     )
     allowed_hosts: HostNames = Field(
         default_factory=list,
-        description="Where no API key is needed: more names by which clients may reach it (the Host header), separated by commas,"
-        " besides addresses, localhost and --host; *: any, so that a web page can reach it by a name of its own.",
+        description="Where no API key is needed: more names by which clients may ask for it (Host header), besides addresses,"
+        " localhost and --host; *: any, so that a web page can reach it by a name of its own.",
     )
     trusted_proxies: Networks = Field(
         default_factory=list,

@@ -110,14 +110,14 @@ class WorkerSettings(ClientSettings):
     kv_transport: Literal["auto", "shm", "cuda_ipc", "nccl", "tcp", "gloo"] = Field(
         "auto",
         description="How KV crosses: shm in one host, cuda_ipc on one GPU, nccl between GPUs, tcp between any two; auto: the"
-        " best of these that a pair can use, with --keys without nccl, which sends KV to another host in the clear. gloo, between"
-        " any two, is for tests and trusted networks: it neither encrypts nor knows its peer, and a stranger can end the worker.",
+        " best of these that a pair can use, with --keys without nccl, which sends KV in the clear. gloo, between any two, is"
+        " for tests and trusted networks: it neither encrypts nor knows its peer, and a stranger can end the worker.",
     )
     transfer_encryption: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Encryption of KV between hosts by tcp (AES-256-GCM, with a key that travels over the CURVE link). auto:"
-        " with --keys. on: also refuse nccl and gloo, which send KV to another host in the clear, where --kv-transport asks for"
-        " them; needs --keys. off: in the clear, unless the other worker wants it encrypted.",
+        " with --keys. on: also refuse nccl and gloo, which send KV in the clear, where --kv-transport asks for them; needs"
+        " --keys. off: in the clear, unless the other worker wants it encrypted.",
     )
     kv_digest: Literal["full", "sampled"] = Field(
         "full", description="KV segments a decode worker on a GPU verifies: all, or one in 16. On the CPU always all."

@@ -71,9 +71,6 @@ BREAKS: Final[dict[str, Break]] = {
     CURVE + "test_who_is_turned_away_is_counted_and_others_are_served": Break(
         "runtime/link/curve.py", "if self._keys.listed(key) is not None:", "if True:"
     ),
-    CURVE + "test_a_server_without_the_right_key_is_not_believed": Break(
-        "runtime/link/keys.py", "self._listed.items() if listed.role is role]", "self._listed.items()]"
-    ),
     CURVE + "test_a_routing_id_is_no_identity": Break(
         "runtime/link/server.py", "elif peer.user_id != user_id:", "elif False:"
     ),

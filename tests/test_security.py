@@ -41,6 +41,7 @@ PARAGRAPHS = {
 CLUSTER = "needs a cluster of processes"
 EVERYWHERE = "test_unknown_keys_plain_clients_and_impostors_are_turned_away_at_every_port_and_counted"
 WITHOUT_BREAK = {
+    "tests/runtime/test_curve.py::test_a_server_without_the_right_key_is_not_believed": "the measure is libzmq's",
     f"tests/e2e/test_secured.py::{EVERYWHERE}": CLUSTER,
     "tests/e2e/test_serve.py::test_keys_from_the_environment_are_those_of_every_process": CLUSTER,
     "tests/e2e/test_hostile.py::test_ten_thousand_hostile_connections_at_each_port": CLUSTER,

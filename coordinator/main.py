@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import socket
 
 import msgspec
@@ -32,7 +33,7 @@ from coordinator.reporting import report
 from coordinator.reporting.metrics import CoordinatorMetrics
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
-from proto.messages import Hello, Message, Rejected, Role, Submit
+from proto.messages import ClusterState, Hello, Message, Rejected, Role, Submit
 from proto.status import StatusReport
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.keys import keys_for
@@ -85,6 +86,8 @@ class Coordinator:
         )
         self.observed = MetricsServer(settings.metrics)
         self.peers: dict[int, Peer] = {}
+        self.hash_key = b""
+        """Of the cluster: the first gateway's, so that prefixes cached before this start are found; else a new one."""
         self.tenants: TenantsFile | None = None
         self.ledger: Ledger | None = None
         self.outbox = Outbox()
@@ -243,7 +246,10 @@ class Coordinator:
         self.peers[peer.incarnation] = peer
         emit = self.log.debug if peer.hello.role is Role.OBSERVER else self.log.info
         emit("joined", peer=peer.hello.name, role=peer.hello.role.value, model=peer.hello.model)
-        self.driver.post(PeerUp(peer.incarnation, peer.hello))
+        if peer.hello.role is Role.GATEWAY:
+            self.hash_key = self.hash_key or peer.hello.hash_key or secrets.token_bytes(32)
+        # The key is not for the core, whose events are recorded.
+        self.driver.post(PeerUp(peer.incarnation, msgspec.structs.replace(peer.hello, hash_key=b"")))
 
     def _down(self, peer: Peer, reason: str) -> None:
         if self.peers.get(peer.incarnation) is peer:
@@ -276,6 +282,8 @@ class Coordinator:
         peer, message = self.peers.get(send.incarnation), send.message
         if isinstance(message, StatusReport):
             message = self.complete(message)
+        elif isinstance(message, ClusterState):
+            message = msgspec.structs.replace(message, hash_key=self.hash_key)
         if peer is not None:
             peer.send(message, send.blob)
 

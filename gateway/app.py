@@ -14,6 +14,7 @@ from gateway.anthropic import routes as routes_anthropic
 from gateway.anthropic.answer import error_body
 from gateway.anthropic.types import CountRequest, MessagesRequest
 from gateway.http.errors import RATE_HEADERS, ApiError
+from gateway.http.reach import Reach
 from gateway.http.request_log import REQUEST_ID_HEADER, RequestLog, info_of
 from gateway.openai import openapi, routes_generate, routes_info
 from gateway.openai.answer_types import ChatCompletionChunk, MessageEvent, ResponseEvent
@@ -76,7 +77,15 @@ def create_app(gateway: Gateway) -> ASGIApp:
     paths = [
         route.path.replace(":path", "") for router in ROUTERS for route in router.routes if isinstance(route, Route)
     ]
-    return RequestLog(app, paths, enabled=gateway.access_log)
+    reach = Reach(
+        app,
+        lambda error, scope: _response(error, Request(scope)),
+        keys_needed=lambda: gateway.keys.needed,
+        allowed_hosts=gateway.allowed_hosts,
+        origins=gateway.cors_origins,
+        trusted_proxies=gateway.trusted_proxies,
+    )
+    return RequestLog(reach, paths, enabled=gateway.access_log)
 
 
 def _response(error: ApiError, request: Request) -> Response:

@@ -224,7 +224,7 @@ def _context_tokens(text_config: Any, model: str) -> int:
 def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:
     ids = getattr(text_config, "eos_token_id", None)
     if (folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder)
+        generation = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
         ids = generation.eos_token_id if generation.eos_token_id is not None else ids
     if ids is None:
         return ()

@@ -71,6 +71,7 @@ def make_server(app: Any, client_timeout_s: float, close_timeout_s: int) -> Serv
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # `reach` reads them, from those of --trusted-proxies
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=close_timeout_s,

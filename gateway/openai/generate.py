@@ -131,7 +131,7 @@ def _prepare(
     if prepared.cache_salt:
         cache_group = f"{cache_group}\0{prepared.cache_salt}"
     return prepared, [
-        BlockNames.of(pack_tokens(prompt), block_size, cache_group) if block_size else None
+        BlockNames.of(pack_tokens(prompt), block_size, cache_group, gateway.backend.hash_key) if block_size else None
         for prompt in prepared.prompts
     ]
 

@@ -204,7 +204,7 @@ def load(model: str, *, model_sampling: bool = True) -> ModelTokenizer:
         tokenizer_config = _read_json(source, "tokenizer_config.json") or {}
         generic = tokenizer_config.get("tokenizer_class") in _GENERIC_CLASSES
         loader = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
-        tokenizer = loader.from_pretrained(source)
+        tokenizer = loader.from_pretrained(source, trust_remote_code=False)
         generation = _read_json(source, "generation_config.json") or {}
         facts = _facts(source, config, generation, tokenizer)
         if model_sampling:
@@ -244,7 +244,7 @@ def _facts(source: str, config: dict[str, Any], generation: dict[str, Any], toke
         # Left at the default of the model's class, which only the class knows.
         from transformers import AutoConfig
 
-        full = AutoConfig.from_pretrained(source).get_text_config()
+        full = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
         context, vocab = int(full.max_position_embeddings), int(full.vocab_size)
     eos: set[int] = set()
     for value in (generation.get("eos_token_id"), text.get("eos_token_id"), tokenizer.eos_token_id):

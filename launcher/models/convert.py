@@ -15,7 +15,9 @@ def convert(folder: str, file: str, out: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, dtype=torch.float32, trust_remote_code=False
+    )
     # The weights are plain float32 now; transformers would refuse to save what it thinks is quantized.
     model.hf_quantizer = None
     model.is_quantized = False
@@ -23,7 +25,7 @@ def convert(folder: str, file: str, out: str) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.config._name_or_path = ""
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, trust_remote_code=False)
     if model.generation_config.eos_token_id != EOS_TOKEN_ID:
         raise ValueError(f"eos_token_id is {model.generation_config.eos_token_id}, not {EOS_TOKEN_ID}")
     if not tokenizer.chat_template:

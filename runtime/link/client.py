@@ -55,15 +55,23 @@ class LinkClient:
         self._settings = settings or LinkSettings()
         self._socket: LoopSocket | None = None
         self._peer: Peer | None = None
+        self._server_key = b""
+        """Which the process at the other end of the present socket must have; empty without keys."""
+        self._forget_keys: Callable[[], None] | None = None
         self._theirs_ms: int | None = None
         self._gone = asyncio.Event()
         self._why_gone = ""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        if self._settings.keys is not None:
+            self._forget_keys = self._settings.keys.on_change(self._keys_changed)
         self._task = watched(self._run())
 
     async def close(self) -> None:
+        if self._forget_keys is not None:
+            self._forget_keys()
+            self._forget_keys = None
         if self._peer is not None:
             self._peer.send(Bye("shutting down"))
         if self._task is not None:
@@ -93,7 +101,7 @@ class LinkClient:
             return False
         self._socket = socket
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
-        connect_as(socket, self._settings.keys, self._to, self._failed)
+        self._server_key = connect_as(socket, self._settings.keys, self._to, self._failed)
         watchers = watched(monitor.run()), watched(connections.run())
         receiver: asyncio.Task[None] | None = None
         try:
@@ -158,6 +166,11 @@ class LinkClient:
 
     def _not_let_in(self, failure: Failure) -> None:
         self._give_up(failure.value)
+
+    def _keys_changed(self) -> None:
+        keys = self._settings.keys
+        if keys is not None and self._socket is not None and self._server_key not in keys.of(self._to):
+            self._give_up("its key was removed")
 
     def _floods(self, _: int, __: Connection, why: str) -> None:
         self.counters.protocol_errors += 1

@@ -173,12 +173,15 @@ class ZapAuthenticator:
         return self._keys is None or self._keys.listed(user_id) is not None
 
 
-def connect_as(socket: LoopSocket, keys: Keys | None, to: Role, attempt: int) -> None:
-    """Before a client's socket is connected to a process of role `to`: where it has several keys, attempts take turns."""
+def connect_as(socket: LoopSocket, keys: Keys | None, to: Role, attempt: int) -> bytes:
+    """Before a client's socket is connected to a process of role `to`: where it has several keys, attempts take turns. Returns
+    the key that the process must have; empty without keys."""
     if keys is None:
-        return
+        return b""
     theirs = keys.of(to)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     # None, since the last one was removed: a key that nobody has.
-    socket.setsockopt(zmq.CURVE_SERVERKEY, theirs[attempt % len(theirs)] if theirs else zmq.curve_keypair()[0])
+    key = theirs[attempt % len(theirs)] if theirs else zmq.curve_keypair()[0]
+    socket.setsockopt(zmq.CURVE_SERVERKEY, key)
+    return key

@@ -164,14 +164,15 @@ class StreamKeeper:
         submission = self._current(event.request_id, event.attempt)
         if submission is None:
             self._out += map(SendCancel, self._words.about(event.request_id))  # it does not come back
+        elif event.reason is Interrupt.GRAMMAR:
+            self._fail(submission.stream, Failure(FailKind.GRAMMAR, event.message))
         else:
             self._runs(submission)  # what is interrupted had been accepted
             drained = event.reason is Interrupt.DRAINED and submission.drained < self.limits.drained_max
             self._resume(submission, f"{event.reason}: {event.message}", now, drained=drained)
 
     def _resume(self, submission: Submission, why: str, now: float, *, drained: bool = False) -> None:
-        """Submit what is not finished again, with the tokens that were delivered: a little later, or at once where nothing has
-        failed, which does not count as a try."""
+        """Submit what is not finished again, with the tokens delivered: a little later, or at once if `drained`, which is no try."""
         submission.drained += drained
         if not drained and submission.tries >= self.limits.attempts_max:
             message = f"interrupted {submission.tries} times, at last by {why}"
@@ -319,8 +320,7 @@ class StreamKeeper:
                 continue
             elif now >= submission.silent_at(self.limits, self._coordinator_incarnation):
                 if submission.may_live(now):
-                    # Said once more, its Submit is answered with what it is.
-                    submission.asked(now, self.limits)
+                    submission.asked(now, self.limits)  # said once more, its Submit is answered with what it is
                     self._out.append(SendSubmit(*submission.to_submit(now)))
                 else:
                     self._broken(submission, "silent since a connection was lost", now)

@@ -213,6 +213,7 @@ class FailKind(StrEnum):
     UNREACHABLE = "coordinator_unreachable"
     OVERLOADED = "gateway_overloaded"
     INTERRUPTED = "interrupted"
+    GRAMMAR = "grammar_failed"
     IDLE = "stream_idle_timeout"
     SHUTTING_DOWN = "shutting_down"
 

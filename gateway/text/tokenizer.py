@@ -120,11 +120,13 @@ class ModelTokenizer:
         decode = self.decode if skipped == self.special_ids else self.decode_all
         return lambda: Assembler(Detokenizer(decode, skipped), stops, keeps_stop=keeps_stop, min_tokens=min_tokens)
 
-    def split_special(self, text: str) -> list[str | int]:
-        """Parts of a text, with the ids of the special tokens in it. As llguidance sees it, a token added as `<…>` is one."""
+    def split_special(self, text: str, *, shown: bool = False) -> list[str | int]:
+        """Parts of a text, with the ids of the special tokens in it. As llguidance sees it, a token added as `<…>` is one.
+        `shown`: only of those that are text where an answer has them."""
         longest_first = sorted(self._marks, key=len, reverse=True)
         found: list[str] = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if self._marks else [text]
-        return [self._marks.get(part, part) for part in found if part]
+        ids = [(part, self._marks.get(part)) for part in found if part]
+        return [part if id is None or (shown and id in self.special_ids) else id for part, id in ids]
 
     def mark_id(self, text: str) -> int | None:
         """The special token that this text is, if it is one."""

@@ -40,30 +40,30 @@ class CallFormat:
         return {"start_anchor": _NEVER, "fields": fields}
 
     def call(self, tool: Tool, grammar: Grammar) -> str:
-        """Raises `SchemaError`."""
+        """Raises `SchemaError` and `TooLarge`."""
         schema = tool.parameters if tool.parameters is not None else {"type": "object"}
-        arguments = grammar.json({"type": "object", **schema}, strict=tool.strict)
+        arguments = grammar.json({"type": "object", **schema}, strict=tool.strict, call=tool.name)
         if not self.arguments:
-            return f"{grammar.literal(tool.name + '[ARGS]')} {arguments}"
+            return f"{grammar.literal(tool.name + '[ARGS]', own=True)} {arguments}"
         head = f'{{"name": "{tool.name}", "{self.arguments}": '
         return f"{grammar.literal(head)} {arguments} {grammar.literal('}')}"
 
     def required(self, tools: Sequence[Tool], grammar: Grammar, *, several: bool) -> str:
-        """Calls and nothing else. Raises `SchemaError`."""
-        opening = f"{grammar.literal(self.opening)} " if self.opening else ""
+        """Calls and nothing else. Raises `SchemaError` and `TooLarge`."""
+        opening = f"{grammar.literal(self.opening, own=True)} " if self.opening else ""
         one = grammar.rule(opening + self._body(tools, grammar, several=several))
         if not several or self.in_list:
             return one
-        between = grammar.literal(self.separator) if self.separator else grammar.regex(r"\n{0,2}")
+        between = grammar.literal(self.separator, own=True) if self.separator else grammar.regex(r"\n{0,2}")
         return f"{one} ({between} {one})*"
 
     def optional(self, tools: Sequence[Tool], grammar: Grammar, *, several: bool) -> str:
-        """Text, calls, or both. Raises `SchemaError`."""
+        """Text, calls, or both. Raises `SchemaError` and `TooLarge`."""
         if not self.opening:
             # Without a mark of their own, calls are told from text by the brace that an answer begins with.
             text = grammar.regex(r"([^{ \n](.|\n)*)?")
             return grammar.either([text, self.required(tools, grammar, several=several)])
-        one = grammar.rule(f"{grammar.up_to(self.opening)} {self._body(tools, grammar, several=several)}")
+        one = grammar.rule(f"{grammar.up_to(self.opening, own=True)} {self._body(tools, grammar, several=several)}")
         if not several or self.in_list:
             return grammar.either([one, grammar.any_text()])
         return f"{one}* {grammar.any_text()}"
@@ -77,7 +77,7 @@ class CallFormat:
         if not self.closing:
             return call
         space = grammar.regex(r"[ \n]{0,4}")
-        return f"{space} {call} {space} {grammar.literal(self.closing)}"
+        return f"{space} {call} {space} {grammar.literal(self.closing, own=True)}"
 
 
 HERMES: Final = CallFormat(
@@ -133,5 +133,5 @@ def thinking_template() -> dict[str, Any]:
 def thought(grammar: Grammar, *, begun: bool) -> str:
     """What may precede the answer: the rest of a thought that the prompt has begun, or a whole one, or none."""
     space = grammar.regex(r"[ \n]{0,8}")
-    rest = f"{grammar.up_to(END_OF_THOUGHT)} {space}"
-    return grammar.rule(rest if begun else f"({grammar.literal(THINK)} {rest})?")
+    rest = f"{grammar.up_to(END_OF_THOUGHT, own=True)} {space}"
+    return grammar.rule(rest if begun else f"({grammar.literal(THINK, own=True)} {rest})?")

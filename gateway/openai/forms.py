@@ -10,11 +10,12 @@ from gateway.openai.request_types import ChatRequest, CompletionRequest, Generat
 from gateway.structured.lark import Grammar, Relaxed, Schema, TooLarge, next_relaxed
 from gateway.structured.request import Wanted, wanted
 from gateway.structured.schema import SchemaError
+from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import TemplateFacts
 from gateway.text.tokenizer import ModelTokenizer, TemplateError
 from gateway.tools.conversation import call_format, tells_in_words, template_messages, template_options
-from gateway.tools.formats import END_OF_THOUGHT, MISTRAL, MISTRAL_ARGS, THINK, CallFormat, thinking_template, thought
-from gateway.tools.reader import Reading
+from gateway.tools.formats import END_OF_THOUGHT, MISTRAL, MISTRAL_ARGS, THINK, CallFormat, regions_of, thought
+from gateway.tools.reader import Reading, regions_of_template
 from gateway.tools.request import Tools, tools_of
 from proto import limits
 
@@ -46,6 +47,10 @@ class Form:
     def checks(self) -> dict[str, Any]:
         """Schemas of which the grammar has not all: of calls by the name of their function, that of the answer as ""."""
         return {one.call: one.schema for one in self.schemas if not one.is_whole}
+
+    @property
+    def regions(self) -> Regions:
+        return self.reading.regions if self.reading is not None else NO_REGIONS
 
     @property
     def kept_tokens(self) -> frozenset[int]:
@@ -169,11 +174,9 @@ class Chat:
         short_ids = calls in (MISTRAL, MISTRAL_ARGS)
         if own is not None:
             kept = tokenizer.special_ids - tokenizer.facts.eos_ids
-            return Reading(
-                own, prompt, kept, ends, begun, own=True, short_ids=short_ids, tools=tuple(self.described_tools)
-            )
-        template = calls.template(thinks=thinks) if calls is not None else thinking_template()
-        return Reading(template, THINK if begun else "", keep, ends, begun, short_ids=short_ids)
+            regions, tools = regions_of_template(own), tuple(self.described_tools)
+            return Reading(regions, kept, ends, begun, own, prompt, short_ids=short_ids, tools=tools)
+        return Reading(regions_of(calls, thinks=thinks, begun=begun), keep, ends, begun, short_ids=short_ids)
 
 
 def _expression(

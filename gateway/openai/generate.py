@@ -193,6 +193,7 @@ def _submit(
                 min_tokens=prepared.sampling.min_tokens,
                 keeps_special=prepared.keeps_special,
                 keep=prepared.form.kept_tokens,
+                regions=prepared.form.regions,
             ),
             names=named,
             tenant=identity.tenant,

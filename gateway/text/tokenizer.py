@@ -13,6 +13,7 @@ from typing import Any
 
 from gateway.text.detokenize import Assembler, Detokenizer
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
+from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import template_facts
 from gateway.text.token_texts import Pieces, TokenTexts
 from proto import limits
@@ -113,12 +114,15 @@ class ModelTokenizer:
         min_tokens: int = 0,
         keeps_special: bool = False,
         keep: frozenset[int] = frozenset(),
+        regions: Regions = NO_REGIONS,
     ) -> Callable[[], Assembler]:
         """A maker of assemblers, one for each choice. `keeps_special`: special tokens are part of the text; else, those in
-        `keep` are."""
+        `keep` are. `regions`: where no stop strings are looked for."""
         skipped = frozenset[int]() if keeps_special else self.special_ids - keep
         decode = self.decode if skipped == self.special_ids else self.decode_all
-        return lambda: Assembler(Detokenizer(decode, skipped), stops, keeps_stop=keeps_stop, min_tokens=min_tokens)
+        return lambda: Assembler(
+            Detokenizer(decode, skipped), stops, keeps_stop=keeps_stop, min_tokens=min_tokens, regions=regions
+        )
 
     def split_special(self, text: str, *, shown: bool = False) -> list[str | int]:
         """Parts of a text, with the ids of the special tokens in it. As llguidance sees it, a token added as `<…>` is one.

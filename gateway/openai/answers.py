@@ -255,11 +255,6 @@ class ChatAnswer(_Base):
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def is_cut(self, part: Deliver) -> bool:
-        """Whether the choice ends with this part, and the model did not end it: its last token is not one that ends answers."""
-        by_model = part.stop or (part.tokens and part.tokens[-1] in self.tokenizer.facts.eos_ids)
-        return part.finish is not None and not (part.finish is Finish.STOP and by_model)
-
     def _read(self, choice: ChoiceState, part: Deliver) -> tuple[Json, Finish | None]:
         """(what the part adds to the message, its finish reason)"""
         reading = self.prepared.form.reading
@@ -268,7 +263,8 @@ class ChatAnswer(_Base):
         if choice.reader is None:
             choice.reader = AnswerReader(reading, f"{self._head['id']} {choice.index}")
             self._readers.append(choice.reader)
-        delta = choice.reader.feed(part.text, part.tokens, ended=part.finish is not None, cut=self.is_cut(part)).delta()
+        cut = part.finish is not None and not part.stop and not part.ended_by(self.tokenizer.facts.eos_ids)
+        delta = choice.reader.feed(part.text, part.tokens, ended=part.finish is not None, cut=cut).delta()
         called = part.finish is Finish.STOP and choice.reader.calls and not choice.reader.ends_in_call
         return delta, Finish.TOOL_CALLS if called else part.finish
 

@@ -187,9 +187,7 @@ def _expression(
         return (asked.expression(grammar), asked.param) if asked is not None else ("", "")
     if calls is None:
         if tools.must_call or asked is not None:
-            message = (
-                "With this model's form of tool calls, they cannot be asked for, nor combined with another form."
-            )
+            message = "With this model's form of tool calls, they cannot be asked for, nor combined with another form."
             raise bad_value("tool_choice" if tools.must_call else "tools", message, "unsupported_value")
         return "", ""
     try:

@@ -18,7 +18,7 @@ from gateway.http.request_log import RequestInfo, info_of
 from gateway.openai.answers import Answer
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import Call
-from gateway.openai.exchange import EventStream, Exchange
+from gateway.openai.exchange import AnswerChecker, EventStream, Exchange
 from gateway.openai.prepare import Prepared, Rules, in_form
 from gateway.openai.renamed import Names, renamed
 from gateway.openai.request_types import GenerationRequest
@@ -113,6 +113,9 @@ async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[
         model=served.rules.model_id,
     )
     exchange = _submit(gateway, served, prepared, names, answer, info, identity)
+    if prepared.form.checks:
+        mismatch = partial(served.grammars.mismatch, call.owner)
+        exchange.checker = AnswerChecker(prepared.form, served.tokenizer.facts.eos_ids, mismatch)
     await call.held.enter_async_context(_watched(call.request.receive, exchange.subscription))
     return exchange, prepared
 

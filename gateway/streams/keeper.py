@@ -172,7 +172,7 @@ class StreamKeeper:
             self._resume(submission, f"{event.reason}: {event.message}", now, drained=drained)
 
     def _resume(self, submission: Submission, why: str, now: float, *, drained: bool = False) -> None:
-        """Submit what is not finished again, with the tokens delivered: a little later, or at once if `drained`, which is no try."""
+        """Submit what is not finished again, with the tokens delivered: a little later, or at once if `drained`: no try."""
         submission.drained += drained
         if not drained and submission.tries >= self.limits.attempts_max:
             message = f"interrupted {submission.tries} times, at last by {why}"

@@ -1,4 +1,4 @@
-"""Compiles grammars before they are submitted, and checks answers against schemas, in processes that end when one takes too long.
+"""Compiles grammars before they are submitted, and checks answers against schemas, in processes that end if one takes too long.
 
 llguidance's limits and those of `gateway.structured` keep compiling short. Organisations take turns, and none has more than one
 process. One whose job took too long waits ten times as long before its next, and shares one process with others of the kind.
@@ -146,7 +146,7 @@ class GrammarChecker:
         return verdict
 
     async def mismatch(self, owner: str, text: str, schema: Any) -> str:
-        """What of the schema the text of a JSON value does not match; empty: it matches, or this cannot be told now, which is no
+        """What of the schema the text of a JSON value does not match; empty: it matches, or it cannot be told now, which is no
         reason to drop an answer."""
         try:
             verdict = await self._done(owner, Job(text=text, schema=schema), "")

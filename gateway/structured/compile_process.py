@@ -1,5 +1,5 @@
-"""The process that compiles clients' grammars for a gateway, and checks answers against their schemas: a line in, a line out. See
-`gateway.structured.checker`.
+"""The process that compiles clients' grammars for a gateway, and checks answers against their schemas: a line in, a line out.
+`gateway.structured.checker` starts it.
 
 The first line is a `Hello`; each of the others a `Job`. Each answer is a JSON string, empty if all is well.
 SIGPROF ends the process where a job takes too long, whether or not its gateway lives.

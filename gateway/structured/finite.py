@@ -1,7 +1,7 @@
 """Whether any finite answer matches a grammar. Pure; it runs in the process that compiles, under its limit of CPU time.
 
-A rule is finite if one of its alternatives has finite parts only, and a schema if some instance of it is: the least fixed point,
-which is found by going on until nothing changes. What is not understood here counts as finite.
+A rule is finite if one of its alternatives has finite parts only, and a schema if some instance of it is. The least fixed point
+is found by going on until nothing changes. What is not understood here counts as finite.
 """
 
 import json
@@ -161,7 +161,11 @@ class _Schema:
         first = _list(node.get("prefixItems"))[: least if isinstance(least, int) else 0]
         if not all(map(self._is, first)):
             return False
-        return not isinstance(least, int) or least <= len(_list(node.get("prefixItems"))) or self._is(node.get("items", True))
+        return (
+            not isinstance(least, int)
+            or least <= len(_list(node.get("prefixItems")))
+            or self._is(node.get("items", True))
+        )
 
     def _target(self, ref: Any) -> Any:
         """True where it is not found."""

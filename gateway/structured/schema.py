@@ -62,9 +62,7 @@ class Prepared:
     """Nothing that it says of an instance was left out."""
 
 
-def prepared(
-    schema: Any, *, strict: bool, left_out: Collection[Path] = (), structure_only: bool = False
-) -> Prepared:
+def prepared(schema: Any, *, strict: bool, left_out: Collection[Path] = (), structure_only: bool = False) -> Prepared:
     """Raises `SchemaError` if it is too large, or if it is `strict` and has what cannot be enforced.
 
     Objects that name their properties and say nothing of others get no others, so that a model comes to an end; all that it may
@@ -79,7 +77,9 @@ def prepared(
     if fault and strict:
         raise SchemaError(fault.message)
     intersects = any("allOf" in node or ("$ref" in node and "properties" in node) for node in _schemas(schema))
-    rewriter = _Rewriter(strict, frozenset(left_out), structure_only, fault.keys if fault else frozenset(), not intersects)
+    rewriter = _Rewriter(
+        strict, frozenset(left_out), structure_only, fault.keys if fault else frozenset(), not intersects
+    )
     found = rewriter.rewritten(schema, (), in_union=False)
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
     if not strict:
@@ -93,8 +93,8 @@ def where(path: Path) -> str:
 
 
 def mentioned(schema: Any, message: str) -> list[Path]:
-    """Paths of the keywords that llguidance's message about the schema is about: those whose value it quotes, or else those that
-    it names."""
+    """Paths of the keywords that llguidance's message about the schema is about: those whose value it quotes, or else those
+    that it names."""
     quoted: dict[int, list[Path]] = {}
     named: list[Path] = []
     for node, path in _with_paths(schema):
@@ -239,7 +239,9 @@ class _Rewriter:
             return "it is for the compiler"
         if key == "$ref" and isinstance(value, str) and not value.startswith("#"):
             return "schemas elsewhere are not fetched"
-        patterns = value if key == "patternProperties" and isinstance(value, dict) else [value] if key == "pattern" else []
+        patterns = (
+            value if key == "patternProperties" and isinstance(value, dict) else [value] if key == "pattern" else []
+        )
         for pattern in patterns:
             for what, marks in _UNSUPPORTED_IN_PATTERNS:
                 plain = pattern.replace("\\\\", "") if isinstance(pattern, str) else ""

@@ -130,7 +130,9 @@ class ContentStops:
         return self._matched(self._parser.feed(text), armed=armed)
 
     def finish(self) -> str:
-        return self._matched(self._parser.finish(), armed=True) + ("" if self._matcher.found else self._matcher.finish())
+        return self._matched(self._parser.finish(), armed=True) + (
+            "" if self._matcher.found else self._matcher.finish()
+        )
 
     def _matched(self, events: list[Event], *, armed: bool) -> str:
         found = ""

@@ -1,7 +1,7 @@
 """Finds the regions of an answer's text as it comes: thoughts, calls and what lies between. Pure.
 
-Its events are those of transformers' `ResponseParser`, for fixed marks only, in linear time, and with the marks themselves. A mark
-inside a JSON string of a call is part of the string.
+Its events are those of transformers' `ResponseParser`, for fixed marks only, in linear time, and with the marks themselves.
+A mark inside a JSON string of a call is part of the string.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Takes a chat answer apart as it comes: thoughts, text and tool calls. `gateway.text.regions` finds them, or transformers' parser
-where the model has a response template of its own."""
+"""Takes a chat answer apart as it comes: thoughts, text and tool calls. `gateway.text.regions` finds them, or, where the model
+has a response template of its own, transformers' parser."""
 
 import hashlib
 import json
@@ -79,7 +79,7 @@ class AnswerReader:
         self._thinking = reading.thought_begun
 
     def feed(self, text: str, tokens: Iterable[int] = (), *, ended: bool = False, cut: bool = False) -> Parts:
-        """`ended`: this is all of it. `cut`: it ended before the model ended it, so that what may begin a call was to be one."""
+        """`ended`: this is all of it. `cut`: the model did not end it, so that what may begin a call was to be one."""
         self._parts = Parts()
         was_thinking = self._thinking
         if self._parser is None:

@@ -101,7 +101,7 @@ def mentioned(schema: Any, message: str) -> list[Path]:
         for key, value in node.items():
             texts = value if key == "patternProperties" and isinstance(value, dict) else [value]
             for text in texts:
-                plain = " ".join(text.split())[:100] if isinstance(text, str) else ""
+                plain = " ".join(text.split()).removeprefix("#")[:100] if isinstance(text, str) else ""
                 if plain and key in ("pattern", "patternProperties", "format", "type", "$ref") and plain in message:
                     quoted.setdefault(len(plain), []).append((*path, key))
             if f"'{key}'" in message or f'"{key}"' in message or (key in _UNIONS and key in message):

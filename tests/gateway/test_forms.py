@@ -20,7 +20,7 @@ from proto.errors import Interrupt
 from proto.messages import Interrupted, Submit
 from runtime.grammar.compiler import Compiler, make_tokenizer
 from tests import tiny_models
-from tests.gateway.fakes import CONTEXT_TOKENS, MODEL, Site, make_site
+from tests.gateway.fakes import MODEL, Site, make_site
 
 SPECIAL = ("<filename>", "<|im_end|>")
 TEMPLATES = {
@@ -42,7 +42,7 @@ def tokenizer(template: str) -> ModelTokenizer:
     fast.add_tokens([AddedToken(text, special=True) for text in SPECIAL])
     fast.chat_template = template
     eos = frozenset({tiny_models.EOS, fast.convert_tokens_to_ids("<|im_end|>")})
-    return ModelTokenizer(fast, ModelFacts(CONTEXT_TOKENS, tiny_models.VOCAB, eos))
+    return ModelTokenizer(fast, ModelFacts(4096, tiny_models.VOCAB, eos))
 
 
 class Model:

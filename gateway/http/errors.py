@@ -129,6 +129,7 @@ _OF_KIND: dict[FailKind, int] = {
     FailKind.UNREACHABLE: 503,
     FailKind.OVERLOADED: 503,
     FailKind.INTERRUPTED: 500,
+    FailKind.GRAMMAR: 500,
     FailKind.IDLE: 503,
     FailKind.SHUTTING_DOWN: 503,
 }

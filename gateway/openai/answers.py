@@ -263,8 +263,9 @@ class ChatAnswer(_Base):
         if choice.reader is None:
             choice.reader = AnswerReader(reading, f"{self._head['id']} {choice.index}")
             self._readers.append(choice.reader)
-        delta = choice.reader.feed(part.text, part.tokens, ended=part.finish is not None).delta()
-        called = part.finish is Finish.STOP and choice.reader.calls
+        cut = part.finish is not None and not part.stop and not part.ended_by(self.tokenizer.facts.eos_ids)
+        delta = choice.reader.feed(part.text, part.tokens, ended=part.finish is not None, cut=cut).delta()
+        called = part.finish is Finish.STOP and choice.reader.calls and not choice.reader.ends_in_call
         return delta, Finish.TOOL_CALLS if called else part.finish
 
     def collect(self, choice: ChoiceState, part: Deliver) -> None:

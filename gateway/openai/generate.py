@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -18,12 +18,13 @@ from gateway.http.request_log import RequestInfo, info_of
 from gateway.openai.answers import Answer
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import Call
-from gateway.openai.exchange import EventStream, Exchange
-from gateway.openai.prepare import Prepared, Rules
+from gateway.openai.exchange import AnswerChecker, EventStream, Exchange
+from gateway.openai.prepare import Prepared, Rules, in_form
 from gateway.openai.renamed import Names, renamed
 from gateway.openai.request_types import GenerationRequest
 from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import StreamSpec
+from gateway.structured.checker import GrammarChecker
 from gateway.tenancy import own_priority, priority_class_of
 from gateway.text.block_hashes import BlockNames
 from gateway.text.tokenizer import ModelTokenizer
@@ -102,8 +103,7 @@ async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[
         with renamed(endpoint.names):
             prepared, names = await gateway.threads.run(call.owner, len(body), work)
             del generation, body, work
-            if prepared.form.grammar:
-                await served.grammars.check(call.owner, prepared.form.grammar, prepared.form.param)
+            prepared = await _compiled(prepared, served.grammars, call.owner, identity.cache_group)
     slots.hold(len(prepared.prompts))
     answer = endpoint.answer(
         prepared,
@@ -113,8 +113,23 @@ async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[
         model=served.rules.model_id,
     )
     exchange = _submit(gateway, served, prepared, names, answer, info, identity)
+    if prepared.form.checks:
+        mismatch = partial(served.grammars.mismatch, call.owner)
+        exchange.checker = AnswerChecker(prepared.form, served.tokenizer.facts.eos_ids, mismatch)
     await call.held.enter_async_context(_watched(call.request.receive, exchange.subscription))
     return exchange, prepared
+
+
+async def _compiled(prepared: Prepared, grammars: GrammarChecker, owner: str, cache_group: str) -> Prepared:
+    """The request with a grammar that compiles: what the library cannot express of schemas without `strict` is left out. Raises
+    `ApiError`."""
+    form = prepared.form
+    while form.grammar:
+        verdict = await grammars.verdict(owner, cache_group, form.grammar, form.param)
+        if not verdict:
+            break
+        form = form.after(verdict)
+    return in_form(prepared, replace(form, write=None))
 
 
 def _prepare(
@@ -181,6 +196,7 @@ def _submit(
                 min_tokens=prepared.sampling.min_tokens,
                 keeps_special=prepared.keeps_special,
                 keep=prepared.form.kept_tokens,
+                regions=prepared.form.regions,
             ),
             names=named,
             tenant=identity.tenant,

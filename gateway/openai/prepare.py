@@ -109,7 +109,7 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
     )
     shown = bool(request.echo) and request.logprobs is not None
     prepared = replace(prepared, choices=drawn, echoes_logprobs=shown, hides_logprobs=logprobs < 0)
-    return _in_form(prepared, form)
+    return in_form(prepared, form)
 
 
 def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
@@ -136,10 +136,10 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
         logprobs=logprobs,
         param="messages",
     )
-    return _in_form(prepared, form)
+    return in_form(prepared, form)
 
 
-def _in_form(prepared: Prepared, form: Form) -> Prepared:
+def in_form(prepared: Prepared, form: Form) -> Prepared:
     sampling = structs.replace(prepared.sampling, grammar=form.grammar)
     return replace(prepared, sampling=sampling, form=form)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from gateway.text.detokenize import Assembler, Detokenizer
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
+from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import template_facts
 from gateway.text.token_texts import Pieces, TokenTexts
 from proto import limits
@@ -114,18 +115,23 @@ class ModelTokenizer:
         min_tokens: int = 0,
         keeps_special: bool = False,
         keep: frozenset[int] = frozenset(),
+        regions: Regions = NO_REGIONS,
     ) -> Callable[[], Assembler]:
         """A maker of assemblers, one for each choice. `keeps_special`: special tokens are part of the text; else, those in
-        `keep` are."""
+        `keep` are. `regions`: where no stop strings are looked for."""
         skipped = frozenset[int]() if keeps_special else self.special_ids - keep
         decode = self.decode if skipped == self.special_ids else self.decode_all
-        return lambda: Assembler(Detokenizer(decode, skipped), stops, keeps_stop=keeps_stop, min_tokens=min_tokens)
+        return lambda: Assembler(
+            Detokenizer(decode, skipped), stops, keeps_stop=keeps_stop, min_tokens=min_tokens, regions=regions
+        )
 
-    def split_special(self, text: str) -> list[str | int]:
-        """Parts of a text, with the ids of the special tokens in it. As llguidance sees it, a token added as `<…>` is one."""
+    def split_special(self, text: str, *, shown: bool = False) -> list[str | int]:
+        """Parts of a text, with the ids of the special tokens in it. As llguidance sees it, a token added as `<…>` is one.
+        `shown`: only of those that are text where an answer has them."""
         longest_first = sorted(self._marks, key=len, reverse=True)
         found: list[str] = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if self._marks else [text]
-        return [self._marks.get(part, part) for part in found if part]
+        ids = [(part, self._marks.get(part)) for part in found if part]
+        return [part if id is None or (shown and id in self.special_ids) else id for part, id in ids]
 
     def mark_id(self, text: str) -> int | None:
         """The special token that this text is, if it is one."""

@@ -60,7 +60,9 @@ def tools_of(fields: dict[str, Any]) -> Tools | None:
         if names.count(name) > 1:
             raise bad_value("tools", f"'tools' has two functions of the name {name!r}.")
     allowed, must_call = _chosen(choice, offered)
-    return Tools(offered, allowed, must_call, parallel is not False)
+    # A function that is named is called once, as OpenAI does.
+    several = parallel is not False and _named(choice) is None
+    return Tools(offered, allowed, must_call, several)
 
 
 def _tool(value: Any, param: str) -> Tool:

@@ -62,11 +62,26 @@ def _formats(t: Rows) -> None:
     )
     t.chat("schema with an unknown keyword", schema, "invalid_value",
            response_format=_schema({"uniqueItems": True}, strict=True))  # fmt: skip
-    t.chat("schema with a remote reference", schema, "invalid_value", response_format=_schema({"$ref": "http://x/y"}))
-    t.chat("schema with options of the compiler", schema, "invalid_value", response_format=_schema({"x-guidance": {}}))
+    t.chat(
+        "schema with a remote reference",
+        schema,
+        "invalid_value",
+        response_format=_schema({"$ref": "http://x/y"}, strict=True),
+    )
+    t.chat(
+        "schema with options of the compiler",
+        schema,
+        "invalid_value",
+        response_format=_schema({"x-guidance": {}}, strict=True),
+    )
     t.chat("schema with many intersections", schema, "invalid_value",
-           response_format=_schema({"allOf": [{"pattern": f"a.*{n}"} for n in range(9)]}))  # fmt: skip
-    t.chat("schema with a large divisor", schema, "invalid_value", response_format=_schema({"multipleOf": 99991}))
+           response_format=_schema({"allOf": [{"pattern": f"a.*{n}"} for n in range(9)]}, strict=True))  # fmt: skip
+    t.chat(
+        "schema with a large divisor",
+        schema,
+        "invalid_value",
+        response_format=_schema({"multipleOf": 99991}, strict=True),
+    )
     t.chat("format and structured outputs", "structured_outputs", "invalid_value",
            response_format={"type": "json_object"}, structured_outputs={"regex": "a"})  # fmt: skip
     t.chat(

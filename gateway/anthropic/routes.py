@@ -60,5 +60,5 @@ async def create_message(call: CallDep) -> Response:
     responses=refusals(*TOKENIZED, error=AnthropicError),
     openapi_extra=body_of(CountRequest),
 )
-async def count_tokens(call: CallDep) -> TokenCount:
+async def count_tokens(call: CallDep) -> Response:
     return await call.tokenized(_read_count, _count)

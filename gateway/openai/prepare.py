@@ -93,7 +93,7 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
     if len(prompts) * drawn > CHOICES_MAX:
         raise bad_value("n", f"At most {CHOICES_MAX} choices over all prompts are allowed.")
     decode = tokenizer.decode_all if request.skip_special_tokens is False else tokenizer.decode
-    echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+    echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if request.echo else []
     form = completion_form(request, tokenizer)
     ids = [tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
     logprobs = -1 if request.logprobs is None else request.logprobs
@@ -101,7 +101,7 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
         request,
         tokenizer,
         ids,
-        echoes if request.echo else [""] * len(ids),
+        echoes or [""] * len(ids),
         asked=request.max_tokens,
         default=COMPLETION_MAX_TOKENS,
         logprobs=max(logprobs, 0) if drawn > n else logprobs,

@@ -23,6 +23,8 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What the expressions of a template may raise."""
 _TEMPLATE_CHARS_MAX = 32 << 20
+_LONG_TOKENS = 4096
+"""So many are decoded without the interpreter's lock, which costs a moment to get again."""
 
 
 class ModelFilesError(CrossdockError):
@@ -62,7 +64,9 @@ class ModelTokenizer:
         self.bytes_per_token_max = _bytes_per_token_max(self._backend)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of a batch, since `encode` keeps the interpreter's lock, and with it the event loop, for as long as it takes.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def apply_template(
@@ -86,12 +90,18 @@ class ModelTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """As text, without special tokens."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
-        return text
+        return self._decode(ids, skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """As text, special tokens included."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return self._decode(ids, skip_special_tokens=False)
+
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        if len(ids) > _LONG_TOKENS:
+            (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        assert isinstance(text, str)
         return text
 
     def token_texts(self, *, keeps_special: bool = False) -> TokenTexts:

@@ -3,6 +3,7 @@
 from functools import partial
 
 from fastapi import APIRouter
+from starlette.responses import Response
 
 from gateway.http.errors import bad_value
 from gateway.openai.dependencies import CallDep
@@ -19,11 +20,10 @@ router = APIRouter(tags=["Tokens"])
     "/tokenize",
     summary="The tokens of a text or a conversation.",
     response_model=TokenizeAnswer,
-    response_model_exclude_none=True,
     responses=refusals(*TOKENIZED),
     openapi_extra=body_of(TokenizeRequest),
 )
-async def tokenize(call: CallDep) -> TokenizeAnswer:
+async def tokenize(call: CallDep) -> Response:
     return await call.tokenized(partial(validate, TokenizeRequest, neutral={}), _tokenize)
 
 
@@ -34,7 +34,7 @@ async def tokenize(call: CallDep) -> TokenizeAnswer:
     responses=refusals(*TOKENIZED),
     openapi_extra=body_of(DetokenizeRequest),
 )
-async def detokenize(call: CallDep) -> DetokenizeAnswer:
+async def detokenize(call: CallDep) -> Response:
     return await call.tokenized(partial(validate, DetokenizeRequest, neutral={}), _detokenize)
 
 

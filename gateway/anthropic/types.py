@@ -4,19 +4,15 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from gateway.http.bounds import FIELDS_MAX, AnyObject, MaxItems, MaxKeys, Text
 from gateway.openai.request_types import (
-    FIELDS_MAX,
     MESSAGES_MAX,
     PARTS_MAX,
     STOP_CHARS_MAX,
     STOPS_MAX,
     TOOLS_MAX,
-    AnyObject,
-    MaxItems,
-    MaxKeys,
     Neutral,
     RequestType,
-    Text,
 )
 from proto import limits
 

@@ -4,15 +4,14 @@ Ranges are OpenAI's, and vLLM's where OpenAI has no such parameter. A parameter 
 ignored: a client that asks for something should not believe that it got it.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from annotated_types import GroupedMetadata, MaxLen
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
+from gateway.http.bounds import BoundedModel, Ignored, MaxItems, MaxKeys, Text
 from gateway.http.errors import ApiError, bad_value
 from gateway.tools.conversation import KWARGS_MAX
 from gateway.tools.request import TOOLS_MAX as TOOLS_MAX
@@ -78,10 +77,6 @@ CHOICES_MAX: Final = 256
 MESSAGES_MAX: Final = 4096
 PARTS_MAX: Final = 4096
 """In one message."""
-TEXT_CHARS_MAX: Final = 32 << 20
-"""In one string. `--body-bytes-max` is less, as a rule."""
-FIELDS_MAX: Final = 64
-"""In an object of which code looks at some fields only."""
 IDENTIFIER_CHARS_MAX: Final = 512
 STOPS_MAX: Final = 16
 """OpenAI has 4. Evaluators send more: the `until` of lm-eval's code tasks has six."""
@@ -92,50 +87,8 @@ BAD_WORDS_MAX: Final = limits.MAX_BAD_WORDS // 2
 """Each may have two spellings in tokens."""
 
 
-@dataclass(frozen=True)
-class MaxKeys(GroupedMetadata):
-    """The most entries of a dict, which are counted before one is looked at: each of a million bad ones would become an error,
-    at 10 µs and 3 KiB."""
-
-    most: int
-
-    def __iter__(self) -> Iterator[object]:
-        yield MaxLen(self.most)
-        yield BeforeValidator(self._count)
-
-    def _count(self, value: Any) -> Any:
-        if isinstance(value, dict | list) and len(value) > self.most:
-            raise PydanticCustomError("too_long", "it may have at most {most} entries", {"most": self.most})
-        return value
-
-
-class MaxItems(MaxKeys):
-    """The most entries of a list, of which the first bad one ends the check."""
-
-    def __iter__(self) -> Iterator[object]:
-        yield FailFast()
-        yield from super().__iter__()
-
-
-Text = Annotated[str, Field(max_length=TEXT_CHARS_MAX)]
-Ignored = Annotated[Any, BeforeValidator(lambda _: None)]
-"""A field whose value nobody needs, and so is not kept."""
-AnyObject = Annotated[dict[str, Any], MaxKeys(FIELDS_MAX)]
-"""An object that code looks at."""
-
-
-class RequestType(BaseModel):
+class RequestType(BoundedModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_unknown_field(cls, fields: Any) -> Any:
-        """One is enough for an error: pydantic would make one of each."""
-        if not isinstance(fields, dict) or len(fields) <= len(cls.model_fields):
-            return fields
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next(name for name in fields if name not in names)
-        return {name: fields[name] for name in names if name in fields} | {unknown: fields[unknown]}
 
 
 class StreamOptions(RequestType):

@@ -4,16 +4,13 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from gateway.http.bounds import AnyObject, MaxItems, MaxKeys, Text
 from gateway.openai.request_types import (
     IDENTIFIER_CHARS_MAX,
     MESSAGES_MAX,
     TOOLS_MAX,
-    AnyObject,
-    MaxItems,
-    MaxKeys,
     Neutral,
     RequestType,
-    Text,
 )
 from proto import limits
 

@@ -4,8 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from gateway.http.bounds import MaxItems, Text
 from gateway.openai.answer_types import AnswerType
-from gateway.openai.request_types import MESSAGES_MAX, ChatMessage, MaxItems, RequestType, Text
+from gateway.openai.request_types import MESSAGES_MAX, ChatMessage, RequestType
 from proto import limits
 
 

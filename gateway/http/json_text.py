@@ -14,8 +14,8 @@ VALUES_BYTES_MAX: Final = 48 << 20
 """Of a body: 1.5 million token ids, 600,000 strings or 200,000 fields of objects."""
 _SLICE_BYTES: Final = 64 << 10
 _VALUE_BYTES: Final = 32
-_STRING_BYTES: Final = 48
-"""Without its characters."""
+_QUOTE_BYTES: Final = 24
+"""Half of a string without its characters."""
 _FIELD_BYTES: Final = 160
 """Also of an empty object or list."""
 
@@ -36,7 +36,7 @@ def values_bytes(text: bytes) -> int:
         total += (
             _VALUE_BYTES * outside.count(b",")
             + _FIELD_BYTES * (outside.count(b":") + outside.count(b"{") + outside.count(b"["))
-            + _STRING_BYTES * len(pieces) // 2
+            + _QUOTE_BYTES * (len(pieces) - 1)
         )
     return total
 

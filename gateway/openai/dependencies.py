@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Protocol, TypeVar
 
+import msgspec
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
@@ -103,9 +104,10 @@ class Call:
             raise ApiError(408, "The client left.", code="request_timeout") from None
         return Response(content, media_type="application/json")
 
-    def _answered(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], BaseModel], body: bytes) -> str:
+    def _answered(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], BaseModel], body: bytes) -> bytes:
         asked = read(parse_json(body))
-        return work(asked, self.gateway.model(asked.model).tokenizer).model_dump_json(exclude_none=True)
+        answer = work(asked, self.gateway.model(asked.model).tokenizer)
+        return msgspec.json.encode({name: value for name, value in answer if value is not None})
 
 
 async def _call(

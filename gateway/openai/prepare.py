@@ -20,7 +20,7 @@ from gateway.openai.request_types import (
     StreamOptions,
     stop_strings,
 )
-from gateway.text.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer, TextTooLong
 from proto import limits
 from proto.sampling import Sampling
 
@@ -95,7 +95,7 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
     decode = tokenizer.decode_all if request.skip_special_tokens is False else tokenizer.decode
     echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if request.echo else []
     form = completion_form(request, tokenizer)
-    ids = [tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
+    ids = [encoded(p, tokenizer, "prompt", special=True) if isinstance(p, str) else p for p in prompts]
     logprobs = -1 if request.logprobs is None else request.logprobs
     prepared = _finish(
         request,
@@ -124,7 +124,7 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
     _refuse_if_surely_too_long(chat.text_bytes, tokenizer, "messages")
     text = chat.rendered(tokenizer)
     form = chat.form(text, tokenizer)
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = encoded(text, tokenizer, "messages", special=False)
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     prepared = _finish(
         request,
@@ -137,6 +137,14 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
         param="messages",
     )
     return _in_form(prepared, form)
+
+
+def encoded(text: str, tokenizer: ModelTokenizer, param: str, *, special: bool) -> list[int]:
+    """A text's tokens. `special`: with those that the model wants around a text. Raises `ApiError`."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=special)
+    except TextTooLong:
+        raise too_long(f"'{param}' has more than {limits.MAX_CONTEXT_TOKENS} tokens.", param) from None
 
 
 def _in_form(prepared: Prepared, form: Form) -> Prepared:

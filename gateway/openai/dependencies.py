@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from gateway.backend import ClientLeft
 from gateway.http.body import Slots, owner_of
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, bare_errors
 from gateway.http.json_text import parse_json
 from gateway.http.request_log import info_of
 from gateway.openai.context import Gateway, gateway_of
@@ -104,6 +104,7 @@ class Call:
             raise ApiError(408, "The client left.", code="request_timeout") from None
         return Response(content, media_type="application/json")
 
+    @bare_errors
     def _answered(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], BaseModel], body: bytes) -> bytes:
         asked = read(parse_json(body))
         answer = work(asked, self.gateway.model(asked.model).tokenizer)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from gateway.backend import ClientLeft, Subscription
-from gateway.http.errors import ApiError, rate_headers
+from gateway.http.errors import ApiError, bare_errors, rate_headers
 from gateway.http.json_text import parse_json
 from gateway.http.request_log import RequestInfo, info_of
 from gateway.openai.answers import Answer
@@ -117,6 +117,7 @@ async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[
     return exchange, prepared
 
 
+@bare_errors
 def _read(
     call: Call, endpoint: Endpoint[R], body: bytes, info: RequestInfo
 ) -> "tuple[ServedModel, _Identity, Prepared, list[BlockNames | None]]":

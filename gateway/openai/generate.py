@@ -64,7 +64,7 @@ async def generate(call: Call, endpoint: Endpoint[R]) -> Response:
     try:
         exchange, prepared = await _begin(call, endpoint, info)
         if not prepared.stream:
-            content = await exchange.whole()
+            content = await exchange.whole(partial(call.gateway.threads.run, call.owner))
             count("ok")
             return Response(content, media_type="application/json", headers=rate_headers(exchange.rates))
         begun = await exchange.accepted()

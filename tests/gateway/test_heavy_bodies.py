@@ -15,6 +15,7 @@ from gateway.app import BODIES
 from gateway.http.bounds import MaxItems, MaxKeys
 from gateway.http.errors import ApiError
 from gateway.http.json_text import VALUES_BYTES_MAX, parse_json, values_bytes
+from gateway.openai.answers import ChatAnswer, CompletionAnswer
 from gateway.openai.request_types import ChatRequest, RequestType, validate
 from gateway.text.tokenizer import TextTooLong
 from runtime.process.garbage_collector import NEVER
@@ -262,3 +263,21 @@ def test_a_text_of_more_tokens_than_any_context_is_not_tokenized_whole(monkeypat
     with pytest.raises(TextTooLong):
         tok.encode("🌍" * (1 << 21), add_special_tokens=False)
     assert max(seen) < 1 << 20 and sum(seen) < 1 << 20
+
+
+def test_long_answers_with_log_probabilities_are_written_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        site, writers = make_site(), []
+        for cls in (CompletionAnswer, ChatAnswer):
+            whole = cls.whole
+            monkeypatch.setattr(
+                cls, "whole", lambda *args, w=whole: writers.append(threading.current_thread()) or w(*args)
+            )
+        async with site.client() as client:
+            long = {"model": MODEL, "prompt": [5] * 300, "max_tokens": 0, "prompt_logprobs": 2}
+            short = {"model": MODEL, "prompt": [5] * 3, "max_tokens": 2, "logprobs": 2}
+            for body in (long, short):
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert [one is threading.main_thread() for one in writers] == [False, True]
+
+    asyncio.run(test())

@@ -135,6 +135,10 @@ class Backend:
             return "the model needs at least one prefill and one decode worker that is up and not draining"
         return None
 
+    def load(self) -> tuple[int, int]:
+        """(events handled so far, requests alive)"""
+        return self._driver.events, len(self._subscriptions)
+
     @property
     def coordinator_is_up(self) -> bool:
         return self._coordinator is not None

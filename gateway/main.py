@@ -156,7 +156,9 @@ class GatewayProcess:
         ends = {"tokens": self.tokens.counters, "coordinator": coordinator.counters}
         link_counters(self.metrics.registry, ends, lambda: self.backend.coordinator_is_up)
         self.observed.show(self.metrics.registry, lambda: self.backend.not_ready)
-        watching = [watched(tenants.watch(keys.replace))] if tenants else []
+        watching = [watched(collector.collect_seldom(self.backend.load, clock.now))]
+        if tenants:
+            watching.append(watched(tenants.watch(keys.replace)))
         try:
             return await self._serve(gateway, listener, stop)
         finally:

@@ -7,7 +7,7 @@ import msgspec
 from gateway.anthropic.types import CountRequest, MessagesRequest, OutputConfig
 from gateway.http.errors import bad_value
 from gateway.openai.renamed import renamed
-from gateway.openai.request_types import ChatRequest, validate
+from gateway.openai.request_types import PARTS_MAX, ChatRequest, validate
 
 Json = dict[str, Any]
 NAMES: Final = {
@@ -76,7 +76,10 @@ def _add(messages: list[Json], message: Json, param: str) -> None:
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
         raise bad_value(f"{param}.content", f"'{param}.content' must be a string or a list of blocks.", "invalid_type")
+    if len(content) > PARTS_MAX:
+        raise bad_value(f"{param}.content", f"'{param}.content' may have at most {PARTS_MAX} blocks.")
     texts: list[str] = []
+    thoughts: list[str] = []
     own: Json = {"role": role, "content": ""}
     for number, block in enumerate(content):
         at = f"{param}.content[{number}]"
@@ -97,10 +100,12 @@ def _add(messages: list[Json], message: Json, param: str) -> None:
                 thought = block.get("thinking")
                 if not isinstance(thought, str):
                     raise bad_value(f"{at}.thinking", f"'{at}.thinking' must be a string.", "invalid_type")
-                own["reasoning_content"] = own.get("reasoning_content", "") + thought
+                thoughts.append(thought)
             case (kind, _):
                 raise _refused(kind, at)
     own["content"] = "\n".join(texts)
+    if thoughts:
+        own["reasoning_content"] = "".join(thoughts)
     if texts or len(own) > 2 or role == "assistant":
         messages.append(own)
 
@@ -123,6 +128,8 @@ def _text(content: Any, param: str) -> str:
         return content
     if not isinstance(content, list):
         raise bad_value(param, f"'{param}' must be a string or a list of text blocks.", "invalid_type")
+    if len(content) > PARTS_MAX:
+        raise bad_value(param, f"'{param}' may have at most {PARTS_MAX} blocks.")
     texts = []
     for number, block in enumerate(content):
         at = f"{param}[{number}]"

@@ -13,7 +13,7 @@ from gateway.openai.dependencies import CallDep
 from gateway.openai.forms import Chat
 from gateway.openai.generate import Endpoint, generate
 from gateway.openai.openapi import TOKENIZED, body_of, refusals, streamed
-from gateway.openai.prepare import prepare_chat
+from gateway.openai.prepare import encoded, prepare_chat
 from gateway.openai.renamed import renamed
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.text.tokenizer import ModelTokenizer
@@ -36,7 +36,7 @@ def _count(request: ChatRequest, tokenizer: ModelTokenizer) -> TokenCount:
     """Also of a conversation that is too long for the model. Raises `ApiError`."""
     with renamed(NAMES):
         text = Chat.of(request, tokenizer.template).rendered(tokenizer)
-    return TokenCount(input_tokens=len(tokenizer.encode(text, add_special_tokens=False)))
+        return TokenCount(input_tokens=len(encoded(text, tokenizer, "messages", special=False)))
 
 
 _MESSAGES: Final = Endpoint("messages", "msg", _read_message, prepare_chat, MessagesAnswer, NAMES)
@@ -60,5 +60,5 @@ async def create_message(call: CallDep) -> Response:
     responses=refusals(*TOKENIZED, error=AnthropicError),
     openapi_extra=body_of(CountRequest),
 )
-async def count_tokens(call: CallDep) -> TokenCount:
+async def count_tokens(call: CallDep) -> Response:
     return await call.tokenized(_read_count, _count)

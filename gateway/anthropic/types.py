@@ -4,7 +4,16 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from gateway.openai.request_types import MESSAGES_MAX, STOP_CHARS_MAX, STOPS_MAX, Neutral, RequestType
+from gateway.http.bounds import FIELDS_MAX, AnyObject, MaxItems, MaxKeys, Text
+from gateway.openai.request_types import (
+    MESSAGES_MAX,
+    PARTS_MAX,
+    STOP_CHARS_MAX,
+    STOPS_MAX,
+    TOOLS_MAX,
+    Neutral,
+    RequestType,
+)
 from proto import limits
 
 NEUTRAL_ONLY: Final[Neutral] = {
@@ -30,7 +39,7 @@ class Thinking(RequestType):
 
 class OutputFormat(RequestType):
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[dict[str, Any], Field(alias="schema"), MaxKeys(FIELDS_MAX)]
 
 
 class OutputConfig(RequestType):
@@ -41,11 +50,11 @@ class OutputConfig(RequestType):
 
 class CountRequest(RequestType):
     model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)]
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MESSAGES_MAX)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[list[AnyObject], Field(min_length=1), MaxItems(MESSAGES_MAX)]
+    system: Text | Annotated[list[AnyObject], MaxItems(PARTS_MAX)] | None = None
+    tools: Annotated[list[AnyObject], MaxItems(TOOLS_MAX)] | None = None
     """Functions of the client only: this server runs no tools."""
-    tool_choice: dict[str, Any] | None = None
+    tool_choice: AnyObject | None = None
     thinking: Thinking | None = None
     """`disabled` or `adaptive`; with neither, the model does as its chat template has it."""
     output_config: OutputConfig | None = None
@@ -55,8 +64,7 @@ class CountRequest(RequestType):
 class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
     stop_sequences: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]], Field(max_length=STOPS_MAX)]
-        | None
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]], MaxItems(STOPS_MAX)] | None
     ) = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0.0, le=1.0)] | None = None

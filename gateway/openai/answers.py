@@ -335,14 +335,13 @@ class ChatAnswer(_Base):
     def _logprobs(
         self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
     ) -> Json:
-        content = [
-            {
-                **self._token(shown.text, shown.own_bytes, shown.logprob),
-                "top_logprobs": [self._token(*candidate) for candidate in shown.top],
-            }
-            for shown in self._shown(choice, tokens, logprobs, finish)
-        ]
+        content = [self._scored(shown) for shown in self._shown(choice, tokens, logprobs, finish)]
         return {"content": content, "refusal": None}
+
+    def _scored(self, shown: _Shown) -> msgspec.Raw:
+        own = self._token(shown.text, shown.own_bytes, shown.logprob)
+        tops = [self._token(*candidate) for candidate in shown.top]
+        return msgspec.Raw(msgspec.json.encode(own | {"top_logprobs": tops}))
 
     def _token(self, text: str, own_bytes: bytes, logprob: float) -> Json:
         return {"token": text, "logprob": logprob, "bytes": list(own_bytes)}

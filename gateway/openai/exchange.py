@@ -1,7 +1,7 @@
 """Events of a request's streams → one JSON answer, or server-sent events."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,9 @@ from runtime.process import clock
 
 Mismatch = Callable[[str, Any], Coroutine[Any, Any, str]]
 """(JSON text, schema) → what does not match; empty: all does."""
+_SCORED_TOKENS = 64
+_SCORED_BYTES = 512
+"""An answer with log-probabilities of more tokens is written on a thread: each takes up to 0.1 ms and has so many bytes."""
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients of server-sent events ignore."""
 
@@ -133,13 +136,21 @@ class Exchange:
                 return delivered[:number]
         return delivered
 
-    async def whole(self) -> bytes:
-        """The answer in one piece. Raises `ApiError` and `ClientLeft`."""
+    async def whole(self, on_thread: Callable[[int, Callable[[], bytes]], Awaitable[bytes]]) -> bytes:
+        """The answer in one piece. `on_thread`: makes a long one, given about how many bytes it has. Raises `ApiError` and
+        `ClientLeft`."""
         while self.unended:
             for choice, part in await self.next():
                 self.answer.collect(choice, part)
             if self.failed is not None:
                 raise self.failed
+        scored = sum(len(choice.logprobs) for choice in self.choices)
+        scored += sum(len(scores) for scores in self.answer.prompt_scores if scores is not None)
+        if scored <= _SCORED_TOKENS:
+            return self._whole()
+        return await on_thread(scored * _SCORED_BYTES, self._whole)
+
+    def _whole(self) -> bytes:
         return msgspec.json.encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
 
     async def accepted(self) -> list[tuple[ChoiceState, Deliver]]:

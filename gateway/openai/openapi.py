@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from gateway.http.bounds import Text
 from gateway.openai.answer_types import Error
 from gateway.openai.request_types import PROMPTS_MAX, STOP_CHARS_MAX, STOPS_MAX
 from proto import limits
@@ -93,7 +94,7 @@ def schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
         found |= schema.pop("$defs", {})
         fields = schema["properties"]
         for name in _LOOSE.keys() & fields.keys():
-            if model.model_fields[name].annotation == str | None:  # /tokenize takes one prompt, which is a text
+            if model.model_fields[name].annotation == Text | None:  # /tokenize takes one prompt, which is a text
                 continue
             about = {key: fields[name][key] for key in ("description",) if key in fields[name]}
             fields[name] = about | _LOOSE[name]

@@ -20,7 +20,7 @@ from gateway.openai.request_types import (
     StreamOptions,
     stop_strings,
 )
-from gateway.text.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer, TextTooLong
 from proto import limits
 from proto.sampling import Sampling
 
@@ -93,15 +93,15 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
     if len(prompts) * drawn > CHOICES_MAX:
         raise bad_value("n", f"At most {CHOICES_MAX} choices over all prompts are allowed.")
     decode = tokenizer.decode_all if request.skip_special_tokens is False else tokenizer.decode
-    echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+    echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if request.echo else []
     form = completion_form(request, tokenizer)
-    ids = [tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
+    ids = [encoded(p, tokenizer, "prompt", special=True) if isinstance(p, str) else p for p in prompts]
     logprobs = -1 if request.logprobs is None else request.logprobs
     prepared = _finish(
         request,
         tokenizer,
         ids,
-        echoes if request.echo else [""] * len(ids),
+        echoes or [""] * len(ids),
         asked=request.max_tokens,
         default=COMPLETION_MAX_TOKENS,
         logprobs=max(logprobs, 0) if drawn > n else logprobs,
@@ -124,7 +124,7 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
     _refuse_if_surely_too_long(chat.text_bytes, tokenizer, "messages")
     text = chat.rendered(tokenizer)
     form = chat.form(text, tokenizer)
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = encoded(text, tokenizer, "messages", special=False)
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     prepared = _finish(
         request,
@@ -137,6 +137,14 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
         param="messages",
     )
     return in_form(prepared, form)
+
+
+def encoded(text: str, tokenizer: ModelTokenizer, param: str, *, special: bool) -> list[int]:
+    """A text's tokens. `special`: with those that the model wants around a text. Raises `ApiError`."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=special)
+    except TextTooLong:
+        raise too_long(f"'{param}' has more than {limits.MAX_CONTEXT_TOKENS} tokens.", param) from None
 
 
 def in_form(prepared: Prepared, form: Form) -> Prepared:

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from gateway.http.bounds import BoundedModel, Ignored, MaxItems, MaxKeys, Text
 from gateway.http.errors import ApiError, bad_value
+from gateway.tools.conversation import KWARGS_MAX
+from gateway.tools.request import TOOLS_MAX as TOOLS_MAX
 from proto import limits
 
 _NOTHING: Final[tuple[Any, ...]] = (None, [], {})
@@ -72,6 +75,8 @@ PROMPTS_MAX: Final = 64
 CHOICES_MAX: Final = 256
 """Over all prompts of one request."""
 MESSAGES_MAX: Final = 4096
+PARTS_MAX: Final = 4096
+"""In one message."""
 IDENTIFIER_CHARS_MAX: Final = 512
 STOPS_MAX: Final = 16
 """OpenAI has 4. Evaluators send more: the `until` of lm-eval's code tasks has six."""
@@ -82,7 +87,7 @@ BAD_WORDS_MAX: Final = limits.MAX_BAD_WORDS // 2
 """Each may have two spellings in tokens."""
 
 
-class RequestType(BaseModel):
+class RequestType(BoundedModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
@@ -107,9 +112,7 @@ class GenerationRequest(RequestType):
     stop: Any = None
     """A string or several."""
     # Checked by `stop_strings`, which names the fault better than a union can.
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = (
-        None
-    )
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], MaxItems(limits.MAX_STOP_TOKEN_IDS)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0, description=_OF_THE_MODEL)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, description=_OF_THE_MODEL)] | None = None
@@ -119,7 +122,13 @@ class GenerationRequest(RequestType):
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0, description=_OF_THE_MODEL)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=9)], Annotated[float, Field(ge=-100.0, le=100.0)]],
+            MaxKeys(limits.MAX_LOGIT_BIAS),
+        ]
+        | None
+    ) = None
     ignore_eos: bool | None = None
     priority: Any = None
     """Name of a priority class of the tenants file; or a number, as in vLLM: of a tenant's requests the lowest goes first."""
@@ -142,13 +151,12 @@ class GenerationRequest(RequestType):
     min_tokens: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT_TOKENS)] | None = None
     """Until there are so many, no stop token is drawn, and stop strings are not looked for. A complete answer
     of a grammar ends all the same."""
-    allowed_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_ALLOWED_TOKEN_IDS)] | None
-    ) = None
+    allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], MaxItems(limits.MAX_ALLOWED_TOKEN_IDS)] | None = (
+        None
+    )
     """No others are drawn, except where a grammar allows none of these."""
     bad_words: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]], Field(max_length=BAD_WORDS_MAX)]
-        | None
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]], MaxItems(BAD_WORDS_MAX)] | None
     ) = None
     """Words that the answer does not have, except where a grammar allows nothing else. Each is kept out as it is and behind a
     space."""
@@ -182,13 +190,13 @@ class CompletionRequest(GenerationRequest):
 
 class TextPart(RequestType):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class CalledFunction(RequestType):
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    arguments: str
-    parsed_arguments: Any = None
+    arguments: Text
+    parsed_arguments: Ignored = None
     """The same again, as OpenAI's Python client adds them to an answer; so is `parsed` of a message."""
 
 
@@ -202,19 +210,19 @@ class ToolCall(RequestType):
 
 class ChatMessage(RequestType):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], MaxItems(PARTS_MAX)] | None = None
     """Null or left out only beside `tool_calls`; `gateway.tools.conversation` sees to that."""
-    tool_calls: Annotated[list[ToolCall], Field(max_length=CALLS_MAX)] | None = None
+    tool_calls: Annotated[list[ToolCall], MaxItems(CALLS_MAX)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     """Of the role `tool`: which call this is the result of."""
-    reasoning_content: str | None = None
+    reasoning_content: Text | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     # What this server's own answers carry, so that a client can send them back as they came.
     refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], MaxItems(0)] | None = None
     audio: None = None
     function_call: None = None
-    parsed: Any = None
+    parsed: Ignored = None
 
     def text(self) -> str:
         if self.content is None:
@@ -223,7 +231,7 @@ class ChatMessage(RequestType):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), MaxItems(MESSAGES_MAX)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
@@ -233,7 +241,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Any = None
     parallel_tool_calls: Any = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], MaxKeys(KWARGS_MAX)] | None = None
     """vLLM's: variables of the model's chat template."""
 
 
@@ -265,6 +273,11 @@ def validate(cls: type[R], content: Any, neutral: Neutral = NEUTRAL_ONLY) -> R:
         raise _explain(error.errors(include_url=False, include_context=True, include_input=False)) from None
 
 
+_STRINGS: Final = frozenset({"str", "constrained-str"})
+_LISTS: Final = ("list[", "function-before[")
+"""pydantic's names of the branches of a union."""
+
+
 def _is(value: Any, neutral: Any) -> bool:
     """1 is 1.0, since JavaScript writes it so; false is no 0."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
@@ -272,8 +285,8 @@ def _is(value: Any, neutral: Any) -> bool:
 
 def _explain(found: list[ErrorDetails]) -> ApiError:
     """The first fault. Of a message's content, the union's other branch is beside the point where a list was sent."""
-    first = next((details for details in found if "str" not in details["loc"]), found[0])
-    loc = [part for part in first["loc"] if part != "str" and not str(part).startswith("list[")]
+    first = next((details for details in found if not _STRINGS.intersection(details["loc"])), found[0])
+    loc = [part for part in first["loc"] if part not in _STRINGS and not str(part).startswith(_LISTS)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")[:200]
     match first["type"]:
         case "missing":
@@ -287,7 +300,7 @@ def _explain(found: list[ErrorDetails]) -> ApiError:
         case _:
             code = "invalid_value"
     fault = first["msg"][:300]
-    if loc and loc[-1] == "content":
+    if loc and loc[-1] == "content" and first["type"] != "too_long":
         fault = "it must be a string or a list of text parts"
     return bad_value(param, f"Invalid value for '{param}': {fault}.", code)
 
@@ -297,10 +310,10 @@ def stop_strings(value: Any) -> list[str]:
     if value is None:
         return []
     stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and len(stops) > STOPS_MAX:
+        raise bad_value("stop", f"Invalid value for 'stop': at most {STOPS_MAX} strings are allowed.")
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise bad_value("stop", "Invalid value for 'stop': it must be a string or a list of strings.", "invalid_type")
-    if len(stops) > STOPS_MAX:
-        raise bad_value("stop", f"Invalid value for 'stop': at most {STOPS_MAX} strings are allowed.")
     if not all(1 <= len(stop) <= STOP_CHARS_MAX for stop in stops):
         raise bad_value("stop", f"Invalid value for 'stop': each string must have 1 to {STOP_CHARS_MAX} characters.")
     return stops

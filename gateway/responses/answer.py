@@ -19,19 +19,32 @@ _ECHOED = (
 )  # fmt: skip
 
 
+def echoed(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
+    """What a response repeats of its request, as JSON: that is no more than it came in, and is written once."""
+    asked: Json = {name: getattr(request, name) for name in _ECHOED}
+    asked["text"] = {"format": (request.text and request.text.format) or {"type": "text"}}
+    asked["reasoning"] = {"effort": request.reasoning and request.reasoning.effort, "summary": None}
+    asked["tools"] = asked["tools"] or []
+    asked["tool_choice"] = asked["tool_choice"] or "auto"
+    asked["parallel_tool_calls"] = asked["parallel_tool_calls"] is not False
+    asked["metadata"] = asked["metadata"] or {}
+    asked["store"] = request.store is not False
+    return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in asked.items()}
+
+
 class ResponsesAnswer(ChatAnswer):
     def __init__(
         self,
         prepared: Prepared,
         tokenizer: ModelTokenizer,
         *,
-        request: ResponsesRequest,
+        asked: dict[str, msgspec.Raw],
         keep: Callable[[Json], None],
         **head: Any,
     ) -> None:
-        """`keep` is given the complete response."""
+        """`asked`: as of `echoed`. `keep` is given the complete response."""
         super().__init__(prepared, tokenizer, **head)
-        self._request = request
+        self._asked = asked
         self._keep = keep
         self._items: list[Json] = []
         """Of the output, in order; the last may be open."""
@@ -42,21 +55,13 @@ class ResponsesAnswer(ChatAnswer):
     # --- the object ---------------------------------------------------------------------------------------------------
 
     def _response(self, status: str, usage: Json | None = None, error: Json | None = None) -> Json:
-        asked = self._request.model_dump(mode="json", include=set(_ECHOED))
         response: Json = {
             "id": self._head["id"], "object": "response", "created_at": self._head["created"], "status": status,
-            "background": False, "error": error, "incomplete_details": None, **asked, "model": self._head["model"],
-            "output": self._items, "usage": usage, "store": self._request.store is not False, "truncation": "disabled",
+            "background": False, "error": error, "incomplete_details": None, **self._asked, "model": self._head["model"],
+            "output": self._items, "usage": usage, "truncation": "disabled",
         }  # fmt: skip
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        text, reasoning = self._request.text, self._request.reasoning
-        response["text"] = {"format": (text and text.format) or {"type": "text"}}
-        response["reasoning"] = {"effort": reasoning and reasoning.effort, "summary": None}
-        response["tools"] = response["tools"] or []
-        response["tool_choice"] = response["tool_choice"] or "auto"
-        response["parallel_tool_calls"] = response["parallel_tool_calls"] is not False
-        response["metadata"] = response["metadata"] or {}
         return response
 
     def _usage(self, completion_tokens: int, cached_tokens: int) -> Json:

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from gateway.http.errors import bad_value
 from gateway.openai.renamed import renamed
-from gateway.openai.request_types import ChatRequest, validate
+from gateway.openai.request_types import PARTS_MAX, TOOLS_MAX, ChatRequest, validate
 from gateway.responses.types import ResponsesRequest
 
 Item = dict[str, Any]
@@ -40,6 +40,11 @@ def as_chat(request: ResponsesRequest, items: list[Item]) -> ChatRequest:
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     for number, item in enumerate(items):
         _add(messages, item, f"input[{number}]")
+    for message in messages:
+        if message["role"] == "assistant":
+            message["content"] = "".join(message["content"])
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "\n".join(message["reasoning_content"])
     fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME}
     fields |= {"messages": messages, "max_completion_tokens": request.max_output_tokens}
     if request.reasoning is not None:
@@ -59,8 +64,7 @@ def _add(messages: list[Item], item: Item, param: str) -> None:
         case "message":
             role, text = item.get("role"), _text(item.get("content"), f"{param}.content")
             if role == "assistant":
-                message = _assistants(messages)
-                message["content"] = message["content"] + text
+                _assistants(messages)["content"].append(text)
             else:
                 messages.append({"role": role, "content": text})
         case "function_call":
@@ -73,16 +77,16 @@ def _add(messages: list[Item], item: Item, param: str) -> None:
         case "reasoning":
             thought = _text(item.get("content") or [], f"{param}.content", "reasoning_text")
             if thought:
-                message = _assistants(messages)
-                message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), thought)))
+                _assistants(messages).setdefault("reasoning_content", []).append(thought)
         case other:
             why = _REFUSED.get(str(other), "it must be message, function_call, function_call_output or reasoning")
             raise bad_value(f"{param}.type", f"Invalid value for '{param}.type': {why}.", "unsupported_value")
 
 
 def _assistants(messages: list[Item]) -> Item:
+    """The assistant's message at the end. Its texts are lists until all are there."""
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "assistant", "content": []})
     return messages[-1]
 
 
@@ -92,6 +96,8 @@ def _text(content: Any, param: str, *kinds: str) -> str:
         return content
     if not isinstance(content, list):
         raise bad_value(param, f"'{param}' must be a string or a list of text parts.", "invalid_type")
+    if len(content) > PARTS_MAX:
+        raise bad_value(param, f"'{param}' may have at most {PARTS_MAX} parts.")
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -123,6 +129,6 @@ def _choice(choice: str | Item | None) -> str | Item | None:
     if choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-        tools = [_choice(tool) if isinstance(tool, dict) else tool for tool in choice["tools"]]
+        tools = [_choice(tool) if isinstance(tool, dict) else tool for tool in choice["tools"][: TOOLS_MAX + 1]]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     return choice

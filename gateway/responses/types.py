@@ -4,7 +4,14 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from gateway.openai.request_types import IDENTIFIER_CHARS_MAX, MESSAGES_MAX, Neutral, RequestType
+from gateway.http.bounds import AnyObject, MaxItems, MaxKeys, Text
+from gateway.openai.request_types import (
+    IDENTIFIER_CHARS_MAX,
+    MESSAGES_MAX,
+    TOOLS_MAX,
+    Neutral,
+    RequestType,
+)
 from proto import limits
 
 NEUTRAL_ONLY: Final[Neutral] = {
@@ -27,7 +34,7 @@ class ResponsesStreamOptions(RequestType):
 
 
 class TextOptions(RequestType):
-    format: dict[str, Any] | None = None
+    format: AnyObject | None = None
     """`text`, `json_object` or `json_schema`."""
     verbosity: None = None
 
@@ -40,8 +47,8 @@ class ReasoningOptions(RequestType):
 
 class ResponsesRequest(RequestType):
     model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)]
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MESSAGES_MAX)]
-    instructions: str | None = None
+    input: Text | Annotated[list[AnyObject], Field(min_length=1), MaxItems(MESSAGES_MAX)]
+    instructions: Text | None = None
     """Not kept for the next response."""
     previous_response_id: Annotated[str, Field(max_length=128)] | None = None
     """A response that this very gateway still keeps: its input and output come before `input`. Gateways do not share them: with
@@ -57,11 +64,14 @@ class ResponsesRequest(RequestType):
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[AnyObject], MaxItems(TOOLS_MAX)] | None = None
     """Functions only: this server runs no tools."""
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | AnyObject | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    metadata: (
+        Annotated[dict[Annotated[str, Field(max_length=512)], Annotated[str, Field(max_length=512)]], MaxKeys(16)]
+        | None
+    ) = None
     """Given back with the response."""
     priority: Any = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None

@@ -25,6 +25,9 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What the expressions of a template may raise."""
 _TEMPLATE_CHARS_MAX = 32 << 20
+_SLICE_CHARS = 1 << 18
+_LONG_TOKENS = 4096
+"""So many are decoded without the interpreter's lock, which costs a moment to get again."""
 
 
 class ModelFilesError(CrossdockError):
@@ -33,6 +36,10 @@ class ModelFilesError(CrossdockError):
 
 class TemplateError(Exception):
     """The chat template does not take these messages; `str()` is for the user."""
+
+
+class TextTooLong(Exception):
+    """The text has more tokens than any model's context."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,24 @@ class ModelTokenizer:
         self.bytes_per_token_max = _bytes_per_token_max(self._backend)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Raises `TextTooLong`."""
+        if len(text) > limits.MAX_CONTEXT_TOKENS:
+            # While it is tokenized, each token takes 150 bytes. Where a text is cut, tokens may differ, but not so many.
+            tokens = 0
+            for at in range(0, len(text), _SLICE_CHARS):
+                tokens += len(self._encoding(text[at : at + _SLICE_CHARS], add_special_tokens=False))
+                if tokens > 2 * limits.MAX_CONTEXT_TOKENS:
+                    raise TextTooLong
+        encoding = self._encoding(text, add_special_tokens=add_special_tokens)
+        if len(encoding) > limits.MAX_CONTEXT_TOKENS:
+            raise TextTooLong
+        ids: list[int] = encoding.ids
         return ids
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:
+        # Of a batch, since `encode` keeps the interpreter's lock, and with it the event loop, for as long as it takes.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
 
     def apply_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any
@@ -88,12 +111,18 @@ class ModelTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """As text, without special tokens."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
-        return text
+        return self._decode(ids, skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """As text, special tokens included."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return self._decode(ids, skip_special_tokens=False)
+
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        if len(ids) > _LONG_TOKENS:
+            (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        assert isinstance(text, str)
         return text
 
     def token_texts(self, *, keeps_special: bool = False) -> TokenTexts:

@@ -6,12 +6,15 @@ from typing import Any, Final
 import msgspec
 
 from gateway.http.errors import bad_value
+from gateway.http.json_text import values_bytes
 from gateway.text.template_facts import TemplateFacts
 from gateway.tools.formats import HERMES, CallFormat, format_of
 from gateway.tools.request import Tool, Tools
 
 KWARGS_MAX: Final = 16
 KWARGS_BYTES_MAX: Final = 16_384
+ARGUMENTS_BYTES_MAX: Final = 16 << 20
+"""What the arguments of all calls may take in memory, beside the characters of their strings."""
 _OURS: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
 _CALLS_IN_WORDS: Final = (
     "You can call functions. Each line here describes one, as JSON:\n{tools}\n"
@@ -59,10 +62,13 @@ def template_options(facts: TemplateFacts, kwargs: dict[str, Any] | None, effort
 def template_messages(messages: Sequence[Any], tools: Tools | None, facts: TemplateFacts) -> list[dict[str, Any]]:
     """`messages` are `gateway.openai.request_types.ChatMessage`. Raises `ApiError`."""
     in_words = tells_in_words(facts)
-    found, pending = [], set[str]()
+    found, pending, arguments_bytes = [], set[str](), 0
     for number, message in enumerate(messages):
         param = f"messages[{number}]"
         _check(message, param)
+        arguments_bytes += sum(values_bytes(call.function.arguments.encode()) for call in message.tool_calls or ())
+        if arguments_bytes > ARGUMENTS_BYTES_MAX:
+            raise bad_value(f"{param}.tool_calls", "The arguments of all calls together have too many values.")
         if message.role == "tool":
             if message.tool_call_id not in pending:
                 text = f"'{param}.tool_call_id' answers no call of the message before it."
@@ -129,11 +135,12 @@ def _in_words(message: Any, param: str) -> dict[str, Any]:
     if message.role == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.text()}\n</tool_response>"}
     found = _plain(message)
+    texts = [found["content"]]
     for number, call in enumerate(message.tool_calls or ()):
         arguments = _arguments(call, f"{param}.tool_calls[{number}].function.arguments")
         text = msgspec.json.encode({"name": call.function.name, "arguments": arguments}).decode()
-        found["content"] = f"{found['content']}\n<tool_call>\n{text}\n</tool_call>".lstrip("\n")
-    return found
+        texts.append(f"<tool_call>\n{text}\n</tool_call>")
+    return found | {"content": "\n".join(texts).lstrip("\n") if len(texts) > 1 else texts[0]}
 
 
 def _describe(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> None:

@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
+from gateway.http.encoding import encode
 from gateway.streams.types import FailKind, Failure
 from proto.errors import Reject
 from proto.messages import RateState
@@ -54,7 +53,7 @@ class ApiError(Exception):
         return {"error": {**error, "request_id": request_id}}
 
     def encoded(self, request_id: str) -> bytes:
-        return msgspec.json.encode(self.body(request_id))
+        return encode(self.body(request_id))
 
     def headers(self) -> dict[str, str]:
         headers = rate_headers(self.rates)

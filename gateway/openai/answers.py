@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
-
 from gateway.http.errors import ApiError
+from gateway.http.encoding import encode
 from gateway.openai.evaluation import echoed_logprobs, finite, prompt_logprobs
 from gateway.openai.prepare import Prepared
 from gateway.streams.prompt_scores import PromptScores
@@ -122,7 +121,7 @@ class _Base:
         return chunk
 
     def event(self, content: Json) -> bytes:
-        return b"data: " + msgspec.json.encode(content) + b"\n\n"
+        return b"data: " + encode(content) + b"\n\n"
 
     def opening(self) -> bytes:
         return b""

@@ -4,20 +4,17 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.backend import ClientLeft, Subscription
 from gateway.http.errors import ApiError, of_failure
+from gateway.http.encoding import KEEP_ALIVE, encode
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
 from gateway.streams.types import Admitted, Deliver, Ended, Finish
 from proto.messages import RateState
 from runtime.process import clock
-
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients of server-sent events ignore."""
 
 
 class Exchange:
@@ -85,7 +82,7 @@ class Exchange:
                 self.answer.collect(choice, part)
             if self.failed is not None:
                 raise self.failed
-        return msgspec.json.encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
+        return encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
 
     async def accepted(self) -> list[tuple[ChoiceState, Deliver]]:
         """Wait until every stream is accepted; returns what was delivered until then. Raises `ClientLeft`, and `ApiError` if

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from gateway.http.errors import ApiError
+from gateway.http.encoding import encode
 from gateway.openai.answers import ChatAnswer, ChoiceState
 from gateway.openai.prepare import Prepared
 from gateway.responses.types import ResponsesRequest
@@ -90,7 +89,7 @@ class ResponsesAnswer(ChatAnswer):
         content["sequence_number"] = self._sequence
         self._sequence += 1
         kind: str = content["type"]
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+        return b"event: " + kind.encode() + b"\ndata: " + encode(content) + b"\n\n"
 
     def opening(self) -> bytes:
         kinds = ("response.created", "response.in_progress")

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from gateway.http.errors import ApiError
+from gateway.http.encoding import encode
 from gateway.openai.answer_types import DeletedResponse, ResponseEvent, ResponseObject
 from gateway.openai.context import Gateway
 from gateway.openai.dependencies import CallDep, GatewayDep, TenantDep
@@ -101,5 +102,5 @@ class _Draft:
         if request.store is False:
             return
         conversation = msgspec.json.encode([*items, *response["output"]])
-        whole = msgspec.json.encode(response)
+        whole = encode(response)
         self.gateway.responses.put(self.tenant, response["id"], conversation, whole, clock.now())

@@ -149,7 +149,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(stream
         (b"GET / HTTP/1.1\r\nX: " + b"y" * http_server.HEADER_BYTES_MAX, 431),
         (b"GET /" + b"y" * http_server.HEADER_BYTES_MAX, 431),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * (http_server.HEADERS_MAX + 1) + b"\r\n", 431),
-        (b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * (http_server.HEADERS_MAX - 1) + b"\r\n", 200),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * (http_server.HEADERS_MAX - 1) + b"\r\n", 200),
         (b"GET /\xff\xfe HTTP/1.1\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
@@ -228,7 +228,7 @@ def test_more_requests_at_once_than_anybody_asks_end_the_connection() -> None:
         body = body_of()
         writer.write(head(len(body)) + body)
         await until(lambda: bool(site.cluster.submits))
-        writer.write(b"GET /health HTTP/1.1\r\n\r\n" * (http_server.QUEUED_MAX + 1))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * (http_server.QUEUED_MAX + 1))
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 10) == b""
         await until(lambda: len(site.cluster.cancels) == 1)

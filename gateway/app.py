@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Scope
 from gateway.anthropic import routes as routes_anthropic
 from gateway.anthropic.answer import error_body
 from gateway.anthropic.types import CountRequest, MessagesRequest
-from gateway.http.errors import RATE_HEADERS, ApiError
 from gateway.http.encoding import JsonResponse, encode
+from gateway.http.errors import RATE_HEADERS, ApiError
 from gateway.http.request_log import REQUEST_ID_HEADER, RequestLog, info_of
 from gateway.openai import openapi, routes_generate, routes_info
 from gateway.openai.answer_types import ChatCompletionChunk, MessageEvent, ResponseEvent

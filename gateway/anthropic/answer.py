@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.http.errors import ApiError
 from gateway.http.encoding import encode
+from gateway.http.errors import ApiError
 from gateway.openai.answers import ChatAnswer, ChoiceState
 from gateway.openai.prepare import Prepared
 from gateway.streams.types import Deliver, Finish

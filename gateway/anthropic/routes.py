@@ -8,13 +8,13 @@ from starlette.responses import Response
 from gateway.anthropic.answer import MessagesAnswer
 from gateway.anthropic.convert import NAMES, as_chat
 from gateway.anthropic.types import NEUTRAL_ONLY, CountRequest, MessagesRequest
+from gateway.http.renamed import renamed
 from gateway.openai.answer_types import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
 from gateway.openai.dependencies import CallDep
 from gateway.openai.forms import Chat
 from gateway.openai.generate import Endpoint, generate
 from gateway.openai.openapi import TOKENIZED, body_of, refusals, streamed
 from gateway.openai.prepare import prepare_chat
-from gateway.openai.renamed import renamed
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.text.tokenizer import ModelTokenizer
 

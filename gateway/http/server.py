@@ -22,8 +22,8 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.http.errors import ApiError
 from gateway.http.encoding import KEEP_ALIVE
+from gateway.http.errors import ApiError
 from gateway.http.request_log import REQUEST_ID_HEADER, RequestInfo
 from runtime.process.descriptors import raise_descriptor_limit
 
@@ -250,8 +250,8 @@ class _Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """What uvicorn calls when the parser has read a head that offers another protocol, as those of Java's client do. The offer
-        is declined (RFC 9110, 7.8), so that a body may follow."""
+        """What uvicorn calls when the parser has read a head that offers another protocol, as those of Java's client do. It is
+        declined (RFC 9110, 7.8), so that a body may follow."""
         error = sys.exc_info()[1]
         if self._body_follows and error is not None:
             self._body_follows, self._body_at = False, error.args[0]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from gateway.http.errors import ApiError
 from gateway.http.encoding import encode
+from gateway.http.errors import ApiError
 from gateway.openai.evaluation import echoed_logprobs, finite, prompt_logprobs
 from gateway.openai.prepare import Prepared
 from gateway.streams.prompt_scores import PromptScores

@@ -8,8 +8,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.backend import ClientLeft, Subscription
-from gateway.http.errors import ApiError, of_failure
 from gateway.http.encoding import KEEP_ALIVE, encode
+from gateway.http.errors import ApiError, of_failure
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
 from gateway.streams.types import Admitted, Deliver, Ended, Finish

@@ -14,13 +14,13 @@ from starlette.types import Receive
 from gateway.backend import ClientLeft, Subscription
 from gateway.http.body import parse_json
 from gateway.http.errors import ApiError, rate_headers
+from gateway.http.renamed import Names, renamed
 from gateway.http.request_log import RequestInfo, info_of
 from gateway.openai.answers import Answer
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import Call
 from gateway.openai.exchange import EventStream, Exchange
 from gateway.openai.prepare import Prepared, Rules
-from gateway.openai.renamed import Names, renamed
 from gateway.openai.request_types import GenerationRequest
 from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import StreamSpec

@@ -3,18 +3,19 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from gateway.http.errors import ApiError
 from gateway.http.encoding import encode
+from gateway.http.errors import ApiError
 from gateway.openai.answers import ChatAnswer, ChoiceState
 from gateway.openai.prepare import Prepared
+from gateway.responses.tools import kept, namespaces
 from gateway.responses.types import ResponsesRequest
 from gateway.streams.types import Deliver, Finish
 from gateway.text.tokenizer import ModelTokenizer
 
 Json = dict[str, Any]
 _ECHOED = (
-    "instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens", "tools",
-    "tool_choice", "parallel_tool_calls", "service_tier", "user",
+    "instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens", "tool_choice",
+    "parallel_tool_calls", "service_tier", "user",
 )  # fmt: skip
 
 
@@ -32,6 +33,7 @@ class ResponsesAnswer(ChatAnswer):
         super().__init__(prepared, tokenizer, **head)
         self._request = request
         self._keep = keep
+        self._namespaces = namespaces(request.tools)
         self._items: list[Json] = []
         """Of the output, in order; the last may be open."""
         self._open = False
@@ -52,7 +54,7 @@ class ResponsesAnswer(ChatAnswer):
         text, reasoning = self._request.text, self._request.reasoning
         response["text"] = {"format": (text and text.format) or {"type": "text"}}
         response["reasoning"] = {"effort": reasoning and reasoning.effort, "summary": None}
-        response["tools"] = response["tools"] or []
+        response["tools"] = kept(self._request.tools)
         response["tool_choice"] = response["tool_choice"] or "auto"
         response["parallel_tool_calls"] = response["parallel_tool_calls"] is not False
         response["metadata"] = response["metadata"] or {}
@@ -169,7 +171,7 @@ class ResponsesAnswer(ChatAnswer):
         function: Json = call["function"]
         if "id" in call:
             item: Json = {"id": self._item_id("fc"), "type": "function_call", "call_id": call["id"]}
-            item["name"] = function["name"]
+            item |= self._namespaces.get(function["name"], {"name": function["name"]})
             yield from self._begin(item | {"arguments": ""})
         if arguments := function.get("arguments"):
             self._items[-1]["arguments"] += arguments

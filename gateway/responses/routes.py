@@ -1,6 +1,6 @@
 """POST /v1/responses; GET and DELETE /v1/responses/{response_id}."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -8,8 +8,8 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from gateway.http.errors import ApiError
 from gateway.http.encoding import encode
+from gateway.http.errors import ApiError
 from gateway.openai.answer_types import DeletedResponse, ResponseEvent, ResponseObject
 from gateway.openai.context import Gateway
 from gateway.openai.dependencies import CallDep, GatewayDep, TenantDep
@@ -19,6 +19,7 @@ from gateway.openai.prepare import Prepared, prepare_chat
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.responses.answer import ResponsesAnswer
 from gateway.responses.convert import NAMES, Item, as_chat, input_items
+from gateway.responses.tools import places
 from gateway.responses.types import NEUTRAL_ONLY, ResponsesRequest
 from gateway.text.tokenizer import ModelTokenizer
 from runtime.process import clock
@@ -35,7 +36,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_response(call: CallDep) -> Response:
     draft = _Draft(call.gateway, call.tenant)
-    return await generate(call, Endpoint("responses", "resp", draft.read, prepare_chat, draft.answer, NAMES))
+    return await generate(call, Endpoint("responses", "resp", draft.read, prepare_chat, draft.answer, draft.names))
 
 
 @router.get(
@@ -80,6 +81,7 @@ class _Draft:
     request: ResponsesRequest | None = None
     items: list[Item] | None = None
     """Of the conversation, the request's own included."""
+    names: dict[str, str] = field(default_factory=dict)
 
     def read(self, content: Any) -> ChatRequest:
         """Raises `ApiError`."""
@@ -91,7 +93,9 @@ class _Draft:
                 raise _not_kept(request.previous_response_id, "previous_response_id")
             before = msgspec.json.decode(kept.items)
         self.items = [*before, *input_items(request)]
-        return as_chat(request, self.items)
+        chat = as_chat(request, self.items)
+        self.names |= places(request.tools) | NAMES
+        return chat
 
     def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, **head: Any) -> ResponsesAnswer:
         assert self.request is not None and self.items is not None

@@ -1,4 +1,4 @@
-"""HTTP as RFC 9110 and 9112 have it: methods, forms of the target, HTTP/1.0, clients that send no more, other protocols offered."""
+"""HTTP as RFC 9110 and 9112 have it: methods, targets, HTTP/1.0, clients that send no more, offers of other protocols."""
 
 import asyncio
 import json

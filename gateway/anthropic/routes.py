@@ -1,5 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -39,7 +40,9 @@ def _count(request: ChatRequest, tokenizer: ModelTokenizer) -> TokenCount:
     return TokenCount(input_tokens=len(tokenizer.encode(text, add_special_tokens=False)))
 
 
-_MESSAGES: Final = Endpoint("messages", "msg", _read_message, prepare_chat, MessagesAnswer, NAMES)
+# Agents ask for as many tokens as their vendor's own models can write.
+_PREPARE: Final = partial(prepare_chat, cuts_at_context=True)
+_MESSAGES: Final = Endpoint("messages", "msg", _read_message, _PREPARE, MessagesAnswer, NAMES)
 
 
 @router.post(

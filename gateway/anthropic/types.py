@@ -75,6 +75,7 @@ class CountRequest(RequestType):
 
 class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
+    """At most: an answer ends where the model's context does."""
     stop_sequences: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]], Field(max_length=STOPS_MAX)]
         | None

@@ -82,7 +82,7 @@ class GenerationRequest(RequestType):
     ignore_eos: bool | None = None
     priority: Any = None
     """Name of a priority class of the tenants file; or a number, as in vLLM: of a tenant's requests the lowest goes first."""
-    service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"] | None = None
     deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
     """By when the first token is wanted, from now."""
     return_token_ids: bool | None = None

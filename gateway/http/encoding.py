@@ -5,7 +5,7 @@ from typing import Any, Final
 import msgspec
 from starlette.responses import JSONResponse
 
-_LINE_BREAKS: Final = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
+_LINE_BREAKS: Final = {"\u2028": rb"\u2028", "\u2029": rb"\u2029", "\x85": rb"\u0085"}
 """Those of Unicode that JSON itself does not escape."""
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 """A comment, which clients of server-sent events ignore."""
@@ -13,10 +13,13 @@ KEEP_ALIVE: Final = b": keep-alive\n\n"
 
 def encode(content: Any) -> bytes:
     data = msgspec.json.encode(content)
-    if not data.isascii():
-        # Many clients read server-sent events by lines, and split those as Unicode does.
-        for character, escape in _LINE_BREAKS:
-            data = data.replace(character, escape)
+    if data.isascii():
+        return data
+    # Many clients read server-sent events by lines, and split those as Unicode does.
+    text = data.decode()  # in which a character is found three times as fast as its bytes are in `data`
+    for character, escape in _LINE_BREAKS.items():
+        if character in text:
+            data = data.replace(character.encode(), escape)
     return data
 
 

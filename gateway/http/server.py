@@ -168,7 +168,7 @@ class _Connection(HttpToolsProtocol):
         if self._in_headers and self._header_bytes > HEADER_BYTES_MAX:
             self._turn_away(431, "The headers are too large.", "headers_too_large")
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """A client that sends no more may still read its answer (RFC 9112, 9.6). True keeps the connection for that."""
         if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
             return False

@@ -16,7 +16,7 @@ NEUTRAL_ONLY: Final[Neutral] = {
     "top_logprobs": (None, 0),
     "access_programs": (None, {"cyber": "standard"}),
 }
-_INCLUDED: Final = Literal[
+_Included = Literal[
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
     "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 ]  # fmt: skip
@@ -80,7 +80,7 @@ class ResponsesRequest(RequestType):
     prompt_cache_options: Hint | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     client_metadata: Hint | None = None
-    include: Annotated[list[_INCLUDED], Field(max_length=HINT_FIELDS_MAX, fail_fast=True)] | None = None
+    include: Annotated[list[_Included], Field(max_length=HINT_FIELDS_MAX, fail_fast=True)] | None = None
     max_tool_calls: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     context_management: Annotated[list[Hint], Field(max_length=HINT_FIELDS_MAX, fail_fast=True)] | None = None

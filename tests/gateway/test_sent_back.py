@@ -11,7 +11,7 @@ from gateway.text.template_facts import TemplateFacts
 
 CALL: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 SHOWN_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-KNOWS_TOOLS = TemplateFacts("{{ tools }} <tool_call>", frozenset({"messages", "tools"}), takes_tools=True)
+KNOWS_TOOLS = TemplateFacts("{{ tools }} <tool_call>", frozenset({"messages", "tools"}))
 HI = {"role": "user", "content": "Hi"}
 
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-import msgspec
-
+from gateway.http.encoding import encode
 from gateway.streams.types import FailKind, Failure
 from proto.errors import Reject
 from proto.messages import RateState
@@ -55,7 +54,7 @@ class ApiError(Exception):
         return {"error": {**error, "request_id": request_id}}
 
     def encoded(self, request_id: str) -> bytes:
-        return msgspec.json.encode(self.body(request_id))
+        return encode(self.body(request_id))
 
     def headers(self) -> dict[str, str]:
         headers = rate_headers(self.rates)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from gateway.http.encoding import encode
 from gateway.http.errors import ApiError
 from gateway.openai.evaluation import echoed_logprobs, finite, prompt_logprobs
 from gateway.openai.prepare import Prepared
@@ -122,7 +123,7 @@ class _Base:
         return chunk
 
     def event(self, content: Json) -> bytes:
-        return b"data: " + msgspec.json.encode(content) + b"\n\n"
+        return b"data: " + encode(content) + b"\n\n"
 
     def opening(self) -> bytes:
         return b""
@@ -341,7 +342,7 @@ class ChatAnswer(_Base):
     def _scored(self, shown: _Shown) -> msgspec.Raw:
         own = self._token(shown.text, shown.own_bytes, shown.logprob)
         tops = [self._token(*candidate) for candidate in shown.top]
-        return msgspec.Raw(msgspec.json.encode(own | {"top_logprobs": tops}))
+        return msgspec.Raw(encode(own | {"top_logprobs": tops}))
 
     def _token(self, text: str, own_bytes: bytes, logprob: float) -> Json:
         return {"token": text, "logprob": logprob, "bytes": list(own_bytes)}

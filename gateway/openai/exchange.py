@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.backend import ClientLeft, Subscription
+from gateway.http.encoding import KEEP_ALIVE, encode
 from gateway.http.errors import ApiError, of_failure
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
@@ -24,8 +24,6 @@ Mismatch = Callable[[str, Any], Coroutine[Any, Any, str]]
 _SCORED_TOKENS = 64
 _SCORED_BYTES = 512
 """An answer with log-probabilities of more tokens is written on a thread: each takes up to 0.1 ms and has so many bytes."""
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients of server-sent events ignore."""
 
 
 class AnswerChecker:
@@ -151,7 +149,7 @@ class Exchange:
         return await on_thread(scored * _SCORED_BYTES, self._whole)
 
     def _whole(self) -> bytes:
-        return msgspec.json.encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
+        return encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
 
     async def accepted(self) -> list[tuple[ChoiceState, Deliver]]:
         """Wait until every stream is accepted; returns what was delivered until then. Raises `ClientLeft`, and `ApiError` if

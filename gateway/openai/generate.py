@@ -14,13 +14,13 @@ from starlette.types import Receive
 from gateway.backend import ClientLeft, Subscription
 from gateway.http.errors import ApiError, bare_errors, rate_headers
 from gateway.http.json_text import parse_json
+from gateway.http.renamed import Names, renamed
 from gateway.http.request_log import RequestInfo, info_of
 from gateway.openai.answers import Answer
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import Call
 from gateway.openai.exchange import AnswerChecker, EventStream, Exchange
 from gateway.openai.prepare import Prepared, Rules, in_form
-from gateway.openai.renamed import Names, renamed
 from gateway.openai.request_types import GenerationRequest
 from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import StreamSpec

@@ -112,8 +112,10 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
     return in_form(prepared, form)
 
 
-def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
-    """Raises `ApiError`."""
+def prepare_chat(
+    request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules, *, cuts_at_context: bool = False
+) -> Prepared:
+    """`cuts_at_context`: more may be asked for than the context leaves, and the answer ends there. Raises `ApiError`."""
     _check_common(request, tokenizer)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if request.max_tokens is not None and request.max_tokens != asked:
@@ -131,8 +133,8 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
         tokenizer,
         [ids],
         [""],
-        asked=asked,
-        default=rules.default_max_tokens,
+        asked=None if cuts_at_context else asked,
+        default=asked if asked is not None and cuts_at_context else rules.default_max_tokens,
         logprobs=logprobs,
         param="messages",
     )

@@ -5,17 +5,19 @@ from typing import Any
 
 import msgspec
 
+from gateway.http.encoding import encode
 from gateway.http.errors import ApiError
 from gateway.openai.answers import ChatAnswer, ChoiceState
 from gateway.openai.prepare import Prepared
+from gateway.responses.tools import kept
 from gateway.responses.types import ResponsesRequest
 from gateway.streams.types import Deliver, Finish
 from gateway.text.tokenizer import ModelTokenizer
 
 Json = dict[str, Any]
 _ECHOED = (
-    "instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens", "tools",
-    "tool_choice", "parallel_tool_calls", "service_tier", "user",
+    "instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens", "tool_choice",
+    "parallel_tool_calls", "service_tier", "user",
 )  # fmt: skip
 
 
@@ -24,7 +26,7 @@ def echoed(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
     asked: Json = {name: getattr(request, name) for name in _ECHOED}
     asked["text"] = {"format": (request.text and request.text.format) or {"type": "text"}}
     asked["reasoning"] = {"effort": request.reasoning and request.reasoning.effort, "summary": None}
-    asked["tools"] = asked["tools"] or []
+    asked["tools"] = kept(request.tools)
     asked["tool_choice"] = asked["tool_choice"] or "auto"
     asked["parallel_tool_calls"] = asked["parallel_tool_calls"] is not False
     asked["metadata"] = asked["metadata"] or {}
@@ -39,13 +41,15 @@ class ResponsesAnswer(ChatAnswer):
         tokenizer: ModelTokenizer,
         *,
         asked: dict[str, msgspec.Raw],
+        namespaces: dict[str, Json],
         keep: Callable[[Json], None],
         **head: Any,
     ) -> None:
-        """`asked`: as of `echoed`. `keep` is given the complete response."""
+        """`asked`: as of `echoed`; `namespaces`: as of `tools.namespaces`. `keep` is given the complete response."""
         super().__init__(prepared, tokenizer, **head)
         self._asked = asked
         self._keep = keep
+        self._namespaces = namespaces
         self._items: list[Json] = []
         """Of the output, in order; the last may be open."""
         self._open = False
@@ -95,7 +99,7 @@ class ResponsesAnswer(ChatAnswer):
         content["sequence_number"] = self._sequence
         self._sequence += 1
         kind: str = content["type"]
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+        return b"event: " + kind.encode() + b"\ndata: " + encode(content) + b"\n\n"
 
     def opening(self) -> bytes:
         kinds = ("response.created", "response.in_progress")
@@ -175,7 +179,7 @@ class ResponsesAnswer(ChatAnswer):
         function: Json = call["function"]
         if "id" in call:
             item: Json = {"id": self._item_id("fc"), "type": "function_call", "call_id": call["id"]}
-            item["name"] = function["name"]
+            item |= self._namespaces.get(function["name"], {"name": function["name"]})
             yield from self._begin(item | {"arguments": ""})
         if arguments := function.get("arguments"):
             self._items[-1]["arguments"] += arguments

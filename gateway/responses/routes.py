@@ -7,6 +7,7 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from gateway.http.encoding import encode
 from gateway.http.errors import ApiError
 from gateway.http.json_text import parse_json
 from gateway.openai.answer_types import DeletedResponse, ResponseEvent, ResponseObject
@@ -18,6 +19,7 @@ from gateway.openai.prepare import Prepared, prepare_chat
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.responses.answer import ResponsesAnswer, echoed
 from gateway.responses.convert import NAMES, Item, as_chat, input_items
+from gateway.responses.tools import namespaces, places
 from gateway.responses.types import NEUTRAL_ONLY, ResponsesRequest
 from gateway.text.tokenizer import ModelTokenizer
 from runtime.process import clock
@@ -34,7 +36,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_response(call: CallDep) -> Response:
     draft = _Draft(call.gateway, call.tenant)
-    endpoint = Endpoint("responses", "resp", draft.read, prepare_chat, draft.answer, NAMES, keeps_body=True)
+    endpoint = Endpoint("responses", "resp", draft.read, prepare_chat, draft.answer, draft.names, keeps_body=True)
     return await generate(call, endpoint)
 
 
@@ -79,8 +81,11 @@ class _Draft:
     tenant: str
     asked: dict[str, msgspec.Raw] = field(default_factory=dict)
     """What the response repeats of the request."""
+    namespaces: dict[str, Item] = field(default_factory=dict)
+    """Of the functions that are in one."""
     items: bytes = b""
     """JSON: the conversation's items, the request's own included. Empty: they are not to be kept."""
+    names: dict[str, str] = field(default_factory=dict)
 
     def read(self, content: Any) -> ChatRequest:
         """Runs on a thread. Raises `ApiError`."""
@@ -93,18 +98,21 @@ class _Draft:
             before = parse_json(kept.items)
         items = [*before, *input_items(request)]
         chat = as_chat(request, items)
-        self.asked = echoed(request)
+        self.asked, self.namespaces = echoed(request), namespaces(request.tools)
+        self.names |= places(request.tools) | NAMES
         if request.store is not False:
             self.items = msgspec.json.encode(items)
         return chat
 
     def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, **head: Any) -> ResponsesAnswer:
-        return ResponsesAnswer(prepared, tokenizer, asked=self.asked, keep=self._keep, **head)
+        return ResponsesAnswer(
+            prepared, tokenizer, asked=self.asked, namespaces=self.namespaces, keep=self._keep, **head
+        )
 
     def _keep(self, response: dict[str, Any]) -> None:
         if not self.items:
             return
         lists = (self.items, msgspec.json.encode(response["output"]))
         conversation = b"[" + b",".join(one[1:-1] for one in lists if len(one) > 2) + b"]"
-        whole = msgspec.json.encode(response)
+        whole = encode(response)
         self.gateway.responses.put(self.tenant, response["id"], conversation, whole, clock.now())

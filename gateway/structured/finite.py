@@ -152,7 +152,8 @@ class _Schema:
 
     def _has_instance(self, node: dict[str, Any], kind: str) -> bool:
         if kind == "object":
-            properties = node.get("properties") if isinstance(node.get("properties"), dict) else {}
+            named = node.get("properties")
+            properties = named if isinstance(named, dict) else {}
             others = node.get("additionalProperties", True) if "patternProperties" not in node else True
             return all(
                 self._is(properties.get(name, others)) for name in _list(node.get("required")) if isinstance(name, str)

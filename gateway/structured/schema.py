@@ -173,7 +173,8 @@ def _states(divisor: Any) -> int:
     assert isinstance(exponent, int)
     # A divisor with more digits than a bound far above ours is too large, whatever its exponent.
     whole = int("".join(map(str, digits[:20])))
-    return min(whole * 10 ** min(max(exponent, 0), 20), 10**20)
+    states: int = whole * 10 ** min(max(exponent, 0), 20)
+    return min(states, 10**20)
 
 
 # --- rewriting --------------------------------------------------------------------------------------------------------
@@ -195,9 +196,8 @@ class _Rewriter:
         if not isinstance(schema, dict):
             return schema
         kept = {key: value for key, value in schema.items() if self._keeps(key, value, (*path, key))}
-        if len(kept) < len(schema) and kept.get("additionalProperties") is not None:
-            if "patternProperties" in schema and "patternProperties" not in kept:
-                del kept["additionalProperties"]  # it is about what no pattern names
+        if "patternProperties" in schema and "patternProperties" not in kept:
+            kept.pop("additionalProperties", None)  # it is about what no pattern names
         names = isinstance(kept.get("properties"), dict)
         beside = in_union or names or bool(_OBJECT_KEYS & set(schema))
         found: dict[str, Any] = {}

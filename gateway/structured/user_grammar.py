@@ -49,5 +49,5 @@ def _from_gbnf(text: str) -> str:
         raise UserGrammarError("the GBNF is too large: write it in Lark")
     try:
         return str(gbnf_to_lark(text)).replace("%llguidance {}", "", 1)
-    except Exception as error:  # it raises Exception itself, besides what its parser stumbles over
+    except Exception as error:  # noqa: BLE001 (it raises Exception itself, besides what its parser stumbles over)
         raise UserGrammarError(f"the GBNF cannot be read: {str(error)[:200]}") from None

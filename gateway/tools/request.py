@@ -78,7 +78,7 @@ def _tool(value: Any, param: str) -> Tool:
     if value.get("type") != "function":
         message = f"'{param}.type' must be \"function\": tools that this server would have to run are not supported."
         raise bad_value(f"{param}.type", message, "unsupported_value")
-    _only(value, {"type", "function"}, param)
+    _only(value, {"type", "function", "cache_control"}, param)  # the last is a hint
     param = f"{param}.function"
     function = value.get("function")
     if not isinstance(function, dict):

@@ -184,4 +184,29 @@ def _conversations(t: Rows) -> None:
         chat_template_kwargs={"messages": []},
     )
     t.chat("effort unknown", "reasoning_effort", "unsupported_value", reasoning_effort="huge")
-    t.chat("effort without effect", "reasoning_effort", "unsupported_parameter", reasoning_effort="high")
+    t.chat("verbosity unknown", "verbosity", "unsupported_value", verbosity="huge")
+    t.message(
+        "thoughts of a user by another name", "messages[0].reasoning", "invalid_value", {**user, "reasoning": "x"}
+    )
+    t.message("refusal of a user", "messages[0].refusal", "invalid_value", {**user, "refusal": "x"})
+    t.message("refusal a number", "messages[0].refusal", "invalid_type", {"role": "assistant", "refusal": 1})
+    t.message(
+        "annotations a string", "messages[0].annotations", "invalid_type", {"role": "assistant", "annotations": "x"}
+    )
+    t.message("audio a string", "messages[0].audio", "invalid_type", {"role": "assistant", "audio": "x"})
+    t.message(
+        "function call a string",
+        "messages[0].function_call",
+        "invalid_type",
+        {"role": "assistant", "function_call": "x"},
+    )
+    t.message("call of a custom tool with a number", "messages[0].tool_calls[0].function.arguments", "invalid_type",
+              {"role": "assistant", "tool_calls": [
+                  {"id": "c", "type": "custom", "custom": {"name": "f", "input": 1}}]})  # fmt: skip
+    t.message(
+        "result of no function",
+        "messages[0].tool_call_id",
+        "invalid_value",
+        {"role": "function", "name": "f", "content": ""},
+    )
+    t.message("cache_control a string", "messages[0].cache_control", "invalid_type", {**user, "cache_control": "x"})

@@ -263,8 +263,11 @@ def odd(pattern: str) -> dict[str, Any]:
 def test_without_strict_the_answer_is_checked_against_the_whole_schema(stream: bool) -> None:
     async def test(site: Site, model: Model) -> None:
         tool = {"name": "f", "parameters": odd("^(?!.*)x")}
-        for form in ({"tools": [{"type": "function", "function": tool}], "tool_choice": "required"},
-                     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": odd("^(?!.*)x")}}}):  # fmt: skip
+        asked = {"name": "x", "schema": odd("^(?!.*)x")}
+        for form in (
+            {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"},
+            {"response_format": {"type": "json_schema", "json_schema": asked}},
+        ):
             got = await post(site, {**form, "stream": stream})
             assert "answer_does_not_match" in json.dumps(got) and "$.e does not match 'pattern'" in json.dumps(got)
             if stream:
@@ -305,8 +308,9 @@ def test_one_odd_schema_leaves_the_others_as_they_are() -> None:
 @pytest.mark.parametrize("form", [
     {"response_format": strict({"$ref": "#"})}, {"guided_regex": r"a[^\s\S]"}, {"guided_grammar": 'start: "a" start'},
     {"guided_grammar": 'root ::= "a" root'}, {"guided_json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
-    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}}}],
-     "tool_choice": "required"},
+    {"tools": [{"type": "function", "function": {
+        "name": "f", "parameters": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    }}], "tool_choice": "required"},
 ])  # fmt: skip
 def test_a_form_without_a_finite_answer_is_refused_when_it_is_compiled(form: dict[str, Any]) -> None:
     async def test(site: Site, model: Model) -> None:

@@ -228,7 +228,7 @@ def test_more_requests_at_once_than_anybody_asks_end_the_connection() -> None:
         body = body_of()
         writer.write(head(len(body)) + body)
         await until(lambda: bool(site.cluster.submits))
-        writer.write(b"GET /health HTTP/1.1\r\n\r\n" * (http_server.QUEUED_MAX + 1))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * (http_server.QUEUED_MAX + 1))
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 60) == b""
         await until(lambda: len(site.cluster.cancels) == 1)

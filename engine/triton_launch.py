@@ -32,8 +32,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def prepare() -> None:
-    """Before the first launch on a GPU. Triton compiles a little C for its launches: by the compiler of the package ziglang where
-    the host has none. Raises KernelFailed, which says what is missing."""
+    """Before the first launch on a GPU. Triton compiles a little C for its launches: by the compiler of the package ziglang
+    where the host has none. Raises KernelFailed, which says what is missing."""
     if find_spec("triton") is None:
         raise KernelFailed("Triton is not installed")
     header = Path(sysconfig.get_path("include")) / "Python.h"

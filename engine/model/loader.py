@@ -17,6 +17,7 @@ from engine.attention import paged as attention
 from engine.attention.paged import AttentionCall, Recorder, UnsupportedAttention, forward_context
 from engine.engine import Engine, ModelInfo
 from engine.gpu.memory import GpuShare
+from engine.model import room
 from engine.model.backend import Candidate, make_engine
 from engine.model.errors import ModelUnsupported, PoolTooSmall, WeightsUnsupported
 from engine.model.fingerprint import model_fingerprint
@@ -40,12 +41,14 @@ def load_engine(
     kv_bytes: int | None,
     gpu: GpuShare = _WHOLE_GPU,
     allocate: Callable[[int], torch.Tensor] | None = None,
+    host_bytes: int | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Engine:
     """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`, or, if that is None,
     of what its share `gpu` of a GPU leaves. `allocate(bytes)` may provide its memory, as a tensor of zero bytes on the device.
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `weights` says how the CPU
-    kernels keep the weights: `float32`, `bfloat16` or `int8`. `block_size` is in tokens. Raises ModelUnsupported.
+    kernels keep the weights: `float32`, `bfloat16` or `int8`. `block_size` is in tokens. `host_bytes` is what the host has
+    free, if that is known. Raises ModelUnsupported.
     """
     progress = on_progress or (lambda _: None)
     if dtype != "auto" and dtype not in _DTYPES:
@@ -54,7 +57,11 @@ def load_engine(
         raise WeightsUnsupported(f"{weights} weights are for the CPU, with a dtype of float32")
     if block_size < 1:
         raise ModelUnsupported(f"block_size {block_size} must be at least 1")
+    place, asked = torch.device(device), _DTYPES.get(dtype, None if device != "cpu" else torch.float32)
+    if place.type == "cuda":
+        room.check_gpu(place)
     folder = _resolve(model, progress)
+    room.check_weights(model, folder, place, asked, kv_bytes, gpu, host_bytes)
     loaded, config = _load_weights(folder, model, device, dtype, progress)
     text_config = loaded.config.get_text_config()
     attention.register()

@@ -109,7 +109,7 @@ def record_tests(part: str, report: Path, text: str) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each part, then what went wrong, then figures."""
+    """A line for each part, then what went wrong, then figures, of each part as many."""
     lines, bad, figures = [], [], []
     for part in dict.fromkeys(row["part"] for row in rows):
         own = [row for row in rows if row["part"] == part]
@@ -118,14 +118,13 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         state = "good" if not errors else f"NOT GOOD: {len(errors)} of {len(own)}"
         lines.append(f"{part:<9}{state:<24}{len(own):>4} results{took_s:>8.1f} s")
         bad += [f"  {part}, {row['name']}: {' '.join(str(row['error']).split())}"[:150] for row in errors]
-        if part not in TESTS:
-            figures += [f"  {part}, {row['name']}: {said}"[:110] for row in own if (said := figures_of(row))]
+        if part not in (*TESTS, "smoke"):
+            figures.append([f"  {part}, {row['name']}: {said}"[:120] for row in own if (said := figures_of(row))])
     left = LINES_MAX - len(lines)
-    shown = bad[: max(left - 8, left - len(figures))]
-    if len(shown) < len(bad):
-        shown[-1] = f"  and {len(bad) - len(shown) + 1} more that are not good"
-    figures = figures[: left - len(shown)]
-    return [*lines, *shown, *figures]
+    if len(bad) > left // 2:
+        bad[left // 2 - 1 :] = [f"  and {len(bad) - left // 2 + 1} more that are not good"]
+    left -= len(bad)
+    return [*lines, *bad, *(line for own in figures for line in own[: left // len(figures)])]
 
 
 def figures_of(row: dict[str, Any]) -> str:

@@ -20,6 +20,8 @@ _CAPABILITY_MIN: Final = (8, 0)
 
 def check_gpu(device: torch.device) -> None:
     """Raises GpuUnsupported."""
+    if device.type != "cuda":
+        return
     capability = torch.cuda.get_device_capability(device)
     if capability < _CAPABILITY_MIN:
         raise GpuUnsupported(

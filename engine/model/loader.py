@@ -48,8 +48,7 @@ def load_engine(
     of what its share `gpu` of a GPU leaves. `allocate(bytes)` may provide its memory, as a tensor of zero bytes on the device.
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `weights` says how the CPU
     kernels keep the weights: `float32`, `bfloat16` or `int8`. `block_size` is in tokens. `host_bytes` is what the host has
-    free, if that is known. Raises ModelUnsupported.
-    """
+    free, if that is known. Raises ModelUnsupported."""
     progress = on_progress or (lambda _: None)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ModelUnsupported(f"dtype {dtype!r} is not one of auto, {', '.join(_DTYPES)}")

@@ -116,7 +116,7 @@ def check_listening(option: str, error: OSError) -> None:
 
 def free_memory_bytes() -> int:
     """What a process may still take: no more than a container has at all."""
-    return min(psutil.virtual_memory().available, host_memory_bytes())
+    return min(int(psutil.virtual_memory().available), host_memory_bytes())
 
 
 def host_memory_bytes() -> int:

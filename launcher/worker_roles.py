@@ -14,7 +14,9 @@ from kvtransfer.transports.transport import PoolMemory
 from prefill_worker.worker import PrefillWorker
 from proto.errors import BadOption
 from proto.messages import Role
+from runtime.process import log
 from runtime.process.log import Log
+from runtime.settings import machine
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.driver import WorkerDriver
 from runtime.worker.process import as_config_error, run_worker
@@ -117,6 +119,8 @@ def run(settings: WorkerSettings) -> int:
             gpu=GpuShare(settings.gpu_memory_share, settings.step_tokens_max, settings.max_seqs),
             # Also in a prefill worker: it may become one that receives.
             allocate=memory.allocate if memory is not None else None,
+            host_bytes=machine.free_memory_bytes(),
+            on_progress=log.get("crossdock.model").info,
         ),
         be_nice=thread.be_nice,
         make_role=roles.make,

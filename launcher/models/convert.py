@@ -7,14 +7,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from runtime.settings.machine import free_memory_bytes
+
 EOS_TOKEN_ID = 2
 
 
 def convert(folder: str, file: str, out: str) -> None:
     """Raises `ValueError` where the result lacks what serving needs: the end-of-sequence id and the chat template."""
     import torch
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    needed, free = 4 * sum(int(one.n_elements) for one in GGUFReader(Path(folder) / file).tensors), free_memory_bytes()
+    if needed > free:
+        raise ValueError(
+            f"its weights take {needed / 1e9:.3g} GB as float32, and {free / 1e9:.3g} GB of memory are free"
+        )
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=file, dtype=torch.float32, trust_remote_code=False
     )

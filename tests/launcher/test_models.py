@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import gguf
+import numpy as np
 import pytest
 from huggingface_hub.errors import RevisionNotFoundError
 from rich.console import Console
 
 from engine.model import loader
 from gateway.text import tokenizer
+from launcher.models import convert as models_convert
 from launcher.models import resolve as models
 from launcher.models.hub import ModelError
 from launcher.models.resolve import ReadyModel, ready
@@ -185,3 +188,17 @@ def test_a_folder_that_is_missing_is_said_to_be(name: str, tmp_path: Path, monke
     (tmp_path / "have").mkdir()
     with pytest.raises(SettingsError, match=f"^--model: there is no folder {name}$"):
         ready(name, "", QUIET)
+
+
+def test_a_gguf_file_that_memory_cannot_hold_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("weight", np.zeros((64, 1000), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(models_convert, "free_memory_bytes", lambda: 200_000)
+    with pytest.raises(ValueError, match=r"take 0.000256 GB as float32, and 0.0002 GB of memory are free"):
+        models_convert.convert(str(tmp_path), "model.gguf", str(tmp_path / "out"))

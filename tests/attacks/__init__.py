@@ -1,1 +1,1 @@
-"""Attacks on a real cluster, and what other tenants notice of them: `scripts/attacks`. `__main__.py` has the order of events."""
+"""Attacks on a real cluster, and what other tenants notice: `scripts/attacks`. Start reading in `__main__.py`."""

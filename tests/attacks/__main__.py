@@ -86,10 +86,9 @@ class Bench:
                 quiet = await self._window(asyncio.sleep(ALONE_S))
                 attacked = await self._window(self._attack(name, ATTACKS[name].bound_s))
                 rows.append(self._row(name, ATTACKS[name].line, quiet, attacked))
-                if rows[-1].measured.ended or self._up.ended() or self._up.stands_still():
-                    await asyncio.to_thread(self._up.mend)
-                    await asyncio.sleep(2)
-                await asyncio.sleep(1)
+                if not await asyncio.to_thread(self._up.mend):
+                    rows[-1].faults.append("the cluster did not recover, and was started anew")
+                await asyncio.sleep(2)
         finally:
             for task in tasks:
                 task.cancel()
@@ -160,10 +159,15 @@ def show(rows: list[Row], console: Console) -> None:
         role, grown = max(row.measured.rss_grown_mib.items(), key=lambda item: item[1])
         colour = "red" if row.faults else "green"
         table.add_row(
-            f"[{colour}]{row.name}[/{colour}]", row.line, *(f"{ms:,.0f} ms" for ms in numbers), f"{row.slowest_s:.1f} s",
-            f"{row.measured.late_ms:.0f} ms", f"{role.split('_')[0]} {grown:+,} MiB", f"{len(row.failed)} of {row.answers + len(row.failed)}",
+            f"[{colour}]{row.name}[/{colour}]",
+            row.line,
+            *(f"{ms:,.0f} ms" for ms in numbers),
+            f"{row.slowest_s:.1f} s",
+            f"{row.measured.late_ms:.0f} ms",
+            f"{role.split('_')[0]} {grown:+,} MiB",
+            f"{len(row.failed)} of {row.answers + len(row.failed)}",
             ", ".join(row.measured.ended) or "none",
-        )  # fmt: skip
+        )
     console.print(table)
     for row in rows:
         outcome = ", ".join(f"{what}: {count}" for what, count in row.outcome.items())
@@ -175,9 +179,9 @@ def show(rows: list[Row], console: Console) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/attacks",
-        description=f"{__doc__} Status 1 if the gateway's or the coordinator's event loop stands still for more than {STALL_MS_MAX:.0f}"
-        f" ms of CPU time, a stream's gap is more than {GAP_RATIO_MAX:g} times its longest alone, a process ends or a request of"
-        " others fails.",
+        description=f"{__doc__} Status 1 if the event loop of gateway or coordinator stands still for more than"
+        f" {STALL_MS_MAX:.0f} ms of CPU time, a stream's gap is more than {GAP_RATIO_MAX:g} times its longest alone, a process"
+        " ends or a request of others fails.",
     )
     parser.add_argument(
         "--only", action="append", metavar="NAME", help="attacks whose name has this in it; may be repeated"

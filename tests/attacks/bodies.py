@@ -1,4 +1,4 @@
-"""Bodies of requests that are large in one way each. `SHAPES` has, by name, the route and what makes a body of so many bytes."""
+"""Bodies of requests that are large in one way each. `SHAPES` has by name the route and what makes a body of a size."""
 
 from collections.abc import Callable
 from typing import Final

@@ -6,8 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -21,6 +20,7 @@ TENANTS = ("victim", "honest", "evil0", "evil1")
 LOOK_S = 0.05
 RSS_BYTES_MAX = 4 << 30
 """A process that takes more is killed, as the limit of its container in `scripts/kubernetes.yaml` would do."""
+WHOLE_S = 30.0
 HEARTBEAT_MS = "500"  # the default
 
 
@@ -137,21 +137,38 @@ class Probed(Parts):
             if process.poll() is not None
         ]
 
-    def stands_still(self) -> list[str]:
-        """Processes whose loop has not ticked for a second."""
+    def stands_still(self, for_s: float = 1.0) -> list[str]:
+        """Processes whose loop has not ticked for so long."""
         now = time.monotonic()
         alive = (role for role, process in self.processes.items() if process.poll() is None)
-        return [role for role in alive if now - self._records[role].read()[2] > 1.0]
+        return [role for role in alive if now - self._records[role].read()[2] > for_s]
 
-    def mend(self) -> None:
-        """Kill what stands still, and start again what has ended."""
-        for role in self.stands_still():
+    def mend(self) -> bool:
+        """Kill what stands still, and start again what has ended. False: the cluster was not whole even then, and was started
+        anew."""
+        for role in self.stands_still(5.0):
             self.processes[role].kill()
-        for role, process in list(self.processes.items()):
-            if role in self.stands_still() or process.poll() is not None:
+            self.processes[role].wait(30)
+        self._start_ended()
+        try:
+            self.wait_for("whole", self._is_whole, WHOLE_S)
+        except AssertionError:
+            for process in self.processes.values():
+                process.kill()
                 process.wait(30)
+            self._start_ended()
+            self.wait_registered(2)
+            return False
+        return True
+
+    def _start_ended(self) -> None:
+        for role, process in list(self.processes.items()):
+            if process.poll() is not None:
                 self.start_role(role)
-        self.wait_registered(2)
+
+    def _is_whole(self) -> bool:
+        report = self.status()
+        return len(report.workers) == 2 and len(report.gateways) == 1 and self._is_ready()
 
 
 def rss_bytes(pid: int) -> int:
@@ -159,7 +176,3 @@ def rss_bytes(pid: int) -> int:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return 0
-
-
-def as_dict(measured: Measured) -> Mapping[str, object]:
-    return asdict(measured)

@@ -120,8 +120,9 @@ SPACES: Final[dict[str, Callable[[int], str]]] = {
     "tabs and form feeds": lambda size: ("\n" + "\t\f" * (size // 4000)) * 2000 + "start",
 }
 REGEXES: Final = (
-    "((((a{1,9}){1,9}){1,9}){1,9}){1,9}", "(a|b|ab)*" * 200, "[^\\s\\S]", "(?:x{1,1000}){1,1000}", "\\w{1,5000}.*\\w{1,5000}", "(" * 5000,
-    "((a*)*)*" * 50 + "b", ".*a.{30}", "(a?){500}a{500}", "/" * 100_000, "\\" * 100_001, "[" + "a-z" * 20_000 + "]",
+    "((((a{1,9}){1,9}){1,9}){1,9}){1,9}", "(a|b|ab)*" * 200, "[^\\s\\S]", "(?:x{1,1000}){1,1000}", "\\w{1,5000}.*\\w{1,5000}",
+    "(" * 5000, "((a*)*)*" * 50 + "b", ".*a.{30}", "(a?){500}a{500}", "/" * 100_000, "\\" * 100_001,
+    "[" + "a-z" * 20_000 + "]",
 )  # fmt: skip
 
 
@@ -178,11 +179,13 @@ attack("queue of large schemas", "R5", 20.0)(lambda target: by_both(target, 8, 2
 
 @attack("grammars without an answer", "api 4", 20.0)
 def _(target: Target) -> Outcome:
+    again = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    neither = {"allOf": [{"type": "integer"}, {"type": "string"}]}
     endless: list[dict[str, Any]] = [
-        {"guided_json": {"$ref": "#"}}, {"guided_regex": "[^\\s\\S]"}, {"guided_grammar": "start: start"},
-        {"guided_grammar": "start: a\na: b\nb: a"}, {"guided_json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
-        {"guided_json": {"allOf": [{"type": "integer"}, {"type": "string"}]}}, {"guided_json": False}, {"guided_json": {"enum": []}},
-    ]  # fmt: skip
+        {"guided_json": one} for one in ({"$ref": "#"}, again, neither, False, {"enum": []})
+    ]
+    endless += [{"guided_regex": "[^\\s\\S]"}, {"guided_regex": "a[^\\s\\S]|[^\\s\\S]b"}]
+    endless += [{"guided_grammar": "start: start"}, {"guided_grammar": "start: a\na: b\nb: a"}]
     return Outcome(post(target, "/v1/completions", {"prompt": "x", **one})[0] for one in endless)
 
 

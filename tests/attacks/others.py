@@ -11,7 +11,7 @@ from tests.attacks.cluster import Target, api_key
 from tests.chaos.client import ask
 from tests.chaos.orders import Order
 
-STREAMS, TOKENS = 3, 400
+STREAMS, TOKENS = 3, 1_500
 EVERY_S = 0.5
 
 

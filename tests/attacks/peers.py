@@ -6,6 +6,7 @@ import time
 from collections import Counter
 
 import msgpack
+import msgspec
 import psutil
 import zmq
 
@@ -21,6 +22,7 @@ _PORTS = {"coordinator": Role.COORDINATOR, "gateway": Role.GATEWAY, "decode_work
 _CONTEXT = zmq.Context()
 _numbers = itertools.count(random.SystemRandom().randrange(1, 1 << 60))
 PING_MS = 250
+_NOWHERE = "tcp://127.0.0.1:9"
 
 
 class FakePeer:
@@ -37,12 +39,12 @@ class FakePeer:
             self._socket.curve_serverkey = keys.of(_PORTS[port])[0]
         self._socket.connect(target.addresses[port])
         if role is not None:
-            works = role in (Role.PREFILL, Role.DECODE)
-            number = next(_numbers)
             hello = Hello(
-                limits.PROTOCOL_VERSION, role, number, f"evil-{number % 100_000}", model=model if works else "",
-                fingerprint="f" if works else "", address="tcp://127.0.0.1:9", capacity=Capacity(1_000, 16, 8, 4_096) if works else None,
-            )  # fmt: skip
+                limits.PROTOCOL_VERSION, role, next(_numbers), f"evil-{next(_numbers) % 100_000}", address=_NOWHERE
+            )
+            if role in (Role.PREFILL, Role.DECODE):
+                capacity = Capacity(1_000, 16, 8, 4_096)
+                hello = msgspec.structs.replace(hello, model=model, fingerprint="f", capacity=capacity)
             self.say(hello)
 
     def say(self, message: Message, blob: bytes = b"") -> None:

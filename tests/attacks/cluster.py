@@ -143,6 +143,15 @@ class Probed(Parts):
         alive = (role for role, process in self.processes.items() if process.poll() is None)
         return [role for role in alive if now - self._records[role].read()[2] > for_s]
 
+    async def settle(self, within_s: float) -> None:
+        """Until each loop has ticked anew, so that what stood still until now is counted."""
+        since = time.monotonic()
+        while time.monotonic() < since + within_s:
+            alive = [role for role, process in self.processes.items() if process.poll() is None]
+            if all(self._records[role].read()[2] > since for role in alive):
+                return
+            await asyncio.sleep(LOOK_S)
+
     def mend(self) -> bool:
         """Kill what stands still, and start again what has ended. False: the cluster was not whole even then, and was started
         anew."""

@@ -186,7 +186,7 @@ def _(target: Target) -> Outcome:
     ]
     endless += [{"guided_regex": "[^\\s\\S]"}, {"guided_regex": "a[^\\s\\S]|[^\\s\\S]b"}]
     endless += [{"guided_grammar": "start: start"}, {"guided_grammar": "start: a\na: b\nb: a"}]
-    return Outcome(post(target, "/v1/completions", {"prompt": "x", **one})[0] for one in endless)
+    return Outcome(post(target, "/v1/completions", {"prompt": "x", **asked})[0] for asked in endless)
 
 
 @attack("special tokens inside grammars", "api 2", 20.0)

@@ -26,7 +26,7 @@ from tests.e2e.parts import parts
 STALL_MS_MAX = 250.0
 GROWTH_MIB_MAX = 5.0
 """Of a process in ten minutes, by least squares, the first third cut off: bodies of 8 MB come and go."""
-STANDSTILL_S_MAX = 60.0
+AFTER_S, STANDSTILL_S_MAX = 0.2, 60.0
 SHOWN = 25
 
 
@@ -80,9 +80,8 @@ class LongFuzz:
         self._up.begin_window()
         self._others.begin_window()
         case = await asyncio.to_thread(run_case, self._world, seed)
-        end = time.monotonic() + STANDSTILL_S_MAX
-        while self._up.stands_still() and time.monotonic() < end:  # noqa: ASYNC110 (it is polled from outside)
-            await asyncio.sleep(0.1)
+        await asyncio.sleep(AFTER_S)
+        await self._up.settle(STANDSTILL_S_MAX)
         still, noticed, measured = self._up.stands_still(), self._others.end_window(), self._up.end_window()
         stalls = {role: ms for role, ms in measured.stall_ms.items() if ms > STALL_MS_MAX}
         found = [f"the {role}'s event loop stands still for {ms:,.0f} ms" for role, ms in stalls.items()]

@@ -4,6 +4,7 @@ import itertools
 import random
 import time
 from collections import Counter
+from contextlib import suppress
 
 import msgpack
 import msgspec
@@ -21,7 +22,7 @@ from tests.attacks.cluster import Target
 _PORTS = {"coordinator": Role.COORDINATOR, "gateway": Role.GATEWAY, "decode_worker": Role.DECODE}
 _CONTEXT = zmq.Context()
 _numbers = itertools.count(random.SystemRandom().randrange(1, 1 << 60))
-PING_MS = 250
+PING_MS, SEND_MS = 250, 2_000
 _NOWHERE = "tcp://127.0.0.1:9"
 
 
@@ -32,7 +33,8 @@ class FakePeer:
         self.heard: Counter[str] = Counter()
         """Messages by name."""
         self._socket = _CONTEXT.socket(zmq.DEALER)
-        self._socket.reconnect_ivl = -1
+        self._socket.reconnect_ivl, self._socket.sndtimeo = -1, SEND_MS
+        self._gone = False
         if target.keys:
             keys = Keys(target.keys, role or Role.OBSERVER)
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
@@ -48,7 +50,12 @@ class FakePeer:
             self.say(hello)
 
     def say(self, message: Message, blob: bytes = b"") -> None:
-        self._socket.send_multipart(to_frames(message, blob))
+        """Nothing where the connection is closed."""
+        try:
+            if not self._gone:
+                self._socket.send_multipart(to_frames(message, blob))
+        except zmq.Again:
+            self._gone = True
 
     def ping(self) -> None:
         self.say(Ping())
@@ -70,7 +77,8 @@ class FakePeer:
     def send_frames(self, count: int, size: int) -> None:
         """One message of so many frames."""
         frame = bytes(size)
-        self._socket.send_multipart([frame] * count, copy=size < 1_000)
+        with suppress(zmq.Again):  # it was cut off in the middle
+            self._socket.send_multipart([frame] * count, copy=size < 1_000)
 
 
 def worker(target: Target, role: str, model: str) -> FakePeer:

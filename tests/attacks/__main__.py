@@ -39,7 +39,7 @@ class Row:
     outcome: dict[str, int]
     measured: Measured
     alone_ms: tuple[float, float]
-    """Longest and 99th percentile of the streams' gaps without an attack."""
+    """Longest and 99th percentile of the streams' gaps in all pauses between attacks."""
     gap_ms: float
     p99_ms: float
     slowest_s: float
@@ -78,32 +78,32 @@ class Bench:
         rows = []
         try:
             await asyncio.sleep(2)
-            self._alone = await self._window(asyncio.sleep(FIRST_ALONE_S))
-            rows.append(self._row("alone", "", self._alone, self._alone))
+            alone = await self._window(asyncio.sleep(FIRST_ALONE_S))
+            rows.append(self._row("alone", "", alone))
             for number, name in enumerate(names):
                 say(name, number)
-                quiet = await self._window(asyncio.sleep(ALONE_S))
+                alone.noticed.gaps_ms += (await self._window(asyncio.sleep(ALONE_S))).noticed.gaps_ms
                 attacked = await self._window(self._attack(name, ATTACKS[name].bound_s))
-                rows.append(self._row(name, ATTACKS[name].line, quiet, attacked))
+                rows.append(self._row(name, ATTACKS[name].line, attacked))
                 if not await asyncio.to_thread(self._up.mend):
                     rows[-1].faults.append("the cluster did not recover, and was started anew")
-                await asyncio.sleep(2)
+                await asyncio.sleep(5 if rows[-1].measured.ended else 2)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        for row in rows:
+            row.alone_ms = (alone.noticed.gap_ms(1), alone.noticed.gap_ms(0.99))
+            row.judge()
         return rows
 
-    def _row(self, name: str, line: str, quiet: Window, attacked: Window) -> Row:
-        before = (self._alone.noticed, quiet.noticed)
-        longest, p99 = (max(noticed.gap_ms(share) for noticed in before) for share in (1, 0.99))
-        noticed = attacked.noticed
-        row = Row(
-            name, line, attacked.outcome, attacked.measured, (longest, p99), noticed.gap_ms(1), noticed.gap_ms(0.99),
+    @staticmethod
+    def _row(name: str, line: str, window: Window) -> Row:
+        noticed = window.noticed
+        return Row(
+            name, line, window.outcome, window.measured, (0.0, 0.0), noticed.gap_ms(1), noticed.gap_ms(0.99),
             round(noticed.slowest_s, 1), noticed.answers, noticed.failed[:50],
         )  # fmt: skip
-        row.judge()
-        return row
 
     async def _window(self, work: Coroutine[Any, Any, dict[str, int] | None]) -> Window:
         self._up.begin_window()

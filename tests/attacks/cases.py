@@ -25,7 +25,7 @@ _ENDS_SOON: Final = {str(tokenizer().convert_tokens_to_ids(char)): 4 for char in
 RUNS: dict[str, Any] = import_module("tests.fuzz_cores").RUNS if find_spec("tests.fuzz_cores") else {}
 
 CLIENT_S = 60.0
-BODIES_EACH, GRAMMARS_EACH, FRAMES_EACH, RUNS_EACH, EVENTS = 20, 6, 4_000, 10, 300
+BODIES_EACH, GRAMMARS_EACH, FRAMES_EACH, RUNS_EACH, EVENTS = 20, 6, 4_000, 2, 300
 BODY_BYTES_MAX = 8_200_000
 _USER = [{"role": "user", "content": "Hi"}]
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -316,7 +316,7 @@ def _(target: Target) -> Outcome:
     return counts
 
 
-@attack("clients that do not read, and slow bodies", "slow")
+@attack("clients that do not read, and slow bodies", "slow", 25.0)
 def _(target: Target) -> Outcome:
     rng, counts = random.Random(target.seed), Outcome()
     silent = [begin_request(target, 300) for _ in range(4)]

@@ -4,10 +4,10 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,23 +112,29 @@ class Bench:
         return Window(self._others.end_window(), self._up.end_window(), outcome or {})
 
     async def _attack(self, name: str, bound_s: float) -> dict[str, int]:
-        command = ("-m", "tests.attacks.kinds", name, json.dumps(asdict(self._target)))
+        command: tuple[str, ...] = ("-m", "tests.attacks.kinds", name, json.dumps(asdict(self._target)))
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         # A real attacker is elsewhere: what its client computes must not count.
-        attacker = await asyncio.create_subprocess_exec(
-            "nice", "-n", "19", sys.executable, *command, cwd=ROOT, env=environment, stdout=asyncio.subprocess.PIPE
-        )
-        outcome: dict[str, int] = {}
-        try:
-            async with asyncio.timeout(bound_s):
-                written, _ = await attacker.communicate()
-            outcome = json.loads(written) if attacker.returncode == 0 else {"WRONG: the attacker failed": 1}
-        except TimeoutError:
-            outcome = {f"still at it after {bound_s:.0f} s": 1}
-        finally:
-            with suppress(ProcessLookupError):
+        command = ("nice", "-n", "19", sys.executable, *command)
+        with tempfile.TemporaryFile() as written:
+            attacker = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environment, stdout=written)
+            try:
+                async with asyncio.timeout(bound_s):
+                    await attacker.wait()
+            except TimeoutError:
                 attacker.kill()
-            await attacker.wait()
+                await attacker.wait()
+            except asyncio.CancelledError:
+                attacker.kill()
+                raise
+            written.seek(0)
+            last = written.read().decode().rpartition("\n")[2]
+        if attacker.returncode == 0:
+            outcome: dict[str, int] = json.loads(last)
+        elif attacker.returncode == -signal.SIGKILL:
+            outcome = {f"still at it after {bound_s:.0f} s {last}".strip(): 1}
+        else:
+            outcome = {"WRONG: the attacker failed": 1}
         await asyncio.sleep(AFTER_S)
         await self._up.settle(STALLED_S_MAX)
         return outcome | {f"{role} still stands still, and is killed": 1 for role in self._up.stands_still()}

@@ -81,6 +81,8 @@ def send_shapes(target: Target, names: Iterable[str]) -> Outcome:
     """One after the other, by two tenants in turn."""
     counts = Outcome()
     for number, name in enumerate(names):
+        sys.stdout.write(f"\n{name}")
+        sys.stdout.flush()
         path, content = body(name, target.model, BODY_BYTES)
         began = time.monotonic()
         status, _ = post(target, path, content, f"evil{number % 2}")
@@ -336,7 +338,7 @@ def _(target: Target) -> Outcome:
 
 def main() -> None:
     name, target = sys.argv[1], Target(**json.loads(sys.argv[2]))
-    sys.stdout.write(json.dumps(ATTACKS[name].run(target)))
+    sys.stdout.write("\n" + json.dumps(ATTACKS[name].run(target)))
     sys.stdout.flush()
     os._exit(0)  # without waiting for messages that nobody takes any more
 

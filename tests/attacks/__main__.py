@@ -137,7 +137,7 @@ class Bench:
             outcome = {"WRONG: the attacker failed": 1}
         await asyncio.sleep(AFTER_S)
         await self._up.settle(STALLED_S_MAX)
-        return outcome | {f"{role} still stands still, and is killed": 1 for role in self._up.stands_still()}
+        return outcome | {f"WRONG: the {role} still stands still, and is killed": 1 for role in self._up.stands_still()}
 
 
 def show(rows: list[Row], console: Console) -> None:
@@ -204,6 +204,8 @@ def main() -> int:
         for number, name in enumerate(ATTACKS, 1):
             console.print(f"{number:3} {name} ({ATTACKS[name].line})", highlight=False)
         return 0
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
+        signal.signal(number, signal.default_int_handler)
     go_first()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (

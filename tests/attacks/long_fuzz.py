@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -120,6 +121,8 @@ def run(first_seed: int, minutes: float, only: int | None, log: str, console: Co
     """Cases from `first_seed` on for so long, or the case `only`. Status 1 on any finding."""
     if not RUNS:
         console.print("tests/fuzz_cores.py is not there: no messages in random states")
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
+        signal.signal(number, signal.default_int_handler)
     kinds: Counter[str] = Counter()
     seeds = range(first_seed, 1 << 31) if only is None else range(only, only + 1)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
